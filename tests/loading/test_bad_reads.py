@@ -23,6 +23,7 @@ from modelstate.testing import Request, faulty_reads
 from tests.formats.files import evict
 from tests.loading.fingerprint import described_module, whole
 from tests.loading.loads import KINDS, Kind, Open, dcp, large, on_meta
+from tests.sweeps import sample
 
 every_kind = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 
@@ -66,6 +67,10 @@ def requests_of(kind: Kind, source: Open) -> list[Request]:
     return faults.requests
 
 
+def sampled(requests: list[Request]) -> list[Request]:
+    return sample(requests, lambda request: (request.call, request.path))
+
+
 def failure(kind: Kind, model: nn.Module, source: Open) -> BaseException | None:
     """What the load raises, without the tracebacks, which would keep alive what the load has in its frames."""
     try:
@@ -102,7 +107,7 @@ def test_an_error_at_every_request_in_turn(kind: Kind, error: BaseException, tmp
     model, after = kind.build(), loaded(kind, source)
     before = whole(model)
     hints = kind.write is large  # the page cache is asked about large files, and need not answer
-    for request in requests:
+    for request in sampled(requests):
         with nothing_left_behind(tmp_path), faulty_reads(at=request.number, error=error):
             found = failure(kind, model, source)
             error.__traceback__ = None  # of one that was swallowed
@@ -135,7 +140,7 @@ def test_reads_past_the_page_cache_at_every_request_in_turn(name: str, tmp_path:
     assert all(read.start % 4096 == read.nbytes % 4096 == 0 for read in reads)
     model, after = kind.build(), loaded(kind, source)
     before = whole(model)
-    for request in [*(one for one in requests if one.call == "open"), *reads]:
+    for request in sampled([*(one for one in requests if one.call == "open"), *reads]):
         refused = OSError(errno.EINVAL, "Invalid argument")
         with nothing_left_behind(tmp_path), faulty_reads(at=request.number, error=refused):
             found = failure(kind, model, source)
@@ -176,9 +181,7 @@ def test_the_end_of_the_file_at_every_read_in_turn(kind: Kind, tmp_path: Path) -
     source = kind.write(tmp_path)
     model, after = kind.build(), loaded(kind, source)
     before = whole(model)
-    for request in requests_of(kind, source):
-        if request.call not in ("pread", "preadv"):
-            continue
+    for request in sampled([one for one in requests_of(kind, source) if one.call in ("pread", "preadv")]):
         with nothing_left_behind(tmp_path), faulty_reads(at=request.number, short=0) as faults:
             found = failure(kind, model, source)
         if found is None:
@@ -233,7 +236,7 @@ def test_a_file_that_changes_at_every_request_in_turn(
     with faulty_reads() as faults:
         source()
     opening = len(faults.requests)  # as long as that lasts, the other file may be the one that is opened
-    for request in requests:
+    for request in sampled(requests):
         with faulty_reads(at=request.number, before=lambda request: change(request.path)):
             found = failure(kind, model, source)
         if found is None:

@@ -39,7 +39,8 @@ def stored(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
     """Stores a state dict in one of the ways, and gives what `ms.load` takes."""
 
     def store(state: dict[str, torch.Tensor]) -> Any:
-        path = tmp_path / f"state.{request.param}"
+        # A new file each time: torch.save over one that is mapped would wait for its lease, of 45 s.
+        path = tmp_path / f"{len(list(tmp_path.iterdir()))}.{request.param}"
         if request.param == "safetensors":
             save_file(state, path)
         elif request.param == "mapping":

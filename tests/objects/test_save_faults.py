@@ -14,8 +14,9 @@ import torch
 
 import modelstate as ms
 from modelstate.errors import WriteFailedError
-from modelstate.testing import Faults, Request, faulty_writes
+from modelstate.testing import Request, faulty_writes
 from tests.objects.saves import KINDS, NAME, contents, save, version_at
+from tests.sweeps import sample
 
 ERRORS = (errno.ENOSPC, errno.EIO, errno.EDQUOT, errno.EACCES)
 PAIRS = list(product(KINDS, KINDS))
@@ -33,28 +34,28 @@ def link(path: str) -> str:
 
 
 def sweep(directory: Path, old: Callable[[], Any], new: Callable[[], Any], **fault: Any) -> list[tuple[Request, Any]]:
-    """Makes each call of a save fail in turn; returns what was raised at each. The directory begins anew each time."""
-    number, found = 0, []
-    while True:
-        number += 1
+    """Makes calls of a save fail in turn; returns what was raised at each. The directory begins anew each time."""
+    old()
+    with faulty_writes() as clean:
+        new()
+    found = []
+    for request in sample(clean.requests, lambda request: request.call):
         for path in directory.iterdir():
             path.unlink()
         old()
         before, threads, opened = contents(directory), set(threading.enumerate()), descriptors()
         raised: BaseException | None = None
-        faults: Faults
-        with faulty_writes(at=number, **fault) as faults:
+        with faulty_writes(at=request.number, **fault) as faults:
             try:
                 new()
             except BaseException as error:
                 raised = error
         assert set(threading.enumerate()) == threads
         assert descriptors() == opened
-        if len(faults.requests) < number:
-            assert raised is None
-            return found
-        found.append((faults.requests[number - 1], raised))
-        check(directory, before, faults.requests[number - 1], raised)
+        assert faults.requests[request.number - 1].call == request.call
+        found.append((request, raised))
+        check(directory, before, request, raised)
+    return found
 
 
 def check(directory: Path, before: dict[str, bytes], request: Request, raised: BaseException | None) -> None:

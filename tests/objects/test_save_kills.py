@@ -2,16 +2,17 @@
 
 import os
 import signal
-import subprocess
-import sys
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import modelstate as ms
 from modelstate.testing import Request, faulty_writes
 from tests.objects.saves import KINDS, NAME, contents, save, version_at
+from tests.programs import CONTEXT, as_process_of_its_own
+from tests.sweeps import sample
 
 
 def killed_at(number: int, directory: Path, version: int, kind: str) -> bool:
@@ -30,20 +31,19 @@ def killed_at(number: int, directory: Path, version: int, kind: str) -> bool:
 @pytest.mark.filterwarnings("ignore:This process.*multi-threaded:DeprecationWarning")
 @pytest.mark.parametrize(("old", "new"), product(KINDS, KINDS))
 def test_a_kill_at_every_call(tmp_path: Path, old: str, new: str) -> None:
-    number, seen = 0, []
     save(tmp_path, 1, old)
-    files = len(contents(tmp_path))
-    while True:
-        number += 1
+    files, seen = len(contents(tmp_path)), []
+    with faulty_writes() as clean:
+        save(tmp_path, 2, new)
+    assert len(clean.requests) > 15
+    for request in sample(clean.requests, lambda request: request.call):
         save(tmp_path, 1, old)
         assert len(contents(tmp_path)) == files, "leftovers of the one that was killed"
-        was_killed = killed_at(number, tmp_path, 2, new)
+        assert killed_at(request.number, tmp_path, 2, new)
         seen.append(version_at(tmp_path / NAME))
-        if not was_killed:
-            break
     assert seen == sorted(seen)
     assert set(seen) == {1, 2}
-    assert number > 15
+    assert not killed_at(len(clean.requests) + 1, tmp_path, 2, new)
 
 
 def test_what_a_living_saver_has_written_stays(tmp_path: Path) -> None:
@@ -66,39 +66,26 @@ def test_what_a_living_saver_has_written_stays(tmp_path: Path) -> None:
         assert len(contents(tmp_path)) == 3
 
 
-SAVER = """
-import sys
-from pathlib import Path
-from tests.objects.saves import save
-directory, kinds, rounds, offset = Path(sys.argv[1]), sys.argv[2].split(","), int(sys.argv[3]), int(sys.argv[4])
-sys.stdin.readline()
-for number in range(rounds):
-    save(directory, 2 * number + offset, kinds[number % len(kinds)])
-"""
+def save_versions(begin: Any, directory: Path, kinds: list[str], rounds: int, offset: int) -> None:
+    as_process_of_its_own()
+    begin.wait()
+    for number in range(rounds):
+        save(directory, 2 * number + offset, kinds[number % len(kinds)])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kinds", ["file", "shards", "file,shards,more"])
-def test_two_savers_at_once(tmp_path: Path, kinds: str) -> None:
-    rounds = 40
-    here = str(Path(__file__).parents[2])
+@pytest.mark.parametrize("kinds", [["file"], ["shards"], ["file", "shards", "more"]], ids=", ".join)
+def test_two_savers_at_once(tmp_path: Path, kinds: list[str]) -> None:
+    rounds, begin = 40, CONTEXT.Barrier(2)
     savers = [
-        subprocess.Popen(
-            [sys.executable, "-c", SAVER, str(tmp_path), order, str(rounds), str(number)],
-            stdin=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            cwd=here,
-        )
-        for number, order in enumerate((kinds, ",".join(reversed(kinds.split(",")))))
+        CONTEXT.Process(target=save_versions, args=(begin, tmp_path, order, rounds, number), daemon=True)
+        for number, order in enumerate((kinds, kinds[::-1]))
     ]
     for saver in savers:
-        assert saver.stdin is not None
-        saver.stdin.write("\n")
-        saver.stdin.flush()
+        saver.start()
     for saver in savers:
-        _, errors = saver.communicate(timeout=100)
-        assert not saver.returncode, errors
+        saver.join(100)
+        assert saver.exitcode == 0
     assert version_at(tmp_path / NAME) in (2 * rounds - 2, 2 * rounds - 1)
     names = contents(tmp_path)
     assert not [name for name in names if name.startswith(".")]

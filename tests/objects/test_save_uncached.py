@@ -17,11 +17,12 @@ from modelstate.formats.block_writer import past_page_cache, write_blocks
 from modelstate.io import write_system
 from modelstate.io.atomic import new_file
 from modelstate.io.linux import cached_share
-from modelstate.testing import lossy_disk
+from modelstate.testing import faulty_writes, lossy_disk
 from tests.objects import saves
 from tests.objects.saves import NAME, save, version_at
 from tests.objects.test_save_faults import sweep
 from tests.objects.test_save_kills import killed_at
+from tests.sweeps import sample
 
 BLOCK_BYTES = 4 << 20
 
@@ -183,14 +184,14 @@ def test_a_power_cut_at_every_call(tmp_path: Path, kind: str) -> None:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:This process.*multi-threaded:DeprecationWarning")
 def test_a_kill_at_every_call(tmp_path: Path) -> None:
-    number, seen = 0, []
-    while True:
-        number += 1
+    save(tmp_path, 1, "shards")
+    with faulty_writes() as clean:
+        save(tmp_path, 2, "shards")
+    seen = []
+    for request in sample(clean.requests, lambda request: request.call):
         save(tmp_path, 1, "shards")
-        was_killed = killed_at(number, tmp_path, 2, "shards")
+        assert killed_at(request.number, tmp_path, 2, "shards")
         seen.append(version_at(tmp_path / NAME))
-        if not was_killed:
-            break
     assert seen == sorted(seen)
     assert set(seen) == {1, 2}
 
