@@ -1,7 +1,9 @@
 """`reference_keeping`: `.to()` and its kin on an unchanged model."""
 
+import subprocess
+import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any
 
@@ -273,3 +275,44 @@ class FailsLate(nn.Module):
         if self.fails:
             raise ArithmeticError("late")
         return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+
+
+PEAK = """
+import torch, modelstate as ms
+
+def status(field):
+    lines = open("/proc/self/status").read().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(field)) << 10
+
+model = torch.nn.Sequential(*[torch.nn.Linear(2000, 2000, bias=False) for _ in range(8)])
+with ms.reference_keeping():
+    torch.nn.Linear(2, 2).to(torch.bfloat16)  # imports what it needs
+    with open("/proc/self/clear_refs", "w") as file:
+        file.write("5")
+    before = status("VmRSS")
+    model.CAST
+    assert all(param.dtype == torch.bfloat16 for param in model.parameters())
+print(status("VmHWM") - before)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="the peak of the memory is read from /proc")
+@pytest.mark.parametrize("cast", ["to(torch.bfloat16)", "bfloat16()"])
+def test_a_cast_frees_each_tensor_before_the_next(cast: str) -> None:
+    """A second copy of the model would be 64 MB."""
+    command = [sys.executable, "-c", PEAK.replace("CAST", cast)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    assert int(ended.stdout) < 32 << 20
+
+
+@pytest.mark.parametrize("fn", [nn.Module.half, lambda module: module.to(memory_format=torch.channels_last)])
+def test_the_result_is_that_of_torch(fn: Callable[[nn.Module], nn.Module]) -> None:
+    stock, kept = (nn.Sequential(nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3)) for _ in range(2))
+    kept.load_state_dict(stock.state_dict())
+    fn(stock)
+    with ms.reference_keeping():
+        fn(kept)
+    for (name, expected), found in zip(stock.state_dict().items(), kept.state_dict().values(), strict=True):
+        assert (found.dtype, found.stride()) == (expected.dtype, expected.stride()), name
+        assert torch.equal(found, expected)

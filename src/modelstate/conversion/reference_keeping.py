@@ -8,7 +8,9 @@ from torch import nn
 
 from modelstate.conversion.conversion import Conversion, apply_in_conversion, running_conversion
 from modelstate.conversion.tensors import Target
+from modelstate.planning.assignment import COPYABLE
 from modelstate.process import fork_safe_lock, gc_paused
+from modelstate.torch_compat.modules import is_cast_of_torch
 from modelstate.torch_compat.overrides import MethodOverride, Overrides
 from modelstate.torch_compat.private import is_fake, is_faking
 from modelstate.transaction.transaction import Transaction, exclusive
@@ -98,3 +100,10 @@ class _TorchFunction(Target):
 
     def grad(self, grad: torch.Tensor, new: torch.Tensor) -> torch.Tensor | None:
         return self._fn(grad)
+
+    def deferred_cast(self, dtype: torch.dtype) -> torch.Tensor | None:
+        if dtype not in COPYABLE or not dtype.is_floating_point or not is_cast_of_torch(self._fn):
+            return None
+        with torch.inference_mode(False):
+            new = self._fn(torch.empty(0, dtype=dtype, device="cpu"))
+        return new if new.is_cpu and new.dtype in COPYABLE and new.is_floating_point() else None

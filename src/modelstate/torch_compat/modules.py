@@ -4,6 +4,8 @@ import copy
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
+from types import CodeType
 from typing import Any, NamedTuple
 
 import torch
@@ -275,3 +277,23 @@ def _tables(module: nn.Module) -> Iterator[dict[int, Hook]]:
             table = getattr(submodule, name, None)
             if table:
                 yield table
+
+
+def is_cast_of_torch(fn: Callable[..., object]) -> bool:
+    """Whether a function is the one that `Module.to`, `.half()` or their like pass to `_apply`.
+
+    It only changes dtype and device; with a memory format it also changes strides, and is left out.
+    """
+    code = getattr(fn, "__code__", None)
+    if not isinstance(code, CodeType) or code not in _codes_of_casts():
+        return False
+    free = dict(zip(code.co_freevars, getattr(fn, "__closure__", None) or (), strict=True))
+    memory_format = free.get("convert_to_format")
+    return memory_format is None or memory_format.cell_contents is None
+
+
+@cache
+def _codes_of_casts() -> frozenset[object]:
+    methods = (nn.Module.to, nn.Module.float, nn.Module.double, nn.Module.half, nn.Module.bfloat16, nn.Module.cpu)
+    consts = [const for method in methods for const in getattr(getattr(method, "__code__", None), "co_consts", ())]
+    return frozenset(const for const in consts if isinstance(const, CodeType))
