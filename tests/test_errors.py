@@ -24,9 +24,8 @@ CLASSES = {
 }
 FIELDS = {"where": "x.pt, byte 7", "expected": "8 bytes", "found": "7 bytes", "remedy": "copy it again"}
 REMEDIES = {
-    **dict.fromkeys(
-        (errors.TruncatedFileError, errors.HeaderError, errors.ArchiveError, errors.PickleError), CUT_SHORT
-    ),
+    errors.TruncatedFileError: CUT_SHORT,
+    errors.DamagedFileError: CUT_SHORT,
     errors.NewerManifestError: "update modelstate",
 }
 """The classes whose errors have a remedy of the class where the site gives none."""

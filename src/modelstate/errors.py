@@ -11,15 +11,12 @@ ModelStateError
 │   ├── UnknownFormatError        (ValueError)
 │   ├── AmbiguousCheckpointError  (ValueError)
 │   ├── TruncatedFileError        (EOFError, ValueError)
-│   ├── HeaderError               (ValueError)
-│   ├── ArchiveError              (ValueError)
+│   ├── DamagedFileError          (ValueError)
 │   ├── UnsafePathError           (ValueError)
-│   ├── PickleError               (ValueError)
 │   ├── ForbiddenGlobalError      (ValueError)
 │   ├── UnsupportedTensorError    (NotImplementedError)
 │   ├── ManifestError             (ValueError)
 │   │   └── NewerManifestError
-│   ├── MissingShardError         (FileNotFoundError)
 │   └── CombineError              (ValueError)
 ├── KeyNotFoundError              (KeyError)
 ├── ReadFailedError               (OSError)
@@ -31,9 +28,7 @@ ModelStateError
 ├── RuleError                     (ValueError)
 ├── SchemaError                   (ValueError)
 ├── OptimizerStateError           (ValueError)
-├── RandomStateError              (ValueError)
-├── ObjectMismatchError           (KeyError, TypeError)
-├── ObjectStateError              (RuntimeError)
+├── ObjectStateError              (KeyError, TypeError, ValueError)
 ├── PlanError                     (RuntimeError)
 ├── StalePlanError                (RuntimeError)
 ├── ModelBusyError                (RuntimeError)
@@ -52,12 +47,11 @@ ModelStateError
 │   ├── SaveTargetError           (TypeError)
 │   ├── UnsavableError            (ValueError)
 │   ├── TargetExistsError         (FileExistsError)
-│   ├── DirectoryLockedError      (TimeoutError)
+│   ├── LockedError               (TimeoutError)
 │   └── WriteFailedError          (OSError)
 ├── StoreError
 │   ├── StepNotFoundError         (KeyError)
 │   ├── DamagedCheckpointError    (ValueError)
-│   ├── StoreLockedError          (RuntimeError)
 │   └── StoreAccessError          (OSError)
 │       └── StoreMovedError
 ├── ExportError                   (RuntimeError, ValueError)
@@ -72,15 +66,20 @@ ModelStateError
     ├── VersionGoneError          (LookupError)
     ├── QuarantinedError          (RuntimeError)
     ├── SkippedCheckpointError    (ValueError)
-    ├── AppUnreachableError       (ConnectionError)
-    ├── AppAnswerError            (RuntimeError)
-    ├── AppAccessError            (PermissionError)
-    └── AppRefusedError           (ValueError)
+    └── AppError                  (RuntimeError)
 """
 
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
+AppReason = Literal["unreachable", "no answer", "access", "refused"]
+"""Why a serving app has not taken a checkpoint.
+
+- "unreachable": no app answers, or it does not see the path of the checkpoint. It is tried again.
+- "no answer": a swap got no answer, or an invalid one, so whether the checkpoint serves is unknown.
+- "access": the app refuses the token, or checkpoints from this directory.
+- "refused": the app refuses the checkpoint, and serves with the same weights as before.
+"""
 CUT_SHORT = "the file is damaged or cut short: compare its size with the original, and copy it again"
 """The remedy for a damaged file."""
 
@@ -159,7 +158,7 @@ class OpenError(ModelStateError, page="no-checkpoint"):
 
 
 class SourceNotFoundError(OpenError, FileNotFoundError):
-    """The path does not exist, or is a directory that has no checkpoint."""
+    """The path does not exist, is a directory that has no checkpoint, or names shards of which some are missing."""
 
 
 class SourceAccessError(OpenError, PermissionError):
@@ -190,24 +189,17 @@ class TruncatedFileError(OpenError, EOFError, ValueError, page="truncated-file",
     """The file is empty, or has fewer bytes than its header announces."""
 
 
-class HeaderError(OpenError, ValueError, page="damaged-header", remedy=CUT_SHORT):
-    """A header or a shard index is damaged, or contradicts the file.
+class DamagedFileError(OpenError, ValueError, page="damaged-file", remedy=CUT_SHORT):
+    """A header, an index, a zip archive or a pickle is damaged, or contradicts the file.
 
-    It is not the JSON of the format, is too large, leads out of the file, has an unknown dtype or a name twice; or
-    shapes and byte ranges of tensors contradict each other, overlap, or leave holes.
+    A header is not the JSON of the format, is too large, leads out of the file, has an unknown dtype or a name twice;
+    or shapes and byte ranges of tensors contradict each other, overlap, or leave holes. A record of an archive is
+    missing, compressed, of a wrong size, or does not match its checksum.
     """
 
 
-class ArchiveError(OpenError, ValueError, page="damaged-archive", remedy=CUT_SHORT):
-    """A zip archive is damaged: a record is missing, compressed, of a wrong size, or does not match its checksum."""
-
-
-class UnsafePathError(OpenError, ValueError, page="damaged-archive"):
+class UnsafePathError(OpenError, ValueError, page="damaged-file"):
     """A path that leads out of the archive, or out of the directory of a shard index."""
-
-
-class PickleError(OpenError, ValueError, page="damaged-archive", remedy=CUT_SHORT):
-    """A pickle is damaged."""
 
 
 class ForbiddenGlobalError(OpenError, ValueError, page="forbidden-global"):
@@ -238,10 +230,6 @@ class ManifestError(OpenError, ValueError, page="damaged-manifest"):
 
 class NewerManifestError(ManifestError, remedy="update modelstate"):
     """A newer version of modelstate wrote the file."""
-
-
-class MissingShardError(OpenError, FileNotFoundError, page="missing-shard"):
-    """A shard that the index names does not exist."""
 
 
 class CombineError(OpenError, ValueError, page="combine"):
@@ -288,16 +276,12 @@ class OptimizerStateError(ModelStateError, ValueError, page="optimizer-state"):
     """The state of an optimizer that has no parameter names, or does not fit the parameters."""
 
 
-class RandomStateError(ModelStateError, ValueError, page="random-state"):
-    """A state that does not fit these random generators, which are unchanged."""
+class ObjectStateError(ModelStateError, KeyError, TypeError, ValueError, page="objects"):
+    """Objects and the state that was saved do not fit together, or the code of an object raised.
 
-
-class ObjectMismatchError(ModelStateError, KeyError, TypeError, page="objects"):
-    """The names or kinds of objects are not those whose state was saved."""
-
-
-class ObjectStateError(ModelStateError, RuntimeError, page="objects"):
-    """An object's code raised while its state was saved or loaded, or its state cannot be saved."""
+    The names or kinds of the objects are others than those whose state was saved, random generators do not take the
+    state, or the state of an object cannot be saved.
+    """
 
 
 class PlanError(ModelStateError, RuntimeError, page="plan-problems"):
@@ -385,16 +369,16 @@ class TargetExistsError(SaveError, FileExistsError):
     """The file or the step exists already, and may not be replaced."""
 
 
-class DirectoryLockedError(SaveError, TimeoutError):
-    """Another process holds the lock of the directory to write to. The previous file is intact."""
-
-
 class WriteFailedError(SaveError, OSError):
     """An I/O error while a file was written. The previous file is intact."""
 
 
 class StoreError(ModelStateError, page="store"):
     """A store of checkpoints that lacks what is requested, or cannot take what is saved."""
+
+
+class LockedError(SaveError, StoreError, TimeoutError, page="locked"):
+    """Another process or thread writes to the directory or the store. What was there before is intact."""
 
 
 class StepNotFoundError(StoreError, KeyError):
@@ -405,11 +389,7 @@ class DamagedCheckpointError(StoreError, ValueError):
     """A checkpoint of a store differs from what was saved, or is from another store or step."""
 
 
-class StoreLockedError(StoreError, RuntimeError, page="store-locked"):
-    """Another process or thread writes to the store."""
-
-
-class StoreAccessError(StoreError, OSError, page="store-locked"):
+class StoreAccessError(StoreError, OSError, page="locked"):
     """The directory of a store cannot be written to, or its file system has no locks."""
 
 
@@ -474,20 +454,15 @@ class SkippedCheckpointError(LiveError, ValueError, page="following"):
         """The step of the checkpoint."""
 
 
-class AppUnreachableError(LiveError, ConnectionError, page="serving-app"):
-    """A serving app that does not answer, or does not see the path of a checkpoint. It is tried again."""
+class AppError(LiveError, RuntimeError, page="serving-app"):
+    """A serving app that does not answer, or does not take a checkpoint; `reason` says which."""
 
-
-class AppAnswerError(LiveError, RuntimeError, page="serving-app"):
-    """A serving app gave no answer to a swap, or an invalid one."""
-
-
-class AppAccessError(LiveError, PermissionError, page="serving-app"):
-    """A serving app refuses the token, or checkpoints from this directory."""
-
-
-class AppRefusedError(LiveError, ValueError, page="serving-app"):
-    """A serving app refuses a checkpoint, and serves with the same weights as before."""
+    def __init__(self, what: str, *, reason: AppReason = "no answer", status: int | None = None, **fields: Any) -> None:
+        super().__init__(what, **fields)
+        self.reason = reason
+        """What is wrong, as an `AppReason`."""
+        self.status = status
+        """The status of the HTTP answer; None without an answer."""
 
 
 class SaveFailedWarning(UserWarning):

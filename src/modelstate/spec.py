@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, NoReturn
 
 import torch
 
-from modelstate.errors import HeaderError, TensorSpecError
+from modelstate.errors import DamagedFileError, TensorSpecError
 
 if TYPE_CHECKING:
     import numpy as np
@@ -65,8 +65,8 @@ def overlapping(first: ByteRange, second: ByteRange) -> bool:
 class StoredTensor:
     """A strided tensor as a file describes it: a view of a storage.
 
-    The constructor raises `HeaderError` where the view leaves its storage, or the size of the tensor is impossible, so
-    every `StoredTensor` is safe to map.
+    The constructor raises `DamagedFileError` where the view leaves its storage, or the size of the tensor is
+    impossible, so every `StoredTensor` is safe to map.
     """
 
     dtype: torch.dtype
@@ -98,7 +98,7 @@ class StoredTensor:
             last += (size - 1) * step
             numel *= size
         if not possible:
-            raise HeaderError(
+            raise DamagedFileError(
                 "a tensor has an impossible layout",
                 where=storage.path,
                 expected="as many strides as dimensions, none of the numbers negative",
@@ -107,14 +107,14 @@ class StoredTensor:
         nbytes, start = numel * itemsize, self.offset * itemsize
         extent_bytes = (last + 1) * itemsize if nbytes else 0
         if nbytes >= 2**63 or extent_bytes >= 2**63:
-            raise HeaderError(
+            raise DamagedFileError(
                 "a tensor has more bytes than any memory",
                 where=storage.path,
                 expected="fewer than 2**63 bytes",
                 found=f"shape {self.shape} of {self.dtype}",
             )
         if extent_bytes and start + extent_bytes > storage.nbytes:
-            raise HeaderError(
+            raise DamagedFileError(
                 "a tensor leaves its storage",
                 where=storage.path,
                 expected=f"an end within {storage.nbytes} bytes",

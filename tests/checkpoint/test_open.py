@@ -34,7 +34,7 @@ from modelstate.checkpoint.checkpoint import Checkpoint
 from modelstate.checkpoint.open import open as open_checkpoint
 from modelstate.checkpoint.open import read_contents
 from modelstate.errors import (
-    HeaderError,
+    DamagedFileError,
     KeyNotFoundError,
     OpenError,
     ReadFailedError,
@@ -289,7 +289,7 @@ def test_a_shard_that_is_a_pointer(tmp_path: Path) -> None:
 def test_an_index_in_an_index(tmp_path: Path) -> None:
     index = tmp_path / "x.index.json"
     index.write_text(index_text({"a": "x.index.json"}))
-    with pytest.raises(HeaderError, match="another index"):
+    with pytest.raises(DamagedFileError, match="another index"):
         open_checkpoint(index)
 
 
@@ -508,7 +508,7 @@ def test_any_bytes(content: bytes, suffix: str, tmp_path: Path) -> None:
 def test_a_cut_file_is_told_from_one_of_another_kind(length: int, tmp_path: Path) -> None:
     path = tmp_path / "x"
     path.write_bytes(WHOLE[:length])
-    with pytest.raises((HeaderError, TruncatedFileError), match=r"the file (ends|is cut short)"):
+    with pytest.raises((DamagedFileError, TruncatedFileError), match=r"the file (ends|is cut short)"):
         open_checkpoint(path)
 
 

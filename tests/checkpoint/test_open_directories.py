@@ -17,8 +17,7 @@ from modelstate import errors
 from modelstate.checkpoint.open import open as open_checkpoint
 from modelstate.errors import (
     AmbiguousCheckpointError,
-    HeaderError,
-    MissingShardError,
+    DamagedFileError,
     OpenError,
     SourceNotFoundError,
     UnknownFormatError,
@@ -129,7 +128,7 @@ def test_a_model_in_one_file_and_in_shards(tmp_path: Path) -> None:
 
 def test_shards_without_their_index(tmp_path: Path) -> None:
     save_sharded(tmp_path).unlink()
-    with pytest.raises(HeaderError, match="not the index") as raised:
+    with pytest.raises(DamagedFileError, match="not the index") as raised:
         open_checkpoint(tmp_path)
     assert "model-00001-of-00002.safetensors" in raised.value.found
 
@@ -137,13 +136,13 @@ def test_shards_without_their_index(tmp_path: Path) -> None:
 def test_a_directory_that_lacks_a_shard(tmp_path: Path) -> None:
     save_sharded(tmp_path)
     (tmp_path / "model-00002-of-00002.safetensors").unlink()
-    with pytest.raises(MissingShardError):
+    with pytest.raises(SourceNotFoundError):
         open_checkpoint(tmp_path)
 
 
 def test_a_directory_with_a_damaged_index(tmp_path: Path) -> None:
     save_sharded(tmp_path).write_text('{"weight_map": {"a": ')
-    with pytest.raises(HeaderError):
+    with pytest.raises(DamagedFileError):
         open_checkpoint(tmp_path)
 
 
@@ -230,7 +229,7 @@ def test_special_files_in_a_directory_are_passed_over(tmp_path: Path) -> None:
 def test_an_index_that_names_itself(name: str, tmp_path: Path) -> None:
     (tmp_path / name).write_text(index_text({"w": name}))
     for source in (tmp_path, tmp_path / name):
-        with pytest.raises(errors.HeaderError, match="another index"):
+        with pytest.raises(errors.DamagedFileError, match="another index"):
             ms.open(source)
 
 

@@ -17,7 +17,7 @@ from safetensors import safe_open
 from safetensors.torch import save, save_file
 
 from modelstate.errors import (
-    HeaderError,
+    DamagedFileError,
     OpenError,
     TruncatedFileError,
     UnsupportedTensorError,
@@ -165,13 +165,13 @@ def one(its: dict[str, Any], data: int = 0) -> bytes:
 made = safetensors_bytes
 
 # The error of a malformed file, and what its message says.
-LENGTH = HeaderError, "the file ends within its header"
-LIMIT = HeaderError, "larger than the format allows"
-SYNTAX = HeaderError, "the header is damaged: "
-TWICE = HeaderError, "is in the header twice"
-DTYPE = HeaderError, "the dtype of .* is unknown"
-RANGE = HeaderError, "overlap those of|leave a hole behind|end before they begin|goes on behind its last tensor"
-SIZE = HeaderError, "not as many as its shape and dtype need|a shape that no tensor can have"
+LENGTH = DamagedFileError, "the file ends within its header"
+LIMIT = DamagedFileError, "larger than the format allows"
+SYNTAX = DamagedFileError, "the header is damaged: "
+TWICE = DamagedFileError, "is in the header twice"
+DTYPE = DamagedFileError, "the dtype of .* is unknown"
+RANGE = DamagedFileError, "overlap those of|leave a hole behind|end before they begin|goes on behind its last tensor"
+SIZE = DamagedFileError, "not as many as its shape and dtype need|a shape that no tensor can have"
 CUT = TruncatedFileError, "the file is cut short|ends within the length"
 UNSUPPORTED = UnsupportedTensorError, "is stored as F"
 
@@ -298,7 +298,7 @@ def test_malformed_though_the_library_reads_it(
 def test_messages_say_what_and_where(tmp_path: Path) -> None:
     path = tmp_path / "x.safetensors"
     path.write_bytes(safetensors_bytes({"first": A, "second": entry("F32", [3], 4, 12)}, 12))
-    with pytest.raises(HeaderError) as size:
+    with pytest.raises(DamagedFileError) as size:
         read(str(path))
     assert "'second'" in size.value.what
     assert "12 bytes" in size.value.expected

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from modelstate.errors import (
-    HeaderError,
-    MissingShardError,
+    DamagedFileError,
     OpenError,
     SourceNotFoundError,
     UnsafePathError,
@@ -251,7 +250,7 @@ def test_every_missing_shard_is_named(tmp_path: Path) -> None:
     index = write(tmp_path)
     for shard in SHARDS:
         (tmp_path / shard).unlink()
-    with pytest.raises(MissingShardError, match="2 of 2 shards") as raised:
+    with pytest.raises(SourceNotFoundError, match="2 of 2 shards") as raised:
         opened(index)
     assert all(shard in raised.value.expected for shard in SHARDS)
     assert isinstance(raised.value, FileNotFoundError)
@@ -261,14 +260,14 @@ def test_a_link_to_nothing_is_a_missing_shard(tmp_path: Path) -> None:
     index = write(tmp_path)
     (tmp_path / SHARDS[1]).unlink()
     link(tmp_path / SHARDS[1], tmp_path / "not downloaded")
-    with pytest.raises(MissingShardError, match="1 of 2"):
+    with pytest.raises(SourceNotFoundError, match="1 of 2"):
         opened(index)
 
 
 def test_a_name_in_two_shards(tmp_path: Path) -> None:
     index = write(tmp_path)
     save_file({name: STATE[name] for name in list(STATE)[3:]}, tmp_path / SHARDS[1])
-    with pytest.raises(HeaderError, match="1 names") as raised:
+    with pytest.raises(DamagedFileError, match="1 names") as raised:
         opened(index)
     assert "'layers.3.weight'" in raised.value.found
     assert all(shard in raised.value.found for shard in SHARDS)
@@ -277,10 +276,10 @@ def test_a_name_in_two_shards(tmp_path: Path) -> None:
 def test_a_name_twice_in_the_index(tmp_path: Path) -> None:
     index = write(tmp_path)
     index.write_text('{"weight_map": {"a": "%s", "a": "%s"}}' % SHARDS)  # noqa: UP031
-    with pytest.raises(HeaderError, match="'a' twice"):
+    with pytest.raises(DamagedFileError, match="'a' twice"):
         opened(index)
     index.write_text('{"weight_map": {"a": "x"}, "weight_map": {"b": "x"}}')
-    with pytest.raises(HeaderError, match="'weight_map' twice"):
+    with pytest.raises(DamagedFileError, match="'weight_map' twice"):
         opened(index)
 
 
@@ -295,7 +294,7 @@ def test_a_name_twice_in_the_index(tmp_path: Path) -> None:
 )
 def test_an_index_of_another_version(change: dict[str, str | None], expected: str, found: str, tmp_path: Path) -> None:
     names = {name: shard for name, shard in (truth() | change).items() if shard}
-    with pytest.raises(HeaderError, match="do not hold what the index says") as raised:
+    with pytest.raises(DamagedFileError, match="do not hold what the index says") as raised:
         opened(write(tmp_path, names))
     assert expected in raised.value.expected
     assert bool(expected) == bool(raised.value.expected)
@@ -330,9 +329,9 @@ def test_an_index_of_another_version(change: dict[str, str | None], expected: st
 def test_an_index_that_is_none(text: str, tmp_path: Path) -> None:
     index = write(tmp_path)
     index.write_text(text, errors="surrogatepass")
-    with pytest.raises(HeaderError) as raised:
+    with pytest.raises(DamagedFileError) as raised:
         opened(index)
-    assert type(raised.value) is HeaderError
+    assert type(raised.value) is DamagedFileError
     assert str(index) in raised.value.where
     assert raised.value.remedy
 
@@ -341,7 +340,7 @@ def test_a_shard_that_is_a_directory(tmp_path: Path) -> None:
     index = write(tmp_path)
     (tmp_path / SHARDS[0]).unlink()
     (tmp_path / SHARDS[0]).mkdir()
-    with pytest.raises(HeaderError, match="not regular files"):
+    with pytest.raises(DamagedFileError, match="not regular files"):
         opened(index)
 
 
@@ -349,19 +348,19 @@ def test_a_shard_that_is_a_pipe_does_not_block(tmp_path: Path) -> None:
     index = write(tmp_path)
     (tmp_path / SHARDS[0]).unlink()
     os.mkfifo(tmp_path / SHARDS[0])
-    with pytest.raises(HeaderError, match="not regular files"):
+    with pytest.raises(DamagedFileError, match="not regular files"):
         opened(index)
 
 
 @pytest.mark.parametrize("tree", [[1], {"a": {"b": 1}, 3: 4}])
 def test_a_shard_that_is_no_flat_mapping(tree: object, tmp_path: Path) -> None:
-    with pytest.raises(HeaderError, match="flat mapping"):
+    with pytest.raises(DamagedFileError, match="flat mapping"):
         read(str(write(tmp_path)), read_file=lambda path: Contents("torch zip", tree, (path,)))
 
 
 def test_an_index_of_more_shards_than_are_read_is_not_called_damaged(tmp_path: Path) -> None:
     index = write(tmp_path, {f"w{number}": f"{number}.safetensors" for number in range(100_001)})
-    with pytest.raises(HeaderError, match="exceeds a limit") as raised:
+    with pytest.raises(DamagedFileError, match="exceeds a limit") as raised:
         opened(index)
     assert "100,000 files" in str(raised.value.expected)
     assert "fewer, larger shards" in raised.value.remedy
@@ -373,7 +372,7 @@ def test_an_index_beyond_all_measure_is_not_read(tmp_path: Path) -> None:
     index = write(tmp_path)
     with index.open("r+b") as file:
         file.truncate(10 << 30)
-    with pytest.raises(HeaderError):
+    with pytest.raises(DamagedFileError):
         opened(index)
 
 

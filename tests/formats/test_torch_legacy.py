@@ -148,27 +148,27 @@ def test_a_length_that_contradicts_the_pickle(small: Path) -> None:
     data = small.read_bytes()
     at = data.index(struct.pack("<q", 5) + struct.pack("<f", 0))
     small.write_bytes(data[:at] + struct.pack("<q", 6) + data[at + 8 :])
-    with pytest.raises(errors.PickleError, match="5 elements"):
+    with pytest.raises(errors.DamagedFileError, match="5 elements"):
         tree(str(small))
 
 
 @pytest.mark.parametrize(
     ("data", "error", "says"),
     [
-        (viewed(("v", 3, 4)), errors.HeaderError, "a view leaves its storage"),
-        (viewed(("v", -1, 4)), errors.HeaderError, "a view leaves its storage"),
-        (viewed(("v", 0)), errors.PickleError, "the view of a storage is not valid"),
-        (viewed("view"), errors.PickleError, "the view of a storage is not valid"),
-        (viewed(None, size=6), errors.HeaderError, "leaves its storage"),
-        (viewed(None, numel=5), errors.PickleError, "contradicts itself about a storage"),
-        (viewed(None, numel=-6), errors.PickleError, "."),
-        (stream(dumped(1), dumped(["7"])), errors.PickleError, "."),
-        (stream(dumped(1), dumped("7")), errors.PickleError, "."),
-        (viewed(None).replace(dumped(["7"]), dumped([])), errors.PickleError, "a storage is missing"),
-        (viewed(None).replace(dumped(["7"]), dumped(["7", "7"])), errors.PickleError, "a storage stands twice"),
+        (viewed(("v", 3, 4)), errors.DamagedFileError, "a view leaves its storage"),
+        (viewed(("v", -1, 4)), errors.DamagedFileError, "a view leaves its storage"),
+        (viewed(("v", 0)), errors.DamagedFileError, "the view of a storage is not valid"),
+        (viewed("view"), errors.DamagedFileError, "the view of a storage is not valid"),
+        (viewed(None, size=6), errors.DamagedFileError, "leaves its storage"),
+        (viewed(None, numel=5), errors.DamagedFileError, "contradicts itself about a storage"),
+        (viewed(None, numel=-6), errors.DamagedFileError, "."),
+        (stream(dumped(1), dumped(["7"])), errors.DamagedFileError, "."),
+        (stream(dumped(1), dumped("7")), errors.DamagedFileError, "."),
+        (viewed(None).replace(dumped(["7"]), dumped([])), errors.DamagedFileError, "a storage is missing"),
+        (viewed(None).replace(dumped(["7"]), dumped(["7", "7"])), errors.DamagedFileError, "a storage stands twice"),
         (viewed(None).replace(b"M\xe9\x03", b"M\xea\x03"), errors.UnknownFormatError, "."),
-        (viewed(None).replace(b"\x80\x02M", b"\x80\x77M"), errors.PickleError, "."),
-        (viewed(None).replace(b"storage", b"storagf"), errors.PickleError, "."),
+        (viewed(None).replace(b"\x80\x02M", b"\x80\x77M"), errors.DamagedFileError, "."),
+        (viewed(None).replace(b"storage", b"storagf"), errors.DamagedFileError, "."),
         (viewed(None).replace(b"FloatStorage", b"GloatStorage"), errors.UnsupportedTensorError, "."),
     ],
 )  # fmt: skip

@@ -161,7 +161,7 @@ def test_sparse(tmp_path: Path, layout: str) -> None:
 def test_sparse_is_checked_when_it_is_built(tmp_path: Path) -> None:
     bad = torch.sparse_coo_tensor(torch.tensor([[7]]), torch.ones(1), (3,), check_invariants=False)
     contents = torch_zip.read(saved(tmp_path / "x.pt", {"a": {"s": bad}}))
-    with pytest.raises(errors.HeaderError, match=r"a\.s"):
+    with pytest.raises(errors.DamagedFileError, match=r"a\.s"):
         values(contents)
 
 
@@ -253,23 +253,23 @@ def small(tmp_path: Path) -> Path:
 
 
 def test_missing_storage(small: Path) -> None:
-    with pytest.raises(errors.ArchiveError, match="data/1"):
+    with pytest.raises(errors.DamagedFileError, match="data/1"):
         tree(rewrite(small, drop=("data/1",)))
 
 
 def test_missing_pickle(small: Path) -> None:
-    with pytest.raises(errors.ArchiveError, match=r"data\.pkl"):
+    with pytest.raises(errors.DamagedFileError, match=r"data\.pkl"):
         tree(rewrite(small, drop=("data.pkl",)))
 
 
 def test_compressed(small: Path) -> None:
-    with pytest.raises(errors.ArchiveError, match="zip -0"):
+    with pytest.raises(errors.DamagedFileError, match="zip -0"):
         tree(rewrite(small, packed=zipfile.ZIP_DEFLATED))
 
 
 def test_a_bomb_is_not_unpacked(tmp_path: Path) -> None:
     path = saved(tmp_path / "x.pt", {"a": torch.zeros(1 << 20)})
-    with pytest.raises(errors.ArchiveError):
+    with pytest.raises(errors.DamagedFileError):
         tree(rewrite(Path(path), packed=zipfile.ZIP_DEFLATED))
 
 
@@ -281,12 +281,12 @@ def test_names_that_leave_the_archive(small: Path, name: str) -> None:
 
 @pytest.mark.filterwarnings("ignore:Duplicate name")
 def test_a_record_twice(small: Path) -> None:
-    with pytest.raises(errors.ArchiveError, match="twice in the archive\n  found: small/data/0"):
+    with pytest.raises(errors.DamagedFileError, match="twice in the archive\n  found: small/data/0"):
         tree(rewrite(small, change={"+small/data/0": b"x" * 20}))
 
 
 def test_a_storage_shorter_than_the_pickle_says(small: Path) -> None:
-    with pytest.raises(errors.HeaderError, match="shorter") as caught:
+    with pytest.raises(errors.DamagedFileError, match="shorter") as caught:
         tree(rewrite(small, change={"data/1": b"x" * 23}))
     assert (
         str(caught.value)
@@ -313,7 +313,7 @@ def test_sizes_that_lie(small: Path, field: str) -> None:
     }[field]
     struct.pack_into(form, data, at, *[number] * (len(form) - 1 if form[1:].isalpha() else int(form[1])))
     small.write_bytes(data)
-    with pytest.raises(errors.ArchiveError):
+    with pytest.raises(errors.DamagedFileError):
         tree(str(small))
 
 
@@ -321,7 +321,7 @@ def test_a_changed_pickle(small: Path) -> None:
     data = bytearray(small.read_bytes())
     data[data.index(b"FloatStorage")] ^= 1
     small.write_bytes(data)
-    with pytest.raises(errors.ArchiveError, match="checksum"):
+    with pytest.raises(errors.DamagedFileError, match="checksum"):
         tree(str(small))
 
 
@@ -336,7 +336,7 @@ def test_cut_short(small: Path, share: float) -> None:
 def test_byte_order(small: Path) -> None:
     with pytest.raises(errors.UnsupportedTensorError, match="big-endian"):
         tree(rewrite(small, change={"byteorder": b"big"}))
-    with pytest.raises(errors.ArchiveError, match="byte order"):
+    with pytest.raises(errors.DamagedFileError, match="byte order"):
         tree(rewrite(small, change={"byteorder": b"lottle"}))
 
 

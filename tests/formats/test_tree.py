@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from modelstate.errors import HeaderError, KeyNotFoundError, SourceTypeError
+from modelstate.errors import AmbiguousCheckpointError, KeyNotFoundError, SourceTypeError
 from modelstate.formats import tree as tree_module
 from modelstate.formats.tree import flatten, rebuild, subtree
 
@@ -64,7 +64,7 @@ def test_every_leaf_is_there_once(root: dict[Any, Any]) -> None:
     tensors, values, containers = expected(root)
     names = [name for name, _ in tensors + values]
     if len(set(names)) < len(names):
-        with pytest.raises(HeaderError) as caught:
+        with pytest.raises(AmbiguousCheckpointError) as caught:
             flatten(root, "somewhere")
         assert Counter(names)[caught.value.found] > 1
         assert caught.value.where == "somewhere"
@@ -171,7 +171,7 @@ def test_one_name_twice() -> None:
         {"a": [torch.ones(1)], "a.0": 3},
         {1: torch.ones(1), "1": torch.ones(1)},
     ):
-        with pytest.raises(HeaderError, match="one name when their keys are joined"):
+        with pytest.raises(AmbiguousCheckpointError, match="one name when their keys are joined"):
             flatten(root, "")
 
 
@@ -252,6 +252,6 @@ def test_shared_lists_that_stand_for_more_than_any_memory(monkeypatch: pytest.Mo
     node: Any = [1, torch.ones(1)]
     for _ in range(50):
         node = [node] * 10
-    with pytest.raises((SourceTypeError, HeaderError), match="too many values"):
+    with pytest.raises((SourceTypeError, AmbiguousCheckpointError), match="too many values"):
         flatten({"laughs": node}, "")
     assert len(flatten({"list": [torch.ones(1)] * 4000}, "").tensors) == 4000

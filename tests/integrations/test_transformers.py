@@ -17,7 +17,7 @@ import modelstate as ms
 from modelstate.errors import (
     DamagedCheckpointError,
     DamagedCheckpointWarning,
-    ObjectMismatchError,
+    ObjectStateError,
     OptionError,
     PlanError,
     SaveFailedWarning,
@@ -462,7 +462,7 @@ def test_other_callbacks_and_objects_of_ones_own(tmp_path: Path) -> None:
         state = trainer.state.stateful_callbacks
         assert state["EarlyStoppingCallback"]["args"]["early_stopping_patience"] == 100
         other = StoreCallback(store, objects={"another": Counter(), "counter": counter})
-        with pytest.raises(ObjectMismatchError):
+        with pytest.raises(ObjectStateError):
             other.train(trainer_of(tmp_path, other))
 
 

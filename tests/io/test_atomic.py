@@ -18,7 +18,7 @@ import pytest
 import torch
 
 import modelstate as ms
-from modelstate.errors import DirectoryLockedError, OptionError, SaveTargetError, TargetExistsError, WriteFailedError
+from modelstate.errors import LockedError, OptionError, SaveTargetError, TargetExistsError, WriteFailedError
 from modelstate.formats import sharded
 from modelstate.io import write_system
 from modelstate.io.atomic import SUFFIX, atomic_file, put_durably
@@ -255,7 +255,7 @@ def test_a_lock_that_is_not_given_back_is_an_error_with_its_holder(
         pytest.skip("no shards in this format")
     (tmp_path / name).write_bytes(OLD)
     state = {"a": torch.ones(2), "b": torch.ones(2)}
-    with pytest.raises(DirectoryLockedError) as caught:
+    with pytest.raises(LockedError) as caught:
         ms.save(state, tmp_path / name, shard_size_bytes=shards, lock_timeout_seconds=0.05)
     assert isinstance(caught.value, TimeoutError)
     assert caught.value.where == str(tmp_path)
@@ -279,7 +279,7 @@ def test_a_lock_that_is_taken_while_the_file_is_written(tmp_path: Path) -> None:
             fcntl.flock(mine, fcntl.LOCK_EX)
 
     try:
-        with pytest.raises(DirectoryLockedError, match=rf"this process \({os.getpid()}\)"):
+        with pytest.raises(LockedError, match=rf"this process \({os.getpid()}\)"):
             write()
     finally:
         os.close(mine)
@@ -334,7 +334,7 @@ def test_a_forked_child_has_no_descriptor_of_a_save(tmp_path: Path, monkeypatch:
             there = [os.path.realpath(f"/proc/self/fd/{one}") for one in os.listdir("/proc/self/fd")]
             os._exit(any(path.startswith(str(tmp_path)) for path in there))
         assert os.waitpid(child, 0)[1] == 0
-        with pytest.raises(DirectoryLockedError):  # the child has not released the lock of its parent
+        with pytest.raises(LockedError):  # the child has not released the lock of its parent
             ms.save({"b": torch.ones(2)}, tmp_path / "b.safetensors", lock_timeout_seconds=0)
 
 
@@ -360,7 +360,7 @@ def test_a_forked_child_saves_when_the_save_of_its_parent_has_ended(
 
 
 def test_a_lock_of_another_thread_is_named_as_such(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with a_save_under_way(monkeypatch, tmp_path / "a.safetensors"), pytest.raises(DirectoryLockedError) as caught:
+    with a_save_under_way(monkeypatch, tmp_path / "a.safetensors"), pytest.raises(LockedError) as caught:
         ms.save({"b": torch.ones(2)}, tmp_path / "b.safetensors", lock_timeout_seconds=0)
     assert f"another thread of this process ({os.getpid()})" in str(caught.value.found)
     assert "end that process" not in caught.value.remedy

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from modelstate.errors import StoreAccessError, StoreLockedError
+from modelstate.errors import LockedError, StoreAccessError
 from modelstate.io.lock import LOCK_FILE, WriterLock
 
 HOLD = """
@@ -100,7 +100,7 @@ def in_a_child(do: Any) -> str:
 
 
 def test_the_second_writer_is_told_who_the_first_is(directory: Path, holder: Holder) -> None:
-    with pytest.raises(StoreLockedError) as caught:
+    with pytest.raises(LockedError) as caught:
         WriterLock(directory).acquire()
     host = re.escape(os.uname().nodename)
     when = r"since \d{4}-\d\d-\d\d \d\d:\d\d:\d\d[+-]\d\d:\d\d"
@@ -113,16 +113,16 @@ def test_the_second_writer_is_told_who_the_first_is(directory: Path, holder: Hol
 
 def test_a_refused_writer_leaves_the_first_one_its_lock(directory: Path, holder: Holder) -> None:
     for _ in range(2):
-        with pytest.raises(StoreLockedError):
+        with pytest.raises(LockedError):
             WriterLock(directory).acquire()
-    assert another_process(directory).startswith(f"StoreLockedError process {holder.process.pid} ")
+    assert another_process(directory).startswith(f"LockedError process {holder.process.pid} ")
 
 
 def test_the_lock_of_a_killed_process_is_taken_over(directory: Path, holder: Holder) -> None:
     holder.kill()
     assert json.loads((directory / LOCK_FILE).read_text())["pid"] == holder.process.pid
     with WriterLock(directory):
-        assert another_process(directory).startswith(f"StoreLockedError process {os.getpid()} ")
+        assert another_process(directory).startswith(f"LockedError process {os.getpid()} ")
 
 
 def test_what_the_file_says(directory: Path) -> None:
@@ -145,7 +145,7 @@ def test_what_the_file_says(directory: Path) -> None:
 )
 def test_a_file_that_says_nothing_useful(directory: Path, holder: Holder, text: bytes) -> None:
     (directory / LOCK_FILE).write_bytes(text)
-    with pytest.raises(StoreLockedError) as caught:
+    with pytest.raises(LockedError) as caught:
         WriterLock(directory).acquire()
     assert caught.value.found.isprintable()
     assert "does not say who has it" in caught.value.found or "since a time that cannot be read" in caught.value.found
@@ -155,11 +155,11 @@ def test_a_process_has_one_writer(directory: Path) -> None:
     first, second = WriterLock(directory), WriterLock(directory / ".." / directory.name)
     first.acquire()
     for lock_again in (first, second):
-        with pytest.raises(StoreLockedError, match=rf"this process \({os.getpid()}\), since "):
+        with pytest.raises(LockedError, match=rf"this process \({os.getpid()}\), since "):
             lock_again.acquire()
     assert not second.held
     second.release()
-    assert another_process(directory).startswith("StoreLockedError")
+    assert another_process(directory).startswith("LockedError")
     first.release()
     first.release()
     assert not first.held
@@ -171,7 +171,7 @@ def test_a_process_has_one_writer(directory: Path) -> None:
 def test_two_paths_of_one_directory(directory: Path) -> None:
     (directory / "run").mkdir()
     (directory / "link").symlink_to(directory / "run")
-    with WriterLock(directory / "run"), pytest.raises(StoreLockedError):
+    with WriterLock(directory / "run"), pytest.raises(LockedError):
         WriterLock(directory / "link").acquire()
 
 
@@ -191,7 +191,7 @@ def test_of_many_threads_one_gets_it(directory: Path) -> None:
         start.wait()
         try:
             one.acquire()
-        except StoreLockedError as error:
+        except LockedError as error:
             refused.append(error)
 
     threads = [threading.Thread(target=take, args=(one,)) for one in locks]
@@ -200,7 +200,7 @@ def test_of_many_threads_one_gets_it(directory: Path) -> None:
     for thread in threads:
         thread.join()
     assert (sum(one.held for one in locks), len(refused)) == (1, 15)
-    assert another_process(directory).startswith("StoreLockedError")
+    assert another_process(directory).startswith("LockedError")
     for one in locks:
         one.release()
 
@@ -218,20 +218,20 @@ def test_a_forked_child_does_not_have_it(directory: Path) -> None:
     mine = WriterLock(directory)
     mine.acquire()
     assert in_a_child(lambda: mine.held) == "False"
-    assert in_a_child(WriterLock(directory).acquire) == "StoreLockedError"
-    assert in_a_child(mine.acquire) == "StoreLockedError"
-    assert in_a_child(mine.confirm) == "StoreLockedError"
+    assert in_a_child(WriterLock(directory).acquire) == "LockedError"
+    assert in_a_child(mine.acquire) == "LockedError"
+    assert in_a_child(mine.confirm) == "LockedError"
     assert in_a_child(mine.release) == "None"
     assert mine.held
     mine.confirm()
-    assert another_process(directory).startswith("StoreLockedError")
+    assert another_process(directory).startswith("LockedError")
     mine.release()
 
 
 def test_a_child_does_not_keep_the_lock_of_a_dead_parent(directory: Path) -> None:
     code = HOLD.replace("print(", "import os, time\nif os.fork() == 0:\n    time.sleep(20)\n    os._exit(0)\nprint(")
     parent = Holder(directory, code)
-    assert another_process(directory).startswith("StoreLockedError")
+    assert another_process(directory).startswith("LockedError")
     parent.process.kill()
     parent.process.wait()
     assert another_process(directory) == "acquired"
@@ -258,7 +258,7 @@ def test_a_child_can_take_it_when_the_parent_gives_it_back(directory: Path) -> N
 
     timer = threading.Timer(0.5, give_back)
     timer.start()
-    assert in_a_child(wait_and_take) == "True StoreLockedError"
+    assert in_a_child(wait_and_take) == "True LockedError"
     os.close(read)
 
 
@@ -295,12 +295,12 @@ def test_a_lock_file_that_is_removed_is_noticed(directory: Path) -> None:
     mine.acquire()
     (directory / LOCK_FILE).read_bytes()  # a copy of the directory reads it too
     mine.confirm()
-    assert another_process(directory).startswith("StoreLockedError")
+    assert another_process(directory).startswith("LockedError")
     (directory / LOCK_FILE).unlink()
-    with pytest.raises(StoreLockedError, match="removed or replaced"):
+    with pytest.raises(LockedError, match="removed or replaced"):
         mine.confirm()
     mine.release()
-    with pytest.raises(StoreLockedError, match="does not have it"):
+    with pytest.raises(LockedError, match="does not have it"):
         mine.confirm()
 
 
@@ -316,7 +316,7 @@ def test_a_file_that_is_removed_while_it_is_taken(directory: Path, monkeypatch: 
     monkeypatch.setattr(fcntl, "flock", unlinking)
     with WriterLock(directory) as mine:
         mine.confirm()
-        assert another_process(directory).startswith("StoreLockedError")
+        assert another_process(directory).startswith("LockedError")
 
 
 def test_a_directory_where_no_file_stays(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -400,13 +400,13 @@ def test_a_full_disk_is_in_nobodys_way(directory: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(os, "pwrite", fail)
     with WriterLock(directory) as mine:
         assert mine.held
-        assert another_process(directory) == f"StoreLockedError {LOCK_FILE} does not say who has it"
+        assert another_process(directory) == f"LockedError {LOCK_FILE} does not say who has it"
 
 
 def test_no_descriptor_stays_open(directory: Path, holder: Holder) -> None:
     before = open_files()
     for _ in range(3):
-        with pytest.raises(StoreLockedError):
+        with pytest.raises(LockedError):
             WriterLock(directory).acquire()
     holder.end()
     for _ in range(3):

@@ -17,10 +17,10 @@ from tests.store.training import Positions, kept, state_of
 def test_objects_that_were_not_saved_and_objects_that_are_not_there() -> None:
     model, other = nn.Linear(2, 2), nn.Linear(2, 2)
     saved = kept({"model": model, "ema": other, "step": 3})
-    with pytest.raises(errors.ObjectMismatchError, match="extra") as caught:
+    with pytest.raises(errors.ObjectStateError, match="extra") as caught:
         restore_objects({"model": model, "extra": other, "step": 0}, saved)
     assert "ema" in str(caught.value)
-    with pytest.raises(errors.ObjectMismatchError, match="ema, step"):
+    with pytest.raises(errors.ObjectStateError, match="ema, step"):
         restore_objects({"model": model}, saved)
     restored = restore_objects(
         {"model": model, "extra": other}, saved, allow_missing=["ext*"], allow_unexpected=["ema", "step"]
@@ -32,10 +32,10 @@ def test_objects_that_were_not_saved_and_objects_that_are_not_there() -> None:
     ("given", "kind"), [(nn.Linear(2, 2), "module"), (Positions(), "stateful"), (torch.Generator(), "generator")]
 )
 def test_another_kind_than_what_was_saved(given: Any, kind: str) -> None:
-    with pytest.raises(errors.ObjectMismatchError, match=kind) as caught:
+    with pytest.raises(errors.ObjectStateError, match=kind) as caught:
         restore_objects({"it": given}, {"it": Part("value", 3)})
     assert "value" in caught.value.expected
-    with pytest.raises(errors.ObjectMismatchError):
+    with pytest.raises(errors.ObjectStateError):
         restore_objects({"it": None}, {"it": capture({"it": given})["it"]})
 
 

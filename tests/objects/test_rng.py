@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import modelstate as ms
 from modelstate.codec.codec import decode, encode
-from modelstate.errors import OptionError, RandomStateError
+from modelstate.errors import ObjectStateError, OptionError
 
 Own = dict[str, Any]
 
@@ -199,7 +199,7 @@ def test_a_bad_state_changes_nothing(bad: str, rng: ms.RNG, own: Own) -> None:
     random.seed(8)
     np.random.seed(8)
     expected = numbers_to_come(rng, own)
-    with pytest.raises(RandomStateError) as caught:
+    with pytest.raises(ObjectStateError) as caught:
         rng.load_state_dict(make(state))
     assert says in caught.value.found
     assert drawn(own, every_number) == expected
@@ -209,7 +209,7 @@ def test_every_problem_is_named(rng: ms.RNG) -> None:
     state = rng.state_dict()
     state["python"] = 1
     del state["generators"]["np"]
-    with pytest.raises(RandomStateError) as caught:
+    with pytest.raises(ObjectStateError) as caught:
         rng.load_state_dict({**state, "torch": None})
     found = caught.value.found.split("\n    ")
     assert [line.partition(": ")[0] for line in found] == ["python", "torch", "generators"]
@@ -233,7 +233,7 @@ def test_a_generator_that_cannot_be_set_after_all_leaves_the_others(
             super().setstate(state)
 
     breaking = Breaks(1)
-    with pytest.raises(RandomStateError if isinstance(error, Exception) else KeyboardInterrupt):
+    with pytest.raises(ObjectStateError if isinstance(error, Exception) else KeyboardInterrupt):
         ms.RNG({**own, "breaks": breaking}).load_state_dict(
             {**state, "generators": {**state["generators"], "breaks": random.Random(4).getstate()}}
         )
@@ -310,7 +310,7 @@ def test_a_state_of_more_devices_than_there_are(monkeypatch: pytest.MonkeyPatch)
     random.seed(5)
     expected = random.Random(5).random()
     Devices(2, monkeypatch)
-    with pytest.raises(RandomStateError, match="the state is of 3 devices, and there are 2"):
+    with pytest.raises(ObjectStateError, match="the state is of 3 devices, and there are 2"):
         ms.RNG().load_state_dict(state)
     assert random.random() == expected
     without = ms.RNG(cuda=False)
@@ -323,7 +323,7 @@ def test_a_bad_state_of_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     state = ms.RNG().state_dict()
     expected = [generator.clone_state() for generator in devices.generators]
     state["cuda"] = [torch.Generator().manual_seed(77).get_state(), torch.zeros(3, dtype=torch.uint8)]
-    with pytest.raises(RandomStateError, match="cuda: 1: "):
+    with pytest.raises(ObjectStateError, match="cuda: 1: "):
         ms.RNG().load_state_dict(state)
     assert devices.draw() == [float(torch.rand((), generator=generator)) for generator in expected]
 
@@ -343,5 +343,5 @@ def test_numbers_of_a_real_device() -> None:
     draw()
     rng.load_state_dict(decode(encode(state)))
     assert draw() == expected
-    with pytest.raises(RandomStateError):
+    with pytest.raises(ObjectStateError):
         rng.load_state_dict({**state, "cuda": [torch.zeros(3, dtype=torch.uint8)]})

@@ -15,7 +15,7 @@ from torch.export import Dim
 
 import modelstate as ms
 from modelstate.errors import (
-    ArchiveError,
+    DamagedFileError,
     ExportError,
     LiveTargetError,
     ManifestError,
@@ -308,7 +308,7 @@ def test_files_that_are_no_programs(content: bytes, path: Path) -> None:
         ms.Live(path)
     ms.export(nn.Linear(4, 4), (X,), path, overwrite=True)
     path.write_bytes(path.read_bytes()[:-100])
-    with pytest.raises(ArchiveError):
+    with pytest.raises(DamagedFileError):
         ms.Live(str(path))
 
 
@@ -394,5 +394,5 @@ def test_records_that_are_not_plain(local: int, central: int, value: int, says: 
     ms.Live(plain)
     patched(plain, b"PK\3\4", local, value)
     patched(plain, b"PK\1\2", central, value)
-    with pytest.raises(ArchiveError, match=says):
+    with pytest.raises(DamagedFileError, match=says):
         ms.Live(plain)

@@ -239,7 +239,7 @@ def test_a_signal_whose_handler_saves(tmp_path: Path, gate: Gate) -> None:
     def handler(*_: object) -> None:
         try:
             store.save(2, {"value": 2})
-        except errors.StoreLockedError as error:
+        except errors.LockedError as error:
             found.append(error)
         gate.opened.set()
 
@@ -458,7 +458,7 @@ def test_a_forked_child_has_nothing_to_do_with_it(tmp_path: Path, gate: Gate) ->
                 said.append("not mine")
             try:
                 store.save(2, {"value": 2})
-            except errors.StoreLockedError:
+            except errors.LockedError:
                 said.append("locked")
             said.append(str(store.steps()))
         except BaseException as error:

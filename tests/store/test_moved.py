@@ -89,7 +89,7 @@ def test_a_directory_that_is_back_is_saved_to_again(
     store.wait()
     assert store.verify() == {1: "", 2: ""}
     script = "import sys, modelstate as ms; ms.Store(sys.argv[1]).save(3, {'value': 1})"
-    assert "StoreLockedError" in program(script, directory).stderr  # it has been this one's all the time
+    assert "LockedError" in program(script, directory).stderr  # it has been this one's all the time
 
 
 @pytest.mark.parametrize("change", [rename, remake])

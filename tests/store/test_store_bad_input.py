@@ -324,11 +324,11 @@ def test_objects_that_lack_or_have_more(tmp_path: Path) -> None:
     store.save(1, {**training.objects, "step": 1})
     bits = training.train().bits()
     for objects, kind, says in (
-        (training.objects, errors.ObjectMismatchError, "not among the objects"),
-        ({**training.objects, "step": None, "ema": network()}, errors.ObjectMismatchError, "nothing was saved"),
-        ({**training.objects, "step": network()}, errors.ObjectMismatchError, "of other kinds"),
+        (training.objects, errors.ObjectStateError, "not among the objects"),
+        ({**training.objects, "step": None, "ema": network()}, errors.ObjectStateError, "nothing was saved"),
+        ({**training.objects, "step": network()}, errors.ObjectStateError, "of other kinds"),
         ({"optimizer": training.optimizer, "step": None}, errors.OptimizerStateError, ""),
-        ({"model": nn.Linear(3, 3), "optimizer": None, "step": None}, errors.ObjectMismatchError, "of other kinds"),
+        ({"model": nn.Linear(3, 3), "optimizer": None, "step": None}, errors.ObjectStateError, "of other kinds"),
     ):
         with pytest.raises(kind) as caught:
             store.restore(objects)
@@ -347,13 +347,13 @@ def test_two_stores_in_one_directory(tmp_path: Path) -> None:
         lambda: second.prune(1),
         lambda: second.pin(1),
     ):
-        with pytest.raises(errors.StoreLockedError):
+        with pytest.raises(errors.LockedError):
             refused()
     assert contents(tmp_path) == was
     assert second.restore({"value": None})["value"] == 1
     first.close()
     second.save(2, {"value": 2})
-    with pytest.raises(errors.StoreLockedError):
+    with pytest.raises(errors.LockedError):
         first.save(3, {"value": 3})
     assert first.steps() == (1, 2)
 

@@ -27,7 +27,7 @@ from modelstate.checkpoint.combine import combine as combined
 from modelstate.errors import (
     AmbiguousCheckpointError,
     ChecksumError,
-    HeaderError,
+    DamagedFileError,
     OpenError,
     OptionError,
     ReadFailedError,
@@ -102,7 +102,7 @@ def find_in(directory: str) -> str:
 
     Raises:
         UnknownFormatError: The directory is a checkpoint of another tool.
-        HeaderError: The directory has shards, but no index.
+        DamagedFileError: The directory has shards, but no index.
         SourceNotFoundError: No file is a checkpoint.
         AmbiguousCheckpointError: The choice is not clear.
         PermissionError: The directory may not be read.
@@ -123,7 +123,7 @@ def find_in(directory: str) -> str:
     indexed = frozenset[str]().union(*(candidate.shards for candidate in candidates))
     candidates = [candidate for candidate in candidates if candidate.shards or candidate.name not in indexed]
     if candidates and all(_SHARD.search(candidate.name) for candidate in candidates):
-        raise HeaderError(
+        raise DamagedFileError(
             "the directory holds shards, and not the index that says what is in them",
             where=directory,
             expected="a file *.index.json",
@@ -371,10 +371,9 @@ def open(
     Raises:
         OpenError: The source cannot be opened. Its subclasses: `SourceNotFoundError`, `SourceAccessError` and
             `SourceTypeError` for a path that cannot be read; `UnknownFormatError` for a file that is not a checkpoint;
-            `TruncatedFileError`, `HeaderError`, `ArchiveError`, `PickleError` and `ManifestError` for a damaged file;
-            `ForbiddenGlobalError` and `UnsupportedTensorError` for contents that are not read;
-            `AmbiguousCheckpointError` for a directory; `MissingShardError` and `UnsafePathError` for shards;
-            `CombineError` for several sources.
+            `TruncatedFileError`, `DamagedFileError` and `ManifestError` for a damaged file; `ForbiddenGlobalError` and
+            `UnsupportedTensorError` for contents that are not read; `AmbiguousCheckpointError` for a directory, and for
+            two values of one name; `UnsafePathError` for shards elsewhere; `CombineError` for several sources.
         KeyNotFoundError: There is nothing under `key`.
         OptionError: An argument is not valid.
         ReadFailedError: An I/O error.
@@ -485,5 +484,5 @@ def _read_file(path: str, head: bytes | None = None, *, allow: Sequence[object],
         case Format.SAFETENSORS:
             return safetensors.read(path, allow=allow)
         case Format.INDEX:
-            raise HeaderError("an index names another index as a shard", where=path, remedy="open that index")
+            raise DamagedFileError("an index names another index as a shard", where=path, remedy="open that index")
     raise no_checkpoint(path, head)

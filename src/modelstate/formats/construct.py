@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from modelstate.errors import ForbiddenGlobalError, ModelStateError, OpenError, PickleError, UnsupportedTensorError
+from modelstate.errors import DamagedFileError, ForbiddenGlobalError, ModelStateError, OpenError, UnsupportedTensorError
 from modelstate.formats.torch_globals import QUANTIZED, TorchGlobals, is_never, set_state
 from modelstate.formats.unpickle import (
     Allowed,
@@ -65,13 +65,13 @@ def dotted(path: Path) -> str:
 def audit(value: object, data_nbytes: int) -> Audit:
     """Audits the value of a pickle of `data_nbytes` bytes.
 
-    Raises `PickleError` where containers contain themselves, are nested deeper than 100 levels, or are shared so often
-    that the value stands for far more than the file has bytes.
+    Raises `DamagedFileError` where containers contain themselves, are nested deeper than 100 levels, or are shared so
+    often that the value stands for far more than the file has bytes.
     """
     walker = _Walker()
     nodes, characters, _ = walker.visit(value, (), 0)
     if nodes > 100_000 + data_nbytes or characters > 1_000_000 + 16 * data_nbytes:
-        raise PickleError(
+        raise DamagedFileError(
             "the pickle stands for more than any memory: it holds the same containers again and again",
             found=f"{nodes:.3g} values, {characters:.3g} characters of names, from {data_nbytes} bytes",
             remedy="do not trust this file",
@@ -99,13 +99,13 @@ class _Walker:
         if key in self.sizes:
             return self.sizes[key]
         if key in self.open:
-            raise PickleError(
+            raise DamagedFileError(
                 "a container in the pickle holds itself",
                 where=dotted(path)[:1000],
                 remedy="load it where it was written, and save the state dicts in it alone",
             )
         if depth > MAX_DEPTH:
-            raise PickleError(
+            raise DamagedFileError(
                 "containers in the pickle are nested too deep",
                 expected=f"at most {MAX_DEPTH} levels",
                 remedy="load it where it was written, and save the state dicts in it alone",
@@ -189,12 +189,12 @@ def construct(value: object, *, path: str, data_nbytes: int, names: TorchGlobals
     Raises:
         ForbiddenGlobalError: The pickle asks for a class or function that is not allowed.
         OpenError: The error of the first tensor that is not supported or contradicts itself, with its place.
-        PickleError: An allowed class raised.
+        DamagedFileError: An allowed class raised.
     """
     try:
         return _constructed(value, path, data_nbytes, names, skip_forbidden)
     except RecursionError as error:
-        raise PickleError("containers in the pickle are nested too deep for Python's stack", where=path) from error
+        raise DamagedFileError("containers in the pickle are nested too deep for Python's stack", where=path) from error
 
 
 def _constructed(value: object, path: str, data_nbytes: int, names: TorchGlobals, skip_forbidden: bool) -> object:
@@ -365,8 +365,8 @@ class _Constructor:
             # An allowed class may raise anything for damaged values.
             raise self.failed(recipe.name, path, error) from error
 
-    def failed(self, name: str, path: Path, error: Exception) -> PickleError:
-        return PickleError(
+    def failed(self, name: str, path: Path, error: Exception) -> DamagedFileError:
+        return DamagedFileError(
             f"an object of {name} cannot be created from the values in the pickle",
             where=f"{self.path}: {dotted(path)}",
             found=f"{type(error).__name__}: {str(error)[:200]}",
@@ -387,7 +387,7 @@ class _Constructor:
                 error.where = error.where or place
                 raise
             except Exception as error:
-                raise PickleError(
+                raise DamagedFileError(
                     f"a tensor of kind {kind} cannot be made of its parts",
                     where=place,
                     found=f"{type(error).__name__}: {str(error)[:200]}",
@@ -439,7 +439,7 @@ class _Constructor:
         if kind is DeferredCall:
             pieces = (node.args, node.kwargs, node.states, node.appended, node.inserted)
             return _Call(partial(_execute, node), tuple(below(piece) for piece in pieces))
-        raise PickleError("the pickle is damaged: tensors where none can be", found=kind.__name__)
+        raise DamagedFileError("the pickle is damaged: tensors where none can be", found=kind.__name__)
 
 
 def _with_grad(tensor: torch.Tensor, is_parameter: bool, requires_grad: bool) -> torch.Tensor:

@@ -20,10 +20,9 @@ from typing import Any, TypeVar
 import torch
 
 from modelstate.errors import (
+    DamagedFileError,
     ForbiddenGlobalError,
-    HeaderError,
     OpenError,
-    PickleError,
     UnsupportedTensorError,
 )
 from modelstate.formats import torch_zip
@@ -102,9 +101,9 @@ def read_metadata(path: str, *, allow: Sequence[object] = (), skip_forbidden: bo
 
     Raises:
         ForbiddenGlobalError: The file contains another name.
-        PickleError: The file is damaged.
+        DamagedFileError: The file is damaged, chunks overlap or do not cover their tensor, two items share bytes, or a
+            size is impossible.
         TruncatedFileError: The file ends too early.
-        HeaderError: Chunks overlap or do not cover their tensor, two items share bytes, or a size is impossible.
         UnsupportedTensorError: Items were transformed when they were written.
     """
     with SourceFile(path) as file:
@@ -161,8 +160,8 @@ def _no_storage(key: tuple[object, ...]) -> object:
     raise _damaged("it refers to a storage")
 
 
-def _damaged(what: str, found: object = "") -> PickleError:
-    return PickleError(f"the metadata is damaged: {what}", found=found, remedy="copy the checkpoint again")
+def _damaged(what: str, found: object = "") -> DamagedFileError:
+    return DamagedFileError(f"the metadata is damaged: {what}", found=found, remedy="copy the checkpoint again")
 
 
 def _forbidden(names: TorchGlobals) -> ForbiddenGlobalError:
@@ -228,7 +227,7 @@ def _tensor_metadata(node: object) -> ChunkedTensor:
     shape = dims(fields.get("size"))
     dtype = _dtype(fields.get("properties"))
     if min((*shape, 0)) < 0 or math.prod(filter(None, shape)) * dtype.itemsize >= MAX_INDEX:
-        raise HeaderError("a tensor has an impossible size", found=f"shape {shape} of {dtype}")
+        raise DamagedFileError("a tensor has an impossible size", found=f"shape {shape} of {dtype}")
     chunks: list[Chunk] = []
     for chunk in _typed(fields.get("chunks"), list, "the list of chunks"):
         box = _state(chunk, "metadata.ChunkStorageMetadata")
@@ -257,7 +256,7 @@ def _dtype(node: object) -> torch.dtype:
 
 
 def _check_cover(shape: tuple[int, ...], chunks: Sequence[Chunk]) -> None:
-    """Raises `HeaderError` unless each element is in exactly one chunk.
+    """Raises `DamagedFileError` unless each element is in exactly one chunk.
 
     A box is determined by its corners, each signed by the number of its coordinates that are upper bounds: they are the
     mixed derivative of the function that is 1 in the box and 0 outside. So the corners of the chunks add up to those of
@@ -288,8 +287,8 @@ def _check_cover(shape: tuple[int, ...], chunks: Sequence[Chunk]) -> None:
         raise _not_covered("two chunks of a tensor are at one place", shape, len(chunks))
 
 
-def _not_covered(what: str, shape: tuple[int, ...], found: object) -> HeaderError:
-    return HeaderError(
+def _not_covered(what: str, shape: tuple[int, ...], found: object) -> DamagedFileError:
+    return DamagedFileError(
         what,
         expected=f"chunks that make up a tensor of shape {shape}",
         found=found if isinstance(found, Chunk) else f"{found} elements in chunks",
@@ -320,7 +319,7 @@ def _places(table: dict[object, object]) -> dict[Index, Place]:
             _typed(info.get("length"), int, "the length of an item"),
         )
         if not 0 <= place.start < MAX_INDEX or not 0 <= place.nbytes < MAX_INDEX:
-            raise HeaderError("an item lies nowhere", where=name, found=place, remedy="copy the checkpoint again")
+            raise DamagedFileError("an item lies nowhere", where=name, found=place, remedy="copy the checkpoint again")
         transforms = info.get("transform_descriptors")
         if transforms:
             raise UnsupportedTensorError(
@@ -342,11 +341,11 @@ def _written(index: Index, places: dict[Index, Place]) -> Place:
 
 
 def _check_apart(places: dict[Index, Place]) -> None:
-    """Raises `HeaderError` where two items share bytes."""
+    """Raises `DamagedFileError` where two items share bytes."""
     ordered = sorted(places.items(), key=lambda item: (item[1].file, item[1].start, item[1].nbytes))
     for (first, before), (second, after) in pairwise(ordered):
         if before.file == after.file and before.start + before.nbytes > after.start:
-            raise HeaderError(
+            raise DamagedFileError(
                 "two items lie in the same bytes",
                 where=after.file,
                 found=f"{first[0]} and {second[0]}, at byte {after.start}",
@@ -394,8 +393,8 @@ def read(path: str, *, allow: Sequence[object] = (), skip_forbidden: bool = Fals
     Raises:
         ForbiddenGlobalError: The metadata or a value asks for a class or function that is not allowed.
         UnsafePathError: The metadata names a file outside its directory.
-        MissingShardError: A file that the metadata names is missing.
-        HeaderError: Chunks overlap, leave holes, share bytes, or do not match the metadata.
+        SourceNotFoundError: A file that the metadata names is missing.
+        DamagedFileError: Chunks overlap, leave holes, share bytes, or do not match the metadata.
         UnsupportedTensorError: As of `torch_zip.read`; also for items that were transformed when they were written.
         OpenError: A file is damaged; a subclass says how.
     """
@@ -439,7 +438,7 @@ def _read_archive(file: SourceFile, index: Index, place: Place, names: TorchGlob
         section = file.section(place.start, place.nbytes, index[0])
         head = section.read(0, min(4, place.nbytes), "its beginning")
         if recognise(head) is not Format.TORCH_ZIP:
-            raise PickleError(
+            raise DamagedFileError(
                 "not an archive of torch.save",
                 expected=f"one at byte {place.start}, as the metadata says",
                 found=excerpt(head),
@@ -465,9 +464,9 @@ def _tensor(item: ChunkedTensor, chunks: Sequence[object], where: str) -> object
         if isinstance(part, Refused):
             return part
         if not isinstance(part, StoredTensor | StoredComposite):
-            raise PickleError("a chunk of a tensor is not a tensor", where=where, found=type(part).__name__)
+            raise DamagedFileError("a chunk of a tensor is not a tensor", where=where, found=type(part).__name__)
         if part.dtype != item.dtype or part.shape != chunk.shape:
-            raise HeaderError(
+            raise DamagedFileError(
                 "a chunk of a tensor is not what the metadata says",
                 where=where,
                 expected=f"{item.dtype} of shape {chunk.shape}",
@@ -488,7 +487,7 @@ def _assembled(item: ChunkedTensor, parts: Sequence[StoredTensor | StoredComposi
             raise UnsupportedTensorError(f"chunks of kind {part.kind} are not supported", where=where)
         if part.nbytes > part.storage.nbytes:
             # Assembling it would take more memory than the file has bytes.
-            raise HeaderError(
+            raise DamagedFileError(
                 "a chunk has more elements than bytes", where=where, expected=part.nbytes, found=part.storage.nbytes
             )
         stored.append(part)
@@ -523,8 +522,8 @@ def _tree(values: Mapping[str, object], metadata: Metadata, where: str) -> dict[
     return _with_positions({key: _finished(value, where, name=str(key)) for key, value in root.items()})
 
 
-def _conflict(where: str, name: str) -> HeaderError:
-    return HeaderError("two items have one path in the state dict", where=where, found=name)
+def _conflict(where: str, name: str) -> DamagedFileError:
+    return DamagedFileError("two items have one path in the state dict", where=where, found=name)
 
 
 def _finished(node: object, where: str, name: str) -> object:
@@ -534,7 +533,9 @@ def _finished(node: object, where: str, name: str) -> object:
     if all(type(step) is str for step in steps):
         return _with_positions({step: _finished(value, where, f"{name}.{step}") for step, value in node.items()})
     if not all(type(step) is int for step in steps):
-        raise PickleError("the metadata is damaged: a list with keys, or a dict with indices", where=where, found=name)
+        raise DamagedFileError(
+            "the metadata is damaged: a list with keys, or a dict with indices", where=where, found=name
+        )
     return list(_items(node, where, name))
 
 
@@ -557,5 +558,7 @@ def _items(node: _Node, where: str, name: str) -> Iterator[object]:
     """The items of a list; None for an index under which nothing was saved, such as an empty dict."""
     length = 1 + max(int(step) for step in node)
     if length > 1000 + 10 * len(node):
-        raise PickleError("the metadata is damaged: a list with few items and many indices", where=where, found=name)
+        raise DamagedFileError(
+            "the metadata is damaged: a list with few items and many indices", where=where, found=name
+        )
     return (_finished(node.get(index), where, f"{name}.{index}") for index in range(length))

@@ -26,7 +26,7 @@ import torch
 from modelstate.codec.walk import is_unicode
 from modelstate.errors import (
     CUT_SHORT,
-    HeaderError,
+    DamagedFileError,
     OpenError,
     TruncatedFileError,
     UnsupportedTensorError,
@@ -88,9 +88,9 @@ def read(path: str, *, allow: Sequence[object] = ()) -> Contents:
         allow: Additional tensor classes that may be created, as for `modelstate.open`.
 
     Raises:
-        HeaderError: The header ends behind the file, exceeds a limit or is not the JSON of the format; a name appears
-            twice; a dtype is unknown; a shape is impossible, or does not match the number of bytes; or the bytes of the
-            tensors overlap, leave a hole, or do not end with the file.
+        DamagedFileError: The header ends behind the file, exceeds a limit or is not the JSON of the format; a name
+            appears twice; a dtype is unknown; a shape is impossible, or does not match the number of bytes; or the
+            bytes of the tensors overlap, leave a hole, or do not end with the file.
         UnsupportedTensorError: 6-bit floats, and 4-bit floats whose last dimension is odd.
         TruncatedFileError: The file ends within the tensors.
         ChecksumError: The header is not the one that was sealed.
@@ -102,7 +102,7 @@ def read(path: str, *, allow: Sequence[object] = ()) -> Contents:
     try:
         tensors, metadata = _parse_header(header, path, begin)
     except JsonError as error:
-        raise HeaderError(
+        raise DamagedFileError(
             f"the header is damaged: {error.what}",
             where=f"{path}: header" + (f", byte {error.at} of {len(header)}" if error.at is not None else ""),
             expected=error.expected or "JSON as the safetensors format has it",
@@ -123,14 +123,14 @@ def _read_header(path: str) -> tuple[bytes, int]:
     with SourceFile(path) as file:
         (length,) = struct.unpack("<Q", file.read(0, 8, "the length of its header"))
         if length > MAX_HEADER_BYTES:
-            raise HeaderError(
+            raise DamagedFileError(
                 "the header would be larger than the format allows; the length before it is probably damaged",
                 where=path,
                 expected=f"at most {MAX_HEADER_BYTES:,} bytes",
                 found=f"{length:,} bytes announced, in a file of {file.nbytes:,}",
             )
         if 8 + length > file.nbytes:
-            raise HeaderError(
+            raise DamagedFileError(
                 "the file ends within its header",
                 where=path,
                 expected=f"a header of {length:,} bytes",
@@ -236,7 +236,7 @@ def _parse_header(header: bytes, path: str, begin: int) -> tuple[dict[str, Store
             continue
         kind, shape, first, last = _fields_of(name, fields)
         if name in tensors:
-            raise HeaderError(
+            raise DamagedFileError(
                 f"the name {quote(name)} is in the header twice",
                 where=path,
                 remedy="write the file again: which of the two tensors is meant cannot be known",
@@ -282,7 +282,7 @@ def _check_parts(header: bytes, path: str) -> None:
     """Limits the objects that the parser creates to those that the tensors, and a manifest, need."""
     count = header.count(b'"data_offsets"')
     if count > MAX_ENTRIES:
-        raise HeaderError(
+        raise DamagedFileError(
             "the header has more tensors than any model",
             where=path,
             expected=f"at most {MAX_ENTRIES:,}",
@@ -293,7 +293,7 @@ def _check_parts(header: bytes, path: str) -> None:
     if brackets > manifest.MAX_PARTS + 3 * count:
         raise JsonError("it has far more lists and objects than tensors", f"{brackets:,} for {count:,} tensors")
     if commas > manifest.MAX_PARTS + 16 * count:
-        raise HeaderError(
+        raise DamagedFileError(
             "the header has more numbers than the shapes of its tensors",
             where=path,
             expected=f"at most {manifest.MAX_PARTS:,}, and 16 for each tensor",
@@ -303,13 +303,13 @@ def _check_parts(header: bytes, path: str) -> None:
 
 def _wrong_range(name: str, layout: _Layout, first: int, last: int, path: str) -> OpenError:
     if last < first or last >= 2**63:
-        return HeaderError(
+        return DamagedFileError(
             f"the bytes of {quote(name)} end before they begin, or behind the end of any file",
             where=path,
             expected="begin and end of a range",
             found=f"[{first}, {last}]",
         )
-    return HeaderError(
+    return DamagedFileError(
         f"the bytes of {quote(name)} are not as many as its shape and dtype need",
         where=path,
         expected=f"{layout.nbytes:,} bytes for {layout.dtype} of shape {layout.shape}",
@@ -326,7 +326,7 @@ def _layout(name: str, kind: str, shape: Sequence[int], path: str) -> _Layout:
                 where=path,
                 remedy="convert the file to a dtype that PyTorch has, with the tool that wrote it",
             )
-        raise HeaderError(
+        raise DamagedFileError(
             f"the dtype of {quote(name)} is unknown",
             where=path,
             expected=f"one of {', '.join(sorted(DTYPES))}",
@@ -351,7 +351,7 @@ def _layout(name: str, kind: str, shape: Sequence[int], path: str) -> _Layout:
     for size in sizes[:MAX_DIMENSIONS]:
         span *= max(size, 1)
     if span >= 2**63:
-        raise HeaderError(
+        raise DamagedFileError(
             f"{quote(name)} has a shape that no tensor can have",
             where=path,
             expected=f"at most {MAX_DIMENSIONS} dimensions and fewer than 2**63 bytes",
@@ -369,7 +369,7 @@ def _in_file_order(tensors: dict[str, StoredTensor], path: str, begin: int, file
         _, start, nbytes = stored.storage
         if start != end:
             kind = "overlap those of" if start < end else "leave a hole behind"
-            raise HeaderError(
+            raise DamagedFileError(
                 f"the bytes of {quote(name)} {kind} {quote(before) if before is not None else 'the header'}",
                 where=path,
                 expected=f"a begin at {end - begin}",
@@ -386,7 +386,7 @@ def _in_file_order(tensors: dict[str, StoredTensor], path: str, begin: int, file
             found=f"{file_bytes:,} bytes",
         )
     if end < file_bytes:
-        raise HeaderError(
+        raise DamagedFileError(
             "the file goes on behind its last tensor",
             where=path,
             expected=f"{end:,} bytes",

@@ -30,10 +30,10 @@ from typing import Any, TypeVar
 import torch
 
 from modelstate.errors import (
-    HeaderError,
-    MissingShardError,
+    DamagedFileError,
     ModelStateError,
     ReadFailedError,
+    SourceNotFoundError,
     UnsafePathError,
     UnsavableError,
 )
@@ -99,9 +99,9 @@ def read(index_path: str, *, read_file: Callable[[str], Contents], allow: Sequen
         allow: Additional classes that may be created, as for `modelstate.open`.
 
     Raises:
-        HeaderError: The index is damaged or too large, has a name twice, or its names are not those in the shards.
+        DamagedFileError: The index is damaged or too large, has a name twice, or its names are not those in the shards.
         UnsafePathError: The index names a file outside its directory.
-        MissingShardError: A shard is missing.
+        SourceNotFoundError: A shard is missing.
 
     Also raises what `read_file` raises.
     """
@@ -164,7 +164,7 @@ def read_index(index_path: str) -> _Index:
     """The shard of each tensor by name, and the metadata that `modelstate.save` has written."""
     with SourceFile(index_path) as file:
         if file.nbytes > MAX_INDEX_BYTES:
-            raise HeaderError(
+            raise DamagedFileError(
                 "the index is larger than that of any model",
                 where=index_path,
                 expected=f"at most {MAX_INDEX_BYTES:,} bytes",
@@ -184,14 +184,14 @@ def read_index(index_path: str) -> _Index:
                     raise RepeatedKeyError(key, str(value)[:60])
                 weight_map = strings_of(value, MAX_NAMES, MAX_SHARDS)
     except RepeatedKeyError as error:
-        raise HeaderError(
+        raise DamagedFileError(
             f"the index maps {quote(error.key)} twice",
             where=index_path,
             found=error.found,
             remedy="write the shards again: which of the two is meant cannot be known",
         ) from error
     except JsonLimitError as error:
-        raise HeaderError(
+        raise DamagedFileError(
             "the index exceeds a limit of this reader, which does not mean that it is damaged",
             where=index_path,
             expected=f"at most {MAX_SHARDS:,} files, {MAX_NAMES:,} tensors and {_MOST_METADATA} metadata entries",
@@ -199,7 +199,7 @@ def read_index(index_path: str) -> _Index:
             remedy="write the checkpoint again in fewer, larger shards, or as several checkpoints",
         ) from error
     except JsonError as error:
-        raise HeaderError(
+        raise DamagedFileError(
             f"the index is damaged: {error.what}",
             where=index_path + (f": byte {error.at}" if error.at is not None else ""),
             expected=error.expected or '{"weight_map": {"name of a tensor": "file", ...}}',
@@ -207,7 +207,7 @@ def read_index(index_path: str) -> _Index:
             remedy="download or copy the index again",
         ) from error
     if not weight_map:
-        raise HeaderError(
+        raise DamagedFileError(
             "the index has no weight_map, which says what is in which shard, or an empty one",
             where=index_path,
             expected='{"weight_map": {"name of a tensor": "file", ...}}',
@@ -221,7 +221,7 @@ def read_index(index_path: str) -> _Index:
 def safe_paths(index_path: str, directory: str, shards: list[str]) -> list[str]:
     """The paths of the files that an index names, after checking that all of them may be read.
 
-    Raises `UnsafePathError`, `MissingShardError`, and `HeaderError` for a shard that is not a file.
+    Raises `UnsafePathError`, `SourceNotFoundError`, and `DamagedFileError` for a shard that is not a file.
     """
     unsafe = [quote(shard) for shard in shards if not _is_below(shard)]
     paths = [] if unsafe else [os.path.join(directory, shard) for shard in shards]
@@ -237,7 +237,7 @@ def safe_paths(index_path: str, directory: str, shards: list[str]) -> list[str]:
         )
     missing = [shard for shard, path in zip(shards, paths, strict=True) if not os.path.exists(path)]
     if missing:
-        raise MissingShardError(
+        raise SourceNotFoundError(
             f"{len(missing)} of {len(shards)} shards are missing",
             where=index_path,
             expected=f"in {directory or '.'}: {listed(map(quote, missing), 20)}",
@@ -249,7 +249,9 @@ def safe_paths(index_path: str, directory: str, shards: list[str]) -> list[str]:
         raise ReadFailedError("a shard cannot be opened", where=index_path, found=error) from error
     odd = [quote(shard) for shard, mode in zip(shards, modes, strict=True) if not stat.S_ISREG(mode)]
     if odd:
-        raise HeaderError("the index names shards that are not regular files", where=index_path, found=listed(odd, 5))
+        raise DamagedFileError(
+            "the index names shards that are not regular files", where=index_path, found=listed(odd, 5)
+        )
     return paths
 
 
@@ -301,7 +303,7 @@ def _roots(index_path: str, directory: str) -> list[str]:
 def _flat(shard: str, tree: object, index_path: str) -> Mapping[str, object]:
     if isinstance(tree, Mapping) and all(isinstance(name, str) for name in tree):
         return tree
-    raise HeaderError(
+    raise DamagedFileError(
         f"the shard {quote(shard)} is not a flat mapping of names to tensors",
         where=index_path,
         found=type(tree).__name__,
@@ -320,7 +322,7 @@ def _check_names(index_path: str, weight_map: Mapping[str, str], trees: Mapping[
         f"{quote(name)} in {' and '.join(map(quote, shards))}" for name, shards in holders.items() if len(shards) > 1
     ]
     if twice:
-        raise HeaderError(
+        raise DamagedFileError(
             f"{len(twice)} names are in more than one shard",
             where=index_path,
             found=listed(twice, 5),
@@ -329,7 +331,7 @@ def _check_names(index_path: str, weight_map: Mapping[str, str], trees: Mapping[
     lacking = [f"{quote(name)} in {quote(shard)}" for name, shard in weight_map.items() if holders.get(name) != [shard]]
     unnamed = [f"{quote(name)} in {quote(shards[0])}" for name, shards in holders.items() if name not in weight_map]
     if lacking or unnamed:
-        raise HeaderError(
+        raise DamagedFileError(
             "the shards do not hold what the index says: "
             f"{len(lacking)} tensors are not in their shard, {len(unnamed)} are not in the index",
             where=index_path,
@@ -477,7 +479,7 @@ def write_file(
     Raises:
         TargetExistsError: Something is at the path, and `overwrite` is False.
         SaveTargetError: Something that is not a regular file is at the path.
-        DirectoryLockedError: The lock of the directory is not free in time.
+        LockedError: The lock of the directory is not free in time.
         WriteFailedError: An I/O error. What `write_to` raises passes through.
     """
     check_both(path, overwrite)

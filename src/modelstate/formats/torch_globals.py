@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 import torch
 
 from modelstate.errors import (
-    HeaderError,
+    DamagedFileError,
     OpenError,
     SourceTypeError,
     UnsupportedTensorError,
@@ -288,15 +288,15 @@ Described = StoredTensor | DeferredTensor | InvalidTensor | Refused
 
 
 def dims(values: object) -> tuple[int, ...]:
-    """The values as a tuple of at most 64 integers of 64 bits. Raises `PickleError` or `HeaderError`."""
+    """The values as a tuple of at most 64 integers of 64 bits. Raises `DamagedFileError`."""
     if not isinstance(values, tuple | list):
         raise damaged("a shape that is not a tuple", type(values).__name__)
     if len(values) > MAX_DIMS:
-        raise HeaderError("a tensor of too many dimensions", expected=f"at most {MAX_DIMS}", found=len(values))
+        raise DamagedFileError("a tensor of too many dimensions", expected=f"at most {MAX_DIMS}", found=len(values))
     if not _INTEGERS.issuperset(map(type, values)):
         raise damaged("a shape that is not made of integers")
     if values and not -MAX_INDEX <= min(values) <= max(values) < MAX_INDEX:
-        raise HeaderError("a tensor has more elements than any memory", found="a size above 2**63")
+        raise DamagedFileError("a tensor has more elements than any memory", found="a size above 2**63")
     return tuple(values)
 
 
@@ -309,7 +309,7 @@ def _checked(size: object, stride: object, offset: object) -> tuple[tuple[int, .
         return dims(size), dims(stride), dims((offset,))[0]
     # torch multiplies all sizes, even those of an empty tensor.
     if 0 in size and math.prod(filter(None, size)) >= MAX_INDEX:
-        raise HeaderError("a tensor has more elements than any memory", found=f"shape {tuple(size)}")
+        raise DamagedFileError("a tensor has more elements than any memory", found=f"shape {tuple(size)}")
     return tuple(size), tuple(stride), offset
 
 
@@ -341,7 +341,7 @@ def _strided(
         shape, steps, first = _checked(size, stride, offset)
         grad = _typed(requires_grad, bool, "requires_grad is neither True nor False")
         if grad and not (dtype.is_floating_point or dtype.is_complex):
-            raise HeaderError("a tensor of integers that requires a gradient", found=str(dtype))
+            raise DamagedFileError("a tensor of integers that requires a gradient", found=str(dtype))
         stored = StoredTensor(dtype, shape, steps, storage.region, storage.offset + first, grad)
     except OpenError as error:
         return InvalidTensor(error)
@@ -406,7 +406,9 @@ def _parameter(data: object, requires_grad: object = True, hooks: object = None,
     grad = _typed(requires_grad, bool, "requires_grad is neither True nor False")
     if type(data) is StoredTensor:
         if grad and not (data.dtype.is_floating_point or data.dtype.is_complex):
-            return InvalidTensor(HeaderError("a parameter of integers that requires a gradient", found=str(data.dtype)))
+            return InvalidTensor(
+                DamagedFileError("a parameter of integers that requires a gradient", found=str(data.dtype))
+            )
         return _with_attributes(replace(data, requires_grad=grad, is_parameter=True), state)
     if type(data) is DeferredTensor:
         return replace(data, requires_grad=grad, is_parameter=True)
@@ -447,7 +449,7 @@ def _sparse(layout: object, data: object) -> Described:
     try:
         size = dims(rest[0])
         if min((*size, 0)) < 0 or math.prod(filter(None, size)) >= MAX_INDEX:
-            raise HeaderError("a sparse tensor of an impossible size", found=f"shape {size}")
+            raise DamagedFileError("a sparse tensor of an impossible size", found=f"shape {size}")
     except OpenError as error:
         return InvalidTensor(error)
     # Files from before 2.1 do not store whether the indices are coalesced.
@@ -462,7 +464,7 @@ def _sparse(layout: object, data: object) -> Described:
             compressed, plain, values = tensors
             return torch.sparse_compressed_tensor(compressed, plain, values, size, layout=layout, check_invariants=True)
         except (RuntimeError, ValueError, IndexError, TypeError) as error:
-            raise HeaderError("the parts of a sparse tensor contradict each other", found=error) from error
+            raise DamagedFileError("the parts of a sparse tensor contradict each other", found=error) from error
 
     return DeferredTensor(str(layout).removeprefix("torch."), parts[-1].dtype, size, parts, make)
 
@@ -509,7 +511,7 @@ def _wrapper_subclass(cls: object, args: tuple[object, ...], state: object) -> D
     try:
         shape, steps, first = _checked(size, stride, offset)
         if min((*shape, *steps, first)) < 0 or math.prod(filter(None, shape)) >= MAX_INDEX:
-            raise HeaderError("a tensor has an impossible layout", found=f"shape {shape}, stride {steps}")
+            raise DamagedFileError("a tensor has an impossible layout", found=f"shape {shape}, stride {steps}")
     except OpenError as error:
         return InvalidTensor(error)
     dtype, layout = _dtype(dtype), _typed(layout, torch.layout, "a value that is not a layout")
@@ -540,7 +542,7 @@ def _subclass(
 
 
 def set_state(target: Any, state: object) -> None:
-    """Does what BUILD of a pickle does to a new object. Raises `PickleError` for a state with private attributes."""
+    """Does what BUILD of a pickle does to a new object. Raises `DamagedFileError` for private attributes."""
     own = getattr(type(target), "__setstate__", None)
     if own is not None and own is not torch.Tensor.__setstate__:
         target.__setstate__(state)

@@ -6,9 +6,8 @@ from dataclasses import replace
 
 from modelstate.errors import (
     CUT_SHORT,
-    HeaderError,
+    DamagedFileError,
     OpenError,
-    PickleError,
     TruncatedFileError,
     UnknownFormatError,
     UnsupportedTensorError,
@@ -138,12 +137,12 @@ class _Storages:
         for key in map(str, keys):
             declared = self.declared.get(key)
             if declared is None:
-                raise PickleError("the file has a storage that nothing refers to", found=key[:100])
+                raise DamagedFileError("the file has a storage that nothing refers to", found=key[:100])
             if key in self.located:
-                raise PickleError("a storage stands twice in the file", found=key)
+                raise DamagedFileError("a storage stands twice in the file", found=key)
             (numel,) = struct.unpack("<q", self.file.read(pos, 8, "the length of a storage"))
             if numel != declared.numel:
-                raise PickleError(
+                raise DamagedFileError(
                     "the file contradicts itself about a storage",
                     where=f"storage {key}",
                     expected=f"{declared.numel} elements, as the pickle says",
@@ -163,7 +162,7 @@ class _Storages:
         cls, name, numel, view = parsed
         storage = self.located.get(name)
         if storage is None:
-            raise PickleError("a storage is missing", expected=f"storage {name}")
+            raise DamagedFileError("a storage is missing", expected=f"storage {name}")
         itemsize = cls.dtype.itemsize
         offset = 0
         if view is not None:
@@ -171,7 +170,7 @@ class _Storages:
                 raise damaged("the view of a storage is not valid")
             _, offset, numel = view
         if not 0 <= offset <= offset + numel or (offset + numel) * itemsize > storage.region.nbytes:
-            raise HeaderError(
+            raise DamagedFileError(
                 "a view leaves its storage",
                 where=f"storage {name}",
                 expected=f"an end within {storage.region.nbytes} bytes",

@@ -14,8 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from modelstate.errors import (
-    ArchiveError,
-    HeaderError,
+    DamagedFileError,
     ModelStateError,
     OpenError,
     UnknownFormatError,
@@ -121,7 +120,7 @@ def _prefix(directory: ZipDirectory) -> str:
         return prefix
     has_tensors = any(name.startswith(f"{prefix}/data/") for name in records)
     if has_tensors and not {f"{prefix}/archive_format", f"{prefix}/.data/extern_modules"} & records.keys():
-        raise ArchiveError(
+        raise DamagedFileError(
             "the archive has tensors, and no pickle that says what they are",
             where=directory.file.path,
             expected=f"{prefix}/data.pkl",
@@ -169,7 +168,7 @@ def _check_byteorder(directory: ZipDirectory, prefix: str) -> None:
             remedy="load and save it once with torch.load and torch.save on this machine",
         )
     if order != b"little":
-        raise ArchiveError(
+        raise DamagedFileError(
             "the byte order is unknown",
             where=f"{directory.file.path}: {name}",
             expected="little",
@@ -202,7 +201,7 @@ class _Storages:
             nbytes = numel * kind.dtype.itemsize
             if not 0 <= nbytes <= region.nbytes:
                 return InvalidTensor(
-                    HeaderError(
+                    DamagedFileError(
                         "a storage is shorter in the archive than in the pickle",
                         expected=f"{numel} elements of {kind.dtype}",
                         found=f"{region.nbytes} bytes in data/{name}",

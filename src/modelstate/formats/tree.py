@@ -11,7 +11,7 @@ from torch.nn.parameter import is_lazy
 
 from modelstate.codec.codec import decode
 from modelstate.codec.values import another_uninitialised
-from modelstate.errors import HeaderError, KeyNotFoundError, SourceTypeError
+from modelstate.errors import AmbiguousCheckpointError, KeyNotFoundError, SourceTypeError
 from modelstate.spec import Combined, Encoded, Stored, StoredComposite, StoredTensor
 from modelstate.torch_compat.modules import set_version_metadata, version_metadata
 
@@ -65,9 +65,9 @@ def leaves(node: object, path: str = "") -> Iterator[tuple[str, object]]:
 def flatten(tree: object, where: str) -> FlatTree:
     """Returns the flat view of a tree.
 
-    Raises `HeaderError` where two leaves have the same name, and `SourceTypeError` for a tree that contains
-    itself, is nested deeper than 500 levels, or has more than 5 million nodes (a few shared lists can stand for more
-    values than fit in memory).
+    Raises `AmbiguousCheckpointError` where two leaves have the same name, and `SourceTypeError` for a tree that
+    contains itself, is nested deeper than 500 levels, or has more than 5 million nodes (a few shared lists can stand
+    for more values than fit in memory).
     """
     flat = FlatTree()
     _Flattener(flat, where).visit(tree, "", 0)
@@ -129,7 +129,7 @@ class _Flattener:
 
     def add(self, into: dict[str, Any], path: str, leaf: object) -> None:
         if path in self.flat.tensors or path in self.flat.values:
-            raise HeaderError(
+            raise AmbiguousCheckpointError(
                 "two values have one name when their keys are joined with dots",
                 where=self.where,
                 found=path,

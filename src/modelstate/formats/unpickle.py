@@ -20,7 +20,7 @@ from typing import Any, Protocol
 
 import torch
 
-from modelstate.errors import OpenError, PickleError, TruncatedFileError
+from modelstate.errors import DamagedFileError, OpenError, TruncatedFileError
 from modelstate.process import gc_paused
 from modelstate.spec import ByteRange
 from modelstate.torch_compat.modules import set_version_metadata
@@ -34,9 +34,9 @@ MAX_ARGUMENTS = 16
 """More arguments than any known function takes."""
 
 
-def damaged(what: str, found: object = "") -> PickleError:
+def damaged(what: str, found: object = "") -> DamagedFileError:
     """The error for a pickle that no writer has written like this."""
-    return PickleError(f"the pickle is damaged: {what}", found=found)
+    return DamagedFileError(f"the pickle is damaged: {what}", found=found)
 
 
 class Refused:
@@ -173,7 +173,7 @@ _KEYS = _PLAIN_KEYS | {Refused, Allowed, DeferredCall, SafeGlobal}
 
 
 def check_key(key: object) -> None:
-    """Raises `PickleError` for a key that is mutable, or costly or dangerous to hash.
+    """Raises `DamagedFileError` for a key that is mutable, or costly or dangerous to hash.
 
     A nested tuple can overflow the C stack, a long tuple is hashed again at each use, and many large integers (and
     complex numbers) have the same hash.
@@ -184,7 +184,7 @@ def check_key(key: object) -> None:
     else:
         is_plain = isinstance(key, tuple) and len(key) <= MAX_KEY_ITEMS and _KEYS.issuperset(map(type, key))
     if not is_plain:
-        raise PickleError("a key that is not a plain value", where="the pickle", found=kind.__name__)
+        raise DamagedFileError("a key that is not a plain value", where="the pickle", found=kind.__name__)
 
 
 # The machine.
@@ -214,7 +214,7 @@ def unpickle(
         names: Looks up the names of classes and functions.
 
     Raises:
-        PickleError: The pickle is damaged.
+        DamagedFileError: The pickle is damaged.
         TruncatedFileError: The data ends before the pickle does.
     """
     machine = _Machine(data, start, persistent, names)
@@ -228,7 +228,7 @@ def unpickle(
         # UTF-8) means the same to the caller.
         if isinstance(error, struct.error) or str(error) == "index out of range":
             raise _ends_early(len(data)) from error
-        raise PickleError(
+        raise DamagedFileError(
             "the pickle is damaged",
             where=f"byte {machine.pos} of the pickle",
             found=f"{type(error).__name__}: {str(error)[:200]}",

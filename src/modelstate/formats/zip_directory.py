@@ -9,7 +9,7 @@ import zlib
 from dataclasses import dataclass
 
 from modelstate.errors import (
-    ArchiveError,
+    DamagedFileError,
     TruncatedFileError,
     UnsafePathError,
 )
@@ -54,7 +54,7 @@ class ZipDirectory:
     def __init__(self, file: SourceFile) -> None:
         """Reads the central directory and the local headers of an archive, which is a file or a section of one.
 
-        Raises `TruncatedFileError`, `UnsafePathError`, and `ArchiveError` for any other damage.
+        Raises `TruncatedFileError`, `UnsafePathError`, and `DamagedFileError` for any other damage.
         """
         self.file = file
         count, start, nbytes = self._end()
@@ -62,12 +62,12 @@ class ZipDirectory:
         self._local_headers(start)
 
     def region(self, name: str) -> ByteRange:
-        """The place of a record's data. Raises `ArchiveError`."""
+        """The place of a record's data. Raises `DamagedFileError`."""
         record = self.records.get(name)
         if record is None:
-            raise ArchiveError("a record of the archive is missing", where=self.file.path, expected=name)
+            raise DamagedFileError("a record of the archive is missing", where=self.file.path, expected=name)
         if record.method or record.flags & _ENCRYPTED or record.packed_nbytes != record.nbytes:
-            raise ArchiveError(
+            raise DamagedFileError(
                 "a record of the archive is compressed or encrypted, so it cannot be mapped",
                 where=f"{self.file.path}: {name}",
                 remedy="unpack the archive and pack it again without compression (zip -0), or save it anew",
@@ -75,12 +75,12 @@ class ZipDirectory:
         return ByteRange(self.file.path, self.file.start + record.start, record.nbytes)
 
     def read(self, name: str) -> bytes:
-        """The data of a record. Raises `ArchiveError` where it does not match its checksum."""
+        """The data of a record. Raises `DamagedFileError` where it does not match its checksum."""
         nbytes = self.region(name).nbytes
         data = self.file.read(self.records[name].start, nbytes, name)
         stated = self.records[name].crc32
         if stated and zlib.crc32(data) != stated:
-            raise ArchiveError(
+            raise DamagedFileError(
                 "a record of the archive does not have its checksum: the file was damaged",
                 where=f"{self.file.path}: {name}",
                 expected=f"CRC-32 {stated:08x}",
@@ -88,11 +88,11 @@ class ZipDirectory:
             )
         return data
 
-    def _damaged(self, what: str, found: object = "") -> ArchiveError:
-        return ArchiveError(f"the archive is damaged: {what}", where=self.file.path, found=found)
+    def _damaged(self, what: str, found: object = "") -> DamagedFileError:
+        return DamagedFileError(f"the archive is damaged: {what}", where=self.file.path, found=found)
 
-    def _size_error(self, name: str, expected: object, found: object) -> ArchiveError:
-        return ArchiveError(
+    def _size_error(self, name: str, expected: object, found: object) -> DamagedFileError:
+        return DamagedFileError(
             "the archive contradicts itself about a record",
             where=f"{self.file.path}: {name}",
             expected=expected,
@@ -147,7 +147,7 @@ class ZipDirectory:
                 extra = data[name_end : name_end + extra_size]
                 nbytes, packed, header = self._zip64(name, extra, nbytes, packed, header)
             if name in records:
-                raise ArchiveError("a record stands twice in the archive", where=self.file.path, found=name)
+                raise DamagedFileError("a record stands twice in the archive", where=self.file.path, found=name)
             records[name] = Record(name, raw_name, method, flags, crc32, packed, nbytes, header)
         return records
 

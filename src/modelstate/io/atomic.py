@@ -24,7 +24,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 
 from modelstate.errors import (
-    DirectoryLockedError,
+    LockedError,
     ModelStateError,
     SaveTargetError,
     TargetExistsError,
@@ -111,7 +111,7 @@ def atomic_file(path: str, *, overwrite: bool, lock_timeout_seconds: float = LOC
     Raises:
         TargetExistsError: Something is at the path, and `overwrite` is False.
         SaveTargetError: Something that is not a regular file is at the path.
-        DirectoryLockedError: The lock of the directory is not free in time.
+        LockedError: The lock of the directory is not free in time.
         WriteFailedError: An I/O error. What was at the path before is untouched.
     """
     check_target(path, overwrite=overwrite)
@@ -328,7 +328,7 @@ def write_errors(path: str) -> Iterator[None]:
 def locked_directory(directory: str, timeout_seconds: float = LOCK_TIMEOUT_SECONDS) -> Iterator[None]:
     """Holds the lock of a directory, so that no other save adds or removes files there. Needs a file system with locks.
 
-    Raises `DirectoryLockedError` where the lock is not free in time: any process that can read the directory can hold
+    Raises `LockedError` where the lock is not free in time: any process that can read the directory can hold
     it.
     """
     descriptor, pid = write_system.open(directory or ".", os.O_RDONLY), os.getpid()
@@ -359,7 +359,7 @@ def _lock(descriptor: int, directory: str, timeout_seconds: float) -> None:
             remedy = "end that process, or wait longer: lock_timeout_seconds="
             if os.getpid() in pids:
                 remedy = "let the other thread finish its save, or wait longer: lock_timeout_seconds="
-            raise DirectoryLockedError(
+            raise LockedError(
                 "the directory stays locked, so nothing can be put into it; what was there before is untouched",
                 where=directory,
                 expected=f"its lock (flock) to be free within {timeout_seconds:g} s",

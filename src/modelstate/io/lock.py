@@ -20,7 +20,7 @@ from datetime import datetime
 from types import TracebackType
 from typing import Self
 
-from modelstate.errors import StoreAccessError, StoreLockedError, StoreMovedError
+from modelstate.errors import LockedError, StoreAccessError, StoreMovedError
 from modelstate.text_format import printable
 
 LOCK_FILE = ".lock"
@@ -79,7 +79,7 @@ class WriterLock:
         """Acquires the lock without waiting.
 
         Raises:
-            StoreLockedError: Another writer holds the lock; the error names it and since when.
+            LockedError: Another writer holds the lock; the error names it and since when.
             StoreAccessError: The directory cannot be written to, or its file system has no locks.
         """
         try:
@@ -105,7 +105,7 @@ class WriterLock:
         """Checks that this object still holds the lock of the directory at its path.
 
         Raises:
-            StoreLockedError: This object does not have the lock, or the lock file has been removed.
+            LockedError: This object does not have the lock, or the lock file has been removed.
             StoreMovedError: As `check_directory`; this object still holds the lock of the directory that was moved.
         """
         if not self.held:
@@ -168,8 +168,8 @@ class WriterLock:
             os.close(descriptor)  # the file was removed or replaced between the two calls
         raise self._no_access(OSError(errno.ESTALE, os.strerror(errno.ESTALE)))
 
-    def _locked(self, found: str) -> StoreLockedError:
-        return StoreLockedError(
+    def _locked(self, found: str) -> LockedError:
+        return LockedError(
             "another writer uses this directory",
             where=self.directory,
             expected="one writer at a time",

@@ -22,7 +22,7 @@ from modelstate.checkpoint.open import argument_order, is_objects, is_source
 from modelstate.checkpoint.open import open as open_checkpoint
 from modelstate.errors import (
     KeyNotFoundError,
-    ObjectMismatchError,
+    ObjectStateError,
     OptimizerStateError,
     OptionError,
     PlanError,
@@ -84,8 +84,7 @@ class Restored(Mapping[str, Any]):
         are `torch.Generator`s, `RNG`s, objects whose class has `restored_last = True`, and the generators of loaders.
 
         Raises:
-            RandomStateError: An `RNG` does not take its state.
-            ObjectStateError: Another generator does not take its state.
+            ObjectStateError: An `RNG` or another generator does not take its state.
 
         Example:
             >>> restored = store.restore({"model": model, "rng": ms.RNG()})
@@ -154,8 +153,8 @@ def restore(
 
     Raises:
         OpenError: The source cannot be opened as a checkpoint.
-        ObjectMismatchError: An object without saved state, saved state without an object, or an object of another kind.
-        ObjectStateError: The own code of an object raised.
+        ObjectStateError: An object without saved state, saved state without an object, or an object of another kind;
+            or the own code of an object raised.
         OptimizerStateError: The state of an optimizer does not fit.
         PlanError: The modules do not fit; the error has all problems, those of the optimizers too.
         ChecksumError: With `verify`, the file is not what was saved.
@@ -201,7 +200,7 @@ def _part(checkpoint: Checkpoint, path: str, target: Target) -> Part | None:
     except KeyNotFoundError:
         return None
     if target.kind is Kind.OPTIMIZER and not isinstance(value, Mapping):
-        raise ObjectMismatchError(
+        raise ObjectStateError(
             "what was saved is not the state of an optimizer",
             where=f"{checkpoint.source}: {path}",
             expected="a mapping with state and param_groups",
@@ -347,14 +346,14 @@ def _check_matched(
     excess = [path for path in saved if path not in targets and path not in unexpected]
     also = f"; and there is no object for {', '.join(excess)}, which was saved" if excess else ""
     if lacking:
-        raise ObjectMismatchError(
+        raise ObjectStateError(
             "nothing was saved for these objects; nothing has been changed",
             expected=", ".join(lacking),
             found=(", ".join(saved) or "nothing") + also,
             remedy=f"leave them out, or allow_missing={lacking!r}",
         )
     if excess:
-        raise ObjectMismatchError(
+        raise ObjectStateError(
             "these were saved, and are not among the objects; nothing has been changed",
             expected=", ".join(targets) or "nothing",
             found=", ".join(excess),
@@ -362,7 +361,7 @@ def _check_matched(
         )
     other_kind = [path for path in targets if path in saved and saved[path].kind != targets[path].kind]
     if other_kind:
-        raise ObjectMismatchError(
+        raise ObjectStateError(
             "these are of other kinds than what was saved; nothing has been changed",
             where=", ".join(other_kind),
             expected=", ".join(saved[path].kind for path in other_kind),

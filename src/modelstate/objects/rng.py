@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from modelstate.codec.codec import decode, encode
-from modelstate.errors import OptionError, RandomStateError
+from modelstate.errors import ObjectStateError, OptionError
 from modelstate.text_format import printable
 from modelstate.transaction.transaction import Transaction
 
@@ -92,7 +92,7 @@ class RNG:
             state_dict: the result of `state_dict`, of the same generators.
 
         Raises:
-            RandomStateError: The state lacks a generator, has an unknown one, or has a state that its generator does
+            ObjectStateError: The state lacks a generator, has an unknown one, or has a state that its generator does
                 not take. The error has all problems.
         """
         message = "this is no state of random generators"
@@ -158,8 +158,8 @@ def _first_line(error: Exception) -> str:
     return printable(str(error).split("\n")[0]) or type(error).__qualname__
 
 
-def _refused(problems: list[str], message: str, found: str = "") -> RandomStateError:
-    return RandomStateError(
+def _refused(problems: list[str], message: str, found: str = "") -> ObjectStateError:
+    return ObjectStateError(
         message,
         expected="what RNG.state_dict() returned, of the same generators",
         found=found or "\n    ".join(problems),

@@ -66,7 +66,7 @@ def save(
         ObjectStateError: The own code of another object raised.
         TargetExistsError: The path exists, and `overwrite` is false.
         OptionError: An option cannot be used.
-        DirectoryLockedError: Another process keeps the directory locked.
+        LockedError: Another process keeps the directory locked.
         WriteFailedError: An I/O error.
 
     On any error the old checkpoint is as it was and no new file is left. An interrupt (Ctrl-C) that comes when the new

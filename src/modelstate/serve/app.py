@@ -10,10 +10,8 @@ from typing import Any, NamedTuple
 from urllib.parse import SplitResult, urlsplit
 
 from modelstate.errors import (
-    AppAccessError,
-    AppAnswerError,
-    AppRefusedError,
-    AppUnreachableError,
+    AppError,
+    AppReason,
     LiveError,
     OptionError,
     SwapBusyError,
@@ -80,16 +78,17 @@ class ServingApp:
         """Returns the id of the version that serves, and the source of its weights.
 
         Raises:
-            AppUnreachableError: no app answers at this URL.
-            AppAccessError: the app refuses access.
+            AppError: no app answers at this URL, or it refuses access.
         """
-        with self._connection_errors(AppUnreachableError, "the app does not answer", "start it, or look at the URL"):
+        with self._connection_errors("unreachable", "the app does not answer", "start it, or look at the URL"):
             status, answer = self._request("GET", "/version", None, _SECONDS)
         self._check_access("GET /version", status, answer)
         version, source = answer.get("version"), answer.get("source")
         if status != 200 or type(version) is not int or type(source) is not str:
-            raise AppUnreachableError(
+            raise AppError(
                 "no serving app answers there",
+                reason="unreachable",
+                status=status,
                 where=f"{self.url}/version",
                 expected='200 and {"version": int, "source": text}',
                 found=_answer_text(status, answer),
@@ -107,10 +106,7 @@ class ServingApp:
             An `AppSwap`.
 
         Raises:
-            AppUnreachableError: no app answers at this URL, or the app does not find the path.
-            AppAccessError: the app refuses the token, or checkpoints from this directory.
-            AppRefusedError: the app refuses the weights.
-            AppAnswerError: the app gives no valid answer, so the result is unknown.
+            AppError: no app answers at this URL, or it has not taken the checkpoint; `reason` says which.
             SwapBusyError: another swap is under way; try again later.
         """
         path = os.fspath(source)
@@ -118,7 +114,7 @@ class ServingApp:
         if _is_same_path(served, path):
             return AppSwap(version, version, served, 0.0)
         remedy = "look at whether it runs, and whether it has the memory for a second copy"
-        with self._connection_errors(AppAnswerError, "the app gave no answer to a swap", remedy):
+        with self._connection_errors("no answer", "the app gave no answer to a swap", remedy):
             status, answer = self._request("POST", "/swap", {"source": path}, self._timeout_seconds)
         self._check_access("POST /swap", status, answer)
         if status != 200:
@@ -133,8 +129,10 @@ class ServingApp:
 
     def _check_access(self, request: str, status: int, answer: dict[str, Any]) -> None:
         if status in (401, 403):
-            raise AppAccessError(
+            raise AppError(
                 "the app does not take the token" if status == 401 else "the app takes no checkpoints from there",
+                reason="access",
+                status=status,
                 where=f"{request} at {self.url}",
                 found=_answer_text(status, answer),
                 remedy="give the token that the app was started with"
@@ -147,19 +145,22 @@ class ServingApp:
         if status == 409:
             return SwapBusyError("the app is at another swap", where=self.url, found=found, remedy="try again later")
         if status == 404:
-            return AppUnreachableError(
+            return AppError(
                 "the app does not see the checkpoint",
+                reason="unreachable",
+                status=status,
                 where=path,
                 found=found,
                 remedy="the app has to see the store at the same path as this command",
             )
         if 400 <= status < 500:
-            return AppRefusedError("the app refuses the checkpoint", where=path, found=found)
+            return AppError("the app refuses the checkpoint", reason="refused", status=status, where=path, found=found)
         return self._invalid_answer(status, answer)
 
-    def _invalid_answer(self, status: int, answer: dict[str, Any]) -> AppAnswerError:
-        return AppAnswerError(
+    def _invalid_answer(self, status: int, answer: dict[str, Any]) -> AppError:
+        return AppError(
             "the answer of the app is not valid",
+            status=status,
             where=self.url,
             expected='200 and {"version": int, "previous": int, "source": text, "seconds": number}',
             found=_answer_text(status, answer),
@@ -167,13 +168,13 @@ class ServingApp:
         )
 
     @contextmanager
-    def _connection_errors(self, kind: type[LiveError], what: str, remedy: str) -> Iterator[None]:
+    def _connection_errors(self, reason: AppReason, what: str, remedy: str) -> Iterator[None]:
         """Converts errors of the connection."""
         try:
             yield
         except (OSError, HTTPException) as error:
             found = f"{type(error).__name__}: {error}"
-            raise kind(what, where=self.url, found=found, remedy=remedy) from error
+            raise AppError(what, reason=reason, where=self.url, found=found, remedy=remedy) from error
 
     def _request(self, method: str, path: str, body: object, timeout_seconds: float) -> tuple[int, dict[str, Any]]:
         """Returns the status, and the JSON object of the answer, which is empty where the answer has none.

@@ -14,8 +14,8 @@ from typing import Any, Literal, NamedTuple, Protocol, Self
 
 from modelstate.background import AtExit, BackgroundTask
 from modelstate.errors import (
-    AppAccessError,
-    AppAnswerError,
+    AppError,
+    AppReason,
     FollowWarning,
     LiveTargetError,
     ModelStateError,
@@ -41,10 +41,8 @@ _MAX_TEXT = 2000
 
 _ALWAYS_RETRIED = (SwapBusyError, ConnectionError, TimeoutError)
 """Errors that are independent of the checkpoint."""
-_SOMETIMES_RETRIED = (ReadFailedError, MemoryError, AppAnswerError)
+_SOMETIMES_RETRIED = (ReadFailedError, MemoryError)
 """Errors that the checkpoint may cause, and that may be temporary; retried `_MAX_TRIES` times."""
-_FATAL = (OptionError, AppAccessError)
-"""Errors that every checkpoint would cause."""
 
 
 class Swappable(Protocol):
@@ -230,7 +228,7 @@ class Following:
 
         Raises:
             OptionError: the target refuses the options of the swap.
-            AppAccessError: a serving app refuses the token. Every other error is an event.
+            AppError: a serving app refuses the token. Every other error is an event.
         """
         with self._poll_lock:
             if self._is_polling:
@@ -336,9 +334,11 @@ class Following:
                 report = self._target.swap(source, **self._options)
             if report is None and isinstance(self._target, Live):
                 raise SwapBusyError("another swap is under way", remedy="nothing: it is tried again at the next poll")
-        except _FATAL:
+        except OptionError:
             raise
         except Exception as error:
+            if _reason(error) == "access":
+                raise  # every checkpoint would be refused
             return self._failed(candidate, error, clock.seconds)
         self._taken = candidate
         version = getattr(report, "version", None)
@@ -349,7 +349,7 @@ class Following:
         info, key = candidate.info, _key(candidate)
         if not os.path.isdir(info.path):
             return "again"  # the checkpoint was deleted or replaced, so it is not bad
-        if isinstance(error, _ALWAYS_RETRIED):
+        if isinstance(error, _ALWAYS_RETRIED) or _reason(error) == "unreachable":
             self._wait_for(error, info.step, info.path)
             return "later"
         tries = self._refused[key] = self._refused.get(key, 0) + 1
@@ -389,7 +389,12 @@ def _may_be_temporary(error: BaseException) -> bool:
     """Whether another try may succeed: after a failure of a disk or a network, or without memory."""
     cause = error.__cause__
     is_io_error = isinstance(cause, OSError) and not isinstance(cause, ModelStateError | FileNotFoundError)
-    return isinstance(error, _SOMETIMES_RETRIED) or is_io_error
+    return isinstance(error, _SOMETIMES_RETRIED) or _reason(error) == "no answer" or is_io_error
+
+
+def _reason(error: BaseException) -> AppReason | None:
+    """Why a serving app has not taken a checkpoint; None for another error."""
+    return error.reason if isinstance(error, AppError) else None
 
 
 _BEST = "best:"

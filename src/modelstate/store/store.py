@@ -16,11 +16,11 @@ from modelstate.checkpoint.checkpoint import Checkpoint
 from modelstate.checkpoint.open import argument_order, is_objects
 from modelstate.errors import (
     BackgroundCancelledError,
+    LockedError,
     OptionError,
     SaveTargetError,
     SourceTypeError,
     StepNotFoundError,
-    StoreLockedError,
     StoreMovedError,
     TargetExistsError,
 )
@@ -190,7 +190,7 @@ class Store:
 
         Raises:
             TargetExistsError: There is a checkpoint of this step, and `overwrite` is false.
-            StoreLockedError: Another process writes to the store.
+            LockedError: Another process writes to the store.
             StoreMovedError: The directory was renamed, removed or replaced.
             OptionError: An argument cannot be used.
             ObjectStateError: The own code of an object raised.
@@ -303,7 +303,7 @@ class Store:
             return
         try:
             if self._is_writing:
-                raise StoreLockedError(
+                raise LockedError(
                     "a save in this thread has been interrupted by another one, as by a signal's handler",
                     where=self.directory,
                     remedy="have the handler set a flag, and the loop save: see modelstate.Deadline",
@@ -570,7 +570,7 @@ class Store:
             The steps that were removed, or would be.
 
         Raises:
-            StoreLockedError: Another process writes to the store.
+            LockedError: Another process writes to the store.
             OptionError: The rules cannot be used, or no checkpoint has their metric.
             WriteFailedError: An I/O error, after which the other checkpoints are still there.
 
@@ -593,7 +593,7 @@ class Store:
 
         Raises:
             StepNotFoundError: There is no such checkpoint.
-            StoreLockedError: Another process writes to the store.
+            LockedError: Another process writes to the store.
 
         Example:
             >>> store.pin(1000)
@@ -605,7 +605,7 @@ class Store:
 
         Raises:
             StepNotFoundError: There is no such checkpoint.
-            StoreLockedError: Another process writes to the store.
+            LockedError: Another process writes to the store.
 
         Example:
             >>> store.unpin(1000)
@@ -643,7 +643,7 @@ class Store:
                 try:
                     self._lock.confirm()
                     return
-                except StoreLockedError:
+                except LockedError:
                     # The lock file was replaced. The lock is acquired again, unless another process has it.
                     self._lock.release()
             if self._in_use is not None:
