@@ -32,10 +32,11 @@ def _swaps(runner: Runner, count: int, width: int) -> Measured:
         for name, results in by_stage(runs).items():  # that of the copy is in all of them
             rows.setdefault(name, []).extend(results)
     words = (
-        f"{count} matrices of {width} x {width}, {4 * count * width**2 / 1e6:,.0f} MB, from a state dict in memory. "
-        "Staging is reading into new memory and checking, while the old version serves; the rest is what it takes "
-        "until the new one does, and until no request has the old one any more, of which there are none here. The "
-        "copy is into memory that is there."
+        f"{count} matrices of {width} x {width}, {4 * count * width**2 / 1e6:,.0f} MB, from a state dict in memory, "
+        "and from a file in the page cache. Staging is reading and checking, while the old version serves, into memory "
+        "of versions that have been dropped, as from the fourth swap on. The rest is what it takes until the new one "
+        "does, and until no request has the old one any more, of which there are none here. The copy is into memory "
+        "that is there."
     )
     return Measured("live/swap", "New weights into a program", words, "swap", {"": rows}, runner.runs, failed)
 

@@ -11,9 +11,13 @@ import errno
 import math
 import mmap
 import os
+import sys
 import threading
-from collections.abc import Iterator, Sequence
+import weakref
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from itertools import islice
 
 import torch
@@ -28,6 +32,8 @@ _ARENA_BYTES = 256 << 20
 _TRIM_BYTES = 16 << 20
 _LARGE_BYTES = 1 << 20
 """Smaller tensors and runs are not worth system calls of their own."""
+_LEAST_POOLED_BYTES = 1 << 20
+"""Smaller mappings are not kept for later tensors."""
 
 
 class HeapTrim:
@@ -99,13 +105,87 @@ def empty_cpu(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     return torch.empty(0, dtype=dtype, device="cpu").set_(storage, 0, tuple(shape), contiguous_stride(shape))
 
 
+class MemoryPool:
+    """Memory of tensors that are gone, for new tensors: the kernel clears each page of new memory when it is touched.
+
+    `fresh_tensors` takes its memory from the pool within `lending()`. A storage refers to the mapping that it lies in.
+    So a mapping to which nothing but the pool refers has no tensor, view or array left, and only such a mapping is
+    lent again. Threads may use the pool at the same time, and an interrupt can at most make it forget a mapping.
+    """
+
+    def __init__(self) -> None:
+        self._kept: deque[mmap.mmap] = deque()
+
+    @property
+    def kept_bytes(self) -> int:
+        """The memory that the pool keeps, whether or not tensors still use it."""
+        return sum(map(len, tuple(self._kept)))
+
+    @contextmanager
+    def lending(self) -> Iterator[list[mmap.mmap]]:
+        """In this thread, `fresh_tensors` uses memory of the pool within the block, and new memory for the rest.
+
+        Yields the list of the mappings that it has used, for `keep`.
+        """
+        lender = _Lender(self, [])
+        before = getattr(_of_thread, "lender", None)
+        try:
+            _of_thread.lender = weakref.ref(lender)
+            yield lender.lent
+        finally:
+            _of_thread.lender = before
+
+    def keep(self, mappings: Iterable[mmap.mmap], most_bytes: int) -> None:
+        """Keeps mappings for later tensors, and releases the oldest ones beyond `most_bytes` in all."""
+        self._kept.extend(mappings)
+        while self.kept_bytes > most_bytes:
+            with suppress(IndexError):  # another thread has taken the last one
+                self._kept.popleft()
+
+    def take(self, nbytes: int) -> mmap.mmap | None:
+        """Returns a mapping of about this size that nothing uses any more, with old values in it; None without one."""
+        if not _COUNTS_REFERENCES:
+            return None
+        for _ in range(len(self._kept)):
+            try:
+                mapping, references = _next_of(self._kept)
+            except IndexError:
+                break
+            if nbytes <= len(mapping) <= nbytes + nbytes // 8 and references <= _UNUSED_REFERENCES:
+                return mapping
+            self._kept.append(mapping)
+        return None
+
+
+def _next_of(mappings: deque[mmap.mmap]) -> tuple[mmap.mmap, int]:
+    mapping = mappings.popleft()
+    return mapping, sys.getrefcount(mapping)
+
+
+_UNUSED_REFERENCES = _next_of(deque([mmap.mmap(-1, mmap.PAGESIZE)]))[1]
+"""What `_next_of` counts for a mapping that has no storage."""
+_COUNTS_REFERENCES = getattr(sys, "_is_gil_enabled", lambda: True)()
+"""Without the interpreter lock, Python counts only some of the references to an object."""
+
+
+@dataclass(slots=True, weakref_slot=True)
+class _Lender:
+    pool: MemoryPool
+    lent: list[mmap.mmap]
+
+
+_of_thread = threading.local()
+"""`lender` is a weak reference, which an interrupt that keeps it from being reset makes invalid."""
+
+
 @torch.inference_mode(False)
 def fresh_tensors(
     like: Sequence[tuple[torch.Size, tuple[int, ...] | None, torch.dtype]],
 ) -> list[torch.Tensor]:
-    """A new CPU tensor for each shape, stride (None for contiguous) and dtype, in untouched memory.
+    """A new CPU tensor for each shape, stride (None for contiguous) and dtype, in memory that no other tensor uses.
 
-    Small tensors share mappings of up to 256 MB, each with a storage of its own.
+    Small tensors share mappings of up to 256 MB, each with a storage of its own. The memory is untouched, or within
+    `MemoryPool.lending` that of the pool.
 
     Raises `MemoryBudgetError` where the system has no memory.
     """
@@ -124,7 +204,7 @@ def fresh_tensors(
         if arena is None or nbytes > left:
             free, left = 0, _arena_bytes(sizes, index)
             try:
-                arena = mmap.mmap(-1, left, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+                arena = _mapping(left)
             except OSError as error:
                 raise MemoryBudgetError(
                     "the system has no memory for the tensors; nothing has been changed",
@@ -137,6 +217,18 @@ def fresh_tensors(
         # Reshaped in place, without another object.
         tensors.append(flat.resize_(shape) if stride is None else flat.as_strided_(shape, stride))
     return tensors
+
+
+def _mapping(nbytes: int) -> mmap.mmap:
+    """Returns private memory, of the pool that lends to this thread where it has any. Raises `OSError`."""
+    of_block: weakref.ref[_Lender] | None = getattr(_of_thread, "lender", None)
+    lender = None if of_block is None or nbytes < _LEAST_POOLED_BYTES else of_block()
+    mapping = None if lender is None else lender.pool.take(nbytes)
+    if mapping is None:
+        mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if lender is not None:
+        lender.lent.append(mapping)
+    return mapping
 
 
 def _arena_bytes(sizes: Sequence[int], start: int) -> int:

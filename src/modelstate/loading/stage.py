@@ -163,6 +163,8 @@ def _stage_one(staging: Staging, assignment: Assignment, read: torch.Tensor | No
             assignment.final = value.detach()
         else:
             _finish(assignment, value)  # which copies it out of what it may share
+    elif assignment.remake is None and assignment.on_cpu and isinstance(assignment.stored, torch.Tensor):
+        _finish(assignment, assignment.value)  # which copies it
     else:
         _finish(assignment, _own_value(staging, assignment))
 

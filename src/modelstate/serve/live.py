@@ -5,9 +5,10 @@ import os
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from mmap import mmap
 from typing import Any, Literal, NamedTuple, overload
 
 from torch import nn
@@ -15,6 +16,7 @@ from torch import nn
 from modelstate.checkpoint.checkpoint import Checkpoint
 from modelstate.errors import LiveTargetError, OptionError, SwapBusyError, VersionGoneError
 from modelstate.io.files import local_path
+from modelstate.io.memory import MemoryPool
 from modelstate.loading.load import Source
 from modelstate.loading.report import LoadReport
 from modelstate.rules.rule import Rule
@@ -153,6 +155,9 @@ class Live:
             module's `state_dict()` are accepted then, besides those with the program's own names. A file written by
             `modelstate.export` contains a map.
         keep_versions: the number of versions before the current one that stay in memory for a rollback.
+        spare_bytes: the most bytes of retired versions that stay in memory, so that a later swap reads into pages that
+            the kernel need not clear. Memory that a request, or one of its answers, still uses is not written to. None
+            takes the size of one version, and 0 keeps nothing.
         training: accepts a module in training mode, or a program that was exported in it: dropout is active, and
             requests change statistics. By default such a target is refused, except for layers of `torch.nn` that
             compute the same in both modes, such as `Linear`.
@@ -176,11 +181,15 @@ class Live:
         *,
         names: NameMap | nn.Module | None = None,
         keep_versions: int = 1,
+        spare_bytes: int | None = None,
         training: bool = False,
     ) -> None:
         if type(keep_versions) is not int or keep_versions < 0:
             raise OptionError("keep_versions= must be an integer >= 0", found=repr(keep_versions))
+        if spare_bytes is not None and (type(spare_bytes) is not int or spare_bytes < 0):
+            raise OptionError("spare_bytes= must be an integer >= 0, or None", found=repr(spare_bytes))
         self._target = target_factory(target, names, training)
+        self._pool, self._spare_bytes = MemoryPool(), spare_bytes
         self._keep_versions = keep_versions
         self._kept: deque[Version] = deque()
         """Kept versions, the newest last."""
@@ -492,9 +501,14 @@ class Live:
         old, copies, clock = self._gate.current, self._gate.programs + 1, swap.clock
         serving = old.program
         assert serving is not None
-        with clock("staged"):
-            incoming = SwapSource(self._target, swap.source, swap.options)
-            program, loaded = incoming.stage(serving)
+        with self._pool.lending() as memory:
+            try:
+                with clock("staged"):
+                    incoming = SwapSource(self._target, swap.source, swap.options)
+                    program, loaded = incoming.stage(serving)
+            except BaseException:
+                self._keep_memory(memory)
+                raise
         try:
             with clock("drain"), self._flipping(old, swap.deadline):
                 self._attach_runner(program, swap.deadline)
@@ -504,6 +518,7 @@ class Live:
             with clock("flip"), self._flipping(old, None):
                 quarantined = self._gate.is_quarantined
                 new = self._new_version(program, incoming.source, buffer_digests(program))
+                new.memory = memory
                 carries = swap.buffers == "carry" and not quarantined
                 carried = carry_over(modified_buffers(serving, old.buffer_digests), program) if carries else ()
                 swap.new = new
@@ -514,6 +529,7 @@ class Live:
         except BaseException:
             if self._gate.current.program is not program:
                 program.end()
+                self._keep_memory(memory)
             raise
         return _Flip(old, new, loaded, copies, carried, (*dropped, old) if quarantined else tuple(dropped), old.users)
 
@@ -550,6 +566,7 @@ class Live:
                 if prepared is not None:
                     run_canary(prepared, program)
             swap.new = new = self._new_version(program, incoming.source, digests)
+            old.memory = ()  # weights may have moved to other memory, so their storages alone keep it
             self._gate.flip(new)
             dropped = [self._kept.popleft() for _ in range(len(self._kept))]
         return _Flip(old, new, loaded, copies, carried, tuple(dropped), old.users)
@@ -603,6 +620,15 @@ class Live:
         del program
         if module is not None and module() is not None and is_unused:
             gc.collect()
+        memory, version.memory = version.memory, ()
+        self._keep_memory(memory)
+
+    def _keep_memory(self, memory: Sequence[mmap]) -> None:
+        """Gives the memory of a retired version, which requests may still use, to the pool."""
+        most_bytes = self._spare_bytes
+        if most_bytes is None:
+            most_bytes = sum(map(len, self._gate.current.memory or memory))
+        self._pool.keep(memory, most_bytes)
 
     def _after_fork(self) -> None:
         for part in (self._gate, self._swap_lock, self._flip_lock, self._target.runners):

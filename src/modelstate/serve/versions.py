@@ -12,8 +12,9 @@ import threading
 import time
 import types
 import weakref
-from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Iterable, Iterator
+from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, suppress
+from mmap import mmap
 from queue import Empty, SimpleQueue
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -119,7 +120,7 @@ class Answer(NamedTuple):
 class Version:
     """Weights that serve, have served or will serve: an id, their source, and the program that has them."""
 
-    __slots__ = ("__weakref__", "_entries", "buffer_digests", "id", "program", "source", "time")
+    __slots__ = ("__weakref__", "_entries", "buffer_digests", "id", "memory", "program", "source", "time")
 
     def __init__(self, number: int, program: Program, source: str, buffer_digests: BufferDigests) -> None:
         self.id = number
@@ -130,6 +131,8 @@ class Version:
         """Digests of the buffers before the first request. Buffers that were carried over count as modified."""
         self.time = time.time()
         """Seconds since 1970 at which the version was made."""
+        self.memory: Sequence[mmap] = ()
+        """The memory that its weights were staged in, as far as it may be used again when the version is retired."""
         self._entries: set[WeakHandle[Entry]] = set()
 
     def entry(self, program: Program | None = None) -> Entry:
