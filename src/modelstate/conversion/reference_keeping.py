@@ -64,7 +64,16 @@ class reference_keeping:
 
     @staticmethod
     def holds() -> bool:
-        """Whether references are kept now: the value of the last switch that has not been left."""
+        """Returns whether references are kept now.
+
+        Returns:
+            The value of the last switch that has not been left.
+
+        Example:
+            >>> with ms.reference_keeping():
+            ...     ms.reference_keeping.holds()
+            True
+        """
         return bool(_switches) and _switches[-1]._on
 
 

@@ -83,7 +83,20 @@ class Average(Combination):
             )
 
     def merge(self, sources: Sequence[Checkpoint]) -> Merged:
-        """Returns the averages, which are computed when they are read."""
+        """Returns the averages, which are computed when they are read.
+
+        Args:
+            sources: the opened checkpoints.
+
+        Returns:
+            The tensors by name.
+
+        Raises:
+            CombineError: the checkpoints, or the weights, cannot be averaged.
+
+        Example:
+            >>> checkpoint = ms.open(["a.safetensors", "b.safetensors"], combine=ms.merge.Average())
+        """
         weights = self._weights(sources)
         chosen = self._chosen(sources)
         differences = list(_differences(sources))

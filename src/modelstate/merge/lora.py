@@ -91,7 +91,20 @@ class LoRA(Combination):
             )
 
     def merge(self, sources: Sequence[Checkpoint]) -> Merged:
-        """Returns the weights of the base, to which the products of the adapters are added when they are read."""
+        """Returns the weights of the base, to which the products of the adapters are added when they are read.
+
+        Args:
+            sources: the opened checkpoints: the base, and the adapters.
+
+        Returns:
+            The tensors by name.
+
+        Raises:
+            CombineError: the checkpoints are not a base and its adapters.
+
+        Example:
+            >>> checkpoint = ms.open(["base.safetensors", "adapter/"], combine=ms.merge.LoRA())
+        """
         base = sources[0]
         if adapter_names(base):
             raise CombineError(

@@ -76,7 +76,14 @@ class RNG:
         self._cuda = cuda
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the states: tuples, numbers, arrays and tensors on the CPU, which modelstate's codec encodes."""
+        """Returns the states of all generators.
+
+        Returns:
+            Tuples, numbers, arrays and tensors on the CPU, which modelstate's codec encodes.
+
+        Example:
+            >>> state = ms.RNG().state_dict()
+        """
         used_cuda = self._cuda and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
         return {
             "version": _VERSION,
@@ -94,6 +101,9 @@ class RNG:
         Raises:
             ObjectStateError: The state lacks a generator, has an unknown one, or has a state that its generator does
                 not take. The error has all problems.
+
+        Example:
+            >>> ms.RNG().load_state_dict(state)
         """
         message = "this is no state of random generators"
         if not isinstance(state_dict, Mapping):

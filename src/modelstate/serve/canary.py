@@ -67,15 +67,34 @@ class Canary:
     def prepared(self, serving: Calls) -> "Canary":
         """Returns a canary with a reference, which the version that serves gives where none is set.
 
+        Args:
+            serving: calls the version that serves.
+
+        Returns:
+            The canary itself where it needs no reference, or has one.
+
         Raises:
             CanaryError: the version that serves raises on the inputs.
+
+        Example:
+            >>> canary = modelstate.Canary((x,), atol=0.1).prepared(live)
         """
         if self.expected is not None or (self.check is not None and not self._is_bounded):
             return self
         return replace(self, expected=self._answer_of(serving, "the version that serves"))
 
     def try_out(self, new: Calls) -> None:
-        """Calls the new version. Raises `CanaryError` where it raises, or where its answer is refused."""
+        """Calls the new version, and compares its answer with the reference.
+
+        Args:
+            new: calls the new version.
+
+        Raises:
+            CanaryError: the new version raises, or its answer is refused.
+
+        Example:
+            >>> modelstate.Canary((x,), expected=y, atol=0.1).try_out(module)
+        """
         answer = self._answer_of(new, "the new version")
         if self.expected is not None:
             self._compare(answer, self.expected)

@@ -229,6 +229,11 @@ class Following:
         Raises:
             OptionError: the target refuses the options of the swap.
             AppError: a serving app refuses the token. Every other error is an event.
+
+        Example:
+            >>> following = modelstate.follow(live, "runs/checkpoints", background=False)
+            >>> [event.action for event in following.poll()]
+            ['swapped']
         """
         with self._poll_lock:
             if self._is_polling:
@@ -249,6 +254,10 @@ class Following:
 
         Returns:
             Whether the thread has ended. It has not after a timeout, or where the thread itself calls this.
+
+        Example:
+            >>> following.stop(timeout_seconds=60)
+            True
         """
         if self._task is not None:
             self._task.cancel(wait=False)
@@ -257,7 +266,18 @@ class Following:
         return not self.is_running
 
     def wait(self, timeout_seconds: float | None = None) -> bool:
-        """Waits until the thread has ended, by `stop` or by an error. Returns whether it has."""
+        """Waits until the thread has ended, by `stop` or by an error.
+
+        Args:
+            timeout_seconds: seconds to wait; None waits without limit.
+
+        Returns:
+            Whether the thread has ended.
+
+        Example:
+            >>> following.wait(timeout_seconds=3600)
+            False
+        """
         return self._task is None or self._task.wait(timeout_seconds)
 
     def __enter__(self) -> Self:
@@ -269,7 +289,12 @@ class Following:
     # The thread.
 
     def start(self) -> None:
-        """Starts a daemon thread that polls at once, and then every `poll_seconds` seconds, unless one is running."""
+        """Starts a daemon thread that polls at once, and then every `poll_seconds` seconds, unless one is running.
+
+        Example:
+            >>> following = modelstate.follow(live, "runs/checkpoints", background=False)
+            >>> following.start()
+        """
         if self.is_running:
             return
         self._task = BackgroundTask(

@@ -222,8 +222,15 @@ class Live:
     def answer(self, *args: object, **named: object) -> Answer:
         """Answers a request, and returns the result with the id of the version that gave it.
 
+        Args:
+            args: positional inputs of the request.
+            named: inputs by keyword.
+
         Returns:
             An `Answer` with the fields `value` and `version`.
+
+        Raises:
+            Exception: what a call of the `Live` raises.
 
         Example:
             >>> value, version = live.answer(x)
@@ -261,6 +268,9 @@ class Live:
     def pin(self) -> PinContext:
         """Returns a context that holds one version for several calls.
 
+        Returns:
+            The context; its value is a `Pin`, which is called as the `Live` is.
+
         Example:
             >>> with live.pin() as version:
             ...     ids = version.generate(prompt)
@@ -296,7 +306,15 @@ class Live:
         return self._target.fixed
 
     def history(self) -> tuple[Event, ...]:
-        """The last thousand events, the oldest first."""
+        """Returns the last thousand events.
+
+        Returns:
+            The events, the oldest first.
+
+        Example:
+            >>> [event.action for event in live.history()]
+            ['started', 'swapped']
+        """
         return tuple(self._events)
 
     # Changing.

@@ -99,7 +99,15 @@ class Manifest:
         return "\n".join(lines)
 
     def to_json(self) -> str:
-        """Returns the manifest as JSON."""
+        """Returns the manifest as JSON.
+
+        Returns:
+            The text that `modelstate.export` writes into the file.
+
+        Example:
+            >>> modelstate.serve.Manifest.from_json(manifest.to_json(), "program.pt2") == manifest
+            True
+        """
         return json.dumps(
             {
                 "format": _FORMAT,
@@ -125,9 +133,15 @@ class Manifest:
             text: the manifest.
             where: the path of the file, for errors.
 
+        Returns:
+            The manifest.
+
         Raises:
             ManifestError: the text is damaged.
             NewerManifestError: a newer version of modelstate wrote it.
+
+        Example:
+            >>> manifest = modelstate.serve.Manifest.from_json(text, "program.pt2")
         """
         try:
             check_size(text)

@@ -146,12 +146,32 @@ class NameMap:
         return {name: renamed[name if name in renamed else self._tied_name(name, renamed)] for name in self.eager}
 
     def to_eager(self, state: Mapping[str, _V]) -> dict[str, _V]:
-        """Renames a mapping with names of either kind to the names of the state dict. Raises as `to_runtime` does."""
+        """Renames a mapping with names of either kind to the names of the state dict.
+
+        Args:
+            state: values by names of the state dict or by runtime names.
+
+        Returns:
+            A value for every name of the state dict, without extra state.
+
+        Raises:
+            NameMapError: names are unknown or missing, or two names of one tensor have different values.
+
+        Example:
+            >>> module.load_state_dict(names.to_eager(program.state_dict))
+        """
         renamed = self.to_runtime(state)
         return {name: renamed[runtime] for name, runtime in self.runtime.items()}
 
     def to_json(self) -> str:
-        """Returns the map as JSON, for a file beside the program."""
+        """Returns the map as JSON, for a file beside the program.
+
+        Returns:
+            The text that `from_json` reads.
+
+        Example:
+            >>> Path("names.json").write_text(names.to_json())
+        """
         return json.dumps(
             {
                 "format": _FORMAT,
@@ -166,7 +186,20 @@ class NameMap:
 
     @classmethod
     def from_json(cls, text: str) -> "NameMap":
-        """Reads the text that `to_json` returns. Raises `NameMapError`."""
+        """Reads the text that `to_json` returns.
+
+        Args:
+            text: the map as JSON.
+
+        Returns:
+            The map.
+
+        Raises:
+            NameMapError: the text is not a map.
+
+        Example:
+            >>> names = modelstate.serve.NameMap.from_json(Path("names.json").read_text())
+        """
         try:
             fields = json.loads(text)
             if fields["format"] != _FORMAT or fields["version"] != 1:
@@ -193,12 +226,33 @@ class NameMap:
     # As a rule.
 
     def rename(self, name: str) -> str | None:
-        """The runtime name for a name of the state dict; None where the name does not change or is ambiguous."""
+        """Returns the runtime name for a name of the state dict.
+
+        Args:
+            name: a name in a checkpoint.
+
+        Returns:
+            None where the name does not change or is ambiguous.
+
+        Example:
+            >>> names.rename("layers.0.weight")
+            'layers.0.layer.weight'
+        """
         runtime = self.runtime.get(name)
         return None if runtime == name or (name in self._crossed) else runtime
 
     def apply(self, course: RuleContext) -> None:
-        """Renames all entries, with names of either kind, to the runtime names."""
+        """Renames all entries, with names of either kind, to the runtime names.
+
+        Args:
+            course: the entries of a checkpoint, and the problems that have been found.
+
+        Raises:
+            NameMapError: nothing tells which kind of names the entries have.
+
+        Example:
+            >>> live.swap("checkpoint.pt", rules=[names])
+        """
         before, renamed = course.entries, dict[str, Entry]()
         has_runtime_names = self._has_runtime_names(before)
         for name, entry in before.items():

@@ -140,11 +140,31 @@ class Deadline:
         return bool(self._received)
 
     def saved(self, seconds: float) -> None:
-        """Records how many seconds a save took until it was durable. Raises `OptionError` for another value."""
+        """Records how long a save took until it was durable.
+
+        Args:
+            seconds: the time of the save.
+
+        Raises:
+            OptionError: It is not a number from 0.
+
+        Example:
+            >>> deadline.saved(store.save(1000, objects).seconds)
+        """
         self._longest_save = max(self._longest_save or 0.0, _checked_seconds(seconds))
 
     def stepped(self, seconds: float) -> None:
-        """Records how many seconds passed between two checks of `reached`. Raises `OptionError` for another value."""
+        """Records how much time passed between two checks of `reached`.
+
+        Args:
+            seconds: the time of a step of the loop.
+
+        Raises:
+            OptionError: It is not a number from 0.
+
+        Example:
+            >>> deadline.stepped(2.5)
+        """
         self._longest_step = max(self._longest_step, _checked_seconds(seconds))
 
     def __enter__(self) -> Self:

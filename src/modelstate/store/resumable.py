@@ -279,14 +279,32 @@ class Resumable:
                 loop._stopped_within = self.stopped
 
     def has_all(self, objects: Mapping[str, object]) -> bool:
-        """Whether this loop has all of the objects, and none is a plain value, which only a restore returns."""
+        """Returns whether this loop has all of the objects, and none is a plain value, which only a restore returns.
+
+        Args:
+            objects: objects by name, as `Store.restore` takes them.
+
+        Returns:
+            False also where only some of the objects are the loop's.
+
+        Example:
+            >>> loop.has_all({"model": model})
+            True
+        """
         own = {id(target.obj) for target in targets_of(self._objects).values()}
         return all(target.kind is not Kind.VALUE and id(target.obj) in own for target in targets_of(objects).values())
 
     def is_in_step(self) -> bool:
-        """Whether the code that asked for the last step is running; an exception may have ended it and kept the frame.
+        """Returns whether the code that asked for the last step is running.
 
-        False also where a generator between them asked for the step.
+        An exception may have ended that code and kept its frame.
+
+        Returns:
+            False also where a generator between them asked for the step.
+
+        Example:
+            >>> loop.is_in_step()
+            True
         """
         frame: FrameType | None = sys._getframe()
         while frame is not None and _identity(frame) != self._caller:

@@ -257,9 +257,20 @@ class Store:
             )
 
     def check_state(self, objects: Mapping[str, object]) -> int:
-        """Encodes the state of the objects without a copy or a write, and returns the bytes of their tensors.
+        """Encodes the state of the objects without a copy or a write. Random generators are left as they are.
 
-        Random generators are left as they are. Raises the error that `save` would raise for the objects.
+        Args:
+            objects: as `save` takes them.
+
+        Returns:
+            The bytes of their tensors.
+
+        Raises:
+            ModelStateError: The error that `save` would raise for the objects.
+
+        Example:
+            >>> store.check_state({"model": model})
+            440
         """
         generators = [target.obj for target in targets_of(objects).values() if target.is_restored_last]
         with preserved_generators(generators):
@@ -591,6 +602,9 @@ class Store:
     def pin(self, step: int) -> None:
         """Keeps a checkpoint whatever `keep` says, until `unpin`.
 
+        Args:
+            step: the number of the checkpoint.
+
         Raises:
             StepNotFoundError: There is no such checkpoint.
             LockedError: Another process writes to the store.
@@ -602,6 +616,9 @@ class Store:
 
     def unpin(self, step: int) -> None:
         """Undoes `pin`: `keep` decides again whether the checkpoint stays.
+
+        Args:
+            step: the number of the checkpoint.
 
         Raises:
             StepNotFoundError: There is no such checkpoint.
