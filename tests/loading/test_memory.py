@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from modelstate.io.engine import read_threads
+from tests.programs import run_program
 
 # Samples the anonymous memory of the process every millisecond while a 256 MB model is loaded.
 PROGRAM = """
@@ -108,9 +109,7 @@ def measured(target: str, path: Path, options: str, of: str = "16, (2048, 2048),
         pytest.importorskip("torchao.quantization")
     if not Path("/proc/self/status").exists():
         pytest.skip("no /proc: memory is not measured here")
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, target, str(path), options, of], capture_output=True, text=True, timeout=300
-    )
+    done = run_program(PROGRAM, target, path, options, of)
     assert done.returncode == 0, done.stderr
     return [int(number) for number in done.stdout.split()]
 

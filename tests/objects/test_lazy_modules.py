@@ -14,7 +14,7 @@ from torch.nn.parameter import is_lazy
 
 import modelstate as ms
 from modelstate import problems
-from tests.store.common import program
+from tests.programs import run_program
 
 
 @pytest.fixture(autouse=True)
@@ -246,8 +246,8 @@ for _ in loop:
     optimizer.step()
     print(loss.item().hex())
 """
-    whole = program(script, tmp_path / "a", "run", 3)
-    assert program(script, tmp_path / "b", "kill", 3).returncode == -9
-    resumed = program(script, tmp_path / "b", "run", 4)
+    whole = run_program(script, tmp_path / "a", "run", 3)
+    assert run_program(script, tmp_path / "b", "kill", 3).returncode == -9
+    resumed = run_program(script, tmp_path / "b", "run", 4)
     assert (resumed.returncode, resumed.stderr) == (0, "")
     assert whole.stdout.split() == resumed.stdout.split() != []

@@ -1,8 +1,6 @@
 """Tensors that are made of others are stored by their parts, and come back as what they were."""
 
 import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +14,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 import modelstate as ms
 from modelstate.errors import ForbiddenGlobalError, ManifestError, UnsavableError
 from tests.objects.saves import NAME
+from tests.programs import run_program
 
 quantization = pytest.importorskip("torchao.quantization")
 
@@ -125,15 +124,12 @@ def test_ties(tmp_path: Path) -> None:
 def test_a_class_that_is_not_known(tmp_path: Path) -> None:
     ms.save({"w": two()}, tmp_path / NAME)
     code = "import sys, modelstate as ms; print(repr(ms.open(sys.argv[1], allow=sys.argv[2:]).tensor('w')))"
-    command = [sys.executable, "-c", code, str(tmp_path / NAME)]
-    refused = subprocess.run(command, capture_output=True, text=True, check=False)
+    refused = run_program(code, tmp_path / NAME)
     assert "ForbiddenGlobalError" in refused.stderr
     assert "torch.testing._internal.two_tensor.TwoTensor" in refused.stderr
     assert "allow=['torch.testing._internal.two_tensor.TwoTensor']" in refused.stderr
-    allowed = subprocess.run(
-        [*command, f"{TwoTensor.__module__}.TwoTensor"], capture_output=True, text=True, check=True
-    )
-    assert "TwoTensor" in allowed.stdout
+    allowed = run_program(code, tmp_path / NAME, f"{TwoTensor.__module__}.TwoTensor")
+    assert "TwoTensor" in allowed.stdout, allowed.stderr
 
 
 @pytest.mark.parametrize("name", ["os.system", "torch.nn.Linear", "torch.Tensor", "no.such.Thing", "", "builtins.dict"])
@@ -190,8 +186,6 @@ def test_distributed_tensors_are_refused(tmp_path: Path) -> None:
         "try: ms.save({'w': distribute_tensor(torch.ones(4), mesh, [Replicate()])}, sys.argv[1])\n"
         "except ms.errors.UnsavableError as error: print(error)\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path / NAME)], capture_output=True, text=True, check=True
-    )
-    assert "'w': a DTensor" in done.stdout
+    done = run_program(code, tmp_path / NAME)
+    assert "'w': a DTensor" in done.stdout, done.stderr
     assert not list(tmp_path.iterdir())

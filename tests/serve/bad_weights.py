@@ -11,7 +11,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +24,7 @@ import modelstate as ms
 from modelstate.testing import faulty_reads
 from tests.serve.models import weights_of
 from tests.serve.targets import Readers, target_of
+from tests.sweeps import EXHAUSTIVE
 
 X = torch.ones(4, 8)
 LIMIT_SECONDS = 60
@@ -236,11 +237,18 @@ def main(kind: str, folder: Path, *names: str) -> None:
         live(X)
     crash = Bad(lambda _: os.kill(os.getpid(), signal.SIGSEGV), "")
     found = {}
-    for mode in ("available", "in_place"):
-        for name in names or BAD:
-            bad = crash if name == CRASH else BAD[name]
-            found[f"{name}, {mode}"] = in_a_fork(lambda bad=bad, mode=mode: tried(live, bad, mode, folder))
+    for name, mode in cases(kind, names or tuple(BAD)):
+        bad = crash if name == CRASH else BAD[name]
+        found[f"{name}, {mode}"] = in_a_fork(lambda bad=bad, mode=mode: tried(live, bad, mode, folder))
     print(json.dumps(found))
+
+
+def cases(kind: str, names: Sequence[str]) -> list[tuple[str, Any]]:
+    """Each name in both modes; by default those of compiled programs in one mode and the other in turn."""
+    modes = ("available", "in_place")
+    if EXHAUSTIVE or kind == "eager":
+        return [(name, mode) for mode in modes for name in names]
+    return [(name, modes[number % 2]) for number, name in enumerate(names)]
 
 
 if __name__ == "__main__":

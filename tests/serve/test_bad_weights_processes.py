@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.serve.bad_weights import BAD, CRASH
+from tests.serve.bad_weights import BAD, CRASH, cases
 from tests.serve.targets import KINDS
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -34,14 +34,13 @@ def outcomes(kind: str, folder: Path, *names: str) -> dict[str, dict[str, Any]]:
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_is_refused_while_requests_go_on(kind: str, tmp_path: Path) -> None:
     found = outcomes(kind, tmp_path)
-    for mode in ("available", "in_place"):
-        for name, bad in BAD.items():
-            outcome = found.pop(f"{name}, {mode}")
-            assert outcome["outcome"] == bad.refused, (name, mode)
-            assert bad.says in outcome["text"], (name, mode)
-            assert outcome["version"] == 1, (name, mode)
-            assert outcome["seen"] == [1], (name, mode)
-            assert outcome["wrong"] == 0, (name, mode, outcome["errors"])
+    for name, mode in cases(kind, tuple(BAD)):
+        bad, outcome = BAD[name], found.pop(f"{name}, {mode}")
+        assert outcome["outcome"] == bad.refused, (name, mode)
+        assert bad.says in outcome["text"], (name, mode)
+        assert outcome["version"] == 1, (name, mode)
+        assert outcome["seen"] == [1], (name, mode)
+        assert outcome["wrong"] == 0, (name, mode, outcome["errors"])
     assert not found
 
 
