@@ -49,7 +49,13 @@ def kept_objects(before: Any, after: Any) -> dict[str, Any]:
 
 
 OLDER = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 11)
-"""Whether this torch words an error otherwise, and takes the first of several elements for a scalar."""
+"""Whether this torch takes the first of several elements for a scalar."""
+RUNS_WORDS_TOGETHER = any(
+    "notexpected" in str(text)
+    for constant in nn.Module.load_state_dict.__code__.co_consts
+    for text in getattr(constant, "co_consts", ())  # of the functions in it
+)
+"""Whether this torch words an error otherwise."""
 
 
 def same_as_torch(make: Callable[[], nn.Module], make_state: Callable[[nn.Module], Any], **options: Any) -> Any:
@@ -313,7 +319,7 @@ HOOKED: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], Any]]] = 
 @pytest.mark.parametrize("assign", [False, True], ids=["into", "assign"])
 @pytest.mark.parametrize("case", HOOKED)
 def test_hooks(case: str, assign: bool, swapping: bool) -> None:
-    if case == "answer after" and OLDER:
+    if case == "answer after" and RUNS_WORDS_TOGETHER:
         pytest.skip("this torch words the error otherwise")
     make, state = HOOKED[case]
     same_as_torch(make, state, assign=assign)

@@ -19,17 +19,34 @@ WEIGHT = """tensor([[ 0.2430,  0.5155,  0.3337],
         [-0.2231, -0.4428,  0.4737],
         [ 0.1663,  0.2391,  0.1826]])"""
 BIAS = "tensor([-0.0100,  0.4518, -0.4102,  0.0364, -0.3941])"
+
+
+class Printed:
+    """Prints as a text."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+    def __repr__(self) -> str:
+        return self.text
+
+
+def printed(weight: str, bias: str) -> str:
+    """A state dict as this Python prints it: from 3.12 on with braces."""
+    return repr(OrderedDict(weight=Printed(weight), bias=Printed(bias)))
+
+
+ON_META = "tensor(..., device='meta', size=({}))"
 # Where the tutorial prints numbers for ids, these are the names of the objects that they were before.
 PRINTED = f"""\
 Before: id(weight)=the weight, id(bias)=the bias
 m.state_dict() before load_state_dict():
- OrderedDict([('weight', MyQuantizedLinearWeight(tensor(..., device='meta', size=(5, 3)), scale=0.5)), \
-('bias', tensor(..., device='meta', size=(5,)))])
+ {printed(f"MyQuantizedLinearWeight({ON_META.format('5, 3')}, scale=0.5)", ON_META.format("5,"))}
 state_dict:
- OrderedDict([('weight', {WEIGHT}), ('bias', {BIAS})])
+ {printed(WEIGHT, BIAS)}
 After: id(weight)=the weight, id(bias)=the bias
 m.state_dict() after load_state_dict():
- OrderedDict([('weight', MyQuantizedLinearWeight({WEIGHT}, scale=0.5)), ('bias', {BIAS})])
+ {printed(f"MyQuantizedLinearWeight({WEIGHT}, scale=0.5)", BIAS)}
 """
 
 

@@ -169,9 +169,10 @@ def test_a_directory_that_cannot_be_written_is_found_out_before_the_first_step(
         ms.Store(tmp_path).save(1, objects())
     before = contents(tmp_path)
     monkeypatch.setattr(write_system, call, full)
-    with pytest.raises(WriteFailedError, match="No space left"):
+    with pytest.raises(WriteFailedError, match="No space left") as caught:
         ms.resumable(tmp_path, objects(), steps=5, save_every=2)
     monkeypatch.undo()
+    assert caught.value.__traceback__ is not None  # keeps the store, which has to be unlocked all the same
     assert {name: contents(tmp_path)[name] for name in before} == before
     assert litter(tmp_path) == []
     assert list(ms.resumable(tmp_path, objects(), steps=5, save_every=2)) == [*range(is_resumed, 5)]

@@ -469,7 +469,12 @@ def resumable(
         _log_resume(restored, store, steps)
     before = restored or reached
     if before is None or before.step < steps:
-        store.check(objects)
+        try:
+            store.check(objects)
+        except BaseException:
+            if is_path:
+                store.close()  # the traceback keeps the store alive, and with it the lock of the directory
+            raise
     return Resumable(store, objects, steps, save_every, deadline, background, restored, reached, is_path)
 
 
