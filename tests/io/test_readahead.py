@@ -79,7 +79,7 @@ def filled() -> nn.Module:
     ("build", "options"),
     [
         (model, {"map": False}),
-        (filled, {}),
+        (filled, {"in_place": False}),
         (filled, {"in_place": True}),
         (model, {"dtype": torch.bfloat16}),
         (filled, {"dtype": torch.bfloat16}),

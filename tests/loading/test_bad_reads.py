@@ -108,13 +108,15 @@ def test_an_error_at_every_request_in_turn(kind: Kind, error: BaseException, tmp
     before = whole(model)
     hints = kind.write is large  # the page cache is asked about large files, and need not answer
     for request in sampled(requests):
+        if request.call == "preadv_cached" and isinstance(error, KeyboardInterrupt):
+            continue  # signals are deferred until the commit is over
         with nothing_left_behind(tmp_path), faulty_reads(at=request.number, error=error):
             found = failure(kind, model, source)
             error.__traceback__ = None  # of one that was swallowed
         expected = ReadFailedError if isinstance(error, OSError) else KeyboardInterrupt
         if found is None:
             assert hints, request
-            assert request.call in ("open", "fstat"), request
+            assert request.call in ("open", "fstat", "preadv_cached"), request
             assert described_module(model) == after
         else:
             assert type(found) is expected, (request, found)
@@ -127,7 +129,7 @@ def test_an_error_at_every_request_in_turn(kind: Kind, error: BaseException, tmp
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in KINDS if KINDS[name].cold])
+@pytest.mark.parametrize("name", [name for name in KINDS if KINDS[name].cold and "held" not in name])
 def test_reads_past_the_page_cache_at_every_request_in_turn(name: str, tmp_path: Path) -> None:
     """The kinds that are meant to read so do, and each request may be what the file system cannot do."""
     kind = KINDS[name]
@@ -222,7 +224,7 @@ def replace(path: str) -> None:
 
 
 @pytest.mark.slow
-@every_kind
+@pytest.mark.parametrize("kind", [kind for name, kind in KINDS.items() if "held" not in name])  # see test_held_reads
 @pytest.mark.parametrize("change", [cut, cut_to_nothing, write_over, replace])
 def test_a_file_that_changes_at_every_request_in_turn(
     kind: Kind, change: Callable[[str], None], tmp_path: Path

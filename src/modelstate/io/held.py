@@ -19,7 +19,7 @@ stopped for longer than the break time. Both are errors (`ReadFailedError`), and
 import errno
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from modelstate.errors import ReadFailedError
@@ -146,13 +146,14 @@ class HeldFiles(Mapping[str, HeldFile]):
         """The ranges that could not be read, and whose destinations are in doubt."""
         return [extent for file in self._files.values() for extent in file.failed]
 
-    def hold(self, paths: Iterable[str], fingerprints: Mapping[str, FileFingerprint], nbytes: int) -> str:
-        """Takes the leases; returns the reason where one cannot be had."""
+    def hold(self, extents: Sequence[ByteRange], fingerprints: Mapping[str, FileFingerprint]) -> str:
+        """Takes a lease on the file of each range; returns the reason where one cannot be had."""
+        nbytes = sum(extent.nbytes for extent in extents)
         seconds = lease.safe_seconds()
         if seconds < max(_LEAST_SECONDS, 2 * nbytes / _BYTES_PER_SECOND):
             return "the kernel lets a writer wait for a shorter time than the read may take"
         scratch = _Scratch()
-        for path in paths:
+        for path in dict.fromkeys(extent.path for extent in extents):
             descriptor = open_unchanged(path, fingerprints.get(path))
             self._files[path] = HeldFile(path, descriptor, seconds, scratch)
             if linux.filesystem_type(descriptor) not in _FILE_SYSTEMS:
@@ -166,6 +167,18 @@ class HeldFiles(Mapping[str, HeldFile]):
         """Releases all leases."""
         while self._files:
             self._files.popitem()[1].close()
+
+
+def why_not_held(extents: Sequence[ByteRange], fingerprints: Mapping[str, FileFingerprint]) -> str:
+    """Why files cannot be held; empty where they can be. Takes the leases, and releases them at once.
+
+    Raises `ReadFailedError` where a file has changed.
+    """
+    files = HeldFiles()
+    try:
+        return files.hold(extents, fingerprints)
+    finally:
+        files.close()
 
 
 @contextmanager
@@ -192,11 +205,7 @@ def held_files(
         if not bring_into_cache(extents, fingerprints, on_read):
             held.refusal = "the page cache has not all of it"
         else:
-            held.refusal = held.hold(
-                dict.fromkeys(extent.path for extent in extents),
-                fingerprints,
-                sum(extent.nbytes for extent in extents),
-            )
+            held.refusal = held.hold(extents, fingerprints)
         if held.refusal:
             held.close()
         yield held

@@ -87,12 +87,11 @@ def resident_pages(descriptor: int, first: int, end: int) -> bytes | None:
     if _mincore is None:
         return None
     try:
-        # The map is writable only because ctypes requires a writable buffer.
-        with mmap.mmap(descriptor, end - first, flags=mmap.MAP_PRIVATE | MAP_NORESERVE, offset=first) as mapped:
-            residency = ctypes.create_string_buffer(-(-(end - first) // mmap.PAGESIZE))
-            begin = ctypes.c_char.from_buffer(mapped)
-            failed = _mincore(ctypes.addressof(begin), end - first, residency)
-            del begin
+        # The map is writable only because ctypes requires a writable buffer. It ends with its last reference: to close
+        # it would fail where an interrupt leaves the buffer.
+        mapped = mmap.mmap(descriptor, end - first, flags=mmap.MAP_PRIVATE | MAP_NORESERVE, offset=first)
+        residency = ctypes.create_string_buffer(-(-(end - first) // mmap.PAGESIZE))
+        failed = _mincore(ctypes.addressof(ctypes.c_char.from_buffer(mapped)), end - first, residency)
     except (OSError, ValueError):
         return None
     return None if failed else residency.raw

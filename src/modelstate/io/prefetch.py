@@ -161,7 +161,10 @@ def bring_into_cache(
 
 def _may_know(descriptor: int) -> bool:
     """Whether `mincore` tells this user the truth about a file."""
-    status = system.fstat(descriptor)
+    try:
+        status = system.fstat(descriptor)
+    except OSError as error:
+        raise ReadFailedError("the owner of the file cannot be read", found=error) from error
     return status.st_uid == os.geteuid() or os.access(f"/proc/self/fd/{descriptor}", os.W_OK)
 
 

@@ -44,6 +44,8 @@ class Place(Write):
         assignment, param = self.assignment, self.target
         if assignment.final is None:
             if transaction is not None:
+                if assignment.placement.leased:
+                    assignment.stage("code of the model uses it")
                 assignment.placement = replace(assignment.placement, mapped=False)  # model code uses the value
                 assignment.choose_route()
             stage_one(self.staging, assignment)

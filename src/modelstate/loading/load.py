@@ -2,8 +2,8 @@
 
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Set
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, TypedDict, Unpack, overload
@@ -15,11 +15,12 @@ from modelstate.checkpoint.checkpoint import Checkpoint
 from modelstate.checkpoint.open import NO_PICKLE, argument_order, foreign_arguments, is_module, is_source
 from modelstate.checkpoint.open import open as open_checkpoint
 from modelstate.errors import ModelStateError, OptionError, PlacementError, ReadFailedError
+from modelstate.io.held import HeldFiles, held_files
 from modelstate.loading.background import LoadHandle
 from modelstate.loading.commit import LOAD_AGAIN, Place, StagedLoad
 from modelstate.loading.options import AnyTransform, check_budget_option, check_model, options_of
 from modelstate.loading.report import LoadReport, progress_bar
-from modelstate.loading.stage import read_in_place, stage
+from modelstate.loading.stage import read_in_place, read_leased, stage
 from modelstate.loading.staging import Staging, bring_in, prefault_async, prefetch_range
 from modelstate.planning.mapped_state import ModelSchemaView, match
 from modelstate.planning.plan import LoadPlan, Options
@@ -27,6 +28,7 @@ from modelstate.planning.prepare import Preparation
 from modelstate.process import gc_paused
 from modelstate.rules.rule import Rule
 from modelstate.rules.schema import Schema
+from modelstate.spec import ByteRange
 from modelstate.torch_compat.plain import is_plain
 from modelstate.transaction.optimizers import check_optimizers, following_state, placed
 from modelstate.transaction.references import lost_references
@@ -58,7 +60,7 @@ def plan(
     device: torch.device | str | None = None,
     transform: AnyTransform | Mapping[str, AnyTransform | None] | None = None,
     map: bool | None = None,
-    in_place: bool = False,
+    in_place: bool | None = None,
     init_missing: bool = False,
 ) -> LoadPlan:
     """Plans a load: returns what `load` with the same arguments would do, and every problem.
@@ -79,7 +81,7 @@ def plan(
         device: The device of all tensors after the load.
         transform: A function of name and tensor, or a mapping from glob patterns to such functions.
         map: Whether tensors on meta may be maps of the file.
-        in_place: Whether to read into existing memory without a second copy.
+        in_place: Whether to read into existing memory without a second copy. None does so where no read can fail.
         init_missing: Whether the model's own code initialises tensors that the checkpoint lacks.
 
     Returns:
@@ -119,7 +121,7 @@ class LoadArguments(TypedDict, total=False):
     device: torch.device | str | None
     transform: AnyTransform | Mapping[str, AnyTransform | None] | None
     map: bool | None
-    in_place: bool
+    in_place: bool | None
     init_missing: bool
     verify: bool
     optimizers: Iterable[torch.optim.Optimizer]
@@ -158,7 +160,7 @@ def load(
     device: torch.device | str | None = None,
     transform: AnyTransform | Mapping[str, AnyTransform | None] | None = None,
     map: bool | None = None,
-    in_place: bool = False,
+    in_place: bool | None = None,
     init_missing: bool = False,
     verify: bool = False,
     optimizers: Iterable[torch.optim.Optimizer] = (),
@@ -196,8 +198,13 @@ def load(
             `torch.save` overwrites in place a torch file that this process may write to. True maps such files too, and
             the notes of the report say what is not protected; overwriting such a file in place changes the model, or
             ends the process. False reads into new memory. Tensors that have memory are never mapped.
-        in_place: Reads into existing memory, without a second copy. An I/O error or an interrupt during that read
-            leaves a partly overwritten model; after every other error the model is unchanged.
+        in_place: Whether existing memory is read into directly, without a second copy of the values. None does so
+            where the read cannot fail: for plain tensors on the CPU, from files that a read lease can hold, when all
+            their bytes are in the page cache; other values are read before the first one is put in place. What can
+            still happen is that the kernel evicts bytes within that moment and the disk then fails to return them:
+            the error names the tensors that have not been loaded. False reads all values into memory of their own
+            first. True never does; an I/O error or an interrupt during that read leaves a partly overwritten model.
+            The report says for each tensor what was done.
         init_missing: Initialises tensors that the checkpoint lacks with the model's own code, as the constructor does:
             `reset_parameters` of the module that owns the tensor, and `_init_weights` of a Hugging Face model. The
             methods run on a copy, so they change no tensor of the checkpoint. The plan and the report name the methods
@@ -306,7 +313,9 @@ def _stage_in_background(
     """Plans and checks a load, and returns the object that reads its values while the model is in use."""
     with Transaction(model) as transaction:
         with torch.random.fork_rng(devices=[]):
-            preparation, staging = _prepare(transaction, source, options, call_extra_state=False)
+            preparation, staging = _prepare(
+                *(transaction, source, options), call_extra_state=False, in_use="the model is in use until then"
+            )
         preparation.check()
         staging.limit_memory(load_options.max_memory_bytes)
         if load_options.optimizers:
@@ -357,9 +366,9 @@ def _execute(
         if any(assignment.placement.mapped for assignment in staging.assignments):
             preparation.incoming.maps.check_unchanged()  # mapped values are not read, so no read notices a change
         _read_in_place(staging, advance)
-    if then is not None:
-        then(preparation.initialised)
-    transaction.commit(*(partial(state.__setitem__, name, value) for state, name, value in new_state))
+        if then is not None:
+            then(preparation.initialised)
+        _commit(transaction, staging, [partial(state.__setitem__, *item) for state, *item in new_state], advance)
     if load_options.prefault is None and staged is None:
         notes += prefault_async(staging)
     return _report(preparation, staging.held.peak_bytes, load_options.started, verified)
@@ -372,8 +381,12 @@ def _prepare(
     *,
     call_extra_state: bool,
     stale_remedy: str = "make the plan again",
+    in_use: str = "",
 ) -> tuple[Preparation, Staging]:
-    """Plans a load, or binds a plan that was made before, and returns with it what is to be read."""
+    """Plans a load, or binds a plan that was made before, and returns with it what is to be read.
+
+    `in_use` is why no value can be read at the commit.
+    """
     view, plan = ModelSchemaView(transaction.root), None
     if not isinstance(source, LoadPlan):
         matched = match(open_checkpoint(source), options, view)
@@ -386,6 +399,8 @@ def _prepare(
     preparation = Preparation(transaction, view, matched, partial(Place, staging), call_extra_state, plan, stale_remedy)
     staging.slots, staging.overflows = preparation.slots, preparation.overflows
     staging.assignments, staging.moves = preparation.assignments, preparation.moves
+    if reason := staging.why_not_leased() or in_use:
+        staging.stage_leased(reason)
     return preparation, staging
 
 
@@ -449,6 +464,53 @@ def _read_in_place(staging: Staging, advance: Callable[[int], None]) -> None:
             found=error,
             remedy="load again, or load without in_place=True, which keeps the old values until all is read",
         ) from error
+
+
+def _commit(
+    transaction: Transaction, staging: Staging, last: list[Callable[[], None]], advance: Callable[[int], None]
+) -> None:
+    """Commits, and reads what is read at the commit.
+
+    Raises `ReadFailedError` after the commit, where a read failed that should not have: with the names of the tensors.
+    """
+    errors: list[Exception] = []
+    failed: list[ByteRange] = []
+    with _held(staging, advance) as files:
+        if not files:
+            transaction.commit(*last)
+            return
+
+        transaction.commit(*last, first=lambda: errors.extend(read_leased(staging, files)))
+        failed += files.failed
+    if errors:
+        names = staging.leased_from(failed)
+        more = f" and {len(names) - 8} more" if len(names) > 8 else ""
+        raise ReadFailedError(
+            "bytes that had just been read could not be read again: the values of these tensors are old or damaged, "
+            "and all other tensors are loaded",
+            where=", ".join(names[:8]) + more,
+            found=errors[0],
+            remedy="load again from a file that can be read; in_place=False keeps the old values until all is read",
+        ) from errors[0]
+
+
+@contextmanager
+def _held(staging: Staging, advance: Callable[[int], None]) -> Iterator[HeldFiles | None]:
+    """Holds the files that are read at the commit. Where they cannot be held, the values are staged now."""
+    leased = staging.leased
+    if not leased:
+        yield None
+        return
+    # Progress may be shown in a way that fails, so it comes before the commit.
+    with held_files(staging.leased_extents, staging.checkpoint.fingerprints, lambda _: advance(0)) as files:
+        if not files.refusal:
+            advance(sum(assignment.nbytes for assignment in leased))
+            yield files
+            return
+        staging.stage_leased(files.refusal)
+    staging.limit_memory(staging.max_memory_bytes)
+    stage(staging, advance)
+    yield None
 
 
 def _report(preparation: Preparation, peak_memory_bytes: int, started: float, verified_bytes: int) -> LoadReport:

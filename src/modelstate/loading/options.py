@@ -62,7 +62,7 @@ def options_of(
     device: torch.device | str | None,
     transform: AnyTransform | Mapping[str, AnyTransform | None] | None,
     map: bool | None,
-    in_place: bool,
+    in_place: bool | None,
     init_missing: bool = False,
 ) -> Options:
     """Returns the checked options of a load. Raises `OptionError`."""
@@ -76,6 +76,12 @@ def options_of(
     if not (key is None or isinstance(key, str)):
         raise OptionError("key= must be a path", expected="a string such as 'model.encoder'", found=repr(key))
     check_map_option(map)
+    if not (in_place is None or isinstance(in_place, bool)):
+        raise OptionError(
+            "in_place= says whether existing memory is read into directly",
+            expected="None, True or False",
+            found=repr(in_place),
+        )
     target = device_of(device)
     if target is not None and target.type == "meta":
         raise OptionError("a load cannot put tensors on the meta device", remedy="device='cpu', or leave it out")

@@ -13,6 +13,7 @@ from torch.autograd.graph import increment_version
 
 from modelstate.errors import ModelStateError, PlacementError
 from modelstate.io.engine import Request
+from modelstate.io.held import HeldFiles
 from modelstate.io.memory import HeapTrim, aligned, fresh_tensors
 from modelstate.io.tensors import elements
 from modelstate.loading.staging import Staging
@@ -46,7 +47,8 @@ def stage(staging: Staging, progress: Progress) -> None:
     Raises `ReadFailedError` and `TransformError`.
     """
     for assignment in staging.moves:
-        _finish(assignment, assignment.value)
+        if assignment.final is None:
+            _finish(assignment, assignment.value)
     shown: list[Assignment] = []
     straight: list[Assignment] = []
     streamed: list[Assignment] = []
@@ -85,7 +87,9 @@ def stage(staging: Staging, progress: Progress) -> None:
 def read_in_place(staging: Staging, progress: Progress) -> None:
     """Reads the assignments whose bytes go straight to the memory of their slots. Raises `ReadFailedError`."""
     direct = [
-        assignment for assignment in staging.assignments if assignment.placement.direct and assignment.final is None
+        assignment
+        for assignment in staging.assignments
+        if assignment.placement.direct and not assignment.placement.leased and assignment.final is None
     ]
     if not direct:
         return
@@ -110,6 +114,34 @@ def read_in_place(staging: Staging, progress: Progress) -> None:
     increment_version([assignment.param for assignment in straight])  # autograd has not seen the writes
     for assignment in straight:
         assignment.final = assignment.param
+
+
+def read_leased(staging: Staging, files: HeldFiles) -> list[Exception]:
+    """Reads the assignments that are read at the commit, from files that are held.
+
+    Returns the errors, which there should not be: everything that can be read is in place also then.
+    """
+    leased = staging.leased
+    straight, cast = _split(leased, lambda assignment: assignment.route is ReadRoute.DIRECT)
+    errors: list[Exception] = []
+    reads = (
+        partial(read_streamed, staging, cast, lambda _: None, held=files),
+        partial(
+            _read, staging, [(assignment, assignment.param) for assignment in straight], lambda _: None, held=files
+        ),
+    )
+    for read in reads:
+        try:
+            try:
+                read()
+            except MemoryError:
+                read()  # the buffers of the first read are free again
+        except Exception as error:
+            errors.append(error)
+    for assignment in leased:
+        assignment.final = assignment.param
+    increment_version([assignment.param for assignment in straight])  # autograd has not seen the writes
+    return errors
 
 
 def stage_one(staging: Staging, assignment: Assignment, read: torch.Tensor | None = None) -> None:
@@ -379,15 +411,23 @@ def _groups(assignments: Iterable[Assignment], scratch_bytes: int) -> Iterator[t
         yield group, total
 
 
-def _read(staging: Staging, pairs: Pairs, progress: Progress, *, alone: bool = False, is_fresh: bool = False) -> None:
+def _read(
+    staging: Staging,
+    pairs: Pairs,
+    progress: Progress,
+    *,
+    alone: bool = False,
+    is_fresh: bool = False,
+    held: HeldFiles | None = None,
+) -> None:
     requests = []
     for assignment, tensor in pairs:
         assert isinstance(assignment.stored, StoredTensor)
         requests.append(Request(assignment.stored.extent, tensor.data_ptr()))
     started = time.perf_counter()
-    uncached = frozenset[str]() if alone else staging.strategy.uncached
+    uncached = frozenset[str]() if alone or held is not None else staging.strategy.uncached
     with staging.held.during(staging.strategy.uncached_bytes if uncached else 0):
-        staging.checkpoint.read_all(requests, progress, uncached=uncached, is_fresh=is_fresh)
+        staging.checkpoint.read_all(requests, progress, uncached=uncached, is_fresh=is_fresh, held=held)
     seconds, total = time.perf_counter() - started, sum(assignment.nbytes for assignment, _ in pairs)
     for assignment, _ in pairs:
         assignment.seconds += seconds * assignment.nbytes / max(total, 1)

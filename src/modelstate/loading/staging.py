@@ -7,16 +7,20 @@ from modelstate.checkpoint.checkpoint import Checkpoint
 from modelstate.errors import MemoryBudgetError
 from modelstate.io import prefetch
 from modelstate.io.engine import ReadStrategy
+from modelstate.io.held import why_not_held
 from modelstate.io.memory import MemoryTracker
 from modelstate.io.prefetch import LEAST_BYTES, Shown, are_cached, files_to_read_uncached, most_to_read, prefault
 from modelstate.planning.assignment import Assignment
 from modelstate.planning.memory import peak_bytes, strategy_within, uncached_strategy
 from modelstate.planning.plan import Options
 from modelstate.process import cached_attribute
-from modelstate.spec import StoredTensor
+from modelstate.spec import ByteRange, StoredTensor, overlapping
 from modelstate.text_format import size
 from modelstate.torch_compat.dtypes import Overflows
 from modelstate.transaction.slots import Addresses, Slots
+
+_LEAST_LEASED_BYTES = 1 << 20
+"""Fewer bytes are staged: it takes no longer than to hold their files."""
 
 
 @dataclass(eq=False)
@@ -47,6 +51,46 @@ class Staging:
     def own_memory(self) -> Addresses:
         """The memory of the model's tensors."""
         return Addresses(slot.tensor for slot in self.slots.tensors)
+
+    @property
+    def leased(self) -> list[Assignment]:
+        """The assignments whose values are read at the commit, from files that are held."""
+        return [
+            assignment for assignment in self.assignments if assignment.placement.leased and assignment.final is None
+        ]
+
+    @property
+    def leased_extents(self) -> list[ByteRange]:
+        """What is read at the commit."""
+        return [assignment.stored.extent for assignment in self.leased if isinstance(assignment.stored, StoredTensor)]
+
+    def why_not_leased(self) -> str:
+        """Why the values that are planned to be read at the commit cannot be, as far as is known; else empty."""
+        extents = self.leased_extents
+        if not extents:
+            return ""
+        if sum(extent.nbytes for extent in extents) < _LEAST_LEASED_BYTES:
+            return "they are small"
+        return why_not_held(extents, self.checkpoint.fingerprints)
+
+    def stage_leased(self, reason: str) -> None:
+        """Has all values read before the commit."""
+        for assignment in self.leased:
+            assignment.stage(reason)
+
+    def leased_from(self, extents: Sequence[ByteRange]) -> list[str]:
+        """The names of the tensors that are read at the commit from these ranges, or of all where there is none."""
+        leased = [assignment for assignment in self.assignments if assignment.placement.leased]
+        found = [
+            assignment
+            for assignment in leased
+            if isinstance(assignment.stored, StoredTensor)
+            and any(
+                extent.path == assignment.stored.extent.path and overlapping(extent, assignment.stored.extent)
+                for extent in extents
+            )
+        ]
+        return [assignment.name for assignment in found or leased]
 
     def limit_memory(self, max_memory_bytes: int | None) -> None:
         """Chooses a read strategy that keeps to the memory budget. Raises `MemoryBudgetError` if there is none."""
@@ -79,7 +123,7 @@ def prefetch_range(staging: Staging) -> list[str]:
         return []
     notes = []
     read = [assignment for assignment in staging.assignments if not assignment.placement.mapped]
-    if nbytes := _past_the_cache(staging, [assignment for assignment in read if assignment.is_read_together]):
+    if nbytes := _past_the_cache(staging, [assignment for assignment in read if _may_be_uncached(assignment)]):
         notes.append(f"the file was not in the page cache: {size(nbytes)} of it are read past it")
     left = (assignment.stored for assignment in read if not _is_uncached(assignment, staging.strategy.uncached))
     if asked := checkpoint.read_ahead(stored.extent for stored in left if isinstance(stored, StoredTensor)):
@@ -96,9 +140,13 @@ def _past_the_cache(staging: Staging, read: Sequence[Assignment]) -> int:
     return sum(assignment.nbytes for assignment in read if _is_uncached(assignment, staging.strategy.uncached))
 
 
+def _may_be_uncached(assignment: Assignment) -> bool:
+    return assignment.is_read_together and not assignment.placement.leased
+
+
 def _is_uncached(assignment: Assignment, files: Collection[str]) -> bool:
     stored = assignment.stored
-    return assignment.is_read_together and isinstance(stored, StoredTensor) and stored.extent.path in files
+    return _may_be_uncached(assignment) and isinstance(stored, StoredTensor) and stored.extent.path in files
 
 
 def prefault_async(staging: Staging) -> list[str]:

@@ -8,6 +8,7 @@ import torch
 
 from modelstate.errors import TransformError
 from modelstate.io.engine import BUFFER_BYTES, Block, Part, Wait, Wanted
+from modelstate.io.held import HeldFiles
 from modelstate.io.memory import MemoryTracker, fresh_tensors
 from modelstate.loading.staging import Staging
 from modelstate.planning.assignment import Assignment, after_remaking, remade, transform_errors
@@ -175,8 +176,12 @@ def _context(some: torch.Tensor) -> Any:
 Progress = Callable[[int], None]
 
 
-def read_streamed(staging: Staging, streamed: Sequence[Assignment], progress: Progress) -> None:
+def read_streamed(
+    staging: Staging, streamed: Sequence[Assignment], progress: Progress, held: HeldFiles | None = None
+) -> None:
     """Reads the final values of assignments that can be streamed, in place where the placement says so.
+
+    With `held` it reads from these files, and everything that can be read is in place also where it raises.
 
     Raises `ReadFailedError` and `TransformError`; memory that is read in place is then partly overwritten.
     """
@@ -196,6 +201,7 @@ def read_streamed(staging: Staging, streamed: Sequence[Assignment], progress: Pr
         on_block=on_block,
         buffers=2 if consumer.on_device else 1,
         pinned=consumer.on_device,
+        held=held,
     )
     consumer.end()
     staging.held.take(-consumer.buffer_bytes)

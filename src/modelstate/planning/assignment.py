@@ -37,6 +37,8 @@ class Placement:
     """The memory of the slot is a map of the file."""
     direct: bool = False
     """The bytes are read directly into the memory of the slot. An I/O error does not restore the old values."""
+    leased: bool = False
+    """Of `direct`: the bytes are read at the commit, from a file that a read lease holds; else the value is staged."""
     by_handler: bool = False
     """The `module_load` handler of a tensor subclass decides."""
 
@@ -52,6 +54,9 @@ CALL = Placement("call", "passed to set_extra_state")
 _MAPPED = Placement("swap", "was on meta: becomes a map of the file", mapped=True)
 _NEW_MEMORY = Placement("swap", "was on meta: gets memory")
 _DIRECT = Placement("copy", "into the existing memory, directly", direct=True)
+_LEASED = Placement(
+    "copy", "into the existing memory, directly, while a read lease holds the file", direct=True, leased=True
+)
 _STAGED = Placement("copy", "into the existing memory, after all reads")
 
 
@@ -62,7 +67,7 @@ def choose(
     device: torch.device,
     *,
     map: bool,
-    in_place: bool,
+    in_place: bool | None,
     transformed: bool,
 ) -> Placement:
     """Returns the placement of a value in a slot.
@@ -73,7 +78,7 @@ def choose(
         dtype: The dtype of the slot after the load.
         device: The device of the slot after the load.
         map: Whether the slot may be a map of the file.
-        in_place: Whether the bytes may be read directly into the memory of the slot.
+        in_place: Whether the bytes may be read directly into the memory of the slot; None for a read that cannot fail.
         transformed: Whether a transform may still change the value.
     """
     if not are_plain(param, value):
@@ -88,8 +93,8 @@ def choose(
         return Placement("data", f"changes its dtype to {str(dtype).removeprefix('torch.')}")
     if device != param.device:
         return Placement("data", f"moves to {device}")
-    if in_place and not transformed and _copy_cannot_fail(param, value):
-        return _DIRECT
+    if in_place is not False and not transformed and _copy_cannot_fail(param, value):
+        return _DIRECT if in_place else _LEASED
     return _STAGED
 
 
@@ -217,6 +222,11 @@ class Assignment:
         self.own_stride = None
         if (self.plain or is_plain(param)) and not param.is_contiguous() and is_dense(param):
             self.own_stride = tuple(param.stride())
+        self.choose_route()
+
+    def stage(self, reason: str) -> None:
+        """Has the value read before the commit, where it was planned to be read at the commit."""
+        self.placement = Placement("copy", f"{_STAGED.why}: {reason}")
         self.choose_route()
 
     def choose_route(self) -> None:

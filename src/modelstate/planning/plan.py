@@ -34,7 +34,7 @@ class Options:
     device: torch.device | None = None
     transform: Transform | ModuleTransform | Pairs | None = None
     map: bool | None = None
-    in_place: bool = False
+    in_place: bool | None = None
     init_missing: bool = False
     of_use: frozenset[str] = frozenset()
     """Patterns of `allow_missing` and `allow_unexpected` that match elsewhere, and may match nothing in this load."""

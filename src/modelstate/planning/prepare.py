@@ -5,7 +5,7 @@ could keep the writes from being executed has then been checked.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -323,9 +323,13 @@ class Preparation(SlotAssignments):
 
 
 def _same_but_for_mapping(step: Step | None, planned: Step | None) -> bool:
-    """Whether two steps are equal except that one of them may map the file where the other reads it."""
+    """Whether two steps are equal except that one maps the file, or reads it at the commit, and the other does not."""
     if step is None or planned is None or step == planned:
         return step == planned
-    is_same_placement = replace(step.how, why="", mapped=False) == replace(planned.how, why="", mapped=False)
-    rest_is_same = step._replace(how=planned.how, route=planned.route) == planned
-    return is_same_placement and step.mapped != planned.mapped and rest_is_same
+    is_other_read = step.mapped != planned.mapped or step.how.leased != planned.how.leased
+    is_same_placement = _PLACE(step.how) == _PLACE(planned.how)
+    return is_other_read and is_same_placement and step._replace(how=planned.how, route=planned.route) == planned
+
+
+_PLACE = attrgetter("name", "by_handler")
+"""What a placement does to a slot, however the bytes are read."""

@@ -155,6 +155,11 @@ class SlotAssignments:
         assert step.dtype is not None
         assert step.device is not None
         placement, choice = step.how, NO_TRANSFORM if self.transforms is None else self.transforms.of(step.name)
+        if placement.leased:  # which the layout of this model may not allow
+            in_place = self._in_place(slot.tensor, step.device, stored)
+            placement = choose(
+                slot.tensor, value, step.dtype, step.device, map=False, in_place=in_place, transformed=False
+            )
         is_read = (
             placement.mapped
             and isinstance(stored, StoredTensor)
@@ -235,7 +240,7 @@ class SlotAssignments:
             device,
             # The argument of a transform is read: a mapped file must not be truncated while the transform uses it.
             map=param.is_meta and options.map is not False and choice.first is None and self._may_show(stored),
-            in_place=options.in_place and self._can_be_read_straight(stored),
+            in_place=self._in_place(param, device, stored),
             transformed=choice.first is not None,
         )
         plain = not placement.by_handler
@@ -263,9 +268,16 @@ class SlotAssignments:
         assignment.remake_bytes = asked_bytes(last, assignment.name, part, assignment.dtype)
         assignment.choose_route()
 
-    @staticmethod
-    def _can_be_read_straight(stored: Source | None) -> bool:
-        """Whether a value can get into existing memory without temporary memory for all values."""
+    def _in_place(self, param: torch.Tensor, device: torch.device, stored: Source | None) -> bool | None:
+        """Whether a value can get into existing memory without temporary memory for all values.
+
+        None stands for bytes of a file that are read, or cast block by block, without a call of other code.
+        """
+        if self.options.in_place is None:
+            is_run = isinstance(stored, StoredTensor) and stored.is_contiguous and stored.nbytes > 0
+            return None if is_run and device == _CPU and not param.is_meta and param.is_contiguous() else False
+        if not self.options.in_place:
+            return False
         if isinstance(stored, Derived):
             return stored.is_certain and stored.of_files
         return isinstance(stored, torch.Tensor) or (isinstance(stored, StoredTensor) and stored.is_contiguous)

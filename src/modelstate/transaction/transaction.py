@@ -123,14 +123,16 @@ class Transaction:
             if self._lock is not None:
                 self._lock.rollbacks.remove(self.rollback)
 
-    def commit(self, *last: Callable[[], None]) -> None:
-        """Runs the waiting writes and then `last`, with signals deferred. Nothing can be undone afterwards.
+    def commit(self, *last: Callable[[], None], first: Callable[[], None] | None = None) -> None:
+        """Runs `first`, the waiting writes and `last`, with signals deferred. Nothing can be undone afterwards.
 
-        All that still waits has been checked: each write is a copy between existing memory.
+        All that still waits has been checked: each write is a copy between existing memory. `first` must not raise.
         """
         waiting = [write for write in self.writes if not write.done]
         with deferred_signals() if waiting or last else nullcontext():
             self._waiting.clear()
+            if first is not None:
+                first()
             with torch.no_grad():
                 for write in waiting:
                     write.run(None)

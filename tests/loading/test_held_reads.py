@@ -1,0 +1,424 @@
+"""Loads with the default options into a live module: straight into its memory, and still all or nothing."""
+
+import errno
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+import modelstate as ms
+from modelstate.io import engine, lease
+from modelstate.testing import Request, faulty_reads
+from tests.formats.files import evict
+from tests.io.test_held import WRITERS, writer
+from tests.io.test_lease import can_lease
+
+KIB = 1 << 10
+LEASED = "into the existing memory, directly, while a read lease holds the file"
+
+
+class Net(nn.Module):
+    """Ties, counters, frozen parameters, a view of another parameter's memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(256, 256)
+        self.layers = nn.ModuleList(nn.Linear(256, 256) for _ in range(4))
+        self.norm = nn.BatchNorm1d(256)
+        self.head = nn.Linear(256, 256, bias=False)
+        self.head.weight = self.embed.weight
+        self.layers[1].requires_grad_(False)
+
+
+def state(value: float) -> dict[str, torch.Tensor]:
+    """The same number everywhere, so that a mixture of two states is seen at once."""
+    given = Net().state_dict()
+    return {name: torch.full_like(one, value) for name, one in given.items()}
+
+
+def zipped(state: dict[str, torch.Tensor], path: Path) -> Path:
+    torch.save(state, path.with_suffix(".pt"))
+    return path.with_suffix(".pt")
+
+
+def tensors(state: dict[str, torch.Tensor], path: Path) -> Path:
+    state.pop("head.weight")
+    save_file(state, path.with_suffix(".safetensors"))
+    return path.with_suffix(".safetensors")
+
+
+def shards(state: dict[str, torch.Tensor], path: Path) -> Path:
+    state.pop("head.weight")
+    path.mkdir()
+    names = list(state)
+    split = {"a.safetensors": names[::2], "b.safetensors": names[1::2]}
+    for file, some in split.items():
+        save_file({name: state[name] for name in some}, path / file)
+    places = ", ".join(f'"{name}": "{file}"' for file, some in split.items() for name in some)
+    (path / "model.safetensors.index.json").write_text(f'{{"weight_map": {{{places}}}}}')
+    return path
+
+
+FORMATS: dict[str, Callable[[dict[str, torch.Tensor], Path], Path]] = {
+    "safetensors": tensors,
+    "torch": zipped,
+    "shards": shards,
+}
+
+
+def module(value: float = 1.0, dtype: torch.dtype = torch.float32) -> Net:
+    net = Net().to(dtype)
+    net.load_state_dict({name: one.to(dtype) if one.is_floating_point() else one for name, one in state(value).items()})
+    return net
+
+
+def values(net: nn.Module) -> set[float]:
+    return {value for one in net.state_dict().values() for value in one.flatten().unique().tolist()}
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    if not can_lease(tmp_path):
+        pytest.skip("the file system of the temporary directory has no leases")
+    monkeypatch.setattr(engine, "BATCH_BYTES", 256 * KIB)
+    monkeypatch.setattr(engine, "_BLOCK_BYTES", 256 * KIB)
+    return tmp_path
+
+
+@pytest.fixture
+def path(folder: Path) -> Path:
+    return tensors(state(2.0), folder / "x")
+
+
+def whys(report: ms.LoadReport | ms.LoadPlan) -> set[str]:
+    return {step.why for step in report.steps}
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_the_values_are_read_into_the_memory_that_is_there(form: str, folder: Path) -> None:
+    path, net = FORMATS[form](state(2.0), folder / "x"), module()
+    before = {name: (one, one.data_ptr(), one._version) for name, one in net.state_dict(keep_vars=True).items()}
+    report = ms.load(net, path)
+    assert whys(report) == {LEASED}
+    assert report.peak_memory_bytes == 0
+    assert values(net) == {2.0}
+    for name, one in net.state_dict(keep_vars=True).items():
+        tensor, address, version = before[name]
+        assert (one is tensor, one.data_ptr()) == (True, address)
+        assert one._version > version  # autograd sees that the values a graph has saved are no longer there
+
+
+def test_a_cast_is_made_block_by_block(folder: Path) -> None:
+    path, net = tensors(state(2.0), folder / "x"), module(1.0, torch.bfloat16)
+    report = ms.load(net, path, dtype=torch.bfloat16)
+    assert whys(report) == {LEASED}
+    assert {step.route for step in report.steps} == {"streamed", "direct"}  # the counter is not cast
+    assert report.peak_memory_bytes <= engine.read_threads() * 256 * KIB
+    assert values(net) == {2.0}
+
+
+def test_the_plan_says_what_is_done_and_is_executed(path: Path) -> None:
+    net = module()
+    plan = ms.plan(net, path)
+    assert whys(plan) == {LEASED}
+    assert plan.extra_bytes == 0
+    assert values(net) == {1.0}
+    assert whys(ms.load(net, plan)) == {LEASED}
+    assert values(net) == {2.0}
+
+
+def test_in_place_false_reads_everything_first(path: Path) -> None:
+    net = module()
+    report = ms.load(net, path, in_place=False)
+    assert whys(report) == {"into the existing memory, after all reads"}
+    assert report.peak_memory_bytes >= report.bytes
+    assert values(net) == {2.0}
+
+
+def test_in_place_is_none_or_a_boolean(path: Path) -> None:
+    with pytest.raises(ms.errors.OptionError, match="in_place="):
+        ms.load(module(), path, in_place="yes")  # type: ignore[call-overload]
+
+
+def test_a_file_that_is_open_for_writing_is_staged(path: Path) -> None:
+    net = module()
+    with path.open("r+b"):
+        assert whys(ms.plan(net, path)) == whys(report := ms.load(net, path))
+    assert whys(report) == {"into the existing memory, after all reads: a process has the file open for writing"}
+    assert report.peak_memory_bytes >= report.bytes
+    assert values(net) == {2.0}
+
+
+def test_a_lease_that_is_refused_after_the_plan(path: Path) -> None:
+    net = module()
+    plan = ms.plan(net, path)
+    with path.open("r+b"):
+        report = ms.load(net, plan)
+    assert whys(report) == {"into the existing memory, after all reads: a process has the file open for writing"}
+    assert values(net) == {2.0}
+
+
+def refused_at_the_second_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the load reads, the lease can be had; when it commits, it cannot."""
+    real, calls = lease.hold_for_now, list[int]()
+
+    def hold(descriptor: int) -> str:
+        calls.append(descriptor)
+        return real(descriptor) if len(calls) == 1 else "late"
+
+    monkeypatch.setattr(lease, "hold_for_now", hold)
+
+
+def test_a_lease_that_is_refused_at_the_commit(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    net = module()
+    refused_at_the_second_time(monkeypatch)
+    report = ms.load(net, path)
+    assert whys(report) == {"into the existing memory, after all reads: late"}
+    assert report.peak_memory_bytes >= report.bytes
+    assert values(net) == {2.0}
+
+
+def test_a_late_refusal_keeps_to_the_memory_budget(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    net = module()
+    refused_at_the_second_time(monkeypatch)
+    with pytest.raises(ms.errors.MemoryBudgetError):
+        ms.load(net, path, max_memory_bytes=KIB)
+    assert values(net) == {1.0}
+
+
+def test_what_is_staged_beside_it(folder: Path) -> None:
+    """A tensor in another memory format, one that a transform changes, and one that code of the model uses."""
+
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.Conv2d(64, 64, 9).to(memory_format=torch.channels_last)
+            self.plain, self.changed, self.used = (nn.Linear(256, 256, bias=False) for _ in range(3))
+            self.register_load_state_dict_post_hook(lambda net, _: net.used.weight.sum() and None)
+
+    net = Mixed()
+    save_file({name: torch.full_like(one.contiguous(), 2.0) for name, one in net.state_dict().items()}, folder / "x")
+    (folder / "x").rename(folder / "x.safetensors")
+    path, memory = folder / "x.safetensors", net.conv.weight.data_ptr()
+    net.load_state_dict({name: torch.full_like(one, 1.0) for name, one in net.state_dict().items()})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("modelstate.loading.staging._LEAST_LEASED_BYTES", 0)
+        report = ms.load(net, path, transform={"changed.*": lambda _, tensor: tensor})
+    staged = "into the existing memory, after all reads"
+    by_name = {step.name: step.why for step in report.steps}
+    assert by_name["plain.weight"] == by_name["conv.bias"] == LEASED
+    assert by_name["conv.weight"] == by_name["changed.weight"] == staged
+    assert by_name["used.weight"] == f"{staged}: code of the model uses it"
+    assert values(net) == {2.0}
+    assert net.conv.weight.data_ptr() == memory
+
+
+def test_a_load_in_the_background_stages(path: Path) -> None:
+    net = module()
+    handle = ms.load(net, path, background=True)
+    assert values(net) == {1.0}
+    report = handle.result()
+    assert whys(report) == {"into the existing memory, after all reads: the model is in use until then"}
+    assert values(net) == {2.0}
+
+
+# Faults.
+
+
+def blocks(load: Callable[[], object]) -> list[Request]:
+    """The reads of the commit."""
+    with faulty_reads() as faults:
+        load()
+    return [request for request in faults.requests if request.call == "preadv_cached"]
+
+
+def waits_for_the_lease(name: str, process: subprocess.Popen[bytes]) -> None:
+    if name == "replaced":
+        assert process.wait(60) == 0  # the open file is not touched
+        return
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(0.15)
+
+
+@pytest.mark.parametrize("name", WRITERS)
+@pytest.mark.parametrize("form", FORMATS)
+def test_another_process_writes_to_the_file_at_each_block(form: str, name: str, folder: Path) -> None:
+    path = FORMATS[form](state(2.0), folder / "x")
+    count = len(blocks(lambda: ms.load(module(), path)))
+    assert count >= 4
+    for number in {0, 1, count // 2, count - 1}:
+        net, processes, seen = module(), list[subprocess.Popen[bytes]](), list[Request]()
+
+        def before(request: Request, number: int = number, seen: list[Request] = seen) -> None:
+            if request.call == "preadv_cached":
+                seen.append(request)
+                if len(seen) == number + 1:
+                    processes.append(writer(name, Path(request.path)))  # noqa: B023
+                    waits_for_the_lease(name, processes[0])  # noqa: B023
+
+        with faulty_reads(before=before):
+            report = ms.load(net, path)
+        assert whys(report) == {LEASED}
+        assert values(net) == {2.0}
+        assert processes[0].wait(60) == 0
+        for old in [path, *(path.iterdir() if path.is_dir() else ())]:
+            if old.is_file():
+                old.unlink()
+        if path.is_dir():
+            path.rmdir()
+        path = FORMATS[form](state(2.0), folder / "x")
+
+
+@pytest.mark.parametrize("options", [{}, {"dtype": torch.bfloat16}], ids=["straight", "cast"])
+def test_an_error_at_each_read_of_the_commit(options: dict[str, Any], path: Path) -> None:
+    """The block is read again, into a buffer, before its memory is touched."""
+    dtype = options.get("dtype", torch.float32)
+    count = len(blocks(lambda: ms.load(module(1.0, dtype), path, **options)))
+    for number in range(1, count + 1):
+        net, seen = module(1.0, dtype), list[int]()
+
+        def before(request: Request, number: int = number, seen: list[int] = seen) -> None:
+            if request.call == "preadv_cached":
+                seen.append(request.number)
+                if len(seen) == number:
+                    raise OSError(errno.EIO, "bad sector")
+
+        with faulty_reads(before=before):
+            ms.load(net, path, **options)
+        assert values(net) == {2.0}
+
+
+def test_an_error_while_the_file_is_brought_in_changes_nothing(path: Path) -> None:
+    net, failed = module(), []
+
+    def before(request: Request) -> None:
+        if request.call == "preadv":
+            failed.append(request)
+            raise OSError(errno.EIO, "bad sector")
+
+    evict(path)
+    with faulty_reads(before=before):
+        try:
+            ms.load(net, path)
+        except ms.errors.ReadFailedError:
+            assert values(net) == {1.0}
+        else:
+            assert not failed  # the file system keeps its files in memory
+
+
+@pytest.mark.parametrize("options", [{}, {"dtype": torch.bfloat16}], ids=["straight", "cast"])
+def test_a_sector_that_goes_bad_within_the_commit_is_named(options: dict[str, Any], path: Path) -> None:
+    dtype = options.get("dtype", torch.float32)
+    net = module(1.0, dtype)
+    (step,) = (step for step in ms.plan(net, path, **options).steps if step.name == "layers.2.weight")
+    start: int = step.expression.extent.start  # type: ignore[union-attr]
+
+    def before(request: Request) -> None:
+        if request.call.startswith("preadv") and request.start <= start < request.start + request.nbytes:
+            raise OSError(errno.EIO, "bad sector")
+
+    with faulty_reads(before=before), pytest.raises(ms.errors.ReadFailedError, match=r"layers\.2\.weight") as caught:
+        ms.load(net, path, **options)
+    assert "in_place=False" in str(caught.value)
+    named = {name.strip() for name in str(caught.value.where).split(",")}
+    left = {name: one for name, one in net.state_dict().items() if name not in named | {"head.weight"}}
+    assert {value for one in left.values() for value in one.flatten().unique().tolist()} == {2.0}
+    assert len(named) < 4
+    ms.load(net, path, **options)
+    assert values(net) == {2.0}
+
+
+def test_ctrl_c_at_random_moments(folder: Path) -> None:
+    paths = [tensors(state(value), folder / str(value)) for value in (1.0, 2.0)]
+    net, seconds = module(), [0.0]
+    for path in (*paths, *paths):
+        seconds.append(ms.load(net, path).seconds)
+    generator, handler = random.Random(1), signal.signal(signal.SIGALRM, signal.default_int_handler)
+    interrupted = 0
+    try:
+        for number in range(60):
+            signal.setitimer(signal.ITIMER_REAL, generator.uniform(1e-5, 2 * min(seconds[1:])))
+            try:
+                ms.load(net, paths[number % 2])
+            except KeyboardInterrupt:
+                interrupted += 1
+            finally:
+                signal.setitimer(signal.ITIMER_REAL, 0)
+            assert len(values(net)) == 1
+    except KeyboardInterrupt:
+        pass  # between the load and the end of the timer
+    finally:
+        signal.signal(signal.SIGALRM, handler)
+    assert interrupted
+
+
+def test_two_threads_that_load_one_model(folder: Path) -> None:
+    paths = [tensors(state(value), folder / str(value)) for value in (2.0, 3.0)]
+    net, mixed = module(), []
+    for _ in range(20):
+        barrier = threading.Barrier(2)
+
+        def load(path: Path, barrier: threading.Barrier = barrier) -> None:
+            barrier.wait(60)
+            ms.load(net, path)
+
+        threads = [threading.Thread(target=load, args=(path,)) for path in paths]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        mixed += [values(net)] if len(values(net)) > 1 else []
+    assert not mixed
+
+
+LIMITED = """
+import resource, sys
+import torch
+import modelstate as ms
+from tests.loading.test_held_reads import module, values
+
+options = eval(sys.argv[2])
+net = module(1.0, options.get("dtype", torch.float32))
+ms.load(module(1.0, options.get("dtype", torch.float32)), sys.argv[1], **options)  # what is imported late is there
+ends = set()
+for extra in [*range(0, 1 << 20, 1 << 15), *range(1 << 20, 40 << 20, 1 << 20)]:
+    with torch.no_grad():
+        for tensor in net.state_dict().values():
+            tensor.fill_(1)
+    size = next(int(line.split()[1]) << 10 for line in open("/proc/self/status") if line.startswith("VmSize"))
+    resource.setrlimit(resource.RLIMIT_AS, (size + extra, resource.RLIM_INFINITY))
+    try:
+        ms.load(net, sys.argv[1], **options)
+        end = "loaded"
+    except (MemoryError, ms.ModelStateError, RuntimeError, OSError):
+        end = "failed"
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    assert values(net) == ({2.0} if end == "loaded" else {1.0}), (extra, end, values(net))
+    ends.add(end)
+print(sorted(ends))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", ["{}", "{'dtype': torch.bfloat16}"])
+def test_a_memory_limit_that_is_hit(options: str, path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", LIMITED, str(path), options],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "loaded" in done.stdout
