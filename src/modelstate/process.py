@@ -16,8 +16,6 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any, Generic, TypeVar
 
-import torch
-
 _Item = TypeVar("_Item")
 
 Work = Callable[[threading.Event], None]
@@ -187,16 +185,19 @@ class _SingleThreadedTorch:
     """
 
     def __init__(self, threads: int) -> None:
+        import torch  # the command line uses this module without torch
+
+        self._torch = torch
         self._entered = threading.Barrier(threads + 1)
         self._lock = _torch_threads_lock
         self._lock.acquire()
         self._has_lock = True
-        self._before = torch.get_num_threads()
+        self._before = self._torch.get_num_threads()
 
     def enter(self) -> None:
         """Called by each thread before its first operation."""
-        torch.get_num_threads()  # the first call sets the number of the process, even after another one was set
-        torch.set_num_threads(1)
+        self._torch.get_num_threads()  # the first call sets the number of the process, even after another one was set
+        self._torch.set_num_threads(1)
         self._entered.wait()
 
     def wait(self) -> None:
@@ -212,7 +213,7 @@ class _SingleThreadedTorch:
     def restore(self) -> None:
         """Restores the number of threads. Only the first call has an effect."""
         if self._has_lock:
-            torch.set_num_threads(self._before)
+            self._torch.set_num_threads(self._before)
             self._has_lock = False
             self._lock.release()
 
