@@ -4,8 +4,6 @@ import importlib
 import sys
 from collections.abc import Callable, Mapping
 
-from modelstate.process import gc_paused
-
 
 def attach(package: str, modules: Mapping[str, str]) -> tuple[Callable[[str], object], Callable[[], list[str]]]:
     """Returns `__getattr__` and `__dir__` for a package.
@@ -19,6 +17,8 @@ def attach(package: str, modules: Mapping[str, str]) -> tuple[Callable[[str], ob
         module = modules.get(name)
         if module is None:
             raise AttributeError(f"module {package!r} has no attribute {name!r}", name=name, obj=sys.modules[package])
+        from modelstate.process import gc_paused
+
         with gc_paused():
             found = importlib.import_module(module)
         value: object = found if module == f"{package}.{name}" else getattr(found, name)
