@@ -26,7 +26,7 @@ help:
 	@echo "make demo     set up and run the main job: a real checkpoint into a live module"
 	@echo "make test     set up and run everything that CI runs (TESTS=tests/store for a part of the tests)"
 	@echo "make test-fast  set up and run the tests that are not marked as slow"
-	@echo "make test-torch TORCH=2.15.0  run the same with another version of PyTorch, in an environment of its own"
+	@echo "make test-torch TORCH=2.15.0  run the tests that are not slow with another version of PyTorch, in an environment of its own"
 	@echo "make lint     look for what ruff finds; make types: for what mypy finds; make pytest: the tests alone"
 	@echo "make setup    install everything that the tests need"
 	@echo "make format   put the code in order"

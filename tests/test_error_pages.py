@@ -89,31 +89,31 @@ def line_of(error: BaseException) -> int:
     return next(frame.lineno or 0 for frame in traceback.extract_tb(error.__traceback__) if frame.filename == "<page>")
 
 
-@every_page
-def test_a_page_has_what_fails_and_then_what_works(page: Page) -> None:
-    head, fix, rest = source(page).partition("\n## The fix\n")
-    assert fix
-    assert "```text" in head
-    assert "```text" not in rest
-    assert [line for line in source(page).split("\n") if line.startswith("#")] != []
-    assert source(page).startswith("# ")
-    working = [code for code, shown in blocks(page) if shown is None and code in rest]
-    assert any("ms." in code for code in working)
+def test_a_page_has_what_fails_and_then_what_works() -> None:
+    for page in PAGES.values():
+        head, fix, rest = source(page).partition("\n## The fix\n")
+        assert fix, page.name
+        assert "```text" in head, page.name
+        assert "```text" not in rest, page.name
+        assert [line for line in source(page).split("\n") if line.startswith("#")] != [], page.name
+        assert source(page).startswith("# "), page.name
+        working = [code for code, shown in blocks(page) if shown is None and code in rest]
+        assert any("ms." in code for code in working), page.name
 
 
-@every_page
-def test_a_page_is_about_the_classes_that_name_it(page: Page) -> None:
-    prose = re.sub(r"^```.*?^```$", "", source(page), flags=re.MULTILINE | re.DOTALL)
-    assert page.classes or page.name in OF_TORCH
-    assert [name for name in page.classes if f"`{name}`" not in prose] == []
+def test_a_page_is_about_the_classes_that_name_it() -> None:
+    for page in PAGES.values():
+        prose = re.sub(r"^```.*?^```$", "", source(page), flags=re.MULTILINE | re.DOTALL)
+        assert page.classes or page.name in OF_TORCH, page.name
+        assert [name for name in page.classes if f"`{name}`" not in prose] == [], page.name
 
 
-@every_page
-def test_the_errors_of_a_page_name_it(page: Page) -> None:
-    shown = [text for _, text in blocks(page) if text and text.startswith("modelstate.")]
-    assert shown
-    if page.name not in {"plan-problems", *OF_TORCH}:  # the problems of a plan name pages of their own
-        assert all(f"more: modelstate explain {page.name}\n" in text for text in shown)
+def test_the_errors_of_a_page_name_it() -> None:
+    for page in PAGES.values():
+        shown = [text for _, text in blocks(page) if text and text.startswith("modelstate.")]
+        assert shown, page.name
+        if page.name not in {"plan-problems", *OF_TORCH}:  # the problems of a plan name pages of their own
+            assert all(f"more: modelstate explain {page.name}\n" in text for text in shown), page.name
 
 
 def test_every_class_names_a_page_that_is_there() -> None:

@@ -58,46 +58,44 @@ def make(kind: type[ModelStateError]) -> ModelStateError:
     return kind("something is wrong", **FIELDS, **OWN.get(kind, {}))
 
 
-every_class = pytest.mark.parametrize("kind", CLASSES.values(), ids=CLASSES)
-
-
 def test_every_class_stands_in_the_tree() -> None:
     assert set(TREE) == set(CLASSES)
     assert len(TREE) > 40
 
 
-@every_class
-def test_a_class_derives_from_what_the_tree_says(kind: type[ModelStateError]) -> None:
-    parent, builtin = TREE[kind.__name__]
-    listed = set(builtin.split(", ")) if builtin else set()
-    assert kind.__bases__[0].__name__ == parent
-    assert issubclass(kind, ModelStateError)
-    named = {base.__name__ for base in kind.__bases__ if base.__module__ == "builtins"} - {"Exception"}
-    assert named == listed
-    assert all(issubclass(kind, getattr(builtins, name)) for name in listed)
+def test_a_class_derives_from_what_the_tree_says() -> None:
+    for kind in CLASSES.values():
+        parent, builtin = TREE[kind.__name__]
+        listed = set(builtin.split(", ")) if builtin else set()
+        assert kind.__bases__[0].__name__ == parent, kind
+        assert issubclass(kind, ModelStateError)
+        named = {base.__name__ for base in kind.__bases__ if base.__module__ == "builtins"} - {"Exception"}
+        assert named == listed, kind
+        assert all(issubclass(kind, getattr(builtins, name)) for name in listed)
 
 
-@every_class
-def test_every_class_says_what_it_is_for(kind: type[ModelStateError]) -> None:
-    assert (kind.__doc__ or "").strip()
-    assert kind.__doc__ is not kind.__bases__[0].__doc__
+def test_every_class_says_what_it_is_for() -> None:
+    for kind in CLASSES.values():
+        assert (kind.__doc__ or "").strip(), kind
+        assert kind.__doc__ is not kind.__bases__[0].__doc__, kind
 
 
-@every_class
-def test_the_text_has_all_fields(kind: type[ModelStateError]) -> None:
-    more = f"\n  more: modelstate explain {kind.page}" if kind.page else ""
-    fields = "x.pt, byte 7: something is wrong\n  expected: 8 bytes\n  found: 7 bytes\n  to do: copy it again"
-    # The problems of a plan name their pages themselves.
-    assert str(make(kind)) == (fields if kind is PlanError else fields + more)
-    remedy = f"\n  to do: {REMEDIES[kind]}" if kind in REMEDIES else ""
-    assert str(kind("something is wrong")) == "something is wrong" + remedy + more
-    assert str(kind("something is wrong", found=0)) == "something is wrong\n  found: 0" + remedy + more
+def test_the_text_has_all_fields() -> None:
+    for kind in CLASSES.values():
+        more = f"\n  more: modelstate explain {kind.page}" if kind.page else ""
+        fields = "x.pt, byte 7: something is wrong\n  expected: 8 bytes\n  found: 7 bytes\n  to do: copy it again"
+        # The problems of a plan name their pages themselves.
+        assert str(make(kind)) == (fields if kind is PlanError else fields + more)
+        remedy = f"\n  to do: {REMEDIES[kind]}" if kind in REMEDIES else ""
+        assert str(kind("something is wrong")) == "something is wrong" + remedy + more
+        assert str(kind("something is wrong", found=0)) == "something is wrong\n  found: 0" + remedy + more
 
 
-@every_class
-def test_fields_are_text(kind: type[ModelStateError]) -> None:
-    error = kind("wrong", where=OSError("cause"), expected=3, found=["a"], remedy=4)
-    assert (error.what, error.where, error.expected, error.found, error.remedy) == ("wrong", "cause", "3", "['a']", "4")
+def test_fields_are_text() -> None:
+    for kind in CLASSES.values():
+        error = kind("wrong", where=OSError("cause"), expected=3, found=["a"], remedy=4)
+        fields = [error.what, error.where, error.expected, error.found, error.remedy]
+        assert fields == ["wrong", "cause", "3", "['a']", "4"], kind
 
 
 def assert_alike(made: ModelStateError, error: ModelStateError) -> None:
@@ -107,14 +105,14 @@ def assert_alike(made: ModelStateError, error: ModelStateError) -> None:
     assert made.args == error.args
 
 
-@every_class
-@pytest.mark.parametrize("protocol", range(2, pickle.HIGHEST_PROTOCOL + 1))
-def test_pickles_and_copies_keep_everything(kind: type[ModelStateError], protocol: int) -> None:
-    error = make(kind)
-    error.add_note("in a worker")
-    assert_alike(pickle.loads(pickle.dumps(error, protocol)), error)
-    assert_alike(copy.copy(error), error)
-    assert_alike(copy.deepcopy(error), error)
+def test_pickles_and_copies_keep_everything() -> None:
+    for kind in CLASSES.values():
+        error = make(kind)
+        error.add_note("in a worker")
+        for protocol in range(2, pickle.HIGHEST_PROTOCOL + 1):
+            assert_alike(pickle.loads(pickle.dumps(error, protocol)), error)
+        assert_alike(copy.copy(error), error)
+        assert_alike(copy.deepcopy(error), error)
 
 
 def raise_it(kind: type[ModelStateError]) -> None:
