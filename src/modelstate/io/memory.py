@@ -298,6 +298,8 @@ class UffdFiller:
             return 0, 0
         with self._registered(address + first, last - first) as is_registered:
             done = self._copy(address + first, source.address + start + first, last - first) if is_registered else 0
+        if not done:
+            self._is_able = False  # the first page is there already: the memory was used before, and so is the rest
         source.forget(start + first, last - first)
         return first, first + done
 

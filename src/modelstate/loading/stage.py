@@ -313,6 +313,8 @@ def _as_asked(
 def _stage_alone(staging: Staging, assignments: Sequence[Assignment], progress: Progress) -> None:
     """Computes values one after the other. While a transform runs, the next value is read."""
     transformed, rest = _split(assignments, lambda assignment: assignment.transform is not None)
+    copied, rest = _split(rest, _is_copied)
+    _copy_live(copied, progress)
     trim = HeapTrim()
     for assignment in rest:
         stage_one(staging, assignment)
@@ -339,6 +341,28 @@ def _stage_alone(staging: Staging, assignments: Sequence[Assignment], progress: 
 
     items = map(with_memory, transformed)
     prefetch_one(items, fetch, use, is_fetched=lambda item: item[1] is not None)
+
+
+def _is_copied(assignment: Assignment) -> bool:
+    """Whether the value is a plain tensor in memory, of which the slot gets a copy in new memory."""
+    live = assignment.on_cpu and isinstance(assignment.stored, torch.Tensor) and is_plain_memory(assignment.value)
+    placement = assignment.placement
+    is_moved = placement.name == "copy" or placement.mapped or placement.by_handler
+    return live and not is_moved and assignment.remake is None
+
+
+@torch.inference_mode(False)
+@torch.no_grad()
+def _copy_live(assignments: Sequence[Assignment], progress: Progress) -> None:
+    """Copies tensors to new memory. Small ones share mappings, of which a process can have some ten thousand."""
+    finals = fresh_tensors([assignment.layout for assignment in assignments])
+    for assignment, final in zip(assignments, finals, strict=True):
+        started = time.perf_counter()
+        final.copy_(assignment.value)
+        assignment.overflows.check(assignment.name, assignment.value, final)
+        assignment.final = final
+        assignment.seconds += time.perf_counter() - started
+        progress(assignment.nbytes)
 
 
 def _memory_for(assignment: Assignment) -> torch.Tensor:
