@@ -37,8 +37,7 @@ from modelstate.rules.rule import Entry, Rule, Value
 from modelstate.rules.schema import Schema, apply_rules, check_rules
 from modelstate.spec import Stored
 from modelstate.torch_compat.dtypes import floating_dtype
-from modelstate.torch_compat.modules import set_version_metadata
-from modelstate.torch_compat.private import unwrapped
+from modelstate.torch_compat.modules import set_version_metadata, unwrapped
 
 
 @argument_order("ms.convert_checkpoint", lambda value: is_source(value) or isinstance(value, Sequence), is_path)

@@ -18,8 +18,7 @@ from modelstate.planning.plan import Step
 from modelstate.problems import model_errors
 from modelstate.process import gc_paused
 from modelstate.torch_compat.dtypes import floating_dtype
-from modelstate.torch_compat.modules import has_custom_apply, modules_of
-from modelstate.torch_compat.private import unwrapped
+from modelstate.torch_compat.modules import has_custom_apply, modules_of, unwrapped
 from modelstate.transaction.optimizers import check_optimizers, following_state, left_behind, other_optimizers, placed
 from modelstate.transaction.transaction import Transaction, exclusive
 

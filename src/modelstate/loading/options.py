@@ -13,7 +13,7 @@ from modelstate.planning.transforms import ModuleTransform, Pairs, Transform
 from modelstate.rules.rule import Rule
 from modelstate.rules.schema import Schema, check_rules
 from modelstate.torch_compat.dtypes import floating_dtype
-from modelstate.torch_compat.private import unwrapped
+from modelstate.torch_compat.modules import unwrapped
 
 
 def check_budget_option(max_memory_bytes: object, minimum: int = 0) -> None:

@@ -24,8 +24,7 @@ from modelstate.io.files import FileFingerprint
 from modelstate.objects.loaders import load_state, own_generator, state_of
 from modelstate.objects.optimizer_state import optimizer_state
 from modelstate.spec import Contents
-from modelstate.torch_compat.modules import own_modules, set_version_metadata
-from modelstate.torch_compat.private import unwrapped
+from modelstate.torch_compat.modules import own_modules, set_version_metadata, unwrapped
 from modelstate.transaction.transaction import Transaction
 
 _MAX_DEPTH = 100

@@ -14,7 +14,7 @@ from modelstate.errors import ModelCodeError, ModelStateError, SaveTargetError
 from modelstate.formats.sharded import check_both
 from modelstate.io.atomic import LOCK_TIMEOUT_SECONDS
 from modelstate.objects.objects import capture, holds_stateful
-from modelstate.torch_compat.private import unwrapped
+from modelstate.torch_compat.modules import unwrapped
 
 
 @argument_order("ms.save", lambda value: is_module(value) or isinstance(value, Mapping), is_path)

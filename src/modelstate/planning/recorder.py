@@ -24,6 +24,7 @@ from modelstate.torch_compat.modules import IncompatibleKeys as ReturnedKeys
 from modelstate.torch_compat.modules import (
     have_load_hooks,
     have_plain_names,
+    is_stock,
     load_from_state_dict,
     load_post_hooks,
     load_pre_hooks,
@@ -33,7 +34,7 @@ from modelstate.torch_compat.modules import (
     own_parameters,
     set_version_metadata,
 )
-from modelstate.torch_compat.overrides import MethodOverride, Overrides, is_stock
+from modelstate.torch_compat.overrides import MethodOverride, Overrides
 from modelstate.transaction.slots import Slots
 from modelstate.transaction.transaction import Transaction
 

@@ -29,9 +29,10 @@ from modelstate.torch_compat.modules import (
     own_buffers,
     own_modules,
     own_parameters,
+    unwrapped,
 )
 from modelstate.torch_compat.plain import is_dense, is_plain
-from modelstate.torch_compat.private import address_range, payload_of, slots_of_class, storage_id, unwrapped
+from modelstate.torch_compat.private import address_range, payload_of, slots_of_class, storage_id
 
 
 def meta_clone(module: nn.Module) -> nn.Module:

@@ -18,15 +18,17 @@ from modelstate.problems import REAL
 from modelstate.rules.rule import Rule
 from modelstate.serve.meta_clone import check_captured_references, meta_clone, runtime_state, state_module
 from modelstate.serve.state_names import NameMap
-from modelstate.torch_compat.modules import has_forward_hooks, non_persistent_buffers, own_buffers
-from modelstate.torch_compat.plain import is_fake, is_plain, is_sharded
-from modelstate.torch_compat.private import (
-    arguments_of_node,
+from modelstate.torch_compat.modules import (
     compiled_like,
     compiled_module,
     has_compiled_call,
+    has_forward_hooks,
+    non_persistent_buffers,
+    own_buffers,
     unwrapped,
 )
+from modelstate.torch_compat.plain import is_fake, is_plain, is_sharded
+from modelstate.torch_compat.private import arguments_of_node
 
 
 class Program(Protocol):

@@ -30,7 +30,7 @@ from modelstate.suggestion.generalise import covering, families, rename_rules
 from modelstate.suggestion.skeletons import Leaf, kind_of
 from modelstate.suggestion.words import folded
 from modelstate.text_format import printable
-from modelstate.torch_compat.private import unwrapped
+from modelstate.torch_compat.modules import unwrapped
 from modelstate.transaction.slots import HIDDEN, Slots, slots_of
 
 _INFERRED = "square, so its shape does not show it: transposed because the weights beside it are"

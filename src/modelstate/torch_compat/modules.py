@@ -1,6 +1,7 @@
 """Modules of torch from the inside: their tables of tensors and submodules, and the hooks of their state dicts."""
 
 import copy
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -297,3 +298,59 @@ def _codes_of_casts() -> frozenset[object]:
     methods = (nn.Module.to, nn.Module.float, nn.Module.double, nn.Module.half, nn.Module.bfloat16, nn.Module.cpu)
     consts = [const for method in methods for const in getattr(getattr(method, "__code__", None), "co_consts", ())]
     return frozenset(const for const in consts if isinstance(const, CodeType))
+
+
+def compiled_module(module: torch.nn.Module) -> torch.nn.Module | None:
+    """The module that `torch.compile` was called with, where this is what it returned."""
+    frames = sys.modules.get("torch._dynamo.eval_frame")
+    if frames is None or not isinstance(module, frames.OptimizedModule):
+        return None
+    found: torch.nn.Module = module._orig_mod
+    return found
+
+
+def unwrapped(module: torch.nn.Module, *, keep_compiled: bool = False) -> torch.nn.Module:
+    """The module inside the wrappers of `torch.compile`, `DataParallel` and `DistributedDataParallel`; else itself.
+
+    These have no state of their own, and put their name in front of every name of it. A wrapper that has hooks for its
+    state dict, or state that a subclass of it has added, is a module like any other.
+    """
+    while True:
+        inner = None if keep_compiled else compiled_module(module)
+        if inner is None and isinstance(module, _PARALLEL):
+            inner = module.module
+        if inner is None or len(module._modules) != 1 or module._parameters or module._buffers or _has_hooks(module):
+            return module
+        module = inner
+
+
+_PARALLEL = (torch.nn.DataParallel, torch.nn.parallel.DistributedDataParallel)
+
+
+def _has_hooks(module: torch.nn.Module) -> bool:
+    """Whether code runs when the state of a module itself is taken or loaded."""
+    held: Any = module
+    hooks = (
+        *(held._state_dict_hooks, held._state_dict_pre_hooks),
+        *(held._load_state_dict_pre_hooks, held._load_state_dict_post_hooks),
+    )
+    return any(hooks) or type(module).set_extra_state is not torch.nn.Module.set_extra_state
+
+
+_MODULE_FILE = torch.nn.Module.named_parameters.__code__.co_filename
+
+
+def is_stock(function: Any) -> bool:
+    """Whether a function is written in torch's own file of `Module`, and not installed by another library."""
+    return getattr(getattr(function, "__code__", None), "co_filename", "") == _MODULE_FILE
+
+
+def compiled_like(compiled: torch.nn.Module, module: torch.nn.Module) -> torch.nn.Module:
+    """Another instance under the compilation of a compiled one: the same backend and options, the same code."""
+    made: torch.nn.Module = type(compiled)(module, compiled.dynamo_ctx)
+    return made
+
+
+def has_compiled_call(module: torch.nn.Module) -> bool:
+    """Whether `module.compile()` has been called."""
+    return module._compiled_call_impl is not None

@@ -10,16 +10,8 @@ from contextlib import contextmanager
 from functools import wraps
 from typing import Any
 
-import torch
-
 from modelstate.process import fork_safe_lock
-
-_MODULE_FILE = torch.nn.Module.named_parameters.__code__.co_filename
-
-
-def is_stock(function: Any) -> bool:
-    """Whether a function is written in torch's own file of `Module`, and not installed by another library."""
-    return getattr(getattr(function, "__code__", None), "co_filename", "") == _MODULE_FILE
+from modelstate.torch_compat.modules import is_stock
 
 
 class MethodOverride:

@@ -245,49 +245,6 @@ def is_tensor_like(value: object) -> bool:
     return bool(check(value))
 
 
-def compiled_module(module: torch.nn.Module) -> torch.nn.Module | None:
-    """The module that `torch.compile` was called with, where this is what it returned."""
-    frames = sys.modules.get("torch._dynamo.eval_frame")
-    if frames is None or not isinstance(module, frames.OptimizedModule):
-        return None
-    found: torch.nn.Module = module._orig_mod
-    return found
-
-
-def unwrapped(module: torch.nn.Module, *, keep_compiled: bool = False) -> torch.nn.Module:
-    """The module inside the wrappers of `torch.compile`, `DataParallel` and `DistributedDataParallel`; else itself.
-
-    These have no state of their own, and put their name in front of every name of it. A wrapper that has hooks for its
-    state dict, or state that a subclass of it has added, is a module like any other.
-    """
-    while True:
-        inner = None if keep_compiled else compiled_module(module)
-        if inner is None and isinstance(module, _PARALLEL):
-            inner = module.module
-        if inner is None or len(module._modules) != 1 or module._parameters or module._buffers or _has_hooks(module):
-            return module
-        module = inner
-
-
-_PARALLEL = (torch.nn.DataParallel, torch.nn.parallel.DistributedDataParallel)
-
-
-def _has_hooks(module: torch.nn.Module) -> bool:
-    """Whether code runs when the state of a module itself is taken or loaded."""
-    held: Any = module
-    hooks = (
-        *(held._state_dict_hooks, held._state_dict_pre_hooks),
-        *(held._load_state_dict_pre_hooks, held._load_state_dict_post_hooks),
-    )
-    return any(hooks) or type(module).set_extra_state is not torch.nn.Module.set_extra_state
-
-
-def compiled_like(compiled: torch.nn.Module, module: torch.nn.Module) -> torch.nn.Module:
-    """Another instance under the compilation of a compiled one: the same backend and options, the same code."""
-    made: torch.nn.Module = type(compiled)(module, compiled.dynamo_ctx)
-    return made
-
-
 def exported_program_class() -> Any:
     """`torch.export.ExportedProgram`; None where nothing has been exported or loaded in this process."""
     return getattr(sys.modules.get("torch.export"), "ExportedProgram", None)
@@ -339,11 +296,6 @@ def _child(spec: Any, place: int) -> Any:
 def expression_of(size: object) -> Any:
     """The expression, of symbols and numbers, that a size of an exported program stands for; a number as it is."""
     return size.node.expr if isinstance(size, torch.SymInt) else size
-
-
-def has_compiled_call(module: torch.nn.Module) -> bool:
-    """Whether `module.compile()` has been called."""
-    return module._compiled_call_impl is not None
 
 
 def structure_of(text: str) -> Any:
