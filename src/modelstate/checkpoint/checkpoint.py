@@ -8,6 +8,7 @@ from difflib import get_close_matches
 from typing import Any
 
 import torch
+import xxhash
 
 from modelstate.checkpoint.mapped import Maps, check_map_option
 from modelstate.errors import (
@@ -16,7 +17,7 @@ from modelstate.errors import (
     OptionError,
     UnsupportedTensorError,
 )
-from modelstate.formats.manifest import ALGORITHM, hasher
+from modelstate.formats.manifest import ALGORITHM
 from modelstate.formats.tree import (
     FlatTree,
     decoded,
@@ -702,7 +703,7 @@ def what_to_verify(checkpoint: Checkpoint) -> dict[ByteRange, list[str]]:
 
 
 def _block_checksum(file: LocalFile, block: ByteRange, algorithm: str, buffer: memoryview) -> str:
-    crc, hashed = 0, hasher()
+    crc, hashed = 0, xxhash.xxh3_128()
     for at in range(0, block.nbytes, len(buffer)):
         chunk = buffer[: min(len(buffer), block.nbytes - at)]
         read_fully(file, [chunk], block.start + at, len(chunk))

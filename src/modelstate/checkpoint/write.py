@@ -195,11 +195,6 @@ def _root(checkpoint: Checkpoint) -> Mapping[Any, Any]:
         node = subtree(checkpoint.contents.tree, checkpoint.key, checkpoint.source)
         if isinstance(node, Mapping):
             return node
-    return flat_root(checkpoint)
-
-
-def flat_root(checkpoint: Checkpoint) -> Mapping[str, Any]:
-    """All tensors and values of a checkpoint by name."""
     root: Any = OrderedDict[str, Any]({**checkpoint.flat.tensors, **checkpoint.flat.values})
     if checkpoint.versions is not None:
         set_version_metadata(root, checkpoint.versions)

@@ -287,11 +287,6 @@ def write_blocks(
     return ["".join(blocks) for blocks in digests]
 
 
-def digests_of(tensors: Sequence[torch.Tensor | LazyTensor], threads: int | None = None) -> list[str]:
-    """The digests that `write_blocks` would return, without writing."""
-    return write_blocks(None, 0, tensors, threads)
-
-
 def _jobs(start: int, tensors: Sequence[torch.Tensor | LazyTensor]) -> list[_Job | _LazyJob]:
     """The work of the threads: blocks that are written from where they are, and values to be computed or copied."""
     jobs: list[_Job | _LazyJob] = []

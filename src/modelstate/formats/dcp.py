@@ -405,7 +405,12 @@ def read(path: str, *, allow: Sequence[object] = (), skip_forbidden: bool = Fals
     names = TorchGlobals(allow)
     archives = _read_archives(metadata.places, paths, names)
     values: Any = construct(
-        {name: _described(name, item, archives) for name, item in metadata.items.items()},
+        {
+            name: archives[name, None].value
+            if item is None
+            else [archives[name, chunk.offsets].value for chunk in item.chunks]
+            for name, item in metadata.items.items()
+        },
         path=directory,
         data_nbytes=sum(archive.pickle_nbytes for archive in archives.values()),
         names=names,
@@ -449,12 +454,6 @@ def _read_archive(file: SourceFile, index: Index, place: Place, names: TorchGlob
         inner = error.where.removeprefix(file.path).lstrip(": ")
         error.where = f"{file.path}: {index[0]}" + (f": {inner}" if inner else "")
         raise
-
-
-def _described(name: str, item: ChunkedTensor | None, archives: Mapping[Index, Archive]) -> object:
-    if item is None:
-        return archives[name, None].value
-    return [archives[name, chunk.offsets].value for chunk in item.chunks]
 
 
 def _tensor(item: ChunkedTensor, chunks: Sequence[object], where: str) -> object:

@@ -389,11 +389,6 @@ def digest(data: bytes | memoryview) -> str:
     return xxhash.xxh3_128_hexdigest(data)
 
 
-def hasher() -> xxhash.xxh3_128:
-    """A hash object that computes `digest` incrementally."""
-    return xxhash.xxh3_128()
-
-
 def sealed(data: bytes) -> bytes:
     """Replaces the `OPEN_SEAL` within `data` by the seal."""
     placeholder = OPEN_SEAL.encode()

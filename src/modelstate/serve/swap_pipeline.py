@@ -397,12 +397,9 @@ def _error(
     remedy: str = _EXACT,
 ) -> WeightsError:
     names = [name for name, _ in found]
-    return WeightsError(what, where=where, expected=expected, found=_lines(found), remedy=remedy, names=names)
-
-
-def _lines(found: list[tuple[str, str]]) -> str:
     more = f"; and {len(found) - _LISTED} more" if len(found) > _LISTED else ""
-    return "; ".join(f"{name}: {what}" for name, what in found[:_LISTED]) + more
+    lines = "; ".join(f"{name}: {difference}" for name, difference in found[:_LISTED]) + more
+    return WeightsError(what, where=where, expected=expected, found=lines, remedy=remedy, names=names)
 
 
 # Swaps in place.

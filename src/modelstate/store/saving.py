@@ -16,7 +16,7 @@ import torch
 from modelstate.background import AtExit, BackgroundTask
 from modelstate.errors import ModelStateError, OpenError, UnsavableError
 from modelstate.formats import safetensors, sharded
-from modelstate.formats.block_writer import digests_of
+from modelstate.formats.block_writer import write_blocks
 from modelstate.formats.manifest import KEY, check_size, digest
 from modelstate.formats.safetensors import layout, nbytes_of, write
 from modelstate.formats.serialize import SerializedState
@@ -309,7 +309,7 @@ def _link_unchanged(files: _Files, unwritten: dict[str, torch.Tensor], before: _
         for name, tensor in unwritten.items()
         if before.layouts.get(name) == (tensor.dtype, tuple(tensor.shape))
     }
-    digests = dict(zip(comparable, digests_of(list(comparable.values())), strict=True))
+    digests = dict(zip(comparable, write_blocks(None, 0, list(comparable.values())), strict=True))
     unchanged = {name for name, value in digests.items() if before.digests.get(name) == value}
     for path, names in before.files.items():
         if not unchanged.issuperset(names):
