@@ -354,7 +354,7 @@ def _is_copied(assignment: Assignment) -> bool:
 @torch.inference_mode(False)
 @torch.no_grad()
 def _copy_live(assignments: Sequence[Assignment], progress: Progress) -> None:
-    """Copies tensors to new memory. Small ones share mappings, of which a process can have some ten thousand."""
+    """Copies tensors to new memory. Small ones share mappings: one of its own takes a tensor at least a page."""
     finals = fresh_tensors([assignment.layout for assignment in assignments])
     for assignment, final in zip(assignments, finals, strict=True):
         started = time.perf_counter()
