@@ -273,6 +273,22 @@ def test_a_block_whose_consumer_fails_is_consumed_again(path: Path) -> None:
     assert sum(done) == SIZE
 
 
+def test_block_buffers_are_used_again_and_not_all_are_kept(path: Path) -> None:
+    addresses: list[set[int]] = [set(), set()]
+    for seen in addresses:
+
+        def consume(_: engine.Block, buffer: torch.Tensor, seen: set[int] = seen) -> None:
+            seen.add(buffer.data_ptr())
+
+        with holding(path) as files:
+            wanted, strategy = [Wanted(*whole(path), 1)], ReadStrategy(1, BLOCK)
+            stream(wanted, consume, strategy=strategy, fingerprints={}, on_block=lambda *_: None, held=files)
+    assert addresses[0] == addresses[1]
+    engine._keep_spare(torch.empty(8 << 20, dtype=torch.uint8) for _ in range(5))
+    assert sum(spare.untyped_storage().nbytes() for spare in engine._spare) <= engine._SPARE_BYTES
+    engine._spare.clear()
+
+
 # What the page cache lacks.
 
 

@@ -675,8 +675,8 @@ def stream(
     blocks = in_blocks(wanted, strategy.block_bytes)
     largest = max((block.nbytes for block in blocks), default=0)
     threads = min(strategy.threads, len(blocks))
-    # Memory that is held by files is written to only when all other memory is there.
-    ready = [_block_buffer(largest, pinned) for _ in range(threads * buffers)] if held is not None else []
+    # From held files memory is written to that must not be left half written: the buffers are there before.
+    ready = [_spare_buffer(largest) for _ in range(threads * buffers)] if held is not None else []
 
     @contextmanager
     def worker() -> Iterator[Callable[[Block], None]]:
@@ -704,6 +704,7 @@ def stream(
 
     with _opened((entry.source.path for entry in wanted), fingerprints, strategy.uncached, held) as files:
         for_each(blocks, worker, threads, on_block, with_torch=True, again=held is not None)
+    _keep_spare(ready)
 
 
 def in_blocks(wanted: Sequence[Wanted], block_bytes: int) -> list[Block]:
@@ -742,6 +743,28 @@ def in_blocks(wanted: Sequence[Wanted], block_bytes: int) -> list[Block]:
 
 def _block_buffer(nbytes: int, pinned: bool) -> torch.Tensor:
     return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True) if pinned else empty_cpu((nbytes,), torch.uint8)
+
+
+_spare: list[torch.Tensor] = []
+"""Block buffers of the last loads that cast into kept memory. New pages cost more than the read into them."""
+_SPARE_BYTES = 16 << 20
+"""The most memory of block buffers that is kept between two loads."""
+
+
+def _spare_buffer(nbytes: int) -> torch.Tensor:
+    """A buffer that an earlier load has left, or a new one."""
+    with suppress(IndexError):
+        while (spare := _spare.pop()).nbytes < nbytes:
+            pass
+        return spare[:nbytes]
+    return empty_cpu((nbytes,), torch.uint8)
+
+
+def _keep_spare(buffers: Iterable[torch.Tensor]) -> None:
+    for buffer in buffers:
+        whole = torch.empty(0, dtype=torch.uint8, device="cpu").set_(buffer.untyped_storage())
+        if sum(spare.nbytes for spare in _spare) + whole.nbytes <= _SPARE_BYTES:
+            _spare.append(whole)
 
 
 def _requests(buffer: torch.Tensor, block: Block, wanted: Sequence[Wanted]) -> Iterator[Request]:

@@ -36,6 +36,8 @@ _PROBES, _PROBE_BYTES = 16, 64 << 10
 _MOST_OF_MEMORY = 0.5
 _READ_BYTES = 1 << 20
 """What a thread reads at once of a range that the page cache lacks."""
+_LOOK_BYTES = 256 << 20
+"""What a thread looks at, whether it is in the page cache. Looking takes less time than starting a thread for less."""
 
 
 def read_ahead(ranges: Iterable[ByteRange], fingerprints: Mapping[str, FileFingerprint]) -> int:
@@ -170,7 +172,7 @@ def _may_know(descriptor: int) -> bool:
 
 def _missing(spans: Iterable[ByteRange], files: Mapping[str, LocalFile]) -> list[ByteRange]:
     """The parts of the ranges that are not in the page cache, or of which the kernel does not say."""
-    pieces = _split(spans, _PIECE_BYTES)
+    pieces = _split(spans, _LOOK_BYTES)
     missing: list[list[ByteRange]] = [[] for _ in pieces]
 
     @contextmanager
