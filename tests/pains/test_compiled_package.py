@@ -1,7 +1,5 @@
 """A package of AOTInductor: what it takes as weights, what it has no place for, and what it does without any."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,11 +9,11 @@ from torch import nn
 import modelstate as ms
 from modelstate.errors import LiveTargetError, WeightsError
 from tests.pains.conftest import StockFails
+from tests.programs import run_program
 from tests.serve.packages import needs_a_compiler, package_of
 
 pytestmark = pytest.mark.slow
 
-ROOT = Path(__file__).resolve().parents[2]
 X = torch.ones(4, 16)
 
 
@@ -49,9 +47,7 @@ def stocks(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def outcome(script: str, path: Path) -> tuple[int, str]:
     """How a process of its own ends, and what it has said."""
     lines = ("import sys, torch", "package = torch._inductor.aoti_load_package(sys.argv[1])", script)
-    done = subprocess.run(
-        [sys.executable, "-c", "\n".join(lines), str(path)], cwd=ROOT, capture_output=True, text=True, check=False
-    )
+    done = run_program("\n".join(lines), path)
     return done.returncode, done.stdout
 
 

@@ -1,7 +1,5 @@
 """Saving over the file that a live model shows: with torch.save its weights change, or the process ends."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -9,6 +7,7 @@ import torch
 
 import modelstate as ms
 from tests.pains.conftest import StockFails
+from tests.programs import run_program
 
 CHILD = """
 import sys, torch, modelstate as ms
@@ -34,8 +33,7 @@ print(sorted(set(model.weight.flatten().tolist())))
 
 def after_saving(how: str, folder: Path) -> tuple[int, str]:
     """How the process ended, and what its weights were in the end."""
-    code = [sys.executable, "-c", CHILD, how, str(folder / "model.safetensors")]
-    done = subprocess.run(code, capture_output=True, text=True, check=False, timeout=120)
+    done = run_program(CHILD, how, folder / "model.safetensors", timeout=120)
     return done.returncode, done.stdout.strip()
 
 

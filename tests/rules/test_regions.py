@@ -42,7 +42,7 @@ class File:
     def read(self, stored: Stored) -> torch.Tensor:
         return read_tensor(stored, self.read_all)
 
-    def read_all(self, requests: list[Request]) -> None:
+    def read_all(self, requests: list[Request], *, threads: int | None = None) -> None:
         for request in requests:
             _, start, nbytes = request.source
             self.bytes_read += nbytes
