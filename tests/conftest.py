@@ -49,6 +49,17 @@ def _skipped_by_an_old_torch() -> Iterator[None]:
         raise
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """With several workers, each of two begins with files of slow tests, so that both end at about the same time."""
+    if not hasattr(config, "workerinput"):
+        return
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    paths = sorted(dict.fromkeys(item.path for item in items), key=lambda path: path not in slow)
+    turns = [*paths[::2], *paths[1::2]]  # each worker gets one half of the tests first
+    rank = {path: place for place, path in enumerate(turns)}
+    items.sort(key=lambda item: rank[item.path])
+
+
 @pytest.fixture(autouse=True, scope="module")
 def no_collection_of_what_was_there_before() -> None:
     """Keeps collections fast: they pass over all objects of the imported libraries, which take 0.3 s and more."""
