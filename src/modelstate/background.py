@@ -291,7 +291,7 @@ def _cancel_last() -> None:
     _cancel([task for task in list(_tasks) if task._pid == os.getpid() and task._at_exit is AtExit.CANCEL_LAST])
 
 
-def _cancel(tasks: list[BackgroundTask[Any]]) -> None:
+def _cancel(tasks: list[BackgroundTask[object]]) -> None:
     """Cancels tasks and waits a moment: a thread that computes while the interpreter ends may crash the process."""
     until = time.monotonic() + _EXIT_SECONDS
     for task in tasks:

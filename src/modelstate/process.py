@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from contextlib import contextmanager, suppress
 from types import FrameType
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 _Item = TypeVar("_Item")
 
@@ -225,7 +225,7 @@ class cached_attribute(Generic[_Item]):
     computes a value would never get it.
     """
 
-    def __init__(self, compute: Callable[[Any], _Item]) -> None:
+    def __init__(self, compute: Callable[..., _Item]) -> None:
         self._compute, self.__doc__ = compute, compute.__doc__
 
     def __set_name__(self, owner: type, name: str) -> None:

@@ -265,8 +265,8 @@ def foreign_arguments(**answers: str) -> Callable[[Callable[_P, _R]], Callable[_
 
 def argument_order(
     call: str,
-    is_first: Callable[[Any], bool],
-    is_second: Callable[[Any], bool],
+    is_first: Callable[[object], bool],
+    is_second: Callable[[object], bool],
     *,
     call_for_paths: str = "",
     is_method: bool = False,

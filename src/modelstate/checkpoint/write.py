@@ -33,10 +33,10 @@ from modelstate.torch_compat.plain import is_quantized
 class StateToWrite:
     """A state to be written, whose tensors may be lazy, and its metadata."""
 
-    state: Mapping[Any, Any]
+    state: Mapping[Any, object]
     metadata: Mapping[str, str] = field(default_factory=dict)
     """The text metadata of the file that the state was read from."""
-    attached: Mapping[str, Any] | None = None
+    attached: Mapping[str, object] | None = None
     schema: str | None = None
     overflows: Overflows = field(default_factory=Overflows)
     """Counts the values that a cast makes infinite or NaN while they are written."""
@@ -53,7 +53,7 @@ def streamed(checkpoint: Checkpoint, cast: torch.dtype | None = None) -> StateTo
     return around(checkpoint, builder.node(_root(checkpoint), ""), builder)
 
 
-def around(checkpoint: Checkpoint, state: Mapping[Any, Any], builder: "LazyStateBuilder") -> StateToWrite:
+def around(checkpoint: Checkpoint, state: Mapping[Any, object], builder: "LazyStateBuilder") -> StateToWrite:
     """A state that was built from a checkpoint, with the metadata of the checkpoint."""
     metadata = {key: value for key, value in checkpoint.contents.metadata.items() if type(value) is str}
     schema = metadata.pop("schema", None)
@@ -82,7 +82,7 @@ class LazyStateBuilder:
         if not is_container(node):
             return self.tensor(node, path)
         if isinstance(node, Mapping):
-            mapping: Any = OrderedDict() if isinstance(node, OrderedDict) else {}
+            mapping: dict[object, object] = OrderedDict() if isinstance(node, OrderedDict) else {}
             for key, item in node.items():
                 if not isinstance(item, Refused):
                     mapping[key] = self.node(item, f"{path}.{key}" if path else str(key))
@@ -96,7 +96,7 @@ class LazyStateBuilder:
         ]
         return items if isinstance(node, list) else tuple(items)
 
-    def tensor(self, stored: Stored, path: str) -> Any:
+    def tensor(self, stored: Stored, path: str) -> object:
         """The lazy tensor for a stored one. A tensor that consists of several parts is read at once."""
         if not _is_plain(stored):
             if id(stored) not in self._in_memory:
@@ -164,7 +164,7 @@ class LazyStateBuilder:
         return to
 
 
-def allowed(value: Any) -> Any:
+def allowed(value: Any) -> object:
     """The value without the placeholders for classes and functions that the file may not use."""
     if type(value) in (dict, OrderedDict):
         kept = {key: allowed(item) for key, item in value.items() if not isinstance(item, Refused)}
@@ -189,16 +189,16 @@ def _is_plain(tensor: Any) -> bool:
     return not isinstance(tensor, StoredComposite) or tensor.kind == "dcp shards"
 
 
-def _root(checkpoint: Checkpoint) -> Mapping[Any, Any]:
+def _root(checkpoint: Checkpoint) -> Mapping[Any, object]:
     """The tree of a checkpoint; a flat dict where its key ends within names that contain dots."""
     with suppress(KeyNotFoundError):
         node = subtree(checkpoint.contents.tree, checkpoint.key, checkpoint.source)
         if isinstance(node, Mapping):
             return node
-    root: Any = OrderedDict[str, Any]({**checkpoint.flat.tensors, **checkpoint.flat.values})
+    root = OrderedDict[str, object]({**checkpoint.flat.tensors, **checkpoint.flat.values})
     if checkpoint.versions is not None:
         set_version_metadata(root, checkpoint.versions)
-    return root  # type: ignore[no-any-return]
+    return root
 
 
 SUFFIXES = {

@@ -181,7 +181,7 @@ class Request:
     model: str
     factory: Callable[[], object]
     skeleton: bool
-    options: dict[str, Any]
+    options: dict[str, object]
 
     def run(self, function: Callable[..., _Result], checkpoint: ms.Checkpoint) -> _Result:
         """Builds the model, and calls a function of modelstate with it and the checkpoint."""
@@ -220,7 +220,7 @@ def _with_load_options(run: Callable[[Request, ms.Checkpoint, bool], None]) -> C
         debug: Debug = False,
     ) -> None:
         with reported(debug):
-            options: dict[str, Any] = {
+            options: dict[str, object] = {
                 "key": key,
                 "rules": parse_rules(rules, strip_prefix, add_prefix, rename, rename_regex, ignore, debug),
                 "allow_missing": tuple(allow_missing or ()),

@@ -11,13 +11,13 @@ import math
 import struct
 import sys
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from datetime import date, datetime, timedelta, timezone
 from enum import Enum
 from functools import partial
 from pathlib import Path
 from types import MemberDescriptorType, ModuleType
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -27,6 +27,9 @@ from modelstate.codec.walk import MAX_BITS, REGISTER, Collisions, Decoder, Encod
 from modelstate.errors import UnknownClassError
 from modelstate.torch_compat.modules import set_version_metadata
 from modelstate.torch_compat.plain import own_copy
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 MAX_SIZE_BITS = 63
 """The limit of a size of a tensor."""
@@ -57,7 +60,7 @@ def _complex(tree: Tree, decoder: Decoder) -> complex:
     return complex(real, imag)
 
 
-def _encode_set(value: Any, encoder: Encoder) -> list[Tree]:
+def _encode_set(value: set[object] | frozenset[object], encoder: Encoder) -> list[Tree]:
     """Encodes the members of a set, in an order that does not depend on their hashes where that is possible."""
     trees, collisions = [], Collisions(len(value), encoder.fail)
     for member in value:
@@ -69,7 +72,7 @@ def _encode_set(value: Any, encoder: Encoder) -> list[Tree]:
         return trees
 
 
-def _set(tree: Tree, decoder: Decoder) -> set[Any]:
+def _set(tree: Tree, decoder: Decoder) -> set[object]:
     members = [decoder.key(member) for member in decoder.expect(tree, list)]
     collisions = Collisions(len(members), decoder.fail)
     for member in members:
@@ -80,7 +83,7 @@ def _set(tree: Tree, decoder: Decoder) -> set[Any]:
     return value
 
 
-def _encode_ordered(value: Any, encoder: Encoder) -> Tree:
+def _encode_ordered(value: OrderedDict[object, object], encoder: Encoder) -> Tree:
     attributes = vars(value)
     if not attributes:
         return encoder.pairs(value)
@@ -90,8 +93,8 @@ def _encode_ordered(value: Any, encoder: Encoder) -> Tree:
     return {"items": encoder.pairs(value), **encoder.named(attributes)}
 
 
-def _ordered(tree: Tree, decoder: Decoder) -> OrderedDict[Any, Any]:
-    value: OrderedDict[Any, Any] = OrderedDict()
+def _ordered(tree: Tree, decoder: Decoder) -> OrderedDict[object, object]:
+    value: OrderedDict[object, object] = OrderedDict()
     if type(tree) is list:
         return decoder.pairs(tree, value)  # type: ignore[no-any-return]
     items, metadata = decoder.fields(tree, "items", "_metadata")
@@ -100,7 +103,7 @@ def _ordered(tree: Tree, decoder: Decoder) -> OrderedDict[Any, Any]:
     return value
 
 
-def _encode_default(value: Any, encoder: Encoder) -> Tree:
+def _encode_default(value: defaultdict[object, object], encoder: Encoder) -> Tree:
     factory = value.default_factory
     name = None if factory is None else getattr(factory, "__name__", "")
     if factory is not None and FACTORIES.get(str(name)) is not factory:
@@ -113,13 +116,13 @@ def _encode_default(value: Any, encoder: Encoder) -> Tree:
     return {"factory": name, "items": encoder.pairs(value)}
 
 
-def _default(tree: Tree, decoder: Decoder) -> defaultdict[Any, Any]:
+def _default(tree: Tree, decoder: Decoder) -> defaultdict[object, object]:
     factory, items = decoder.fields(tree, "factory", "items")
-    value: defaultdict[Any, Any] = defaultdict(None if factory is None else FACTORIES[factory])
+    value: defaultdict[object, object] = defaultdict(None if factory is None else FACTORIES[factory])
     return decoder.pairs(items, value)  # type: ignore[no-any-return]
 
 
-def _deque(tree: Tree, decoder: Decoder) -> deque[Any]:
+def _deque(tree: Tree, decoder: Decoder) -> deque[object]:
     maxlen, items = decoder.fields(tree, "maxlen", "items")
     values = decoder.children(items)
     if maxlen is not None and (type(maxlen) is not int or len(values) > maxlen):
@@ -158,7 +161,8 @@ def _timedelta(tree: Tree, decoder: Decoder) -> timedelta:
 # NumPy.
 
 _DTYPE_KINDS = "biufcSU"
-_BIT_GENERATORS: dict[str, Any] = {
+Array = np.ndarray[tuple[int, ...], np.dtype[np.generic]]
+_BIT_GENERATORS: dict[str, type[np.random.BitGenerator]] = {
     cls.__name__: cls
     for cls in (np.random.MT19937, np.random.PCG64, np.random.PCG64DXSM, np.random.Philox, np.random.SFC64)
 }
@@ -170,21 +174,21 @@ _MAX_DIMENSIONS = 64
 _MAX_SIZE = 2**63 - 1
 
 
-def _encode_dtype(dtype: Any, encoder: Encoder) -> str:
+def _encode_dtype(dtype: np.dtype[np.generic], encoder: Encoder) -> str:
     if dtype.kind not in _DTYPE_KINDS or not dtype.itemsize or dtype.char in "gG" or np.dtype(dtype.str) != dtype:
         remedy = "save a list of it, or an array of another dtype"
         raise encoder.fail(f"there is no encoding for NumPy's dtype {dtype}", remedy=remedy)
     return str(dtype.str)
 
 
-def _dtype(tree: Tree, decoder: Decoder) -> np.dtype[Any]:
-    dtype: np.dtype[Any] = np.dtype(decoder.expect(tree, str))
+def _dtype(tree: Tree, decoder: Decoder) -> np.dtype[np.generic]:
+    dtype: np.dtype[np.generic] = np.dtype(decoder.expect(tree, str))
     if dtype.kind not in _DTYPE_KINDS or not dtype.itemsize or dtype.char in "gG":
         raise decoder.fail("a dtype that is not stored here", found=str(dtype)[:80])
     return dtype
 
 
-def _encode_array(value: np.ndarray[Any, Any], encoder: Encoder) -> Tree:
+def _encode_array(value: Array, encoder: Encoder) -> Tree:
     order: Literal["C", "F"] = "F" if value.flags.f_contiguous and not value.flags.c_contiguous else "C"
     dtype = _encode_dtype(value.dtype, encoder)
 
@@ -195,7 +199,7 @@ def _encode_array(value: np.ndarray[Any, Any], encoder: Encoder) -> Tree:
     return {"dtype": dtype, "shape": list(value.shape), "order": order, "data": encoder.state_of(value, raw_bytes)}
 
 
-def _array(tree: Tree, decoder: Decoder) -> Any:
+def _array(tree: Tree, decoder: Decoder) -> object:
     text, shape, order, data = decoder.fields(tree, "dtype", "shape", "order", "data")
     sizes = [decoder.expect(size, int) for size in decoder.expect(shape, list)]
     if len(sizes) > _MAX_DIMENSIONS or not all(0 <= size <= _MAX_SIZE for size in sizes):
@@ -204,7 +208,7 @@ def _array(tree: Tree, decoder: Decoder) -> Any:
         raise decoder.fail("the order of an array is unknown", expected="C or F")
     dtype = _dtype(text, decoder)
 
-    def filled(stored: torch.Tensor) -> Any:
+    def filled(stored: torch.Tensor) -> Array:
         if stored.dtype != torch.uint8 or stored.device.type != "cpu":
             raise decoder.fail("the data of an array are not bytes")
         raw = stored.contiguous().view(-1).numpy()
@@ -221,7 +225,7 @@ def _encode_scalar(value: Any, encoder: Encoder) -> Tree:
     return [dtype, encoder.value(value.item() if is_plain else value.tobytes())]
 
 
-def _scalar(tree: Tree, decoder: Decoder) -> Any:
+def _scalar(tree: Tree, decoder: Decoder) -> object:
     text, inner = decoder.expect(tree, list)
     dtype, value = _dtype(text, decoder), decoder.value(inner)
     if type(value) is bytes:
@@ -271,7 +275,9 @@ def _generator(tree: Tree, decoder: Decoder) -> np.random.Generator:
     return np.random.Generator(_with_state(values["state"], seed, decoder))
 
 
-def _with_state(state: Any, seed: Any, decoder: Decoder) -> Any:
+def _with_state(
+    state: Mapping[str, Any], seed: np.random.SeedSequence | None, decoder: Decoder
+) -> np.random.BitGenerator:
     name = decoder.expect(state, dict)["bit_generator"]
     generator = _BIT_GENERATORS[name](0 if seed is None else seed)
     if name in _POSITIONS:
@@ -284,7 +290,7 @@ def _with_state(state: Any, seed: Any, decoder: Decoder) -> Any:
     return generator
 
 
-def _same(a: Any, b: Any) -> bool:
+def _same(a: object, b: object) -> bool:
     if isinstance(a, dict):
         return type(b) is dict and a.keys() == b.keys() and all(_same(a[key], b[key]) for key in a)
     if isinstance(a, np.ndarray):
@@ -316,7 +322,7 @@ def _parameter(tree: Tree, decoder: Decoder) -> torch.Tensor:
     return decoder.tensor(data, True, decoder.expect(requires_grad, bool))
 
 
-def _uninitialised(tree: Tree, decoder: Decoder, cls: Any) -> torch.Tensor:
+def _uninitialised(tree: Tree, decoder: Decoder, cls: Callable[..., torch.Tensor]) -> torch.Tensor:
     dtype_tree, requires_grad = decoder.fields(tree, "dtype", "requires_grad")
     dtype = decoder.expect(decoder.value(dtype_tree), torch.dtype)
     with torch.inference_mode(False):  # otherwise it could never be trained
@@ -326,7 +332,7 @@ def _uninitialised(tree: Tree, decoder: Decoder, cls: Any) -> torch.Tensor:
 
 def another_uninitialised(tensor: torch.Tensor) -> torch.Tensor:
     """A new parameter or buffer without a shape, with the properties of this one. (torch cannot copy such a buffer.)"""
-    cls: Any = type(tensor)
+    cls: Callable[..., torch.Tensor] = type(tensor)
     other: torch.Tensor = cls(tensor.requires_grad, tensor.device, tensor.dtype)
     return other
 
@@ -396,7 +402,7 @@ def _is_dataclass(cls: type) -> bool:
     return type(_attribute(cls, "__dataclass_fields__")) is dict and not _is_enum(cls)
 
 
-def _class_text(value: Any, encoder: Encoder) -> str:
+def _class_text(value: object, encoder: Encoder) -> str:
     cls = type(value)
     text = f"{cls.__module__}:{cls.__qualname__}"
     if find(text) is not cls:
@@ -437,14 +443,14 @@ def _check_class(cls: type, walk: Walk) -> None:
             walk.own_hashes += 1
 
 
-def _encode_enum(value: Any, encoder: Encoder) -> Tree:
+def _encode_enum(value: Enum, encoder: Encoder) -> Tree:
     text = _class_text(value, encoder)
     if vars(type(value))["_member_map_"].get(value._name_) is not value:
         raise encoder.fail("an Enum member that its class does not have", found=text, remedy=REGISTER)
     return {"class": text, "name": value._name_}
 
 
-def _enum(tree: Tree, decoder: Decoder) -> Any:
+def _enum(tree: Tree, decoder: Decoder) -> object:
     text, name = decoder.fields(tree, "class", "name")
     members = vars(_class(text, decoder, "Enum", _is_enum))["_member_map_"]
     if name not in members:
@@ -454,7 +460,7 @@ def _enum(tree: Tree, decoder: Decoder) -> Any:
     return members[name]
 
 
-def _encode_namedtuple(value: Any, encoder: Encoder) -> Tree:
+def _encode_namedtuple(value: tuple[object, ...], encoder: Encoder) -> Tree:
     text = _class_text(value, encoder)
     names = _attribute(type(value), "_fields")
     if getattr(value, "__dict__", None) or len(names) != len(value):
@@ -462,24 +468,24 @@ def _encode_namedtuple(value: Any, encoder: Encoder) -> Tree:
     return {"class": text, "fields": encoder.named(dict(zip(names, value, strict=True)))}
 
 
-def _namedtuple(tree: Tree, decoder: Decoder) -> Any:
+def _namedtuple(tree: Tree, decoder: Decoder) -> object:
     text, fields = decoder.fields(tree, "class", "fields")
-    cls: Any = _class(text, decoder, "namedtuple", _is_namedtuple)
+    cls = _class(text, decoder, "namedtuple", _is_namedtuple)
     values = decoder.named(fields)
     names = _attribute(cls, "_fields")
     _check_fields(names, values, text, decoder)
     return tuple.__new__(cls, [values[name] for name in names])
 
 
-def _slots(cls: type) -> dict[str, Any]:
+def _slots(cls: type) -> dict[str, MemberDescriptorType]:
     """The slots of a class by name."""
-    slots: dict[str, Any] = {}
+    slots: dict[str, MemberDescriptorType] = {}
     for base in reversed(_mro(cls)):
         slots |= {name: slot for name, slot in vars(base).items() if type(slot) is MemberDescriptorType}
     return slots
 
 
-def _encode_dataclass(value: Any, encoder: Encoder) -> Tree:
+def _encode_dataclass(value: "DataclassInstance", encoder: Encoder) -> Tree:
     cls = type(value)
     text = _class_text(value, encoder)
     slots = _slots(cls)
@@ -499,7 +505,7 @@ def _encode_dataclass(value: Any, encoder: Encoder) -> Tree:
     return {**tree, "attributes": encoder.named(state)} if state else tree
 
 
-def _dataclass(tree: Tree, decoder: Decoder) -> Any:
+def _dataclass(tree: Tree, decoder: Decoder) -> object:
     extra = ("attributes",) if "attributes" in decoder.expect(tree, dict) else ()
     text, fields, *attributes = decoder.fields(tree, "class", "fields", *extra)
     cls = _class(text, decoder, "dataclass", _is_dataclass)
@@ -507,7 +513,7 @@ def _dataclass(tree: Tree, decoder: Decoder) -> Any:
     _check_fields([field.name for field in dataclasses.fields(cls)], values, text, decoder)
     for more in attributes:
         values |= decoder.named(more)
-    value: Any = object.__new__(cls)
+    value: object = object.__new__(cls)
     slots = _slots(cls)
     for name, content in values.items():
         if name in slots:
@@ -519,7 +525,7 @@ def _dataclass(tree: Tree, decoder: Decoder) -> Any:
     return value
 
 
-def _check_fields(names: Any, values: dict[str, Any], text: str, decoder: Decoder) -> None:
+def _check_fields(names: Collection[str], values: Collection[str], text: str, decoder: Decoder) -> None:
     missing = [name for name in names if name not in values]
     unknown = [name for name in values if name not in names]
     if missing or unknown:
@@ -537,7 +543,7 @@ def _check_fields(names: Any, values: dict[str, Any], text: str, decoder: Decode
 # The kinds.
 
 
-def _never(value: Any, encoder: Encoder) -> Tree:
+def _never(value: object, encoder: Encoder) -> Tree:
     raise AssertionError("the encoder itself encodes values of this type")
 
 

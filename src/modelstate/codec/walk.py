@@ -161,7 +161,7 @@ class Encoder(Walk):
         super().__init__(kinds, where, leaf)
         self._open: set[int] = set()
         self._snapshots: dict[int, tuple[torch.Tensor, Tree]] = {}
-        self._states: dict[int, tuple[Any, torch.Tensor]] = {}
+        self._states: dict[int, tuple[object, torch.Tensor]] = {}
 
     def child(self, value: Any, step: Step) -> Tree:
         self.enter(step)
@@ -276,9 +276,9 @@ class Decoder(Walk):
 
     def __init__(self, kinds: Kinds, where: str, leaf: Leaf | None) -> None:
         super().__init__(kinds, where, leaf)
-        self._leaves: dict[str | int, Any] = {}
+        self._leaves: dict[str | int, object] = {}
         self._copies: dict[tuple[int, bool, bool], tuple[torch.Tensor, torch.Tensor]] = {}
-        self._objects: dict[int, tuple[torch.Tensor, object, Any]] = {}
+        self._objects: dict[int, tuple[torch.Tensor, object, object]] = {}
         self._drawn: dict[int, int] = {}
 
     def child(self, tree: Tree, step: Step) -> Any:
@@ -377,7 +377,7 @@ class Decoder(Walk):
                 remedy="save them as tensors with memory of their own",
             )
 
-    def _referred(self, reference: Any, leaf: Leaf) -> Any:
+    def _referred(self, reference: Any, leaf: Leaf) -> object:
         if type(reference) not in (str, int):
             raise self.fail("this refers to no tensor", found=_shown(reference))
         if reference not in self._leaves:
@@ -407,7 +407,7 @@ class Decoder(Walk):
             values[self.expect(key, str)] = self.child(item, (ITEM, key))
         return values
 
-    def _tagged(self, tree: dict[str, Tree]) -> Any:
+    def _tagged(self, tree: dict[str, Tree]) -> object:
         ((name, payload),) = tree.items()
         if name == "$tensor":
             return self.tensor(tree)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from types import FunctionType, ModuleType
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import nn
@@ -26,7 +26,7 @@ from modelstate.transaction.slots import Slot, same_values
 from modelstate.transaction.swap_tensors import become, give_grad, give_memory, point_to
 from modelstate.transaction.transaction import Transaction, Write
 
-UNCHANGED: Any = type("Unchanged", (), {"__repr__": lambda _: "modelstate.conversion.UNCHANGED"})()
+UNCHANGED: object = type("Unchanged", (), {"__repr__": lambda _: "modelstate.conversion.UNCHANGED"})()
 """Returned by the function of `modelstate.convert` for a tensor that stays as it is."""
 
 

@@ -153,7 +153,7 @@ _SAME = object()
 """Used as a key where the path of a child is that of the node."""
 
 
-def _children(node: Any, bare: bool) -> Iterator[tuple[Any, Any]]:
+def _children(node: Any, bare: bool) -> Iterator[tuple[object, object]]:
     """The direct children of a node, with their keys in the path."""
     kind = type(node)
     if kind in MAPPINGS:
@@ -259,8 +259,8 @@ class _Slot:
 class _Call:
     """A call that is made when the tensors exist."""
 
-    make: Callable[[Any], Any]
-    template: Any
+    make: Callable[[object], object]
+    template: object
 
 
 class _Constructor:
@@ -278,7 +278,7 @@ class _Constructor:
             self.values[id(node)] = self.finish(node, path, flags)
         return self.values[id(node)]
 
-    def finish(self, node: Any, path: Path, flags: int) -> Any:
+    def finish(self, node: Any, path: Path, flags: int) -> object:
         kind = type(node)
         if kind in MAPPINGS:
             return self.mapping(node, path)
@@ -324,7 +324,7 @@ class _Constructor:
             set_version_metadata(node, self.make(versions, (path, "_metadata")))
         return node
 
-    def module_state(self, fields: dict[str, Any], path: Path) -> OrderedDict[str, Any]:
+    def module_state(self, fields: dict[str, Any], path: Path) -> OrderedDict[str, object]:
         """The tensors of a pickled module whose class is not allowed, by the names in its `state_dict()`.
 
         No code of the module runs, so state-dict hooks and extra state have no effect.
@@ -346,7 +346,7 @@ class _Constructor:
                 state[str(name)] = self.make(child, (path, name))
         return state
 
-    def hashable(self, key: Any, path: Path) -> Any:
+    def hashable(self, key: Any, path: Path) -> object:
         if type(key) is Refused:
             return key
         value = self.make(key, path)
@@ -356,7 +356,7 @@ class _Constructor:
             raise self.failed(type(value).__name__, path, error) from error
         return value
 
-    def run(self, recipe: DeferredCall, pieces: Sequence[Any], path: Path) -> Any:
+    def run(self, recipe: DeferredCall, pieces: Sequence[object], path: Path) -> object:
         try:
             return _execute(recipe, pieces)
         except ModelStateError:
@@ -404,7 +404,9 @@ class _Constructor:
             requires_grad=recipe.requires_grad,
         )
 
-    def template(self, node: Any, path: Path, parts: dict[int, tuple[int, StoredTensor]], memo: dict[int, Any]) -> Any:
+    def template(
+        self, node: object, path: Path, parts: dict[int, tuple[int, StoredTensor]], memo: dict[int, object]
+    ) -> object:
         """A copy of the tree with slots for the tensors, so that each build creates objects of its own."""
         if not self.audit.flags(node) & TENSOR:
             return self.make(node, path)
@@ -412,7 +414,9 @@ class _Constructor:
             memo[id(node)] = self.templated(node, path, parts, memo)
         return memo[id(node)]
 
-    def templated(self, node: Any, path: Path, parts: dict[int, tuple[int, StoredTensor]], memo: dict[int, Any]) -> Any:
+    def templated(
+        self, node: Any, path: Path, parts: dict[int, tuple[int, StoredTensor]], memo: dict[int, object]
+    ) -> object:
         def below(child: Any) -> Any:
             return self.template(child, path, parts, memo)
 

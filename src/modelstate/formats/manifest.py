@@ -73,9 +73,9 @@ _FIELDS: dict[str, type | tuple[type, ...]] = {
 class ManifestState:
     """The state that a manifest describes, over the tensors of its file."""
 
-    tree: Any
+    tree: object
     """The saved state. Values other than tensors are present but not yet decoded; the tensors within them are not."""
-    metadata: dict[str, Any]
+    metadata: dict[str, object]
     """`schema` and `extra`, where they were saved; `extra` is not yet decoded."""
     checksums: dict[ByteRange, Checksum]
 
@@ -111,7 +111,7 @@ def apply(
     """
     where = f"{path}: {place}[{KEY!r}]"
     manifest = _parse(text, where)
-    metadata: dict[str, Any] = {"schema": manifest["schema"]} if "schema" in manifest else {}
+    metadata: dict[str, object] = {"schema": manifest["schema"]} if "schema" in manifest else {}
     checksums = _checksums(manifest.get("digests", {}), tensors, where)
     hidden = {name: tensors[name] for name in _names(manifest.get("extra_tensors", []), tensors, where)}
     if "attached" in manifest:
@@ -173,8 +173,8 @@ class _Tree:
             return items if kind == "list" else tuple(items)
         return self._dict(tree, at, depth)
 
-    def _dict(self, tree: dict[str, Any], at: str, depth: int) -> dict[Any, Any]:
-        mapping: Any = OrderedDict() if tree.get("ordered") or "versions" in tree else {}
+    def _dict(self, tree: Mapping[str, Any], at: str, depth: int) -> dict[object, object]:
+        mapping: dict[object, object] = OrderedDict() if tree.get("ordered") or "versions" in tree else {}
         collisions = Collisions(len(tree["dict"]), lambda what, **_: _damaged(self._where, f"{what}, at {at[:80]}"))
         for pair in tree["dict"]:
             if type(pair) is not list or len(pair) != 2:
@@ -186,7 +186,7 @@ class _Tree:
             mapping[key] = self.node(pair[1], f"{at}.{key}" if at else str(key), depth + 1)
         if "versions" in tree:
             set_version_metadata(mapping, _versions(tree["versions"], self._where))
-        return mapping  # type: ignore[no-any-return]
+        return mapping
 
     def _key(self, tree: object) -> object:
         if type(tree) in (str, int):
@@ -199,7 +199,7 @@ class _Tree:
         return key
 
 
-def _checksums(fields: dict[str, Any], tensors: Mapping[str, StoredTensor], where: str) -> dict[ByteRange, Checksum]:
+def _checksums(fields: Mapping[str, Any], tensors: Mapping[str, StoredTensor], where: str) -> dict[ByteRange, Checksum]:
     if not fields:
         return {}
     digests = fields.get("tensors")
@@ -260,7 +260,7 @@ def _parse(text: str, where: str) -> dict[str, Any]:
     return manifest
 
 
-def _names(names: list[Any], known: Mapping[str, object], where: str) -> list[str]:
+def _names(names: list[str], known: Mapping[str, object], where: str) -> list[str]:
     for name in names:
         if type(name) is not str or name not in known:
             raise _damaged(where, f"it speaks of a tensor {quote(str(name))}, which is not there")

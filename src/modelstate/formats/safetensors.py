@@ -461,7 +461,7 @@ def write(output: Output, planned: Layout, threads: int | None = None) -> Writte
 
 
 def _header(tensors: Iterable[tuple[str, torch.Tensor | LazyTensor]], metadata: Mapping[str, str]) -> bytes:
-    entries: dict[str, Any] = {_METADATA_NAME: {SEAL: OPEN_SEAL, **metadata}}
+    entries: dict[str, object] = {_METADATA_NAME: {SEAL: OPEN_SEAL, **metadata}}
     end = 0
     for name, tensor in tensors:
         begin, end = end, end + nbytes_of(tensor)

@@ -38,12 +38,12 @@ class SerializedState:
     names: int = 0
     """The number of tensor names in the state."""
     aliases: dict[str, str] = field(default_factory=dict)
-    subclasses: dict[str, Any] = field(default_factory=dict)
-    versions: Any = None
-    extra: dict[str, Any] = field(default_factory=dict)
+    subclasses: dict[str, object] = field(default_factory=dict)
+    versions: object = None
+    extra: dict[str, object] = field(default_factory=dict)
     extra_tensors: list[str] = field(default_factory=list)
     tree: Any = None
-    attached: Any = None
+    attached: object = None
 
     @property
     def live(self) -> dict[str, torch.Tensor]:
@@ -52,7 +52,7 @@ class SerializedState:
 
     def manifest(self, schema: str | None, digests: Mapping[str, str]) -> str:
         """The manifest as JSON. Its length does not depend on the digests."""
-        manifest: dict[str, Any] = {"format": FORMAT, "writer": f"{KEY} {__version__}"}
+        manifest: dict[str, object] = {"format": FORMAT, "writer": f"{KEY} {__version__}"}
         if schema is not None:
             manifest["schema"] = schema
         manifest["digests"] = {"algorithm": ALGORITHM, "block_bytes": BLOCK_BYTES, "tensors": dict(digests)}
@@ -63,7 +63,7 @@ class SerializedState:
 
 
 def serialize(
-    state: Any, where: str, attached: Mapping[str, Any] | None = None, *, as_tree: bool = False
+    state: Any, where: str, attached: Mapping[str, object] | None = None, *, as_tree: bool = False
 ) -> SerializedState:
     """Splits a state into plain tensors and a manifest.
 
@@ -130,11 +130,11 @@ class _Serializer:
                 self.state.extra[name] = self.encode(value, f"{self._where}: {name}")
         self.state.versions = self._versions(state)
 
-    def encode(self, value: object, where: str) -> Any:
+    def encode(self, value: object, where: str) -> object:
         """Encodes a value; tensors within it become tensors of the file."""
         return encode(value, where, leaf=self._put)
 
-    def node(self, value: Any, path: str, depth: int) -> Any:
+    def node(self, value: Any, path: str, depth: int) -> object:
         """The manifest's node for a part of a tree."""
         if _is_tensor(value):
             self.state.names += 1
@@ -155,7 +155,7 @@ class _Serializer:
         self._open.discard(id(value))
         if kind != "dict":
             return {kind: [node for _, node in nodes]}
-        entry: dict[str, Any] = {"dict": [[encode(key, self._at(path)), node] for key, node in nodes]}
+        entry: dict[str, object] = {"dict": [[encode(key, self._at(path)), node] for key, node in nodes]}
         if isinstance(value, OrderedDict):
             entry["ordered"] = True
         if (versions := self._versions(value)) is not None:
@@ -230,7 +230,7 @@ class _Serializer:
         self.state.extra_tensors.append(name)
         return name
 
-    def _versions(self, state: Mapping[Any, Any]) -> Any:
+    def _versions(self, state: Mapping[object, object]) -> object:
         versions = version_metadata(state)
         if versions is None:
             return None

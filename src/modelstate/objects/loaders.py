@@ -34,7 +34,7 @@ _PENDING_STATE = "next_iter_state"
 Loader = DataLoader[Any]
 
 
-def state_of(obj: Any) -> Any:
+def state_of(obj: Any) -> object:
     """Returns the `state_dict()` of an object; of a loader that has its own generator, with the generator's state.
 
     A loader without an iterator would build one, and start its workers. Its state is the one that it was restored to,
@@ -143,11 +143,11 @@ def checked_iterators(objects: Iterable[object]) -> Iterator[None]:
 _lock = fork_safe_lock()
 _saved_objects: list[list[object]] = []
 """The objects of each `checked_iterators` block that is running."""
-_original_iter: dict[Any, Callable[[Any], object]] = {}
+_original_iter: dict[type[Any], Callable[..., object]] = {}
 """The own `__iter__` of each class that is wrapped now."""
 
 
-def _checking(iter_method: Callable[[Any], object]) -> Callable[[Any], object]:
+def _checking(iter_method: Callable[..., object]) -> Callable[..., object]:
     @wraps(iter_method)
     def __iter__(loader: Loader) -> object:
         if problem := _resume_problem(loader):

@@ -28,12 +28,12 @@ class _Generator:
 
     get: Callable[[], object]
     """Returns the state, which shares no memory with the generator."""
-    set: Callable[[Any], object]
-    check: Callable[[Any], None]
+    set: Callable[..., object]
+    check: Callable[..., None]
     """Raises for a state that `set` refuses, or accepts although it is invalid. Changes nothing."""
 
 
-_Pairs = list[tuple[_Generator, Any]]
+_Pairs = list[tuple[_Generator, object]]
 """Generators with the states that they get."""
 
 
@@ -92,7 +92,7 @@ class RNG:
             "generators": {name: generator.get() for name, generator in self._own.items()},
         }
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state_dict: Mapping[str, object]) -> None:
         """Sets all generators, or none: the state is checked before the first generator is set.
 
         Args:
@@ -200,7 +200,7 @@ def _user_generator(name: str, given: object) -> _Generator:
     return generator
 
 
-def _check_python(state: Any) -> None:
+def _check_python(state: tuple[Any, ...]) -> None:
     trial = random.Random(0)
     trial.setstate(state)
     # setstate cuts off the upper bits of numbers that are too large, and takes any value for the cached Gaussian.
@@ -214,14 +214,14 @@ def _numpy_legacy(owner: Any) -> _Generator:
     return _Generator(get, owner.set_state, partial(_check_numpy, "$numpy.random.RandomState", get))
 
 
-def _numpy_bits(bits: Any) -> _Generator:
-    def get() -> Any:
+def _numpy_bits(bits: np.random.BitGenerator) -> _Generator:
+    def get() -> object:
         return bits.state
 
     return _Generator(get, partial(setattr, bits, "state"), partial(_check_numpy, "$numpy.random.Generator", get))
 
 
-def _check_numpy(tag: str, get: Callable[[], Any], state: Any) -> None:
+def _check_numpy(tag: str, get: Callable[[], Any], state: Mapping[str, Any]) -> None:
     # NumPy takes a position outside the state, and reads out of bounds there. The codec refuses it.
     fields = {"state": encode(state)}
     decode({tag: fields if tag.endswith("RandomState") else {**fields, "seed": None}})

@@ -106,12 +106,12 @@ def has_load_pre_hooks(module: torch.nn.Module) -> bool:
     return bool(module._load_state_dict_pre_hooks)
 
 
-def load_pre_hooks(module: torch.nn.Module) -> list[Callable[..., Any]]:
+def load_pre_hooks(module: torch.nn.Module) -> list[Callable[..., object]]:
     """The module's own pre-hooks of `load_state_dict`, in their order."""
     return [*module._load_state_dict_pre_hooks.values()]
 
 
-def load_post_hooks(module: torch.nn.Module) -> list[Callable[..., Any]]:
+def load_post_hooks(module: torch.nn.Module) -> list[Callable[..., object]]:
     """The module's own post-hooks of `load_state_dict`, in their order."""
     return [*module._load_state_dict_post_hooks.values()]
 
@@ -126,12 +126,12 @@ IncompatibleKeys = torch.nn.modules.module._IncompatibleKeys
 """What `torch.nn.Module.load_state_dict` returns."""
 
 
-def set_version_metadata(state_dict: dict[str, Any], versions: Mapping[str, Any]) -> None:
+def set_version_metadata(state_dict: Mapping[Any, object], versions: Mapping[str, object]) -> None:
     """Attaches the version metadata of modules to an `OrderedDict`, where `load_state_dict` looks for it."""
     state_dict._metadata = versions  # type: ignore[attr-defined]
 
 
-def version_metadata(state_dict: object) -> Mapping[str, Any] | None:
+def version_metadata(state_dict: object) -> Mapping[str, object] | None:
     """The version metadata of modules that `state_dict()` and `set_version_metadata` attach; None without it."""
     versions = getattr(state_dict, "_metadata", None)
     return versions if isinstance(versions, Mapping) else None
@@ -142,7 +142,7 @@ def has_forward_hooks(module: torch.nn.Module) -> bool:
     return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
-def forward_pre_hooks(module: torch.nn.Module) -> list[Callable[..., Any]]:
+def forward_pre_hooks(module: torch.nn.Module) -> list[Callable[..., object]]:
     """The module's own pre-hooks of its forward pass."""
     return list(module._forward_pre_hooks.values())
 
@@ -230,7 +230,7 @@ class _DisabledHook:
     def __call__(self, *args: object, **named: object) -> None:
         pass
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Hook:
+    def __deepcopy__(self, memo: dict[int, object]) -> Hook:
         return copy.deepcopy(self.hook, memo)  # no block would enable the hook of a copy
 
     def __copy__(self) -> Hook:

@@ -30,12 +30,12 @@ class MethodOverride:
         stock = getattr(owner, name)
 
         @wraps(stock)
-        def replacement(*args: Any, **kwargs: Any) -> Any:
+        def replacement(*args: Any, **kwargs: object) -> object:
             return function(stock, *args, **kwargs)
 
-        self.replacement: Callable[..., Any] = replacement
-        self._installed: Any = staticmethod(replacement) if name == "__new__" else replacement
-        self._before: Any = None
+        self.replacement: Callable[..., object] = replacement
+        self._installed: object = staticmethod(replacement) if name == "__new__" else replacement
+        self._before: object = None
 
     def install(self) -> None:
         """Puts the replacement in place, if it is not there already."""

@@ -3,14 +3,20 @@
 Each is used by torch's own `nn.Module`, `torch.utils.swap_tensors` or `torch.export` for the same purpose.
 """
 
+from __future__ import annotations
+
 import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import torch
+
+if TYPE_CHECKING:
+    from torch.export import ExportedProgram
+    from torch.utils._pytree import TreeSpec
 
 without_subclasses: Any = torch._C.DisableTorchFunctionSubclass
 """A context in which tensor subclasses do not see what is done to them."""
@@ -245,18 +251,18 @@ def is_tensor_like(value: object) -> bool:
     return bool(check(value))
 
 
-def exported_program_class() -> Any:
+def exported_program_class() -> type[ExportedProgram] | None:
     """`torch.export.ExportedProgram`; None where nothing has been exported or loaded in this process."""
     return getattr(sys.modules.get("torch.export"), "ExportedProgram", None)
 
 
-def flatten(value: object) -> tuple[list[Any], Any]:
+def flatten(value: object) -> tuple[list[Any], TreeSpec]:
     """The leaves of nested containers, and their structure, as `torch.export` has them."""
     leaves, spec = torch.utils._pytree.tree_flatten(value)
     return leaves, spec
 
 
-def unflatten(leaves: list[Any], spec: Any) -> Any:
+def unflatten(leaves: list[Any], spec: TreeSpec) -> Any:
     """The way back of `flatten`."""
     return torch.utils._pytree.tree_unflatten(leaves, spec)
 
@@ -272,7 +278,7 @@ def without_recomputation() -> Iterator[None]:
     module: Any = torch.utils.checkpoint
     hook, thread = module._recomputation_hook, threading.get_ident()
 
-    def guarded(*args: Any) -> Any:
+    def guarded(*args: Any) -> object:
         if threading.get_ident() == thread:
             raise RuntimeError("the forward pass would be run again")
         return hook(*args)
@@ -284,12 +290,12 @@ def without_recomputation() -> Iterator[None]:
         module._recomputation_hook = hook
 
 
-def keyword_order(spec: Any) -> list[str]:
+def keyword_order(spec: TreeSpec) -> list[str]:
     """The names of keyword arguments, in the order in which the structure of a program's inputs has them."""
     return list(_child(spec, 1).context)
 
 
-def _child(spec: Any, place: int) -> Any:
+def _child(spec: TreeSpec, place: int) -> TreeSpec:
     return spec.child(place) if hasattr(spec, "child") else spec.children_specs[place]  # before torch 2.10
 
 
@@ -298,7 +304,7 @@ def expression_of(size: object) -> Any:
     return size.node.expr if isinstance(size, torch.SymInt) else size
 
 
-def structure_of(text: str) -> Any:
+def structure_of(text: str) -> TreeSpec:
     """The structure of containers that a package has written down."""
     return torch.utils._pytree.treespec_loads(text)
 
@@ -330,7 +336,7 @@ def aoti_embedded_constants(library: str) -> dict[str, torch.Tensor]:
     return {name: value.clone() for name, value in runner.extract_constants_map(False).items()}
 
 
-def aoti_compile(program: Any, options: dict[str, Any]) -> list[Any]:
+def aoti_compile(program: ExportedProgram, options: dict[str, object]) -> list[object]:
     """Compiles an exported program ahead of time, as `torch._inductor.aoti_compile_and_package` does."""
     import torch._inductor
 
@@ -354,12 +360,12 @@ def text_of_size(expression: Any) -> str:
     return str(PythonPrinter().doprint(expression))
 
 
-def guards_of(program: Any) -> list[str]:
+def guards_of(program: ExportedProgram) -> list[str]:
     """What the sizes of an exported program's inputs must fulfil, as Python that goes by the module's arguments."""
     return list(getattr(program, "_guards_code", ()))
 
 
-def guards_of_compiling(program: Any) -> list[str]:
+def guards_of_compiling(program: ExportedProgram) -> list[str]:
     """The same, with what a compiler has found out and relied on since."""
     import torch.export.exported_program
 
@@ -367,7 +373,7 @@ def guards_of_compiling(program: Any) -> list[str]:
     return list(guards(program.graph_module))
 
 
-def guard_function(program: Any) -> Callable[..., None]:
+def guard_function(program: ExportedProgram) -> Callable[..., None]:
     """Torch's own check of a program's inputs, which raises. There is none without the inputs of the export."""
     found: Any = getattr(program.module(), "_guards_fn", None)
     return _nothing_of if found is None else found.forward
@@ -377,14 +383,14 @@ def _nothing_of(*inputs: object) -> None:
     pass
 
 
-def argument_names(program: Any) -> list[str]:
+def argument_names(program: ExportedProgram) -> list[str]:
     """The names of a program's positional arguments, each of `*args` alone."""
     signature, count = program.module_call_graph[0].signature, _child(program.call_spec.in_spec, 0).num_children
     names = list((signature.forward_arg_names if signature is not None else None) or ())
     return (names if len(names) >= count else [f"arg_{place}" for place in range(count)])[:count]
 
 
-def leaf_paths(spec: Any, arguments: Sequence[str]) -> list[tuple[str, str]]:
+def leaf_paths(spec: TreeSpec, arguments: Sequence[str]) -> list[tuple[str, str]]:
     """Where each input is: the name of its argument, and the way from there, as Python has it."""
     pytree = torch.utils._pytree
     args, named = pytree.tree_unflatten([*range(spec.num_leaves)], spec)
@@ -392,7 +398,7 @@ def leaf_paths(spec: Any, arguments: Sequence[str]) -> list[tuple[str, str]]:
     return [(name, pytree.keystr(path)) for name, value in given for path, _ in pytree.tree_leaves_with_path(value)]
 
 
-def written_inputs(program: Any) -> list[str]:
+def written_inputs(program: ExportedProgram) -> list[str]:
     """The names of the inputs that a program writes to."""
     return [*program.run_decompositions({}).graph_signature.user_inputs_to_mutate.values()]
 
@@ -412,7 +418,7 @@ def wrapper_subclass(
     return tensor
 
 
-def arguments_of_node(node: Any) -> dict[str, Any] | None:
+def arguments_of_node(node: Any) -> dict[str, object] | None:
     """The arguments of an operator in a graph, by name and with their defaults; None where it has no schema."""
     schema = getattr(node.target, "_schema", None)
     if schema is None:
