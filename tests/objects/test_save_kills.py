@@ -11,7 +11,7 @@ import pytest
 import modelstate as ms
 from modelstate.testing import Request, faulty_writes
 from tests.objects.saves import KINDS, NAME, contents, save, version_at
-from tests.programs import CONTEXT, as_process_of_its_own
+from tests.programs import CONTEXT, as_process_of_its_own, run_program
 from tests.sweeps import sample
 
 
@@ -27,10 +27,7 @@ def killed_at(number: int, directory: Path, version: int, kind: str) -> bool:
     return os.WIFSIGNALED(status)
 
 
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:This process.*multi-threaded:DeprecationWarning")
-@pytest.mark.parametrize(("old", "new"), product(KINDS, KINDS))
-def test_a_kill_at_every_call(tmp_path: Path, old: str, new: str) -> None:
+def kill_at_every_call(tmp_path: Path, old: str, new: str) -> None:
     save(tmp_path, 1, old)
     files, seen = len(contents(tmp_path)), []
     with faulty_writes() as clean:
@@ -39,11 +36,27 @@ def test_a_kill_at_every_call(tmp_path: Path, old: str, new: str) -> None:
     for request in sample(clean.requests, lambda request: request.call):
         save(tmp_path, 1, old)
         assert len(contents(tmp_path)) == files, "leftovers of the one that was killed"
-        assert killed_at(request.number, tmp_path, 2, new)
+        assert killed_at(request.number, tmp_path, 2, new), request
         seen.append(version_at(tmp_path / NAME))
-    assert seen == sorted(seen)
-    assert set(seen) == {1, 2}
+    assert seen == sorted(seen), seen
+    assert set(seen) == {1, 2}, seen
     assert not killed_at(len(clean.requests) + 1, tmp_path, 2, new)
+
+
+SWEEP = """
+import sys
+from pathlib import Path
+from tests.objects.test_save_kills import kill_at_every_call
+kill_at_every_call(Path(sys.argv[1]), *sys.argv[2:])
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("old", "new"), list(product(KINDS, KINDS)))
+def test_a_kill_at_every_call(tmp_path: Path, old: str, new: str) -> None:
+    """In a small process: to fork one with all the modules of the tests takes longer than a save."""
+    done = run_program(SWEEP, tmp_path, old, new)
+    assert done.returncode == 0, done.stderr
 
 
 def test_what_a_living_saver_has_written_stays(tmp_path: Path) -> None:
