@@ -422,3 +422,45 @@ def test_a_memory_limit_that_is_hit(options: str, path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr[-2000:]
     assert "loaded" in done.stdout
+
+
+# Several objects.
+
+
+class Refusing:
+    """An object whose state cannot be loaded."""
+
+    def state_dict(self) -> dict[str, int]:
+        return {"step": 1}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        raise ValueError("no")
+
+
+def test_a_restore_reads_straight_after_everything_else(folder: Path) -> None:
+    saved, net = module(2.0), module()
+    ms.save({"model": saved, "optimizer": torch.optim.AdamW(saved.parameters()), "epoch": 3}, folder / "x.safetensors")
+    objects = {"model": net, "optimizer": torch.optim.AdamW(net.parameters()), "epoch": 0}
+    restored = ms.restore(objects, folder / "x.safetensors")
+    assert whys(restored.report) == {LEASED}
+    assert (values(net), restored["epoch"]) == ({2.0}, 3)
+
+
+def test_a_restore_that_another_object_refuses_changes_nothing(folder: Path) -> None:
+    net = module()
+    ms.save({"model": module(2.0), "other": Refusing()}, folder / "x.safetensors")
+    with pytest.raises(ms.ModelStateError, match="nothing has been changed"):
+        ms.restore({"model": net, "other": Refusing()}, folder / "x.safetensors")
+    assert values(net) == {1.0}
+
+
+def test_an_object_that_looks_at_the_module_sees_its_new_values(folder: Path) -> None:
+    net, seen = module(), list[float]()
+
+    class Looking(Refusing):
+        def load_state_dict(self, state: dict[str, int]) -> None:
+            seen.append(net.layers[3].weight.max().item())
+
+    ms.save({"model": module(2.0), "other": Looking()}, folder / "x.safetensors")
+    ms.restore({"model": net, "other": Looking()}, folder / "x.safetensors")
+    assert (seen, values(net)) == ([2.0], {2.0})

@@ -286,7 +286,7 @@ def restore_objects(
     targets = targets_of(objects)
     check_owners(targets, modules_of(targets))
     _check_parts(saved)
-    options = options_of("", (), allow_missing, allow_unexpected, None, device, None, map, False, init_missing)
+    options = options_of("", (), allow_missing, allow_unexpected, None, device, None, map, None, init_missing)
     kept_options = patterns_of("keep_options", keep_options)
     names: list[str] = []
     for path, target in targets.items():
