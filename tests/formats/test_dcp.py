@@ -270,6 +270,7 @@ def test_sharded_by_several_ranks(of_three_ranks: Path) -> None:
     assert len(checkpoint.files) == 4
 
 
+@pytest.mark.slow
 def test_sharded_into_a_model(of_three_ranks: Path) -> None:
     true = torch.load(of_three_ranks / "whole.pt")["model"]
     model = torch.nn.Sequential(torch.nn.Linear(6, 7), torch.nn.LayerNorm(7), torch.nn.Linear(7, 1))

@@ -59,6 +59,7 @@ def test_this_torch_is_not_too_old() -> None:
     assert torch_version() >= min(versions(1))
 
 
+@pytest.mark.slow
 def test_an_old_torch_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     module, x = torch.nn.Linear(2, 2).eval(), torch.ones(1, 2)
     package = package_of(module, x) if torch_version() >= OLDEST["AOTInductor packages"] else None
