@@ -74,7 +74,8 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("target", "options", "new_bytes", "extra_bytes"),
     [
-        ("materialised", "dict()", 0, MODEL_BYTES),
+        ("materialised", "dict()", 0, 0),
+        ("materialised", "dict(in_place=False)", 0, MODEL_BYTES),
         ("materialised", "dict(in_place=True)", 0, 0),
         ("materialised", "dict(dtype=torch.bfloat16)", MODEL_BYTES // 2, THREADS * 4 * MB),
         ("materialised", "dict(transform=lambda n, t: t * 2)", 0, MODEL_BYTES + MODEL_BYTES // 8),
