@@ -271,7 +271,12 @@ PARTS = ("", ".", "..", "a", "b", "w", "up", "far", "near", "far_w", "loop", "go
 @example(parts=["in", "a", "up", "w"], absolute=True)
 def test_no_path_leads_out(parts: list[str], absolute: bool, tree: Path) -> None:
     taken: list[str] = []
-    live: Any = SimpleNamespace(swap=lambda checkpoint, **_: taken.extend(checkpoint.files))
+
+    def swap(checkpoint: ms.Checkpoint, **_: object) -> SimpleNamespace:
+        taken.extend(checkpoint.files)
+        return SimpleNamespace(version=2)
+
+    live: Any = SimpleNamespace(swap=swap)
     source = os.path.join(*([str(tree)] if absolute else []), *parts) or "."
     root = (tree / "in").resolve()
     meant = Path(os.path.realpath(root / source))

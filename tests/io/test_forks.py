@@ -155,15 +155,16 @@ def test_no_lock_of_a_python_module_is_forgotten() -> None:
     import modelstate
     from modelstate import process as workers
 
-    known = {id(lock) for lock, _ in workers._fork_safe}
     handled = {"modelstate.io.lease._lock"}  # by a function of its own at forks
     kinds = type(threading.Lock()), type(threading.RLock()), threading.Condition
+    names = [module.name for module in pkgutil.walk_packages(modelstate.__path__, "modelstate.")]
+    names = [name for name in names if not name.endswith("__main__") and ".integrations." not in name]
+    modules = [importlib.import_module(name) for name in names]
+    known = {id(lock) for lock, _ in workers._fork_safe}
     forgotten = []
-    for module in pkgutil.walk_packages(modelstate.__path__, "modelstate."):
-        if module.name.endswith("__main__") or ".integrations." in module.name:
-            continue
-        for name, value in vars(importlib.import_module(module.name)).items():
-            where = f"{module.name}.{name}"
+    for module in modules:
+        for name, value in vars(module).items():
+            where = f"{module.__name__}.{name}"
             if isinstance(value, kinds) and id(value) not in known and where not in handled:
                 forgotten.append(where)
     assert not forgotten
