@@ -44,6 +44,22 @@ MATERIALISED = {
 }
 """Into a module that has memory, and whose parameters an optimizer holds."""
 
+DEFAULT = {
+    name: MATERIALISED[name]
+    for name in (
+        "modelstate.load",
+        "torch.load(mmap) + load_state_dict",
+        "safetensors load_model",
+        "safetensors safe_open + copy_",
+        "accelerate load_checkpoint_in_model",
+        "modelstate.load, in_place=True",
+    )
+} | {
+    "modelstate.load, torch file": ours.load(meta=False, torch_file=True),
+    "modelstate.load, in_place=False": ours.load(meta=False, in_place=False),
+}
+"""Into a module that has memory, as people load first."""
+
 CAST = {
     "modelstate.load, dtype=bfloat16": ours.load(dtype=torch.bfloat16),
     "modelstate.load, dtype=bfloat16, torch file": ours.load(dtype=torch.bfloat16, torch_file=True),
@@ -87,6 +103,7 @@ HUB_INT8 = {
 TABLES = {
     "meta": META,
     "materialised": MATERIALISED,
+    "default": DEFAULT,
     "cast": CAST,
     "int8": _quantized(quantized.int8),
     "int4": _quantized(quantized.int4),

@@ -42,6 +42,28 @@ class Load:
 
 
 LOADS: dict[str, tuple[Load, ...]] = {
+    "default": (
+        Load(
+            "default/large",
+            f"Without options: a decoder, {{size}}, {MEMORY}",
+            "default",
+            {"": "large"},
+            words="A module keeps its values when the load fails; `in_place=False` and `in_place=True` show what the "
+            "alternatives cost.",
+        ),
+        Load(
+            "default/minilm",
+            f"Without options: all-MiniLM-L6-v2, {{size}}, {MEMORY}",
+            "default",
+            {"": "minilm"},
+        ),
+        Load(
+            "default/small",
+            f"Without options: {{count}} tensors of 1 to 16 KB, {{size}}, {MEMORY}",
+            "default",
+            {"": "small"},
+        ),
+    ),
     "large": (
         Load(
             "large/meta",
