@@ -51,18 +51,6 @@ LOADS: dict[str, tuple[Load, ...]] = {
             words="A module keeps its values when the load fails; `in_place=False` and `in_place=True` show what the "
             "alternatives cost.",
         ),
-        Load(
-            "default/minilm",
-            f"Without options: all-MiniLM-L6-v2, {{size}}, {MEMORY}",
-            "default",
-            {"": "minilm"},
-        ),
-        Load(
-            "default/small",
-            f"Without options: {{count}} tensors of 1 to 16 KB, {{size}}, {MEMORY}",
-            "default",
-            {"": "small"},
-        ),
     ),
     "large": (
         Load(
