@@ -33,10 +33,10 @@ def _swaps(runner: Runner, count: int, width: int) -> Measured:
             rows.setdefault(name, []).extend(results)
     words = (
         f"{count} matrices of {width} x {width}, {4 * count * width**2 / 1e6:,.0f} MB, from a state dict in memory, "
-        "and from a file in the page cache. Staging is reading and checking, while the old version serves, into memory "
-        "of versions that have been dropped, as from the fourth swap on. The rest is what it takes until the new one "
-        "does, and until no request has the old one any more, of which there are none here. The copy is into memory "
-        "that is there."
+        "and from a file in the page cache. Staging reads and checks the weights while the old version serves; from "
+        "the fourth swap on it reads into memory of dropped versions. The rest is the time until the new version "
+        "serves and the requests of the old version have ended; this table has no requests. The copy writes to "
+        "existing memory."
     )
     return Measured("live/swap", "New weights into a program", words, "swap", {"": rows}, runner.runs, failed)
 

@@ -48,8 +48,8 @@ LOADS: dict[str, tuple[Load, ...]] = {
             f"Without options: a decoder, {{size}}, {MEMORY}",
             "default",
             {"": "large"},
-            words="A module keeps its values when the load fails; `in_place=False` and `in_place=True` show what the "
-            "alternatives cost.",
+            words="With `modelstate.load` the module keeps its values when the load fails; `in_place=False` and "
+            "`in_place=True` show what the alternatives cost.",
         ),
     ),
     "large": (

@@ -260,7 +260,7 @@ def page(
 This page is written by `{command}`.{_origin(parts, command)} Every contender runs in a fresh process, in alternation
 with the others of its table. {of.words}
 
-The machine: {" ".join(machines)}"""
+The machine: {" Other parts: ".join(machines)}"""
     texts = [f"# {of.title}", summary(compared), words, goals(found), *map(section, measured)]
     return "\n\n".join(text for text in texts if text) + "\n"
 

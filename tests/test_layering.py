@@ -79,7 +79,7 @@ def test_imports_follow_the_order() -> None:
         for line, name in imports_of(path):
             if name[0] != "modelstate":
                 continue
-            # The public names as a whole are for the command line, which is nobody's foundation.
+            # Only the command line imports the public names as a whole, and no room imports the command line.
             there = name[1] if len(name) > 1 else "cli"
             if LEVEL[there] > LEVEL[here]:
                 wrong.append(f"{path.relative_to(SOURCE)}, line {line}: {here} imports {'.'.join(name)}")

@@ -158,7 +158,7 @@ class OpenError(ModelStateError, page="no-checkpoint"):
 
 
 class SourceNotFoundError(OpenError, FileNotFoundError):
-    """The path does not exist, is a directory that has no checkpoint, or names shards of which some are missing."""
+    """The path does not exist, the directory has no checkpoint, or a shard that the index names is missing."""
 
 
 class SourceAccessError(OpenError, PermissionError):

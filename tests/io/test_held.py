@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from modelstate.errors import ReadFailedError
-from modelstate.io import engine, held, lease, linux, prefetch
+from modelstate.io import engine, held, lease, linux, memory, prefetch
 from modelstate.io.engine import ReadStrategy, Request, Wanted, read_ranges, stream
 from modelstate.io.files import current_fingerprints
 from modelstate.io.held import HeldFiles, held_files
@@ -273,20 +273,27 @@ def test_a_block_whose_consumer_fails_is_consumed_again(path: Path) -> None:
     assert sum(done) == SIZE
 
 
-def test_block_buffers_are_used_again_and_not_all_are_kept(path: Path) -> None:
-    addresses: list[set[int]] = [set(), set()]
-    for seen in addresses:
+def test_block_buffers_are_used_again_and_not_all_are_kept(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "_LEAST_POOLED_BYTES", 1)
+    monkeypatch.setattr(engine, "_buffers", memory.MemoryPool())
+    monkeypatch.setattr(engine, "_KEPT_BUFFER_BYTES", 2 * BLOCK)
 
-        def consume(_: engine.Block, buffer: torch.Tensor, seen: set[int] = seen) -> None:
-            seen.add(buffer.data_ptr())
-
+    def addresses(threads: int) -> set[int]:
+        seen = set[int]()
         with holding(path) as files:
-            wanted, strategy = [Wanted(*whole(path), 1)], ReadStrategy(1, BLOCK)
-            stream(wanted, consume, strategy=strategy, fingerprints={}, on_block=lambda *_: None, held=files)
-    assert addresses[0] == addresses[1]
-    engine._keep_spare(torch.empty(8 << 20, dtype=torch.uint8) for _ in range(5))
-    assert sum(spare.untyped_storage().nbytes() for spare in engine._spare) <= engine._SPARE_BYTES
-    engine._spare.clear()
+            stream(
+                [Wanted(*whole(path), 1)],
+                lambda _, buffer: seen.add(buffer.data_ptr()),
+                strategy=ReadStrategy(threads, BLOCK),
+                fingerprints={},
+                on_block=lambda *_: None,
+                held=files,
+            )
+        return seen
+
+    assert addresses(1) == addresses(1)
+    addresses(4)
+    assert 0 < engine._buffers.kept_bytes <= 2 * BLOCK
 
 
 # What the page cache lacks.

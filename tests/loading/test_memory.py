@@ -160,6 +160,23 @@ def test_an_average_of_transposed_tensors_takes_no_more_than_its_plan_states(dty
     assert taken <= LAYERS * into * out * kind.itemsize + stated + SLACK_BYTES // 3
 
 
+@pytest.mark.slow
+def test_an_average_by_many_threads_takes_no_more_than_its_plan_states(tmp_path: Path) -> None:
+    """Each of 8 threads has memory for a piece of each of 8 parts: more than the slack of the measurement."""
+    import torch
+    from safetensors.torch import save_file
+
+    layers, into, out = 8, 1024, 2048
+    for name in range(8):
+        save_file({f"{i}.weight": torch.randn(out, into) for i in range(layers)}, tmp_path / str(name))
+    opened = "ms.open([f'{path}/{name}' for name in range(8)], combine=ms.merge.Average())"
+    eight = "setattr(__import__('modelstate.io.tensors').io.tensors, 'read_threads', lambda: 8)"
+    source = f"[{eight}, {opened}][1]"
+    taken, told, stated = measured("skeleton", tmp_path, "{}", f"{layers}, ({into}, {out}), torch.float32, {source}")
+    assert told <= stated
+    assert taken <= layers * into * out * 4 + stated + SLACK_BYTES // 3
+
+
 SHORT = """
 import resource, sys, torch, modelstate as ms
 from torch import nn

@@ -240,7 +240,7 @@ def test_the_default_device_does_not_matter(default: str, tmp_path: Any) -> None
         ms.load(plain, tmp_path / "x.pt", dtype=torch.float64)
     finally:
         torch.set_default_device(None)
-        # torch 2.8 would keep None there, of which get_default_device asks the type.
+        # torch 2.8 would keep None there, and get_default_device reads the type of what is there.
         vars(torch._GLOBAL_DEVICE_CONTEXT).pop("device_context", None)  # type: ignore[attr-defined]
     assert torch.equal(skeleton.weight, state["weight"])
     assert torch.equal(plain.weight, state["weight"].double())

@@ -32,7 +32,7 @@ import torch
 from modelstate.errors import ReadFailedError
 from modelstate.io import linux, system
 from modelstate.io.files import FileFingerprint, check_unchanged, open_unchanged
-from modelstate.io.memory import HUGE_PAGE_BYTES, UffdFiller, aligned, empty_cpu
+from modelstate.io.memory import HUGE_PAGE_BYTES, MemoryPool, UffdFiller, aligned, empty_cpu, fresh_tensors
 from modelstate.process import parallel_for
 from modelstate.spec import GAP_BYTES, MOST_THREADS, ByteRange
 
@@ -256,7 +256,6 @@ def for_each(
     on_done: Callable[[_Item, float], None] | None = None,
     *,
     with_torch: bool = False,
-    again: bool = False,
 ) -> None:
     """Processes the items on several threads. No thread is at work any more when this returns or raises.
 
@@ -267,12 +266,7 @@ def for_each(
         threads: The largest number of threads.
         on_done: Called with each processed item and the seconds that it took, by one thread at a time.
         with_torch: See `parallel_for`.
-        again: Whether all items are processed also where a thread fails or cannot be started: the caller's thread
-            processes once more what is left. The first error of that is raised after the last item.
     """
-    if again:
-        _process_all(list(items), worker, threads, on_done, with_torch)
-        return
     waiting, lock = iter(items), threading.Lock()
 
     def work(stop: threading.Event) -> None:
@@ -291,33 +285,38 @@ def for_each(
     parallel_for(work, threads, with_torch=with_torch)
 
 
-def _process_all(
-    items: Sequence[_Item],
+def for_all(
+    items: Iterable[_Item],
     worker: Callable[[], AbstractContextManager[Callable[[_Item], None]]],
     threads: int,
-    on_done: Callable[[_Item, float], None] | None,
-    with_torch: bool,
+    on_done: Callable[[_Item, float], None] | None = None,
+    *,
+    with_torch: bool = False,
 ) -> None:
-    """`for_each` with `again`."""
-    left = dict.fromkeys(range(len(items)))
+    """`for_each` that processes all items, also where one of them fails or a thread cannot be started.
+
+    The caller's thread processes once more what is left then. The first error of that is raised after the last item.
+    """
+    all_items = list(items)
+    left = dict.fromkeys(range(len(all_items)))
 
     @contextmanager
     def tolerant() -> Iterator[Callable[[int], None]]:
         with worker() as process:
 
             def attempt(index: int) -> None:
-                with suppress(Exception):
-                    process(items[index])
+                with suppress(Exception):  # it is processed again below, where its error is raised
+                    process(all_items[index])
                     del left[index]
 
             yield attempt
 
     def on_index(index: int, seconds: float) -> None:
         if on_done is not None and index not in left:
-            on_done(items[index], seconds)
+            on_done(all_items[index], seconds)
 
-    with suppress(Exception):
-        for_each(range(len(items)), tolerant, threads, on_index, with_torch=with_torch)
+    with suppress(Exception):  # of threads that cannot be started: what is left is processed below
+        for_each(range(len(all_items)), tolerant, threads, on_index, with_torch=with_torch)
     if not left:
         return
     first: Exception | None = None
@@ -325,12 +324,12 @@ def _process_all(
         for index in [*left]:
             started = time.perf_counter()
             try:
-                process(items[index])
+                process(all_items[index])
             except Exception as error:
                 first = first or error
                 continue
             if on_done is not None:
-                on_done(items[index], time.perf_counter() - started)
+                on_done(all_items[index], time.perf_counter() - started)
     if first is not None:
         raise first
 
@@ -411,7 +410,8 @@ def read_ranges(
 
     try:
         with _opened((batch.path for batch in batches), fingerprints, uncached, held) as files:
-            for_each(batches, worker, min(threads, len(batches)), on_done, again=held is not None)
+            process = for_each if held is None else for_all
+            process(batches, worker, min(threads, len(batches)), on_done)
     finally:
         if filler is not None:
             filler.close()
@@ -676,7 +676,7 @@ def stream(
     largest = max((block.nbytes for block in blocks), default=0)
     threads = min(strategy.threads, len(blocks))
     # From held files memory is written to that must not be left half written: the buffers are there before.
-    ready = [_spare_buffer(largest) for _ in range(threads * buffers)] if held is not None else []
+    ready = _kept_buffers(threads * buffers, largest) if held is not None else []
 
     @contextmanager
     def worker() -> Iterator[Callable[[Block], None]]:
@@ -700,11 +700,11 @@ def stream(
                 if wait is not None:
                     wait()
         finally:
-            ready.extend(own if held is not None else ())
+            ready.extend(own if held is not None else ())  # for the caller's thread, where this one has failed
 
     with _opened((entry.source.path for entry in wanted), fingerprints, strategy.uncached, held) as files:
-        for_each(blocks, worker, threads, on_block, with_torch=True, again=held is not None)
-    _keep_spare(ready)
+        run = for_each if held is None else for_all
+        run(blocks, worker, threads, on_block, with_torch=True)
 
 
 def in_blocks(wanted: Sequence[Wanted], block_bytes: int) -> list[Block]:
@@ -745,26 +745,19 @@ def _block_buffer(nbytes: int, pinned: bool) -> torch.Tensor:
     return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True) if pinned else empty_cpu((nbytes,), torch.uint8)
 
 
-_spare: list[torch.Tensor] = []
-"""Block buffers of the last loads that cast into kept memory. New pages cost more than the read into them."""
-_SPARE_BYTES = 16 << 20
+_KEPT_BUFFER_BYTES = 16 << 20
 """The most memory of block buffers that is kept between two loads."""
+_buffers = MemoryPool()
+"""Block buffers of loads that cast into kept memory: new pages cost more than the read into them."""
 
 
-def _spare_buffer(nbytes: int) -> torch.Tensor:
-    """A buffer that an earlier load has left, or a new one."""
-    with suppress(IndexError):
-        while (spare := _spare.pop()).nbytes < nbytes:
-            pass
-        return spare[:nbytes]
-    return empty_cpu((nbytes,), torch.uint8)
-
-
-def _keep_spare(buffers: Iterable[torch.Tensor]) -> None:
-    for buffer in buffers:
-        whole = torch.empty(0, dtype=torch.uint8, device="cpu").set_(buffer.untyped_storage())
-        if sum(spare.nbytes for spare in _spare) + whole.nbytes <= _SPARE_BYTES:
-            _spare.append(whole)
+def _kept_buffers(count: int, nbytes: int) -> list[torch.Tensor]:
+    """Buffers in memory that earlier loads have left, as far as there is some."""
+    layout = torch.Size([nbytes]), None, torch.uint8
+    with _buffers.lending() as memory:
+        made = [fresh_tensors([layout])[0] for _ in range(count)]
+    _buffers.keep(memory, _KEPT_BUFFER_BYTES)
+    return made
 
 
 def _requests(buffer: torch.Tensor, block: Block, wanted: Sequence[Wanted]) -> Iterator[Request]:

@@ -171,7 +171,7 @@ def _may_know(descriptor: int) -> bool:
 
 
 def _missing(spans: Iterable[ByteRange], files: Mapping[str, LocalFile]) -> list[ByteRange]:
-    """The parts of the ranges that are not in the page cache, or of which the kernel does not say."""
+    """The parts of the ranges that the page cache lacks. A part counts as missing where the kernel gives no answer."""
     pieces = _split(spans, _LOOK_BYTES)
     missing: list[list[ByteRange]] = [[] for _ in pieces]
 

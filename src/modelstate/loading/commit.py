@@ -24,7 +24,7 @@ class Place(Write):
     __slots__ = ("assignment", "staging")
 
     def __init__(self, staging: Staging, assignment: Assignment) -> None:
-        self.target, self.value, self.done, self.order = assignment.param, assignment.value, False, 0
+        super().__init__(assignment.param, assignment.value)
         self.staging, self.assignment = staging, assignment
 
     @property
@@ -55,10 +55,7 @@ class Place(Write):
             return  # the value was read in place
         if transaction is None:
             param.copy_(final)
-        elif param.is_meta and (
-            (final is assignment.value and assignment.plain)
-            or (not assignment.placement.by_handler and is_plain(final))
-        ):
+        elif param.is_meta and not assignment.placement.by_handler and is_plain(final):
             transaction.register_undo(give_memory(param, final))
         else:
             with torch.no_grad():

@@ -242,7 +242,7 @@ def load(
         1.0
     """
     model = check_model(model)
-    checked_optimizers = check_optimizers(optimizers, model) if optimizers != () else ()
+    checked_optimizers = check_optimizers(optimizers, model)
     check_budget_option(max_memory_bytes)
     load_options = _LoadOptions(checked_optimizers, verify, progress, max_memory_bytes, prefault, time.perf_counter())
     options = options_of(
@@ -313,13 +313,11 @@ def _stage_in_background(
     """Plans and checks a load, and returns the object that reads its values while the model is in use."""
     with Transaction(model) as transaction:
         with torch.random.fork_rng(devices=[]):
-            preparation, staging = _prepare(
-                *(transaction, source, options), call_extra_state=False, in_use="the model is in use until then"
-            )
+            in_use = "the model is in use until then"
+            preparation, staging = _prepare(transaction, source, options, call_extra_state=False, in_use=in_use)
         preparation.check()
         staging.limit_memory(load_options.max_memory_bytes)
-        if load_options.optimizers:
-            _check_optimizers(staging, load_options.optimizers)
+        _check_optimizers(staging, load_options.optimizers)
         return StagedLoad(preparation.plan(), staging, load_options.verify, preparation.notes_on_mapping())
 
 
@@ -335,7 +333,7 @@ def _execute(
 
     All references to the preparation are gone when the function returns.
     """
-    before = placed(load_options.optimizers) if load_options.optimizers else {}
+    before = placed(load_options.optimizers)
     preparation, staging = _prepare(
         transaction,
         source,
@@ -345,8 +343,7 @@ def _execute(
     )
     preparation.check()
     staging.limit_memory(load_options.max_memory_bytes)
-    if load_options.optimizers:
-        _check_optimizers(staging, load_options.optimizers)
+    _check_optimizers(staging, load_options.optimizers)
     notes = preparation.notes
     if staged is None:
         verified = staging.checkpoint.verify() if load_options.verify else 0
@@ -409,6 +406,8 @@ def _check_optimizers(staging: Staging, optimizers: tuple[torch.optim.Optimizer,
 
     The state that fits the new tensor is unknown.
     """
+    if not optimizers:
+        return
     optimized_parameters = {
         param for optimizer in optimizers for group in optimizer.param_groups for param in group["params"]
     }

@@ -14,7 +14,7 @@ from modelstate.planning.assignment import copy_cannot_fail
 from modelstate.planning.recorder import IncompatibleKeys, Owner, walk
 from modelstate.process import gc_paused
 from modelstate.torch_compat.modules import IncompatibleKeys as ReturnedKeys
-from modelstate.torch_compat.plain import are_plain, has_its_memory, is_plain, same_place
+from modelstate.torch_compat.plain import has_its_memory, is_plain, same_place
 from modelstate.torch_compat.private import has_registration_hooks, is_tensor_like, module_load, swap_tensors, use_count
 from modelstate.transaction.slots import slots_of
 from modelstate.transaction.swap_tensors import exchange
@@ -156,7 +156,7 @@ class _TorchSink:
             write = _Swap(param, value, owner is not None, checked=cannot_fail)
         elif owner is not None:
             write, cannot_fail = _Assign(owner, param, value), _assign_cannot_fail(owner.module, param, value)
-        elif are_plain(param, value) and same_place(param, value):
+        elif is_plain(param, value) and same_place(param, value):
             return
         else:
             write, cannot_fail = _Copy(param, value), copy_cannot_fail(param, value)
@@ -244,7 +244,7 @@ def _assign_cannot_fail(module: nn.Module, param: torch.Tensor, value: torch.Ten
 
 def _swap_cannot_fail(param: torch.Tensor, value: torch.Tensor, assign: bool) -> bool:
     """Whether torch's `module_load` and `swap_tensors` cannot fail."""
-    if not are_plain(param, value) or value.is_inference() or weakref.getweakrefs(param):
+    if not is_plain(param, value) or value.is_inference() or weakref.getweakrefs(param):
         return False
     if assign and param.requires_grad and not (value.is_floating_point() or value.is_complex()):
         return False

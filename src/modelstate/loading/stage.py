@@ -76,10 +76,8 @@ def stage(staging: Staging, progress: Progress) -> None:
         _read(staging, list(zip(straight, finals, strict=True)), progress, is_fresh=staging.strategy.cached)
     for assignment, final in zip(straight, finals, strict=True):
         assignment.final = final
-    if streamed:
-        read_streamed(staging, streamed, progress)
-    if together:
-        _read_through_scratch(staging, together, progress, partial(_finish_staged, staging))
+    read_streamed(staging, streamed, progress)
+    _read_through_scratch(staging, together, progress, partial(_finish_staged, staging))
     if alone:
         _stage_alone(staging, alone, progress)
 
@@ -344,7 +342,7 @@ def _stage_alone(staging: Staging, assignments: Sequence[Assignment], progress: 
 
 
 def _is_copied(assignment: Assignment) -> bool:
-    """Whether the value is a plain tensor in memory, of which the slot gets a copy in new memory."""
+    """Whether the slot gets new memory with a copy of a plain tensor in memory."""
     live = assignment.on_cpu and isinstance(assignment.stored, torch.Tensor) and is_plain_memory(assignment.value)
     placement = assignment.placement
     is_moved = placement.name == "copy" or placement.mapped or placement.by_handler

@@ -14,7 +14,7 @@ from modelstate.planning.transforms import Bound, Transform
 from modelstate.rules.expression import Derived, Source
 from modelstate.spec import StoredComposite, StoredTensor, contiguous_stride
 from modelstate.torch_compat.dtypes import Overflows, nonfinite
-from modelstate.torch_compat.plain import are_plain, has_its_memory, is_dense, is_plain
+from modelstate.torch_compat.plain import has_its_memory, is_dense, is_plain
 from modelstate.torch_compat.private import payload_of, storage_id, storage_owners
 
 COPYABLE = frozenset(
@@ -81,7 +81,7 @@ def choose(
         in_place: Whether the bytes may be read directly into the memory of the slot; None for a read that cannot fail.
         transformed: Whether a transform may still change the value.
     """
-    if not are_plain(param, value):
+    if not is_plain(param, value):
         is_mapped = map and param.is_meta and is_plain(value) and dtype == value.dtype
         return Placement(
             "swap", "a tensor subclass or layout decides in module_load", mapped=is_mapped, by_handler=True
@@ -121,7 +121,7 @@ def after_remaking(planned: Placement, param: torch.Tensor, result: torch.Tensor
 
 def copy_cannot_fail(target: torch.Tensor, value: torch.Tensor) -> bool:
     """Whether `target.copy_(value)` cannot fail, for equal shapes."""
-    return are_plain(target, value) and _copy_cannot_fail(target, value)
+    return is_plain(target, value) and _copy_cannot_fail(target, value)
 
 
 def _copy_cannot_fail(target: torch.Tensor, value: torch.Tensor) -> bool:

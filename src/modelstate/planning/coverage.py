@@ -23,7 +23,7 @@ from modelstate.problems import (
     wrong_shape,
 )
 from modelstate.torch_compat.dtypes import short
-from modelstate.torch_compat.plain import are_plain
+from modelstate.torch_compat.plain import is_plain
 from modelstate.transaction.slots import HIDDEN, Slot, same_values
 
 
@@ -53,8 +53,7 @@ class CoverageCheck:
         problems += self._uninitialised(unfilled, (set(missing) - allowed).union(problem.name for problem in problems))
         problems += self.may_miss.idle() + self.may_exceed.idle()
         problems += [IdlePattern(rule, option="rules") for rule in self.of.matched.applied.idle]
-        if self.of.transforms is not None:
-            problems += [*self.of.transforms.problems, *self.of.transforms.idle()]
+        problems += [*self.of.transforms.problems, *self.of.transforms.idle()]
         self._move(unfilled)
         if any(slot.kind != HIDDEN for slot in self.of.slots.tensors) and not has_matches and not problems:
             problems.append(NothingFits(type(self.of.model).__name__))
@@ -141,7 +140,7 @@ class CoverageCheck:
 
     @staticmethod
     def _equal(value: torch.Tensor, buffer: torch.Tensor) -> bool:
-        if not are_plain(value, buffer) or value.is_meta:
+        if not is_plain(value, buffer) or value.is_meta:
             return False
         if (value.dtype, value.device) == (buffer.dtype, buffer.device):
             return same_values(value, buffer)

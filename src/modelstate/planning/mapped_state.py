@@ -245,8 +245,12 @@ class MappedState:
 
     def source_of(self, name: str) -> str:
         """Returns the name in the checkpoint for a name of the model; several names for a result of several tensors."""
+        return self.source_and_rules(name)[0]
+
+    def source_and_rules(self, name: str) -> tuple[str, tuple[str, ...]]:
+        """Returns the name in the checkpoint for a name of the model, and the rules that lead to the latter."""
         entry = self.entries.get(name)
-        return name if entry is None else ", ".join(entry.sources)
+        return (name, ()) if entry is None else (", ".join(entry.sources), entry.rules)
 
     def _state_dict(self) -> dict[str, Any]:
         """Returns the state dict, by the names of the model, with mapped tensors."""

@@ -203,7 +203,7 @@ class Preparation(SlotAssignments):
                 self.uninitialised[key] = param
             else:
                 self.problems.append(NotYetInitialised(key))
-        elif param.shape != value.shape and (self.transforms is None or self.transforms.of(key).first is None):
+        elif param.shape != value.shape and self.transforms.of(key).first is None:
             seen_by_rules = self.matched.name_for_rules(given)
             self.problems.append(wrong_shape(key, tuple(param.size()), tuple(value.size()), seen_by_rules))
         else:
@@ -293,14 +293,14 @@ class Preparation(SlotAssignments):
 
         Steps without their sources hold no tensor.
         """
-        ties, entries = self._ties, self.incoming.entries
+        ties, source_and_rules = self._ties, self.incoming.source_and_rules
         steps = []
         for assignment in self.assignments:
-            entry = entries.get(assignment.given)
+            source, rules = source_and_rules(assignment.given)
             step = Step(
                 assignment.name,
                 assignment.kind,
-                "" if entry is None else ", ".join(entry.sources),
+                source,
                 assignment.placement,
                 assignment.param.shape,
                 assignment.dtype,
@@ -308,7 +308,7 @@ class Preparation(SlotAssignments):
                 assignment.device,
                 assignment.nbytes,
                 ties.get(assignment.name, ()),
-                () if entry is None else entry.rules,
+                rules,
                 assignment.route,
                 assignment.stored if with_sources else None,
                 assignment.seconds,

@@ -8,7 +8,7 @@ import torch
 from modelstate.planning.assignment import COPYABLE, Assignment, Placement, choose
 from modelstate.planning.mapped_state import MappedState, ModelSchemaView
 from modelstate.planning.plan import MatchedCheckpoint, Step
-from modelstate.planning.transforms import NO_TRANSFORM, ModuleTransform, Transforms, asked_bytes, asked_rows, bound
+from modelstate.planning.transforms import ModuleTransform, Transforms, asked_bytes, asked_rows, bound
 from modelstate.problems import (
     FakeTensors,
     FreedMemory,
@@ -23,7 +23,6 @@ from modelstate.rules.expression import Derived, Source, lacks_values
 from modelstate.spec import ByteRange, StoredTensor, overlapping
 from modelstate.torch_compat.dtypes import Overflows, cast_between, short
 from modelstate.torch_compat.plain import (
-    are_plain,
     has_its_memory,
     is_fake,
     is_plain,
@@ -57,8 +56,7 @@ class SlotAssignments:
         self.checkpoint, self.options = matched.part, matched.options
         self.slots = self.slots_before = view.slots
         """The slots of the model. `slots` is updated after the walk: the model's code may have replaced tensors."""
-        transform = self.options.transform
-        self.transforms = None if transform is None else Transforms(transform, transaction.root, self.slots)
+        self.transforms = Transforms(self.options.transform, transaction.root, self.slots)
         self.view = view
         self.incoming = incoming = MappedState(matched, transaction)
         self.problems: list[Problem] = []
@@ -154,7 +152,7 @@ class SlotAssignments:
         given, stored = self.incoming.origin_of(value)
         assert step.dtype is not None
         assert step.device is not None
-        placement, choice = step.how, NO_TRANSFORM if self.transforms is None else self.transforms.of(step.name)
+        placement, choice = step.how, self.transforms.of(step.name)
         if placement.leased:  # which the layout of this model may not allow
             in_place = self._in_place(slot.tensor, step.device, stored)
             placement = choose(
@@ -178,7 +176,7 @@ class SlotAssignments:
                 given,
                 stored,
                 placement,
-                are_plain(slot.tensor, value),
+                is_plain(slot.tensor, value),
                 step.dtype,
                 step.device,
                 self.overflows,
@@ -199,7 +197,9 @@ class SlotAssignments:
         param, is_copied = assignment.param, assignment.placement.name == "copy"
         if not (assignment.plain or is_plain(param)):
             return
-        if is_copied and not has_its_memory(param):
+        if is_copied and not (
+            assignment.placement.direct or has_its_memory(param)
+        ):  # `choose` has asked for direct ones
             self.problems.append(FreedMemory(assignment.name, param.nbytes, param.untyped_storage().nbytes()))
             return
         if is_copied and assignment.plain and assignment.transform is None:
@@ -231,8 +231,8 @@ class SlotAssignments:
             and value.is_floating_point()
         ):
             dtype = options.dtype or (value.dtype if param.is_meta else dtype)
-        device = options.device or (_CPU if param.is_meta else param.device)
-        choice = NO_TRANSFORM if self.transforms is None else self.transforms.of(name)
+        device = self.device_after(param)
+        choice = self.transforms.of(name)
         placement = choose(
             param,
             value,

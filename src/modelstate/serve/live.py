@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from mmap import mmap
-from typing import Any, Literal, NamedTuple, overload
+from typing import Any, Literal, NamedTuple, TypedDict, Unpack, overload
 
 from torch import nn
 
@@ -58,9 +58,7 @@ from modelstate.serve.versions import (
     WeakHandle,
     wait_all,
 )
-from modelstate.torch_compat.private import (
-    exported_program_class,
-)
+from modelstate.torch_compat.private import exported_program_class
 from modelstate.torch_compat.versions import require_torch
 from modelstate.transaction.transaction import exclusive
 
@@ -137,6 +135,19 @@ def _target_of_file(path: str, names: NameMap | nn.Module | None, training: bool
     program = file.program()
     check_graph_mode(program, training, path)
     return ExportedTarget(program, names, path)
+
+
+class SwapArguments(TypedDict, total=False):
+    """The keyword arguments of `Live.swap`, but for `when_busy`, which decides what it returns."""
+
+    rules: Iterable[Rule] | Schema
+    canary: AnyCanary | None
+    mode: Mode
+    buffers: Buffers
+    timeout_seconds: float | None
+    exact: bool
+    check_finite: bool
+    verify: bool
 
 
 class Live:
@@ -321,33 +332,11 @@ class Live:
 
     @overload
     def swap(
-        self,
-        source: Source,
-        *,
-        rules: Iterable[Rule] | Schema = ...,
-        canary: AnyCanary | None = ...,
-        mode: Mode = ...,
-        buffers: Buffers = ...,
-        timeout_seconds: float | None = ...,
-        when_busy: Literal["wait"] = ...,
-        exact: bool = ...,
-        check_finite: bool = ...,
-        verify: bool = ...,
+        self, source: Source, *, when_busy: Literal["wait"] = ..., **arguments: Unpack[SwapArguments]
     ) -> SwapReport: ...
     @overload
     def swap(
-        self,
-        source: Source,
-        *,
-        rules: Iterable[Rule] | Schema = ...,
-        canary: AnyCanary | None = ...,
-        mode: Mode = ...,
-        buffers: Buffers = ...,
-        timeout_seconds: float | None = ...,
-        when_busy: Literal["wait", "skip"],
-        exact: bool = ...,
-        check_finite: bool = ...,
-        verify: bool = ...,
+        self, source: Source, *, when_busy: Literal["wait", "skip"], **arguments: Unpack[SwapArguments]
     ) -> SwapReport | None: ...
     def swap(
         self,

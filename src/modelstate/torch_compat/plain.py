@@ -42,18 +42,13 @@ def same_place(tensor: torch.Tensor, alias: torch.Tensor) -> bool:
     )
 
 
-def is_plain(tensor: torch.Tensor) -> bool:
-    """Whether the tensor is a strided one with nothing on top: no subclass that has a say in what happens to it."""
-    cls = type(tensor)
-    return (cls in _PLAIN or _is_mere_parameter(cls)) and tensor.layout is torch.strided
-
-
-def are_plain(*tensors: torch.Tensor) -> bool:
-    """Whether all the tensors are plain: see `is_plain`."""
-    return all(
-        tensor.layout is torch.strided and (type(tensor) in _PLAIN or _is_mere_parameter(type(tensor)))
-        for tensor in tensors
-    )
+def is_plain(*tensors: torch.Tensor) -> bool:
+    """Whether the tensors are strided ones with nothing on top: no subclass that has a say in what happens to them."""
+    for tensor in tensors:
+        cls = type(tensor)
+        if not ((cls in _PLAIN or _is_mere_parameter(cls)) and tensor.layout is torch.strided):
+            return False
+    return True
 
 
 @lru_cache(maxsize=1024)

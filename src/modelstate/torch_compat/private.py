@@ -144,9 +144,9 @@ def address_range(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def keep_hooks(tensor: torch.Tensor) -> Callable[[], None] | None:
-    """Takes down the gradient hooks of a tensor; the function returned gives them to what the tensor is then.
+    """Saves the gradient hooks of a tensor before its core is exchanged.
 
-    None where it has no hooks.
+    Returns a function that gives the hooks to the tensor again; None where the tensor has no hooks.
     """
     held: Any = tensor
     backward, accumulated = held._backward_hooks, held._post_accumulate_grad_hooks

@@ -11,7 +11,7 @@ from torch import nn
 from modelstate.formats.tree import EXTRA_STATE
 from modelstate.torch_compat.dtypes import short
 from modelstate.torch_compat.modules import module_tables, non_persistent_buffers
-from modelstate.torch_compat.plain import are_plain, has_its_memory, is_plain, same_place
+from modelstate.torch_compat.plain import has_its_memory, is_plain, same_place
 from modelstate.torch_compat.private import address_range, storage_id
 
 PARAMETER, BUFFER, HIDDEN, EXTRA = "parameter", "buffer", "non-persistent buffer", "extra state"
@@ -153,7 +153,7 @@ class Addresses:
 
 def overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether the extents of two plain tensors in one storage overlap, so that they may share elements."""
-    if not are_plain(a, b) or a.is_meta or b.is_meta or storage_id(a) != storage_id(b):
+    if not is_plain(a, b) or a.is_meta or b.is_meta or storage_id(a) != storage_id(b):
         return False
     (a_start, a_end), (b_start, b_end) = extent(a), extent(b)
     return a_start < b_end and b_start < a_end
@@ -206,7 +206,7 @@ def same_values(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether two tensors are equal bit for bit. Two equal views of one storage are not compared."""
     if a.dtype != b.dtype or a.shape != b.shape:
         return False
-    if not are_plain(a, b):
+    if not is_plain(a, b):
         return a is b
     if same_place(a, b):
         return a.is_conj() == b.is_conj() and a.is_neg() == b.is_neg()

@@ -9,7 +9,7 @@ from torch import nn
 
 from modelstate.errors import OptionError, SwapError
 from modelstate.process import deferred_signals
-from modelstate.torch_compat.plain import are_plain
+from modelstate.torch_compat.plain import is_plain
 from modelstate.torch_compat.private import is_transforming, keep_hooks, slots_of_class, swap_impl
 from modelstate.transaction.object_snapshot import has_dispatch, set_grad
 from modelstate.transaction.references import holders_of
@@ -183,7 +183,7 @@ def as_slot(slot: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
 def _replace(grad: torch.Tensor, new: torch.Tensor, undoable: bool = True) -> Undo:
     if new is grad:
         return _nothing
-    if are_plain(grad, new) and not (grad.is_meta or new.is_meta):
+    if is_plain(grad, new) and not (grad.is_meta or new.is_meta):
         return point_to(grad, new, undoable=undoable)
     return exchange(grad, new)
 
