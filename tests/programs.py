@@ -29,6 +29,8 @@ CONTEXT.set_forkserver_preload(
         "safetensors.torch",
         "torch._dynamo",
         "torch.distributed.checkpoint",
+        "torch.distributed.fsdp",
+        "torch.distributed.tensor.parallel",
         "torchdata.stateful_dataloader",
         "modelstate.conversion",
         "modelstate.loading",

@@ -1,0 +1,174 @@
+"""Four ranks in processes of their own, which share one gloo process group between all tests of a module.
+
+A test sends a function of a module to all ranks with `Ranks.run`, and gets what each of them returned or raised. A rank
+that dies, and ranks that are discarded, are replaced by new ones at the next call.
+"""
+
+import datetime
+import importlib
+import os
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import torch.distributed as dist
+
+from modelstate.errors import ModelStateError
+from tests.programs import CONTEXT, as_process_of_its_own
+
+WORLD_SIZE = 4
+GROUP_TIMEOUT_SECONDS = 30.0
+"""Of the collectives of torch: a test that makes ranks wait for a rank that is gone must not wait for minutes."""
+GRACE_SECONDS = 1.0
+"""What the other ranks get to end after one has failed in a call that must succeed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """An exception of a rank."""
+
+    classes: tuple[str, ...]
+    """The names of its class and of the base classes."""
+    text: str
+    traceback: str
+    is_ours: bool
+    problems: tuple[str, ...] = ()
+    """The class names of the problems of a `PlanError`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of a call on one rank."""
+
+    rank: int
+    value: Any = None
+    failure: Failure | None = None
+    died: bool = False
+
+
+class Ranks:
+    """The ranks. `close` ends their processes."""
+
+    def __init__(self) -> None:
+        self._processes: list[Any] = []
+        self._connections: list[Connection] = []
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+
+    def run(self, function: Callable[..., Any], *arguments: Any, timeout: float = 120) -> list[Outcome]:
+        """Calls a function on every rank, and returns the outcomes in the order of the ranks.
+
+        The outcome of a rank that died says so. The ranks are then replaced at the next call, as they are where one
+        does not answer in time.
+
+        Args:
+            function: A function of a module that the ranks can import.
+            arguments: Picklable arguments.
+            timeout: The seconds after which all ranks are killed.
+
+        Raises:
+            TimeoutError: A rank did not answer.
+        """
+        outcomes = self._run(function, arguments, timeout, until_failure=False)
+        missing = [rank for rank in range(WORLD_SIZE) if rank not in outcomes]
+        if missing:
+            raise TimeoutError(f"ranks {missing} did not end {function.__qualname__} in {timeout} s")
+        return [outcomes[rank] for rank in range(WORLD_SIZE)]
+
+    def values(self, function: Callable[..., Any], *arguments: Any, timeout: float = 120) -> list[Any]:
+        """As `run`, for a call that must succeed: returns the values of the ranks.
+
+        Where a rank fails, the others may wait for it in a collective: they are replaced, and the test fails at once.
+        """
+        outcomes = self._run(function, arguments, timeout, until_failure=True)
+        for rank in range(WORLD_SIZE):
+            outcome = outcomes.get(rank)
+            assert outcome is None or not outcome.died, f"rank {rank} died"
+            assert outcome is None or outcome.failure is None, f"rank {rank}:\n{outcome.failure.traceback}"
+        assert len(outcomes) == WORLD_SIZE, f"only ranks {sorted(outcomes)} ended in {timeout} s"
+        return [outcomes[rank].value for rank in range(WORLD_SIZE)]
+
+    def _run(
+        self, function: Callable[..., Any], arguments: tuple[Any, ...], timeout: float, *, until_failure: bool
+    ) -> dict[int, Outcome]:
+        """Returns the outcomes of the ranks that ended, and discards the ranks if one died or did not end."""
+        if not self._processes:
+            self._start()
+        for connection in self._connections:
+            connection.send((function.__module__, function.__qualname__, arguments))
+        outcomes: dict[int, Outcome] = {}
+        end = time.monotonic() + timeout
+        while len(outcomes) < WORLD_SIZE:
+            waited = {self._connections[rank]: rank for rank in range(WORLD_SIZE) if rank not in outcomes}
+            ready = wait(list(waited), max(end - time.monotonic(), 0))
+            if not ready:
+                break
+            for connection in ready:
+                assert isinstance(connection, Connection)
+                rank = waited[connection]
+                try:
+                    outcomes[rank] = connection.recv()
+                except EOFError:
+                    outcomes[rank] = Outcome(rank, died=True)
+            if until_failure and any(outcome.failure or outcome.died for outcome in outcomes.values()):
+                end = min(end, time.monotonic() + GRACE_SECONDS)
+        if len(outcomes) < WORLD_SIZE or any(outcome.died for outcome in outcomes.values()):
+            self.discard()
+        return outcomes
+
+    def discard(self) -> None:
+        """Ends the processes, whatever they do: for a group whose ranks may wait for each other."""
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.join()
+        for connection in self._connections:
+            connection.close()
+        self._processes, self._connections = [], []
+        if self._folder is not None:
+            self._folder.cleanup()
+            self._folder = None
+
+    close = discard
+
+    def _start(self) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="ranks")
+        for rank in range(WORLD_SIZE):
+            ours, theirs = CONTEXT.Pipe()
+            process = CONTEXT.Process(target=_serve, args=(theirs, rank, self._folder.name), daemon=True)
+            process.start()
+            theirs.close()
+            self._processes.append(process)
+            self._connections.append(ours)
+
+
+def _serve(connection: Connection, rank: int, folder: str) -> None:
+    """Runs the calls that come through a connection, until it is closed."""
+    as_process_of_its_own()
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(WORLD_SIZE), OMP_NUM_THREADS="1")
+    warnings.simplefilter("ignore")
+    timeout = datetime.timedelta(seconds=GROUP_TIMEOUT_SECONDS)
+    dist.init_process_group("gloo", f"file://{folder}/store", timeout=timeout, rank=rank, world_size=WORLD_SIZE)
+    while True:
+        try:
+            module, name, arguments = connection.recv()
+        except EOFError:
+            os._exit(0)
+        connection.send(_outcome(rank, module, name, arguments))
+
+
+def _outcome(rank: int, module: str, name: str, arguments: Iterable[Any]) -> Outcome:
+    try:
+        function: Any = importlib.import_module(module)
+        for part in name.split("."):
+            function = getattr(function, part)
+        return Outcome(rank, function(*arguments))
+    except BaseException as error:
+        classes = tuple(kind.__name__ for kind in type(error).__mro__)
+        problems = tuple(type(problem).__name__ for problem in getattr(error, "problems", ()))
+        text = "".join(traceback.format_exception(error))
+        return Outcome(rank, None, Failure(classes, str(error), text, isinstance(error, ModelStateError), problems))
