@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
-from bench import goals, live_sections, tables
+from bench import goals
+from bench import pages as markdown
 from bench.measured import ROOT, Measured, Part, code, keep, kept
 from bench.models import KINDS
 from bench.other import Others
@@ -36,7 +37,7 @@ def _options(arguments: Iterable[str] | None = None) -> argparse.Namespace:
         nargs="?",
         const=RESULTS,
         dest="source",
-        help="measure nothing: make the pages of what `--keep` has put there",
+        help="measure nothing: write the pages of what `--keep` has put there",
     )
     options = parser.parse_args(arguments)
     options.runs = options.runs or (1 if options.quick else 7)
@@ -44,15 +45,6 @@ def _options(arguments: Iterable[str] | None = None) -> argparse.Namespace:
         options.out = options.out or ROOT / "docs"
         options.keep = options.keep or RESULTS
     return options
-
-
-def _command(options: argparse.Namespace) -> str:
-    """What to type to get the same again, wherever the files are made."""
-    if options.source:
-        return "python -m bench --from"
-    quick = ["--quick"] if options.quick else []
-    only = ["--only", *options.only] if options.only else []
-    return " ".join(["python -m bench", *quick, f"--runs {options.runs}", *only])
 
 
 def _measure(options: argparse.Namespace) -> list[Part]:
@@ -68,7 +60,7 @@ def _measure(options: argparse.Namespace) -> list[Part]:
             "state-dict": others.state_dict,
             "opening": others.opening,
             "convert": others.convert,
-            "live": partial(live_sections.measure, runner, others.sizes),
+            "live": others.live,
             "serving": others.serving,
         }
         asked = [part for part in PARTS if not options.only or part in options.only]
@@ -76,8 +68,8 @@ def _measure(options: argparse.Namespace) -> list[Part]:
             runner.forget({case for later in asked[at:] for case in _cases(later)})
             measured = functions[part]()
             for one in measured:
-                print(f"\n{tables.section(one)}\n", flush=True)
-            found.append(Part(part, measured, code(), tables.machine(), _command(options)))
+                print(f"\n{markdown.section(one)}\n", flush=True)
+            found.append(Part(part, measured, code(), markdown.machine()))
             if options.keep:
                 keep(found[-1], options.keep)
     return found
@@ -90,14 +82,26 @@ def _cases(part: str) -> set[str]:
     return cases | {KINDS[case].tiny for case in cases}
 
 
-def pages(parts: Sequence[Part], command: str) -> Iterator[tuple[Page, list[goals.Goal], str]]:
-    """Each page of which something was measured, with its goals and its text."""
+def pages(parts: Sequence[Part]) -> Iterator[tuple[Page, list[goals.Goal], list[goals.Compared]]]:
+    """Each page with something that was measured, its goals, and the rows that it begins with."""
     for page in PAGES:
-        its = [part for part in parts if part.name in page.parts]
-        if its:
-            found = {one.key: one for part in its for one in part.measured}
-            reached = goals.reached(found, page.goals)
-            yield page, reached, tables.page(page, its, reached, goals.compared(found, page.file), command)
+        found = {one.key: one for part in parts if part.name in page.parts for one in part.measured}
+        if found:
+            yield page, goals.reached(found, page.goals), goals.compared(found, page.file)
+
+
+def of_one_code(parts: Sequence[Part]) -> None:
+    """Ends the program where parts were measured with several versions of the code: their times do not compare."""
+    by_code: dict[str, list[str]] = {}
+    for part in parts:
+        by_code.setdefault(part.code, []).append(part.name)
+    if len(by_code) > 1:
+        found = "; ".join(f"{', '.join(names)} with {version}" for version, names in by_code.items())
+        old = [part.name for part in parts if part.code != code()]
+        sys.exit(
+            f"the parts were measured with {len(by_code)} versions of the code: {found}; this is {code()}. No page is "
+            f"written. Measure again: python -m bench --keep bench/results --only {' '.join(old)}"
+        )
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -105,13 +109,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parts = kept(options.source, PARTS) if options.source else _measure(options)
     if not parts:
         sys.exit(f"nothing was kept in {options.source}")
-    for page, reached, text in pages(parts, _command(options)):
-        print(tables.goals(reached))
+    of_one_code(parts)
+    for page, reached, compared in pages(parts):
+        print(markdown.goals(reached))
         if options.out:
-            path = options.out / page.file
-            path.write_text(text)
-            print(f"written: {path}")
-    print(tables.machine())
+            its = [part for part in parts if part.name in page.parts]
+            (options.out / page.file).write_text(markdown.page(page, its, reached, compared))
+            if compared:
+                (options.out / page.image).write_text(markdown.plot(compared))
+            print(f"written: {options.out / page.file}")
+    print(markdown.machine())
 
 
 if __name__ == "__main__":

@@ -9,13 +9,11 @@ from typing import Any
 
 import torch
 
-from bench import files, limits, live, saving, serving, torture
-from bench.contenders import CONVERT, TABLES
+from bench import files, limits, live, saving, serving
+from bench.contenders import CONVERT, TABLES, Case
 from bench.measure import Stages
 from bench.models import KINDS as MODELS
-from bench.models import Leaves, run, with_memory
-from bench.sizes import QUICK, Sizes
-from bench.ways.case import Case
+from bench.models import QUICK, Leaves, Sizes, run, with_memory
 
 
 def write(*, case: str, formats: Sequence[str], folder: str, quick: bool) -> None:
@@ -136,7 +134,7 @@ def serve(*, folder: str, requests: int, swaps: int) -> None:
 
 def live_torture(*, contender: str, seconds: float) -> None:
     """Requests while weights are swapped."""
-    torture.measured(contender, seconds)
+    live.measure_torn(contender, seconds)
 
 
 def live_swap(*, target: str, count: int, width: int) -> None:

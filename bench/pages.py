@@ -1,8 +1,25 @@
-"""The pages that results are on. Each is measured, and written, by itself."""
+"""The pages of the documentation: what was measured, as Markdown."""
 
+import argparse
+import io
+import os
+import platform
+import re
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import redirect_stderr
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
 
+import torch
+
+from bench.goals import Compared, Goal
+from bench.measure import median
+from bench.measured import Measured, Part, Runs
 from bench.sections import LOADS
+from modelstate.text_format import size
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,6 +34,11 @@ class Page:
     """Of the harness, in the order in which they stand there."""
     goals: tuple[str, ...]
     """By their keys in `bench.goals.ROWS`."""
+
+    @property
+    def image(self) -> str:
+        """The file of its plot."""
+        return self.file.replace(".md", ".svg")
 
 
 _LOADING = """The files are in the page cache, unless a title says that they are cold. Before the clock starts, the
@@ -52,3 +74,326 @@ PAGES = (
     ),
 )
 PARTS = tuple(part for page in PAGES for part in page.parts)
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A Markdown table, the first column text and the others numbers."""
+    lines = [head, ["---", *(["---:"] * (len(head) - 1))], *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def load_table(results: Runs) -> str:
+    """Both times with their ratio to the first contender's, and memory."""
+    medians = {name: (median(runs, "ready"), median(runs, "forward")) for name, runs in results.items()}
+    first_ready, first_forward = next(iter(medians.values()))
+    rows = [
+        [
+            name,
+            milliseconds(ready.seconds),
+            ratio(ready.seconds, first_ready.seconds),
+            milliseconds(forward.seconds),
+            ratio(forward.seconds, first_forward.seconds),
+            size(ready.anonymous_bytes),
+            size(ready.total_bytes),
+        ]
+        for name, (ready, forward) in medians.items()
+    ]
+    return table(
+        ["", "ready ms", "×", "to the end of the first forward ms", "×", "own memory", "with file pages"], rows
+    )
+
+
+def cast_table(results: Runs) -> str:
+    """The time until ready with its ratio to the first contender's, and memory."""
+    medians = {name: median(runs, "ready") for name, runs in results.items()}
+    first = next(iter(medians.values()))
+    rows = [
+        [
+            name,
+            milliseconds(one.seconds),
+            ratio(one.seconds, first.seconds),
+            size(one.anonymous_bytes),
+            size(one.total_bytes),
+        ]
+        for name, one in medians.items()
+    ]
+    words = f"\n\nThe module itself takes {size(next(iter(results.values()))[0]['check'].facts['nbytes'])}."
+    return table(["", "ready ms", "×", "own memory", "with file pages"], rows) + words
+
+
+def convert_table(results: Runs) -> str:
+    """Times with their ratio to the first contender's, and the memory on top while it ran."""
+    medians = {name: median(runs, "ready") for name, runs in results.items()}
+    first = next(iter(medians.values()))
+    rows = [
+        [name, milliseconds(one.seconds), ratio(one.seconds, first.seconds), size(one.anonymous_bytes)]
+        for name, one in medians.items()
+    ]
+    return table(["", "ready ms", "×", "own memory"], rows)
+
+
+def limits_table(results: Runs) -> str:
+    rows = []
+    for name, runs in results.items():
+        found = median(runs, "ready")
+        nbytes = found.facts.get("nbytes")
+        speed = f"{nbytes / found.seconds / 1e9:.1f}" if nbytes else ""
+        rows.append([name, milliseconds(found.seconds), speed])
+    return table(["", "ms", "GB/s"], rows)
+
+
+def save_table(results: Runs) -> str:
+    """Times with their ratio to the first row's."""
+    medians = {name: median(runs, "ready") for name, runs in results.items()}
+    first = next(iter(medians.values()))
+    rows = [
+        [
+            name,
+            milliseconds(one.seconds),
+            ratio(one.seconds, first.seconds),
+            f"{one.facts['nbytes'] / one.seconds / 1e9:.1f}",
+        ]
+        for name, one in medians.items()
+    ]
+    return table(["", "ms", "×", "GB/s"], rows)
+
+
+def serving_table(results: Runs) -> str:
+    """Times of requests, with the ratio of the slowest hundredth to the first row's, and what came of the answers."""
+    medians = {name: median(runs, "ready") for name, runs in results.items()}
+    first = next(iter(medians.values()))
+    rows = [
+        [
+            name,
+            f"{one.facts['requests']:,}",
+            milliseconds(one.facts["median_seconds"]),
+            milliseconds(one.seconds),
+            ratio(one.seconds, first.seconds),
+            f"{one.facts['failed']:,}",
+            f"{one.facts['checked']:,}",
+            f"{one.facts['wrong']:,}",
+        ]
+        for name, one in medians.items()
+    ]
+    return table(["", "requests", "p50 ms", "p99 ms", "×", "failed", "answers checked", "wrong"], rows)
+
+
+def torture_table(results: Runs) -> str:
+    """How many requests there were, and how many went wrong."""
+    rows = []
+    for name, runs in results.items():
+        facts = median(runs, "ready").facts
+        bad = [f"{facts[key]:,}" for key in ("torn", "mislabelled", "back", "errors")]
+        share = f"{facts['torn'] / max(facts['requests'], 1):.1%}"
+        rows.append([name, f"{facts['requests']:,}", f"{facts['swaps']:,}", bad[0], share, *bad[1:]])
+    return table(["", "requests", "swaps", "torn", "", "of another version", "gone back", "errors"], rows)
+
+
+def swap_table(results: Runs) -> str:
+    """Times with their ratio to the first row's."""
+    medians = {name: median(runs, "ready").seconds for name, runs in results.items()}
+    first = next(iter(medians.values()))
+    return table(["", "ms", "×"], [[name, f"{one * 1e3:,.3f}", ratio(one, first)] for name, one in medians.items()])
+
+
+def request_table(results: Runs) -> str:
+    """Times of one call, and how much more than the first row's they are."""
+    medians = {name: median(runs, "ready").seconds for name, runs in results.items()}
+    first = next(iter(medians.values()))
+    rows = [
+        [name, f"{one * 1e6:.1f}", ratio(one, first), f"{(one - first) * 1e6:+.1f}"] for name, one in medians.items()
+    ]
+    return table(["", "µs", "×", "µs more"], rows)
+
+
+def grids(cases: Mapping[str, Runs]) -> str:
+    """Milliseconds by contender (rows) and case (columns), for each stage that the runs have."""
+    stages = {stage for runs in cases.values() for results in runs.values() for stage in results[0]}
+    texts = [grid(cases, "ready", "ready ms")]
+    if "forward" in stages:
+        texts.append(grid(cases, "forward", "to the end of the first forward ms"))
+    return "\n\n".join(texts)
+
+
+def grid(cases: Mapping[str, Runs], stage: str, corner: str) -> str:
+    """Empty where a contender has no such case."""
+    names = dict.fromkeys(name for runs in cases.values() for name in runs)
+    rows = [
+        [name, *(milliseconds(median(runs[name], stage).seconds) if name in runs else "" for runs in cases.values())]
+        for name in names
+    ]
+    return table([corner, *cases], rows)
+
+
+FORMS: dict[str, Callable[[Runs], str]] = {
+    "load": load_table,
+    "cast": cast_table,
+    "convert": convert_table,
+    "limits": limits_table,
+    "save": save_table,
+    "serving": serving_table,
+    "torture": torture_table,
+    "swap": swap_table,
+    "request": request_table,
+}
+
+
+def section(measured: Measured) -> str:
+    """A heading, words, a table, and who is not in it."""
+    shown = grids(measured.cases) if measured.form == "grid" else _single(measured)
+    absent = "\n".join(f"- Not run here: {name}: {why}." for name, why in measured.absent.items())
+    left_out = f"Left out: {measured.left_out}." if measured.left_out else ""
+    words = f"{measured.words} {_runs(measured)}".strip()
+    return "\n\n".join(part for part in (f"## {measured.title}", words, shown, left_out, absent) if part)
+
+
+def _runs(measured: Measured) -> str:
+    """How many runs the medians are of."""
+    fewer: dict[int, dict[str, None]] = {}
+    for runs in measured.cases.values():
+        for name, results in runs.items():
+            if len(results) != measured.runs:
+                fewer.setdefault(len(results), {})[name] = None
+    exceptions = "".join(f", of {count} for {'; '.join(names)}" for count, names in fewer.items())
+    plural = "s" if measured.runs > 1 else ""
+    return f"Medians of {measured.runs} run{plural}{exceptions}."
+
+
+def _single(measured: Measured) -> str:
+    runs = next(iter(measured.cases.values()))
+    return FORMS[measured.form](runs) if runs else ""
+
+
+def goals(found: Sequence[Goal]) -> str:
+    """What was to be reached, and what was."""
+    rows = [f"| {one.job} | {one.goal} | {one.reached} | {one.by} | **{one.verdict}** |" for one in found]
+    limits = [f"- {one.job}: {one.limit}" for one in found if one.limit]
+    head = ["| job | goal | reached | by what | |", "| --- | --- | --- | --- | --- |"]
+    return "\n".join(
+        ["## Goals", "", *head, *rows, *(["", "What keeps a goal from being met:", "", *limits] if limits else [])]
+    )
+
+
+def milliseconds(seconds: float) -> str:
+    return f"{seconds * 1000:,.1f}" if seconds < 1 else f"{seconds * 1000:,.0f}"
+
+
+def ratio(value: float, of: float) -> str:
+    return f"{value / of:.2f}" if of else ""
+
+
+def machine() -> str:
+    """The machine in words, without its name."""
+    cores = len(os.sched_getaffinity(0))
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    accelerator = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
+    return (
+        f"{cores} cores ({platform.machine()}), {total / 2**30:.0f} GiB of memory, {accelerator}; {platform.system()}, "
+        f"Python {sys.version_info[0]}.{sys.version_info[1]}, {', '.join(_versions())}."
+    )
+
+
+def _versions() -> list[str]:
+    names = ["torch", "safetensors", "accelerate", "transformers", "torchao"]
+    names += ["fastsafetensors", "runai-model-streamer", "tensorizer", "torchsnapshot", "modelstate"]
+    found = []
+    for name in names:
+        try:
+            found.append(f"{name} {version(name)}")
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def plot(rows: Sequence[Compared]) -> str:
+    """The summary of a page as an SVG: a dot for the ratio of each job, and a line for its range."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    fixed: Any = {"svg.hashsalt": "modelstate", "svg.fonttype": "none", "font.size": 10}
+    with matplotlib.rc_context(fixed):
+        figure = Figure(figsize=(9, 1.0 + 0.4 * len(rows)), layout="constrained")
+        axes: Any = figure.subplots()
+        for place, row in enumerate(rows):
+            axes.plot(row.range, [place, place], color="#6b8fb8", linewidth=3, solid_capstyle="round")
+            axes.plot([row.ratio], [place], "o", color="#1f4e8c", markersize=7)
+            axes.annotate(f"{row.ratio:.2f}", (row.ratio, place), (0, 7), textcoords="offset points", ha="center")
+        axes.axvline(1, color="#444444", linewidth=1, linestyle="--")
+        axes.set_yticks(range(len(rows)), [row.job for row in rows])
+        axes.set_ylim(len(rows) - 0.5, -0.7)
+        axes.set_xscale("log")
+        ends = [*(end for row in rows for end in row.range), 1.0]
+        axes.set_xlim(min(ends) / 1.2, max(ends) * 1.2)
+        all_ticks = (0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 1, 1.5, 2, 3, 5, 10)
+        ticks = [tick for tick in all_ticks if min(ends) / 1.2 <= tick <= max(ends) * 1.2]
+        axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+        axes.minorticks_off()
+        axes.set_xlabel("our time / the best peer's (left of 1: modelstate is faster)")
+        axes.spines[["top", "right"]].set_visible(False)
+        text = io.StringIO()
+        figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None})
+    return "\n".join(line.rstrip() for line in text.getvalue().splitlines()) + "\n"
+
+
+def summary(rows: Sequence[Compared], image: str) -> str:
+    """What a page begins with: our time beside that of the best peer, for at most eight jobs, and a plot of it."""
+    if not rows:
+        return ""
+    head = ["", "modelstate", "best peer", "our time / the best peer's", "range"]
+    words = "Times and their ratio are of the medians. The range is that of the ratio in a single turn."
+    shown = f"![Our time over the best peer's, with the range, for each job of the table]({image})"
+    return f"{table(head, [row.cells for row in rows])}\n\n{words}\n\n{shown}"
+
+
+def page(of: Page, parts: Sequence[Part], found: Sequence[Goal], compared: Sequence[Compared]) -> str:
+    """The text of a page: a summary, how it is measured, the goals, and a section for each table."""
+    measured = [one for part in parts for one in part.measured]
+    machines = dict.fromkeys(part.machine for part in parts)
+    words = f"""## How it is measured
+
+`make bench` measures and writes this page. Every contender runs in a fresh process. In each turn every contender of a
+table runs once, in another order. {of.words}
+
+The machine: {" Other parts: ".join(machines)}"""
+    texts = [f"# {of.title}", summary(compared, of.image), words, goals(found), *map(section, measured)]
+    return "\n\n".join(text for text in texts if text) + "\n"
+
+
+Row = tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class InPage:
+    """A table with its place."""
+
+    page: Path
+    begin: str
+    """The mark before the table."""
+    end: str
+    head: Sequence[str]
+    rows: Callable[[], Iterable[Row]]
+    """Makes the rows."""
+
+    def written(self) -> list[str]:
+        """The rows that the page has."""
+        inside = self.page.read_text().partition(self.begin)[2].partition(self.end)[0]
+        return [line for line in inside.splitlines() if line.startswith("| ")][1:]
+
+    def main(self, words: str | None) -> None:
+        """The command: prints the table, or writes it with `--write`."""
+        parser = argparse.ArgumentParser(description=(words or "").splitlines()[0])
+        parser.add_argument("--write", action="store_true", help=f"put the table into {self.page.name}")
+        write = parser.parse_args().write
+        with redirect_stderr(io.StringIO()):
+            text = "\n".join([cells(self.head), "|---" * len(self.head) + "|", *map(cells, self.rows())])
+        if not write:
+            print(text)
+            return
+        before, _, rest = self.page.read_text().partition(self.begin)
+        made = f"Seen on torch {torch.__version__.partition('+')[0]}.\n\n{text}"
+        self.page.write_text(f"{before}{self.begin}\n{made}\n{self.end}{rest.partition(self.end)[2]}")
+
+
+def cells(one: Iterable[str]) -> str:
+    texts = [re.sub(r"\s+", " ", text).replace("|", "\\|").replace("<", "\\<") for text in one]
+    return f"| {' | '.join(texts)} |"

@@ -10,13 +10,11 @@ from random import Random
 from typing import Any
 
 from bench import files
-from bench.contenders import TABLES
+from bench.contenders import TABLES, Way
 from bench.measure import MeasurementError, Stage, run
 from bench.measured import ROOT, Measured, Runs
-from bench.models import KINDS, on_meta
+from bench.models import KINDS, QUICK, Sizes, on_meta
 from bench.sections import Load
-from bench.sizes import QUICK, Sizes
-from bench.ways.case import Way
 
 Child = Callable[..., dict[str, Stage]]
 """Runs a program and gives its stages; a time limit can be given."""

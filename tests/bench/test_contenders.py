@@ -8,11 +8,9 @@ import torch
 
 from bench import files
 from bench.child import fingerprint
-from bench.contenders import TABLES
-from bench.models import KINDS, on_meta, run
+from bench.contenders import TABLES, Case
+from bench.models import KINDS, QUICK, on_meta, run
 from bench.sections import LOADS
-from bench.sizes import QUICK
-from bench.ways.case import Case
 
 WAYS = [(table, name) for table, ways in TABLES.items() for name in ways]
 CASES = {"hub": "tiny-llama", "hub-cast": "tiny-llama", "hub-int8": "tiny-llama"}

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench.convert_kinds import HEAD, TABLE
-from bench.kinds import KINDS
+from bench.convert_kinds import HEAD, KINDS, TABLE
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 

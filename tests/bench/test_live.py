@@ -2,18 +2,18 @@
 
 import pytest
 
-from bench import tables, torture
+from bench import live, pages, run
 from bench.live import MEMCPY
-from bench.live_sections import measure
+from bench.other import Others
 from bench.run import Runner
-from bench.sizes import QUICK, Sizes
+from tests.bench.forked import run_forked
 from tests.serve.packages import needs_a_compiler
 
 
 @pytest.mark.slow
 def test_the_readers_see_what_is_torn() -> None:
     for _ in range(5):  # which requests tear is up to the scheduler
-        seen, swaps = torture.torture("load_state_dict, in place", 0.5)
+        seen, swaps = live.torture("load_state_dict, in place", 0.5)
         assert seen.requests > 20
         assert swaps > 2
         assert not seen.errors
@@ -25,8 +25,8 @@ def test_the_readers_see_what_is_torn() -> None:
 @pytest.mark.slow
 def test_packages_are_swapped_in_every_way() -> None:
     needs_a_compiler()
-    for way in (name for name in torture.WAYS if "aoti" in name or "AOTInductor" in name):
-        request, swap = torture.WAYS[way]()
+    for way in (name for name in live.WAYS if "aoti" in name or "AOTInductor" in name):
+        request, swap = live.WAYS[way]()
         for k in (2, 3):
             swap(k)
             assert bool((request()[1] == k).all()), way
@@ -42,20 +42,20 @@ def test_the_readers_see_errors_and_versions_that_are_not_named() -> None:
 
     answers = iter([(2, 2.0), (3, 2.0), (2, 2.0), (4, 4.0)])
 
-    def request() -> tuple[int, torture.torch.Tensor]:
+    def request() -> tuple[int, live.torch.Tensor]:
         version, value = next(answers)
-        return version, torture.torch.full((2,), value)
+        return version, live.torch.full((2,), value)
 
-    assert torture.read(request, Ended()) == (5, 0, 1, 1, 1)  # type: ignore[arg-type]
+    assert live.read(request, Ended()) == (5, 0, 1, 1, 1)  # type: ignore[arg-type]
 
 
 @pytest.mark.slow
 def test_the_tables(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "run", run_forked)
     few = ["modelstate.Live, eager", "load_state_dict, in place"]
-    monkeypatch.setattr(torture, "WAYS", {name: torture.WAYS[name] for name in few})
-    monkeypatch.setattr(torture, "KINDS", ("eager",))
-    sizes = Sizes(matrices=QUICK.matrices, torture_seconds=QUICK.torture_seconds)
-    torn, swaps, requests = measure(Runner(tmp_path_factory.mktemp("live"), 1, quick=True), sizes)
+    monkeypatch.setattr(live, "WAYS", {name: live.WAYS[name] for name in few})
+    monkeypatch.setattr(live, "KINDS", ("eager",))
+    torn, swaps, requests = Others(Runner(tmp_path_factory.mktemp("live"), 1, quick=True)).live()
     assert torn.rows == few
     ours = torn.at(few[0])
     assert ours is not None
@@ -63,6 +63,6 @@ def test_the_tables(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytes
     assert swaps.rows[0] == MEMCPY
     assert requests.rows[0] == "the module"
     for one in (torn, swaps, requests):
-        assert f"## {one.title}" in tables.section(one)
+        assert f"## {one.title}" in pages.section(one)
         assert not one.absent
-    assert "| 0 | 0.0% | 0 | 0 | 0 |" in tables.section(torn)
+    assert "| 0 | 0.0% | 0 | 0 | 0 |" in pages.section(torn)

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from bench import goals, limits, live, measured, saving, tables, torture
-from bench.__main__ import RESULTS, main, pages
+from bench import goals, limits, live, measured, pages, run, saving
+from bench.__main__ import RESULTS, main
+from bench.__main__ import pages as pages_of
 from bench.contenders import CONVERT
 from bench.measure import MeasurementError, Stage
 from bench.measured import Measured, Part
@@ -17,6 +18,7 @@ from bench.other import Others
 from bench.pages import PAGES, PARTS, Page
 from bench.run import Runner, different_weights
 from bench.sections import Load
+from tests.bench.forked import run_forked
 
 MB = 1_000_000
 DOCS = Path(__file__).resolve().parents[2] / "docs"
@@ -32,7 +34,10 @@ def table_of(key: str, rows: Mapping[str, dict[str, Stage]], form: str = "load")
 
 
 @pytest.mark.slow
-def test_a_run_prints_ratios_and_leaves_nothing_behind(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_prints_ratios_and_leaves_nothing_behind(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run, "run", run_forked)
     once, twice, keep = tmp_path / "once", tmp_path / "twice", tmp_path / "kept"
     for folder in (once, twice, tmp_path / "files"):
         folder.mkdir()
@@ -42,11 +47,9 @@ def test_a_run_prints_ratios_and_leaves_nothing_behind(tmp_path: Path, capsys: p
     page, again = once / "benchmarks.md", twice / "benchmarks.md"
     assert list(once.iterdir()) == [page]  # of the others nothing was measured
     assert "## load_state_dict by the number of modules" in page.read_text()
-    assert "`python -m bench --quick --runs 1 --only state-dict`" in page.read_text()
     assert not list((tmp_path / "files").iterdir())
     main(["--from", str(keep), "--out", str(twice)])
-    assert "measured one after another, of the same code, by `python -m bench --quick" in again.read_text()
-    assert again.read_text().partition("## Goals")[2] == page.read_text().partition("## Goals")[2]
+    assert again.read_text() == page.read_text()
 
 
 def test_a_page_of_nothing_is_not_written(tmp_path: Path) -> None:
@@ -56,7 +59,8 @@ def test_a_page_of_nothing_is_not_written(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_conversions_are_measured(tmp_path: Path) -> None:
+def test_conversions_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "run", run_forked)
     for found in Others(Runner(tmp_path, 1, quick=True)).convert():
         assert set(found.rows) == set(CONVERT)  # all of them: what builds the model does not get in their way
         assert not found.absent
@@ -77,19 +81,36 @@ def test_a_load_is_measured_in_fresh_processes(tmp_path: Path) -> None:
     assert all(0 < found.at(row).seconds < found.at(row, "forward").seconds for row in found.rows)
 
 
-def test_a_page_begins_with_our_time_over_that_of_the_best_peer() -> None:
-    rows = {
-        "modelstate.load": one_run(0.25, 1.5),
-        "modelstate.load, map=False": one_run(0.1, 0.1),
-        "torch.load + assign": one_run(0.5, 2.0),
-        "safetensors load_file + assign": one_run(0.75, 1.0),
-    }
-    part = Part("large", [table_of("large/meta", rows)], "a", "a machine", "a command")
-    ((page, _, text),) = pages([part], "a command")
-    row = goals.compared({"large/meta": part.measured[0]}, page.file)[0]
-    assert row[1:] == ["modelstate.load 1,500 ms", "safetensors load_file + assign 1,000 ms", "1.50"]
-    assert text.startswith("# Benchmarks\n\n|  | modelstate | best peer | our time / the best peer's |\n")
-    assert text.index(row[0]) < text.index("## How it is measured") < text.index("## Goals")
+PAIRED = {
+    "modelstate.load": [one_run(0.25, 1.5), one_run(0.25, 1.2), one_run(0.25, 2.1)],
+    "modelstate.load, map=False": [one_run(0.1, 0.1)] * 3,
+    "torch.load + assign": [one_run(0.5, 2.0)] * 3,
+    "safetensors load_file + assign": [one_run(0.75, 1.0), one_run(0.75, 1.6), one_run(0.75, 1.0)],
+}
+SUMMARY = """\
+# Benchmarks
+
+|  | modelstate | best peer | our time / the best peer's | range |
+| --- | ---: | ---: | ---: | ---: |
+| {} | modelstate.load 1,500 ms | safetensors load_file + assign 1,000 ms | 1.50 | 0.75 to 2.10 |
+
+"""
+
+
+def test_a_page_begins_with_our_time_over_that_of_the_best_peer(tmp_path: Path) -> None:
+    part = Part("large", [Measured("large/meta", "A title", "Words.", "load", {"": PAIRED}, 3)], "a", "a machine")
+    measured.keep(part, tmp_path)
+    main(["--from", str(tmp_path), "--out", str(tmp_path)])
+    text, image = ((tmp_path / f"benchmarks.{kind}").read_text() for kind in ("md", "svg"))
+    job = goals.COMPARISONS["benchmarks.md"][0].job
+    assert text.startswith(SUMMARY.format(job))
+    assert text.index("](benchmarks.svg)") < text.index("## How it is measured") < text.index("## Goals")
+    assert {job, "1.50"} <= texts_of(image)
+
+
+def texts_of(image: str) -> set[str]:
+    """What stands in a plot."""
+    return set(re.findall(r"<text[^>]*>([^<]+)</text>", image))
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.file)
@@ -103,33 +124,36 @@ def test_the_first_table_of_a_published_page_repeats_figures_of_the_tables_below
     first, _, rest = text.partition("## How it is measured")
     _, _, *rows = (row.strip("| ").split(" | ") for row in first.splitlines() if row.startswith("|"))
     assert 1 <= len(rows) <= 8
-    for _, *cells, ratio in rows:
+    for _, ours, theirs, ratio, *_ in rows:
         times = []
-        for cell in cells:
+        for cell in (ours, theirs):
             name, number, unit = cell.rsplit(" ", 2)
             assert re.search(rf"^\| (\*\*)?{re.escape(name)}(\*\*)? \|.*\b{number}\b", rest, re.MULTILINE), cell
             times.append(float(number.replace(",", "")) * {"ms": 1e-3, "µs": 1e-6}[unit])
         assert times[0] / times[1] == pytest.approx(float(ratio), abs=0.011)
 
 
-def test_parts_of_different_code_are_not_shown_as_one(tmp_path: Path) -> None:
-    for name, code in (("large", "a"), ("small", "b")):
-        part = Part(name, [table_of(name, {"modelstate.load": one_run(1, 2)})], code, "a machine", "a command")
-        measured.keep(part, tmp_path)
-    parts = measured.kept(tmp_path, PARTS)
-    assert [part.name for part in parts] == ["large", "small"]
-    assert "**of different states of the code**" in tables.page(
-        PAGES[0], parts, goals.reached({}), [], "another command"
-    )
+def test_parts_of_different_code_make_no_page(tmp_path: Path) -> None:
+    for name, code in (("large", "a"), ("small", measured.code())):
+        measured.keep(Part(name, [table_of(name, {"modelstate.load": one_run(1, 2)})], code, "a machine"), tmp_path)
+    assert [part.name for part in measured.kept(tmp_path, PARTS)] == ["large", "small"]
+    (tmp_path / "pages").mkdir()
+    with pytest.raises(SystemExit, match=r"2 versions of the code: large with a; .* --only large$"):
+        main(["--from", str(tmp_path), "--out", str(tmp_path / "pages")])
+    assert not list((tmp_path / "pages").iterdir())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.file)
 def test_a_page_says_what_the_results_say(page: Page) -> None:
     parts = measured.kept(RESULTS, page.parts)
     if not parts:
         pytest.skip(f"no results of {page.file} are kept")
-    ((_, _, text),) = pages(parts, "python -m bench --from")
-    assert (measured.ROOT / "docs" / page.file).read_text() == text
+    if len({part.code for part in parts}) > 1:
+        pytest.skip("the results are of several versions of the code: run make bench")
+    ((_, reached, compared),) = pages_of(parts)
+    assert (DOCS / page.file).read_text() == pages.page(page, parts, reached, compared)
+    assert texts_of((DOCS / page.image).read_text()) == texts_of(pages.plot(compared))
 
 
 def test_every_goal_is_on_one_page() -> None:
@@ -137,7 +161,7 @@ def test_every_goal_is_on_one_page() -> None:
 
 
 def test_what_is_kept_comes_back_as_it_was(tmp_path: Path) -> None:
-    part = Part("large", [table_of("large/meta", {"ours": one_run(0.1, 0.2)})], "code", "machine", "command")
+    part = Part("large", [table_of("large/meta", {"ours": one_run(0.1, 0.2)})], "code", "machine")
     measured.keep(part, tmp_path)
     assert measured.kept(tmp_path, ["large", "small"]) == [part]
 
@@ -153,7 +177,7 @@ def test_a_contender_that_fails_is_named_with_the_reason(tmp_path: Path) -> None
     assert len(found["good"]) == 3
     assert len(calls) == 1
     assert failed == {"bad": "RuntimeError: no such thing"}
-    shown = tables.section(Measured("k", "T", "", "load", {"": found}, 3, failed))
+    shown = pages.section(Measured("k", "T", "", "load", {"": found}, 3, failed))
     assert "- Not run here: bad: RuntimeError: no such thing." in shown
 
 
@@ -178,7 +202,7 @@ def test_contenders_run_once_a_turn_in_another_order(tmp_path: Path) -> None:
 
 def test_the_page_says_which_medians_are_of_fewer_runs() -> None:
     found = {"near": [one_run(1, 2)] * 7, "far": [one_run(1, 2)] * 3}
-    assert "Medians of 7 runs, of 3 for far." in tables.section(Measured("k", "T", "", "load", {"": found}, 7))
+    assert "Medians of 7 runs, of 3 for far." in pages.section(Measured("k", "T", "", "load", {"": found}, 7))
 
 
 def test_ratios_are_to_the_first_row() -> None:
@@ -186,7 +210,7 @@ def test_ratios_are_to_the_first_row() -> None:
         "ours": [one_run(0.1, 0.2, own=1000, pages=2 * MB)] * 3,
         "theirs": [one_run(0.3, 0.3), one_run(0.5, 0.5, "y"), one_run(0.2, 0.2)],
     }
-    lines = tables.load_table(runs).splitlines()
+    lines = pages.load_table(runs).splitlines()
     assert lines[2] == "| ours | 100.0 | 1.00 | 200.0 | 1.00 | 1.0 kB | 2.0 MB |"
     assert lines[3] == "| theirs | 300.0 | 3.00 | 300.0 | 1.50 | 0 B | 0 B |"
     assert different_weights(runs) == ["theirs"]
@@ -244,8 +268,8 @@ def serving(ours: float) -> dict[str, Measured]:
         return {"ready": Stage(60.0, 0, 0, facts)}
 
     one = one_run(ours / 100, 1)
-    ways = {name: requests(50 if name in torture.STOCK else int(ours)) for name in torture.WAYS}
-    swaps = {live.MEMCPY: one} | {row.format(kind): one for row in (live.STAGED, live.FLIP) for kind in torture.KINDS}
+    ways = {name: requests(50 if name in live.STOCK else int(ours)) for name in live.WAYS}
+    swaps = {live.MEMCPY: one} | {row.format(kind): one for row in (live.STAGED, live.FLIP) for kind in live.KINDS}
     found = {"live/torn": table_of("live/torn", ways, "torture"), "live/swap": table_of("live/swap", swaps, "swap")}
     for kind, bare in (("eager", live.MODULE), ("exported", live.BARE["exported"])):
         rows = {bare: one_run(0.1 / 100, 1), live.LIVE.format(kind): one}
@@ -263,7 +287,7 @@ def test_goals_are_not_met_by_what_is_slow() -> None:
     found = goals.reached(everything(2.0))
     linear = ("many", "shards")  # the same time for each file, however slow
     assert {one.verdict for key, one in zip(goals.ROWS, found, strict=True) if key not in linear} == {"not met"}
-    assert "**0.50x the best peer**" in tables.goals(found)
+    assert "**0.50x the best peer**" in pages.goals(found)
 
 
 def test_who_leaves_the_optimizer_with_other_parameters_is_no_peer_in_place() -> None:
@@ -297,13 +321,13 @@ def test_the_fastest_of_all_is_so_in_every_table(table: str, key: str) -> None:
 
 def test_what_was_not_measured_is_no_goal_met_or_missed() -> None:
     assert {one.verdict for one in goals.reached({})} == {"not measured"}
-    assert tables.goals(goals.reached({})).count("**not measured**") == len(goals.ROWS)
+    assert pages.goals(goals.reached({})).count("**not measured**") == len(goals.ROWS)
 
 
 def test_the_sentence_with_the_limit_stands_below_a_row_that_is_not_met(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(goals.LIMITS, "mapped", lambda _: "opening alone takes that long.")
-    assert "- file to ready on a meta target (mapped): opening alone" in tables.goals(goals.reached(everything(2.0)))
-    assert "opening alone" not in tables.goals(goals.reached(everything(0.1)))
+    assert "- file to ready on a meta target (mapped): opening alone" in pages.goals(goals.reached(everything(2.0)))
+    assert "opening alone" not in pages.goals(goals.reached(everything(0.1)))
 
 
 def test_the_sentences_are_for_rows_that_there_are() -> None:
@@ -311,8 +335,8 @@ def test_the_sentences_are_for_rows_that_there_are() -> None:
 
 
 def test_the_machine_is_described_without_its_name() -> None:
-    assert platform.node() not in tables.machine().split()
-    assert "cores" in tables.machine()
+    assert platform.node() not in pages.machine().split()
+    assert "cores" in pages.machine()
 
 
 def test_a_server_is_shown_with_what_came_of_its_answers() -> None:
@@ -321,6 +345,6 @@ def test_a_server_is_shown_with_what_came_of_its_answers() -> None:
         return [{"ready": Stage(p99, 0, 0, known)}]
 
     rows = {"no swaps": of(0.01, 0.02), "100 swaps": of(0.011, 0.03, failed=2, checked=9_998, wrong=1)}
-    lines = tables.section(Measured("serving", "T", "Words.", "serving", {"": rows}, 1)).splitlines()
+    lines = pages.section(Measured("serving", "T", "Words.", "serving", {"": rows}, 1)).splitlines()
     assert lines[-2] == "| no swaps | 10,000 | 10.0 | 20.0 | 1.00 | 0 | 10,000 | 0 |"
     assert lines[-1] == "| 100 swaps | 10,000 | 11.0 | 30.0 | 1.50 | 2 | 9,998 | 1 |"

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from bench.in_page import cells
+from bench.pages import cells
 from bench.suggest_pairs import HEAD, PAIRS, TABLE, row
 
 
