@@ -41,6 +41,11 @@ ModelStateError
 ├── RollbackError                 (RuntimeError)
 ├── SwapError                     (RuntimeError)
 ├── MemoryBudgetError             (MemoryError)
+├── DistributedError
+│   ├── ShardingError             (ValueError)
+│   ├── ProcessGroupError         (RuntimeError)
+│   ├── RanksDifferError          (ValueError)
+│   └── RankLostError             (TimeoutError)
 ├── CodecError                    (ValueError)
 │   └── UnknownClassError
 ├── SaveError
@@ -343,6 +348,26 @@ class SwapError(ModelStateError, RuntimeError, page="tensor-in-use"):
 
 class MemoryBudgetError(ModelStateError, MemoryError, page="memory-budget"):
     """A call would need more memory than its budget allows."""
+
+
+class DistributedError(ModelStateError, page="sharded-models"):
+    """A call on a model that is spread over several ranks. The models of all ranks are as before."""
+
+
+class ShardingError(DistributedError, ValueError):
+    """A layout of a DTensor that cannot be loaded: partial sums, or a placement that is unknown."""
+
+
+class ProcessGroupError(DistributedError, RuntimeError):
+    """The process group does not fit the model: there is none, or its ranks are not those of the mesh."""
+
+
+class RanksDifferError(DistributedError, ValueError):
+    """The ranks of one load were given different sources, rules, options or models."""
+
+
+class RankLostError(DistributedError, TimeoutError):
+    """A rank has not taken part in time: it has died, hangs, or has not called."""
 
 
 class CodecError(ModelStateError, ValueError, page="no-encoding"):

@@ -1,0 +1,1 @@
+"""Tensors over several ranks: the shard that each rank holds, and the agreement of all ranks."""

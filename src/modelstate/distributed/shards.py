@@ -1,0 +1,136 @@
+"""`LocalShard`: the part of a tensor that one rank of a mesh holds.
+
+Pure arithmetic, without a process group: what a rank of any mesh holds can be computed in any process.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate, pairwise, product
+from typing import Any
+
+import torch
+
+from modelstate.errors import ShardingError
+from modelstate.rules.expression import Source, concatenated, region
+from modelstate.spec import Box
+from modelstate.torch_compat.sharding import Split, is_split, local_tensor, split_indices
+
+
+@dataclass(frozen=True, slots=True)
+class LocalShard:
+    """The part of a tensor that one rank of a mesh holds."""
+
+    global_shape: tuple[int, ...]
+    """The shape of the whole tensor."""
+    runs: tuple[tuple[range, ...], ...]
+    """For each dimension the runs of global indices, in the order in which they lie in the local tensor. An empty shard
+    has one empty run in a dimension."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the local tensor."""
+        return tuple(sum(map(len, runs)) for runs in self.runs)
+
+    @property
+    def numel(self) -> int:
+        """The number of elements of the local tensor."""
+        return math.prod(self.shape)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the rank holds the whole tensor, in its order."""
+        return all(runs == (range(size),) for runs, size in zip(self.runs, self.global_shape, strict=True))
+
+    def boxes(self) -> Iterator[tuple[Box, Box]]:
+        """Yields the regions of the whole tensor that the rank holds, each with its place in the local tensor."""
+        placed = []
+        for runs in self.runs:
+            bounds = pairwise(accumulate(map(len, runs), initial=0))
+            placed.append([(run, range(*bound)) for run, bound in zip(runs, bounds, strict=True)])
+        for dims in product(*placed):
+            yield tuple(run for run, _ in dims), tuple(place for _, place in dims)
+
+    def of(self, source: Source) -> Source:
+        """Returns the source of the local tensor, for a source of the whole tensor."""
+        return self._joined(source, ())
+
+    def _joined(self, source: Source, slices: tuple[slice, ...]) -> Source:
+        dim = len(slices)
+        if dim == len(self.runs):
+            return region(source, slices)
+        parts = [self._joined(source, (*slices, slice(run.start, run.stop))) for run in self.runs[dim]]
+        return concatenated(parts, dim)
+
+
+def local_shard(
+    shape: Sequence[int], placements: Sequence[Any], mesh_shape: Sequence[int], coordinate: Sequence[int]
+) -> LocalShard:
+    """Returns the part of a tensor that one rank of a mesh holds.
+
+    Args:
+        shape: The shape of the whole tensor.
+        placements: The placement of the tensor for each dimension of the mesh: `Shard`, `Replicate`, and placements of
+            torch that split a dimension in another order.
+        mesh_shape: The number of ranks along each dimension of the mesh.
+        coordinate: The position of the rank in the mesh.
+
+    Returns:
+        The shard. Torch's own code splits the dimensions.
+
+    Raises:
+        ShardingError: A placement is `Partial`, or neither splits nor replicates; or it does not fit the shape.
+
+    Example:
+        >>> local_shard((8, 8), [Shard(0)], mesh_shape=(4,), coordinate=(1,)).runs
+        ((range(2, 4),), (range(0, 8),))
+    """
+    splits: dict[int, list[Split]] = {}
+    for placement, count, index in zip(placements, mesh_shape, coordinate, strict=True):
+        if placement.is_replicate():
+            continue
+        if not is_split(placement):
+            raise ShardingError(
+                "the ranks hold partial sums, which no checkpoint has"
+                if placement.is_partial()
+                else "the layout of a DTensor is unknown",
+                expected="Shard or Replicate for each dimension of the mesh",
+                found=repr(placement),
+            )
+        if not -len(shape) <= placement.dim < len(shape):
+            raise ShardingError(
+                "a DTensor is split in a dimension that it does not have",
+                expected=f"a dimension of the shape {tuple(shape)}",
+                found=repr(placement),
+            )
+        splits.setdefault(placement.dim % len(shape), []).append(Split(placement, count, index))
+    return LocalShard(tuple(shape), tuple(_runs(size, tuple(splits.get(dim, ()))) for dim, size in enumerate(shape)))
+
+
+@lru_cache(maxsize=4096)
+def _runs(size: int, splits: tuple[Split, ...]) -> tuple[range, ...]:
+    """Returns the runs of a dimension. The tensors of a model have few different sizes."""
+    return tuple(split_indices(size, splits)) or (range(0),) if splits else (range(size),)
+
+
+def shard_of(tensor: torch.Tensor) -> LocalShard | None:
+    """Returns the part of a DTensor that this rank holds; None where the rank is not in the mesh of the DTensor.
+
+    Raises:
+        ShardingError: A placement is `Partial` or unknown, or the local tensor has another shape than its placements
+            say.
+    """
+    held: Any = tensor
+    mesh = held.device_mesh
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        return None
+    shard = local_shard(tuple(tensor.shape), held.placements, tuple(mesh.shape), coordinate)
+    if (found := tuple(local_tensor(tensor).shape)) != shard.shape:
+        raise ShardingError(
+            "the local tensor of a DTensor does not have the shape that its placements say",
+            expected=f"{shard.shape} of {tuple(tensor.shape)}, placed {list(held.placements)}",
+            found=found,
+        )
+    return shard
