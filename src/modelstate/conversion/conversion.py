@@ -25,12 +25,14 @@ from modelstate.conversion.tensors import (
     parts_of,
     placement_of,
     reference_count,
+    step_of,
     swappable,
 )
 from modelstate.errors import MemoryBudgetError, ModelStateError, PlacementError, SwapError, TransformError
 from modelstate.planning.assignment import Placement
+from modelstate.planning.plan import Step
 from modelstate.process import cached_attribute, deferred_signals
-from modelstate.torch_compat.dtypes import Overflows, nonfinite, short
+from modelstate.torch_compat.dtypes import Overflows, can_overflow, nonfinite, short
 from modelstate.torch_compat.modules import call_apply, has_custom_apply, modules_of, own_buffers, own_parameters
 from modelstate.torch_compat.plain import has_its_memory, is_dense, is_plain
 from modelstate.torch_compat.private import (
@@ -68,6 +70,8 @@ class Conversion:
         self.root, self.target = root, target
         self.transaction = transaction
         self.changes: list[Change] = []
+        self.steps: list[Step] = []
+        """A step for each tensor that changes, where the target is reported."""
         self.notes: list[str] = []
         self.overflows = Overflows() if target.cause else None
         """Counts values that become infinite or NaN."""
@@ -92,6 +96,8 @@ class Conversion:
         self._returned: list[torch.Tensor] = []
         """Keeps what functions returned alive, so that no other tensor gets the id or the memory of a dropped one."""
         self._grads: dict[int, torch.Tensor] = {}
+        self._deferred_casts: dict[torch.dtype, torch.Tensor | None] = {}
+        """What `Target.deferred_cast` returns for each dtype."""
         self._swapped: set[int] = set()
         """The ids of the returned tensors that are swapped with tensors of the module."""
         self._unshared: list[list[Slot]] = []
@@ -194,33 +200,45 @@ class Conversion:
                 plain = [slot for slot in plain if id(slot.tensor) not in together]
         else:
             self._unshared += sharing(plain)
-        deferred_casts: dict[torch.dtype, torch.Tensor | None] = {}
         for slot in plain:
-            tensor = slot.tensor
-            grad = tensor.grad if tensor.is_leaf else None
-            dtype = tensor.dtype
-            is_deferrable = tensor.is_cpu and not tensor.is_inference()
-            if is_deferrable and grad is not None:
-                # The cast of the gradient must be as certain to succeed as that of its tensor.
-                is_deferrable = (
-                    is_plain(grad)
-                    and not grad.is_nested
-                    and grad.is_cpu
-                    and not grad.is_inference()
-                    and grad.dtype == dtype
-                )
-            if not is_deferrable:
+            if not self._defer_cast(slot):
                 self._make_one(slot, None, True)
-                continue
-            if dtype not in deferred_casts:
-                deferred_casts[dtype] = self.target.deferred_cast(dtype)
-            empty = deferred_casts[dtype]
-            if empty is None or not has_its_memory(tensor):
-                self._make_one(slot, None, True)
-            elif empty.dtype != dtype:
-                self._defer_cast(slot, grad, empty)
         for slot, fn in others:
             self._make_one(slot, fn, False)
+
+    def _defer_cast(self, slot: Slot) -> bool:
+        """Leaves a cast that is certain to succeed to the commit, where the old memory can be freed at once.
+
+        Returns whether the tensor needs nothing else: also where the cast would not change its dtype.
+        """
+        tensor = slot.tensor
+        dtype = tensor.dtype
+        if not tensor.is_cpu or tensor.is_inference():
+            return False
+        if dtype not in self._deferred_casts:
+            self._deferred_casts[dtype] = self.target.deferred_cast(dtype)
+        empty = self._deferred_casts[dtype]
+        if empty is None or not has_its_memory(tensor):
+            return False
+        grad = tensor.grad if tensor.is_leaf else None
+        # The cast of the gradient must be as certain to succeed as that of its tensor.
+        if grad is not None and not (
+            is_plain(grad) and not grad.is_nested and grad.is_cpu and not grad.is_inference() and grad.dtype == dtype
+        ):
+            return False
+        if empty.dtype == dtype:
+            return True
+        change = Change(slot, empty, DATA, grad, deferred=True)
+        if self.overflows is not None and can_overflow(dtype, empty.dtype):
+            change.overflows = self.overflows
+        old = tensor.nbytes if grad is None else tensor.nbytes + grad.nbytes
+        new = old // dtype.itemsize * empty.dtype.itemsize
+        self._reserve += new
+        self.peak_bytes = max(self.peak_bytes, self._now + new)
+        self._now += new - old
+        self._check_budget()
+        self._add(change)
+        return True
 
     def _make_one(self, slot: Slot, fn: Apply | None, plain: bool) -> None:
         tensor, target = slot.tensor, self.target
@@ -245,7 +263,7 @@ class Conversion:
         ):
             self.notes.append(f"{slot.name} stays {short(tensor.dtype)}: {type(tensor).__name__} decides that")
         old_grad, grad = self._new_grad(slot, value, fn)
-        self._add(Change(slot, value, placement, old_grad, grad))
+        self._add_made(Change(slot, value, placement, old_grad, grad))
 
     def _checked_result(self, slot: Slot, value: torch.Tensor) -> torch.Tensor:
         """Returns what a user's function returned for a slot, detached, in memory that no other tensor uses.
@@ -303,7 +321,7 @@ class Conversion:
         """Converts only the gradient: the tensor stays as it is, or the function has changed it in place."""
         old_grad, grad = self._new_grad(slot, value, fn)
         if old_grad is not None and grad is not old_grad:
-            self._add(Change(slot, slot.tensor, GRADIENT, old_grad, grad))
+            self._add_made(Change(slot, slot.tensor, GRADIENT, old_grad, grad))
 
     def _new_grad(
         self, slot: Slot, value: torch.Tensor, fn: Apply | None
@@ -318,24 +336,15 @@ class Conversion:
             self.notes.append(f"{slot.name}: its gradient is dropped, because the new tensor cannot have it")
         return old, new
 
-    def _defer_cast(self, slot: Slot, grad: torch.Tensor | None, empty: torch.Tensor) -> None:
-        """Leaves a cast that is certain to succeed to the commit, where the old memory can be freed at once."""
-        tensor, new_dtype = slot.tensor, empty.dtype
-        nbytes = tensor.nbytes
-        change = Change(slot, empty, DATA, grad, None, True)
-        change.overflows = self.overflows
-        self.changes.append(change)
-        self.transaction.add(change)
-        old = nbytes if grad is None else nbytes + grad.nbytes
-        new = old // tensor.itemsize * new_dtype.itemsize
-        self._reserve += new
-        self.peak_bytes = max(self.peak_bytes, self._now + new)
-        self._now += new - old
-        self._check_budget()
-
     def _add(self, change: Change) -> None:
         self.changes.append(change)
         self.transaction.add(change)
+        if self.target.is_reported and change.placement is not GRADIENT:
+            self.steps.append(step_of(change))
+
+    def _add_made(self, change: Change) -> None:
+        """Adds a change whose new tensor, or gradient, has been made."""
+        self._add(change)
         self._check_overflow(change)
         new = [] if change.placement is GRADIENT else [change.value]
         self.spend(sum(map(nbytes_of, new if change.grad is None else [*new, change.grad])))
@@ -397,7 +406,7 @@ class Conversion:
             tensor = slot.tensor
             value = new.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset() - start).detach()
             old_grad, grad = self._new_grad(slot, value, None)
-            self._add(Change(slot, value, placement_of(tensor, value), old_grad, grad))
+            self._add_made(Change(slot, value, placement_of(tensor, value), old_grad, grad))
 
     # Between the phases.
 

@@ -10,11 +10,10 @@ from torch import nn
 from modelstate.checkpoint.open import argument_order, is_module
 from modelstate.conversion.conversion import Conversion
 from modelstate.conversion.reference_keeping import replaced_apply
-from modelstate.conversion.tensors import GRADIENT, ByFunction, CastAndMove, Target, takes_name
+from modelstate.conversion.tensors import ByFunction, CastAndMove, Target, takes_name
 from modelstate.errors import OptionError
 from modelstate.loading.options import check_budget_option, device_of
 from modelstate.loading.report import LoadReport
-from modelstate.planning.plan import Step
 from modelstate.problems import model_errors
 from modelstate.process import gc_paused
 from modelstate.torch_compat.dtypes import floating_dtype
@@ -88,23 +87,18 @@ def convert(
         state = following_state(checked, finals, before, conversion.spend)
         behind = left_behind(others, finals, before)
         conversion.commit(*(partial(values.__setitem__, key, value) for values, key, value in state))
-        steps = tuple(change.step for change in conversion.changes if change.placement is not GRADIENT)
-        return _report(conversion, steps, behind, started)
-
-
-def _report(conversion: Conversion, steps: tuple[Step, ...], behind: tuple[str, ...], started: float) -> LoadReport:
-    return LoadReport(
-        target=type(conversion.root).__name__,
-        source="",
-        steps=steps,
-        notes=(*conversion.notes, *(conversion.overflows.notes() if conversion.overflows is not None else ())),
-        slots=len(conversion.slots.tensors),
-        seconds=time.perf_counter() - started,
-        peak_memory_bytes=conversion.peak_bytes,
-        references_lost=conversion.references_lost(),
-        left_behind=behind,
-        action=f"converted to {conversion.target.description}",
-    )
+        return LoadReport(
+            target=type(conversion.root).__name__,
+            source="",
+            steps=tuple(conversion.steps),
+            notes=(*conversion.notes, *(conversion.overflows.notes() if conversion.overflows is not None else ())),
+            slots=len(conversion.slots.tensors),
+            seconds=time.perf_counter() - started,
+            peak_memory_bytes=conversion.peak_bytes,
+            references_lost=conversion.references_lost(),
+            left_behind=behind,
+            action=f"converted to {target.description}",
+        )
 
 
 def _target(dtype: torch.dtype | str | None, device: torch.device | str | None, fn: object, empty: bool) -> Target:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from types import TracebackType
+from typing import ClassVar
 
 import torch
 from torch import nn
@@ -10,7 +11,7 @@ from modelstate.conversion.conversion import Conversion, apply_in_conversion, ru
 from modelstate.conversion.tensors import Target
 from modelstate.planning.assignment import COPYABLE
 from modelstate.process import fork_safe_lock, gc_paused
-from modelstate.torch_compat.modules import is_cast_of_torch
+from modelstate.torch_compat.modules import is_cast_of_torch, modules_of, own_buffers, own_parameters
 from modelstate.torch_compat.overrides import MethodOverride, Overrides
 from modelstate.torch_compat.private import is_fake, is_faking
 from modelstate.transaction.transaction import Transaction, exclusive
@@ -82,7 +83,12 @@ def _apply(_stock: Callable[..., nn.Module], self: nn.Module, fn: Apply, recurse
         running_conversion(self) is not None
         or not reference_keeping.holds()
         or is_faking()  # a traced module, whose tensors stand for others
-        or any(map(is_fake, (*self.parameters(), *self.buffers())))
+        or any(
+            tensor is not None and is_fake(tensor)
+            for module in modules_of(self)
+            for table in (own_parameters(module), own_buffers(module))
+            for tensor in table.values()
+        )
     ):
         return apply_in_conversion(self, fn, recurse)
     with exclusive(self), gc_paused(), Transaction(self) as transaction:
@@ -100,6 +106,8 @@ replaced_apply = _overrides.used
 
 class _TorchFunction(Target):
     """The target of a conversion by `Module.to` and its like: the function that they pass to `_apply`."""
+
+    is_reported: ClassVar[bool] = False
 
     def __init__(self, fn: Apply) -> None:
         self._fn = fn

@@ -6,7 +6,7 @@ is one new tensor with its placement.
 
 import inspect
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from types import FunctionType, ModuleType
@@ -36,6 +36,8 @@ class Target:
     is_user_function: ClassVar[bool] = False
     """Whether a user's function makes the tensors, which may return anything. Other targets can convert the memory that
     several tensors share at once."""
+    is_reported: ClassVar[bool] = True
+    """Whether a report describes the changes."""
 
     @property
     def description(self) -> str:
@@ -250,7 +252,7 @@ def placement_of(tensor: torch.Tensor, value: torch.Tensor) -> Placement:
 class Change(Write):
     """A tensor that becomes another one: the write that puts the new one in place."""
 
-    __slots__ = ("deferred", "grad", "old_grad", "overflows", "placement", "slot", "step")
+    __slots__ = ("deferred", "grad", "old_grad", "overflows", "placement", "slot")
 
     def __init__(
         self,
@@ -269,8 +271,6 @@ class Change(Write):
         """Whether the value is a cast that `run` makes; until then `value` only has its dtype."""
         self.overflows: Overflows | None = None
         """Counts values that become infinite or NaN in a deferred cast."""
-        self.step = _step_of(slot, placement, value)
-        """Describes the change, and holds no tensor."""
 
     @property
     def name(self) -> str:
@@ -312,20 +312,25 @@ class Change(Write):
             transaction.register_undo(undo)
 
 
-def _step_of(slot: Slot, placement: Placement, value: torch.Tensor) -> Step:
-    tensor, (name, *ties) = slot.tensor, slot.names
-    shape: Sequence[int] = () if torch.nn.parameter.is_lazy(tensor) or tensor.is_nested else tensor.shape
+def step_of(change: Change) -> Step:
+    """Returns the description of a change that has not been made yet. It holds no tensor."""
+    tensor, value, names = change.target, change.value, change.slot.names
+    if change.deferred:
+        shape, nbytes = tuple(tensor.shape), tensor.nbytes
+    else:
+        shape = () if torch.nn.parameter.is_lazy(tensor) or tensor.is_nested else tuple(tensor.shape)
+        nbytes = nbytes_of(tensor)
     return Step(
-        name,
-        slot.kind,
+        names[0],
+        change.slot.kind,
         source="",
-        how=placement,
-        shape=tuple(shape),
+        how=change.placement,
+        shape=shape,
         dtype=value.dtype,
         stored_dtype=tensor.dtype,
         device=value.device,
-        nbytes=nbytes_of(tensor),
-        ties=tuple(ties),
+        nbytes=nbytes,
+        ties=names[1:],
     )
 
 

@@ -8,6 +8,7 @@ The result of a function is summed too, which takes about 7% of the time of mult
 function was given is looked at only where the result has infinite or NaN values.
 """
 
+import cmath
 import math
 import threading
 from collections.abc import Callable, Iterator
@@ -136,9 +137,9 @@ class Overflows:
         dtype = target.dtype if isinstance(target, torch.Tensor) else target
         if not can_overflow(source.dtype, dtype) or source.is_meta or not source.numel():
             return False
+        if isinstance(target, torch.Tensor) and _has_finite_sum(target):
+            return True
         with torch.no_grad():
-            if isinstance(target, torch.Tensor) and _has_finite_sum(target):
-                return True
             if not _is_within(source, dtype):
                 self.add({(_CAST, name): _newly_infinite(source, dtype)})
         return False
@@ -199,10 +200,7 @@ def _comparable(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _has_finite_sum(tensor: torch.Tensor) -> bool:
-    if tensor.itemsize == 1 or tensor.device.type != "cpu":
-        return False
-    total = tensor.sum().item()
-    return math.isfinite(total.real) and math.isfinite(total.imag)
+    return tensor.itemsize > 1 and tensor.is_cpu and cmath.isfinite(tensor.sum().item())
 
 
 def _is_within(source: torch.Tensor, dtype: torch.dtype) -> bool:

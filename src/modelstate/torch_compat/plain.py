@@ -1,5 +1,6 @@
 """Tells plain tensors from those whose values are more than strided memory."""
 
+import sys
 from collections.abc import Iterable
 from contextlib import suppress
 from functools import lru_cache
@@ -10,7 +11,7 @@ from torch import nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from modelstate.problems import GATHER, REAL
-from modelstate.torch_compat.private import storage_id
+from modelstate.torch_compat.private import is_fake, storage_id
 
 _PLAIN = frozenset([torch.Tensor, nn.Parameter, nn.Buffer])
 
@@ -73,30 +74,18 @@ def is_dense(tensor: torch.Tensor) -> bool:
     return True
 
 
-_FAKE = "torch._subclasses.fake_tensor.FakeTensor"
-_SHARDED = "torch.distributed.tensor.DTensor"
-
-
-def is_fake(tensor: torch.Tensor) -> bool:
-    """Whether this is a `FakeTensor`, which has no values."""
-    return _is_of(tensor, _FAKE)
-
-
 def is_sharded(tensor: torch.Tensor) -> bool:
     """Whether this is a `DTensor`, as the parameters of FSDP2 are: this process may hold only a shard."""
-    return _is_of(tensor, _SHARDED)
+    if type(tensor) is torch.Tensor or type(tensor) is torch.nn.Parameter:
+        return False
+    module = sys.modules.get("torch.distributed.tensor")
+    return isinstance(tensor, getattr(module, "DTensor", ()))
 
 
 def remedies_for(values: Iterable[object]) -> list[str]:
     """What to do about values that cannot be read, as they are fake or shards; nothing where none of them is."""
     tensors = [value for value in values if isinstance(value, torch.Tensor)]
     return [GATHER] * any(map(is_sharded, tensors)) + [REAL] * any(map(is_fake, tensors))
-
-
-def _is_of(tensor: torch.Tensor, name: str) -> bool:
-    if type(tensor) is torch.Tensor or type(tensor) is torch.nn.Parameter:
-        return False
-    return any(f"{cls.__module__}.{cls.__qualname__}" == name for cls in type(tensor).__mro__)
 
 
 def why_not_plain(tensor: torch.Tensor) -> str:

@@ -70,6 +70,8 @@ def is_faking() -> bool:
 
 def is_fake(tensor: torch.Tensor) -> bool:
     """Whether a tensor is a `FakeTensor`, which has no values."""
+    if type(tensor) is torch.Tensor or type(tensor) is torch.nn.Parameter:
+        return False
     module = sys.modules.get("torch._subclasses.fake_tensor")
     return module is not None and isinstance(tensor, module.FakeTensor)
 
