@@ -18,7 +18,7 @@ from torch import nn
 from modelstate.errors import ModelStateError, PlacementError, TransformError
 from modelstate.planning.assignment import COPYABLE, Placement
 from modelstate.planning.plan import Step
-from modelstate.torch_compat.dtypes import Overflows, device_name, short
+from modelstate.torch_compat.dtypes import Overflows, device_name, has_finite_sum, short
 from modelstate.torch_compat.plain import has_its_memory, is_plain
 from modelstate.torch_compat.private import can_set_data, payload_of, slots_of_class, sparse_values, write_count
 from modelstate.transaction.object_snapshot import has_dispatch
@@ -291,7 +291,7 @@ class Change(Write):
         tensor, value, grad = self.target, self.value, self.grad
         if self.deferred:
             value = tensor.to(self.value.dtype)
-            if self.overflows is not None:
+            if self.overflows is not None and not has_finite_sum(value):
                 self.overflows.check(self.name, tensor, value)
             if tensor.is_leaf and tensor.grad is not None:
                 grad = tensor.grad.to(self.value.dtype)
@@ -323,10 +323,10 @@ def step_of(change: Change) -> Step:
     return Step(
         names[0],
         change.slot.kind,
-        source="",
-        how=change.placement,
-        shape=shape,
-        dtype=value.dtype,
+        "",
+        change.placement,
+        shape,
+        value.dtype,
         stored_dtype=tensor.dtype,
         device=value.device,
         nbytes=nbytes,

@@ -137,7 +137,7 @@ class Overflows:
         dtype = target.dtype if isinstance(target, torch.Tensor) else target
         if not can_overflow(source.dtype, dtype) or source.is_meta or not source.numel():
             return False
-        if isinstance(target, torch.Tensor) and _has_finite_sum(target):
+        if isinstance(target, torch.Tensor) and has_finite_sum(target):
             return True
         with torch.no_grad():
             if not _is_within(source, dtype):
@@ -177,7 +177,7 @@ def nonfinite(tensor: torch.Tensor) -> int:
     if tensor.is_meta or not tensor.numel() or not (tensor.is_floating_point() or tensor.is_complex()):
         return 0
     with torch.no_grad():
-        if _has_finite_sum(tensor):
+        if has_finite_sum(tensor):
             return 0
         if tensor.itemsize > 1 and not tensor.is_complex():
             least, greatest = (float(value) for value in torch.aminmax(tensor))
@@ -199,7 +199,8 @@ def _comparable(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.itemsize > 1 else tensor.float()  # torch has no comparisons of float8
 
 
-def _has_finite_sum(tensor: torch.Tensor) -> bool:
+def has_finite_sum(tensor: torch.Tensor) -> bool:
+    """Whether all values are seen to be finite by their sum; False where that cannot be computed cheaply."""
     return tensor.itemsize > 1 and tensor.is_cpu and cmath.isfinite(tensor.sum().item())
 
 
