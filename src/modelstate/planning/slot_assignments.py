@@ -24,13 +24,12 @@ from modelstate.spec import ByteRange, StoredTensor, overlapping
 from modelstate.torch_compat.dtypes import Overflows, cast_between, short
 from modelstate.torch_compat.plain import (
     has_its_memory,
-    is_fake,
     is_plain,
     is_quantized,
     is_sharded,
     same_place,
 )
-from modelstate.torch_compat.private import storage_id
+from modelstate.torch_compat.private import is_fake, storage_id
 from modelstate.transaction.slots import Slot, clash, overlap
 from modelstate.transaction.transaction import Transaction, Write
 
