@@ -92,6 +92,7 @@ def _main(
         os.close(file)
     os.chdir(cwd)
     sys.argv = ["-c", *arguments]
+    sys.path.insert(0, "")
     if errors is not None:
         warnings.simplefilter("error", errors)
     for module in ignored:

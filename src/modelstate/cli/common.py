@@ -198,6 +198,25 @@ def parse_size(text: str | None) -> int | None:
     return nbytes
 
 
+def parse_mesh(text: str) -> tuple[int, ...]:
+    """Returns the shape of a device mesh: 8, 4x2. Raises `typer.BadParameter`."""
+    if not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", text):
+        raise typer.BadParameter(f"{text!r} is not the shape of a device mesh: give 8, 4x2, ...")
+    return tuple(map(int, text.split("x")))
+
+
+def parse_parallel(text: str) -> dict[str, str]:
+    """Returns the styles of tensor parallelism in a file; none for fsdp. Raises `typer.BadParameter`."""
+    if text in ("", "fsdp"):
+        return {}
+    from modelstate.loading.mesh_plan import read_parallel
+
+    try:
+        return read_parallel(text)
+    except (ms.errors.OptionError, ms.errors.OpenError) as error:
+        raise typer.BadParameter(f"give fsdp, or a TOML file: {_one_line(error)}") from error
+
+
 def parse_format(text: str | None, target: str) -> str:
     """Returns the format of a file to write: that of its suffix, or else the given one.
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import inspect as inspection
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from importlib.metadata import version
-from typing import Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
@@ -25,6 +26,8 @@ from modelstate.cli.common import (
     parse_device,
     parse_dtype,
     parse_format,
+    parse_mesh,
+    parse_parallel,
     parse_rules,
     parse_size,
     reported,
@@ -35,6 +38,11 @@ from modelstate.cli.live import app as live_app
 from modelstate.cli.store import app as store_app
 from modelstate.cli.store import is_store, verify_steps
 from modelstate.text_format import columns, listed
+
+if TYPE_CHECKING:
+    import torch
+
+    from modelstate.loading.mesh_plan import MeshPlan
 
 app = typer.Typer(
     help="Move model state between files and live PyTorch models.",
@@ -123,6 +131,22 @@ NoSkeleton = Annotated[
     bool, typer.Option("--no-skeleton", help="Build the model with values in its parameters; needs the memory.")
 ]
 
+Mesh = Annotated[
+    Any,
+    typer.Option(
+        metavar="SHAPE", parser=parse_mesh, help="The shape of a device mesh, such as 8 or 4x2, to plan each rank."
+    ),
+]
+Parallel = Annotated[
+    Any,
+    typer.Option(
+        metavar="fsdp|FILE",
+        parser=parse_parallel,
+        help="How the mesh shards the model: fsdp, or a TOML file that gives patterns of modules a style of tensor "
+        "parallelism (colwise, rowwise, replicate) over the last dimension of the mesh.",
+    ),
+]
+
 
 def _version(wanted: bool) -> None:
     if wanted:
@@ -195,8 +219,11 @@ class Request:
             raise
 
 
-def _with_load_options(run: Callable[[Request, ms.Checkpoint, bool], None]) -> Callable[..., None]:
-    """Gives a command the options of `plan` and `load`: it gets the parsed ones, the checkpoint, and that of --json."""
+def _with_load_options(run: Callable[..., None]) -> Callable[..., None]:
+    """Gives a command the options of `plan` and `load`: it gets the parsed ones, the checkpoint, and that of --json.
+
+    Further parameters of `run` are options of its own.
+    """
 
     def command(
         model: Model,
@@ -218,6 +245,7 @@ def _with_load_options(run: Callable[[Request, ms.Checkpoint, bool], None]) -> C
         no_skeleton: NoSkeleton = False,
         as_json: Json = False,
         debug: Debug = False,
+        **own: Any,
     ) -> None:
         with reported(debug):
             options: dict[str, object] = {
@@ -233,20 +261,40 @@ def _with_load_options(run: Callable[[Request, ms.Checkpoint, bool], None]) -> C
             skeleton = not (allow_missing or no_skeleton)
             request = Request(model, model_factory(model, debug), skeleton, options)
             with _open(path, allow, skip_forbidden) as checkpoint:
-                run(request, checkpoint, as_json)
+                run(request, checkpoint, as_json, **own)
 
+    common = list(inspection.signature(command, eval_str=True).parameters.values())[:-1]
+    own_options = list(inspection.signature(run, eval_str=True).parameters.values())[3:]
+    signature = inspection.Signature([*common, *own_options])
     command.__name__, command.__doc__ = run.__name__, run.__doc__
+    command.__signature__ = signature  # type: ignore[attr-defined]
     return command
 
 
 @app.command()
 @_with_load_options
-def plan(request: Request, checkpoint: ms.Checkpoint, as_json: bool) -> None:
-    """Show what loading a checkpoint into a model would do, and every problem, without reading its tensors."""
-    load_plan = request.run(ms.plan, checkpoint)
-    hints = spelling.as_text(spelling.of_problems(load_plan.problems))
-    typer.echo(load_plan.to_json() if as_json else f"{load_plan}{hints}")
-    if not load_plan.ok:
+def plan(
+    request: Request, checkpoint: ms.Checkpoint, as_json: bool, mesh: Mesh = None, parallel: Parallel = ""
+) -> None:
+    """Show what loading a checkpoint into a model would do, and every problem, without reading its tensors.
+
+    With --mesh, show what each rank of a device mesh would read and hold; no process group is needed.
+    """
+    if parallel and mesh is None:
+        raise typer.BadParameter("--parallel says how the ranks of a mesh share the model: give --mesh too")
+
+    def planned(model: torch.nn.Module, source: ms.Checkpoint, **options: Any) -> ms.LoadPlan | MeshPlan:
+        load_plan = ms.plan(model, source, **options)
+        if mesh is None or not load_plan.ok:
+            return load_plan
+        from modelstate.loading.mesh_plan import plan_for_mesh
+
+        return plan_for_mesh(load_plan, model, mesh, parallel or None)
+
+    result = request.run(planned, checkpoint)
+    problems = result.problems if isinstance(result, ms.LoadPlan) else ()
+    typer.echo(result.to_json() if as_json else f"{result}{spelling.as_text(spelling.of_problems(problems))}")
+    if problems:
         raise typer.Exit(PROBLEMS)
 
 

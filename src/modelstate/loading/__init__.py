@@ -6,6 +6,10 @@ from modelstate.lazy import attach
 
 if TYPE_CHECKING:
     from modelstate.loading.background import LoadHandle as LoadHandle
+    from modelstate.loading.mesh_plan import MeshPlan as MeshPlan
+    from modelstate.loading.mesh_plan import RankPlan as RankPlan
+    from modelstate.loading.mesh_plan import plan_for_mesh as plan_for_mesh
+    from modelstate.loading.mesh_plan import read_parallel as read_parallel
     from modelstate.loading.quantize import Quantize as Quantize
     from modelstate.planning.assignment import ReadRoute as ReadRoute
     from modelstate.planning.transforms import ModuleTransform as ModuleTransform
@@ -15,17 +19,25 @@ else:
         __name__,
         {
             "LoadHandle": "modelstate.loading.background",
+            "MeshPlan": "modelstate.loading.mesh_plan",
             "ModuleTransform": "modelstate.planning.transforms",
             "Quantize": "modelstate.loading.quantize",
+            "RankPlan": "modelstate.loading.mesh_plan",
             "ReadRoute": "modelstate.planning.assignment",
             "RowsWriter": "modelstate.planning.transforms",
+            "plan_for_mesh": "modelstate.loading.mesh_plan",
+            "read_parallel": "modelstate.loading.mesh_plan",
         },
     )
 
 __all__ = [
     "LoadHandle",
+    "MeshPlan",
     "ModuleTransform",
     "Quantize",
+    "RankPlan",
     "ReadRoute",
     "RowsWriter",
+    "plan_for_mesh",
+    "read_parallel",
 ]

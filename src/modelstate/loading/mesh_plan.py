@@ -1,0 +1,301 @@
+"""`plan_for_mesh`: what each rank of a device mesh reads and holds in a load, computed without a process group."""
+
+import json
+import os
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from itertools import groupby, product
+
+from torch import nn
+
+from modelstate.distributed.shards import local_shard
+from modelstate.errors import OptionError
+from modelstate.io.files import read_whole
+from modelstate.planning.plan import LoadPlan, Step
+from modelstate.rules.expression import leaves, read_bytes
+from modelstate.spec import StoredTensor, pieces
+from modelstate.text_format import columns, count, listed, size
+
+STYLES = ("colwise", "rowwise", "replicate")
+MOST_BYTES = 1 << 20
+"""Of a file with patterns of tensor parallelism."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankPlan:
+    """What one rank of a mesh does in a load."""
+
+    rank: int
+    coordinate: tuple[int, ...]
+    """The position of the rank in the mesh."""
+    held_bytes: int
+    """Bytes of the parameters and buffers that the rank holds after the load."""
+    read_bytes: int
+    """Bytes that the rank reads from files."""
+    requests: int
+    """Runs of bytes that the rank reads, before neighbours are merged and large runs are divided."""
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class MeshPlan:
+    """What each rank of a device mesh reads and holds. Created by `plan_for_mesh`; `print` shows a table."""
+
+    plan: LoadPlan
+    """The plan of the same load into the whole model."""
+    mesh: tuple[int, ...]
+    """The number of ranks along each dimension of the mesh."""
+    parallel: Mapping[str, str] | None
+    """The patterns of tensor parallelism; None for FSDP alone."""
+    ranks: tuple[RankPlan, ...] = field(default=())
+
+    @property
+    def read_bytes(self) -> int:
+        """Bytes that all ranks read."""
+        return sum(rank.read_bytes for rank in self.ranks)
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of parameters and buffers that all ranks hold."""
+        return sum(rank.held_bytes for rank in self.ranks)
+
+    @property
+    def imbalance(self) -> float:
+        """The most bytes that a rank reads, divided by the mean of all ranks."""
+        return max(rank.read_bytes for rank in self.ranks) * len(self.ranks) / self.read_bytes if self.read_bytes else 1
+
+    def __repr__(self) -> str:
+        """A summary in one line."""
+        return f"<{type(self).__name__}: {self.plan.source} into {self.plan.target} on {self._mesh_text}>"
+
+    @property
+    def _mesh_text(self) -> str:
+        return f"a mesh of {' x '.join(map(str, self.mesh))}, {count(len(self.ranks), 'rank')}"
+
+    def __str__(self) -> str:
+        rows = [["ranks", "holds", "reads", "requests"]]
+        for (held, read, requests), group in groupby(
+            self.ranks, lambda rank: (rank.held_bytes, rank.read_bytes, rank.requests)
+        ):
+            numbers = [rank.rank for rank in group]
+            text = str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]} to {numbers[-1]}"
+            rows.append([text, size(held), size(read), f"{requests:,}"])
+        times = self.read_bytes / self.plan.bytes if self.plan.bytes else 1.0
+        lines = [
+            f"{self.plan.source} into {self.plan.target} on {self._mesh_text}",
+            f"  {size(self.read_bytes)} to read over all ranks, {times:.2f} times the bytes of one load",
+            f"  imbalance {self.imbalance:.2f}: the most that a rank reads, divided by the mean",
+            columns(rows, right=(1, 2, 3)),
+        ]
+        return "\n".join(lines)
+
+    def to_json(self) -> str:
+        """Returns the plan of the mesh as JSON, with an object for each rank."""
+        return json.dumps(
+            {
+                "target": self.plan.target,
+                "source": self.plan.source,
+                "mesh": list(self.mesh),
+                "parallel": "fsdp" if self.parallel is None else dict(self.parallel),
+                "model_bytes": self.plan.bytes,
+                "read_bytes": self.read_bytes,
+                "held_bytes": self.held_bytes,
+                "imbalance": self.imbalance,
+                "ranks": [
+                    {
+                        "rank": rank.rank,
+                        "coordinate": list(rank.coordinate),
+                        "held_bytes": rank.held_bytes,
+                        "read_bytes": rank.read_bytes,
+                        "requests": rank.requests,
+                    }
+                    for rank in self.ranks
+                ],
+            },
+            indent=1,
+        )
+
+
+def plan_for_mesh(
+    plan: LoadPlan,
+    model: nn.Module,
+    mesh: Sequence[int],
+    parallel: Mapping[str, str] | None = None,
+) -> MeshPlan:
+    """Computes what each rank of a mesh would read and hold, for a plan of the load into the whole model.
+
+    The layout is that of torch's own functions. Without `parallel`, `fully_shard` splits every parameter in its first
+    dimension over the last dimension of the mesh, and replicates it over a dimension before that one. With `parallel`,
+    `parallelize_module` is applied over the last dimension of the mesh first, and `fully_shard` over the dimensions
+    before it. Every rank holds all buffers.
+
+    Args:
+        plan: The plan of a load into the model. It must be ok.
+        model: The model that the plan was made for, not sharded.
+        mesh: The number of ranks along each dimension of the mesh.
+        parallel: The style of tensor parallelism of modules, by patterns of their paths: "colwise", "rowwise" or
+            "replicate". As in `parallelize_module`, a `*` matches within one part of a path. The first pattern that
+            matches a module decides. None for FSDP alone.
+
+    Returns:
+        The plan of the mesh.
+
+    Raises:
+        OptionError: The mesh or a pattern is invalid, or the plan has problems.
+
+    Example:
+        >>> plan = modelstate.plan(model, "model.safetensors")
+        >>> print(modelstate.loading.plan_for_mesh(plan, model, (4, 2), {"layers.*.q": "colwise"}))
+    """
+    if not plan.ok:
+        raise OptionError(
+            "a plan with problems cannot be divided over a mesh",
+            where=plan.source,
+            found=count(len(plan.problems), "problem"),
+            remedy="print the plan, and solve its problems",
+        )
+    fsdp_dims, most = (len(mesh), 2) if parallel is None else (len(mesh) - 1, 3)
+    if not 1 <= len(mesh) <= most or not all(type(ranks) is int and ranks >= 1 for ranks in mesh):
+        raise OptionError(
+            "mesh= is not the shape of a mesh",
+            expected=f"1 to {most} positive integers {'for FSDP' if parallel is None else 'for tensor parallelism'}",
+            found=repr(mesh),
+        )
+    styles = {} if parallel is None else _styles(model, parallel)
+    alike: dict[object, list[Step]] = {}  # a large model has hundreds of tensors, and few different ones
+    for step in plan.steps:
+        source = step.expression
+        layout = (source.dtype, source.shape, source.stride) if isinstance(source, StoredTensor) else step.name
+        alike.setdefault((_splits(step, styles, mesh, fsdp_dims), step.shape, step.dtype, layout), []).append(step)
+    ranks = []
+    for rank, coordinate in enumerate(product(*map(range, mesh))):
+        held_bytes = bytes_read = requests = 0
+        for steps in alike.values():
+            held, read, runs = _cost(steps[0], _splits(steps[0], styles, mesh, fsdp_dims), mesh, coordinate)
+            held_bytes += held * len(steps)
+            bytes_read += read * len(steps)
+            requests += runs * len(steps)
+        ranks.append(RankPlan(rank, coordinate, held_bytes, bytes_read, requests))
+    return MeshPlan(plan, tuple(mesh), parallel, tuple(ranks))
+
+
+Splits = tuple[tuple[int, int], ...]
+"""The dimension of the mesh and the dimension of the tensor of each split, in the order in which torch splits."""
+
+
+def _splits(step: Step, styles: Mapping[str, str], mesh: Sequence[int], fsdp_dims: int) -> Splits:
+    """Returns the splits of a parameter: that of tensor parallelism, then that of FSDP."""
+    if step.kind != "parameter":
+        return ()
+    splits = []
+    if (dim := _split_dim(step, styles)) is not None:
+        splits.append((len(mesh) - 1, dim))
+    if fsdp_dims:
+        if not step.shape:
+            raise OptionError(
+                "fully_shard does not take a parameter without dimensions",
+                where=step.name,
+                remedy="make it a tensor of one element in the model",
+            )
+        splits.append((fsdp_dims - 1, 0))
+    return tuple(splits)
+
+
+def _split_dim(step: Step, styles: Mapping[str, str]) -> int | None:
+    """Returns the dimension that tensor parallelism splits; None where it replicates the parameter."""
+    for name in (step.name, *step.ties):
+        path, _, leaf = name.rpartition(".")
+        match styles.get(path), leaf:
+            case ("Linear colwise", _) | ("Embedding rowwise", _):
+                return 0
+            case ("Linear rowwise", "weight") | ("Embedding colwise", _):
+                return 1
+    return None
+
+
+def _styles(model: nn.Module, parallel: Mapping[str, str]) -> dict[str, str]:
+    """Returns the class and the style of each module that a pattern matches, by its path: "Linear colwise"."""
+    if unknown := [f"{pattern}: {style!r}" for pattern, style in parallel.items() if style not in STYLES]:
+        raise OptionError(
+            "parallel= has a style that is unknown", expected=" or ".join(map(repr, STYLES)), found=listed(unknown)
+        )
+    styles, unused = {}, set(parallel)
+    for path, module in model.named_modules():
+        pattern = next((pattern for pattern in parallel if _matches(path, pattern)), None)
+        if pattern is None:
+            continue
+        unused.discard(pattern)
+        style = parallel[pattern]
+        kind = next((kind.__name__ for kind in (nn.Linear, nn.Embedding) if isinstance(module, kind)), "")
+        if style != "replicate" and not kind:
+            raise OptionError(
+                f"torch has no {style} parallelism for this module",
+                where=path,
+                expected="a Linear or an Embedding",
+                found=type(module).__name__,
+            )
+        styles[path] = f"{kind} {style}"
+    if unused:
+        raise OptionError(
+            "patterns of parallel= match no module",
+            found=listed(sorted(unused)),
+            expected=f"paths such as {listed([path for path, _ in model.named_modules() if path], most=3)}",
+        )
+    return styles
+
+
+def _matches(path: str, pattern: str) -> bool:
+    """As `parallelize_module`, which matches each part of a path with a part of the pattern."""
+    parts, patterns = path.split("."), pattern.split(".")
+    return len(parts) == len(patterns) and all(map(fnmatchcase, parts, patterns))
+
+
+def _cost(step: Step, splits: Splits, mesh: Sequence[int], coordinate: Sequence[int]) -> tuple[int, int, int]:
+    """Returns the bytes that a rank holds and reads of a tensor, and its requests."""
+    if step.dtype is None:  # an extra state
+        return 0, step.nbytes, 0
+    from torch.distributed.tensor import Shard
+
+    placements = [Shard(dim) for _, dim in splits]
+    shard = local_shard(step.shape, placements, [mesh[at] for at, _ in splits], [coordinate[at] for at, _ in splits])
+    held_bytes = shard.numel * step.dtype.itemsize
+    if step.expression is None:  # the model's code computes it, on every rank as a whole
+        return held_bytes, step.nbytes, 0
+    part = shard.of(step.expression)
+    stored = [piece for leaf in leaves(part) for piece in pieces(leaf) if isinstance(piece, StoredTensor)]
+    runs = [piece.runs() for piece in stored if piece.nbytes]
+    return held_bytes, read_bytes(part), sum(run.nbytes // run.run_bytes for run in runs)
+
+
+def read_parallel(path: str | os.PathLike[str]) -> dict[str, str]:
+    """Reads the patterns of tensor parallelism from a TOML file: a line `"PATTERN" = "STYLE"` for each.
+
+    Args:
+        path: The file.
+
+    Returns:
+        The styles by their patterns, in the order of the file.
+
+    Raises:
+        OpenError: The file cannot be opened.
+        OptionError: The file has other contents.
+
+    Example:
+        >>> parallel = modelstate.loading.read_parallel("parallel.toml")
+    """
+    expected = 'lines such as "model.layers.*.q_proj" = "colwise"'
+    try:
+        patterns = tomllib.loads(read_whole(os.fspath(path), MOST_BYTES, "patterns").decode())
+    except ValueError as error:
+        raise OptionError(
+            "the file of tensor parallelism is not TOML", where=path, expected=expected, found=str(error)
+        ) from error
+    if wrong := [f"{key} = {value!r}" for key, value in patterns.items() if not isinstance(value, str)]:
+        raise OptionError(
+            "the file of tensor parallelism has entries that are no styles",
+            where=path,
+            expected=expected,
+            found=listed(wrong),
+        )
+    return patterns
