@@ -1,5 +1,6 @@
 """DTensors from the inside: the split of a dimension by a placement, and the local tensors."""
 
+import datetime
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -51,3 +52,35 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """Returns the local tensor of a DTensor itself, not a copy or an alias of it."""
     local: torch.Tensor = tensor._local_tensor  # type: ignore[attr-defined]
     return local
+
+
+def default_store() -> Any:
+    """Returns the store of the default process group."""
+    from torch.distributed.distributed_c10d import _get_default_store
+
+    return _get_default_store()
+
+
+def gloo_group(store: Any, rank: int, size: int, timeout_seconds: float) -> Any:
+    """Returns a gloo group over a store. Unlike `new_group`, only its own ranks take part in making it."""
+    from torch._C._distributed_c10d import ProcessGroupGloo
+
+    return ProcessGroupGloo(store, rank, size, datetime.timedelta(seconds=timeout_seconds))
+
+
+def all_reduce_maximum(group: Any, tensor: torch.Tensor, timeout_seconds: float) -> None:
+    """Replaces each element by the largest of all ranks. Raises `RuntimeError` where a rank is missing for too long."""
+    from torch.distributed import AllreduceOptions, ReduceOp
+
+    options: Any = AllreduceOptions()
+    options.reduceOp, options.timeout = ReduceOp.MAX, datetime.timedelta(seconds=timeout_seconds)
+    group.allreduce([tensor], options).wait()
+
+
+def all_gather(group: Any, tensors: list[torch.Tensor], tensor: torch.Tensor, timeout_seconds: float) -> None:
+    """Copies the tensors of all ranks. Raises `RuntimeError` where a rank is missing for too long."""
+    from torch._C._distributed_c10d import AllgatherOptions
+
+    options: Any = AllgatherOptions()
+    options.timeout = datetime.timedelta(seconds=timeout_seconds)
+    group.allgather([tensors], [tensor], options).wait()

@@ -1,0 +1,360 @@
+"""`Agreement`: the ranks of one load, which end each phase with a vote, so that all of them load or none does.
+
+A phase is a block. Where it ends, one all-reduce of a few numbers tells every rank whether all have ended it without an
+error, and with the same digests. Nothing is gathered in the good case. Otherwise the texts of the errors are gathered,
+and every rank raises them with the numbers of the ranks.
+
+The vote before the commit must not end differently on two ranks. An all-reduce alone cannot ensure that: where a rank
+dies within it, some ranks may have its result and others not. So each rank proposes what it has seen to the store of
+the default process group. The store keeps the first proposal, and all ranks follow it.
+
+The votes go over gloo connections of their own, which are made once for a set of ranks: with NCCL there is no group for
+CPU tensors, and a rank that comes too late breaks these connections and no others. The next load makes new ones.
+"""
+
+import json
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from hashlib import blake2b
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from modelstate import errors, problems
+from modelstate.errors import (
+    DistributedError,
+    ModelStateError,
+    PlanError,
+    ProcessGroupError,
+    RankLostError,
+    RanksDifferError,
+)
+from modelstate.problems import Problem, explain
+from modelstate.torch_compat.modules import modules_of, tensors_of
+from modelstate.torch_compat.plain import is_sharded
+from modelstate.torch_compat.sharding import all_gather, all_reduce_maximum, default_store, gloo_group
+
+TIMEOUT_SECONDS = 1800.0
+"""How long a rank waits for the others by default: as long as the collectives of torch."""
+
+
+@dataclass(frozen=True, slots=True)
+class Digest:
+    """A part of a load that must be equal on all ranks."""
+
+    what: str
+    """The name of the part: "the model"."""
+    text: str
+    """What the rank has, for the error."""
+    number: int
+    """A number of 62 bits that depends on the whole of it."""
+
+    @classmethod
+    def of(cls, what: str, text: str, parts: Iterable[object]) -> "Digest":
+        """Returns the digest of the texts of `parts`."""
+        digest = blake2b(digest_size=8)
+        for part in parts:
+            data = str(part).encode()
+            digest.update(len(data).to_bytes(8, "little") + data)
+        return cls(what, text, int.from_bytes(digest.digest(), "little") >> 2)
+
+
+class Agreement:
+    """The ranks of one load. Created by `agreement_of`.
+
+    Args:
+        ranks: The global ranks that take part. A load on a single rank has no votes.
+        timeout_seconds: How long a rank waits for the others at the end of a phase.
+
+    Example:
+        >>> with agreement.phase("reading"):
+        ...     read()
+        >>> # all ranks have read, or each of them has raised
+    """
+
+    def __init__(self, ranks: Sequence[int], timeout_seconds: float) -> None:
+        self.ranks = tuple(ranks)
+        self.timeout_seconds = timeout_seconds
+
+    @property
+    def is_collective(self) -> bool:
+        """Whether other ranks take part."""
+        return len(self.ranks) > 1
+
+    @contextmanager
+    def phase(
+        self, name: str, digests: Callable[[], Sequence[Digest]] | None = None, *, decides: bool = False
+    ) -> Iterator[None]:
+        """A block that all ranks end, or that raises on every rank.
+
+        Args:
+            name: The name of the phase, for errors.
+            digests: Called at the end of the block. All ranks return digests of the same parts.
+            decides: Whether a rank commits when the block has ended, so that no two ranks may see a different end.
+
+        Raises:
+            RankLostError: A rank did not end the block in time.
+            RanksDifferError: The digests differ.
+            ModelStateError: The block raised on another rank: the class is that of the first such rank.
+        """
+        if not self.is_collective:
+            yield
+            return
+        own: Sequence[Digest] = ()
+        try:
+            # Before the block, so that the death of a rank within the block shows at once.
+            _connections(self.ranks, self.timeout_seconds)
+        except Exception as cause:
+            error_of_torch = _without_frames(cause)
+            raise self._lost(name, error_of_torch) from error_of_torch
+        try:
+            yield
+            own = digests() if digests is not None else ()
+        except BaseException as error:
+            self._end(name, error, own, decides)
+            raise
+        self._end(name, None, own, decides)
+
+    def _end(self, name: str, error: BaseException | None, own: Sequence[Digest], decides: bool) -> None:
+        """Votes. Returns where all ranks have ended the phase, and where `error` says it all."""
+        report = json.dumps(_report(error, own)).encode()
+        numbers = [error is not None, len(report), *(sign * digest.number for digest in own for sign in (1, -1))]
+        numbers += [0] * (_NUMBERS - len(numbers))
+        reports: list[dict[str, Any]] = []
+        lost: Exception | None = None
+        connections = _connections(self.ranks, self.timeout_seconds)
+        try:
+            failed, longest, *pairs = connections.maximum(numbers, self.timeout_seconds)
+            differ = any(high != -low for high, low in zip(pairs[::2], pairs[1::2], strict=True))
+            if failed or differ:
+                reports = [json.loads(text) for text in connections.gathered(report, longest, self.timeout_seconds)]
+        except Exception as cause:
+            lost = _without_frames(cause)
+        if decides and not reports and connections.decide(lost is None) != (lost is None):
+            # Another rank has seen the opposite, and was first to say so.
+            lost = None if lost is not None else RuntimeError("the connection between other ranks was lost")
+        if lost is not None:
+            lost_rank = self._lost(name, lost)
+            if error is None:
+                raise lost_rank from lost
+            error.add_note(f"{lost_rank.what}: {lost_rank.found}")
+        elif reports:
+            self._raise(name, error, reports)
+
+    def _lost(self, name: str, cause: Exception) -> RankLostError:
+        """Returns the error for connections that broke or were not made. The next load makes new ones."""
+        if connections := _made.pop(self.ranks, None):
+            connections.abandon()
+        return RankLostError(
+            f"a rank did not end {name}; nothing has been changed on this rank",
+            where=f"rank {dist.get_rank()} of the ranks {_numbers(self.ranks)}",
+            expected=f"all of them within {self.timeout_seconds:g} seconds",
+            found=str(cause).split("\n")[0],
+            remedy="see the log of the rank that is missing; a rank that needs more time: timeout_seconds=",
+        )
+
+    def _raise(self, name: str, error: BaseException | None, reports: Sequence[Mapping[str, Any]]) -> None:
+        """Raises what the reports of all ranks say together. Returns where `error` is the same on all ranks."""
+        failed = {rank: report for rank, report in zip(self.ranks, reports, strict=True) if "error" in report}
+        if not failed:
+            self._raise_difference(reports)
+        if error is not None and not isinstance(error, ModelStateError):
+            return  # an interrupt, or an error of a library: the others say where it came from
+        groups: dict[str, list[int]] = defaultdict(list)
+        for rank, report in failed.items():
+            groups[json.dumps(report)].append(rank)
+        if error is not None and len(groups) == 1 and len(failed) == len(self.ranks):
+            return
+        first = next(iter(failed.values()))
+        kind = getattr(errors, first["error"], DistributedError)
+        texts = []
+        found: list[Problem] = []
+        for text, ranks in groups.items():
+            report, where = json.loads(text), f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {_numbers(ranks)}"
+            new = [_problem(*entry) for entry in report["problems"]]
+            found += [problem for problem in new if problem not in found]
+            texts.append(f"{where}: {report['what']}" if not new else f"{where}:\n{explain(new)}")
+        fields = {"found": first["found"], "expected": first["expected"], "remedy": first["remedy"]}
+        if len(groups) > 1:
+            fields = {}
+        where = first["where"] if len(groups) == 1 else ""
+        what = f"{name} failed on {len(failed)} of {len(self.ranks)} ranks; nothing has been changed on any rank"
+        more = {"problems": found} if issubclass(kind, PlanError) else {"names": first["names"]}
+        raise kind("\n".join([what, *texts]), where=where, **fields, **more) from error
+
+    def _raise_difference(self, reports: Sequence[Mapping[str, Any]]) -> NoReturn:
+        values: dict[str, dict[int, list[int]]] = {}
+        texts: dict[tuple[str, int], str] = {}
+        for rank, report in zip(self.ranks, reports, strict=True):
+            for what, text, number in report["digests"]:
+                values.setdefault(what, {}).setdefault(number, []).append(rank)
+                texts[what, number] = text
+        differing = {what: found for what, found in values.items() if len(found) > 1}
+        raise RanksDifferError(
+            f"the ranks do not load the same: {' and '.join(differing)} differ; nothing has been changed on any rank",
+            expected="the same on all ranks of the mesh",
+            found="; ".join(
+                f"ranks {_numbers(ranks)}: {texts[what, number]}"
+                for what, found in differing.items()
+                for number, ranks in found.items()
+            ),
+            remedy="call modelstate.load with the same model, source, rules and options on every rank",
+        )
+
+
+def agreement_of(
+    model: nn.Module, process_group: dist.ProcessGroup | None = None, timeout_seconds: float = TIMEOUT_SECONDS
+) -> Agreement:
+    """Returns the ranks that load into a model together: those of the mesh of its DTensors.
+
+    Args:
+        model: The model.
+        process_group: The ranks, where they are not those of the mesh.
+        timeout_seconds: How long a rank waits for the others.
+
+    Raises:
+        ProcessGroupError: The model has DTensors, and there is no process group, or one that lacks ranks of a mesh.
+    """
+    # A program without DTensors has not imported their module, and its models are not searched.
+    is_possible = "torch.distributed.tensor" in sys.modules
+    sharded: list[Any] = (
+        [tensor for tensor in tensors_of(modules_of(model)) if is_sharded(tensor)] if is_possible else []
+    )
+    if not sharded and process_group is None:
+        return Agreement((), timeout_seconds)
+    if not (dist.is_available() and dist.is_initialized()):
+        raise ProcessGroupError(
+            "the model has DTensors, and there is no process group",
+            where=type(model).__name__,
+            expected="a process group on every rank of the mesh",
+            remedy="torch.distributed.init_process_group() before the load",
+        )
+    meshes = {tuple(map(int, tensor.device_mesh.mesh.flatten())) for tensor in sharded}
+    ranks = max(meshes, key=len) if process_group is None else tuple(dist.get_process_group_ranks(process_group))
+    rank, all_of_meshes = dist.get_rank(), {rank for mesh in meshes for rank in mesh}
+    if not all_of_meshes <= set(ranks) or rank not in ranks:
+        raise ProcessGroupError(
+            "a mesh of the model has ranks that do not take part in the load",
+            where=f"rank {rank}, {type(model).__name__}",
+            expected=f"meshes within the ranks {_numbers(ranks)}" + ("" if process_group else ", those of one mesh"),
+            found=f"meshes over the ranks {_numbers(sorted({rank, *all_of_meshes}))}",
+            remedy="process_group=torch.distributed.group.WORLD, or a group that has all ranks of all meshes",
+        )
+    return Agreement(sorted(ranks), timeout_seconds)
+
+
+# Reports of ranks.
+
+
+def _report(error: BaseException | None, digests: Sequence[Digest]) -> dict[str, Any]:
+    """What a rank has to say, as JSON values."""
+    if error is None:
+        return {"digests": [[digest.what, digest.text, digest.number] for digest in digests]}
+    if not isinstance(error, ModelStateError) or not error.has_fields:
+        text = " ".join(f"{type(error).__name__}: {error}".split())
+        blank = dict.fromkeys(("where", "expected", "found", "remedy"), "")
+        return {"error": "DistributedError", "what": text, **blank, "names": [], "problems": []}
+    own: Any = error
+    return {
+        "error": type(error).__name__,
+        **{name: getattr(own, name) for name in ("what", "where", "expected", "found", "remedy")},
+        "names": list(own.names),
+        "problems": [[type(problem).__name__, asdict(problem)] for problem in getattr(own, "problems", ())],
+    }
+
+
+def _problem(name: str, fields: Mapping[str, Any]) -> Problem:
+    """Returns a problem of another rank."""
+    kind: type[Problem] = getattr(problems, name)
+    return kind(**{key: _frozen(value) for key, value in fields.items()})
+
+
+def _frozen(value: Any) -> Any:
+    return tuple(map(_frozen, value)) if isinstance(value, list) else value
+
+
+def _numbers(ranks: Sequence[int]) -> str:
+    """Returns ranks as text: "0-3, 7"."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
+
+
+# Connections.
+
+_NUMBERS = 2 + 2 * 3
+"""The numbers of a vote: whether it failed, the length of the report, and two for each of up to three digests."""
+
+
+class _Connections:
+    """Gloo connections between some ranks, and their keys in the store."""
+
+    def __init__(self, ranks: tuple[int, ...], timeout_seconds: float) -> None:
+        self.store = default_store()
+        self._key = f"modelstate/{Digest.of('', '', ranks).number:x}"
+        # The number of connections that these ranks have abandoned. The store keeps it for ranks that come late.
+        self._generation = int(self._compare_set("generation", "", "0"))
+        store = dist.PrefixStore(f"{self._key}/{self._generation}", self.store)
+        self._size = len(ranks)
+        self._group = gloo_group(store, ranks.index(dist.get_rank()), self._size, timeout_seconds)
+        self._decisions = 0
+        self.maximum([0], timeout_seconds)  # all ranks are connected to each other when it returns
+
+    def maximum(self, numbers: Sequence[int], timeout_seconds: float) -> list[int]:
+        """Returns the largest of the numbers of all ranks, for each place. Raises what torch raises."""
+        tensor = torch.tensor(numbers, dtype=torch.int64)
+        all_reduce_maximum(self._group, tensor, timeout_seconds)
+        return [int(number) for number in tensor.tolist()]
+
+    def gathered(self, text: bytes, longest: int, timeout_seconds: float) -> list[bytes]:
+        """Returns the texts of all ranks, none longer than `longest`."""
+        tensor = torch.zeros(8 + longest, dtype=torch.uint8)
+        data = len(text).to_bytes(8, "little") + text
+        tensor[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        tensors = [torch.empty_like(tensor) for _ in range(self._size)]
+        all_gather(self._group, tensors, tensor, timeout_seconds)
+        found = [bytes(tensor.tolist()) for tensor in tensors]
+        return [data[8 : 8 + int.from_bytes(data[:8], "little")] for data in found]
+
+    def decide(self, commit: bool) -> bool:
+        """Proposes whether to commit; returns what the first rank has proposed. Without the store: its own proposal."""
+        self._decisions += 1
+        with suppress(Exception):
+            key, proposal = f"{self._generation}/decision/{self._decisions}", "commit" if commit else "abort"
+            return self._compare_set(key, "", proposal) == "commit"
+        return commit
+
+    def abandon(self) -> None:
+        """Closes the connections, so that ranks which wait for this one end, and has the next load make new ones."""
+        self._group = None
+        with suppress(Exception):
+            self._compare_set("generation", str(self._generation), str(self._generation + 1))
+
+    def _compare_set(self, key: str, expected: str, desired: str) -> str:
+        found: bytes = self.store.compare_set(f"{self._key}/{key}", expected, desired)
+        return found.decode()
+
+
+def _without_frames(error: Exception) -> Exception:
+    """Returns an error with the same text. The frames of the original refer to the group, which could not be closed."""
+    return RuntimeError(f"{type(error).__name__}: {error}")
+
+
+_made: dict[tuple[int, ...], _Connections] = {}
+
+
+def _connections(ranks: tuple[int, ...], timeout_seconds: float) -> _Connections:
+    """Returns the connections between these ranks, which are made at the first call. Raises what torch raises."""
+    known = _made.get(ranks)
+    if known is None or known.store is not default_store():  # the process group is another one
+        _made[ranks] = known = _Connections(ranks, timeout_seconds)
+    return known

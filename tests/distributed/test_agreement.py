@@ -1,0 +1,189 @@
+"""Phases that all ranks end, or that raise on every rank, on four processes."""
+
+import os
+import signal
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from torch import nn
+
+from modelstate import errors
+from modelstate.distributed.agreement import Agreement, Digest, agreement_of
+from modelstate.problems import Missing, WrongShape, plan_error
+from tests.distributed import models
+from tests.distributed.ranks import Outcome, Ranks
+
+pytestmark = pytest.mark.slow
+
+
+def agreement(timeout_seconds: float = 20) -> Agreement:
+    return Agreement(range(4), timeout_seconds)
+
+
+def phases(do: Callable[[int], object] | None = None, digests: Sequence[int] = (1, 2, 3)) -> str:
+    """Two phases, the second of which decides."""
+    names = ("the model", "the source", "the rules")
+    parts = [Digest(name, f"{name} {number}", number) for name, number in zip(names, digests, strict=True)]
+    ranks = agreement()
+    with ranks.phase("planning", lambda: parts):
+        if do is not None:
+            do(dist.get_rank())
+    with ranks.phase("reading", decides=True):
+        pass
+    return "committed"
+
+
+def good() -> list[str]:
+    return [phases() for _ in range(5)]
+
+
+def raising(ranks: Sequence[int], kind: str) -> str:
+    def do(rank: int) -> None:
+        if rank not in ranks:
+            return
+        if kind == "read":
+            raise errors.ReadFailedError("reading failed", where="file, byte 7", found=f"EIO of {len(ranks)}")
+        if kind == "plan":
+            raise plan_error("Net", "x.pt", [Missing("a.w", (2,)), *[WrongShape("b.w", (1,), (2,))] * (rank == 2)])
+        raise KeyboardInterrupt
+
+    return phases(do)
+
+
+def differing(part: int) -> str:
+    digests = [1, 2, 3]
+    digests[part] += 10 * (dist.get_rank() == 3)
+    return phases(digests=digests)
+
+
+def failures(outcomes: Sequence[Outcome], kind: type[Exception]) -> list[str]:
+    assert all(outcome.failure is not None and kind.__name__ == outcome.failure.classes[0] for outcome in outcomes), (
+        outcomes
+    )
+    return [outcome.failure.text for outcome in outcomes if outcome.failure is not None]
+
+
+def test_all_ranks_end_their_phases(ranks: Ranks) -> None:
+    assert ranks.values(good) == [["committed"] * 5] * 4
+
+
+def test_an_error_of_one_rank_is_raised_on_all(ranks: Ranks) -> None:
+    texts = failures(ranks.run(raising, [2], "read"), errors.ReadFailedError)
+    assert all("rank 2: reading failed" in text and "EIO of 1" in text and "1 of 4 ranks" in text for text in texts)
+    assert ranks.values(good) == [["committed"] * 5] * 4  # the connections are as before
+
+
+def test_the_same_error_of_all_ranks_is_their_own(ranks: Ranks) -> None:
+    texts = failures(ranks.run(raising, [0, 1, 2, 3], "read"), errors.ReadFailedError)
+    assert all(text.startswith("file, byte 7: reading failed") for text in texts)
+
+
+def test_the_problems_of_all_ranks_are_in_one_error(ranks: Ranks) -> None:
+    outcomes = ranks.run(raising, [1, 2, 3], "plan")
+    texts = failures(outcomes, errors.PlanError)
+    assert all("ranks 1, 3:" in text and "rank 2:" in text and "b.w" in text for text in texts)
+    assert {outcome.failure.problems for outcome in outcomes if outcome.failure} == {("Missing", "WrongShape")}
+
+
+def test_an_interrupt_of_one_rank_ends_the_others(ranks: Ranks) -> None:
+    outcomes = ranks.run(raising, [1], "interrupt")
+    kinds = [outcome.failure.classes[0] for outcome in outcomes if outcome.failure]
+    assert kinds == ["DistributedError", "KeyboardInterrupt", "DistributedError", "DistributedError"]
+
+
+@pytest.mark.parametrize(("part", "name"), [(0, "the model"), (1, "the source"), (2, "the rules")])
+def test_ranks_that_load_different_things(ranks: Ranks, part: int, name: str) -> None:
+    for text in failures(ranks.run(differing, part), errors.RanksDifferError):
+        assert f"{name} differ" in text
+        assert "ranks 0-2: " in text
+        assert f"ranks 3: {name} 1" in text
+
+
+def late(seconds: float) -> list[str]:
+    """What two loads end with, where one rank is late for the first."""
+    results = []
+    for first in (True, False):
+        try:
+            with agreement(timeout_seconds=1).phase("reading", decides=True):
+                time.sleep(seconds * (first and dist.get_rank() == 1))
+            results.append("committed")
+        except errors.RankLostError as error:
+            results.append(type(error).__name__)
+        dist.barrier()  # the group of the program is as before
+    return results
+
+
+def test_a_rank_that_is_late_and_the_next_load(ranks: Ranks) -> None:
+    assert ranks.values(late, 2.5) == [["RankLostError", "committed"]] * 4
+
+
+def killed(phase: str) -> str:
+    ranks = agreement()
+    with ranks.phase("planning"):
+        if phase == "planning" and dist.get_rank() == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+    with ranks.phase("reading", decides=True):
+        if phase == "reading" and dist.get_rank() == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+    return "committed"
+
+
+@pytest.mark.parametrize("phase", ["planning", "reading"])
+def test_a_rank_that_is_killed(ranks: Ranks, phase: str) -> None:
+    outcomes = ranks.run(killed, phase)
+    assert outcomes[2].died
+    texts = failures([outcome for outcome in outcomes if not outcome.died], errors.RankLostError)
+    assert all(f"did not end {phase}" in text for text in texts)
+
+
+def split_votes() -> str:
+    """Some ranks see that all have ended a phase, and others lose the connection in that moment."""
+    from modelstate.distributed import agreement as module
+
+    connections = module._connections((0, 1, 2, 3), 20)
+    maximum: Any = connections.maximum
+
+    def broken(*arguments: Any) -> list[int]:
+        result: list[int] = maximum(*arguments)
+        if dist.get_rank() in (1, 3):
+            raise RuntimeError("connection closed by peer")
+        return result
+
+    connections.maximum = broken  # type: ignore[method-assign]
+    try:
+        with agreement().phase("reading", decides=True):
+            pass
+        return "committed"
+    except errors.RankLostError:
+        return "not committed"
+
+
+def test_ranks_that_see_different_votes_do_the_same(ranks: Ranks) -> None:
+    for _ in range(5):
+        assert len(set(ranks.values(split_votes))) == 1
+
+
+def groups() -> dict[str, object]:
+    results: dict[str, object] = {}
+    net = models.sharded("fsdp+tp")
+    results["mesh"] = agreement_of(net).ranks
+    results["plain"] = agreement_of(nn.Linear(2, 2)).ranks
+    pair = dist.new_group([0, 1])
+    for name, group in (("world", dist.group.WORLD), ("pair", pair)):
+        try:
+            results[name] = agreement_of(net, group).ranks  # type: ignore[arg-type]
+        except errors.ProcessGroupError as error:
+            results[name] = str(error)
+        except ValueError:
+            results[name] = "not a member"
+    return results
+
+
+def test_the_ranks_are_those_of_the_mesh(ranks: Ranks) -> None:
+    for found in ranks.values(groups):
+        assert found["mesh"] == found["world"] == (0, 1, 2, 3)
+        assert found["plain"] == ()
+        assert found["pair"] == "not a member" or "ranks that do not take part" in found["pair"]
