@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 
 from modelstate import errors
 from modelstate.checkpoint.checkpoint import Checkpoint
+from modelstate.checkpoint.mapped import Maps
 from modelstate.checkpoint.open import open as open_checkpoint
 from modelstate.errors import KeyNotFoundError, OptionError, ReadFailedError
 from modelstate.spec import TensorSpec
@@ -297,7 +298,7 @@ def test_a_tensor_costs_no_memory(tmp_path: Path) -> None:
 def test_writing_to_a_tensor_stays_private(map: bool | None, checkpoint: Checkpoint, path: str) -> None:
     before = Path(path).read_bytes()
     name, tied = "model_state.0.weight", "model_state.tied"
-    ours, fresh = checkpoint.tensor(name, map=map), checkpoint.maps()
+    ours, fresh = checkpoint.tensor(name, map=map), Maps(checkpoint.fingerprints)
     other = fresh.tensor(checkpoint[name].stored)
     ours.fill_(7)
     assert (checkpoint.tensor(name, map=map) == 7).all()

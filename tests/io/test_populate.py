@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import save_file
 
 import modelstate as ms
+from modelstate.checkpoint.mapped import Maps
 from modelstate.errors import ReadFailedError
 from modelstate.io import linux
 from modelstate.io import prefetch as module
@@ -32,7 +33,7 @@ def path(tmp_path: Path) -> Path:
 
 
 def pairs(checkpoint: ms.Checkpoint) -> list[Any]:
-    maps = checkpoint.maps()
+    maps = Maps(checkpoint.fingerprints)
     stored: list[Any] = [checkpoint.stored(name) for name in checkpoint]
     return [(one.extent, maps.tensor(one)) for one in stored]
 

@@ -18,7 +18,7 @@ from torch import nn
 import modelstate as ms
 from modelstate import errors
 from modelstate.planning.assignment import Assignment
-from modelstate.planning.prepare import Preparation
+from modelstate.planning.preparation import Preparation
 from modelstate.transaction.object_snapshot import ObjectSnapshot
 from modelstate.transaction.transaction import Transaction
 from tests.loading.fingerprint import described, interrupted_at, whole

@@ -99,9 +99,9 @@ def test_what_was_brought_in_is_what_is_put_in_place(path: Path, monkeypatch: py
     assert eventually(lambda: handle.done)
     real = load_module.stage
 
-    def spied(preparation: Any, progress: Any) -> None:
-        again.extend(made.name for made in preparation.assignments if made.final is None)
-        real(preparation, progress)
+    def spied(staging: Any, assignments: Any, progress: Any) -> None:
+        again.extend(assignment.name for assignment in assignments if assignment.final is None)
+        real(staging, assignments, progress)
 
     monkeypatch.setattr(load_module, "stage", spied)
     assert len(handle.result().steps) == 7

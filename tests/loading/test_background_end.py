@@ -20,7 +20,7 @@ from torch import nn
 import modelstate as ms
 from modelstate import errors
 from modelstate.io.engine import read_threads
-from modelstate.loading import commit as staged_module
+from modelstate.loading import background
 from tests.loading.fingerprint import interrupted_at, whole
 from tests.loading.handles import SOON, Gate, Watched, ended, eventually, threads
 from tests.loading.test_load import Tied, made, other
@@ -98,8 +98,8 @@ def test_every_way_of_bringing_in_says_what_it_has_done_and_can_be_stopped(
     way: dict[str, Any], target: str, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kept: list[Any] = []
-    real = staged_module.StagedLoad.read
-    monkeypatch.setattr(staged_module.StagedLoad, "read", lambda self, _: kept.append(self))
+    real = background.StagedLoad.read
+    monkeypatch.setattr(background.StagedLoad, "read", lambda self, _: kept.append(self))
     handle = ms.load(made(target), path, background=True, **way)
     assert eventually(lambda: handle.done)
     told: list[int] = []

@@ -13,7 +13,7 @@ from torch import nn
 
 import modelstate as ms
 from modelstate import errors
-from modelstate.loading import commit as staged_module
+from modelstate.loading import background
 from tests.loading.fingerprint import whole
 from tests.loading.handles import SOON, Gate, eventually
 from tests.loading.test_load import Tied, made, other
@@ -179,13 +179,13 @@ def test_a_file_that_is_cut_while_it_comes_in(target: str, tmp_path: Path, monke
     module: Any = nn.Linear(1024, 1024, bias=False)
     if target == "skeleton":
         module.to("meta")
-    real = staged_module.StagedLoad.read
+    real = background.StagedLoad.read
 
     def cut_first(self: Any, progress: Any) -> None:
         os.truncate(path, 8192)
         real(self, progress)
 
-    monkeypatch.setattr(staged_module.StagedLoad, "read", cut_first)
+    monkeypatch.setattr(background.StagedLoad, "read", cut_first)
     before = whole(module)
     handle = ms.load(module, path, background=True)
     with pytest.raises(errors.ReadFailedError):
@@ -207,11 +207,11 @@ def test_a_plan_is_executed_by_several_results(path: Path) -> None:
 def test_a_plan_for_a_part_of_a_checkpoint(tmp_path: Path) -> None:
     trained = nn.Linear(2, 2)
     torch.save({"model": {"model": trained.state_dict()}, "step": 1}, tmp_path / "model.pt")
-    for background in (False, True):
+    for in_background in (False, True):
         module = nn.Linear(2, 2)
         plan = ms.plan(module, tmp_path / "model.pt", key="model.model")
-        loaded: Any = ms.load(module, plan, background=background)
-        assert (loaded.result() if background else loaded).source.endswith("[model.model]")
+        loaded: Any = ms.load(module, plan, background=in_background)
+        assert (loaded.result() if in_background else loaded).source.endswith("[model.model]")
         assert torch.equal(module.weight, trained.weight)
 
 

@@ -12,9 +12,10 @@ import modelstate as ms
 from modelstate import errors, problems
 from modelstate.loading.commit import Place
 from modelstate.loading.staging import Staging
-from modelstate.planning.mapped_state import ModelSchemaView, match
+from modelstate.planning.matching import ModelSchemaView, match
 from modelstate.planning.plan import Options
-from modelstate.planning.prepare import Preparation
+from modelstate.planning.preparation import Preparation
+from modelstate.planning.record import record
 from modelstate.transaction.transaction import Transaction
 
 
@@ -91,8 +92,11 @@ def test_what_is_only_moved_to_a_device_is_not_counted_as_loaded() -> None:
     options = Options(allow_missing=("1.*",), device=torch.device("cuda:0"))
     view = ModelSchemaView(module)
     matched = match(ms.open(state), options, view)
-    write = partial(Place, Staging(matched.part, options, view.slots))
-    plan = Preparation(Transaction(module), view, matched, write, call_extra_state=False).plan()
+    staging = Staging(matched.part, options, module)
+    write = partial(Place, staging)
+    preparation = Preparation(Transaction(module), view, matched, staging.overflows, write, call_extra_state=False)
+    record(preparation)
+    plan = preparation.plan()
     assert plan.coverage == 0.5
     assert [step.name for step in plan.steps] == ["0.weight", "0.bias"]
     assert "2 only moved to cuda:0: 1.bias, 1.weight" in plan.notes

@@ -14,6 +14,7 @@ from torch import nn
 
 import modelstate as ms
 from modelstate import errors, problems
+from modelstate.loading import stage
 from tests.loading.fingerprint import identities, whole
 
 
@@ -153,13 +154,13 @@ def test_what_no_transform_is_for_is_mapped_and_read_at_once(path: Path, monkeyp
     assert {step.name for step in report.steps if step.mapped} == mapped - {"mlp.0.weight"}
 
     sizes: list[int] = []
-    read_all = ms.Checkpoint.read_all
+    read_ranges = stage.read_ranges
 
-    def counted(self: ms.Checkpoint, requests: Any, *rest: Any, **options: Any) -> None:
+    def counted(requests: Any, **options: Any) -> None:
         sizes.append(len(requests))
-        read_all(self, requests, *rest, **options)
+        read_ranges(requests, **options)
 
-    monkeypatch.setattr(ms.Checkpoint, "read_all", counted)
+    monkeypatch.setattr(stage, "read_ranges", counted)
     ms.load(Net(), path, transform={"mlp.0.weight": twice})
     assert sorted(size for size in sizes if size) == [1, len(saved(path)) - 1]
 

@@ -9,7 +9,7 @@ from torch import nn
 
 import modelstate as ms
 from modelstate import errors
-from modelstate.planning import prepare
+from modelstate.planning import record
 
 
 class Counting:
@@ -163,7 +163,7 @@ def test_a_hook_that_is_gone_since_the_plan() -> None:
 def test_without_code_of_the_model_no_name_is_compared_again(monkeypatch: pytest.MonkeyPatch) -> None:
     model, state = Tied(), Tied().state_dict()
     plan = ms.plan(model, state)
-    monkeypatch.setattr(prepare, "walk", lambda *_, **__: pytest.fail("the loading protocol ran"))
+    monkeypatch.setattr(record, "walk", lambda *_, **__: pytest.fail("the loading protocol ran"))
     ms.load(model, plan)
     assert torch.equal(model.embed.weight, state["embed.weight"])
 

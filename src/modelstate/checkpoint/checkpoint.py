@@ -2,7 +2,7 @@
 
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from difflib import get_close_matches
 from typing import Any
@@ -30,19 +30,15 @@ from modelstate.formats.tree import (
     subtree,
 )
 from modelstate.io.engine import (
-    Consume,
     LocalFile,
     Request,
-    Wanted,
     for_each,
     open_files,
     read_fully,
     read_ranges,
     read_threads,
-    stream,
 )
 from modelstate.io.files import FileFingerprint, current_fingerprints
-from modelstate.io.prefetch import read_ahead
 from modelstate.spec import (
     ByteRange,
     Checksum,
@@ -282,7 +278,7 @@ class Checkpoint(Mapping[str, TensorSpec]):
                     with torch.inference_mode(False):  # otherwise the tensor could never be trained
                         known[key] = torch.empty(stored.shape, dtype=stored.dtype, device="cpu")
                     requests.append(Request(stored.extent, known[key].data_ptr()))
-        self.read_all(requests)
+        read_ranges(requests, fingerprints=self._fingerprints)
         return known
 
     def encoded(self) -> Iterator[tuple[str, Encoded]]:
@@ -411,7 +407,7 @@ class Checkpoint(Mapping[str, TensorSpec]):
             source = ByteRange(stored.extent.path, stored.extent.start + skip, out.nbytes)
             # Autograd must notice that values it may have saved are overwritten.
             torch.autograd.graph.increment_version(out)
-            self.read_all([Request(source, out.data_ptr())])
+            read_ranges([Request(source, out.data_ptr())], fingerprints=self._fingerprints)
             return
         rows = [] if start is None else [slice(start, stop)]
         region = stored.region(rows) if isinstance(stored, StoredTensor | StoredComposite) else None
@@ -442,43 +438,6 @@ class Checkpoint(Mapping[str, TensorSpec]):
         """
         return self._maps.read(stored)
 
-    def read_all(self, requests: list[Request], on_read: Callable[[int], None] | None = None, **options: Any) -> None:
-        """Reads many ranges of the checkpoint's files at once.
-
-        Args:
-            requests: The ranges, with the addresses that they are read into.
-            on_read: Called with numbers of bytes that have been read; may raise to end the read.
-            options: Further arguments of `modelstate.io.engine.read_ranges`.
-
-        Raises:
-            ReadFailedError: A file cannot be read, or has changed since it was opened.
-        """
-        read_ranges(requests, fingerprints=self._fingerprints, on_read=on_read, **options)
-
-    def stream(self, wanted: Sequence[Wanted], consume: Consume, **options: Any) -> None:
-        """Reads ranges of the checkpoint's files in blocks.
-
-        Args:
-            wanted: The ranges.
-            consume: Called with each block.
-            options: Further arguments of `modelstate.io.engine.stream`.
-
-        Raises:
-            ReadFailedError: A file cannot be read, or has changed since it was opened.
-        """
-        stream(wanted, consume, fingerprints=self._fingerprints, **options)
-
-    def read_ahead(self, ranges: Iterable[ByteRange]) -> int:
-        """Starts to read ranges that are not in the page cache, without waiting.
-
-        Args:
-            ranges: Ranges of the checkpoint's files.
-
-        Returns:
-            The number of bytes that are not in the page cache.
-        """
-        return read_ahead(ranges, self._fingerprints)
-
     def verify(self, on_read: Callable[[int], None] | None = None) -> int:
         """Reads the storage of every tensor and compares it with the checksum in the file.
 
@@ -496,10 +455,6 @@ class Checkpoint(Mapping[str, TensorSpec]):
             ReadFailedError: The file cannot be read, or has changed since it was opened.
         """
         return verify(self, on_read)
-
-    def maps(self) -> Maps:
-        """New maps of the files, which share memory with no other maps."""
-        return Maps(self._fingerprints)
 
     def close(self) -> None:
         """Drops the maps. Tensors that were mapped stay valid."""

@@ -21,6 +21,7 @@ from modelstate.formats.torch_zip import write_torch_file
 from modelstate.formats.tree import is_container, leaves, rebuild, subtree
 from modelstate.formats.unpickle import Refused
 from modelstate.io.atomic import LOCK_TIMEOUT_SECONDS
+from modelstate.io.engine import read_ranges
 from modelstate.io.files import local_path
 from modelstate.spec import Encoded, Stored, StoredComposite, bytes_key
 from modelstate.text_format import size
@@ -67,7 +68,7 @@ class LazyStateBuilder:
 
     def __init__(self, checkpoint: Checkpoint, cast: torch.dtype | None = None) -> None:
         self._checkpoint, self._cast = checkpoint, cast
-        self._read_all = partial(checkpoint.read_all, threads=1)
+        self._read_all = partial(read_ranges, fingerprints=checkpoint.fingerprints, threads=1)
         self._values = checkpoint.flat.values
         self.overflows = Overflows()
         self._in_memory: dict[int, torch.Tensor] = {}

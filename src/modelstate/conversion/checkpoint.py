@@ -29,7 +29,7 @@ from modelstate.formats.sharded import check_both
 from modelstate.formats.unpickle import Refused
 from modelstate.io.atomic import LOCK_TIMEOUT_SECONDS
 from modelstate.loading.options import check_budget_option, check_model
-from modelstate.planning.mapped_state import DecodeFailure, ModelSchemaView, renamed_versions
+from modelstate.planning.matching import DecodeFailure, ModelSchemaView, renamed_versions
 from modelstate.problems import IdlePattern, Problem, explain
 from modelstate.rules.expression import Derived, to_be_computed, values_of
 from modelstate.rules.expression import Source as DerivedSource

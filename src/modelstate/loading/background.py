@@ -2,14 +2,129 @@
 
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
 from modelstate.background import AtExit, BackgroundTask
+from modelstate.checkpoint.checkpoint import what_to_verify
 from modelstate.errors import BackgroundCancelledError, OptionError
-from modelstate.loading.commit import StagedLoad
 from modelstate.loading.report import LoadReport, progress_bar
+from modelstate.loading.stage import Progress, stage
+from modelstate.loading.staging import Staging, bring_in, prefetch_range
+from modelstate.planning.assignment import Assignment
+from modelstate.planning.plan import LoadPlan
+from modelstate.rules.expression import Derived, Source
+from modelstate.torch_compat.plain import is_plain
+
+LOAD_AGAIN = "load again, and do not change the model's slots until the result"
+
+
+class StagedLoad:
+    """The values of a load that reads in the background.
+
+    The load is planned, its effects are undone, and `result` executes the plan. The staged values depend on the
+    checkpoint and on the metadata of the slots, not on the slots' values, so the model may be used and trained in the
+    meantime. `result` computes the other values: values that the model's own loading code uses, because that code runs
+    again; values that depend on the model's values; and values that need no read.
+    """
+
+    def __init__(
+        self, plan: LoadPlan, staging: Staging, assignments: Iterable[Assignment], verify: bool, notes: Sequence[str]
+    ) -> None:
+        """Takes over what a load reads, before the transaction in which it was planned is undone.
+
+        Args:
+            plan: The plan of the load.
+            staging: How the values are read. The caller must not use it afterwards.
+            assignments: The assignments of the plan. The caller must not use them afterwards.
+            verify: Whether `read` compares the file with its checksums.
+            notes: Notes for the report.
+
+        Raises:
+            ChecksumError: `verify` is true and the checkpoint has no checksums.
+        """
+        if verify:
+            what_to_verify(staging.checkpoint)
+        self.plan = plan
+        self.verified_bytes = 0
+        self._verify, self._notes = verify, [*notes]
+        self._handed_over: list[Assignment] = []
+        self._assignments = [assignment for assignment in assignments if _is_staged(assignment)]
+        for assignment in self._assignments:
+            if is_plain(assignment.param):
+                assignment.param = assignment.param.detach()  # keeps its metadata when the model changes
+        if staging.options.transform is not None:
+            _ = staging.own_memory  # computed now, in the thread that uses the model
+        self.staging = staging
+        """How the values are read, which the load that commits takes over."""
+        self.nbytes = sum(assignment.nbytes for assignment in self._assignments)
+
+    def read(self, progress: Progress) -> None:
+        """Reads, casts and transforms the values.
+
+        Args:
+            progress: Called with numbers of bytes that are done; may raise to end the read.
+
+        Raises:
+            ReadFailedError: A file cannot be read, or has changed since it was opened.
+            ChecksumError: The file is damaged.
+            TransformError: A transform raises, or returns a tensor that cannot be loaded.
+        """
+        staging, assignments = self.staging, self._assignments
+        if self._verify:
+            self.verified_bytes = staging.checkpoint.verify(lambda _: progress(0))
+        self._notes += prefetch_range(staging, assignments)
+        for assignment in assignments:
+            if assignment.placement.mapped:
+                assignment.final = assignment.value
+        stage(staging, assignments, progress)
+        _wait_for_devices(assignments)
+        self._notes += bring_in(assignments, progress)
+
+    def hand_over(self, staging: Staging, assignments: Iterable[Assignment]) -> list[str]:
+        """Hands the values to the load that commits. Returns notes for the report."""
+        ready = {assignment.name: assignment for assignment in self._assignments if assignment.final is not None}
+        for assignment in assignments:
+            staged = ready.get(assignment.name)
+            if staged is None or assignment.final is not None or assignment.stored is None:
+                continue
+            final = staged.final
+            # The model may have come to hold the memory that a transform returned.
+            if final is not None and assignment.placement.name == "copy" and staged.transform is not None:
+                final = final.clone() if staging.own_memory.hold(final) else final
+            assignment.final, assignment.dtype, assignment.placement = final, staged.dtype, staged.placement
+            assignment.freezes, assignment.seconds = staged.freezes, staged.seconds
+            self._handed_over.append(assignment)
+        return self._notes
+
+    def release(self) -> None:
+        """Frees all values that have been read, also where other objects still refer to the plans."""
+        for assignment in (*self._assignments, *self._handed_over):
+            assignment.final = None
+        self._assignments, self._handed_over = [], []
+
+
+def _is_staged(assignment: Assignment) -> bool:
+    """Whether the value must still be read, and depends on the checkpoint alone."""
+    if assignment.final is not None or assignment.stored is None or not _is_from_checkpoint(assignment.stored):
+        return False
+    stays = assignment.placement.name == "copy" and assignment.transform is None and assignment.remake is None
+    return not (stays and isinstance(assignment.stored, torch.Tensor))
+
+
+def _is_from_checkpoint(stored: Source) -> bool:
+    """Whether no part of the value is computed by code of the model, as initialisers do."""
+    if isinstance(stored, Derived):
+        return bool(stored.parts) and all(map(_is_from_checkpoint, stored.parts))
+    return True
+
+
+def _wait_for_devices(assignments: Iterable[Assignment]) -> None:
+    """Waits for the copies on this thread's CUDA streams, because other threads use the tensors on other streams."""
+    finals = [assignment.final for assignment in assignments if assignment.final is not None]
+    for device in {final.device for final in finals if final.device.type == "cuda"}:
+        torch.cuda.current_stream(device).synchronize()
 
 
 class LoadHandle:

@@ -1,17 +1,18 @@
-"""`Place` writes values into slots; `StagedLoad` reads values in the background for a load that commits later."""
+"""`commit`: puts staged values into slots, each by its `Place`, all or nothing."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 
 import torch
 
-from modelstate.checkpoint.checkpoint import what_to_verify
-from modelstate.loading.stage import Progress, stage, stage_one
-from modelstate.loading.staging import Staging, bring_in, prefetch_range
-from modelstate.planning.assignment import Assignment, copy_cannot_fail
-from modelstate.planning.plan import LoadPlan
-from modelstate.rules.expression import Derived, Source
+from modelstate.errors import ModelStateError, PlacementError, ReadFailedError
+from modelstate.io.held import held_files
+from modelstate.loading.stage import Progress, read_leased, stage, stage_one
+from modelstate.loading.staging import Staging
+from modelstate.planning.assignment import Assignment, copy_cannot_fail, leased, stage_instead
+from modelstate.planning.plan import Options
+from modelstate.spec import ByteRange, StoredTensor, overlapping
 from modelstate.torch_compat.plain import is_plain
 from modelstate.torch_compat.private import module_load
 from modelstate.transaction.swap_tensors import become, give_memory, point_to, refusals
@@ -24,7 +25,7 @@ class Place(Write):
     __slots__ = ("assignment", "staging")
 
     def __init__(self, staging: Staging, assignment: Assignment) -> None:
-        super().__init__(assignment.param, assignment.value)
+        self.target, self.value, self.done, self.order = assignment.param, assignment.value, False, 0
         self.staging, self.assignment = staging, assignment
 
     @property
@@ -45,7 +46,7 @@ class Place(Write):
         if assignment.final is None:
             if transaction is not None:
                 if assignment.placement.leased:
-                    assignment.stage("code of the model uses it")
+                    stage_instead([assignment], "code of the model uses it")
                 assignment.placement = replace(assignment.placement, mapped=False)  # model code uses the value
                 assignment.choose_route()
             stage_one(self.staging, assignment)
@@ -126,120 +127,80 @@ def _take_over(name: str, param: torch.Tensor, value: torch.Tensor, transaction:
         transaction.register_undo(become(param, value, grad if fits else None))
 
 
-class StagedLoad:
-    """The values of a load that reads in the background.
+def place_fallible(transaction: Transaction, options: Options) -> None:
+    """Places the values that may run code of a tensor subclass, while every change can still be undone."""
+    # What planning has checked holds as long as no code of a user has run.
+    is_as_planned = not (transaction.armed or options.transform or options.rules)
+    for write in transaction.writes:
+        if not isinstance(write, Place) or write.done or write.assignment.placement.direct:
+            continue
+        if write.target.is_meta or not ((is_as_planned and write.assignment.is_checked_copy) or write.cannot_fail):
+            try:
+                write.run(transaction)
+            except ModelStateError:
+                raise
+            except Exception as error:
+                raise PlacementError(
+                    "a value cannot be put in its place; nothing has been changed",
+                    where=write.assignment.name,
+                    expected=f"{type(write.target).__name__}, {write.target.dtype}",
+                    found=f"{type(write.value).__name__}, {write.value.dtype}: {error}",
+                    remedy="give the tensor subclass a module_load handler, or convert the value with transform=",
+                ) from error
+            write.done = True
 
-    The load is planned, its effects are undone, and `result` executes the plan. The staged values depend on the
-    checkpoint and on the metadata of the slots, not on the slots' values, so the model may be used and trained in the
-    meantime. `result` computes the other values: values that the model's own loading code uses, because that code runs
-    again; values that depend on the model's values; and values that need no read.
+
+def commit(
+    transaction: Transaction,
+    staging: Staging,
+    assignments: Sequence[Assignment],
+    last: Sequence[Callable[[], None]],
+    advance: Progress,
+) -> None:
+    """Commits, and reads what is read at the commit, from files that are held.
+
+    Where files cannot be held, their values are staged before.
+
+    Args:
+        transaction: The transaction of the load.
+        staging: How the values are read.
+        assignments: All assignments of the load.
+        last: Called at the end of the commit; they must not raise.
+        advance: Called with numbers of bytes.
+
+    Raises:
+        ReadFailedError: After the commit, where a read failed that should not have: with the names of the tensors.
     """
-
-    def __init__(self, plan: LoadPlan, staging: Staging, verify: bool, notes: Sequence[str] = ()) -> None:
-        """Takes over what a load reads, before the transaction in which it was planned is undone.
-
-        Args:
-            plan: The plan of the load.
-            staging: What the load reads. The caller must not use it afterwards.
-            verify: Whether `read` compares the file with its checksums.
-            notes: Notes for the report.
-
-        Raises:
-            ChecksumError: `verify` is true and the checkpoint has no checksums.
-        """
-        if verify:
-            what_to_verify(staging.checkpoint)
-        self.plan = plan
-        self.verified_bytes = 0
-        self._verify, self._notes = verify, [*notes]
-        self._handed_over: list[Assignment] = []
-        waiting = [assignment for assignment in staging.assignments if _is_staged(assignment)]
-        for assignment in waiting:
-            if is_plain(assignment.param):
-                assignment.param = assignment.param.detach()  # keeps its metadata when the model changes
-        staging.assignments, staging.moves = waiting, []
-        if staging.options.transform is not None:
-            _ = staging.own_memory  # computed now, in the thread that uses the model
-        self._staging: Staging | None = staging
-        self.nbytes = staging.nbytes
-
-    def read(self, progress: Progress) -> None:
-        """Reads, casts and transforms the values.
-
-        Args:
-            progress: Called with numbers of bytes that are done; may raise to end the read.
-
-        Raises:
-            ReadFailedError: A file cannot be read, or has changed since it was opened.
-            ChecksumError: The file is damaged.
-            TransformError: A transform raises, or returns a tensor that cannot be loaded.
-        """
-        staging = self._staging
-        assert staging is not None
-        if self._verify:
-            self.verified_bytes = staging.checkpoint.verify(lambda _: progress(0))
-        self._notes += prefetch_range(staging)
-        for assignment in staging.assignments:
-            if assignment.placement.mapped:
-                assignment.final = assignment.value
-        stage(staging, progress)
-        _wait_for_devices(staging.assignments)
-        self._notes += bring_in(staging.assignments, progress)
-
-    def hand_over(self, staging: Staging) -> list[str]:
-        """Hands the values to the load that commits. Returns notes for the report."""
-        assert self._staging is not None
-        ready = {
-            assignment.name: assignment for assignment in self._staging.assignments if assignment.final is not None
-        }
-        for assignment in staging.assignments:
-            staged = ready.get(assignment.name)
-            if staged is not None and assignment.final is None and assignment.stored is not None:
-                self._hand_over_value(staged, assignment, staging)
-        staging.strategy = self._staging.strategy  # the reads change it for a file that was not cached
-        staging.held = self._staging.held
-        staging.overflows.add(self._staging.overflows.counts)
-        return self._notes
-
-    def _hand_over_value(self, staged: Assignment, assignment: Assignment, staging: Staging) -> None:
-        final = staged.final
-        # The model may have come to hold the memory that a transform returned.
-        if final is not None and assignment.placement.name == "copy" and staged.transform is not None:
-            final = final.clone() if staging.own_memory.hold(final) else final
-        assignment.final, assignment.dtype, assignment.placement = final, staged.dtype, staged.placement
-        assignment.freezes, assignment.seconds = staged.freezes, staged.seconds
-        self._handed_over.append(assignment)
-
-    def release(self) -> None:
-        """Frees all values that have been read, also where other objects still refer to the plans."""
-        for assignment in (
-            *(self._staging.assignments if self._staging is not None else ()),
-            *self._handed_over,
-        ):
-            assignment.final = None
-        self._staging, self._handed_over = None, []
+    waiting = leased(assignments)
+    if not waiting:
+        transaction.commit(*last)
+        return
+    extents = [assignment.stored.extent for assignment in waiting if isinstance(assignment.stored, StoredTensor)]
+    errors: list[Exception] = []
+    # Progress may be shown in a way that fails, so it comes before the commit.
+    with held_files(extents, staging.checkpoint.fingerprints, lambda _: advance(0)) as files:
+        if not files.refusal:
+            advance(sum(assignment.nbytes for assignment in waiting))
+            transaction.commit(*last, first=lambda: errors.extend(read_leased(staging, waiting, files)))
+            failed = files.failed
+    if files.refusal:
+        stage_instead(waiting, files.refusal)
+        staging.limit_memory(assignments)
+        stage(staging, assignments, advance)
+        transaction.commit(*last)
+    if errors:
+        pairs = zip(waiting, extents, strict=True)
+        names = [assignment.name for assignment, extent in pairs if any(_share(extent, other) for other in failed)]
+        names = names or [assignment.name for assignment in waiting]
+        more = f" and {len(names) - 8} more" if len(names) > 8 else ""
+        raise ReadFailedError(
+            "bytes that had just been read could not be read again: the values of these tensors are old or damaged, "
+            "and all other tensors are loaded",
+            where=", ".join(names[:8]) + more,
+            found=errors[0],
+            remedy="load again from a file that can be read; in_place=False keeps the old values until all is read",
+        ) from errors[0]
 
 
-LOAD_AGAIN = "load again, and do not change the model's slots until the result"
-
-
-def _is_staged(assignment: Assignment) -> bool:
-    """Whether the value must still be read, and depends on the checkpoint alone."""
-    if assignment.final is not None or assignment.stored is None or not _is_from_checkpoint(assignment.stored):
-        return False
-    stays = assignment.placement.name == "copy" and assignment.transform is None and assignment.remake is None
-    return not (stays and isinstance(assignment.stored, torch.Tensor))
-
-
-def _is_from_checkpoint(stored: Source) -> bool:
-    """Whether no part of the value is computed by code of the model, as initialisers do."""
-    if isinstance(stored, Derived):
-        return bool(stored.parts) and all(map(_is_from_checkpoint, stored.parts))
-    return True
-
-
-def _wait_for_devices(assignments: Iterable[Assignment]) -> None:
-    """Waits for the copies on this thread's CUDA streams, because other threads use the tensors on other streams."""
-    finals = [assignment.final for assignment in assignments if assignment.final is not None]
-    for device in {final.device for final in finals if final.device.type == "cuda"}:
-        torch.cuda.current_stream(device).synchronize()
+def _share(first: ByteRange, second: ByteRange) -> bool:
+    return first.path == second.path and overlapping(first, second)

@@ -2,8 +2,8 @@
 
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Mapping, Set
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, TypedDict, Unpack, overload
@@ -14,21 +14,21 @@ from torch import nn
 from modelstate.checkpoint.checkpoint import Checkpoint
 from modelstate.checkpoint.open import NO_PICKLE, argument_order, foreign_arguments, is_module, is_source
 from modelstate.checkpoint.open import open as open_checkpoint
-from modelstate.errors import ModelStateError, OptionError, PlacementError, ReadFailedError
-from modelstate.io.held import HeldFiles, held_files
-from modelstate.loading.background import LoadHandle
-from modelstate.loading.commit import LOAD_AGAIN, Place, StagedLoad
+from modelstate.errors import OptionError, ReadFailedError
+from modelstate.loading.background import LOAD_AGAIN, LoadHandle, StagedLoad
+from modelstate.loading.commit import Place, commit, place_fallible
 from modelstate.loading.options import AnyTransform, check_budget_option, check_model, options_of
 from modelstate.loading.report import LoadReport, progress_bar
-from modelstate.loading.stage import read_in_place, read_leased, stage
-from modelstate.loading.staging import Staging, bring_in, prefault_async, prefetch_range
-from modelstate.planning.mapped_state import ModelSchemaView, match
+from modelstate.loading.stage import read_in_place, stage
+from modelstate.loading.staging import Staging, bring_in, prefault_async, prefetch_range, stage_unleased
+from modelstate.planning.assignment import Assignment
+from modelstate.planning.matching import ModelSchemaView, match
 from modelstate.planning.plan import LoadPlan, Options
-from modelstate.planning.prepare import Preparation
+from modelstate.planning.preparation import Preparation
+from modelstate.planning.record import bind, record
 from modelstate.process import gc_paused
 from modelstate.rules.rule import Rule
 from modelstate.rules.schema import Schema
-from modelstate.spec import ByteRange
 from modelstate.torch_compat.plain import is_plain
 from modelstate.transaction.optimizers import check_optimizers, following_state, placed
 from modelstate.transaction.references import lost_references
@@ -242,7 +242,7 @@ def load(
         1.0
     """
     model = check_model(model)
-    checked_optimizers = check_optimizers(optimizers, model)
+    checked_optimizers = () if optimizers == () else check_optimizers(optimizers, model)
     check_budget_option(max_memory_bytes)
     load_options = _LoadOptions(checked_optimizers, verify, progress, max_memory_bytes, prefault, time.perf_counter())
     options = options_of(
@@ -313,12 +313,19 @@ def _stage_in_background(
     """Plans and checks a load, and returns the object that reads its values while the model is in use."""
     with Transaction(model) as transaction:
         with torch.random.fork_rng(devices=[]):
-            in_use = "the model is in use until then"
-            preparation, staging = _prepare(transaction, source, options, call_extra_state=False, in_use=in_use)
+            preparation, staging = _prepare(
+                transaction,
+                source,
+                options,
+                load_options,
+                call_extra_state=False,
+                in_use="the model is in use until then",
+            )
         preparation.check()
-        staging.limit_memory(load_options.max_memory_bytes)
-        _check_optimizers(staging, load_options.optimizers)
-        return StagedLoad(preparation.plan(), staging, load_options.verify, preparation.notes_on_mapping())
+        staging.limit_memory(preparation.assignments)
+        _check_optimizers(preparation.assignments, load_options.optimizers)
+        notes = preparation.notes_on_mapping()
+        return StagedLoad(preparation.plan(), staging, preparation.assignments, load_options.verify, notes)
 
 
 def _execute(
@@ -333,85 +340,99 @@ def _execute(
 
     All references to the preparation are gone when the function returns.
     """
-    before = placed(load_options.optimizers)
-    preparation, staging = _prepare(
-        transaction,
-        source,
-        options,
-        call_extra_state=True,
-        stale_remedy="make the plan again" if staged is None else LOAD_AGAIN,
-    )
+    optimizers = load_options.optimizers
+    before = placed(optimizers) if optimizers else {}
+    preparation, staging = _prepare(transaction, source, options, load_options, call_extra_state=True, staged=staged)
     preparation.check()
-    staging.limit_memory(load_options.max_memory_bytes)
-    _check_optimizers(staging, load_options.optimizers)
-    notes = preparation.notes
+    assignments, notes = preparation.assignments, preparation.notes
+    if optimizers:
+        _check_optimizers(assignments, optimizers)
     if staged is None:
+        staging.limit_memory(assignments)
         verified = staging.checkpoint.verify() if load_options.verify else 0
         notes += preparation.notes_on_mapping()  # staged values are not read again
-        notes += prefetch_range(staging)
+        notes += prefetch_range(staging, assignments)
     else:
         verified = staged.verified_bytes
-        notes += staged.hand_over(staging)
-    with progress_bar(load_options.progress, staging.nbytes) as advance:
-        stage(staging, advance)
-        new_state = (
-            following_state(load_options.optimizers, _final_values(staging), before) if load_options.optimizers else []
-        )
-        _place_fallible(transaction, staging.options)
+        notes += staged.hand_over(staging, assignments)
+    to_stage = [*preparation.moves, *assignments]
+    with progress_bar(load_options.progress, sum(assignment.nbytes for assignment in to_stage)) as advance:
+        stage(staging, to_stage, advance)
+        new_state = following_state(optimizers, _final_values(assignments), before) if optimizers else []
+        place_fallible(transaction, staging.options)
+        is_mapped = any(assignment.placement.mapped for assignment in assignments)
         if load_options.prefault and staged is None:
-            notes += bring_in(staging.assignments, lambda _: None)
-        if any(assignment.placement.mapped for assignment in staging.assignments):
+            notes += bring_in(assignments, lambda _: None)
+        if is_mapped:
             preparation.incoming.maps.check_unchanged()  # mapped values are not read, so no read notices a change
-        _read_in_place(staging, advance)
+        if staging.options.in_place:
+            _read_in_place(staging, assignments, advance)
         if then is not None:
             then(preparation.initialised)
-        _commit(transaction, staging, [partial(state.__setitem__, *item) for state, *item in new_state], advance)
-    if load_options.prefault is None and staged is None:
-        notes += prefault_async(staging)
-    return _report(preparation, staging.held.peak_bytes, load_options.started, verified)
+        last = [partial(state.__setitem__, *item) for state, *item in new_state]
+        commit(transaction, staging, assignments, last, advance)
+    if is_mapped and load_options.prefault is None and staged is None:
+        notes += prefault_async(staging, assignments)
+    target, source_name = preparation.names
+    return LoadReport(
+        target=target,
+        source=source_name,
+        steps=preparation.steps(with_sources=False),
+        notes=(*notes, *staging.overflows.notes()),
+        slots=preparation.slot_count,
+        seconds=time.perf_counter() - load_options.started,
+        peak_memory_bytes=staging.held.peak_bytes,
+        verified_bytes=verified,
+        # The writes of this library keep every object. Code of the model may replace objects.
+        references_lost=lost_references(preparation.slots_before, preparation.model) if transaction.armed else (),
+    )
 
 
 def _prepare(
     transaction: Transaction,
     source: Source | LoadPlan,
     options: Options,
+    load_options: _LoadOptions | None = None,
     *,
     call_extra_state: bool,
-    stale_remedy: str = "make the plan again",
+    staged: StagedLoad | None = None,
     in_use: str = "",
 ) -> tuple[Preparation, Staging]:
-    """Plans a load, or binds a plan that was made before, and returns with it what is to be read.
+    """Plans a load, or binds a plan that was made before, and returns with it how its values are read.
 
     `in_use` is why no value can be read at the commit.
     """
-    view, plan = ModelSchemaView(transaction.root), None
+    view = ModelSchemaView(transaction.root)
     if not isinstance(source, LoadPlan):
         matched = match(open_checkpoint(source), options, view)
+    elif options == Options():
+        matched = source.binding.matched
     else:
-        plan = source
-        if options != Options():
-            raise OptionError("a plan has its own arguments", remedy="pass them to modelstate.plan")
-        matched = plan.binding.matched
-    staging = Staging(matched.part, matched.options, view.slots)
-    preparation = Preparation(transaction, view, matched, partial(Place, staging), call_extra_state, plan, stale_remedy)
-    staging.slots, staging.overflows = preparation.slots, preparation.overflows
-    staging.assignments, staging.moves = preparation.assignments, preparation.moves
-    if reason := staging.why_not_leased() or in_use:
-        staging.stage_leased(reason)
+        raise OptionError("a plan has its own arguments", remedy="pass them to modelstate.plan")
+    if staged is None:
+        budget = None if load_options is None else load_options.max_memory_bytes
+        staging = Staging(matched.part, matched.options, transaction.root, budget)
+    else:
+        staging = replace(staged.staging)  # the memory of the model is looked up again
+    write = partial(Place, staging)
+    preparation = Preparation(transaction, view, matched, staging.overflows, write, call_extra_state=call_extra_state)
+    if isinstance(source, LoadPlan):
+        bind(preparation, source, "make the plan again" if staged is None else LOAD_AGAIN)
+    else:
+        record(preparation)
+    stage_unleased(matched.part, preparation.assignments, in_use)
     return preparation, staging
 
 
-def _check_optimizers(staging: Staging, optimizers: tuple[torch.optim.Optimizer, ...]) -> None:
+def _check_optimizers(assignments: Iterable[Assignment], optimizers: tuple[torch.optim.Optimizer, ...]) -> None:
     """Raises `OptionError` where a transform of modules replaces a parameter of an optimizer.
 
     The state that fits the new tensor is unknown.
     """
-    if not optimizers:
-        return
     optimized_parameters = {
         param for optimizer in optimizers for group in optimizer.param_groups for param in group["params"]
     }
-    for assignment in staging.assignments:
+    for assignment in assignments:
         if assignment.remake is not None and assignment.param in optimized_parameters:
             raise OptionError(
                 "the state of an optimizer cannot follow a parameter that the transform replaces",
@@ -421,41 +442,18 @@ def _check_optimizers(staging: Staging, optimizers: tuple[torch.optim.Optimizer,
             )
 
 
-def _final_values(staging: Staging) -> dict[torch.Tensor, torch.Tensor]:
+def _final_values(assignments: Iterable[Assignment]) -> dict[torch.Tensor, torch.Tensor]:
     """The final value of each parameter, before the commit. Parameters of tensor subclasses have theirs already."""
     return {
         assignment.param: assignment.final
-        for assignment in staging.assignments
+        for assignment in assignments
         if assignment.final is not None and is_plain(assignment.final)
     }
 
 
-def _place_fallible(transaction: Transaction, options: Options) -> None:
-    """Places the values that may run code of a tensor subclass, while every change can still be undone."""
-    # What planning has checked holds as long as no code of a user has run.
-    is_as_planned = not (transaction.armed or options.transform or options.rules)
-    for write in transaction.writes:
-        if not isinstance(write, Place) or write.done or write.assignment.placement.direct:
-            continue
-        if write.target.is_meta or not ((is_as_planned and write.assignment.is_checked_copy) or write.cannot_fail):
-            try:
-                write.run(transaction)
-            except ModelStateError:
-                raise
-            except Exception as error:
-                raise PlacementError(
-                    "a value cannot be put in its place; nothing has been changed",
-                    where=write.assignment.name,
-                    expected=f"{type(write.target).__name__}, {write.target.dtype}",
-                    found=f"{type(write.value).__name__}, {write.value.dtype}: {error}",
-                    remedy="give the tensor subclass a module_load handler, or convert the value with transform=",
-                ) from error
-            write.done = True
-
-
-def _read_in_place(staging: Staging, advance: Callable[[int], None]) -> None:
+def _read_in_place(staging: Staging, assignments: Iterable[Assignment], advance: Callable[[int], None]) -> None:
     try:
-        read_in_place(staging, advance)
+        read_in_place(staging, assignments, advance)
     except ReadFailedError as error:
         raise ReadFailedError(
             "reading failed while the model was read in place: its values are partly overwritten",
@@ -463,68 +461,3 @@ def _read_in_place(staging: Staging, advance: Callable[[int], None]) -> None:
             found=error,
             remedy="load again, or load without in_place=True, which keeps the old values until all is read",
         ) from error
-
-
-def _commit(
-    transaction: Transaction, staging: Staging, last: list[Callable[[], None]], advance: Callable[[int], None]
-) -> None:
-    """Commits, and reads what is read at the commit.
-
-    Raises `ReadFailedError` after the commit, where a read failed that should not have: with the names of the tensors.
-    """
-    errors: list[Exception] = []
-    failed: list[ByteRange] = []
-    with _held(staging, advance) as files:
-        if not files:
-            transaction.commit(*last)
-            return
-
-        transaction.commit(*last, first=lambda: errors.extend(read_leased(staging, files)))
-        failed += files.failed
-    if errors:
-        names = staging.leased_from(failed)
-        more = f" and {len(names) - 8} more" if len(names) > 8 else ""
-        raise ReadFailedError(
-            "bytes that had just been read could not be read again: the values of these tensors are old or damaged, "
-            "and all other tensors are loaded",
-            where=", ".join(names[:8]) + more,
-            found=errors[0],
-            remedy="load again from a file that can be read; in_place=False keeps the old values until all is read",
-        ) from errors[0]
-
-
-@contextmanager
-def _held(staging: Staging, advance: Callable[[int], None]) -> Iterator[HeldFiles | None]:
-    """Holds the files that are read at the commit. Where they cannot be held, the values are staged now."""
-    leased = staging.leased
-    if not leased:
-        yield None
-        return
-    # Progress may be shown in a way that fails, so it comes before the commit.
-    with held_files(staging.leased_extents, staging.checkpoint.fingerprints, lambda _: advance(0)) as files:
-        if not files.refusal:
-            advance(sum(assignment.nbytes for assignment in leased))
-            yield files
-            return
-        staging.stage_leased(files.refusal)
-    staging.limit_memory(staging.max_memory_bytes)
-    stage(staging, advance)
-    yield None
-
-
-def _report(preparation: Preparation, peak_memory_bytes: int, started: float, verified_bytes: int) -> LoadReport:
-    target, source = preparation.names
-    return LoadReport(
-        target=target,
-        source=source,
-        steps=preparation.steps(with_sources=False),
-        notes=(*preparation.notes, *preparation.overflows.notes()),
-        slots=preparation.slot_count,
-        seconds=time.perf_counter() - started,
-        peak_memory_bytes=peak_memory_bytes,
-        verified_bytes=verified_bytes,
-        # The writes of this library keep every object. Code of the model may replace objects.
-        references_lost=lost_references(preparation.slots_before, preparation.model)
-        if preparation.transaction.armed
-        else (),
-    )

@@ -12,7 +12,7 @@ import torch
 from torch.autograd.graph import increment_version
 
 from modelstate.errors import ModelStateError, PlacementError
-from modelstate.io.engine import Request
+from modelstate.io.engine import Request, read_ranges
 from modelstate.io.held import HeldFiles
 from modelstate.io.memory import HeapTrim, aligned, fresh_tensors
 from modelstate.io.tensors import elements
@@ -41,20 +41,17 @@ Pairs = Sequence[tuple[Assignment, torch.Tensor]]
 _T = TypeVar("_T")
 
 
-def stage(staging: Staging, progress: Progress) -> None:
+def stage(staging: Staging, assignments: Iterable[Assignment], progress: Progress) -> None:
     """Computes the final value of every assignment that is not read in place. The model is not changed.
 
     Raises `ReadFailedError` and `TransformError`.
     """
-    for assignment in staging.moves:
-        if assignment.final is None:
-            _finish(assignment, assignment.value)
     shown: list[Assignment] = []
     straight: list[Assignment] = []
     streamed: list[Assignment] = []
     together: list[Assignment] = []
     alone: list[Assignment] = []
-    for assignment in staging.assignments:
+    for assignment in assignments:
         if assignment.final is not None or assignment.placement.direct:
             continue
         match assignment.route:
@@ -70,23 +67,26 @@ def stage(staging: Staging, progress: Progress) -> None:
     progress(sum(assignment.nbytes for assignment in shown))
     for group in (straight, streamed, together, alone):
         group.sort(key=attrgetter("position"))
-    finals = fresh_tensors([(assignment.param.size(), None, assignment.dtype) for assignment in straight])
-    staging.held.take(sum(assignment.nbytes for assignment in straight if assignment.placement.staged))
+    finals: list[torch.Tensor] = []
     if straight:
+        finals = fresh_tensors([(assignment.param.size(), None, assignment.dtype) for assignment in straight])
+        staging.held.take(sum(assignment.nbytes for assignment in straight if assignment.placement.staged))
         _read(staging, list(zip(straight, finals, strict=True)), progress, is_fresh=staging.strategy.cached)
     for assignment, final in zip(straight, finals, strict=True):
         assignment.final = final
-    read_streamed(staging, streamed, progress)
-    _read_through_scratch(staging, together, progress, partial(_finish_staged, staging))
+    if streamed:
+        read_streamed(staging, streamed, progress)
+    if together:
+        _read_through_scratch(staging, together, progress, partial(_finish_staged, staging))
     if alone:
         _stage_alone(staging, alone, progress)
 
 
-def read_in_place(staging: Staging, progress: Progress) -> None:
+def read_in_place(staging: Staging, assignments: Iterable[Assignment], progress: Progress) -> None:
     """Reads the assignments whose bytes go straight to the memory of their slots. Raises `ReadFailedError`."""
     direct = [
         assignment
-        for assignment in staging.assignments
+        for assignment in assignments
         if assignment.placement.direct and not assignment.placement.leased and assignment.final is None
     ]
     if not direct:
@@ -114,13 +114,12 @@ def read_in_place(staging: Staging, progress: Progress) -> None:
         assignment.final = assignment.param
 
 
-def read_leased(staging: Staging, files: HeldFiles) -> list[Exception]:
+def read_leased(staging: Staging, waiting: Sequence[Assignment], files: HeldFiles) -> list[Exception]:
     """Reads the assignments that are read at the commit, from files that are held.
 
     Returns the errors, which there should not be: everything that can be read is in place also then.
     """
-    leased = staging.leased
-    straight, cast = _split(leased, lambda assignment: assignment.route is ReadRoute.DIRECT)
+    straight, cast = _split(waiting, lambda assignment: assignment.route is ReadRoute.DIRECT)
     errors: list[Exception] = []
     reads = (
         partial(read_streamed, staging, cast, lambda _: None, held=files),
@@ -136,7 +135,7 @@ def read_leased(staging: Staging, files: HeldFiles) -> list[Exception]:
                 read()  # the buffers of the first read are free again
         except Exception as error:
             errors.append(error)
-    for assignment in leased:
+    for assignment in waiting:
         assignment.final = assignment.param
     increment_version([assignment.param for assignment in straight])  # autograd has not seen the writes
     return errors
@@ -193,7 +192,11 @@ def _stage_one(staging: Staging, assignment: Assignment, read: torch.Tensor | No
             assignment.final = value.detach()
         else:
             _finish(assignment, value)  # which copies it out of what it may share
-    elif assignment.remake is None and assignment.on_cpu and isinstance(assignment.stored, torch.Tensor):
+    elif (
+        isinstance(assignment.stored, torch.Tensor)
+        and assignment.remake is None
+        and (assignment.on_cpu or assignment.device != assignment.value.device)
+    ):
         _finish(assignment, assignment.value)  # which copies it
     else:
         _finish(assignment, _own_value(staging, assignment))
@@ -278,7 +281,7 @@ def _version_of(value: torch.Tensor) -> int | None:
 
 def _nonfinite_before(staging: Staging, assignment: Assignment) -> int:
     """The infinite and NaN values of what a transform was given, which is read once more."""
-    stored, read_all = assignment.stored, staging.checkpoint.read_all
+    stored, read_all = assignment.stored, partial(read_ranges, fingerprints=staging.checkpoint.fingerprints)
     if isinstance(stored, StoredTensor) and assignment.is_run_of_bytes:
         starts = range(0, stored.numel, AT_ONCE)
         return sum(nonfinite(elements(stored, at, min(AT_ONCE, stored.numel - at), read_all)) for at in starts)
@@ -449,7 +452,10 @@ def _read(
     started = time.perf_counter()
     uncached = frozenset[str]() if alone or held is not None else staging.strategy.uncached
     with staging.held.during(staging.strategy.uncached_bytes if uncached else 0):
-        staging.checkpoint.read_all(requests, progress, uncached=uncached, is_fresh=is_fresh, held=held)
+        fingerprints = staging.checkpoint.fingerprints
+        read_ranges(
+            requests, fingerprints=fingerprints, on_read=progress, uncached=uncached, is_fresh=is_fresh, held=held
+        )
     seconds, total = time.perf_counter() - started, sum(assignment.nbytes for assignment, _ in pairs)
     for assignment, _ in pairs:
         assignment.seconds += seconds * assignment.nbytes / max(total, 1)

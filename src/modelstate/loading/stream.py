@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from modelstate.errors import TransformError
-from modelstate.io.engine import BUFFER_BYTES, Block, Part, Wait, Wanted
+from modelstate.io.engine import BUFFER_BYTES, Block, Part, Wait, Wanted, stream
 from modelstate.io.held import HeldFiles
 from modelstate.io.memory import MemoryTracker, fresh_tensors
 from modelstate.loading.staging import Staging
@@ -194,10 +194,11 @@ def read_streamed(
         consumer.on_block(block, seconds)
         progress(block.wanted_bytes)
 
-    staging.checkpoint.stream(
+    stream(
         [Wanted(one.stored.extent, one.unit_bytes) for one in streamed if isinstance(one.stored, StoredTensor)],
         consumer.consume,
         strategy=strategy,
+        fingerprints=staging.checkpoint.fingerprints,
         on_block=on_block,
         buffers=2 if consumer.on_device else 1,
         pinned=consumer.on_device,

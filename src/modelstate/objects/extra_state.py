@@ -31,7 +31,7 @@ from modelstate.errors import (
 )
 from modelstate.formats.tree import EXTRA_STATE
 from modelstate.objects import attributes
-from modelstate.planning.prepare import CHECK_EXTRA_STATE
+from modelstate.planning.preparation import CHECK_EXTRA_STATE
 from modelstate.planning.recorder import KEEPS_NAMES, is_recorded
 from modelstate.torch_compat.modules import has_load_pre_hooks, load_from_state_dict
 

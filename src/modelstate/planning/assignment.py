@@ -1,6 +1,6 @@
 """Assignments of values to slots: where the bytes go, how they are read, and how transforms change them."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -42,11 +42,10 @@ class Placement:
     by_handler: bool = False
     """The `module_load` handler of a tensor subclass decides."""
 
-    staged: bool = field(init=False, repr=False, compare=False)
-    """Whether the value is read into temporary memory, and copied when all values are read."""
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "staged", self.name == "copy" and not self.direct)
+    @property
+    def staged(self) -> bool:
+        """Whether the value is read into temporary memory, and copied when all values are read."""
+        return self.name == "copy" and not self.direct
 
 
 CALL = Placement("call", "passed to set_extra_state")
@@ -224,11 +223,6 @@ class Assignment:
             self.own_stride = tuple(param.stride())
         self.choose_route()
 
-    def stage(self, reason: str) -> None:
-        """Has the value read before the commit, where it was planned to be read at the commit."""
-        self.placement = Placement("copy", f"{_STAGED.why}: {reason}")
-        self.choose_route()
-
     def choose_route(self) -> None:
         """Sets `route`. Called again where `placement` or the transforms change before the value is read."""
         if self.placement.mapped:
@@ -325,6 +319,19 @@ class Assignment:
         """Whether the value is read in one batch with others, not separately."""
         alone = self.transform is not None or self.placement.by_handler or self.placement.mapped
         return self.is_run_of_bytes and not alone
+
+
+def leased(assignments: Iterable[Assignment]) -> list[Assignment]:
+    """Returns the assignments whose values are read at the commit, from files that are held."""
+    return [assignment for assignment in assignments if assignment.placement.leased and assignment.final is None]
+
+
+def stage_instead(assignments: Iterable[Assignment], reason: str) -> None:
+    """Has values read before the commit that were planned to be read at the commit."""
+    placement = Placement("copy", f"{_STAGED.why}: {reason}")
+    for assignment in assignments:
+        assignment.placement = placement
+        assignment.choose_route()
 
 
 BY_TRANSFORM = "transform="

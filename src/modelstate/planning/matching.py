@@ -1,4 +1,4 @@
-"""Compares the names of a checkpoint with the names of a model: parts, prefixes and wrappers.
+"""`match`: the part of a checkpoint that is loaded, by the names of the model; and how the names of both sides differ.
 
 Names prove two kinds of differences. A wrapper (DataParallel, `torch.compile`, FSDP) adds its name to the names of all
 tensors below it: `wrapper_rule` removes or adds such names without a rule of the user. Any other prefix that all names
@@ -9,24 +9,33 @@ compares more than names and reports its confidence.
 import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
+from functools import partial
+from typing import Any
 
 import numpy as np
+import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
 from modelstate.checkpoint.checkpoint import Checkpoint
-from modelstate.errors import AmbiguousCheckpointError
-from modelstate.planning.plan import Options
+from modelstate.errors import AmbiguousCheckpointError, CodecError
+from modelstate.planning.initialise import Initialisers
+from modelstate.planning.plan import MatchedCheckpoint, Options
 from modelstate.planning.recorder import loads_names_itself
 from modelstate.problems import IdlePattern, OtherNames, Problem
+from modelstate.process import cached_attribute
+from modelstate.rules.expression import Derived, to_be_computed
 from modelstate.rules.known import WRAPPERS
 from modelstate.rules.names import Prefix, Rename
-from modelstate.rules.rule import Entries, Rule, as_code
+from modelstate.rules.rule import Entries, Entry, Rule, Value, Wanted, as_code, describe
+from modelstate.rules.schema import Applied, apply_rules, renamed_by, way_back
+from modelstate.rules.transformers_mapping import from_transformers, is_transformers_model, notes_of
+from modelstate.spec import Stored, StoredTensor
 from modelstate.torch_compat.modules import named_modules_of
-from modelstate.transaction.slots import HIDDEN, Slots
+from modelstate.transaction.slots import HIDDEN, Slots, slots_of
 
 _MATRIX = re.compile(r"(?P<module>.+)\.lora_(?P<kind>embedding_A|embedding_B|A|B)(?:\.(?P<rest>.+))?$")
 
@@ -41,6 +50,261 @@ _MOST_CANDIDATES = 4
 Shape = tuple[int, ...] | None
 
 
+class ModelSchemaView:
+    """The slots of a model, what initialises them, and both as rules see them."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model, self.slots = model, slots_of(model)
+
+    @cached_attribute
+    def initialisers(self) -> Initialisers:
+        """What initialises the tensors of the model."""
+        return Initialisers(self.model)
+
+    def before(self, rules: Iterable[Rule]) -> Wanted:
+        """Returns the slots by the names that they have before these rules."""
+        back = way_back(rules)
+        wanted = [slot.name for slot in self.slots.tensors if slot.kind != HIDDEN]
+        return _Before(self, {renamed_by(back, name): name for name in wanted})
+
+
+class _Before:
+    def __init__(self, view: ModelSchemaView, names: dict[str, str]) -> None:
+        self._view, self._names = view, names
+
+    def lacking(self, entries: Entries) -> Iterator[str]:
+        return (name for name in self._names if name not in entries)
+
+    def shape_and_dtype(self, name: str) -> tuple[tuple[int, ...], torch.dtype] | None:
+        slot = self._view.slots.by_name.get(self._names.get(name, ""))
+        if slot is None or torch.nn.parameter.is_lazy(slot.tensor):
+            return None
+        return tuple(slot.tensor.shape), slot.tensor.dtype
+
+    def initialiser(self, name: str) -> Callable[[], torch.Tensor] | None:
+        initialiser = self._view.initialisers.find(self._names.get(name, ""))
+        return None if initialiser is None else initialiser.make
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeFailure:
+    """A value of the checkpoint that cannot be decoded. The error is raised only if the model needs the value."""
+
+    error: CodecError
+
+
+def entries_of(checkpoint: Checkpoint) -> Entries:
+    """Returns the entries of a checkpoint by their names, before rules."""
+    computed: dict[Stored, Derived] = {}
+    entries = {
+        name: Entry(stored if type(stored) is StoredTensor else to_be_computed(stored, computed), (name,))
+        for name, stored in checkpoint.flat.tensors.items()
+    }
+    for name in checkpoint.flat.values:
+        try:
+            value = checkpoint.extra[name]
+        except CodecError as error:
+            value = DecodeFailure(error)
+        entries[name] = Entry(Value(value), (name,))
+    return entries
+
+
+def renamed_versions(
+    versions: Mapping[str, dict[str, Any]], applied: Applied, rules: Sequence[Rule]
+) -> dict[str, dict[str, Any]]:
+    """Returns the versions of modules by their names after the rules."""
+    # A module gets the new path of its tensors.
+    moved: dict[str, set[str]] = {}
+    for name, entry in applied.entries.items():
+        if entry.rules and len(entry.sources) == 1:
+            moved.setdefault(entry.sources[0].rpartition(".")[0], set()).add(name.rpartition(".")[0])
+    renamed: dict[str, dict[str, Any]] = {}
+    for path, saved in versions.items():
+        (only,) = moved[path] if len(moved.get(path, ())) == 1 else (None,)
+        by_rules = renamed_by(rules, f"{path}.x" if path else "x").rpartition(".")[0]
+        renamed[by_rules if only is None else only] = saved
+    return renamed
+
+
+def match(checkpoint: Checkpoint, asked: Options, view: ModelSchemaView) -> MatchedCheckpoint:
+    """Selects the part of a checkpoint, and applies rules to it that lead to the names of the model.
+
+    Reads no tensor bytes but for rules that look at values. Raises `AmbiguousCheckpointError`, `KeyNotFoundError` and
+    the errors of rules.
+    """
+    slots, options, part = view.slots, asked, checkpoint
+    if options.key is not None:
+        part = checkpoint.select(options.key)
+    elif not checkpoint or len({"", *checkpoint.containers}) > 1:
+        schema = options.schema
+        renamings = [partial(renamed_by, options.rules)] if schema is None else schema.renamings(checkpoint)
+        part = matching_part(checkpoint, [*slots.by_name, *slots.extra, *slots.lazy], renamings)
+    if options.schema is not None:
+        # The rules follow from the version of the selected part, not from other parts of the file.
+        options = replace(options, rules=options.schema.rules_for(part), schema=None)
+    rest = len(checkpoint) - len(part) if options.key is None else 0
+    notes = [f"{rest} tensors of other parts of the checkpoint are not loaded"] if rest else []
+    applied, names, fits_in_part = Applied(entries_of(part)), slots.by_name.keys(), False
+    if options.rules:
+        applied = apply_rules(options.rules, applied.entries, part.read, view.before)
+    elif applied.entries.keys() != names and is_transformers_model(view.model):
+        applied, options, note, fits_in_part = _applied_mapping(part, applied, options, view)
+        notes += [note] if note else []
+    if options.rules:
+        notes += notes_of(options.rules, applied)
+    rules, before_wrappers = options.rules, dict[str, str]()
+    if not applied.entries.keys() <= names:
+        given = [name for name, entry in applied.entries.items() if entry.sources]
+        wanted = {*names, *slots.extra, *slots.lazy}
+        wrappers = wrapper_rule(given, wanted, view.model, kept_names=applied.entries.keys() - given)
+        if wrappers is not None:
+            applied, before_wrappers = _rewrapped(applied, wrappers)
+            rules = (*rules, wrappers)
+            notes.append(wrappers.note(len(before_wrappers)))
+    versions = part.versions
+    if versions is not None and rules:
+        versions = renamed_versions(versions, applied, rules)
+    return MatchedCheckpoint(asked, part, options, applied, before_wrappers, versions, tuple(notes), fits_in_part)
+
+
+def _applied_mapping(
+    part: Checkpoint, own: Applied, options: Options, view: ModelSchemaView
+) -> tuple[Applied, Options, str, bool]:
+    """Applies transformers' conversion mapping where more names of the model then match.
+
+    Returns the entries, the options with the rules of the entries, a note, and whether the names fit only in part.
+    """
+    slots = view.slots
+    if fits(slots, own.entries, options):
+        return own, options, "", False
+    try:
+        rules = from_transformers(view.model)
+        mapped = apply_rules(rules, own.entries, part.read)
+    except Exception as error:  # the mapping differs between versions of transformers
+        return own, options, f"transformers' conversion mapping cannot be used: {describe(error)}", False
+    names = slots.by_name.keys()
+    if mapped.problems or len(mapped.entries.keys() & names) <= len(own.entries.keys() & names):
+        return own, options, "", False
+    fits_in_part = not fits(slots, mapped.entries, options)
+    if fits_in_part and wrapper_rule(list(own.entries), slots.by_name, view.model) is not None:
+        return own, options, "", False
+    return mapped, replace(options, rules=rules), "", fits_in_part
+
+
+def _rewrapped(applied: Applied, rule: "Rewrapped") -> tuple[Applied, dict[str, str]]:
+    """Returns the entries by their names after the rule for wrappers, and a map from these names to the old names."""
+    renamed: dict[str, Entry] = {}
+    before: dict[str, str] = {}
+    for name, entry in applied.entries.items():
+        changed = rule.rename(name) if entry.sources else None
+        if changed is None:
+            renamed[name] = entry
+        else:
+            renamed[changed] = entry._replace(rules=(*entry.rules, repr(rule)))
+            before[changed] = name
+    return replace(applied, entries=renamed), before
+
+
+def fits(slots: Slots, entries: Entries, options: Options) -> bool:
+    """Whether the names and shapes of a checkpoint are those of a model, except for names that the options allow."""
+    may_miss = Patterns("allow_missing", options.allow_missing)
+    may_exceed = Patterns("allow_unexpected", options.allow_unexpected)
+    for name, entry in entries.items():
+        slot = slots.by_name.get(name)
+        if slot is None:
+            if name not in slots.extra and not any(map(may_exceed.allow, (name, ", ".join(entry.sources)))):
+                return False
+        elif entry.tensor is None or is_lazy(slot.tensor) or tuple(entry.tensor.shape) != tuple(slot.tensor.shape):
+            return False
+    return options.init_missing or all(
+        slot.kind == HIDDEN or not entries.keys().isdisjoint(slot.names) or any(map(may_miss.allow, slot.names))
+        for slot in slots.tensors
+    )
+
+
+def matching_part(
+    checkpoint: Checkpoint, wanted: Collection[str], renamings: Sequence[Callable[[str], str]]
+) -> Checkpoint:
+    """Returns the state dict of the checkpoint whose names, renamed in one of these ways, are the model's names.
+
+    A state dict with more than twice as many names as any other is selected. Otherwise raises
+    `AmbiguousCheckpointError`, which lists the state dicts.
+    """
+    if not checkpoint:
+        return _part_of_arrays(checkpoint, wanted)
+    containers = {"", *checkpoint.containers}
+    if len(containers) == 1:
+        return checkpoint
+    exact: Counter[str] = Counter()
+    for rename in renamings:
+        exact |= _matches(checkpoint, containers, set(wanted), rename)
+    # Either side may have the prefix of a wrapper.
+    bare = _matches(checkpoint, containers, {without_wrappers(name) for name in wanted}, without_wrappers)
+    counts = exact | bare
+    if not counts:
+        ends = {name[len(prefix) :] for name in wanted for prefix in prefixes(name)}
+        counts = _matches(checkpoint, containers, ends, without_wrappers)
+    if not counts:
+        return checkpoint
+    best, most = max(counts.items(), key=lambda item: (item[1], exact[item[0]], len(item[0])))
+    rivals = {
+        key: count
+        for key, count in counts.items()
+        if count * 2 >= most and not (not exact[key] and best.startswith(f"{key}." if key else ""))
+    }
+    rivals[best] = most
+    if len(rivals) > 1:
+        listed = ", ".join(
+            f"{key or '(the whole)'!r} ({count} of {len(wanted)} names match)" for key, count in rivals.items()
+        )
+        raise AmbiguousCheckpointError(
+            "the checkpoint holds several state dicts that fit the model",
+            where=checkpoint.source,
+            found=listed,
+            remedy=f"say which one is meant, for example key={best!r}",
+            candidates=tuple(rivals.items()),
+        )
+    return checkpoint.select(best) if best else checkpoint
+
+
+def _part_of_arrays(checkpoint: Checkpoint, wanted: Collection[str]) -> Checkpoint:
+    """Returns the mapping whose NumPy arrays have the most names of the model, for a checkpoint without tensors.
+
+    Arrays cannot be loaded. The part is selected so that the problems name its arrays, as for a flat mapping.
+    """
+    values = checkpoint.flat.values
+    bare = {without_wrappers(name) for name in wanted}
+    counts: Counter[str] = Counter()
+    waiting = [(path, value) for path, value in values.items() if isinstance(value, Mapping)]
+    if any(name in values for name in wanted):
+        return checkpoint
+    while waiting:
+        path, value = waiting.pop()
+        for key, item in value.items():
+            if isinstance(item, Mapping):
+                waiting.append((f"{path}.{key}", item))
+            elif isinstance(item, np.ndarray) and isinstance(key, str) and without_wrappers(key) in bare:
+                counts[path] += 1
+    return checkpoint.select(counts.most_common(1)[0][0]) if counts else checkpoint
+
+
+def _matches(
+    checkpoint: Checkpoint, containers: Collection[str], wanted: Collection[str], rename: Callable[[str], str]
+) -> Counter[str]:
+    """Counts for each container the names below it that the model has."""
+    counts: Counter[str] = Counter()
+    for name in checkpoint:
+        head = name
+        while head:
+            head = head.rpartition(".")[0]
+            if head in containers and rename(name[len(head) + 1 :] if head else name) in wanted:
+                counts[head] += 1
+    return counts
+
+
+# Wrappers.
+
+
 def prefixes(name: str) -> Iterator[str]:
     """Yields all prefixes of a dotted name that end with a dot."""
     at = name.find(".")
@@ -53,9 +317,6 @@ def without_wrappers(name: str) -> str:
     """Returns a name without the parts that wrappers add."""
     *path, last = name.split(".")
     return ".".join([*(part for part in path if part not in WRAPPERS), last])
-
-
-# Wrappers.
 
 
 @dataclass(frozen=True, repr=False)
@@ -242,103 +503,6 @@ class Patterns:
 
     def idle(self) -> list[Problem]:
         return [IdlePattern(pattern, option=self.option) for pattern in self.patterns if pattern not in self.used]
-
-
-def fits(slots: Slots, entries: Entries, options: Options) -> bool:
-    """Whether the names and shapes of a checkpoint are those of a model, except for names that the options allow."""
-    may_miss = Patterns("allow_missing", options.allow_missing)
-    may_exceed = Patterns("allow_unexpected", options.allow_unexpected)
-    for name, entry in entries.items():
-        slot = slots.by_name.get(name)
-        if slot is None:
-            if name not in slots.extra and not any(map(may_exceed.allow, (name, ", ".join(entry.sources)))):
-                return False
-        elif entry.tensor is None or is_lazy(slot.tensor) or tuple(entry.tensor.shape) != tuple(slot.tensor.shape):
-            return False
-    return options.init_missing or all(
-        slot.kind == HIDDEN or not entries.keys().isdisjoint(slot.names) or any(map(may_miss.allow, slot.names))
-        for slot in slots.tensors
-    )
-
-
-def matching_part(
-    checkpoint: Checkpoint, wanted: Collection[str], renamings: Sequence[Callable[[str], str]]
-) -> Checkpoint:
-    """Returns the state dict of the checkpoint whose names, renamed in one of these ways, are the model's names.
-
-    A state dict with more than twice as many names as any other is selected. Otherwise raises
-    `AmbiguousCheckpointError`, which lists the state dicts.
-    """
-    if not checkpoint:
-        return _part_of_arrays(checkpoint, wanted)
-    containers = {"", *checkpoint.containers}
-    if len(containers) == 1:
-        return checkpoint
-    exact: Counter[str] = Counter()
-    for rename in renamings:
-        exact |= _matches(checkpoint, containers, set(wanted), rename)
-    # Either side may have the prefix of a wrapper.
-    bare = _matches(checkpoint, containers, {without_wrappers(name) for name in wanted}, without_wrappers)
-    counts = exact | bare
-    if not counts:
-        ends = {name[len(prefix) :] for name in wanted for prefix in prefixes(name)}
-        counts = _matches(checkpoint, containers, ends, without_wrappers)
-    if not counts:
-        return checkpoint
-    best, most = max(counts.items(), key=lambda item: (item[1], exact[item[0]], len(item[0])))
-    rivals = {
-        key: count
-        for key, count in counts.items()
-        if count * 2 >= most and not (not exact[key] and best.startswith(f"{key}." if key else ""))
-    }
-    rivals[best] = most
-    if len(rivals) > 1:
-        listed = ", ".join(
-            f"{key or '(the whole)'!r} ({count} of {len(wanted)} names match)" for key, count in rivals.items()
-        )
-        raise AmbiguousCheckpointError(
-            "the checkpoint holds several state dicts that fit the model",
-            where=checkpoint.source,
-            found=listed,
-            remedy=f"say which one is meant, for example key={best!r}",
-            candidates=tuple(rivals.items()),
-        )
-    return checkpoint.select(best) if best else checkpoint
-
-
-def _part_of_arrays(checkpoint: Checkpoint, wanted: Collection[str]) -> Checkpoint:
-    """Returns the mapping whose NumPy arrays have the most names of the model, for a checkpoint without tensors.
-
-    Arrays cannot be loaded. The part is selected so that the problems name its arrays, as for a flat mapping.
-    """
-    values = checkpoint.flat.values
-    bare = {without_wrappers(name) for name in wanted}
-    counts: Counter[str] = Counter()
-    waiting = [(path, value) for path, value in values.items() if isinstance(value, Mapping)]
-    if any(name in values for name in wanted):
-        return checkpoint
-    while waiting:
-        path, value = waiting.pop()
-        for key, item in value.items():
-            if isinstance(item, Mapping):
-                waiting.append((f"{path}.{key}", item))
-            elif isinstance(item, np.ndarray) and isinstance(key, str) and without_wrappers(key) in bare:
-                counts[path] += 1
-    return checkpoint.select(counts.most_common(1)[0][0]) if counts else checkpoint
-
-
-def _matches(
-    checkpoint: Checkpoint, containers: Collection[str], wanted: Collection[str], rename: Callable[[str], str]
-) -> Counter[str]:
-    """Counts for each container the names below it that the model has."""
-    counts: Counter[str] = Counter()
-    for name in checkpoint:
-        head = name
-        while head:
-            head = head.rpartition(".")[0]
-            if head in containers and rename(name[len(head) + 1 :] if head else name) in wanted:
-                counts[head] += 1
-    return counts
 
 
 def nearest(name: str, names: Collection[str]) -> str:

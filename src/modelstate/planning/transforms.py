@@ -123,13 +123,13 @@ class Choice(NamedTuple):
     """The module that owns the tensor, for `last`."""
 
 
-_NO_TRANSFORM = Choice()
+NO_TRANSFORM = Choice()
 
 
 class Transforms:
     """The transforms of a load, by the names of tensors of the model."""
 
-    def __init__(self, given: Transform | ModuleTransform | Pairs | None, root: nn.Module, slots: Slots) -> None:
+    def __init__(self, given: Transform | ModuleTransform | Pairs, root: nn.Module, slots: Slots) -> None:
         self.problems: list[Problem] = []
         self._pairs: Pairs = given if isinstance(given, tuple) else () if given is None else (("*", given),)
         self._by_pattern = isinstance(given, tuple)
@@ -151,7 +151,7 @@ class Transforms:
         if self._everywhere is not None:
             return self._everywhere
         if not self._pairs:
-            return _NO_TRANSFORM
+            return NO_TRANSFORM
         choice = self._choices.get(name)
         if choice is None:  # code of the model has created the tensor during the load
             choice = self._choices[name] = self._choose((name,))
@@ -180,15 +180,15 @@ class Transforms:
         ]
         self._matching.update(hits)
         if not hits:
-            return _NO_TRANSFORM
+            return NO_TRANSFORM
         self._winning.add(hits[0])
         transform = self._pairs[hits[0]][1]
         if not isinstance(transform, ModuleTransform):
-            return Choice(transform) if transform is not None else _NO_TRANSFORM
+            return Choice(transform) if transform is not None else NO_TRANSFORM
         owners = [(name, self._modules_by_path.get(path)) for name, path, _ in places]
         applies = [module is not None and _applies(transform, name, module) for name, module in owners]
         if not any(applies):
-            return _NO_TRANSFORM
+            return NO_TRANSFORM
         self._applied.add(hits[0])
         if not all(applies):
             others = tuple(name for name, applied in zip(names, applies, strict=True) if not applied)

@@ -1,0 +1,508 @@
+"""`Preparation`: the assignments of a load, and every problem that keeps a value from its slot."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from modelstate.errors import CodecError, ExtraStateError
+from modelstate.io.engine import ReadStrategy
+from modelstate.planning.assignment import CALL, COPYABLE, Assignment, Placement, choose
+from modelstate.planning.mapped_state import MappedState
+from modelstate.planning.matching import DecodeFailure, ModelSchemaView
+from modelstate.planning.memory import peak_bytes
+from modelstate.planning.plan import Binding, LoadPlan, MatchedCheckpoint, Step
+from modelstate.planning.recorder import Owner
+from modelstate.planning.transforms import NO_TRANSFORM, ModuleTransform, Transforms, asked_bytes, asked_rows, bound
+from modelstate.problems import (
+    BadExtraState,
+    BufferConflict,
+    FakeTensors,
+    FreedMemory,
+    NotATensor,
+    NotYetInitialised,
+    NoValues,
+    NumPyArray,
+    Problem,
+    QuantizedCast,
+    ShardedTensors,
+    TieConflict,
+    WrongDtype,
+    one_line,
+    plan_error,
+    wrong_shape,
+)
+from modelstate.process import cached_attribute
+from modelstate.rules.expression import Derived, Source, lacks_values
+from modelstate.spec import ByteRange, StoredTensor, overlapping
+from modelstate.torch_compat.dtypes import Overflows, cast_between, short
+from modelstate.torch_compat.plain import has_its_memory, is_plain, is_quantized, is_sharded, same_place
+from modelstate.torch_compat.private import is_fake, storage_id
+from modelstate.transaction.slots import (
+    BUFFER,
+    EXTRA,
+    HIDDEN,
+    PARAMETER,
+    Slot,
+    clash,
+    overlap,
+    same_values,
+    signatures,
+)
+from modelstate.transaction.transaction import Transaction, Write
+
+_CPU = torch.device("cpu")
+CHECK_EXTRA_STATE = "_modelstate_check_extra_state"
+"""The method of modules that can check an extra state without setting it."""
+
+
+class Preparation:
+    """A load that is planned: the values that go to the slots of a model, with the problems and notes.
+
+    The constructor makes an empty one, which `record` or `bind` fills: they call `tensor` with the values of the
+    checkpoint, or `rebind` with the steps of a plan. `assign` turns a value and its slot into an `Assignment`, and adds
+    a write to the transaction. The write waits until the load is committed, unless code of the model uses the tensor
+    before. The owner of the transaction must roll it back where there are problems.
+
+    Args:
+        transaction: The transaction of the load, whose root is the model.
+        view: The slots of the model.
+        matched: The part of the checkpoint that is loaded.
+        overflows: Counts values that casts make infinite or NaN.
+        make_write: Returns the write that executes an assignment.
+        call_extra_state: Whether `set_extra_state` is called; a plan only checks values.
+    """
+
+    def __init__(
+        self,
+        transaction: Transaction,
+        view: ModelSchemaView,
+        matched: MatchedCheckpoint,
+        overflows: Overflows,
+        make_write: Callable[[Assignment], Write],
+        *,
+        call_extra_state: bool,
+    ) -> None:
+        self.transaction, self.model = transaction, transaction.root
+        self.matched, self.view = matched, view
+        self.checkpoint, self.options = matched.part, matched.options
+        self.slots = self.slots_before = view.slots
+        """The slots of the model. `slots` is updated after the walk: the model's code may have replaced tensors."""
+        transform = self.options.transform
+        self.transforms = None if transform is None else Transforms(transform, transaction.root, self.slots)
+        self.incoming = MappedState(matched, transaction)
+        self.problems: list[Problem] = []
+        self.notes: list[str] = []
+        self.overflows = overflows
+        self.assignments: list[Assignment] = []
+        self.moves: list[Assignment] = []
+        """Tensors that get no value, and only move to another device."""
+        self.used: set[str] = set()
+        """Names, after the rules, whose values have been assigned to a slot."""
+        self.uninitialised: dict[str, torch.Tensor] = {}
+        """Lazy tensors that stay as they are: neither this module nor the saved one has initialised them."""
+        self.initialised: set[str] = set()
+        """Names of tensors that the checkpoint lacks, and that the model's own code initialises."""
+        self.extra_states: list[str] = []
+        self.compared: list[str] = []
+        """Names of non-persistent buffers that equal the checkpoint's values."""
+        self.filled: dict[int, Assignment] = {}
+        """By the ids of the tensors that get a value, under whatever name."""
+        self._by_storage: dict[int, list[Assignment]] = {}
+        self._shown: dict[ByteRange, list[ByteRange]] = {}
+        """The ranges that slots map, by their storages."""
+        self._may_map: dict[str, bool] = {}
+        """By path: whether slots may be maps of the file."""
+        quantized = (self.slots.by_name.get(name) for name in self.incoming.quantized)
+        keeps_stored_dtypes = any(slot is not None and slot.tensor.is_meta for slot in quantized)
+        self.changes_dtypes = self.options.dtype is not None or keeps_stored_dtypes
+        """Whether floating-point tensors get the dtype that is requested; or, on meta, the dtype of the checkpoint,
+        because it has quantized tensors: a layer computes in the dtype that its weight was quantized from, and a cast
+        cannot change that dtype."""
+        self.not_mapped = 0
+        """The number of tensors that are read although the plan that is executed maps them."""
+        self._make_write, self._call_extra_state = make_write, call_extra_state
+        self._cause: Exception | None = None
+        # Code of the model may change a lazy parameter before `plan` is called.
+        self._signatures = signatures(self.slots) if not call_extra_state else {}
+
+    def settle(self) -> None:
+        """Ends the recording: from now on, values of rules are computed only for their slots."""
+        self.incoming.settle()
+        self.notes = [*dict.fromkeys((*self.notes, *self.incoming.maps.notes))]
+
+    def notes_on_mapping(self) -> list[str]:
+        """Notes tensors that are read although the plan maps them: another process has opened the file for writing."""
+        count = self.not_mapped
+        return [f"{count} tensors are read into memory; when the plan was made, the file could be mapped"] * bool(count)
+
+    # The methods of `LoadSink`.
+
+    def device_after(self, param: torch.Tensor) -> torch.device:
+        return self.options.device or (_CPU if param.is_meta else param.device)
+
+    def extra_state(self, module: nn.Module, key: str, value: Any) -> None:
+        self.extra_states.append(key)
+        # A plan calls the method that only checks, of classes that declare extra state. A load sets at once: an invalid
+        # value sets nothing, and everything is undone where there are problems.
+        take = module.set_extra_state if self._call_extra_state else getattr(module, CHECK_EXTRA_STATE, None)
+        try:
+            if isinstance(value, DecodeFailure):
+                raise value.error
+            if take is not None:
+                take(value)
+        except (ExtraStateError, CodecError) as error:
+            self._cause = self._cause or error
+            self.problems.append(BadExtraState(key, one_line(error), type(error).__name__))
+
+    def tensor(self, key: str, param: torch.Tensor, value: Any, owner: Owner | None, errors: list[str]) -> None:
+        given = key
+        if self.transaction.armed:
+            slot = self.slots.by_name.get(key)
+            if slot is None or slot.tensor is not param:  # a module that loads a child by itself uses a shorter name
+                key = self._names.get(id(param), key)
+        if not isinstance(value, torch.Tensor):
+            is_array = f"{type(value).__module__}.{type(value).__name__}" == "numpy.ndarray"
+            self.problems.append((NumPyArray if is_array else NotATensor)(key, type(value).__name__))
+        elif type(value) is not torch.Tensor and is_lazy(value):
+            self.used.add(given)
+            if is_lazy(param):
+                self.uninitialised[key] = param
+            else:
+                self.problems.append(NotYetInitialised(key))
+        elif param.shape != value.shape and not (self.transforms and self.transforms.of(key).first):
+            seen_by_rules = self.matched.name_for_rules(given)
+            self.problems.append(wrong_shape(key, tuple(param.size()), tuple(value.size()), seen_by_rules))
+        else:
+            self.assign(key, PARAMETER if isinstance(param, nn.Parameter) else BUFFER, param, value)
+
+    # Values and slots become assignments.
+
+    def assign(self, name: str, kind: str, param: torch.Tensor, value: torch.Tensor) -> None:
+        """Assigns `value` to `param`, or adds the problem that keeps it from going there."""
+        given, stored = self.incoming.origin_of(value)
+        self.used.add(given)
+        first = self.filled.get(id(param))
+        if first is not None:
+            if first.value is not value and not self.incoming.are_equal(first.value, value):
+                self.problems.append(TieConflict(name, (first.name,)))
+            return
+        assignment = self._assignment(name, kind, param, value, given, stored)
+        self.filled[id(param)] = assignment
+        self.assignments.append(assignment)
+        if not assignment.plain and self._has_other_class(assignment):
+            return  # the value is never written, even where the model's own code uses the tensor
+        if value.is_meta or (isinstance(stored, torch.Tensor) and lacks_values(stored)):
+            self.problems.append(NoValues(name))
+        elif value.dtype != assignment.dtype:
+            self._check_dtype(assignment)
+        if not param.is_meta:
+            self._check_memory(assignment)
+        self.transaction.add(self._make_write(assignment))
+
+    def _assignment(
+        self, name: str, kind: str, param: torch.Tensor, value: torch.Tensor, given: str, stored: Source | None
+    ) -> Assignment:
+        options, dtype, is_meta = self.options, param.dtype, param.is_meta
+        if self.changes_dtypes and param.is_floating_point() and value.is_floating_point():
+            dtype = options.dtype or (value.dtype if is_meta else dtype)
+        device = options.device or (_CPU if is_meta else param.device)
+        choice = NO_TRANSFORM if self.transforms is None else self.transforms.of(name)
+        transformed = choice.first is not None
+        placement = choose(
+            param,
+            value,
+            dtype,
+            device,
+            # The argument of a transform is read: a mapped file must not be truncated while the transform uses it.
+            map=is_meta and options.map is not False and not transformed and self._is_free(stored),
+            in_place=not is_meta and self._in_place(param, device, stored),
+            transformed=transformed,
+        )
+        plain = not placement.by_handler
+        if choice.last is not None:
+            placement = Placement("swap", f"made by {choice.last}")
+        elif placement.mapped and isinstance(stored, StoredTensor):
+            path = stored.storage.path
+            if path not in self._may_map:
+                self._may_map[path] = self.incoming.maps.may_show(path, options.map)
+            if not self._may_map[path]:
+                placement = choose(param, value, dtype, device, map=False, in_place=False, transformed=False)
+            self._shown.setdefault(stored.storage, []).append(stored.extent)
+        assignment = Assignment(
+            name, kind, param, value, given, stored, placement, plain, dtype, device, self.overflows, choice.first
+        )
+        if choice.last is not None:
+            assignment.remake = bound(choice)
+            self._measure_remaking(assignment, choice.last)
+        return assignment
+
+    def _in_place(self, param: torch.Tensor, device: torch.device, stored: Source | None) -> bool | None:
+        """Whether a value can get into existing memory without temporary memory for all values.
+
+        None stands for bytes of a file that are read, or cast block by block, without a call of other code.
+        """
+        if self.options.in_place is None:
+            is_run = isinstance(stored, StoredTensor) and stored.is_contiguous and stored.nbytes > 0
+            return None if is_run and device == _CPU and not param.is_meta and param.is_contiguous() else False
+        if not self.options.in_place:
+            return False
+        if isinstance(stored, Derived):
+            return stored.is_certain and stored.of_files
+        return isinstance(stored, torch.Tensor) or (isinstance(stored, StoredTensor) and stored.is_contiguous)
+
+    def _is_free(self, stored: Source | None) -> bool:
+        """Whether a slot may be a map of these bytes. Two slots that are not tied must not map the same bytes."""
+        if not isinstance(stored, StoredTensor) or not stored.is_contiguous:
+            return False
+        shown = self._shown.get(stored.storage)
+        return not shown or not any(overlapping(stored.extent, other) for other in shown)
+
+    @staticmethod
+    def _measure_remaking(assignment: Assignment, last: ModuleTransform) -> None:
+        """Sets the rows and the memory of each call of a module's transform."""
+        shape = tuple(assignment.param.shape)
+        if shape and assignment.own_stride is None and assignment.is_run_of_bytes:
+            assignment.remake_rows = min(asked_rows(last, assignment.name, shape, assignment.dtype) or 0, shape[0])
+        part = (assignment.remake_rows, *shape[1:]) if assignment.remake_rows else shape
+        assignment.remake_bytes = asked_bytes(last, assignment.name, part, assignment.dtype)
+        assignment.choose_route()
+
+    def move(self, slot: Slot, device: torch.device) -> None:
+        """Moves a tensor that gets no value to a device when the load is committed."""
+        value = slot.tensor.detach()
+        placement = Placement("data", f"moves to {device}")
+        assignment = Assignment(
+            *(slot.name, slot.kind, slot.tensor, value, "", value, placement, is_plain(slot.tensor)),
+            *(value.dtype, device, self.overflows),
+        )
+        self.moves.append(assignment)
+        self.transaction.add(self._make_write(assignment))
+
+    def hidden_buffer(self, slot: Slot, name: str) -> bool:
+        """Fills a non-persistent buffer on meta; elsewhere the value must equal the buffer. Returns whether it does."""
+        value: Any = self.incoming.state.get(name)
+        buffer = slot.tensor
+        if is_lazy(value):
+            self.problems.append(NotYetInitialised(name))
+        elif not isinstance(value, torch.Tensor) or value.shape != buffer.shape:
+            found = tuple(value.shape) if isinstance(value, torch.Tensor) else ()
+            self.problems.append(wrong_shape(name, tuple(buffer.shape), found, self.matched.name_for_rules(name)))
+        elif buffer.is_meta:
+            self.assign(name, HIDDEN, buffer, value)
+        elif _are_equal(self.incoming.with_values(value), buffer):
+            self.compared.append(name)
+            return True
+        else:
+            self.problems.append(BufferConflict(name))
+        return False
+
+    def initialise(self, slot: Slot) -> str:
+        """Assigns an initial value, computed by the model's own methods. Returns their names; empty without methods."""
+        for name in slot.names:
+            if (initialiser := self.view.initialisers.find(name)) is not None:
+                value = self.incoming.initialised(name, slot.tensor, initialiser)
+                self.assign(slot.name, slot.kind, slot.tensor, value)
+                self.initialised.update(slot.names)
+                return initialiser.how
+        return ""
+
+    def rebind(self, step: Step, slot: Slot, value: torch.Tensor) -> bool:
+        """Assigns a value according to a step. Returns whether the file is read because it can no longer be mapped."""
+        given, stored = self.incoming.origin_of(value)
+        assert step.dtype is not None
+        assert step.device is not None
+        placement = step.how
+        choice = NO_TRANSFORM if self.transforms is None else self.transforms.of(step.name)
+        if placement.leased:  # which the layout of this model may not allow
+            in_place = self._in_place(slot.tensor, step.device, stored)
+            placement = choose(
+                slot.tensor, value, step.dtype, step.device, map=False, in_place=in_place, transformed=False
+            )
+        is_read = (
+            placement.mapped
+            and isinstance(stored, StoredTensor)
+            and not self.incoming.maps.may_show(stored.storage.path, self.options.map)
+        )
+        if is_read:  # another process has opened the file for writing since
+            placement = choose(
+                slot.tensor, value, step.dtype, step.device, map=False, in_place=False, transformed=False
+            )
+        assignment = Assignment(
+            *(
+                step.name,
+                step.kind,
+                slot.tensor,
+                value,
+                given,
+                stored,
+                placement,
+                is_plain(slot.tensor, value),
+                step.dtype,
+                step.device,
+                self.overflows,
+            ),
+            transform=choice.first,
+        )
+        if choice.last is not None:
+            assignment.remake = bound(choice)
+            self._measure_remaking(assignment, choice.last)
+        self.used.add(given)
+        self.filled[id(slot.tensor)] = assignment
+        self.assignments.append(assignment)
+        self.transaction.add(self._make_write(assignment))
+        return is_read
+
+    # Checks of single assignments.
+
+    def _has_other_class(self, assignment: Assignment) -> bool:
+        """Adds a problem where the classes of the two tensors rule out a copy. Returns whether they do.
+
+        A FakeTensor has no values, and torch cannot copy between a DTensor and a whole tensor.
+        """
+        problem: Problem | None = None
+        if is_fake(assignment.param) or is_fake(assignment.value):
+            problem = FakeTensors(assignment.name, "model" if is_fake(assignment.param) else "checkpoint")
+        elif is_sharded(assignment.param) and not is_sharded(assignment.value):
+            problem = ShardedTensors(assignment.name, "model", on_meta=assignment.param.is_meta)
+        elif is_sharded(assignment.value) and not is_sharded(assignment.param):
+            problem = ShardedTensors(assignment.name, "checkpoint")
+        self.problems += [problem] if problem is not None else []
+        return problem is not None
+
+    def _check_memory(self, assignment: Assignment) -> None:
+        """Adds problems of slots whose memory is freed, or shared with a slot that gets other values."""
+        param, is_copied = assignment.param, assignment.placement.name == "copy"
+        if not (assignment.plain or is_plain(param)):
+            return
+        if is_copied and not (
+            assignment.placement.direct or has_its_memory(param)
+        ):  # `choose` has asked for direct ones
+            self.problems.append(FreedMemory(assignment.name, param.nbytes, param.untyped_storage().nbytes()))
+            return
+        if is_copied and assignment.plain and assignment.transform is None:
+            is_dense = assignment.own_stride is not None or param.is_contiguous()
+            assignment.is_checked_copy = is_dense and assignment.dtype in COPYABLE and not param.is_inference()
+        storage = storage_id(param)
+        others = self._by_storage.get(storage)
+        if others is None:
+            self._by_storage[storage] = [assignment]
+            return
+        for other in others:
+            if other.value.shape == other.param.shape and overlap(other.param, param):
+                if not is_copied:
+                    self.notes.append(f"{other.name} and {assignment.name} share memory now, and not after the load")
+                elif self._clash(other, assignment):
+                    self.problems.append(TieConflict(assignment.name, (other.name,)))
+        others.append(assignment)
+
+    def _clash(self, first: Assignment, second: Assignment) -> bool:
+        if same_place(first.param, second.param):
+            return not self.incoming.are_equal(first.value, second.value)
+        return clash(
+            first.param, self.incoming.with_values(first.value), second.param, self.incoming.with_values(second.value)
+        )
+
+    def _check_dtype(self, assignment: Assignment) -> None:
+        if assignment.transform is not None:
+            return  # the result of a transform may have any dtype
+        if not is_plain(assignment.value):
+            keeps_class = assignment.param.is_meta or is_quantized(
+                assignment.param
+            )  # else the class converts it to a plain tensor
+            if self.options.dtype is not None and keeps_class and is_quantized(assignment.value):
+                cls = type(assignment.value.data).__name__
+                self.problems.append(
+                    QuantizedCast(assignment.name, short(assignment.dtype), short(assignment.value.dtype), cls)
+                )
+            return
+        cast = cast_between(assignment.value.dtype, assignment.dtype)
+        is_requested = self.options.dtype is not None and assignment.dtype == self.options.dtype
+        if cast == "kind" or (cast == "lossy" and not is_requested):
+            self.problems.append(
+                WrongDtype(assignment.name, short(assignment.dtype), short(assignment.value.dtype), cast)
+            )
+
+    @cached_attribute
+    def _names(self) -> dict[int, str]:
+        return {id(slot.tensor): slot.name for slot in self.slots.tensors}
+
+    # Results.
+
+    @property
+    def names(self) -> tuple[str, str]:
+        """The class of the model, and the source with the key of its part."""
+        key = f" [{self.checkpoint.key}]" if self.checkpoint.key else ""
+        return type(self.model).__name__, self.checkpoint.source + key
+
+    def check(self) -> None:
+        """Raises `PlanError` with all problems, if there are problems."""
+        if self.problems:
+            raise plan_error(*self.names, self.problems) from self._cause
+
+    def plan(self) -> LoadPlan:
+        """Returns the frozen plan."""
+        target, source = self.names
+        return LoadPlan(
+            target=target,
+            source=source,
+            steps=self.steps(),
+            problems=tuple(self.problems),
+            notes=tuple(self.notes),
+            slots=self.slot_count,
+            extra_bytes=peak_bytes(self.assignments, ReadStrategy.fastest()),
+            binding=Binding(
+                self.matched,
+                self._signatures,
+                self.transaction.armed,
+                tuple(assignment.name for assignment in self.moves),
+                tuple(self.compared),
+            ),
+        )
+
+    @property
+    def slot_count(self) -> int:
+        """The number of slots that need a value."""
+        tensors = sum(1 for slot in self.slots.tensors if slot.kind != HIDDEN or id(slot.tensor) in self.filled)
+        return tensors + len(self.slots.extra) - len({id(param) for param in self.uninitialised.values()})
+
+    def steps(self, *, with_sources: bool = True) -> tuple[Step, ...]:
+        """Returns a step for each assignment, with its time, and one for each extra state.
+
+        Steps without their sources hold no tensor.
+        """
+        tied = [slot.names for slot in self.slots.tensors if len(slot.names) > 1]
+        ties = {name: tuple(other for other in names if other != name) for names in tied for name in names}
+        steps, entries = [], self.incoming.entries
+        for assignment in self.assignments:
+            entry = entries.get(assignment.given)
+            sources = (assignment.given,) if entry is None else entry.sources
+            step = Step(
+                assignment.name,
+                assignment.kind,
+                sources[0] if len(sources) == 1 else ", ".join(sources),
+                assignment.placement,
+                assignment.param.shape,
+                assignment.dtype,
+                assignment.value.dtype,
+                assignment.device,
+                assignment.nbytes,
+                ties.get(assignment.name, ()),
+                () if entry is None else entry.rules,
+                assignment.route,
+                assignment.stored if with_sources else None,
+                assignment.seconds,
+            )
+            steps.append(step)
+        return (*steps, *(Step(name, EXTRA, self.incoming.source_of(name), CALL) for name in self.extra_states))
+
+
+def _are_equal(value: torch.Tensor, buffer: torch.Tensor) -> bool:
+    if not is_plain(value, buffer) or value.is_meta:
+        return False
+    if (value.dtype, value.device) == (buffer.dtype, buffer.device):
+        return same_values(value, buffer)
+    common = torch.promote_types(value.dtype, buffer.dtype)
+    return same_values(value.to(buffer.device, common), buffer.to(common))

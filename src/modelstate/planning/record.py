@@ -1,0 +1,406 @@
+"""`record` and `bind`: fill a `Preparation` from the model's loading protocol, or from the steps of a plan.
+
+The protocol runs with tensors that are mapped and not read. Then every name of the checkpoint and every slot of the
+model must have a counterpart. The result is either a list of problems and an unchanged model, or writes that wait for
+their bytes. Everything that could keep the writes from being executed has then been checked.
+"""
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from modelstate.checkpoint.checkpoint import Checkpoint
+from modelstate.errors import ModelStateError, StalePlanError
+from modelstate.planning.assignment import Assignment
+from modelstate.planning.matching import Patterns, adapter_names, one_prefix
+from modelstate.planning.plan import LoadPlan, Step
+from modelstate.planning.preparation import Preparation
+from modelstate.planning.recorder import IncompatibleKeys, loads_by_version, runs_code, walk
+from modelstate.problems import (
+    Complaint,
+    IdlePattern,
+    Missing,
+    NothingFits,
+    Problem,
+    QuantizedIntoPlain,
+    Unexpected,
+    Uninitialised,
+    UnmergedAdapter,
+    model_errors,
+    wrong_shape,
+)
+from modelstate.rules.expression import lacks_values
+from modelstate.spec import StoredComposite
+from modelstate.torch_compat.dtypes import short
+from modelstate.torch_compat.plain import is_plain, is_quantized
+from modelstate.torch_compat.private import module_load
+from modelstate.transaction.slots import HIDDEN, PARAMETER, Slot, signatures, slots_of
+
+_FITS_IN_PART = (
+    "transformers' conversion mapping makes the names fit only in part, and the model's own loading code takes the "
+    "rest: rules=ms.rules.from_transformers(model), if that is meant"
+)
+
+
+def record(preparation: Preparation) -> None:
+    """Runs the model's loading protocol, and finds every problem. Raises `ModelCodeError` where the protocol raises."""
+    preparation.notes += preparation.matched.notes
+    preparation.problems += preparation.matched.applied.problems
+    outcome = IncompatibleKeys()
+    with model_errors("the model's own loading code", preparation.model):
+        walk(
+            preparation.model,
+            preparation.slots,
+            preparation.incoming.state,
+            preparation.matched.versions,
+            assign=False,
+            transaction=preparation.transaction,
+            sink=preparation,
+            outcome=outcome,
+        )
+    if preparation.incoming.quantized or preparation.transaction.armed:
+        _check_quantized(preparation)
+    if preparation.transaction.armed:
+        preparation.slots = slots_of(preparation.model)
+    if not _is_exact(preparation, outcome):
+        _Coverage(preparation, outcome).settle()
+    if preparation.matched.fits_in_part and not preparation.problems:
+        preparation.problems.append(Complaint("", _FITS_IN_PART))
+    preparation.settle()
+
+
+def _is_exact(preparation: Preparation, outcome: IncompatibleKeys) -> bool:
+    """Whether each name of the checkpoint fills a slot, and no option, rule or code of the model has a say."""
+    options, is_filled = preparation.options, len(preparation.filled) == len(preparation.slots.tensors)
+    is_silent = not (preparation.problems or preparation.transaction.armed or preparation.changes_dtypes)
+    has_options = options.rules or options.allow_missing or options.allow_unexpected or options.transform is not None
+    return is_filled and is_silent and not (has_options or outcome.missing or outcome.unexpected)
+
+
+def bind(preparation: Preparation, plan: LoadPlan, stale_remedy: str) -> None:
+    """Assigns values according to the steps of a plan, which has the same matched checkpoint.
+
+    Where code of the model takes part in a load, the protocol runs again, and must give the steps of the plan. Raises
+    `StalePlanError`, with this remedy, where the model is no longer the one of the plan.
+    """
+    slots, incoming = preparation.slots, preparation.incoming
+    _check_same(preparation, plan.binding.slots, signatures(slots), stale_remedy)
+    if plan.binding.runs_code or runs_code(slots.modules.values()):
+        record(preparation)
+        if not preparation.problems:
+            # Whether a file may be mapped depends on other processes too: it does not make a plan stale.
+            was, now = ({step.name: step for step in steps} for steps in (plan.steps, preparation.steps()))
+            preparation.not_mapped = sum(
+                step.mapped and not now[name].mapped for name, step in was.items() if name in now
+            )
+            for name, step in was.items():
+                if name in now and _is_same_but_for_mapping(step, now[name]):
+                    now[name] = step
+            _check_same(preparation, was, now, stale_remedy)
+        return
+    preparation.problems += plan.problems
+    preparation.notes += plan.notes
+    for step in plan.steps:
+        slot = slots.by_name[step.name]
+        value = next((incoming.state[name] for name in slot.names if name in incoming.state), None)
+        if value is None:
+            preparation.initialise(slot)
+        else:
+            preparation.not_mapped += preparation.rebind(step, slot, value)
+    for name in plan.binding.compared:
+        preparation.hidden_buffer(slots.by_name[name], name)
+    for name in plan.binding.moved:
+        preparation.move(slots.by_name[name], preparation.device_after(slots.by_name[name].tensor))
+    for slot in slots.tensors:
+        if is_lazy(slot.tensor) and id(slot.tensor) not in preparation.filled:
+            preparation.uninitialised.update(dict.fromkeys(slot.names, slot.tensor))
+    preparation.settle()
+
+
+def _check_same(preparation: Preparation, was: Mapping[str, object], now: Mapping[str, object], remedy: str) -> None:
+    """Raises `StalePlanError` where a slot or a step is no longer what it was for the plan."""
+    if was == now:
+        return
+    changed = [name for name in {**was, **now} if was.get(name) != now.get(name)]
+    more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
+    raise StalePlanError(
+        "the model is no longer what was planned for; nothing has been changed",
+        where=f"{preparation.names[0]}: {changed[0]}{more}",
+        expected=was.get(changed[0]) or "no such slot",
+        found=now.get(changed[0]) or "no such slot",
+        remedy=remedy,
+    )
+
+
+def _is_same_but_for_mapping(planned: Step, step: Step) -> bool:
+    """Whether two steps are equal except that one maps the file, or reads it at the commit, and the other does not."""
+    is_other_read = step.mapped != planned.mapped or step.how.leased != planned.how.leased
+    is_same_placement = (step.how.name, step.how.by_handler) == (planned.how.name, planned.how.by_handler)
+    return is_other_read and is_same_placement and step._replace(how=planned.how, route=planned.route) == planned
+
+
+def _check_quantized(preparation: Preparation) -> None:
+    """Adds problems for quantized values that cannot become the plain tensors of the model.
+
+    Only the code of the quantized class can tell. It is called once for each class, with the first value and a copy
+    of the model's tensor.
+    """
+    converts: dict[type, bool] = {}
+    for assignment in preparation.assignments:
+        is_transformed = assignment.transform is not None or assignment.remake is not None
+        if assignment.plain or assignment.param.is_meta or is_transformed or is_plain(assignment.value):
+            continue
+        if not (is_plain(assignment.param) and is_quantized(assignment.value)) or lacks_values(assignment.value):
+            continue
+        cls = type(assignment.value.data)
+        if cls not in converts:
+            converts[cls] = _becomes_plain(preparation.checkpoint, assignment)
+        if not converts[cls]:
+            expected, found = short(assignment.param.dtype), short(assignment.value.dtype)
+            preparation.problems.append(QuantizedIntoPlain(assignment.name, expected, found, cls.__name__))
+
+
+def _becomes_plain(checkpoint: Checkpoint, assignment: Assignment) -> bool:
+    """Whether `module_load` accepts the value, as it will when the assignment is executed."""
+    try:
+        with torch.inference_mode(False), torch.no_grad():
+            stored = assignment.stored
+            value = checkpoint.read(stored) if isinstance(stored, StoredComposite) else assignment.value.detach()
+            param = torch.empty_like(assignment.param)
+            module_load(nn.Parameter(param, False) if assignment.kind == PARAMETER else param, value, assign=False)
+    except ModelStateError:
+        raise
+    except Exception:
+        return False
+    return True
+
+
+class _Coverage:
+    """Finds names without a counterpart, and slots without a value, after a walk."""
+
+    def __init__(self, preparation: Preparation, outcome: IncompatibleKeys) -> None:
+        self.preparation, self.outcome = preparation, outcome
+        options = preparation.options
+        self.may_miss = Patterns("allow_missing", options.allow_missing, options.of_use)
+        self.may_exceed = Patterns("allow_unexpected", options.allow_unexpected, options.of_use)
+
+    def settle(self) -> None:
+        """Adds the problems and notes of the load."""
+        problems = self.preparation.problems
+        misfits = {problem.name for problem in problems}  # names with a value that does not fit
+        missing = [
+            name for name in dict.fromkeys(self.outcome.missing) if not self._is_filled(name) and name not in misfits
+        ]
+        allowed = {name for name in missing if self.may_miss.allow(name)}
+        unexpected = self._unexpected()
+        has_matches = bool(self.preparation.assignments or self.preparation.uninitialised)
+        initialised = self._initialised(missing, allowed) if self.preparation.options.init_missing else {}
+        problems += self._differences([name for name in missing if name not in allowed], unexpected)
+        problems += [Complaint("", message) for message in self.outcome.errors]
+        unfilled = [slot for slot in self.preparation.slots.tensors if id(slot.tensor) not in self.preparation.filled]
+        problems += self._uninitialised(unfilled, (set(missing) - allowed).union(problem.name for problem in problems))
+        problems += self.may_miss.idle() + self.may_exceed.idle()
+        problems += [IdlePattern(rule, option="rules") for rule in self.preparation.matched.applied.idle]
+        if self.preparation.transforms is not None:
+            problems += [*self.preparation.transforms.problems, *self.preparation.transforms.idle()]
+        self._move(unfilled)
+        if any(slot.kind != HIDDEN for slot in self.preparation.slots.tensors) and not has_matches and not problems:
+            problems.append(NothingFits(type(self.preparation.model).__name__))
+        self._note_lost_versions()
+        self._note_own_code(missing, unexpected, unfilled)
+        self._note_options()
+        if computed := self._computed():
+            self._note(computed, "made by the model's own loading code")
+        if self.preparation.uninitialised:
+            self._note(self.preparation.uninitialised, "stay uninitialised, as they were when the checkpoint was saved")
+        for how in dict.fromkeys(initialised.values()):
+            self._note([name for name in initialised if initialised[name] == how], f"initialised by {how}")
+        if left := allowed - initialised.keys():
+            self._note(left, "left as they are, as allowed by allow_missing")
+
+    def _initialised(self, missing: Sequence[str], allowed: set[str]) -> dict[str, str]:
+        """Initialises missing tensors with the model's own methods. Returns the methods by the names of the tensors.
+
+        A tensor that has values and may be missing keeps its values.
+        """
+        lacking = [self.preparation.slots.by_name[name] for name in missing if name in self.preparation.slots.by_name]
+        wanted = [slot for slot in lacking if slot.tensor.is_meta or not allowed.issuperset(slot.names)]
+        wanted += [slot for slot in self.preparation.slots.tensors if slot.tensor.is_meta]
+        misfits = {problem.name for problem in self.preparation.problems}  # names with a value that does not fit
+        initialised: dict[str, str] = {}
+        for slot in wanted:
+            if id(slot.tensor) in self.preparation.filled or is_lazy(slot.tensor) or not misfits.isdisjoint(slot.names):
+                continue
+            if how := self.preparation.initialise(slot):
+                initialised[slot.name] = how
+        return initialised
+
+    def _methods_for(self, slot: Slot) -> str:
+        """The methods of the model that initialise a tensor; empty without such methods."""
+        return next(
+            (initialiser.how for name in slot.names if (initialiser := self.preparation.view.initialisers.find(name))),
+            "",
+        )
+
+    def _is_filled(self, name: str) -> bool:
+        slot = self.preparation.slots.by_name.get(name)
+        return slot is not None and id(slot.tensor) in self.preparation.filled
+
+    def _fitting(self) -> set[str]:
+        """Names that are the same on both sides."""
+        return self.preparation.incoming.entries.keys() & self.preparation.slots.by_name.keys()
+
+    def _computed(self) -> list[str]:
+        """Names that the checkpoint lacks and whose values the model's code computed."""
+        return [item.name for item in self.preparation.assignments if not item.given and item.kind != HIDDEN]
+
+    def _unexpected(self) -> list[str]:
+        """Unexpected names that are not allowed, and fill no non-persistent buffer."""
+        left, passed, equal = [], [], []
+        for name in dict.fromkeys(self.outcome.unexpected):
+            slot = self.preparation.slots.by_name.get(name)
+            if self.may_exceed.allow(self.preparation.incoming.source_of(name)) or self.may_exceed.allow(name):
+                passed.append(name)
+            elif slot is not None and slot.kind == HIDDEN:
+                equal += [name] if self.preparation.hidden_buffer(slot, name) else []
+            else:
+                left.append(name)
+        if passed:
+            self._note(passed, "passed over, as allowed by allow_unexpected")
+        if equal:
+            self._note(equal, "passed over: non-persistent buffers that hold the same already")
+        return left
+
+    def _differences(self, missing: list[str], unexpected: list[str]) -> Iterable[Problem]:
+        computed = self._computed()
+        lacking = {name: self._slot_shape(name) for name in (*missing, *computed)}
+        over = {name: self._value_shape(name) for name in unexpected}
+        adapter = [] if adapter_names(self.preparation.slots.by_name) else adapter_names(unexpected)
+        yield from map(UnmergedAdapter, adapter)
+        unexpected = [name for name in unexpected if name not in adapter] if adapter else unexpected
+        # A user's rule sees the names before wrappers are removed. The names that are compared here are others.
+        is_simple = not (adapter or self.preparation.matched.before_wrappers)
+        other_names, pairs = (
+            one_prefix(lacking, over, fitting=self._fitting(), optional=computed) if is_simple else (None, {})
+        )
+        if other_names is not None:
+            yield other_names
+            for name, source in pairs.items():
+                expected, found = lacking[name], over[source]
+                if expected is not None and found is not None and expected != found:
+                    yield wrong_shape(name, expected, found)
+            return
+        for name in missing:
+            if not self._is_filled(name):  # the model's initialisation has filled some
+                yield Missing(name, lacking[name], *self._first_value(name))
+        for name in unexpected:
+            why = "registered as None in the model" if name in self.preparation.slots.empty else ""
+            yield Unexpected(name, over[name], why)
+
+    def _first_value(self, name: str) -> tuple[bool, str | None]:
+        """Whether a tensor has values, and the methods that would initialise it (None where they do not matter)."""
+        slot = self.preparation.slots.by_name.get(name)
+        if slot is None or is_lazy(slot.tensor):
+            return True, None
+        has_values = not slot.tensor.is_meta
+        return has_values, None if has_values and not self.preparation.options.init_missing else self._methods_for(slot)
+
+    def _uninitialised(self, unfilled: Sequence[Slot], reported: set[str]) -> Iterable[Problem]:
+        for slot in unfilled:
+            if slot.tensor.is_meta and reported.isdisjoint(slot.names):
+                yield Uninitialised(slot.name, slot.kind, self._methods_for(slot))
+
+    def _note_own_code(self, missing: list[str], unexpected: list[str], unfilled: Sequence[Slot]) -> None:
+        """Notes names that the model's own loading code handled: they are neither assigned nor missing."""
+        preparation = self.preparation
+        named = {*missing, *unexpected, *self.outcome.unexpected, *preparation.extra_states, *preparation.uninitialised}
+        named.update(problem.name for problem in preparation.problems)
+        if gone := preparation.incoming.entries.keys() - preparation.used - named:
+            self._note(gone, "went into the model's own loading code")
+        known = {*named, *self.outcome.missing}
+        if absent := [name for name in preparation.slots.extra if name not in known]:
+            self._note(absent, "extra states that the checkpoint lacks, as their classes allow")
+        still = [slot.name for slot in unfilled if slot.kind != HIDDEN]
+        if left := [name for name in still if name not in named]:
+            self._note(left, "left to the model's own loading code")
+        if emptied := preparation.slots.empty & preparation.slots_before.by_name.keys():
+            self._note(emptied, "become None, as the model's own loading code says")
+
+    def _note_options(self) -> None:
+        """Notes effects of the arguments that a plan cannot check."""
+        changed = [
+            assignment.name
+            for assignment in self.preparation.assignments
+            if not assignment.param.is_meta and assignment.param.dtype != assignment.dtype
+        ]
+        if changed:
+            self._note(changed, "change their dtype: pass optimizers= that have state for them")
+        self._note_stored_dtypes()
+        if later := [
+            assignment.name for assignment in self.preparation.assignments if assignment.transform is not None
+        ]:
+            if len(later) == len(self.preparation.assignments):
+                self.preparation.notes.append("shapes and dtypes are checked when the transform has returned")
+            else:
+                self._note(later, "have their shapes and dtypes checked when their transform has returned")
+
+    def _note_stored_dtypes(self) -> None:
+        """Notes tensors that get another dtype than the model's, because the checkpoint has quantized tensors."""
+        if self.preparation.options.dtype is not None:
+            return
+        others = [
+            assignment
+            for assignment in self.preparation.assignments
+            if assignment.param.is_meta and assignment.param.dtype != assignment.dtype
+        ]
+        if others:
+            stored = ", ".join(sorted({short(assignment.dtype) for assignment in others}))
+            own = ", ".join(sorted({short(assignment.param.dtype) for assignment in others}))
+            what = f"get the checkpoint's {stored} instead of the model's {own}, as it has quantized tensors"
+            self._note([assignment.name for assignment in others], what)
+
+    def _note_lost_versions(self) -> None:
+        """Notes modules whose loading code depends on a version that the checkpoint lacks."""
+        if not self.preparation.transaction.armed:
+            return  # no module has loading code of its own
+        versions = self.preparation.matched.versions or {}
+        deciding = {
+            type(module).__name__
+            for path, module in self.preparation.model.named_modules()
+            if path not in versions and loads_by_version(module)
+        }
+        if deciding:
+            self.preparation.notes.append(
+                f"the checkpoint has no version metadata (torch's _metadata) for {', '.join(sorted(deciding))}: "
+                "they load it as the oldest version"
+            )
+
+    def _move(self, unfilled: Sequence[Slot]) -> None:
+        """With `device=`, moves the tensors that get no value to the device too."""
+        device = self.preparation.options.device
+        if device is None:
+            return
+        for slot in unfilled:
+            if is_lazy(slot.tensor):
+                continue  # has no values; its module moves it
+            if not slot.tensor.is_meta and slot.tensor.device != device:
+                self.preparation.move(slot, device)
+        if self.preparation.moves:
+            self._note([assignment.name for assignment in self.preparation.moves], f"only moved to {device}")
+
+    def _slot_shape(self, name: str) -> tuple[int, ...] | None:
+        slot = self.preparation.slots.by_name.get(name)
+        if slot is None or is_lazy(slot.tensor):
+            return None
+        return tuple(slot.tensor.shape)
+
+    def _value_shape(self, name: str) -> tuple[int, ...] | None:
+        value = self.preparation.incoming.state.get(name)
+        return tuple(value.shape) if isinstance(value, torch.Tensor) and not is_lazy(value) else None
+
+    def _note(self, names: Collection[str], what: str) -> None:
+        listed = sorted(names)
+        shown = ", ".join(listed[:4]) + (", ..." if len(listed) > 4 else "")
+        self.preparation.notes.append(f"{len(listed)} {what}: {shown}")
