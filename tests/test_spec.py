@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 import modelstate as ms
 from modelstate import errors
-from modelstate.spec import ByteRange, StoredTensor, contiguous_stride
+from modelstate.spec import ByteRange, StoredTensor, StoredTensors, TensorColumns, contiguous_stride, under_names
 
 
 @given(
@@ -28,10 +28,33 @@ from modelstate.spec import ByteRange, StoredTensor, contiguous_stride
 def test_the_short_way_to_a_whole_tensor_gives_the_same(dtype: torch.dtype, shape: tuple[int, ...], start: int) -> None:
     storage = ByteRange("file", start, math.prod(shape) * dtype.itemsize)
     stride = contiguous_stride(shape)
-    short, full = StoredTensor.whole(dtype, shape, stride, storage), StoredTensor(dtype, shape, stride, storage)
+    full = StoredTensor(dtype, shape, stride, storage)
+    by_name = StoredTensor.whole(full.dtype_name, shape, storage)
+    assert by_name == full
+    assert hash(copy.deepcopy(by_name)) == hash(pickle.loads(pickle.dumps(by_name))) == hash(full)
+    short = StoredTensor.whole(dtype, shape, storage)
     for field in fields(StoredTensor):
         if field.name != "extent" or full.nbytes:  # where there are no bytes, it does not matter where they would lie
             assert getattr(short, field.name) == getattr(full, field.name), field.name
+
+
+@given(st.dictionaries(st.sampled_from("abcdef"), st.integers(0, 3), max_size=5), st.permutations("abcdef"))
+def test_tables_of_tensors_are_mappings(sizes: dict[str, int], new_names: list[str]) -> None:
+    described = {name: StoredTensor.whole("uint8", (size,), ByteRange(name, 8, size)) for name, size in sizes.items()}
+    single = [
+        StoredTensors({name: 0}, TensorColumns(["uint8"], [[size]], [name], [8], [size]))
+        for name, size in sizes.items()
+    ]
+    table = StoredTensors.joined(single)
+    assert table == described
+    assert list(table.keys()) == list(table) == list(described)
+    assert table.nbytes_of(table) == list(sizes.values())
+    assert all(name in table for name in sizes)
+    assert all(table[name] is table[name] for name in sizes)
+    names = {new: old for new, old in zip(new_names, "abcdef", strict=True) if old in sizes}
+    assert under_names(table, names) == under_names(described, names)
+    with pytest.raises(KeyError):
+        table["absent"]
 
 
 @pytest.fixture

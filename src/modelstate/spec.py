@@ -1,19 +1,23 @@
-"""Describes what a checkpoint holds without its data: where the bytes of each tensor lie, and what they mean."""
+"""Describes what a checkpoint holds without its data: where the bytes of each tensor lie, and what they mean.
+
+Nothing here needs torch before a dtype, or a live tensor, is used: headers are read, and checkpoints inspected, without
+it.
+"""
+
+from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, KeysView, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import product
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, NoReturn
-
-import torch
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, NoReturn, TypeVar
 
 from modelstate.errors import DamagedFileError, TensorSpecError
 
 if TYPE_CHECKING:
     import numpy as np
-
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
+    import torch
 
 
 class ByteRange(NamedTuple):
@@ -70,6 +74,7 @@ class StoredTensor:
     """
 
     dtype: torch.dtype
+    """Looked up by its name at the first access, where a file states it by name: reading a header needs no torch."""
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     """In elements, one for each dimension; a contiguous tensor has the stride that torch gives it."""
@@ -82,6 +87,8 @@ class StoredTensor:
     attributes: Mapping[str, object] | None = field(default=None, repr=False, compare=False)
     """The Python attributes of the tensor, where the file stores them."""
 
+    dtype_name: str = field(init=False, repr=False, compare=False)
+    """The name that torch has for the dtype: "float32"."""
     nbytes: int = field(init=False, repr=False, compare=False)
     """The number of elements times their size: the size of a contiguous copy."""
     extent: ByteRange = field(init=False, repr=False, compare=False)
@@ -126,13 +133,36 @@ class StoredTensor:
         object.__setattr__(self, "extent", extent)
         object.__setattr__(self, "is_contiguous", in_order or nbytes == 0)
 
+    def __getattr__(self, name: str) -> Any:
+        """Derives what `whole` has not set. Called for a slot that is not set."""
+        if name == "dtype":
+            import torch
+
+            value: object = getattr(torch, self.dtype_name)
+        elif name == "dtype_name":
+            value = str(self.dtype).removeprefix("torch.")
+        elif name == "stride":
+            value = contiguous_stride(self.shape)
+        else:
+            raise AttributeError(f"'StoredTensor' object has no attribute {name!r}", name=name, obj=self)
+        object.__setattr__(self, name, value)
+        return value
+
     @classmethod
-    def whole(
-        cls, dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...], storage: ByteRange
-    ) -> "StoredTensor":
-        """A contiguous tensor that fills a storage. The caller guarantees that it does; nothing is checked."""
+    def whole(cls, dtype: torch.dtype | str, shape: tuple[int, ...], storage: ByteRange) -> StoredTensor:
+        """A contiguous tensor that fills a storage. The caller guarantees that it does; nothing is checked.
+
+        Args:
+            dtype: The dtype, or the name that torch has for it.
+            shape: The sizes.
+            storage: The bytes of the elements.
+        """
         tensor: Any = _Unfrozen()
-        tensor.dtype, tensor.shape, tensor.stride = dtype, shape, stride
+        if type(dtype) is str:
+            tensor.dtype_name = dtype
+        else:
+            tensor.dtype = dtype
+        tensor.shape = shape
         tensor.storage = tensor.extent = storage
         tensor.nbytes, tensor.offset, tensor.is_contiguous = storage.nbytes, 0, True
         tensor.is_parameter = tensor.requires_grad = False
@@ -150,7 +180,7 @@ class StoredTensor:
         """The bytes that are read for the values: small gaps between elements are read with them."""
         return self.nbytes if self.is_contiguous else self.runs().nbytes
 
-    def region(self, slices: Sequence[slice]) -> "StoredTensor":
+    def region(self, slices: Sequence[slice]) -> StoredTensor:
         """Returns a region of the tensor as a view of the same storage.
 
         Args:
@@ -163,7 +193,7 @@ class StoredTensor:
         first = sum(indices.start * step for indices, step in zip(box, self.stride, strict=True)) if all(shape) else 0
         return StoredTensor(self.dtype, shape, self.stride, self.storage, self.offset + first)
 
-    def runs(self) -> "Runs":
+    def runs(self) -> Runs:
         """Returns the runs of bytes that are read for the values."""
         itemsize = self.dtype.itemsize
         whole = Runs(self.extent, self.extent.nbytes, (), self.stride)
@@ -223,6 +253,8 @@ class Assemble:
     """The region of each chunk. All together they cover the tensor."""
 
     def __call__(self, chunks: Sequence[torch.Tensor]) -> torch.Tensor:
+        import torch
+
         whole = torch.empty(self.shape, dtype=self.dtype, device="cpu")
         for box, chunk in zip(self.boxes, chunks, strict=True):
             whole[slices_of(box)].copy_(chunk)
@@ -249,7 +281,7 @@ class StoredComposite:
         """Bytes of all parts."""
         return sum(part.nbytes for part in self.parts)
 
-    def region(self, slices: Sequence[slice]) -> "StoredComposite | None":
+    def region(self, slices: Sequence[slice]) -> StoredComposite | None:
         """Returns a region of a tensor that is stored in chunks, which reads the chunks in it; None for other kinds."""
         if not isinstance(self.build, Assemble):
             return None
@@ -276,7 +308,7 @@ class Combined:
     """The type for messages: "average of 3", ..."""
     dtype: torch.dtype
     shape: tuple[int, ...]
-    parts: tuple["Stored", ...]
+    parts: tuple[Stored, ...]
     build: Callable[[Sequence[torch.Tensor]], torch.Tensor]
     """Computes the values from the parts, in their order. It may return one of the parts, and changes none."""
     scratch_bytes: int = 0
@@ -295,13 +327,128 @@ class Combined:
     @property
     def nbytes(self) -> int:
         """Bytes of all parts, all of which are read."""
-        return sum(
-            part.numel() * part.itemsize if isinstance(part, torch.Tensor) else part.nbytes for part in self.parts
+        return sum(map(_elements_bytes, self.parts))
+
+
+Described = StoredTensor | StoredComposite | Combined
+"""A tensor that is not in memory: in a file, in several parts of a file, or in several checkpoints."""
+
+if TYPE_CHECKING:
+    Stored = Described | torch.Tensor
+    """Where a tensor is: described, or in memory."""
+else:
+    Stored = Described  # for annotations only: `Described` tells the two apart
+
+
+@dataclass(frozen=True, slots=True)
+class TensorColumns:
+    """Contiguous tensors in files, as the columns of a table. The reader of the files has checked them."""
+
+    dtype_names: Sequence[str]
+    """The names that torch has for the dtypes."""
+    shapes: Sequence[Sequence[int]]
+    paths: Sequence[str]
+    """The files."""
+    starts: Sequence[int]
+    """Bytes from the beginning of the file to the first element."""
+    nbytes: Sequence[int]
+
+
+class StoredTensors(Mapping[str, StoredTensor]):
+    """Tensors in files by name: rows of `TensorColumns`.
+
+    A `StoredTensor` is created when it is first accessed. To create one takes longer than to read its entry of a
+    header, and a file may have tens of thousands.
+    """
+
+    def __init__(self, rows: dict[str, int], columns: TensorColumns) -> None:
+        """The mapping takes over `rows`, the row of each name."""
+        self._rows, self._columns = rows, columns
+        self._created: dict[str, StoredTensor] = {}
+
+    @classmethod
+    def joined(cls, tables: Sequence[StoredTensors]) -> StoredTensors:
+        """The tensors of several files, whose names differ."""
+        rows, rows_before = dict[str, int](), 0
+        for table in tables:
+            rows.update((name, rows_before + row) for name, row in table._rows.items())
+            rows_before += len(table._columns.starts)
+        columns = (
+            [value for table in tables for value in getattr(table._columns, column)]
+            for column in TensorColumns.__slots__
         )
+        return cls(rows, TensorColumns(*columns))
+
+    def under_names(self, names: Mapping[str, str]) -> StoredTensors:
+        """Some of the tensors under other names; `names` has the name here for each new name."""
+        return StoredTensors({new: self._rows[old] for new, old in names.items()}, self._columns)
+
+    def nbytes_of(self, names: Iterable[str]) -> list[int]:
+        """The bytes of tensors. Does not create a `StoredTensor`."""
+        rows, nbytes = self._rows, self._columns.nbytes
+        return [nbytes[rows[name]] for name in names]
+
+    def keys(self) -> KeysView[str]:
+        """The names."""
+        return self._rows.keys()
+
+    def __getitem__(self, name: str) -> StoredTensor:
+        stored = self._created.get(name)
+        if stored is None:
+            row, columns = self._rows[name], self._columns
+            storage = ByteRange(columns.paths[row], columns.starts[row], columns.nbytes[row])
+            stored = StoredTensor.whole(columns.dtype_names[row], tuple(columns.shapes[row]), storage)
+            self._created[name] = stored
+        return stored
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._rows
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._rows)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __repr__(self) -> str:
+        return f"<{len(self)} stored tensors>"
 
 
-Stored = StoredTensor | StoredComposite | Combined | torch.Tensor
-"""Where a tensor is: in a file, in several parts of a file, in several checkpoints, or in memory."""
+_K = TypeVar("_K")
+_V = TypeVar("_V")
+
+
+class LazyMapping(Mapping[_K, _V]):
+    """A mapping that a function creates when it is first used."""
+
+    def __init__(self, create: Callable[[], Mapping[_K, _V]]) -> None:
+        self._create = create
+
+    @cached_property
+    def _created(self) -> Mapping[_K, _V]:
+        return self._create()
+
+    def __getitem__(self, key: _K) -> _V:
+        return self._created[key]
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._created
+
+    def __iter__(self) -> Iterator[_K]:
+        return iter(self._created)
+
+    def __len__(self) -> int:
+        return len(self._created)
+
+    def __repr__(self) -> str:
+        return repr(self._created)
+
+
+def under_names(tensors: Mapping[str, Stored], names: Mapping[str, str]) -> Mapping[str, Stored]:
+    """Some tensors of a mapping under other names; `names` has the name in `tensors` for each new name."""
+    if isinstance(tensors, StoredTensors):
+        return tensors.under_names(names)
+    return {new: tensors[old] for new, old in names.items()}
 
 
 AT_ONCE_BYTES = 8 << 20
@@ -316,10 +463,10 @@ def own_bytes(stored: Stored) -> int:
     """The memory that reading the values takes, the intermediate buffers included."""
     if isinstance(stored, StoredTensor):
         return stored.read_bytes
-    if isinstance(stored, torch.Tensor):
-        return 0
     if isinstance(stored, StoredComposite):
         return sum(map(own_bytes, stored.parts))
+    if not isinstance(stored, Combined):
+        return 0
     read = [own_bytes(part) for part in stored.parts]
     result_bytes = math.prod(stored.shape) * stored.dtype.itemsize
     if stored.is_read_in_pieces:
@@ -332,11 +479,11 @@ def own_bytes(stored: Stored) -> int:
 
 def pieces(stored: Stored) -> Iterator[StoredTensor | torch.Tensor]:
     """The tensors that the tensor consists of, recursively."""
-    if isinstance(stored, StoredTensor | torch.Tensor):
-        yield stored
-    else:
+    if isinstance(stored, StoredComposite | Combined):
         for part in stored.parts:
             yield from pieces(part)
+    else:
+        yield stored
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -362,7 +509,7 @@ class Checksum(NamedTuple):
     """Hexadecimal; the checksums of the blocks are concatenated."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class TensorSpec:
     """Describes a tensor of a checkpoint without its data: name, shape, dtype, and where it is stored.
 
@@ -370,23 +517,32 @@ class TensorSpec:
     `TensorSpecError`.
 
     Example:
-        >>> import torch
-        >>> spec = TensorSpec("bias", (4,), torch.float32, torch.zeros(4))
+        >>> import modelstate, torch
+        >>> spec = modelstate.open({"bias": torch.zeros(4)})["bias"]
         >>> spec.nbytes
         16
     """
 
     name: str
     shape: tuple[int, ...]
-    dtype: torch.dtype
-    stored: Stored = field(repr=False, compare=False)
+    dtype_name: str
+    """The name that torch has for the dtype: "float32"."""
+    stored: Stored = field(compare=False)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype. Imports torch, unlike `dtype_name`."""
+        return self.stored.dtype
+
+    def __repr__(self) -> str:
+        return f"TensorSpec(name={self.name!r}, shape={self.shape}, dtype=torch.{self.dtype_name})"
 
     @property
     def stride(self) -> tuple[int, ...]:
         """The stride in elements; empty for a composite tensor."""
-        if isinstance(self.stored, torch.Tensor):
-            return tuple(self.stored.stride()) if self.stored.layout is torch.strided else ()
-        return self.stored.stride if isinstance(self.stored, StoredTensor) else ()
+        if isinstance(self.stored, Described):
+            return self.stored.stride if isinstance(self.stored, StoredTensor) else ()
+        return tuple(self.stored.stride()) if self.kind == "strided" else ()
 
     @property
     def nbytes(self) -> int:
@@ -394,14 +550,14 @@ class TensorSpec:
         stored = self.stored
         if isinstance(stored, Combined):
             return math.prod(stored.shape) * stored.dtype.itemsize
-        return stored.numel() * stored.itemsize if isinstance(stored, torch.Tensor) else stored.nbytes
+        return _elements_bytes(stored)
 
     @property
     def kind(self) -> str:
         """ "strided", or the layout or type of a tensor that is not."""
         if isinstance(self.stored, StoredTensor):
             return "strided"
-        if isinstance(self.stored, StoredComposite | Combined):
+        if isinstance(self.stored, Described):
             return self.stored.kind
         return str(self.stored.layout).removeprefix("torch.")
 
@@ -422,8 +578,11 @@ def _spec_error(spec: TensorSpec, used: str) -> TensorSpecError:
 
 
 def _refuse_attribute(self: TensorSpec, name: str) -> NoReturn:
-    if hasattr(torch.Tensor, name) and not name.startswith("_"):
-        raise _spec_error(self, f".{name}")
+    if not name.startswith("_"):
+        import torch
+
+        if hasattr(torch.Tensor, name):
+            raise _spec_error(self, f".{name}")
     raise AttributeError(f"'TensorSpec' object has no attribute {name!r}")
 
 
@@ -457,7 +616,7 @@ _REFUSED = (
 )
 
 
-def _as_array(self: TensorSpec, dtype: "np.dtype | None" = None, copy: bool | None = None) -> "np.ndarray":
+def _as_array(self: TensorSpec, dtype: np.dtype | None = None, copy: bool | None = None) -> np.ndarray:
     """Called by NumPy. An array of dtype object, such as a column of a table, holds the description itself."""
     import numpy as np
 
@@ -495,6 +654,16 @@ class Contents:
     """Whether everything that the files state about their tensors has been verified with a checksum."""
 
 
+def dtype_name(stored: Stored) -> str:
+    """The name that torch has for the dtype of a tensor: "float32"."""
+    return stored.dtype_name if isinstance(stored, StoredTensor) else str(stored.dtype).removeprefix("torch.")
+
+
+def _elements_bytes(stored: Stored) -> int:
+    """The bytes of a stored tensor, or of the elements of a live one."""
+    return stored.nbytes if isinstance(stored, Described) else stored.numel() * stored.itemsize
+
+
 def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
     """The stride, in elements, that torch gives a new tensor of this shape."""
     steps, step = [], 1
@@ -509,9 +678,13 @@ def bytes_key(stored: Stored, name: str) -> object:
     if isinstance(stored, Combined):
         return stored
     if isinstance(stored, StoredTensor):
-        return (stored.storage, stored.offset, stored.shape, stored.stride, stored.dtype) if stored.nbytes else name
+        place = stored.storage, stored.offset, stored.shape, stored.stride, stored.dtype_name
+        return place if stored.nbytes else name
     if isinstance(stored, StoredComposite):
         return tuple(bytes_key(part, name) for part in stored.parts) or name
-    if stored.layout is torch.strided and stored.device.type != "meta" and type(stored) in _PLAIN and stored.numel():
+    import torch
+
+    is_plain = type(stored) in (torch.Tensor, torch.nn.Parameter) and stored.layout is torch.strided
+    if is_plain and stored.device.type != "meta" and stored.numel():
         return (stored.data_ptr(), str(stored.device), stored.shape, stored.stride(), stored.dtype)
     return id(stored)

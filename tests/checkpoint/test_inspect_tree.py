@@ -10,7 +10,7 @@ def specs(*names: str, shapes: dict[str, tuple[int, ...]] | None = None) -> dict
     made = {}
     for name in names:
         shape = (shapes or {}).get(name, (2,))
-        made[name] = TensorSpec(name, shape, torch.float32, torch.empty(shape, device="meta"))
+        made[name] = TensorSpec(name, shape, "float32", torch.empty(shape, device="meta"))
     return made
 
 

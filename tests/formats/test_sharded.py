@@ -3,6 +3,7 @@
 import json
 import os
 from collections import OrderedDict
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +30,9 @@ STATE = {f"layers.{i}.weight": torch.full((4, 4), float(i)) for i in range(6)}
 SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
 
 
-def opened(path: Path) -> dict[str, Any]:
+def opened(path: Path) -> Mapping[str, Any]:
     tree = read(str(path), read_file=safetensors.read).tree
-    assert isinstance(tree, dict)
+    assert isinstance(tree, Mapping)
     return tree
 
 

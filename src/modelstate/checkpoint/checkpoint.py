@@ -49,7 +49,9 @@ from modelstate.spec import (
     StoredTensor,
     TensorSpec,
     bytes_key,
+    dtype_name,
     pieces,
+    under_names,
 )
 from modelstate.torch_compat.modules import version_metadata
 from modelstate.torch_compat.plain import is_plain_memory
@@ -92,9 +94,10 @@ class Checkpoint(Mapping[str, TensorSpec]):
         if key:
             flat = _below(flat, key, self._source)
         self._flat, self._key = flat, key
-        for name, stored in flat.tensors.items():
-            if isinstance(stored, torch.Tensor):
-                _spec(name, stored, self._source)
+        if self._contents.format == "mapping":
+            for name, stored in flat.tensors.items():
+                if isinstance(stored, torch.Tensor):
+                    _spec(name, stored, self._source)
 
     # The mapping.
 
@@ -511,7 +514,7 @@ class _Extra(Mapping[str, Any]):
 
 def _spec(name: str, stored: Stored, where: str) -> TensorSpec:
     try:
-        return TensorSpec(name, tuple(stored.shape), stored.dtype, stored)
+        return TensorSpec(name, tuple(stored.shape), dtype_name(stored), stored)
     except RuntimeError as error:  # a live tensor of a lazy module, or one whose shape is not a tuple
         raise UnsupportedTensorError(
             f"a tensor without a shape: {type(stored).__name__}",
@@ -553,7 +556,7 @@ def _below(flat: FlatTree, key: str, where: str) -> FlatTree:
         raise OptionError("key= is a dotted path", where=where, expected="a str", found=repr(key))
     prefix, cut = key + ".", len(key) + 1
     part = FlatTree(
-        {name[cut:]: stored for name, stored in flat.tensors.items() if name.startswith(prefix)},
+        under_names(flat.tensors, {name[cut:]: name for name in flat.tensors if name.startswith(prefix)}),
         {name[cut:]: value for name, value in flat.values.items() if name.startswith(prefix)},
         [path[cut:] for path in flat.containers if path == key or path.startswith(prefix)],
     )

@@ -18,7 +18,7 @@ from modelstate.formats.block_writer import LazyTensor, OnCast, lazy_tensor, sto
 from modelstate.formats.serialize import serialize
 from modelstate.formats.sharded import INDEX_SUFFIX, write_checkpoint
 from modelstate.formats.torch_zip import write_torch_file
-from modelstate.formats.tree import is_container, leaves, rebuild, subtree
+from modelstate.formats.tree import empty_like, is_container, leaves, rebuild, subtree
 from modelstate.formats.unpickle import Refused
 from modelstate.io.atomic import LOCK_TIMEOUT_SECONDS
 from modelstate.io.engine import read_ranges
@@ -83,7 +83,7 @@ class LazyStateBuilder:
         if not is_container(node):
             return self.tensor(node, path)
         if isinstance(node, Mapping):
-            mapping: dict[object, object] = OrderedDict() if isinstance(node, OrderedDict) else {}
+            mapping: dict[object, object] = OrderedDict() if isinstance(empty_like(node), OrderedDict) else {}
             for key, item in node.items():
                 if not isinstance(item, Refused):
                     mapping[key] = self.node(item, f"{path}.{key}" if path else str(key))

@@ -20,11 +20,11 @@ imported unless the caller names it.
 """
 
 import json
-from collections import OrderedDict
+from collections import ChainMap, OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, cast
 
 import torch
 import xxhash
@@ -42,7 +42,17 @@ from modelstate.errors import (
 )
 from modelstate.formats.torch_globals import TorchGlobals, dims
 from modelstate.formats.unpickle import Allowed
-from modelstate.spec import ByteRange, Checksum, Encoded, Stored, StoredComposite, StoredTensor
+from modelstate.spec import (
+    ByteRange,
+    Checksum,
+    Encoded,
+    LazyMapping,
+    Stored,
+    StoredComposite,
+    StoredTensor,
+    StoredTensors,
+    under_names,
+)
 from modelstate.text_format import quote, size
 from modelstate.torch_compat.modules import set_version_metadata
 
@@ -77,20 +87,19 @@ class ManifestState:
     """The saved state. Values other than tensors are present but not yet decoded; the tensors within them are not."""
     metadata: dict[str, object]
     """`schema` and `extra`, where they were saved; `extra` is not yet decoded."""
-    checksums: dict[ByteRange, Checksum]
+    checksums: Mapping[ByteRange, Checksum]
 
 
 def check_size(text: str) -> None:
     """Raises `ValueError` for a manifest that is too large to be parsed."""
-    parts = sum(text.count(char) for char in ",[{")
+    # A text that is shorter than that has no more parts.
+    parts = sum(text.count(char) for char in ",[{") if len(text) > MAX_PARTS else 0
     if len(text) > MAX_BYTES or parts > MAX_PARTS:
         limits = f"at most {size(MAX_BYTES)} and {MAX_PARTS:,}"
         raise ValueError(f"values that are not tensors, of {size(len(text))} in {parts:,} parts; {limits} are read")
 
 
-def apply(
-    tensors: Mapping[str, StoredTensor], text: str, path: str, place: str, allow: Sequence[object] = ()
-) -> ManifestState:
+def apply(tensors: StoredTensors, text: str, path: str, place: str, allow: Sequence[object] = ()) -> ManifestState:
     """Restores the saved state from the tensors of a file and its manifest.
 
     Args:
@@ -116,13 +125,14 @@ def apply(
     hidden = {name: tensors[name] for name in _names(manifest.get("extra_tensors", []), tensors, where)}
     if "attached" in manifest:
         metadata["extra"] = Encoded(manifest["attached"], hidden, f"{path}: extra")
-    known: dict[str, Stored] = dict(tensors)
+    composites: dict[str, Stored] = {}
+    known = ChainMap[str, Any](composites, cast("Any", tensors))
     parts: set[str] = set()
     for name, description in manifest.get("subclasses", {}).items():
         if name in known:
             raise _damaged(where, f"{quote(name)} is a tensor and one that is made of others")
         try:
-            known[name], used = _composite(name, description, known, allow, where)
+            composites[name], used = _composite(name, description, known, allow, where)
         except (ForbiddenGlobalError, UnknownClassError):
             raise
         except ValueError as error:
@@ -135,9 +145,15 @@ def apply(
             raise _damaged(where, f"{quote(alias)} is another name of {quote(owner)}, and one of them means more")
     if "tree" in manifest:
         return ManifestState(_Tree(known, path, where).node(manifest["tree"], ""), metadata, checksums)
-    state = OrderedDict[str, Any]((name, known[name]) for name in known if name not in hidden and name not in parts)
-    state.update((alias, known[owner]) for alias, owner in zip(aliases, owners, strict=True))
-    for name, tree in manifest.get("extra", {}).items():
+    state: Any = tensors
+    if hidden or composites or aliases:
+        names = {name: name for name in known if name not in hidden and name not in parts}
+        names.update(zip(aliases, owners, strict=True))
+        state = under_names(known if composites else tensors, names)
+    extra = manifest.get("extra", {})
+    if extra or composites:
+        state = OrderedDict(state)
+    for name, tree in extra.items():
         if name in state or name in hidden:
             raise _damaged(where, f"{quote(name)} is both a tensor and another value")
         state[name] = Encoded(tree, hidden, f"{path}: {name}")
@@ -199,28 +215,30 @@ class _Tree:
         return key
 
 
-def _checksums(fields: Mapping[str, Any], tensors: Mapping[str, StoredTensor], where: str) -> dict[ByteRange, Checksum]:
+def _checksums(fields: Mapping[str, Any], tensors: StoredTensors, where: str) -> Mapping[ByteRange, Checksum]:
     if not fields:
         return {}
     digests = fields.get("tensors")
     if fields.get("algorithm") != ALGORITHM or fields.get("block_bytes") != BLOCK_BYTES or type(digests) is not dict:
         raise _damaged(where, f"digests of another kind: {str(fields)[:80]}")
-    checksums = {}
-    for name in _names(list(digests), tensors, where):
-        stored: object = tensors[name]
-        if not isinstance(stored, StoredTensor):
-            raise _damaged(where, f"a digest of {quote(name)}, which is not a plain tensor")
-        storage, digests_of_blocks = stored.storage, digests[name]
-        length = -(-storage.nbytes // BLOCK_BYTES) * HEX
-        if (
-            type(digests_of_blocks) is not str
-            or len(digests_of_blocks) != length
-            or digests_of_blocks.strip("0123456789abcdef")
-        ):
-            found = f"no digest of {storage.nbytes:,} bytes: {str(digests_of_blocks)[:60]}"
-            raise _damaged(where, f"{quote(name)}: {found}")
-        checksums[storage] = Checksum(ALGORITHM, BLOCK_BYTES, digests_of_blocks)
-    return checksums
+    if not digests.keys() <= tensors.keys():
+        _names(list(digests), tensors, where)
+    sizes = tensors.nbytes_of(digests)
+    values = list(digests.values())
+    lengths = [-(-nbytes // BLOCK_BYTES) * HEX for nbytes in sizes]
+    is_text = {str}.issuperset(map(type, values))
+    if not is_text or list(map(len, values)) != lengths or "".join(values).strip(_HEX_DIGITS):
+        for name, value, length, nbytes in zip(digests, values, lengths, sizes, strict=True):
+            if type(value) is not str or len(value) != length or value.strip(_HEX_DIGITS):
+                raise _damaged(where, f"{quote(name)}: no digest of {nbytes:,} bytes: {str(value)[:60]}")
+
+    def by_storage() -> dict[ByteRange, Checksum]:
+        return {
+            tensors[name].storage: Checksum(ALGORITHM, BLOCK_BYTES, digest_of_blocks)
+            for name, digest_of_blocks in digests.items()
+        }
+
+    return LazyMapping(by_storage)
 
 
 def _versions(tree: object, where: str) -> OrderedDict[str, Any]:
@@ -379,6 +397,7 @@ BLOCK_BYTES = 4 << 20
 ALGORITHM = "xxh3-128"
 HEX = 32
 """Characters of a digest."""
+_HEX_DIGITS = "0123456789abcdef"
 SEAL = "modelstate_seal"
 """The key of `__metadata__` that holds the seal: the digest of the header, with zeros in the place of the seal."""
 OPEN_SEAL = f"{ALGORITHM}:{'0' * HEX}"

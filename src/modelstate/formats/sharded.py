@@ -69,7 +69,7 @@ from modelstate.io.atomic import (
     write_errors,
 )
 from modelstate.io.files import SourceFile, forget_fingerprint
-from modelstate.spec import Contents, Stored
+from modelstate.spec import Contents, Described, LazyMapping, StoredTensors
 from modelstate.text_format import listed, quote
 from modelstate.torch_compat.modules import set_version_metadata, version_metadata
 
@@ -135,19 +135,32 @@ def _read(
     trees = {shard: _flat(shard, contents[shard].tree, index_path) for shard in shards}
     _check_names(index_path, weight_map, trees)
 
-    merged: dict[str, Any] = {}
+    tables = [tree for tree in trees.values() if isinstance(tree, StoredTensors)]
+    merged: Mapping[str, Any]
+    if len(tables) == len(trees):
+        merged = StoredTensors.joined(tables)
+    else:
+        merged = OrderedDict((name, value) for tree in trees.values() for name, value in tree.items())
     versions: OrderedDict[str, object] = OrderedDict()
     for tree in trees.values():
-        merged.update(tree)
         versions.update(version_metadata(tree) or {})
     if versions:
-        merged = OrderedDict(merged)
         set_version_metadata(merged, versions)
     formats = sorted({shard.format for shard in contents.values()})
-    checksums = {extent: checksum for shard in contents.values() for extent, checksum in shard.checksums.items()}
+    checksums = LazyMapping(
+        lambda: {extent: checksum for shard in contents.values() for extent, checksum in shard.checksums.items()}
+    )
     files, own_metadata = (index_path, *paths), merged_metadata(contents)
     if manifest.KEY not in metadata:
         return Contents(" and ".join(formats), merged, files, own_metadata, checksums)
+    if not isinstance(merged, StoredTensors):
+        raise DamagedFileError(
+            "the index has a manifest of modelstate, and shards that modelstate does not write",
+            where=index_path,
+            expected="shards in safetensors",
+            found=" and ".join(formats),
+            remedy="download or copy the checkpoint again",
+        )
     state = manifest.apply(merged, metadata[manifest.KEY], index_path, "metadata", allow)
     is_sealed = SEAL in metadata and all(shard.is_sealed for shard in contents.values())
     return Contents(
@@ -313,10 +326,14 @@ def _flat(shard: str, tree: object, index_path: str) -> Mapping[str, object]:
 
 def _check_names(index_path: str, weight_map: Mapping[str, str], trees: Mapping[str, Mapping[str, object]]) -> None:
     """Checks that every name is in the shard that the index states, and in no other."""
+    if all(isinstance(tree, StoredTensors) for tree in trees.values()):
+        shard_of = {name: shard for shard, tree in trees.items() for name in tree}
+        if shard_of == weight_map and len(weight_map) == sum(map(len, trees.values())):
+            return
     holders: dict[str, list[str]] = {}
     for shard, tree in trees.items():
         for name, value in tree.items():
-            if isinstance(value, Stored) or name in weight_map:
+            if isinstance(value, Described) or name in weight_map:
                 holders.setdefault(name, []).append(shard)
     twice = [
         f"{quote(name)} in {' and '.join(map(quote, shards))}" for name, shards in holders.items() if len(shards) > 1

@@ -12,7 +12,7 @@ from torch.nn.parameter import is_lazy
 from modelstate.codec.codec import decode
 from modelstate.codec.values import another_uninitialised
 from modelstate.errors import AmbiguousCheckpointError, KeyNotFoundError, SourceTypeError
-from modelstate.spec import Combined, Encoded, Stored, StoredComposite, StoredTensor
+from modelstate.spec import Combined, Encoded, Stored, StoredComposite, StoredTensor, StoredTensors
 from modelstate.torch_compat.modules import set_version_metadata, version_metadata
 
 EXTRA_STATE = "_extra_state"
@@ -27,7 +27,7 @@ _MAX_NODES = 5_000_000
 class FlatTree:
     """The flat view of a tree."""
 
-    tensors: dict[str, Stored] = field(default_factory=dict)
+    tensors: Mapping[str, Stored] = field(default_factory=dict)
     """The tensors by dotted path, in the order of the tree."""
     values: dict[str, object] = field(default_factory=dict)
     """The largest parts of the tree without tensors, and every `_extra_state`, by dotted path."""
@@ -69,6 +69,8 @@ def flatten(tree: object, where: str) -> FlatTree:
     contains itself, is nested deeper than 500 levels, or has more than 5 million nodes (a few shared lists can stand
     for more values than fit in memory).
     """
+    if isinstance(tree, StoredTensors):
+        return FlatTree(tree, {}, [""])
     flat = FlatTree()
     _Flattener(flat, where).visit(tree, "", 0)
     return flat
@@ -77,12 +79,14 @@ def flatten(tree: object, where: str) -> FlatTree:
 class _Flattener:
     def __init__(self, flat: FlatTree, where: str) -> None:
         self.flat, self.where = flat, where
+        self.tensors: dict[str, Stored] = {}
+        flat.tensors = self.tensors
         self.nodes = 0
 
     def visit(self, node: object, path: str, depth: int) -> bool:
         """Adds the leaves below `node`, and returns whether a tensor is among them."""
         if _is_tensor(node):
-            self.add(self.flat.tensors, path if depth else "tensor", node)
+            self.add(self.tensors, path if depth else "tensor", node)
             return True
         if not is_container(node):
             return False
@@ -107,12 +111,12 @@ class _Flattener:
         self.nodes += len(children)
         for name, child in children:
             below = f"{path}.{name}" if depth else name
-            if type(child) is StoredTensor and below not in self.flat.tensors and below not in self.flat.values:
-                self.flat.tensors[below] = child  # the usual case, without a call
+            if type(child) is StoredTensor and below not in self.tensors and below not in self.flat.values:
+                self.tensors[below] = child  # the usual case, without a call
                 has_tensors = True
                 continue
             if _is_tensor(child):
-                self.add(self.flat.tensors, below, child)
+                self.add(self.tensors, below, child)
                 has_tensors = True
                 continue
             whole = name.endswith(EXTRA_STATE) and _is_extra_state(name) and is_container(child)
@@ -128,7 +132,7 @@ class _Flattener:
         return True
 
     def add(self, into: dict[str, Any], path: str, leaf: object) -> None:
-        if path in self.flat.tensors or path in self.flat.values:
+        if path in self.tensors or path in self.flat.values:
             raise AmbiguousCheckpointError(
                 "two values have one name when their keys are joined with dots",
                 where=self.where,
@@ -208,7 +212,7 @@ def rebuild(
     if id(node) in copies:
         return copies[id(node)][1]
     if isinstance(node, Mapping):
-        mapping = _empty_like(node)
+        mapping = empty_like(node)
         copies[id(node)] = node, mapping
         for key, value in node.items():
             mapping[key] = rebuild(value, tensor, copies)
@@ -228,11 +232,16 @@ def rebuild(
     return type(node)._make(items) if hasattr(node, "_make") else tuple(items)
 
 
-def _empty_like(node: Mapping[object, object]) -> dict[Any, Any]:
-    """An empty mapping of the same class, where that is one of the usual classes; otherwise a dict."""
+def empty_like(node: Mapping[object, object]) -> dict[Any, Any]:
+    """An empty mapping of the same class, where that is one of the usual classes; otherwise a dict.
+
+    For the tensors of a file with the versions of modules it is an `OrderedDict`, which can have them.
+    """
     if isinstance(node, defaultdict):
         return defaultdict(node.default_factory)
     if type(node) is OrderedDict:
+        return OrderedDict()
+    if isinstance(node, StoredTensors) and version_metadata(node) is not None:
         return OrderedDict()
     return Counter() if type(node) is Counter else {}
 
