@@ -255,33 +255,54 @@ class FakeTensors(Problem):
 
 @dataclass(frozen=True, slots=True)
 class ShardedTensors(Problem):
-    """A `DTensor`, of FSDP2 or tensor parallelism, on one side, and a whole tensor on the other."""
+    """A `DTensor` of the source, of FSDP2 or tensor parallelism, for a whole tensor of the model."""
 
-    side: str = "model"
-    """The side of the `DTensor`: "model" or "checkpoint"."""
-    on_meta: bool = False
-    """Whether the model's tensor has no memory."""
-
-    title: ClassVar = "DTensors (of FSDP2 or tensor parallelism) on one side, and whole tensors on the other"
-    remedy: ClassVar = (
-        "load the model before fully_shard or distribute_tensor; or, on every rank, set_model_state_dict(model, "
-        "ms.open(path).value(), options=StateDictOptions(full_state_dict=True)) of "
-        "torch.distributed.checkpoint.state_dict"
-    )
+    title: ClassVar = "DTensors (of FSDP2 or tensor parallelism) for whole tensors of the model"
+    remedy: ClassVar = GATHER
     page: ClassVar = "cannot-be-placed"
+    template: ClassVar = "{0.name}: a DTensor in the checkpoint, a whole tensor in the model"
 
-    def line(self) -> str:
-        other = "checkpoint" if self.side == "model" else "model"
-        return f"{self.name}: a DTensor in the {self.side}, a whole tensor in the {other}"
 
-    @classmethod
-    def remedy_for(cls, problems: Sequence[Problem]) -> str:
-        members = [problem for problem in problems if isinstance(problem, ShardedTensors)]
-        sides = {member.side for member in members}
-        remedies = [cls.remedy] if "model" in sides else []
-        if any(member.on_meta for member in members):
-            remedies.append("where the model is on meta, call model.to_empty(device=...) before set_model_state_dict")
-        return "; ".join([*remedies, GATHER] if "checkpoint" in sides else remedies)
+@dataclass(frozen=True, slots=True)
+class UnloadableLayout(Problem):
+    """A `DTensor` of the model whose ranks hold no regions of a value: partial sums, an unknown placement."""
+
+    why: str = ""
+
+    title: ClassVar = "DTensors whose ranks cannot load their regions of a value"
+    remedy: ClassVar = (
+        "reduce partial sums before they become a parameter: tensor.redistribute(placements=[Replicate()]); load other "
+        "layouts before they are sharded"
+    )
+    page: ClassVar = "sharded-models"
+    template: ClassVar = "{0.name}: {0.why}"
+
+
+@dataclass(frozen=True, slots=True)
+class OtherSharding(Problem):
+    """A `DTensor` of the source that is placed in another way than the one of the model."""
+
+    title: ClassVar = "DTensors that are placed in another way than those of the model"
+    remedy: ClassVar = (
+        "place them alike: value.redistribute(param.device_mesh, param.placements); or pass whole tensors, of which "
+        "each rank takes its part"
+    )
+    page: ClassVar = "sharded-models"
+
+
+@dataclass(frozen=True, slots=True)
+class ShardedTransform(Problem):
+    """A transform of modules, such as a quantizer, for a module whose parameters are DTensors."""
+
+    transform: str = ""
+
+    title: ClassVar = "parameters that a transform of modules would replace, and that are DTensors"
+    remedy: ClassVar = (
+        "transform the model before it is sharded, or leave these out of transform=; a function of name and tensor is "
+        "called with the whole tensor, and each rank keeps its part"
+    )
+    page: ClassVar = "sharded-models"
+    template: ClassVar = "{0.name}: {0.transform}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -159,6 +159,8 @@ def split_votes() -> str:
         return "committed"
     except errors.RankLostError:
         return "not committed"
+    finally:
+        del connections.maximum
 
 
 def test_ranks_that_see_different_votes_do_the_same(ranks: Ranks) -> None:

@@ -64,6 +64,14 @@ class Digest:
         return cls(what, text, int.from_bytes(digest.digest(), "little") >> 2)
 
 
+@dataclass(frozen=True, slots=True)
+class _Phase:
+    name: str
+    effect: str
+    """What an error leaves, on all ranks."""
+    decides: bool
+
+
 class Agreement:
     """The ranks of one load. Created by `agreement_of`.
 
@@ -88,7 +96,12 @@ class Agreement:
 
     @contextmanager
     def phase(
-        self, name: str, digests: Callable[[], Sequence[Digest]] | None = None, *, decides: bool = False
+        self,
+        name: str,
+        digests: Callable[[], Sequence[Digest]] | None = None,
+        *,
+        decides: bool = False,
+        is_committed: bool = False,
     ) -> Iterator[None]:
         """A block that all ranks end, or that raises on every rank.
 
@@ -96,6 +109,8 @@ class Agreement:
             name: The name of the phase, for errors.
             digests: Called at the end of the block. All ranks return digests of the same parts.
             decides: Whether a rank commits when the block has ended, so that no two ranks may see a different end.
+            is_committed: Whether the ranks commit in the block, so that an error leaves the models of other ranks
+                loaded.
 
         Raises:
             RankLostError: A rank did not end the block in time.
@@ -106,21 +121,22 @@ class Agreement:
             yield
             return
         own: Sequence[Digest] = ()
+        phase = _Phase(name, "all other ranks have loaded" if is_committed else "nothing has been changed", decides)
         try:
             # Before the block, so that the death of a rank within the block shows at once.
             _connections(self.ranks, self.timeout_seconds)
         except Exception as cause:
             error_of_torch = _without_frames(cause)
-            raise self._lost(name, error_of_torch) from error_of_torch
+            raise self._lost(phase, error_of_torch) from error_of_torch
         try:
             yield
             own = digests() if digests is not None else ()
         except BaseException as error:
-            self._end(name, error, own, decides)
+            self._end(phase, error, own)
             raise
-        self._end(name, None, own, decides)
+        self._end(phase, None, own)
 
-    def _end(self, name: str, error: BaseException | None, own: Sequence[Digest], decides: bool) -> None:
+    def _end(self, phase: "_Phase", error: BaseException | None, own: Sequence[Digest]) -> None:
         """Votes. Returns where all ranks have ended the phase, and where `error` says it all."""
         report = json.dumps(_report(error, own)).encode()
         numbers = [error is not None, len(report), *(sign * digest.number for digest in own for sign in (1, -1))]
@@ -135,30 +151,30 @@ class Agreement:
                 reports = [json.loads(text) for text in connections.gathered(report, longest, self.timeout_seconds)]
         except Exception as cause:
             lost = _without_frames(cause)
-        if decides and not reports and connections.decide(lost is None) != (lost is None):
+        if phase.decides and not reports and connections.decide(lost is None) != (lost is None):
             # Another rank has seen the opposite, and was first to say so.
             lost = None if lost is not None else RuntimeError("the connection between other ranks was lost")
         if lost is not None:
-            lost_rank = self._lost(name, lost)
+            lost_rank = self._lost(phase, lost)
             if error is None:
                 raise lost_rank from lost
             error.add_note(f"{lost_rank.what}: {lost_rank.found}")
         elif reports:
-            self._raise(name, error, reports)
+            self._raise(phase, error, reports)
 
-    def _lost(self, name: str, cause: Exception) -> RankLostError:
+    def _lost(self, phase: "_Phase", cause: Exception) -> RankLostError:
         """Returns the error for connections that broke or were not made. The next load makes new ones."""
         if connections := _made.pop(self.ranks, None):
             connections.abandon()
         return RankLostError(
-            f"a rank did not end {name}; nothing has been changed on this rank",
+            f"a rank did not end {phase.name}; {phase.effect}",
             where=f"rank {dist.get_rank()} of the ranks {_numbers(self.ranks)}",
             expected=f"all of them within {self.timeout_seconds:g} seconds",
             found=str(cause).split("\n")[0],
             remedy="see the log of the rank that is missing; a rank that needs more time: timeout_seconds=",
         )
 
-    def _raise(self, name: str, error: BaseException | None, reports: Sequence[Mapping[str, Any]]) -> None:
+    def _raise(self, phase: "_Phase", error: BaseException | None, reports: Sequence[Mapping[str, Any]]) -> None:
         """Raises what the reports of all ranks say together. Returns where `error` is the same on all ranks."""
         failed = {rank: report for rank, report in zip(self.ranks, reports, strict=True) if "error" in report}
         if not failed:
@@ -183,7 +199,7 @@ class Agreement:
         if len(groups) > 1:
             fields = {}
         where = first["where"] if len(groups) == 1 else ""
-        what = f"{name} failed on {len(failed)} of {len(self.ranks)} ranks; nothing has been changed on any rank"
+        what = f"{phase.name} failed on {len(failed)} of {len(self.ranks)} ranks; {phase.effect}"
         more = {"problems": found} if issubclass(kind, PlanError) else {"names": first["names"]}
         raise kind("\n".join([what, *texts]), where=where, **fields, **more) from error
 
@@ -196,7 +212,7 @@ class Agreement:
                 texts[what, number] = text
         differing = {what: found for what, found in values.items() if len(found) > 1}
         raise RanksDifferError(
-            f"the ranks do not load the same: {' and '.join(differing)} differ; nothing has been changed on any rank",
+            f"the ranks do not load the same: {' and '.join(differing)} differ; nothing has been changed",
             expected="the same on all ranks of the mesh",
             found="; ".join(
                 f"ranks {_numbers(ranks)}: {texts[what, number]}"

@@ -1,13 +1,13 @@
 """`commit`: puts staged values into slots, each by its `Place`, all or nothing."""
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 
 import torch
 
 from modelstate.errors import ModelStateError, PlacementError, ReadFailedError
-from modelstate.io.held import held_files
+from modelstate.io.held import HeldFiles, held_files
 from modelstate.loading.stage import Progress, read_leased, stage, stage_one
 from modelstate.loading.staging import Staging
 from modelstate.planning.assignment import Assignment, copy_cannot_fail, leased, stage_instead
@@ -15,6 +15,7 @@ from modelstate.planning.plan import Options
 from modelstate.spec import ByteRange, StoredTensor, overlapping
 from modelstate.torch_compat.plain import is_plain
 from modelstate.torch_compat.private import module_load
+from modelstate.torch_compat.sharding import dtensor_like
 from modelstate.transaction.swap_tensors import become, give_memory, point_to, refusals
 from modelstate.transaction.transaction import Transaction, Write
 
@@ -56,6 +57,8 @@ class Place(Write):
             return  # the value was read in place
         if transaction is None:
             param.copy_(final)
+        elif assignment.sharded is not None and (param.is_meta or not _keeps_memory(assignment)):
+            _rewrap(assignment.sharded.tensor, final, transaction)
         elif param.is_meta and not assignment.placement.by_handler and is_plain(final):
             transaction.register_undo(give_memory(param, final))
         else:
@@ -98,6 +101,15 @@ def _by_handler(name: str, param: torch.Tensor, value: torch.Tensor, transaction
             f"its class would no longer be {type(param).__name__}: no handler converts a plain tensor to this class"
         )
     _take_over(name, param, new, transaction)
+
+
+def _rewrap(tensor: torch.Tensor, local: torch.Tensor, transaction: Transaction) -> None:
+    """Gives a DTensor another local tensor, of any dtype and device. It stays the same object."""
+    with torch.no_grad():
+        transaction.save_metadata(tensor)
+        grad = tensor.grad if tensor.is_leaf and local.is_floating_point() else None
+        new_grad = None if grad is None else grad.to(local.device, local.dtype)
+        transaction.register_undo(become(tensor, dtensor_like(tensor, local), new_grad))
 
 
 def _freeze(param: torch.Tensor, transaction: Transaction | None) -> None:
@@ -150,46 +162,62 @@ def place_fallible(transaction: Transaction, options: Options) -> None:
             write.done = True
 
 
+@contextmanager
+def held_for_commit(
+    staging: Staging, assignments: Sequence[Assignment], advance: Progress
+) -> Iterator[HeldFiles | None]:
+    """Holds the files that are read at the commit. Where they cannot be held, their values are staged now.
+
+    Yields:
+        The files; None where nothing is read at the commit.
+
+    Raises:
+        ReadFailedError: A file cannot be read, or has changed.
+        MemoryBudgetError: The values have to be staged, and need too much memory.
+    """
+    waiting = leased(assignments)
+    if not waiting:
+        yield None
+        return
+    # Progress may be shown in a way that fails, so it comes before the commit.
+    with held_files(_extents(waiting), staging.checkpoint.fingerprints, lambda _: advance(0)) as files:
+        if not files.refusal:
+            advance(sum(assignment.nbytes for assignment in waiting))
+            yield files
+            return
+    stage_instead(waiting, files.refusal)
+    staging.limit_memory(assignments)
+    stage(staging, assignments, advance)
+    yield None
+
+
 def commit(
     transaction: Transaction,
     staging: Staging,
     assignments: Sequence[Assignment],
+    files: HeldFiles | None,
     last: Sequence[Callable[[], None]],
-    advance: Progress,
 ) -> None:
-    """Commits, and reads what is read at the commit, from files that are held.
-
-    Where files cannot be held, their values are staged before.
+    """Commits, and reads what is read at the commit.
 
     Args:
         transaction: The transaction of the load.
         staging: How the values are read.
         assignments: All assignments of the load.
+        files: The files that `held_for_commit` holds.
         last: Called at the end of the commit; they must not raise.
-        advance: Called with numbers of bytes.
 
     Raises:
         ReadFailedError: After the commit, where a read failed that should not have: with the names of the tensors.
     """
-    waiting = leased(assignments)
-    if not waiting:
+    if files is None:
         transaction.commit(*last)
         return
-    extents = [assignment.stored.extent for assignment in waiting if isinstance(assignment.stored, StoredTensor)]
-    errors: list[Exception] = []
-    # Progress may be shown in a way that fails, so it comes before the commit.
-    with held_files(extents, staging.checkpoint.fingerprints, lambda _: advance(0)) as files:
-        if not files.refusal:
-            advance(sum(assignment.nbytes for assignment in waiting))
-            transaction.commit(*last, first=lambda: errors.extend(read_leased(staging, waiting, files)))
-            failed = files.failed
-    if files.refusal:
-        stage_instead(waiting, files.refusal)
-        staging.limit_memory(assignments)
-        stage(staging, assignments, advance)
-        transaction.commit(*last)
+    waiting, errors = leased(assignments), list[Exception]()
+    transaction.commit(*last, first=lambda: errors.extend(read_leased(staging, waiting, files)))
     if errors:
-        pairs = zip(waiting, extents, strict=True)
+        pairs = zip(waiting, _extents(waiting), strict=True)
+        failed = files.failed
         names = [assignment.name for assignment, extent in pairs if any(_share(extent, other) for other in failed)]
         names = names or [assignment.name for assignment in waiting]
         more = f" and {len(names) - 8} more" if len(names) > 8 else ""
@@ -200,6 +228,10 @@ def commit(
             found=errors[0],
             remedy="load again from a file that can be read; in_place=False keeps the old values until all is read",
         ) from errors[0]
+
+
+def _extents(waiting: Sequence[Assignment]) -> list[ByteRange]:
+    return [assignment.stored.extent for assignment in waiting if isinstance(assignment.stored, StoredTensor)]
 
 
 def _share(first: ByteRange, second: ByteRange) -> bool:

@@ -3,21 +3,24 @@
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Set
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, TypedDict, Unpack, overload
 
 import torch
 from torch import nn
+from torch.distributed import ProcessGroup
 
 from modelstate.checkpoint.checkpoint import Checkpoint
 from modelstate.checkpoint.open import NO_PICKLE, argument_order, foreign_arguments, is_module, is_source
 from modelstate.checkpoint.open import open as open_checkpoint
+from modelstate.distributed.agreement import TIMEOUT_SECONDS, Agreement, agreement_of
 from modelstate.errors import OptionError, ReadFailedError
 from modelstate.loading.background import LOAD_AGAIN, LoadHandle, StagedLoad
-from modelstate.loading.commit import Place, commit, place_fallible
-from modelstate.loading.options import AnyTransform, check_budget_option, check_model, options_of
+from modelstate.loading.collective import digests_of
+from modelstate.loading.commit import Place, commit, held_for_commit, place_fallible
+from modelstate.loading.options import AnyTransform, check_budget_option, check_model, check_timeout, options_of
 from modelstate.loading.report import LoadReport, progress_bar
 from modelstate.loading.stage import read_in_place, stage
 from modelstate.loading.staging import Staging, bring_in, prefault_async, prefetch_range, stage_unleased
@@ -30,6 +33,7 @@ from modelstate.process import gc_paused
 from modelstate.rules.rule import Rule
 from modelstate.rules.schema import Schema
 from modelstate.torch_compat.plain import is_plain
+from modelstate.torch_compat.sharding import refresh_shards, reshard
 from modelstate.transaction.optimizers import check_optimizers, following_state, placed
 from modelstate.transaction.references import lost_references
 from modelstate.transaction.transaction import Transaction, exclusive
@@ -128,6 +132,8 @@ class LoadArguments(TypedDict, total=False):
     progress: bool | None
     max_memory_bytes: int | None
     prefault: bool | None
+    process_group: ProcessGroup | None
+    timeout_seconds: float
 
 
 @overload
@@ -167,6 +173,8 @@ def load(
     progress: bool | None = None,
     max_memory_bytes: int | None = None,
     prefault: bool | None = None,
+    process_group: ProcessGroup | None = None,
+    timeout_seconds: float = TIMEOUT_SECONDS,
     background: bool = False,
 ) -> LoadReport | LoadHandle:
     """Loads a checkpoint into a model, all or nothing, and keeps every reference.
@@ -174,6 +182,9 @@ def load(
     After the load every parameter and buffer is the same object as before, so optimizers, ties and hooks that refer to
     it stay valid. Every name of the checkpoint and every slot of the model must have a counterpart. After an error the
     model is unchanged, bit for bit.
+
+    A load into a model with DTensors (FSDP2, HSDP, tensor parallelism) is a call of all ranks of its mesh. Each rank
+    reads the bytes of its local tensors, and all ranks load or none does.
 
     Args:
         model: A module on the meta device (see `modelstate.skeleton`), materialised, or mixed.
@@ -216,6 +227,9 @@ def load(
         max_memory_bytes: The most memory that the load may use in addition to the final tensors.
         prefault: True reads the pages of mapped files with several threads before any value is put in place. None reads
             them in the background. False leaves them to the first use.
+        process_group: The ranks that load together, where the model has DTensors. None stands for the ranks of their
+            mesh.
+        timeout_seconds: How long a rank waits for the others, at the end of planning, of reading, and of the commit.
         background: Plans and checks now, and returns a `LoadHandle` while a thread reads, casts and transforms. The
             model is unchanged until `LoadHandle.result`. The report's `seconds` last until that call returns.
 
@@ -233,6 +247,9 @@ def load(
         ReadFailedError: A file cannot be read, or has changed since it was opened.
         ChecksumError: `verify` finds damage, or the file has no checksums.
         MemoryBudgetError: The load needs more memory than `max_memory_bytes`.
+        ProcessGroupError: The model has DTensors, and there is no process group of all ranks of their mesh.
+        RanksDifferError: The ranks load different models, sources or rules.
+        RankLostError: A rank has not taken part within `timeout_seconds`.
 
     Example:
         >>> with modelstate.skeleton():
@@ -244,7 +261,10 @@ def load(
     model = check_model(model)
     checked_optimizers = () if optimizers == () else check_optimizers(optimizers, model)
     check_budget_option(max_memory_bytes)
-    load_options = _LoadOptions(checked_optimizers, verify, progress, max_memory_bytes, prefault, time.perf_counter())
+    agreement = agreement_of(model, process_group, check_timeout(timeout_seconds))
+    load_options = _LoadOptions(
+        checked_optimizers, verify, progress, max_memory_bytes, prefault, agreement, time.perf_counter()
+    )
     options = options_of(
         key, rules, allow_missing, allow_unexpected, dtype, device, transform, map, in_place, init_missing
     )
@@ -259,6 +279,13 @@ def load(
             "in_place=True overwrites memory that the program still uses",
             where="background=True",
             remedy="leave one of them out; without in_place=True the values are read into new memory",
+        )
+    if agreement.is_collective:
+        raise OptionError(
+            "a load on several ranks cannot go on in the background",
+            where="background=True",
+            found="a model with DTensors",
+            remedy="leave it out; the ranks load together",
         )
     with exclusive(model), paused_gc():
         staged = _stage_in_background(model, source, options, load_options)
@@ -279,6 +306,8 @@ class _LoadOptions:
     progress: bool | None
     max_memory_bytes: int | None
     prefault: bool | None
+    agreement: Agreement
+    """The ranks that load together."""
     started: float
 
 
@@ -302,7 +331,10 @@ def load_then(
     each of its changes with the transaction.
     """
     check_budget_option(max_memory_bytes)
-    load_options = _LoadOptions(tuple(optimizers), verify, progress, max_memory_bytes, prefault, time.perf_counter())
+    agreement = agreement_of(transaction.root)
+    load_options = _LoadOptions(
+        tuple(optimizers), verify, progress, max_memory_bytes, prefault, agreement, time.perf_counter()
+    )
     with exclusive(transaction.root), gc_paused():
         return _execute(transaction, checkpoint, options, load_options, then=then)
 
@@ -340,37 +372,48 @@ def _execute(
 
     All references to the preparation are gone when the function returns.
     """
-    optimizers = load_options.optimizers
+    optimizers, agreement = load_options.optimizers, load_options.agreement
     before = placed(optimizers) if optimizers else {}
-    preparation, staging = _prepare(transaction, source, options, load_options, call_extra_state=True, staged=staged)
-    preparation.check()
-    assignments, notes = preparation.assignments, preparation.notes
-    if optimizers:
-        _check_optimizers(assignments, optimizers)
-    if staged is None:
-        staging.limit_memory(assignments)
-        verified = staging.checkpoint.verify() if load_options.verify else 0
-        notes += preparation.notes_on_mapping()  # staged values are not read again
-        notes += prefetch_range(staging, assignments)
-    else:
-        verified = staged.verified_bytes
-        notes += staged.hand_over(staging, assignments)
+    with agreement.phase("planning", lambda: digests_of(preparation)):
+        preparation, staging = _prepare(
+            transaction, source, options, load_options, call_extra_state=True, staged=staged
+        )
+        preparation.check()
+        assignments, notes = preparation.assignments, preparation.notes
+        if optimizers:
+            _check_optimizers(assignments, optimizers)
+        if staged is None:
+            staging.limit_memory(assignments)
     to_stage = [*preparation.moves, *assignments]
-    with progress_bar(load_options.progress, sum(assignment.nbytes for assignment in to_stage)) as advance:
-        stage(staging, to_stage, advance)
-        new_state = following_state(optimizers, _final_values(assignments), before) if optimizers else []
-        place_fallible(transaction, staging.options)
-        is_mapped = any(assignment.placement.mapped for assignment in assignments)
-        if load_options.prefault and staged is None:
-            notes += bring_in(assignments, lambda _: None)
-        if is_mapped:
-            preparation.incoming.maps.check_unchanged()  # mapped values are not read, so no read notices a change
-        if staging.options.in_place:
-            _read_in_place(staging, assignments, advance)
-        if then is not None:
-            then(preparation.initialised)
-        last = [partial(state.__setitem__, *item) for state, *item in new_state]
-        commit(transaction, staging, assignments, last, advance)
+    nbytes = sum(assignment.nbytes for assignment in to_stage)
+    with progress_bar(load_options.progress, nbytes) as advance, ExitStack() as held:
+        with agreement.phase("reading"):
+            if staged is None:
+                verified = staging.checkpoint.verify() if load_options.verify else 0
+                notes += preparation.notes_on_mapping()  # staged values are not read again
+                notes += prefetch_range(staging, assignments)
+            else:
+                verified = staged.verified_bytes
+                notes += staged.hand_over(staging, assignments)
+            stage(staging, to_stage, advance)
+            new_state = following_state(optimizers, _final_values(assignments), before) if optimizers else []
+            place_fallible(transaction, staging.options)
+            if any(assignment.sharded is not None for assignment in assignments):
+                transaction.register_undo(refresh_shards(preparation.slots.modules.values()))
+            is_mapped = any(assignment.placement.mapped for assignment in assignments)
+            if load_options.prefault and staged is None:
+                notes += bring_in(assignments, lambda _: None)
+            if is_mapped:
+                preparation.incoming.maps.check_unchanged()  # mapped values are not read, so no read notices a change
+        with agreement.phase("the last checks", decides=True):
+            if staging.options.in_place:
+                _read_in_place(staging, assignments, advance)
+            if then is not None:
+                then(preparation.initialised)
+            files = held.enter_context(held_for_commit(staging, assignments, advance))
+        with agreement.phase("the commit", is_committed=True):
+            last = [partial(state.__setitem__, *item) for state, *item in new_state]
+            commit(transaction, staging, assignments, files, last)
     if is_mapped and load_options.prefault is None and staged is None:
         notes += prefault_async(staging, assignments)
     target, source_name = preparation.names
@@ -402,6 +445,7 @@ def _prepare(
 
     `in_use` is why no value can be read at the commit.
     """
+    reshard(transaction.root)
     view = ModelSchemaView(transaction.root)
     if not isinstance(source, LoadPlan):
         matched = match(open_checkpoint(source), options, view)
@@ -433,7 +477,7 @@ def _check_optimizers(assignments: Iterable[Assignment], optimizers: tuple[torch
         param for optimizer in optimizers for group in optimizer.param_groups for param in group["params"]
     }
     for assignment in assignments:
-        if assignment.remake is not None and assignment.param in optimized_parameters:
+        if assignment.remake is not None and assignment.slot_tensor in optimized_parameters:
             raise OptionError(
                 "the state of an optimizer cannot follow a parameter that the transform replaces",
                 where=assignment.name,
@@ -445,7 +489,7 @@ def _check_optimizers(assignments: Iterable[Assignment], optimizers: tuple[torch
 def _final_values(assignments: Iterable[Assignment]) -> dict[torch.Tensor, torch.Tensor]:
     """The final value of each parameter, before the commit. Parameters of tensor subclasses have theirs already."""
     return {
-        assignment.param: assignment.final
+        assignment.slot_tensor: assignment.final
         for assignment in assignments
         if assignment.final is not None and is_plain(assignment.final)
     }

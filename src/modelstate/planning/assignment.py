@@ -10,6 +10,7 @@ from torch import nn
 
 from modelstate.errors import ModelStateError, TransformError
 from modelstate.io.memory import fresh_tensors
+from modelstate.planning.sharded import ShardedSlot
 from modelstate.planning.transforms import Bound, Transform
 from modelstate.rules.expression import Derived, Source
 from modelstate.spec import StoredComposite, StoredTensor, contiguous_stride
@@ -193,6 +194,8 @@ class Assignment:
     final: torch.Tensor | None = None
     """The final value; None until the value has been read, cast and transformed."""
     seconds: float = 0.0
+    sharded: ShardedSlot | None = None
+    """The DTensor whose local tensor is `param`; None for a slot that is on one rank."""
     is_checked_copy: bool = False
     """Whether planning has checked that a new plain tensor of `dtype` can be copied into the slot."""
     nbytes: int = field(init=False)
@@ -222,6 +225,11 @@ class Assignment:
         if (self.plain or is_plain(param)) and not param.is_contiguous() and is_dense(param):
             self.own_stride = tuple(param.stride())
         self.choose_route()
+
+    @property
+    def slot_tensor(self) -> torch.Tensor:
+        """The tensor of the model: `param`, or the DTensor whose local tensor it is."""
+        return self.param if self.sharded is None else self.sharded.tensor
 
     def choose_route(self) -> None:
         """Sets `route`. Called again where `placement` or the transforms change before the value is read."""

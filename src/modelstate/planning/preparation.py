@@ -15,7 +15,16 @@ from modelstate.planning.matching import DecodeFailure, ModelSchemaView
 from modelstate.planning.memory import peak_bytes
 from modelstate.planning.plan import Binding, LoadPlan, MatchedCheckpoint, Step
 from modelstate.planning.recorder import Owner
-from modelstate.planning.transforms import NO_TRANSFORM, ModuleTransform, Transforms, asked_bytes, asked_rows, bound
+from modelstate.planning.sharded import ShardedSlot, sharded_slot
+from modelstate.planning.transforms import (
+    NO_TRANSFORM,
+    Choice,
+    ModuleTransform,
+    Transforms,
+    asked_bytes,
+    asked_rows,
+    bound,
+)
 from modelstate.problems import (
     BadExtraState,
     BufferConflict,
@@ -28,6 +37,7 @@ from modelstate.problems import (
     Problem,
     QuantizedCast,
     ShardedTensors,
+    ShardedTransform,
     TieConflict,
     WrongDtype,
     one_line,
@@ -40,6 +50,7 @@ from modelstate.spec import ByteRange, StoredTensor, overlapping
 from modelstate.torch_compat.dtypes import Overflows, cast_between, short
 from modelstate.torch_compat.plain import has_its_memory, is_plain, is_quantized, is_sharded, same_place
 from modelstate.torch_compat.private import is_fake, storage_id
+from modelstate.torch_compat.sharding import local_tensor
 from modelstate.transaction.slots import (
     BUFFER,
     EXTRA,
@@ -186,12 +197,14 @@ class Preparation:
         self.used.add(given)
         first = self.filled.get(id(param))
         if first is not None:
-            if first.value is not value and not self.incoming.are_equal(first.value, value):
+            whole = first.value if first.sharded is None else first.sharded.value
+            if whole is not value and not self.incoming.are_equal(whole, value):
                 self.problems.append(TieConflict(name, (first.name,)))
             return
         assignment = self._assignment(name, kind, param, value, given, stored)
         self.filled[id(param)] = assignment
         self.assignments.append(assignment)
+        param, value, stored = assignment.param, assignment.value, assignment.stored
         if not assignment.plain and self._has_other_class(assignment):
             return  # the value is never written, even where the model's own code uses the tensor
         if value.is_meta or (isinstance(stored, torch.Tensor) and lacks_values(stored)):
@@ -205,12 +218,20 @@ class Preparation:
     def _assignment(
         self, name: str, kind: str, param: torch.Tensor, value: torch.Tensor, given: str, stored: Source | None
     ) -> Assignment:
-        options, dtype, is_meta = self.options, param.dtype, param.is_meta
+        options, choice = self.options, NO_TRANSFORM if self.transforms is None else self.transforms.of(name)
+        transform, transformed = choice.first, choice.first is not None
+        sharded = self._sharded_slot(name, param, value, choice) if is_sharded(param) else None
+        device = options.device or (_CPU if param.is_meta else param.device)
+        if sharded is not None:
+            device = sharded.device_after(options.device)
+            param = local_tensor(param)
+            if transform is None:
+                value, stored = sharded.local(stored)
+            else:
+                transform = sharded.cropped(transform)
+        dtype, is_meta = param.dtype, param.is_meta
         if self.changes_dtypes and param.is_floating_point() and value.is_floating_point():
             dtype = options.dtype or (value.dtype if is_meta else dtype)
-        device = options.device or (_CPU if is_meta else param.device)
-        choice = NO_TRANSFORM if self.transforms is None else self.transforms.of(name)
-        transformed = choice.first is not None
         placement = choose(
             param,
             value,
@@ -232,12 +253,23 @@ class Preparation:
                 placement = choose(param, value, dtype, device, map=False, in_place=False, transformed=False)
             self._shown.setdefault(stored.storage, []).append(stored.extent)
         assignment = Assignment(
-            name, kind, param, value, given, stored, placement, plain, dtype, device, self.overflows, choice.first
+            *(name, kind, param, value, given, stored, placement, plain, dtype, device, self.overflows, transform),
+            sharded=sharded,
         )
         if choice.last is not None:
             assignment.remake = bound(choice)
             self._measure_remaking(assignment, choice.last)
         return assignment
+
+    def _sharded_slot(self, name: str, param: torch.Tensor, value: torch.Tensor, choice: Choice) -> ShardedSlot | None:
+        """Returns the slot of a DTensor; None, with a problem, where this rank cannot load its part of the value."""
+        slot = sharded_slot(name, param, value, self.options.device)
+        if isinstance(slot, ShardedSlot) and choice.last is not None:
+            slot = ShardedTransform(name, str(choice.last))
+        if isinstance(slot, Problem):
+            self.problems.append(slot)
+            return None
+        return slot
 
     def _in_place(self, param: torch.Tensor, device: torch.device, stored: Source | None) -> bool | None:
         """Whether a value can get into existing memory without temporary memory for all values.
@@ -360,15 +392,15 @@ class Preparation:
     def _has_other_class(self, assignment: Assignment) -> bool:
         """Adds a problem where the classes of the two tensors rule out a copy. Returns whether they do.
 
-        A FakeTensor has no values, and torch cannot copy between a DTensor and a whole tensor.
+        A FakeTensor has no values, and torch cannot copy from a DTensor to a whole tensor.
         """
         problem: Problem | None = None
         if is_fake(assignment.param) or is_fake(assignment.value):
             problem = FakeTensors(assignment.name, "model" if is_fake(assignment.param) else "checkpoint")
-        elif is_sharded(assignment.param) and not is_sharded(assignment.value):
-            problem = ShardedTensors(assignment.name, "model", on_meta=assignment.param.is_meta)
-        elif is_sharded(assignment.value) and not is_sharded(assignment.param):
-            problem = ShardedTensors(assignment.name, "checkpoint")
+        elif is_sharded(assignment.param):
+            return True  # `_assignment` has added the problem
+        elif is_sharded(assignment.value):
+            problem = ShardedTensors(assignment.name)
         self.problems += [problem] if problem is not None else []
         return problem is not None
 

@@ -14,6 +14,7 @@ from torch import nn
 
 from modelstate.process import fork_safe_lock
 from modelstate.torch_compat.private import stock_apply
+from modelstate.torch_compat.sharding import is_hook_of_fsdp
 
 
 def own_parameters(module: torch.nn.Module) -> dict[str, torch.nn.Parameter | None]:
@@ -97,23 +98,28 @@ def have_plain_names(modules: Iterable[torch.nn.Module]) -> bool:
 
 
 def have_load_hooks(modules: Iterable[torch.nn.Module]) -> bool:
-    """Whether a module has pre-hooks or post-hooks of `load_state_dict`."""
-    return any(module._load_state_dict_pre_hooks or module._load_state_dict_post_hooks for module in modules)
+    """Whether a module has pre-hooks or post-hooks of `load_state_dict`, other than those of FSDP2."""
+    return any(
+        not is_hook_of_fsdp(hook)
+        for module in modules
+        for hooks in (module._load_state_dict_pre_hooks, module._load_state_dict_post_hooks)
+        for hook in hooks.values()
+    )
 
 
 def has_load_pre_hooks(module: torch.nn.Module) -> bool:
     """Whether the module itself has pre-hooks of `load_state_dict`."""
-    return bool(module._load_state_dict_pre_hooks)
+    return bool(load_pre_hooks(module))
 
 
 def load_pre_hooks(module: torch.nn.Module) -> list[Callable[..., object]]:
-    """The module's own pre-hooks of `load_state_dict`, in their order."""
-    return [*module._load_state_dict_pre_hooks.values()]
+    """The module's own pre-hooks of `load_state_dict`, in their order, without those of FSDP2."""
+    return [hook for hook in module._load_state_dict_pre_hooks.values() if not is_hook_of_fsdp(hook)]
 
 
 def load_post_hooks(module: torch.nn.Module) -> list[Callable[..., object]]:
-    """The module's own post-hooks of `load_state_dict`, in their order."""
-    return [*module._load_state_dict_post_hooks.values()]
+    """The module's own post-hooks of `load_state_dict`, in their order, without those of FSDP2."""
+    return [hook for hook in module._load_state_dict_post_hooks.values() if not is_hook_of_fsdp(hook)]
 
 
 def load_from_state_dict(owner: Any) -> Callable[..., None]:

@@ -1,7 +1,8 @@
 """DTensors from the inside: the split of a dimension by a placement, and the local tensors."""
 
 import datetime
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -54,6 +55,35 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return local
 
 
+def layout_of(tensor: torch.Tensor) -> str:
+    """Returns the placements of a DTensor and the shape of its mesh, as text that is the same on all ranks."""
+    held: Any = tensor
+    return f"{list(held.placements)!r} on {tuple(held.device_mesh.shape)}"
+
+
+def mesh_device_type(tensor: torch.Tensor) -> str:
+    """Returns the type of the devices of a DTensor's mesh."""
+    mesh: Any = tensor.device_mesh  # type: ignore[attr-defined]
+    return str(mesh.device_type)
+
+
+def same_layout(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """Whether two DTensors are placed in the same way on the same ranks."""
+    one: Any = first
+    other: Any = second
+    return bool(one.device_mesh == other.device_mesh and one.placements == other.placements)
+
+
+def dtensor_like(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+    """Returns a DTensor with the shape and placements of `tensor`, and a local tensor of any dtype and device."""
+    from torch.distributed.tensor import DTensor
+
+    held: Any = tensor
+    mesh, placements = held.device_mesh, held.placements
+    with torch.no_grad():
+        return DTensor.from_local(local, mesh, placements, run_check=False, shape=tensor.shape, stride=tensor.stride())
+
+
 def default_store() -> Any:
     """Returns the store of the default process group."""
     from torch.distributed.distributed_c10d import _get_default_store
@@ -84,3 +114,56 @@ def all_gather(group: Any, tensors: list[torch.Tensor], tensor: torch.Tensor, ti
     options: Any = AllgatherOptions()
     options.timeout = datetime.timedelta(seconds=timeout_seconds)
     group.allgather([tensors], [tensor], options).wait()
+
+
+# Modules of FSDP2.
+
+
+def is_hook_of_fsdp(hook: Any) -> bool:
+    """Whether a hook of a state dict is one of FSDP2. `reshard` and `refresh_shards` do what these hooks do."""
+    return str(getattr(hook, "__module__", "")).startswith("torch.distributed.fsdp._fully_shard")
+
+
+def _fsdp_groups(modules: Iterable[torch.nn.Module]) -> Iterator[Any]:
+    """Yields the groups of parameters that FSDP2 gathers together."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is None:
+        return
+    seen = set()
+    for module in modules:
+        if isinstance(module, fsdp.FSDPModule):
+            state: Any = module._get_fsdp_state()
+            groups = getattr(state, "_fsdp_param_groups", None)
+            if groups is None:  # before torch 2.12
+                groups = [state._fsdp_param_group] if state._fsdp_param_group is not None else []
+            for group in groups:
+                if id(group) not in seen:
+                    seen.add(id(group))
+                    yield group
+
+
+def reshard(model: torch.nn.Module) -> None:
+    """Has modules of FSDP2 show their sharded parameters, and not those that a forward pass has gathered."""
+    for group in _fsdp_groups(model.modules()):
+        group._to_sharded()
+
+
+def refresh_shards(modules: Iterable[torch.nn.Module]) -> Callable[[], None]:
+    """Has FSDP2 use the memory that its sharded parameters have now. Returns the undo."""
+    undos: list[tuple[Any, str, Any]] = []
+    for group in _fsdp_groups(modules):
+        for param in group.fsdp_params:
+            local = param.sharded_param._local_tensor
+            data = param._sharded_param_data
+            if type(data) is torch.Tensor and data.untyped_storage()._cdata == local.untyped_storage()._cdata:
+                continue
+            undos += [(param, "_sharded_param_data", data), (param, "_sharding_spec", param._sharding_spec)]
+            undos.append((param.sharded_param, "_local_tensor", local))
+            with torch.no_grad():
+                param.reset_sharded_param()
+
+    def undo() -> None:
+        for holder, name, value in undos:
+            setattr(holder, name, value)
+
+    return undo

@@ -11,8 +11,9 @@ from torch import nn
 from modelstate.formats.tree import EXTRA_STATE
 from modelstate.torch_compat.dtypes import short
 from modelstate.torch_compat.modules import module_tables, non_persistent_buffers
-from modelstate.torch_compat.plain import has_its_memory, is_plain, same_place
+from modelstate.torch_compat.plain import has_its_memory, is_plain, is_sharded, same_place
 from modelstate.torch_compat.private import address_range, storage_id
+from modelstate.torch_compat.sharding import local_tensor
 
 PARAMETER, BUFFER, HIDDEN, EXTRA = "parameter", "buffer", "non-persistent buffer", "extra state"
 
@@ -136,7 +137,7 @@ class Addresses:
     """The address ranges of the storages of some tensors."""
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
-        ranges = sorted({address_range(tensor) for tensor in tensors} - {(0, 0)})
+        ranges = sorted({address_range(part) for tensor in tensors for part in _parts(tensor)} - {(0, 0)})
         self._starts = [start for start, _ in ranges]
         self._ends = [end for _, end in ranges]
 
@@ -149,6 +150,11 @@ class Addresses:
         return (before >= 0 and start < self._ends[before]) or (
             before + 1 < len(self._starts) and self._starts[before + 1] < end
         )
+
+
+def _parts(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Returns the local tensor of a DTensor; of any other tensor, the tensor itself."""
+    return [local_tensor(tensor)] if is_sharded(tensor) else [tensor]
 
 
 def overlap(a: torch.Tensor, b: torch.Tensor) -> bool:

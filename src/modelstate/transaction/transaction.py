@@ -277,6 +277,8 @@ class Transaction:
         self._protected.update(storage_id(part) for protected in self._to_protect for part in payload_of(protected))
         self._to_protect.clear()
         keys = _keys(tensor)
+        if len(keys) == 1:  # a wrapper, whose parts have the storages
+            keys += tuple(key for part in payload_of(tensor) for key in _keys(part))
         self.used_storages.update(keys[1:])
         if self._entangled:
             self._run_all()
