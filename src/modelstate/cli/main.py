@@ -264,7 +264,11 @@ def _with_load_options(run: Callable[..., None]) -> Callable[..., None]:
                 run(request, checkpoint, as_json, **own)
 
     common = list(inspection.signature(command, eval_str=True).parameters.values())[:-1]
-    own_options = list(inspection.signature(run, eval_str=True).parameters.values())[3:]
+    # The annotations of the first three need torch.
+    own_options = [
+        option.replace(annotation=eval(option.annotation, run.__globals__))
+        for option in list(inspection.signature(run).parameters.values())[3:]
+    ]
     signature = inspection.Signature([*common, *own_options])
     command.__name__, command.__doc__ = run.__name__, run.__doc__
     command.__signature__ = signature  # type: ignore[attr-defined]
