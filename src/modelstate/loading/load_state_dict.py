@@ -14,8 +14,9 @@ from modelstate.planning.assignment import copy_cannot_fail
 from modelstate.planning.recorder import IncompatibleKeys, Owner, walk
 from modelstate.process import gc_paused
 from modelstate.torch_compat.modules import IncompatibleKeys as ReturnedKeys
-from modelstate.torch_compat.plain import has_its_memory, is_plain, same_place
+from modelstate.torch_compat.plain import has_its_memory, is_plain, is_sharded, same_place
 from modelstate.torch_compat.private import has_registration_hooks, is_tensor_like, module_load, swap_tensors, use_count
+from modelstate.torch_compat.sharding import refresh_shards, reshard
 from modelstate.transaction.slots import slots_of
 from modelstate.transaction.swap_tensors import exchange
 from modelstate.transaction.transaction import Transaction, Write, exclusive
@@ -63,6 +64,7 @@ def load_state_dict(
     outcome = IncompatibleKeys()
     versions = getattr(state_dict, "_metadata", None)
     with exclusive(module), Transaction(module) as transaction:
+        reshard(module)
         sink = _TorchSink(transaction)
         with gc_paused():
             walk(
@@ -76,6 +78,7 @@ def load_state_dict(
                 outcome=outcome,
             )
         _raise_errors(module, outcome, strict)
+        transaction.register_undo(refresh_shards(module.modules()))
         transaction.commit()
     return ReturnedKeys(outcome.missing, outcome.unexpected)
 
@@ -237,6 +240,7 @@ def _assign_cannot_fail(module: nn.Module, param: torch.Tensor, value: torch.Ten
         type(module).__setattr__ is nn.Module.__setattr__
         and not has_registration_hooks()
         and is_plain(value)
+        and not is_sharded(param)  # FSDP2 looks at its parameters before the commit
         and not value.is_inference()
         and (not param.requires_grad or value.is_floating_point() or value.is_complex())
     )

@@ -7,22 +7,29 @@ the state goes to the wrong parameters, without an error where the shapes allow 
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.distributed import ProcessGroup
 
 from modelstate.checkpoint.open import argument_order, is_module
+from modelstate.distributed.agreement import TIMEOUT_SECONDS, agreement_of
 from modelstate.errors import OptimizerStateError, OptionError
-from modelstate.loading.options import check_model, patterns_of
+from modelstate.loading.options import check_model, check_timeout, patterns_of
 from modelstate.planning.matching import wrapper_rule
+from modelstate.planning.sharded import ShardedSlot, sharded_slot
 from modelstate.process import deferred_signals
+from modelstate.rules.expression import Read, values_of
 from modelstate.rules.optimizer import apply_to_optimizer
 from modelstate.rules.rule import Rule
 from modelstate.rules.schema import Schema, check_rules, renamed_by, way_back
+from modelstate.torch_compat.plain import is_sharded
+from modelstate.torch_compat.sharding import dtensor_like, local_tensor
 from modelstate.transaction.optimizers import check_optimizers
 
 _GROUPS, _CLASS = "param_groups", "class"
@@ -85,8 +92,14 @@ def load_optimizer_state(
     rules: Iterable[Rule] | Schema = (),
     allow_missing: bool = False,
     keep_options: Iterable[str] = (),
+    process_group: ProcessGroup | None = None,
+    timeout_seconds: float = TIMEOUT_SECONDS,
 ) -> None:
     """Loads the result of `optimizer_state` by the names of the parameters, all or nothing.
+
+    An optimizer over DTensors (FSDP2, tensor parallelism) is loaded by all ranks of their mesh together. The state may
+    have whole tensors, of which each rank takes its part, or DTensors that are placed as the parameters are, as
+    `get_optimizer_state_dict` of `torch.distributed.checkpoint.state_dict` returns them.
 
     Tensors take the device of their parameter. Tensors that torch's optimizers keep for each element of a parameter
     also take its dtype; `step` stays where the optimizer keeps it. A parameter with an empty saved state has no state
@@ -109,8 +122,13 @@ def load_optimizer_state(
         allow_missing: whether parameters without a saved state are allowed.
         keep_options: glob patterns of options of a group that stay what they are: `["lr"]` goes on with the learning
             rate of this optimizer, `["*"]` loads no options at all. All other options are loaded.
+        process_group: the ranks that load together, where the parameters are DTensors; None for the ranks of their
+            mesh.
+        timeout_seconds: how long a rank waits for the others.
 
     Raises:
+        RankLostError: A rank has not taken part within `timeout_seconds`.
+        ProcessGroupError: The model has DTensors, and there is no process group of all ranks of their mesh.
         OptimizerStateError: The state does not fit. The error has every name, shape, group, option and class that does
             not.
         RuleError: A rule cannot be applied.
@@ -122,21 +140,23 @@ def load_optimizer_state(
         >>> ms.load_optimizer_state(model, optimizer, state_of_adam, keep_options=["*"])
     """
     patterns = patterns_of("keep_options", keep_options)
-    planned = plan_by_name(
-        model,
-        optimizer,
-        state,
-        rules=rules,
-        may_miss=lambda _: allow_missing,
-        may_exceed=lambda _: False,
-        keeps=lambda option: any(fnmatchcase(option, pattern) for pattern in patterns),
-    )
-    check_keep_options(patterns, [str(key) for group in optimizer.param_groups for key in _options(group)])
-    if planned.problems:
-        other = planned.other_class
-        remedy = remedy_of("True") if other is None else other.remedy('["*"]', "do not load this state")
-        raise misfit(type(optimizer).__name__, planned.problems, remedy)
-    planned.load()
+    agreement = agreement_of(check_model(model), process_group, check_timeout(timeout_seconds))
+    with agreement.phase("planning"):
+        planned = plan_by_name(
+            model,
+            optimizer,
+            state,
+            rules=rules,
+            may_miss=lambda _: allow_missing,
+            may_exceed=lambda _: False,
+            keeps=lambda option: any(fnmatchcase(option, pattern) for pattern in patterns),
+        )
+        check_keep_options(patterns, [str(key) for group in optimizer.param_groups for key in _options(group)])
+        if planned.problems:
+            other = planned.other_class
+            remedy = remedy_of("True") if other is None else other.remedy('["*"]', "do not load this state")
+            raise misfit(type(optimizer).__name__, planned.problems, remedy)
+    planned.load(agreement.phase("reading", decides=True))
 
 
 def check_keep_options(patterns: Iterable[str], options: Sequence[str]) -> None:
@@ -206,8 +226,9 @@ class OptimizerPlan:
 
     problems: list[str]
     """A line of text for each thing that does not fit."""
-    load: Callable[[], None]
-    """Loads the state, all or nothing. Call it only where there are no problems."""
+    load: Callable[..., None]
+    """Loads the state, all or nothing. Call it only where there are no problems. The values are copied within the
+    context that it is given, and take effect after it."""
     other_class: OtherClass | None = None
     """Set where the class of the saved state is one of the problems."""
     note: str = ""
@@ -274,18 +295,19 @@ def plan_by_name(
     other, note = _other_class(state, groups, optimizer, keeps, bool(option_problems), bool(value_problems))
     problems = [*([other.text] if other else []), *problems, *option_problems, *value_problems]
 
-    def load() -> None:
-        try:
-            new_state: dict[torch.Tensor, dict[str, object]] = {
-                param: _placed(values, param, layout) for param, values in by_param.items()
-            }
-            new_options = [(group, deepcopy(options)) for group, options in matched]
-        except Exception as error:
-            raise OptimizerStateError(
-                "a value of the state cannot be copied; nothing has been changed",
-                where=type(optimizer).__name__,
-                found=error,
-            ) from error
+    def load(copying: AbstractContextManager[None] | None = None) -> None:
+        with copying or nullcontext():
+            try:
+                new_state: dict[torch.Tensor, dict[str, object]] = {
+                    param: _placed(values, param, layout) for param, values in by_param.items()
+                }
+                new_options = [(group, deepcopy(options)) for group, options in matched]
+            except Exception as error:
+                raise OptimizerStateError(
+                    "a value of the state cannot be copied; nothing has been changed",
+                    where=type(optimizer).__name__,
+                    found=error,
+                ) from error
         with deferred_signals():
             for param in names:
                 optimizer.state.pop(param, None)
@@ -636,6 +658,8 @@ def _value_problems(
 
 def _unfit_for_param(value: object, param: torch.Tensor, optimizer: torch.optim.Optimizer) -> str:
     """Returns why a value cannot be state of a parameter; empty where it can."""
+    if isinstance(value, torch.Tensor) and (is_sharded(value) or (is_sharded(param) and value.dim())):
+        return _unfit_for_shard(value, param)
     if not isinstance(value, torch.Tensor):
         return "" if value is None or isinstance(value, int | float | list | tuple) else f"is {type(value).__name__}"
     if value.layout is not torch.strided or value.is_meta:
@@ -650,6 +674,16 @@ def _unfit_for_param(value: object, param: torch.Tensor, optimizer: torch.optim.
     if isinstance(optimizer, torch.optim.Adafactor):  # one value for each element, or for each row or column
         fits = value.dim() == param.dim() and all(a in (1, b) for a, b in zip(value.shape, param.shape, strict=True))
     return "" if fits else f"has the shape {list(value.shape)}, the parameter {list(param.shape)}"
+
+
+def _unfit_for_shard(value: torch.Tensor, param: torch.Tensor) -> str:
+    """Returns why a rank cannot take its part of a value for a DTensor; empty where it can."""
+    if not is_sharded(param):
+        return "is a DTensor, and the parameter is not"
+    if value.shape != param.shape:
+        return f"has the shape {list(value.shape)}, the parameter {list(param.shape)}"
+    slot = sharded_slot("", param, value, None)
+    return "" if isinstance(slot, ShardedSlot) else f"cannot be split over the ranks: {slot.title}"
 
 
 def _unlike(value: object, expected: object) -> str:
@@ -689,6 +723,13 @@ def _copied(key: str, value: object, param: torch.Tensor, dtype: torch.dtype | N
             step = value.detach().clone()
             return step.to(torch.float32).to(param.device) if step_on_device else step
         to = dtype if dtype is not None and value.dim() and value.is_floating_point() else value.dtype
+        if is_sharded(param) and value.dim():
+            slot = sharded_slot("", param, value, None)
+            assert isinstance(slot, ShardedSlot)
+            source = slot.local(value).stored
+            assert source is not None
+            local = values_of(source, cast(Read, torch.Tensor.detach))
+            return dtensor_like(param, local.to(local_tensor(param).device, to, copy=True).contiguous())
         plain = type(value) is torch.Tensor and type(param.detach()) is torch.Tensor
         if plain and value.shape == param.shape and value.stride() != param.stride():
             return torch.empty_like(param.detach(), dtype=to).copy_(value.detach())  # files have no strides

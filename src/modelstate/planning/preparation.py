@@ -50,7 +50,6 @@ from modelstate.spec import ByteRange, StoredTensor, overlapping
 from modelstate.torch_compat.dtypes import Overflows, cast_between, short
 from modelstate.torch_compat.plain import has_its_memory, is_plain, is_quantized, is_sharded, same_place
 from modelstate.torch_compat.private import is_fake, storage_id
-from modelstate.torch_compat.sharding import local_tensor
 from modelstate.transaction.slots import (
     BUFFER,
     EXTRA,
@@ -219,16 +218,11 @@ class Preparation:
         self, name: str, kind: str, param: torch.Tensor, value: torch.Tensor, given: str, stored: Source | None
     ) -> Assignment:
         options, choice = self.options, NO_TRANSFORM if self.transforms is None else self.transforms.of(name)
-        transform, transformed = choice.first, choice.first is not None
-        sharded = self._sharded_slot(name, param, value, choice) if is_sharded(param) else None
+        transform, transformed, sharded = choice.first, choice.first is not None, None
         device = options.device or (_CPU if param.is_meta else param.device)
-        if sharded is not None:
+        if is_sharded(param) and (sharded := self._sharded_slot(name, param, value, choice)) is not None:
             device = sharded.device_after(options.device)
-            param = local_tensor(param)
-            if transform is None:
-                value, stored = sharded.local(stored)
-            else:
-                transform = sharded.cropped(transform)
+            param, value, stored, transform = sharded.local(stored, transform)
         dtype, is_meta = param.dtype, param.is_meta
         if self.changes_dtypes and param.is_floating_point() and value.is_floating_point():
             dtype = options.dtype or (value.dtype if is_meta else dtype)
@@ -346,37 +340,25 @@ class Preparation:
         given, stored = self.incoming.origin_of(value)
         assert step.dtype is not None
         assert step.device is not None
-        placement = step.how
+        placement, param = step.how, slot.tensor
         choice = NO_TRANSFORM if self.transforms is None else self.transforms.of(step.name)
+        transform, sharded = choice.first, None
+        if is_sharded(param) and (sharded := self._sharded_slot(step.name, param, value, choice)) is not None:
+            param, value, stored, transform = sharded.local(stored, transform)
         if placement.leased:  # which the layout of this model may not allow
-            in_place = self._in_place(slot.tensor, step.device, stored)
-            placement = choose(
-                slot.tensor, value, step.dtype, step.device, map=False, in_place=in_place, transformed=False
-            )
+            in_place = self._in_place(param, step.device, stored)
+            placement = choose(param, value, step.dtype, step.device, map=False, in_place=in_place, transformed=False)
         is_read = (
             placement.mapped
             and isinstance(stored, StoredTensor)
             and not self.incoming.maps.may_show(stored.storage.path, self.options.map)
         )
         if is_read:  # another process has opened the file for writing since
-            placement = choose(
-                slot.tensor, value, step.dtype, step.device, map=False, in_place=False, transformed=False
-            )
+            placement = choose(param, value, step.dtype, step.device, map=False, in_place=False, transformed=False)
         assignment = Assignment(
-            *(
-                step.name,
-                step.kind,
-                slot.tensor,
-                value,
-                given,
-                stored,
-                placement,
-                is_plain(slot.tensor, value),
-                step.dtype,
-                step.device,
-                self.overflows,
-            ),
-            transform=choice.first,
+            *(step.name, step.kind, param, value, given, stored, placement, is_plain(param, value)),
+            *(step.dtype, step.device, self.overflows, transform),
+            sharded=sharded,
         )
         if choice.last is not None:
             assignment.remake = bound(choice)

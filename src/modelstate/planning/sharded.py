@@ -5,6 +5,8 @@ all routes of plain tensors apply. The DTensor itself gets other memory only whe
 """
 
 from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
 
 import torch
 
@@ -29,24 +31,28 @@ class ShardedSlot:
     value: torch.Tensor
     """The value of the whole tensor, as it is in the checkpoint."""
 
-    def local(self, stored: Source | None) -> tuple[torch.Tensor, Source | None]:
-        """Returns the value of the local tensor, and its source, for the source of the whole tensor.
+    def local(self, stored: Source | None, transform: Transform | None = None) -> "LocalSlot":
+        """Returns what is loaded into the local tensor, for the source and the transform of the whole tensor.
 
-        A value that is not a view of the whole one is without memory until it is computed.
+        A value that is not a view of the whole one is without memory until it is computed. A transform may look at
+        other elements than its own, so it gets the whole value.
         """
+        param = local_tensor(self.tensor)
+        if transform is not None:
+            return LocalSlot(param, self.value, stored, partial(self._cropped, transform))
         if is_sharded(self.value) and not self._is_whole_here(self.value):
             local = local_tensor(self.value)
-            return local, local if stored is not None else None
+            return LocalSlot(param, local, local if stored is not None else None)
         value = local_tensor(self.value) if is_sharded(self.value) else self.value
         source = self.shard.of(value if stored is None or is_sharded(self.value) else stored)
         boxes = [box for box, _ in self.shard.boxes()]
         if isinstance(source, torch.Tensor):
-            return source, None if stored is None else source
+            return LocalSlot(param, source, None if stored is None else source)
         if len(boxes) == 1 and isinstance(source, StoredTensor) and is_plain(value):
-            return value[slices_of(boxes[0])], source
+            return LocalSlot(param, value[slices_of(boxes[0])], source)
         lacking = source.lacks_values if isinstance(source, Derived) else lacks_values(source)
         device = "meta" if value.is_meta or lacking else "cpu"
-        return torch.empty(self.shard.shape, dtype=value.dtype, device=device), source
+        return LocalSlot(param, torch.empty(self.shard.shape, dtype=value.dtype, device=device), source)
 
     def device_after(self, requested: torch.device | None) -> torch.device:
         """Returns the device of the local tensor after the load."""
@@ -59,24 +65,29 @@ class ShardedSlot:
         shard = shard_of(value)
         return shard is not None and shard.is_whole
 
-    def cropped(self, transform: Transform) -> Transform:
-        """Returns a transform that computes the whole tensor, as the transform expects, and returns the local one."""
+    def _cropped(self, transform: Transform, name: str, whole: torch.Tensor) -> torch.Tensor:
+        """Returns the part of a transform's result that this rank holds."""
+        result = transform(name, whole)
+        if not isinstance(result, torch.Tensor) or result.shape != self.tensor.shape or not is_plain(result):
+            raise TransformError(
+                "the transform returned something that cannot be split over the ranks; nothing has been changed",
+                where=name,
+                expected=f"a plain tensor of shape {tuple(self.tensor.shape)}",
+                found=f"{type(result).__name__} of shape {tuple(getattr(result, 'shape', ()))}",
+            )
+        local = result.new_empty(self.shard.shape)
+        for box, place in self.shard.boxes():
+            local[slices_of(place)] = result[slices_of(box)]
+        return local
 
-        def crop(name: str, whole: torch.Tensor) -> torch.Tensor:
-            result = transform(name, whole)
-            if not isinstance(result, torch.Tensor) or result.shape != self.tensor.shape or not is_plain(result):
-                raise TransformError(
-                    "the transform returned something that cannot be split over the ranks; nothing has been changed",
-                    where=name,
-                    expected=f"a plain tensor of shape {tuple(self.tensor.shape)}",
-                    found=f"{type(result).__name__} of shape {tuple(getattr(result, 'shape', ()))}",
-                )
-            local = result.new_empty(self.shard.shape)
-            for box, place in self.shard.boxes():
-                local[slices_of(place)] = result[slices_of(box)]
-            return local
 
-        return crop
+class LocalSlot(NamedTuple):
+    """The local tensor of a DTensor, and what is loaded into it."""
+
+    param: torch.Tensor
+    value: torch.Tensor
+    stored: Source | None
+    transform: Transform | None = None
 
 
 def sharded_slot(

@@ -142,6 +142,10 @@ def _fsdp_groups(modules: Iterable[torch.nn.Module]) -> Iterator[Any]:
                     yield group
 
 
+_OF_FSDP_PARAM = ("sharded_param", "_sharded_param_data", "_sharding_spec")
+"""The attributes that FSDP2 sets when its parameters get other memory."""
+
+
 def reshard(model: torch.nn.Module) -> None:
     """Has modules of FSDP2 show their sharded parameters, and not those that a forward pass has gathered."""
     for group in _fsdp_groups(model.modules()):
@@ -149,21 +153,23 @@ def reshard(model: torch.nn.Module) -> None:
 
 
 def refresh_shards(modules: Iterable[torch.nn.Module]) -> Callable[[], None]:
-    """Has FSDP2 use the memory that its sharded parameters have now. Returns the undo."""
+    """Has FSDP2 use the sharded parameters that its modules have now, and their memory. Returns the undo."""
     undos: list[tuple[Any, str, Any]] = []
     for group in _fsdp_groups(modules):
         for param in group.fsdp_params:
-            local = param.sharded_param._local_tensor
-            data = param._sharded_param_data
-            if type(data) is torch.Tensor and data.untyped_storage()._cdata == local.untyped_storage()._cdata:
+            info, data = param._module_info, param._sharded_param_data
+            now = getattr(info.module, info.param_name)
+            local = now._local_tensor
+            has_memory = type(data) is torch.Tensor and data.untyped_storage()._cdata == local.untyped_storage()._cdata
+            if has_memory and now is param.sharded_param:
                 continue
-            undos += [(param, "_sharded_param_data", data), (param, "_sharding_spec", param._sharding_spec)]
-            undos.append((param.sharded_param, "_local_tensor", local))
+            undos += [(param, name, getattr(param, name)) for name in _OF_FSDP_PARAM]
+            undos.append((now, "_local_tensor", local))
             with torch.no_grad():
                 param.reset_sharded_param()
 
     def undo() -> None:
-        for holder, name, value in undos:
+        for holder, name, value in reversed(undos):
             setattr(holder, name, value)
 
     return undo

@@ -1,0 +1,257 @@
+"""Calls besides a plain load, on sharded models: plans, transforms, optimizers, `load_state_dict`, `convert`."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+)
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+import modelstate as ms
+from modelstate import errors
+from modelstate.torch_compat.sharding import local_tensor
+from tests.distributed import models
+from tests.distributed.ranks import Ranks
+
+pytestmark = pytest.mark.slow
+FULL = StateDictOptions(full_state_dict=True)
+
+
+def same(net: nn.Module, whole: nn.Module) -> bool:
+    found = models.gathered(net)
+    return all(torch.equal(found[name], tensor.detach()) for name, tensor in whole.state_dict().items())
+
+
+def fingerprint(net: nn.Module) -> list[tuple[int, str]]:
+    """The identity and the bits of every tensor, as this rank holds it."""
+    tensors = [*net.parameters(), *net.buffers()]
+    locals_ = [local_tensor(tensor) if isinstance(tensor, DTensor) else tensor for tensor in tensors]
+    return [
+        (id(tensor), "meta" if local.is_meta else str(local.dtype) + str(local.detach().tolist()))
+        for tensor, local in zip(tensors, locals_, strict=True)
+    ]
+
+
+def executes_a_plan(kind: str, path: str, meta: bool) -> bool:
+    net = models.sharded(kind, meta=meta)
+    plan = ms.plan(net, path)
+    assert plan.ok
+    before = fingerprint(net)
+    assert all(step.nbytes == step.expression.nbytes for step in plan.steps if step.expression is not None)  # type: ignore[union-attr]
+    assert fingerprint(net) == before
+    ms.load(net, plan)
+    whole = models.plain(kind, seed=9)
+    ms.load(whole, path)
+    return same(net, whole)
+
+
+@pytest.mark.parametrize("meta", [False, True])
+@pytest.mark.parametrize("kind", ["fsdp", "fsdp+tp"])
+def test_a_plan_is_executed(ranks: Ranks, kind: str, meta: bool, tmp_path: Path) -> None:
+    ms.save(models.plain(kind, seed=5), tmp_path / "x.safetensors")
+    assert ranks.values(executes_a_plan, kind, str(tmp_path / "x.safetensors"), meta) == [True] * 4
+
+
+def by_rows(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """A function that looks at other elements than its own."""
+    return tensor - tensor.mean() if tensor.is_floating_point() else tensor
+
+
+def transforms(kind: str, path: str) -> bool:
+    net, whole = models.sharded(kind), models.plain(kind, seed=9)
+    ms.load(net, path, transform={"*.weight": by_rows})
+    ms.load(whole, path, transform={"*.weight": by_rows})
+    return same(net, whole)
+
+
+@pytest.mark.parametrize("kind", ["fsdp", "shard1", "fsdp+tp", "uneven"])
+def test_a_transform_sees_the_whole_tensor(ranks: Ranks, kind: str, tmp_path: Path) -> None:
+    ms.save(models.plain(kind, seed=5), tmp_path / "x.safetensors")
+    assert ranks.values(transforms, kind, str(tmp_path / "x.safetensors")) == [True] * 4
+
+
+def train(net: nn.Module, optimizer: torch.optim.Optimizer, first: int, steps: int) -> None:
+    for step in range(first, first + steps):
+        optimizer.zero_grad()
+        net(torch.arange(5) + step).square().mean().backward()
+        optimizer.step()
+
+
+def trained(net: nn.Module, seed: int = 0) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(net.parameters(), lr=0.01)
+
+
+def goes_on(folder: str, meta: bool) -> list[bool]:
+    """Whether training that goes on from a saved state is the training that was not interrupted."""
+    net = models.sharded("uneven", seed=3)
+    optimizer = trained(net)
+    train(net, optimizer, 0, 5)
+    weights = get_model_state_dict(net, options=FULL)
+    state = get_optimizer_state_dict(net, optimizer, options=FULL)
+    shards = get_optimizer_state_dict(net, optimizer)
+    # Rank 0 alone has the whole state; the file has it for all.
+    if torch.distributed.get_rank() == 0:
+        torch.save({"model": weights, "optim": state}, f"{folder}/x.pt")
+    torch.distributed.barrier()
+    opened = ms.open(f"{folder}/x.pt")
+    loaded = []
+    for given in (opened.value("optim"), shards):
+        other = models.sharded("uneven", seed=4, meta=meta)
+        ms.load(other, opened, key="model")
+        other_optimizer = trained(other)
+        ms.load_optimizer_state(other, other_optimizer, given)
+        loaded.append((other, other_optimizer))
+    for model, of_model in ((net, optimizer), *loaded):
+        train(model, of_model, 5, 5)
+    expected = models.gathered(net)
+    return [
+        all(torch.equal(expected[name], found) for name, found in models.gathered(other).items()) for other, _ in loaded
+    ]
+
+
+@pytest.mark.parametrize("meta", [False, True])
+def test_training_goes_on(ranks: Ranks, meta: bool, tmp_path: Path) -> None:
+    assert ranks.values(goes_on, str(tmp_path), meta) == [[True, True]] * 4
+
+
+def misfits() -> list[str]:
+    """An optimizer state that one rank cannot take leaves all optimizers as they are."""
+    net = models.sharded("fsdp")
+    optimizer = trained(net)
+    train(net, optimizer, 0, 1)
+    state: dict[str, Any] = get_optimizer_state_dict(net, optimizer, options=FULL)
+    before = str(ms.optimizer_state(net, optimizer))
+    name = "blocks.0.q.weight"
+    if torch.distributed.get_rank() == 3:
+        state["state"] = {**state["state"], name: {**state["state"][name], "exp_avg": torch.zeros(1, 2)}}
+    try:
+        ms.load_optimizer_state(net, optimizer, state)
+    except errors.OptimizerStateError as error:
+        assert str(ms.optimizer_state(net, optimizer)) == before
+        return [type(error).__name__, str("rank 3" in str(error) and name in str(error))]
+    return []
+
+
+def test_an_optimizer_state_that_one_rank_cannot_take(ranks: Ranks) -> None:
+    assert ranks.values(misfits) == [["OptimizerStateError", "True"]] * 4
+
+
+def state_dicts(kind: str, assign: bool) -> list[str]:
+    """What differs between ours and torch's `load_state_dict`, for state dicts of shards and of whole tensors."""
+    wrong = []
+    given = models.sharded(kind, seed=6)
+    for name, state in (("shards", get_model_state_dict(given)), ("whole", get_model_state_dict(given, options=FULL))):
+        ours, theirs = models.sharded(kind, meta=assign), models.sharded(kind, meta=assign)
+        before = fingerprint(ours)
+        outcomes = []
+        for load in (ms.load_state_dict, nn.Module.load_state_dict):
+            try:
+                outcomes.append(str(load(ours if load is ms.load_state_dict else theirs, state, assign=assign)))
+            except (RuntimeError, AttributeError) as error:
+                outcomes.append(f"Error: {error}")
+        if outcomes[0] != outcomes[1]:
+            wrong.append(f"{name}: {outcomes}")
+        elif "Error" in outcomes[0]:
+            wrong += [] if fingerprint(ours) == before else [f"{name}: changed"]
+        elif name == "shards":
+            tokens = torch.arange(5)
+            wrong += [] if torch.equal(ours(tokens), theirs(tokens)) else [f"{name}: forward"]
+            train(ours, trained(ours), 0, 1)
+    return wrong
+
+
+@pytest.mark.parametrize("assign", [False, True])
+@pytest.mark.parametrize("kind", ["fsdp", "uneven"])
+def test_load_state_dict_is_that_of_torch(ranks: Ranks, kind: str, assign: bool) -> None:
+    assert ranks.values(state_dicts, kind, assign) == [[]] * 4
+
+
+def converts(kind: str) -> list[str]:
+    net, whole = models.sharded(kind, seed=2), models.plain(kind, seed=2)
+    ids = [id(param) for param in net.parameters()]
+    ms.convert(net, torch.bfloat16)
+    ms.convert(whole, torch.bfloat16)
+    assert ids == [id(param) for param in net.parameters()]
+    wrong = [] if same(net, whole) else ["values"]
+    if kind in ("fsdp", "uneven"):
+        tokens = torch.arange(5)
+        wrong += [] if torch.allclose(net(tokens), whole(tokens), rtol=0.1, atol=0.1) else ["forward"]
+        before = fingerprint(net)
+        try:
+            ms.convert(net, torch.float32)
+            wrong.append("converted in use")
+        except errors.ModelStateError:
+            wrong += [] if fingerprint(net) == before else ["changed"]
+    return wrong
+
+
+@pytest.mark.parametrize("kind", ["fsdp", "uneven", "tp", "fsdp+tp"])
+def test_convert(ranks: Ranks, kind: str) -> None:
+    assert ranks.values(converts, kind) == [[]] * 4
+
+
+def keeps_references(kind: str) -> list[str]:
+    net, whole = models.sharded(kind, seed=2), models.plain(kind, seed=2)
+    ids = [id(param) for param in net.parameters()]
+    with ms.reference_keeping():
+        net.to(torch.bfloat16)
+        whole.to(torch.bfloat16)
+    wrong = [] if ids == [id(param) for param in net.parameters()] else ["identity"]
+    return wrong + ([] if same(net, whole) else ["values"])
+
+
+@pytest.mark.parametrize("kind", ["fsdp", "tp"])
+def test_reference_keeping(ranks: Ranks, kind: str) -> None:
+    assert ranks.values(keeps_references, kind) == [[]] * 4
+
+
+def refusals(path: str) -> dict[str, Any]:
+    """The problems and errors of models that cannot be loaded."""
+    found: dict[str, Any] = {}
+    mesh = models.mesh(4)
+    net = nn.Linear(8, 8)
+    local = torch.zeros(8, 8)
+    net.weight = nn.Parameter(DTensor.from_local(local, mesh, [Partial()], run_check=False))
+    values = {"weight": torch.ones(8, 8), "bias": torch.ones(8)}
+    cases: dict[str, Any] = {"partial": lambda: ms.load(net, values)}
+    fsdp = nn.Linear(8, 8)
+    fully_shard(fsdp, mesh=mesh)
+    sharded: dict[str, Any] = get_model_state_dict(fsdp)
+    whole = {name: tensor.redistribute(mesh, [Replicate()]) for name, tensor in sharded.items()}
+    columns = {**sharded, "weight": sharded["weight"].redistribute(mesh, [Shard(1)])}
+    before = fingerprint(fsdp)
+    ms.load(fsdp, whole)
+    assert fingerprint(fsdp) == before
+    cases["other sharding"] = lambda: ms.load(fsdp, columns)
+    cases["shape"] = lambda: ms.load(fsdp, {**values, "weight": torch.ones(8, 7)})
+    cases["background"] = lambda: ms.load(fsdp, values, background=True)
+    cases["device"] = lambda: ms.load(fsdp, values, device="meta")
+    cases["timeout"] = lambda: ms.load(fsdp, values, timeout_seconds=0)
+    for name, call in cases.items():
+        try:
+            call()
+        except errors.PlanError as error:
+            found[name] = sorted({type(problem).__name__ for problem in error.problems})
+        except errors.ModelStateError as error:
+            found[name] = type(error).__name__
+    assert fingerprint(fsdp) == before
+    return found
+
+
+def test_refusals(ranks: Ranks) -> None:
+    for found in ranks.values(refusals, ""):
+        assert found == {
+            "partial": ["UnloadableLayout"],
+            "other sharding": ["OtherSharding"],
+            "shape": ["WrongShape"],
+            "background": "OptionError",
+            "device": "OptionError",
+            "timeout": "OptionError",
+        }
