@@ -111,7 +111,6 @@ OPENS_BY_ITSELF = {
     "io/lease.py": "/proc",
     "store/deadline.py": "/proc",
     "io/lock.py": "the lock, which is written too",
-    "io/write_system.py": "files that are written",
     "io/atomic.py": "a lease on a file of our own",
     "integrations/transformers.py": "a file that is written",
     "serve/export.py": "a file that is written",

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import modelstate as ms
 from modelstate.errors import ChecksumError, CodecError, OptionError, SourceNotFoundError, WriteFailedError
-from modelstate.io import write_system
+from modelstate.io import system
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 lightning = pytest.importorskip("lightning.pytorch")
@@ -129,7 +129,7 @@ def test_an_error_leaves_the_old_checkpoint(tmp_path: Path, monkeypatch: pytest.
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(write_system, "fsync", full)
+        patch.setattr(system, "fsync", full)
         with pytest.raises(WriteFailedError):
             io.save_checkpoint({"state_dict": {"a": torch.zeros(2)}}, tmp_path / "deep" / "x.ckpt")
     assert os.listdir(tmp_path / "deep") == ["x.ckpt"]

@@ -25,7 +25,7 @@ from modelstate.errors import (
     TargetExistsError,
     WriteFailedError,
 )
-from modelstate.io import write_system
+from modelstate.io import system
 from modelstate.store.directory import ObjectEntry
 
 transformers = pytest.importorskip("transformers")
@@ -321,11 +321,11 @@ class FullDisk(TrainerCallback):  # type: ignore[misc]
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, begin: int, end: int, call: str = "pwritev") -> None:
         self.patch, self.begin, self.end, self.call = monkeypatch, begin, end, call
-        self.real = getattr(write_system, call)
+        self.real = getattr(system, call)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         is_full = self.begin <= state.global_step < self.end
-        self.patch.setattr(write_system, self.call, full if is_full else self.real)
+        self.patch.setattr(system, self.call, full if is_full else self.real)
 
 
 def full(*_: Any) -> None:

@@ -20,7 +20,7 @@ import torch
 import modelstate as ms
 from modelstate.errors import LockedError, OptionError, SaveTargetError, TargetExistsError, WriteFailedError
 from modelstate.formats import sharded
-from modelstate.io import write_system
+from modelstate.io import system
 from modelstate.io.atomic import SUFFIX, atomic_file, put_durably
 from modelstate.testing import faulty_writes
 
@@ -76,7 +76,7 @@ def test_what_the_block_raises_leaves_the_old_file(tmp_path: Path, kind: type[Ba
     assert names(tmp_path) == ["x"]
 
 
-@pytest.mark.parametrize("step", ["posix_fallocate", "pwritev", "fchmod", "fsync", "replace", "link", "open"])
+@pytest.mark.parametrize("step", ["fallocate", "pwritev", "fchmod", "fsync", "replace", "link", "open_to_write"])
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO, errno.EACCES])
 def test_io_errors_leave_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str, number: int) -> None:
     (tmp_path / "x").write_bytes(OLD)
@@ -85,7 +85,7 @@ def test_io_errors_leave_the_old_file(tmp_path: Path, monkeypatch: pytest.Monkey
         raise OSError(number, os.strerror(number))
 
     with monkeypatch.context() as patch:
-        patch.setattr(os, step, fail)
+        patch.setattr(system, step, fail)
         with pytest.raises(WriteFailedError, match=os.strerror(number)) as caught:
             put(tmp_path / "x", b"new")
     assert caught.value.where == str(tmp_path / "x")
@@ -173,9 +173,9 @@ def test_without_links_a_rename_will_do(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_file_and_directory_are_synced_around_the_rename(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     done: list[str] = []
-    fsync, replace = os.fsync, os.replace
-    monkeypatch.setattr(os, "fsync", lambda fd: done.append(os.readlink(f"/proc/self/fd/{fd}")) or fsync(fd))
-    monkeypatch.setattr(os, "replace", lambda a, b: done.append("rename") or replace(a, b))
+    fsync, replace = system.fsync, system.replace
+    monkeypatch.setattr(system, "fsync", lambda fd: done.append(os.readlink(f"/proc/self/fd/{fd}")) or fsync(fd))
+    monkeypatch.setattr(system, "replace", lambda a, b: done.append("rename") or replace(a, b))
     put(tmp_path / "x", b"new")
     assert done[0].endswith(SUFFIX)
     assert done[1:] == ["rename", str(tmp_path)]
@@ -386,8 +386,8 @@ def _open_files(monkeypatch: pytest.MonkeyPatch, directory: Path) -> set[int]:
 
         return call
 
-    for name in ("open", "fallocate", "pwritev", "fchmod", "fsync", "replace", "link"):
-        monkeypatch.setattr(write_system, name, watched(getattr(write_system, name)))
+    for name in ("open_to_write", "fallocate", "pwritev", "fchmod", "fsync", "replace", "link"):
+        monkeypatch.setattr(system, name, watched(getattr(system, name)))
     return seen
 
 

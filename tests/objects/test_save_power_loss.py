@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from modelstate.io import write_system
+from modelstate.io import system
 from modelstate.testing import LossyDisk, lossy_disk
 from tests.objects.saves import KINDS, NAME, save, version_at
 
@@ -53,15 +53,16 @@ def test_the_next_save_goes_on_from_any_of_them(tmp_path: Path, new: str) -> Non
 def test_the_law_can_fail(tmp_path: Path, call: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without syncs, or with the new file written over the old one, something is lost."""
     if call == "fsync":
-        monkeypatch.setattr(write_system, "fsync", lambda descriptor: None)
+        monkeypatch.setattr(system, "fsync", lambda descriptor: None)
         (tmp_path / "disk").mkdir()
         save(tmp_path / "disk", 1, "file")
         disk = LossyDisk(str(tmp_path / "disk"))
         calls = {
-            name: getattr(write_system, name) for name in ("open", "fallocate", "pwritev", "replace", "link", "unlink")
+            name: getattr(system, name)
+            for name in ("open_to_write", "fallocate", "pwritev", "replace", "link", "unlink")
         }
         for name, real in calls.items():
-            monkeypatch.setattr(write_system, name, disk._recorded(name, real))
+            monkeypatch.setattr(system, name, disk._recorded(name, real))
         save(tmp_path / "disk", 2, "file")
         disk.write(tmp_path / "cut", len(disk.calls), "synced")
         assert version_at(tmp_path / "cut" / NAME) == 1

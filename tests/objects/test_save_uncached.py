@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import modelstate as ms
 from modelstate.formats import block_writer
 from modelstate.formats.block_writer import past_page_cache, write_blocks
-from modelstate.io import write_system
+from modelstate.io import system
 from modelstate.io.atomic import new_file
 from modelstate.io.linux import cached_share
 from modelstate.testing import faulty_writes, lossy_disk
@@ -49,7 +49,7 @@ def can_be_past_cache(directory: Path) -> bool:
 def written(directory: Path, start: int, tensors: list[torch.Tensor]) -> tuple[bytes, list[int]]:
     """The file, and how many bytes went past the cache in each write that did."""
     lengths: list[int] = []
-    real = write_system.pwritev
+    real = system.pwritev
 
     def pwritev(descriptor: int, buffers: list[memoryview], offset: int) -> int:
         count = real(descriptor, buffers, offset)
@@ -59,7 +59,7 @@ def written(directory: Path, start: int, tensors: list[torch.Tensor]) -> tuple[b
 
     path = directory / "x"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(write_system, "pwritev", pwritev)
+        patch.setattr(system, "pwritev", pwritev)
         with new_file(str(path)) as output:
             output.write_at(0, b"\1" * start)
             with past_page_cache(output, 1) as file:
@@ -116,7 +116,7 @@ def test_the_page_cache_is_left_alone(tmp_path: Path) -> None:
 def test_a_file_system_that_has_no_such_writes(
     tmp_path: Path, call: str, number: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real_open, real_write = write_system.open, write_system.pwritev
+    real_open, real_write = system.open_to_write, system.pwritev
     met: list[str] = []
 
     def refuse(flags: int) -> None:
@@ -134,8 +134,8 @@ def test_a_file_system_that_has_no_such_writes(
             refuse(system_flags(descriptor))
         return real_write(descriptor, buffers, offset)
 
-    monkeypatch.setattr(write_system, "open", open)
-    monkeypatch.setattr(write_system, "pwritev", pwritev)
+    monkeypatch.setattr(system, "open_to_write", open)
+    monkeypatch.setattr(system, "pwritev", pwritev)
     save(tmp_path, 2, "file")
     assert version_at(tmp_path / NAME) == 2
     assert met or not can_be_past_cache(tmp_path)
@@ -143,8 +143,8 @@ def test_a_file_system_that_has_no_such_writes(
 
 @pytest.mark.parametrize("most", [1000, 4096])
 def test_a_write_that_comes_short_is_continued(tmp_path: Path, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = write_system.pwritev
-    monkeypatch.setattr(write_system, "pwritev", lambda fd, buffers, at: real(fd, [buffers[0][:most]], at))
+    real = system.pwritev
+    monkeypatch.setattr(system, "pwritev", lambda fd, buffers, at: real(fd, [buffers[0][:most]], at))
     save(tmp_path, 2, "file")
     assert version_at(tmp_path / NAME) == 2
 
@@ -155,8 +155,8 @@ def test_every_call_may_fail(tmp_path: Path) -> None:
     # The second descriptor is a shortcut that it does without; what was written is synced through the first.
     assert {raised is None for request, raised in found if request.call == "pwritev"} == {False}
     silent = [request.call for request, raised in found if raised is None]
-    assert set(silent) <= {"open", "close", "unlink"}
-    assert silent.count("open") == 1
+    assert set(silent) <= {"open_to_write", "close", "unlink"}
+    assert silent.count("open_to_write") == 1
 
 
 @pytest.mark.slow

@@ -137,7 +137,7 @@ def test_errors_of_a_store_that_also_saves_are_not_taken_from_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Training in the same process gets the error of its own save in the background."""
-    from modelstate.io import write_system as system
+    from modelstate.io import system
 
     store, live = ms.Store(tmp_path), ms.Live(linear(0))
     save(store, 1)

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import modelstate as ms
-from modelstate.io import write_system
+from modelstate.io import system
 from modelstate.testing.faults import WRITE_CALLS
 
 
@@ -107,7 +107,7 @@ def failing_call(
     """
     made: list[str] = []
     lock = threading.Lock()
-    real = {name: getattr(write_system, name) for name in WRITE_CALLS}
+    real = {name: getattr(system, name) for name in WRITE_CALLS}
 
     def before(name: str) -> None:
         with lock:
@@ -131,9 +131,9 @@ def failing_call(
         return call
 
     for name in WRITE_CALLS:
-        setattr(write_system, name, replaced(name))
+        setattr(system, name, replaced(name))
     try:
         yield made
     finally:
         for name in WRITE_CALLS:
-            setattr(write_system, name, real[name])
+            setattr(system, name, real[name])

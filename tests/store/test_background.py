@@ -20,7 +20,7 @@ from torch import nn
 
 import modelstate as ms
 from modelstate import errors
-from modelstate.io import write_system
+from modelstate.io import system
 from modelstate.store.saving import Staging
 from tests.store.common import Held, Training, failing_call, litter, program
 
@@ -31,7 +31,7 @@ class Gate:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.opened, self.reached, self.error = threading.Event(), threading.Event(), None
         self.opened.set()
-        real = write_system.mkdir
+        real = system.mkdir
 
         def mkdir(path: str, *mode: int) -> None:
             if "unfinished" in path:
@@ -41,7 +41,7 @@ class Gate:
                     raise self.error
             real(path, *mode)
 
-        monkeypatch.setattr(write_system, "mkdir", mkdir)
+        monkeypatch.setattr(system, "mkdir", mkdir)
 
     opened: threading.Event
     reached: threading.Event
@@ -256,7 +256,7 @@ def test_a_signal_whose_handler_saves(tmp_path: Path, gate: Gate) -> None:
 
 SLOW = """
 import sys, time, threading, torch, modelstate as ms
-from modelstate.io import write_system as system
+from modelstate.io import system
 real = system.fsync
 def fsync(descriptor):
     time.sleep(0.05)
@@ -303,7 +303,7 @@ def test_the_end_of_a_program_says_what_was_not_saved(tmp_path: Path, end: str) 
 
 CHILD = """
 import multiprocessing, sys, torch, modelstate as ms
-from modelstate.io import write_system as system
+from modelstate.io import system
 def fail(descriptor):
     raise OSError(28, "no space left")
 def child(path, fails):

@@ -13,7 +13,7 @@ from torch import nn
 
 import modelstate as ms
 from modelstate import errors
-from modelstate.io import write_system
+from modelstate.io import system
 from modelstate.testing import faulty_reads
 from tests.store.common import Training, contents, failing_call, litter
 
@@ -107,7 +107,7 @@ def test_short_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int
     def pwritev(descriptor: int, buffers: Any, offset: int) -> int:
         return os.pwrite(descriptor, memoryview(buffers[0])[:most], offset)
 
-    monkeypatch.setattr(write_system, "pwritev", pwritev)
+    monkeypatch.setattr(system, "pwritev", pwritev)
     store, training = ms.Store(tmp_path), Half().train()
     store.save(1, training.objects)
     assert store.verify() == {1: ""}

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import modelstate as ms
-from modelstate.io import write_system
+from modelstate.io import system
 from tests.store.common import flip, litter
 
 
@@ -147,7 +147,7 @@ def test_a_file_system_without_links(tmp_path: Path, monkeypatch: pytest.MonkeyP
     def link(source: str, target: str) -> None:
         raise OSError(code, os.strerror(code))
 
-    monkeypatch.setattr(write_system, "link", link)
+    monkeypatch.setattr(system, "link", link)
     store, model = ms.Store(tmp_path), Adapted()
     store.save(0, {"model": model})
     model.step()

@@ -9,7 +9,7 @@ import pytest
 
 import modelstate as ms
 from modelstate.errors import SaveFailedWarning, StoreMovedError
-from modelstate.io import write_system
+from modelstate.io import system
 from tests.store.common import Training, contents, program
 
 
@@ -99,14 +99,14 @@ def test_a_save_that_is_under_way(
 ) -> None:
     training, store = Training(), ms.Store(directory)
     store.save(1, training.objects)
-    real = getattr(write_system, call)
+    real = getattr(system, call)
 
     def changing(*given: object) -> object:
-        monkeypatch.setattr(write_system, call, real)
+        monkeypatch.setattr(system, call, real)
         change(directory)
         return real(*given)
 
-    monkeypatch.setattr(write_system, call, changing)
+    monkeypatch.setattr(system, call, changing)
     store.save(2, training.train().objects, background=True)
     with pytest.raises(StoreMovedError):
         store.wait()

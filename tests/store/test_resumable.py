@@ -23,7 +23,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 import modelstate as ms
 from modelstate.errors import CodecError, OptionError, SaveFailedWarning, StepNotFoundError, WriteFailedError
 from modelstate.formats.tree import same_value
-from modelstate.io import write_system
+from modelstate.io import system
 from tests.store.common import Held, contents, litter
 
 
@@ -121,10 +121,10 @@ def full(*args: Any) -> None:
 
 def test_a_save_in_the_background_that_fails_does_not_end_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store, of, done = ms.Store(tmp_path), objects(), []
-    has_failed, real = threading.Event(), write_system.pwritev
+    has_failed, real = threading.Event(), system.pwritev
 
     def full_once(*args: Any) -> None:
-        monkeypatch.setattr(write_system, "pwritev", real)
+        monkeypatch.setattr(system, "pwritev", real)
         has_failed.set()
         full()
 
@@ -133,7 +133,7 @@ def test_a_save_in_the_background_that_fails_does_not_end_it(tmp_path: Path, mon
             done.append(number)
             if number == 3:
                 store.wait()
-                monkeypatch.setattr(write_system, "pwritev", full_once)
+                monkeypatch.setattr(system, "pwritev", full_once)
             if number == 4:
                 assert has_failed.wait(60)
 
@@ -152,7 +152,7 @@ def test_where_the_disk_stays_full_the_last_save_raises(
     def train() -> None:
         for number in ms.resumable(store, of, steps=5, save_every=2):
             done.append(number)
-            monkeypatch.setattr(write_system, call, full)
+            monkeypatch.setattr(system, call, full)
 
     with pytest.warns(SaveFailedWarning, match="step 2"), pytest.raises(WriteFailedError, match="No space left"):
         train()
@@ -168,7 +168,7 @@ def test_a_directory_that_cannot_be_written_is_found_out_before_the_first_step(
     if is_resumed:
         ms.Store(tmp_path).save(1, objects())
     before = contents(tmp_path)
-    monkeypatch.setattr(write_system, call, full)
+    monkeypatch.setattr(system, call, full)
     with pytest.raises(WriteFailedError, match="No space left") as caught:
         ms.resumable(tmp_path, objects(), steps=5, save_every=2)
     monkeypatch.undo()

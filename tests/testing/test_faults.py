@@ -144,7 +144,7 @@ def test_arguments_that_mean_nothing(options: dict[str, Any]) -> None:
     assert f"{next(iter(options))}=" in caught.value.what
 
 
-WRITERS = ("system.py", "write_system.py", "lock.py", "atomic.py", "linux.py")
+WRITERS = ("system.py", "lock.py", "atomic.py", "linux.py")
 READING = ("os.open(", "os.fstat(", "os.pread(", "os.preadv(", "mmap.mmap(", "os.read(")
 
 

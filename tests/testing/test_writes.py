@@ -11,7 +11,7 @@ import torch
 
 import modelstate as ms
 from modelstate.errors import OptionError, WriteFailedError
-from modelstate.io import write_system
+from modelstate.io import system
 from modelstate.testing import faulty_reads, faulty_writes, lossy_disk
 from modelstate.testing.faults import WRITE_CALLS
 
@@ -22,11 +22,11 @@ def save(path: Path) -> None:
 
 def test_without_arguments_it_counts(tmp_path: Path) -> None:
     path = tmp_path / "x"
-    before = {name: getattr(write_system, name) for name in WRITE_CALLS}
+    before = {name: getattr(system, name) for name in WRITE_CALLS}
     with faulty_writes() as faults, faulty_reads() as reads:
         save(path)
     assert not reads.requests
-    assert {name: getattr(write_system, name) for name in WRITE_CALLS} == before
+    assert {name: getattr(system, name) for name in WRITE_CALLS} == before
     assert [request.number for request in faults.requests] == list(range(1, len(faults.requests) + 1))
     written = [request for request in faults.requests if request.call == "pwritev"]
     assert sum(request.nbytes for request in written) == path.stat().st_size
@@ -53,9 +53,9 @@ def test_errors_hooks_and_short_writes(tmp_path: Path) -> None:
 
 
 def test_a_descriptor_is_closed_all_the_same(tmp_path: Path) -> None:
-    descriptor = write_system.open(str(tmp_path / "x"), os.O_RDWR | os.O_CREAT)
+    descriptor = system.open_to_write(str(tmp_path / "x"), os.O_RDWR | os.O_CREAT)
     with faulty_writes(error=OSError(errno.EIO, "broken")), pytest.raises(OSError, match="broken"):
-        write_system.close(descriptor)
+        system.close(descriptor)
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(descriptor)
 
@@ -67,19 +67,19 @@ def test_arguments_that_mean_nothing() -> None:
 
 
 def write(path: Path, *data: tuple[int, bytes], sync: bool = False, reserve: int = 0) -> None:
-    descriptor = write_system.open(str(path), os.O_RDWR | os.O_CREAT)
-    write_system.fallocate(descriptor, reserve)
+    descriptor = system.open_to_write(str(path), os.O_RDWR | os.O_CREAT)
+    system.fallocate(descriptor, reserve)
     for start, some in data:
-        write_system.pwritev(descriptor, [some], start)
+        system.pwritev(descriptor, [some], start)
     if sync:
-        write_system.fsync(descriptor)
-    write_system.close(descriptor)
+        system.fsync(descriptor)
+    system.close(descriptor)
 
 
 def sync(directory: Path) -> None:
-    descriptor = write_system.open(str(directory), os.O_RDONLY)
-    write_system.fsync(descriptor)
-    write_system.close(descriptor)
+    descriptor = system.open_to_write(str(directory), os.O_RDONLY)
+    system.fsync(descriptor)
+    system.close(descriptor)
 
 
 def files(directory: Path) -> dict[str, bytes]:
@@ -139,10 +139,10 @@ def test_bytes_that_are_overwritten(tmp_path: Path) -> None:
 
 def test_names_change_in_their_order(tmp_path: Path) -> None:
     def what(root: Path) -> None:
-        write_system.link(str(root / "old"), str(root / "kept"))
+        system.link(str(root / "old"), str(root / "kept"))
         write(root / "beside", (0, b"NEW"), sync=True)
-        write_system.replace(str(root / "beside"), str(root / "old"))
-        write_system.unlink(str(root / "kept"))
+        system.replace(str(root / "beside"), str(root / "old"))
+        system.unlink(str(root / "kept"))
 
     safe, _, drawn = possible(tmp_path, what)
     old = {"old": b"OLD!"}
@@ -156,13 +156,13 @@ def test_names_change_in_their_order(tmp_path: Path) -> None:
 
 def test_directories(tmp_path: Path) -> None:
     def what(root: Path) -> None:
-        write_system.mkdir(str(root / "sub"))
+        system.mkdir(str(root / "sub"))
         write(root / "sub" / "x", (0, b"x"), sync=True)
         sync(root / "sub")
-        write_system.replace(str(root / "sub"), str(root / "step"))
+        system.replace(str(root / "sub"), str(root / "step"))
         sync(root)
-        write_system.replace(str(root / "step" / "x"), str(root / "x"))
-        write_system.rmdir(str(root / "step"))
+        system.replace(str(root / "step" / "x"), str(root / "x"))
+        system.rmdir(str(root / "step"))
 
     safe, everything, drawn = possible(tmp_path, what)
     assert safe == {"old": b"OLD!", "step/x": b"x"}

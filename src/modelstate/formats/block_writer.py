@@ -21,7 +21,7 @@ import xxhash
 
 from modelstate.errors import MemoryBudgetError, UnsavableError
 from modelstate.formats.manifest import BLOCK_BYTES
-from modelstate.io import write_system
+from modelstate.io import system
 from modelstate.io.atomic import Output
 from modelstate.io.engine import ALIGN_BYTES, UNSUPPORTED, Buffer, for_each, memory_at, read_threads
 from modelstate.io.linux import O_DIRECT
@@ -55,7 +55,7 @@ class Uncached:
         if not nbytes or self._is_refused:
             return 0
         try:
-            return write_system.pwritev(self._descriptor, [buffer[:nbytes]], offset)
+            return system.pwritev(self._descriptor, [buffer[:nbytes]], offset)
         except OSError as error:
             # A file system may accept the flag and refuse the write, or require larger blocks.
             if error.errno not in UNSUPPORTED:
@@ -70,7 +70,7 @@ def past_page_cache(output: Output, nbytes: int) -> Iterator[Output | Uncached]:
     descriptor = None
     if O_DIRECT and nbytes >= LEAST_BYTES:
         with suppress(OSError):
-            descriptor = write_system.open(output.path, os.O_WRONLY | O_DIRECT)
+            descriptor = system.open_to_write(output.path, os.O_WRONLY | O_DIRECT)
     if descriptor is None:
         yield output
         return
@@ -78,7 +78,7 @@ def past_page_cache(output: Output, nbytes: int) -> Iterator[Output | Uncached]:
         yield Uncached(output, descriptor)
     finally:
         with suppress(OSError):  # the sync of the other descriptor reports what is wrong
-            write_system.close(descriptor)
+            system.close(descriptor)
 
 
 Make = Callable[[int, int], torch.Tensor]

@@ -52,7 +52,7 @@ from modelstate.formats.safetensors import (
 )
 from modelstate.formats.safetensors import write as write_tensors
 from modelstate.formats.serialize import SerializedState
-from modelstate.io import system, write_system
+from modelstate.io import system
 from modelstate.io.atomic import (
     LOCK_TIMEOUT_SECONDS,
     Output,
@@ -572,7 +572,7 @@ def _write_shards(
             for unfinished_shard, target in zip(list(shards), paths, strict=True):
                 if not os.path.lexists(target):
                     shards.append(target)
-                write_system.replace(unfinished_shard, target)
+                system.replace(unfinished_shard, target)
             sync_directory(directory)
             put_durably(output.path, index, overwrite, instead_of=path)
             remove_all(old)

@@ -29,7 +29,7 @@ from modelstate.formats.torch_globals import StorageType, TorchGlobals
 from modelstate.formats.tree import items_of, leaves
 from modelstate.formats.unpickle import InvalidTensor, Refused, Storage, damaged, unpickle
 from modelstate.formats.zip_directory import ZipDirectory
-from modelstate.io import write_system
+from modelstate.io import system
 from modelstate.io.atomic import LOCK_TIMEOUT_SECONDS, Output, unfinished_file, write_errors
 from modelstate.io.files import SourceFile
 from modelstate.spec import ByteRange, Checksum, Contents
@@ -340,7 +340,7 @@ def _without_lazy_tensors(
         output.reserve(end)
         write_blocks(output, 0, [tensor for _, tensor in ordered], threads)
         memory = mmap.mmap(output.descriptor, end, mmap.MAP_PRIVATE) if end else b""
-        write_system.unlink(output.path)
+        system.unlink(output.path)
         output.is_synced = True  # the file is not needed after a crash
     tensors, offset = {}, 0
     for key, tensor in ordered:

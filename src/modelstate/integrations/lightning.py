@@ -13,7 +13,7 @@ from modelstate.checkpoint.open import open as open_checkpoint
 from modelstate.checkpoint.write import StateToWrite, write_state
 from modelstate.errors import CodecError, OpenError, OptionError, PackageError, ReadFailedError
 from modelstate.formats.recognise import Format, recognise
-from modelstate.io import write_system
+from modelstate.io import system
 from modelstate.io.atomic import sync_directory, write_errors
 from modelstate.io.files import SourceFile, local_path
 
@@ -114,7 +114,7 @@ class StoreCheckpointIO(CheckpointIO):  # type: ignore[misc]
             TorchCheckpointIO().remove_checkpoint(path)
         elif os.path.lexists(where):
             with write_errors(where):
-                write_system.unlink(where)
+                system.unlink(where)
                 sync_directory(os.path.dirname(where))
 
 

@@ -30,7 +30,7 @@ from modelstate.errors import (
     TargetExistsError,
     WriteFailedError,
 )
-from modelstate.io import write_system
+from modelstate.io import system
 from modelstate.io.lock import descriptors_to_close
 from modelstate.text_format import printable
 
@@ -73,7 +73,7 @@ class Output:
     def reserve(self, nbytes: int) -> None:
         """Allocates the blocks of the file, so that a full disk is an error before anything is written."""
         try:
-            write_system.fallocate(self.descriptor, nbytes)
+            system.fallocate(self.descriptor, nbytes)
         except OSError as error:
             if error.errno not in _NO_PREALLOCATION:
                 raise
@@ -82,7 +82,7 @@ class Output:
         """Writes all of `data` at `offset`, in as many calls as it takes."""
         left = memoryview(data)
         while left:
-            count = write_system.pwritev(self.descriptor, [left], offset)
+            count = system.pwritev(self.descriptor, [left], offset)
             if not count:
                 raise OSError(errno.EIO, "nothing was written")
             offset, left = offset + count, left[count:]
@@ -91,7 +91,7 @@ class Output:
 
     def sync(self) -> None:
         """Flushes the file to the disk."""
-        write_system.fsync(self.descriptor)
+        system.fsync(self.descriptor)
         self.is_synced = True
 
     def append(self, data: bytes | memoryview) -> None:
@@ -150,7 +150,8 @@ def new_file(path: str, mode: int | None = None) -> Iterator[Output]:
     Its name is durable only after its directory has been synced, too. With `mode` it has exactly these permission
     bits, and at no time more of them; otherwise it has those of new files.
     """
-    output = Output(write_system.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666 if mode is None else mode), path)
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL
+    output = Output(system.open_to_write(path, flags, 0o666 if mode is None else mode), path)
     try:
         try:
             if mode is not None:
@@ -160,7 +161,7 @@ def new_file(path: str, mode: int | None = None) -> Iterator[Output]:
                 output.sync()
         finally:
             try:
-                write_system.close(output.descriptor)
+                system.close(output.descriptor)
             except OSError:
                 if not output.is_synced:  # a file that is synced cannot lose data any more
                     raise
@@ -172,7 +173,7 @@ def new_file(path: str, mode: int | None = None) -> Iterator[Output]:
 def _set_mode(output: Output, mode: int) -> None:
     """Sets permission bits that the umask has removed, where the file system has permission bits."""
     try:
-        write_system.fchmod(output.descriptor, mode)
+        system.fchmod(output.descriptor, mode)
     except OSError as error:
         if error.errno not in _NO_MODES:
             raise
@@ -202,16 +203,16 @@ def put_durably(unfinished: str, path: str, overwrite: bool, instead_of: str | N
         try:
             sync_directory(directory)
             if instead_of is not None and moved is not None:
-                write_system.replace(instead_of, moved)
+                system.replace(instead_of, moved)
                 sync_directory(directory)
         except BaseException:
             with suppress(OSError):
                 if instead_of is not None and moved is not None and os.path.lexists(moved):
-                    write_system.replace(moved, instead_of)
+                    system.replace(moved, instead_of)
                 if kept is not None:
-                    write_system.replace(kept, path)
+                    system.replace(kept, path)
                 elif not exists:
-                    write_system.unlink(path)
+                    system.unlink(path)
             raise
     finally:
         remove_all(file for file in (kept, moved) if file is not None and os.path.lexists(file))
@@ -220,18 +221,18 @@ def put_durably(unfinished: str, path: str, overwrite: bool, instead_of: str | N
 def put(unfinished: str, path: str, overwrite: bool) -> None:
     """Renames a finished file to its target. The name is durable only after the directory has been synced."""
     if overwrite:
-        write_system.replace(unfinished, path)
+        system.replace(unfinished, path)
         return
     try:
         # Unlike a rename, a link never replaces a file that another process has put there meanwhile.
-        write_system.link(unfinished, path)
+        system.link(unfinished, path)
     except FileExistsError:
         raise _exists(path) from None
     except OSError as error:
         if error.errno not in _NO_LINKS:
             raise
         check_target(path, overwrite=False)
-        write_system.replace(unfinished, path)
+        system.replace(unfinished, path)
         return
     remove_all([unfinished])
 
@@ -245,7 +246,7 @@ def _exists(path: str) -> TargetExistsError:
 def _link_again(path: str, other: str) -> str | None:
     """Makes `other` a second name of the file at `path`; None where the file system has no hard links."""
     try:
-        write_system.link(path, other)
+        system.link(path, other)
     except OSError as error:
         if error.errno not in _NO_LINKS:
             raise
@@ -284,15 +285,15 @@ def existing_mode(*paths: str) -> int | None:
 
 def sync_directory(path: str) -> None:
     """Makes the names of files in a directory durable."""
-    descriptor = write_system.open(path or ".", os.O_RDONLY)
+    descriptor = system.open_to_write(path or ".", os.O_RDONLY)
     try:
-        write_system.fsync(descriptor)
+        system.fsync(descriptor)
     except OSError as error:
         if error.errno not in _NO_SYNC:
             raise
     finally:
         with suppress(OSError):  # the sync has already succeeded or failed
-            write_system.close(descriptor)
+            system.close(descriptor)
 
 
 def remove_all(paths: Iterable[str]) -> None:
@@ -301,7 +302,7 @@ def remove_all(paths: Iterable[str]) -> None:
     for path in paths:
         for _ in range(2):
             try:
-                write_system.unlink(path)
+                system.unlink(path)
             except OSError:
                 pass
             except BaseException as error:
@@ -331,7 +332,7 @@ def locked_directory(directory: str, timeout_seconds: float = LOCK_TIMEOUT_SECON
     Raises `LockedError` where the lock is not free in time: any process that can read the directory can hold
     it.
     """
-    descriptor, pid = write_system.open(directory or ".", os.O_RDONLY), os.getpid()
+    descriptor, pid = system.open_to_write(directory or ".", os.O_RDONLY), os.getpid()
     try:
         descriptors_to_close.add(descriptor)
         with _ignore_missing_locks():
@@ -343,7 +344,7 @@ def locked_directory(directory: str, timeout_seconds: float = LOCK_TIMEOUT_SECON
                 fcntl.flock(descriptor, fcntl.LOCK_UN)
             descriptors_to_close.discard(descriptor)
             with suppress(OSError):  # no data depends on it
-                write_system.close(descriptor)
+                system.close(descriptor)
 
 
 def _lock(descriptor: int, directory: str, timeout_seconds: float) -> None:

@@ -1,36 +1,22 @@
-"""The system calls that read files, in one module so that tests can replace them.
+"""The system calls that read and write files, in one module so that tests can replace them.
 
 Callers look the functions up in this module at each call, so that `modelstate.testing` can replace them.
 """
 
 import errno
+import fcntl
 import mmap as _mmap
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 
 from modelstate.io import linux
 
+# Reads.
+
+open, stat, fstat, pread = os.open, os.stat, os.fstat, os.pread
+
 _RWF_NOWAIT = getattr(os, "RWF_NOWAIT", 0)
-
-
-def open(path: str, flags: int) -> int:
-    """`os.open`."""
-    return os.open(path, flags)
-
-
-def stat(path: str) -> os.stat_result:
-    """`os.stat`."""
-    return os.stat(path)
-
-
-def fstat(descriptor: int) -> os.stat_result:
-    """`os.fstat`."""
-    return os.fstat(descriptor)
-
-
-def pread(descriptor: int, nbytes: int, offset: int) -> bytes:
-    """`os.pread`."""
-    return os.pread(descriptor, nbytes, offset)
 
 
 def pread_fully(descriptor: int, nbytes: int, offset: int) -> bytes:
@@ -69,3 +55,39 @@ def mmap(descriptor: int, nbytes: int, flags: int, offset: int = 0) -> _mmap.mma
 def userfaultfd() -> int:
     """`linux.userfaultfd`."""
     return linux.userfaultfd()
+
+
+# Writes.
+
+fchmod, close, replace, unlink, mkdir, rmdir = os.fchmod, os.close, os.replace, os.unlink, os.mkdir, os.rmdir
+
+
+def open_to_write(path: str, flags: int, mode: int = 0o666) -> int:
+    """`os.open`, for files that are written and directories that are synced."""
+    return os.open(path, flags | getattr(os, "O_CLOEXEC", 0), mode)
+
+
+def fallocate(descriptor: int, nbytes: int) -> None:
+    """`os.posix_fallocate` from the beginning of the file. Does nothing where the system lacks the call."""
+    if hasattr(os, "posix_fallocate") and nbytes:
+        os.posix_fallocate(descriptor, 0, nbytes)
+
+
+def pwritev(descriptor: int, buffers: Sequence[memoryview | bytes], offset: int) -> int:
+    """`os.pwritev`."""
+    return os.pwritev(descriptor, buffers, offset)
+
+
+def fsync(descriptor: int) -> None:
+    """`os.fsync`; on macOS, where that leaves the data in the cache of the disk, `F_FULLFSYNC`."""
+    full = getattr(fcntl, "F_FULLFSYNC", None)
+    if full is not None:
+        with suppress(OSError):  # a file system that lacks it
+            fcntl.fcntl(descriptor, full)
+            return
+    os.fsync(descriptor)
+
+
+def link(source: str, target: str) -> None:
+    """`os.link`, which does not follow symbolic links."""
+    os.link(source, target, follow_symlinks=False)

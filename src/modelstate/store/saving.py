@@ -21,7 +21,7 @@ from modelstate.formats.manifest import KEY, check_size, digest
 from modelstate.formats.safetensors import layout, nbytes_of, write
 from modelstate.formats.serialize import SerializedState
 from modelstate.formats.sharded import INDEX_SUFFIX, SHARD_METADATA, SUFFIX, in_shards, index_of
-from modelstate.io import write_system
+from modelstate.io import system
 from modelstate.io.atomic import new_file, sync_directory
 from modelstate.io.engine import for_each, read_threads
 from modelstate.io.files import SourceFile
@@ -164,7 +164,7 @@ def publish(
     bytes_written = bytes_linked = 0
     entries = {}
     try:
-        write_system.mkdir(beside, mode)
+        system.mkdir(beside, mode)
         for path in job.states:
             check()
             entries[path], files = _write_object(beside, path, job, before, shard_bytes, doubtful)
@@ -181,11 +181,11 @@ def publish(
             output.append(text)
         sync_directory(beside)
         check()
-        write_system.replace(beside, final)
+        system.replace(beside, final)
         try:
             sync_directory(directory)
         except BaseException:
-            write_system.replace(final, beside)
+            system.replace(final, beside)
             raise
     except BaseException:
         remove_directory(beside)
@@ -316,7 +316,7 @@ def _link_unchanged(files: _Files, unwritten: dict[str, torch.Tensor], before: _
             continue
         name = os.path.basename(path)
         try:
-            write_system.link(path, os.path.join(files.directory, name))
+            system.link(path, os.path.join(files.directory, name))
         except OSError:
             continue  # the file system has no links, or the file has too many: it is written
         files.tensors[name], files.linked_records[name] = names, before.records[path]
@@ -333,7 +333,7 @@ def _write_file(files: _Files, key: str, tensors: Mapping[str, torch.Tensor]) ->
     with new_file(unnamed) as output:
         written = write(output, planned)
     name = f"{key}-{written.content[:16]}{SUFFIX}"
-    write_system.replace(unnamed, os.path.join(files.directory, name))
+    system.replace(unnamed, os.path.join(files.directory, name))
     files.tensors[name] = tuple(tensors)
     files.digests |= written.digests
     files.bytes_written += planned.nbytes
@@ -377,11 +377,11 @@ def probe(directory: str) -> None:
     """Writes a small directory with the steps of `publish`, and removes it. Raises `OSError`."""
     beside, renamed = (os.path.join(directory, unfinished_name(0)) for _ in range(2))
     try:
-        write_system.mkdir(beside)
+        system.mkdir(beside)
         with new_file(os.path.join(beside, RECORD_FILE)) as output:
             output.append(b"{}\n")
         sync_directory(beside)
-        write_system.replace(beside, renamed)
+        system.replace(beside, renamed)
         sync_directory(directory)
     finally:
         for path in (beside, renamed):
@@ -396,7 +396,7 @@ def discard(directory: str, removed: Iterable[Place]) -> None:
     renamed = []
     for place in removed:
         beside = os.path.join(directory, unfinished_name(place.step))
-        write_system.replace(place.path, beside)
+        system.replace(place.path, beside)
         renamed.append(beside)
     if renamed:
         sync_directory(directory)
@@ -417,7 +417,7 @@ def make_directory(path: str) -> None:
         parent = os.path.dirname(path)
         make_directory(parent)
         with suppress(FileExistsError):
-            write_system.mkdir(path)
+            system.mkdir(path)
         sync_directory(parent)
 
 
@@ -425,12 +425,12 @@ def remove_directory(path: str) -> None:
     """Removes a directory of a store with its files, and ignores errors; of a symbolic link only the link."""
     with suppress(OSError):
         if os.path.islink(path):
-            write_system.unlink(path)
+            system.unlink(path)
             return
         for name in os.listdir(path):
             with suppress(OSError):
-                write_system.unlink(os.path.join(path, name))
-        write_system.rmdir(path)
+                system.unlink(os.path.join(path, name))
+        system.rmdir(path)
 
 
 # The copy of the state.

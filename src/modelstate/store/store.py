@@ -25,7 +25,7 @@ from modelstate.errors import (
     TargetExistsError,
 )
 from modelstate.formats.serialize import serialize
-from modelstate.io import write_system
+from modelstate.io import system
 from modelstate.io.atomic import new_file, sync_directory, write_errors
 from modelstate.io.files import local_path
 from modelstate.io.lock import WriterLock, check_directory
@@ -642,7 +642,7 @@ class Store:
                     with new_file(path):
                         pass
                 else:
-                    write_system.unlink(path)
+                    system.unlink(path)
                 sync_directory(entry.place.path)
 
     def _prune(self, keep: Keep | None, index: StepIndex) -> tuple[int, ...]:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from modelstate.errors import OptionError
-from modelstate.io import write_system
+from modelstate.io import system
 from modelstate.testing.faults import WRITE_CALLS, replaced
 
 
@@ -111,7 +111,7 @@ class LossyDisk:
     def _recorded(self, name: str, real: Callable[..., object]) -> Callable[..., object]:
         def call(*args: Any) -> object:
             with self._lock:
-                is_new = name == "open" and not os.path.lexists(args[0])
+                is_new = name == "open_to_write" and not os.path.lexists(args[0])
                 result = real(*args)
                 self._record(name, args, result, is_new)
                 return result
@@ -133,7 +133,7 @@ class LossyDisk:
         paths = [os.path.abspath(path) for path in args[: 2 if name in ("replace", "link") else 1]]
         if not all(path == self._path or path.startswith(os.path.join(self._path, "")) for path in paths):
             return
-        if name == "open":
+        if name == "open_to_write":
             self._open[result] = f"{result}.{len(self._done)}"
             self._add("open", self._open[result], paths[0], is_new)
         else:
@@ -242,7 +242,7 @@ def lossy_disk(directory: str | os.PathLike[str]) -> Iterator[LossyDisk]:
         ...     disk.write(f"after_{point}", point)
     """
     disk = LossyDisk(os.fspath(directory))
-    with replaced(write_system, {name: disk._recorded(name, getattr(write_system, name)) for name in WRITE_CALLS}):
+    with replaced(system, {name: disk._recorded(name, getattr(system, name)) for name in WRITE_CALLS}):
         yield disk
 
 

@@ -1,7 +1,7 @@
 """System calls that fail on demand, for tests of reads and writes of checkpoints.
 
-`faulty_reads` and `faulty_writes` replace the functions of `io.system` and `io.write_system`, through which modelstate
-makes all its system calls, so that every call can be counted, delayed, shortened or made to fail.
+`faulty_reads` and `faulty_writes` replace the functions of `io.system`, through which modelstate makes all its system
+calls on files, so that every call can be counted, delayed, shortened or made to fail.
 """
 
 import errno
@@ -14,11 +14,11 @@ from types import ModuleType
 from typing import Any
 
 from modelstate.errors import OptionError
-from modelstate.io import system, write_system
+from modelstate.io import system
 
 READ_CALLS = ("open", "stat", "fstat", "pread", "preadv", "preadv_cached", "mmap")
 _VECTORED_CALLS = ("preadv", "preadv_cached", "pwritev")
-_PATH_CALLS = ("open", "replace", "link", "unlink", "mkdir", "rmdir")
+_PATH_CALLS = ("open_to_write", "replace", "link", "unlink", "mkdir", "rmdir")
 WRITE_CALLS = (*_PATH_CALLS, "fallocate", "pwritev", "fchmod", "fsync", "close")
 
 
@@ -125,9 +125,9 @@ def faulty_writes(
 ) -> Iterator[Faults]:
     """Makes the system calls fail by which checkpoints are saved.
 
-    Without arguments it only counts them. They are `open` (of files that are written, and of directories), `fallocate`,
-    `pwritev`, `fchmod`, `fsync`, `close`, `replace`, `link`, `unlink`, `mkdir` and `rmdir`, of all threads of the
-    process. Contexts can be nested, as those of `faulty_reads`.
+    Without arguments it only counts them. They are `open_to_write` (of files that are written, and of directories),
+    `fallocate`, `pwritev`, `fchmod`, `fsync`, `close`, `replace`, `link`, `unlink`, `mkdir` and `rmdir`, of all threads
+    of the process. Contexts can be nested, as those of `faulty_reads`.
 
     Args:
         at: the number of the call to change, from 1; all calls by default.
@@ -144,7 +144,7 @@ def faulty_writes(
         ...     modelstate.save(model, path)
     """
     faults = Faults(at, error, short, before)
-    with replaced(write_system, _counted(write_system, WRITE_CALLS, faults)):
+    with replaced(system, _counted(system, WRITE_CALLS, faults)):
         yield faults
 
 
