@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from modelstate import errors
-from modelstate.objects.objects import capture
+from modelstate.objects.objects import capture, targets_of
 from modelstate.objects.restore import restore_objects
 from tests.store.training import Model, Positions, Random, Run
 
@@ -16,7 +16,7 @@ from tests.store.training import Model, Positions, Random, Run
 def test_the_kinds_and_paths_of_objects() -> None:
     run = Run()
     run.train(1)
-    parts = capture(run.objects)
+    parts = capture(targets_of(run.objects))
     assert {path: part.kind for path, part in parts.items()} == {
         "rng": "stateful",
         "step": "value",
@@ -42,21 +42,21 @@ def test_the_kinds_and_paths_of_objects() -> None:
 def test_names_that_no_file_can_have(name: Any, nested: bool) -> None:
     objects = {name: nn.Linear(2, 2)}
     with pytest.raises(errors.OptionError, match="not a name"):
-        capture({"above": objects} if nested else objects)
+        capture(targets_of({"above": objects} if nested else objects))
 
 
 def test_what_is_no_mapping_of_objects() -> None:
     model = nn.Linear(2, 2)
     for wrong in (model, [model], None, nn.ModuleDict()):
         with pytest.raises(errors.OptionError, match="under names"):
-            capture(wrong)  # type: ignore[arg-type]
+            capture(targets_of(wrong))  # type: ignore[arg-type]
     with pytest.raises(errors.OptionError, match="list") as caught:
-        capture({"models": [1, model]})
+        capture(targets_of({"models": [1, model]}))
     assert "Linear" in caught.value.found
     endless: dict[str, Any] = {"model": model}
     endless["again"] = endless
     with pytest.raises(errors.OptionError, match=r"nested|too long"):
-        capture(endless)
+        capture(targets_of(endless))
     with pytest.raises(errors.OptionError, match="Part"):
         restore_objects({"model": model}, {"model": model.state_dict()})  # type: ignore[dict-item]
 
@@ -72,12 +72,12 @@ def test_an_object_that_raises_when_it_is_asked(make: Callable[[], Any]) -> None
     if isinstance(it, torch.optim.Optimizer):
         return  # it is asked for its parameters
     with pytest.raises(errors.ObjectStateError, match=r"it: .*asked for its state(.|\n)*ZeroDivisionError"):
-        capture({"it": it})
+        capture(targets_of({"it": it}))
 
 
 def test_nothing_is_copied() -> None:
     model = nn.Linear(2, 2)
-    parts = capture({"model": model, "value": (value := [1])})
+    parts = capture(targets_of({"model": model, "value": (value := [1])}))
     assert parts["model"].tree["weight"].data_ptr() == model.weight.data_ptr()
     assert parts["model"].tree._metadata[""] == {"version": 1}
     assert parts["value"].tree is value
@@ -91,7 +91,7 @@ def test_generators_are_asked_last() -> None:
             return {}
 
     generator = torch.Generator()
-    parts = capture({"generator": generator, "rng": Random(), "loader": Drawing()})
+    parts = capture(targets_of({"generator": generator, "rng": Random(), "loader": Drawing()}))
     assert list(parts) == ["generator", "rng", "loader"]
     assert torch.equal(parts["generator"].tree, generator.get_state())
     assert torch.equal(parts["rng"].tree["torch"], torch.get_rng_state())

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import modelstate as ms
-from modelstate.objects.objects import Part, capture
+from modelstate.objects.objects import Part, capture, targets_of
 from modelstate.objects.restore import restore_objects
 from tests.store.training import OPTIMIZERS, SCHEDULERS, Model, Run, kept, state_of
 
@@ -165,13 +165,13 @@ def test_hooks_see_their_own_names_behind_their_prefix() -> None:
 
 def test_plain_values_are_what_holds_no_objects() -> None:
     objects = {"config": {"a.b": 1, 3: [4]}, "list": [1], "tensor": torch.ones(2), "class": nn.Linear, "none": None}
-    assert {part.kind for part in capture(objects).values()} == {"value"}
-    restored = restore_objects(dict.fromkeys(objects), capture(objects))
+    assert {part.kind for part in capture(targets_of(objects)).values()} == {"value"}
+    restored = restore_objects(dict.fromkeys(objects), capture(targets_of(objects)))
     assert dict(restored) == objects
 
 
 def test_nothing_at_all() -> None:
-    assert dict(capture({})) == {}
+    assert dict(capture(targets_of({}))) == {}
     assert len(restore_objects({}, {})) == 0
     bare = {"relu": nn.ReLU(), "nested": {"list": nn.ModuleList()}}
     assert restore_objects(bare, kept(bare)).report.coverage == 1

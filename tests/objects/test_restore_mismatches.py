@@ -8,7 +8,7 @@ from torch import nn
 
 import modelstate as ms
 from modelstate import errors, problems
-from modelstate.objects.objects import Part, capture
+from modelstate.objects.objects import Part, capture, targets_of
 from modelstate.objects.restore import restore_objects
 from tests.objects.nets import trained
 from tests.store.training import Positions, kept, state_of
@@ -36,7 +36,7 @@ def test_another_kind_than_what_was_saved(given: Any, kind: str) -> None:
         restore_objects({"it": given}, {"it": Part("value", 3)})
     assert "value" in caught.value.expected
     with pytest.raises(errors.ObjectStateError):
-        restore_objects({"it": None}, {"it": capture({"it": given})["it"]})
+        restore_objects({"it": None}, {"it": capture(targets_of({"it": given}))["it"]})
 
 
 def test_patterns_have_to_be_of_use_somewhere() -> None:
@@ -121,7 +121,7 @@ def test_rules_that_cannot_be() -> None:
 
 def test_an_optimizer_with_parameters_of_nobody() -> None:
     model, optimizer = nn.Linear(2, 2), torch.optim.SGD(nn.Linear(2, 2).parameters())
-    for function in (capture, lambda objects: restore_objects(objects, {})):
+    for function in (lambda objects: capture(targets_of(objects)), lambda objects: restore_objects(objects, {})):
         with pytest.raises(errors.OptimizerStateError, match=r"opt: .*no names(.|\n)*2 of 2(.|\n)*add the module"):
             function({"model": model, "opt": optimizer})
 
@@ -133,7 +133,7 @@ def test_what_allows_parameters_that_are_new_or_gone_is_named() -> None:
             model[number].requires_grad_(False)
         return {"m": model, "o": torch.optim.SGD([p for p in model.parameters() if p.requires_grad], momentum=0.9)}
 
-    saved = capture(of(1))
+    saved = capture(targets_of(of(1)))
     with pytest.raises(errors.OptimizerStateError) as caught:
         restore_objects(of(0, 2), saved)
     allowed = {"allow_missing": ["o.m.1.*"], "allow_unexpected": ["o.m.0.*", "o.m.2.weight"]}

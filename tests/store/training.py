@@ -160,12 +160,12 @@ class Run:
 
 def kept(objects: dict[str, Any]) -> dict[str, Part]:
     """The state of the objects, in memory of its own."""
-    return copy.deepcopy(dict(capture(objects)))
+    return copy.deepcopy(dict(capture(targets_of(objects))))
 
 
 def state_of(objects: dict[str, Any]) -> Any:
     """All that is captured, but for plain values, by what it is."""
-    return {path: described(part.tree) for path, part in capture(objects).items() if part.kind != "value"}
+    return {path: described(part.tree) for path, part in capture(targets_of(objects)).items() if part.kind != "value"}
 
 
 def everything(objects: dict[str, Any]) -> Any:

@@ -283,7 +283,8 @@ def write_blocks(
 
         yield write
 
-    for_each(_jobs(start, tensors), worker, threads or read_threads(), with_torch=True)
+    jobs = _jobs(start, tensors)
+    for_each(jobs, worker, min(threads or read_threads(), len(jobs)), with_torch=True)
     return ["".join(blocks) for blocks in digests]
 
 

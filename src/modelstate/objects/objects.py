@@ -69,26 +69,23 @@ class Target(NamedTuple):
         return self.kind is Kind.GENERATOR or bool(getattr(type(self.obj), "restored_last", False))
 
 
-def capture(objects: Mapping[str, object]) -> dict[str, Part]:
+def capture(targets: Mapping[str, Target]) -> dict[str, Part]:
     """Captures the state of all objects without a copy: its tensors and containers are the live ones.
 
     Generators, and objects whose class has `restored_last = True`, are captured last, because the `state_dict` of
     another object may draw from them.
 
     Args:
-        objects: objects and plain values by name. A mapping that holds objects is a group of them; any other mapping
-            is a plain value. The modules of the optimizers have to be among the objects, since the optimizers' state
-            goes by the names of their parameters in them.
+        targets: what `targets_of` returns. The modules of the optimizers have to be among them, since the optimizers'
+            state goes by the names of their parameters in them.
 
     Returns:
-        The state of each object by its path, in the order of `objects`.
+        The state of each object by its path, in the order of `targets`.
 
     Raises:
-        OptionError: A name or an object cannot be saved.
         OptimizerStateError: An optimizer has parameters of a module that is not among the objects.
         ObjectStateError: The own code of an object raised.
     """
-    targets = targets_of(objects)
     modules = modules_of(targets)
     check_owners(targets, modules)
     parts = {path: Part(target.kind, _state_of(path, target, modules)) for path, target in restore_order(targets)}
@@ -111,7 +108,15 @@ def _state_of(path: str, target: Target, modules: nn.Module) -> object:
 
 
 def targets_of(objects: Mapping[str, Any]) -> dict[str, Target]:
-    """Returns the objects by path, without wrappers around modules. Raises `OptionError`."""
+    """Returns the objects by path, without wrappers around modules.
+
+    Args:
+        objects: objects and plain values by name. A mapping that holds objects is a group of them; any other mapping
+            is a plain value.
+
+    Raises:
+        OptionError: A name or an object cannot be saved.
+    """
     if not isinstance(objects, Mapping) or isinstance(objects, nn.Module):
         raise OptionError(
             "objects come under names",

@@ -13,7 +13,7 @@ from modelstate.checkpoint.write import SaveReport, StateToWrite, check_options,
 from modelstate.errors import ModelCodeError, ModelStateError, SaveTargetError
 from modelstate.formats.sharded import check_both
 from modelstate.io.atomic import LOCK_TIMEOUT_SECONDS
-from modelstate.objects.objects import capture, holds_stateful
+from modelstate.objects.objects import capture, holds_stateful, targets_of
 from modelstate.torch_compat.modules import unwrapped
 
 
@@ -96,7 +96,7 @@ def save(
 
 def _state_of(target: object) -> Mapping[Any, Any]:
     if isinstance(target, Mapping) and holds_stateful(target):
-        return _nested({path: part.tree for path, part in capture(target).items()})
+        return _nested({path: part.tree for path, part in capture(targets_of(target)).items()})
     state = _state_dict(unwrapped(target)) if isinstance(target, nn.Module) else target
     if isinstance(state, Mapping):
         return state

@@ -427,18 +427,21 @@ class StepIndex:
                 return entries
         raise ReadFailedError("the store changes all the time", where=self.directory)
 
-    def steps(self) -> list[StepEntry]:
-        """Returns, for every step, the newest revision that is whole, or else the newest; in the order of the steps."""
+    def steps(self, revisions: Iterable[StepEntry] | None = None) -> list[StepEntry]:
+        """Returns, for every step, the newest revision that is whole, or else the newest; in the order of the steps.
+
+        They are those of `revisions`, or else of a new list of the directory.
+        """
         best: dict[int, StepEntry] = {}
-        for entry in self.all_revisions():
+        for entry in self.all_revisions() if revisions is None else revisions:
             other = best.get(entry.place.step)
             if other is None or entry.is_whole or not other.is_whole:
                 best[entry.place.step] = entry
         return [best[step] for step in sorted(best)]
 
-    def by_age(self) -> list[StepEntry]:
-        """Returns `steps()` in the order of saving; one that cannot be used follows the step before it."""
-        entries = self.steps()
+    def by_age(self, revisions: Iterable[StepEntry] | None = None) -> list[StepEntry]:
+        """Returns `steps` in the order of saving; one that cannot be used follows the step before it."""
+        entries = self.steps(revisions)
         order = ages(
             {entry.place.step: entry.record.serial if entry.record and entry.is_whole else None for entry in entries}
         )

@@ -17,7 +17,7 @@ from modelstate.background import AtExit, BackgroundTask
 from modelstate.errors import ModelStateError, OpenError, UnsavableError
 from modelstate.formats import safetensors, sharded
 from modelstate.formats.block_writer import write_blocks
-from modelstate.formats.manifest import KEY, check_size, digest
+from modelstate.formats.manifest import KEY, digest
 from modelstate.formats.safetensors import layout, nbytes_of, write
 from modelstate.formats.serialize import SerializedState
 from modelstate.formats.sharded import INDEX_SUFFIX, SHARD_METADATA, SUFFIX, in_shards, index_of
@@ -110,12 +110,6 @@ class Job:
     pin: bool
     begin_seconds: float
     """When the save began, by `time.perf_counter`."""
-
-    def check(self) -> None:
-        """Raises `UnsavableError` for values that are too large to be read again."""
-        for path, state in self.states.items():
-            with _size_errors(path):
-                check_size(state.manifest(None, {}))
 
     @property
     def nbytes(self) -> int:
@@ -219,7 +213,7 @@ def _write_object(
     state, kind, files = job.states[path], job.kinds[path], _Files(directory)
     if not state.tensors and isinstance(state.tree, dict) and set(state.tree) == {"value"}:
         return ObjectEntry(kind, value=state.tree["value"]), files
-    with _size_errors(path):
+    with size_errors(path):
         if not state.tensors:
             # An index without files is invalid, so the manifest goes into a file without tensors.
             planned = layout({}, lambda digests: {**SHARD_METADATA, KEY: state.manifest(None, digests)})
@@ -351,7 +345,7 @@ def _record_of(directory: str, name: str) -> FileRecord:
 
 
 @contextmanager
-def _size_errors(path: str) -> Iterator[None]:
+def size_errors(path: str) -> Iterator[None]:
     """Raises `UnsavableError` in place of the `ValueError` for a header or a manifest that is too large."""
     try:
         yield

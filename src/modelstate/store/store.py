@@ -24,6 +24,7 @@ from modelstate.errors import (
     StoreMovedError,
     TargetExistsError,
 )
+from modelstate.formats.manifest import check_size
 from modelstate.formats.serialize import serialize
 from modelstate.io import system
 from modelstate.io.atomic import new_file, sync_directory, write_errors
@@ -31,7 +32,7 @@ from modelstate.io.files import local_path
 from modelstate.io.lock import WriterLock, check_directory
 from modelstate.loading.options import patterns_of
 from modelstate.objects.loaders import preserved_generators
-from modelstate.objects.objects import Kind, capture, targets_of
+from modelstate.objects.objects import Kind, Target, capture, targets_of
 from modelstate.objects.restore import Restored, RulesOf, restore_objects
 from modelstate.store.directory import (
     PIN_FILE,
@@ -54,6 +55,7 @@ from modelstate.store.saving import (
     make_directory,
     probe,
     publish,
+    size_errors,
 )
 from modelstate.text_format import size
 
@@ -212,16 +214,16 @@ class Store:
             if not is_acquired:
                 return None
             self.wait()
-            job = _job(objects, pin, begin_seconds)
+            job = _job(targets_of(objects), pin, begin_seconds)
             record = Record("", step, time.time(), checked_metrics, {})
-            job.check()
             self._become_writer()
-            self._check_new(step, overwrite)
+            index = self._index.cached()
+            self._check_new(index, step, overwrite)
             if not background:
-                return self._write(record, job)
+                return self._write(index, record, job)
             self._staging.copy(job.states.values())
             blocked_seconds = time.perf_counter() - begin_seconds
-            write = partial(self._write, record, job, self._staging.nbytes, blocked_seconds)
+            write = partial(self._write, index, record, job, self._staging.nbytes, blocked_seconds)
             self._pending = pending = PendingSave(step, self._staging.nbytes, write)
             pending.start()
             return pending
@@ -272,11 +274,10 @@ class Store:
             >>> store.check_state({"model": model})
             440
         """
-        generators = [target.obj for target in targets_of(objects).values() if target.is_restored_last]
+        targets = targets_of(objects)
+        generators = [target.obj for target in targets.values() if target.is_restored_last]
         with preserved_generators(generators):
-            job = _job(objects)
-        job.check()
-        return job.nbytes
+            return _job(targets).nbytes
 
     def wait(self, timeout_seconds: float | None = None) -> None:
         """Waits until the save in the background is durable.
@@ -327,8 +328,8 @@ class Store:
         finally:
             self._thread_lock.release()
 
-    def _check_new(self, step: int, overwrite: bool) -> None:
-        existing = next((entry for entry in self._index.steps() if entry.place.step == step), None)
+    def _check_new(self, index: StepIndex, step: int, overwrite: bool) -> None:
+        existing = next((entry for entry in index.steps() if entry.place.step == step), None)
         if existing is None or existing.is_damaged:
             return
         is_ours = existing.is_whole
@@ -344,6 +345,7 @@ class Store:
 
     def _write(
         self,
+        index: StepIndex,
         record: Record,
         job: Job,
         staging_bytes: int = 0,
@@ -356,9 +358,9 @@ class Store:
 
         with self._in_its_directory(), write_errors(os.path.join(self.directory, name_of(record.step, 0))):
             clear(self.directory)
-            index = self._index.cached()
-            entries = index.by_age()
-            revisions = [entry for entry in index.all_revisions() if entry.place.step == record.step]
+            everything = index.all_revisions()
+            entries = index.by_age(everything)
+            revisions = [entry for entry in everything if entry.place.step == record.step]
             serial = 1 + max((entry.record.serial for entry in entries if entry.record is not None), default=0)
             path, bytes_written, bytes_linked = publish(
                 self.directory,
@@ -710,17 +712,20 @@ class Store:
         self.close()
 
 
-def _job(objects: Mapping[str, object], pin: bool = False, begin_seconds: float = 0.0) -> Job:
+def _job(targets: Mapping[str, Target], pin: bool = False, begin_seconds: float = 0.0) -> Job:
     """Encodes the state of the objects. Raises the error for which it cannot be saved."""
-    parts = capture(objects)
+    parts = capture(targets)
     states = {path: serialize(part.tree, path, as_tree=part.kind is not Kind.MODULE) for path, part in parts.items()}
     frozen = {
         path: frozenset(
             name for name, param in target.obj.named_parameters(remove_duplicate=False) if not param.requires_grad
         )
-        for path, target in targets_of(objects).items()
+        for path, target in targets.items()
         if target.kind is Kind.MODULE
     }
+    for path, state in states.items():
+        with size_errors(path):
+            check_size(state.manifest(None, {}))
     return Job({path: part.kind for path, part in parts.items()}, states, frozen, pin, begin_seconds)
 
 
