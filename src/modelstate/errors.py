@@ -15,8 +15,7 @@ ModelStateError
 │   ├── UnsafePathError           (ValueError)
 │   ├── ForbiddenGlobalError      (ValueError)
 │   ├── UnsupportedTensorError    (NotImplementedError)
-│   ├── ManifestError             (ValueError)
-│   │   └── NewerManifestError
+│   ├── NewerManifestError        (ValueError)
 │   └── CombineError              (ValueError)
 ├── KeyNotFoundError              (KeyError)
 ├── ReadFailedError               (OSError)
@@ -57,8 +56,7 @@ ModelStateError
 ├── StoreError
 │   ├── StepNotFoundError         (KeyError)
 │   ├── DamagedCheckpointError    (ValueError)
-│   └── StoreAccessError          (OSError)
-│       └── StoreMovedError
+│   └── StoreMovedError           (OSError)
 ├── ExportError                   (RuntimeError, ValueError)
 ├── NameMapError                  (ValueError)
 └── LiveError
@@ -195,7 +193,7 @@ class TruncatedFileError(OpenError, EOFError, ValueError, page="truncated-file",
 
 
 class DamagedFileError(OpenError, ValueError, page="damaged-file", remedy=CUT_SHORT):
-    """A header, an index, a zip archive or a pickle is damaged, or contradicts the file.
+    """A header, an index, a zip archive, a pickle or a manifest is damaged, or contradicts the file.
 
     A header is not the JSON of the format, is too large, leads out of the file, has an unknown dtype or a name twice;
     or shapes and byte ranges of tensors contradict each other, overlap, or leave holes. A record of an archive is
@@ -229,11 +227,7 @@ class UnsupportedTensorError(OpenError, NotImplementedError, page="unsupported-t
     """A tensor of a kind that modelstate does not read."""
 
 
-class ManifestError(OpenError, ValueError, page="damaged-manifest"):
-    """The manifest that `modelstate.save` puts into a file beside its tensors is damaged."""
-
-
-class NewerManifestError(ManifestError, remedy="update modelstate"):
+class NewerManifestError(OpenError, ValueError, page="newer-version", remedy="update modelstate"):
     """A newer version of modelstate wrote the file."""
 
 
@@ -395,7 +389,7 @@ class TargetExistsError(SaveError, FileExistsError):
 
 
 class WriteFailedError(SaveError, OSError):
-    """An I/O error while a file was written. The previous file is intact."""
+    """An I/O error while a file was written, or a directory that cannot be written to. The previous file is intact."""
 
 
 class StoreError(ModelStateError, page="store"):
@@ -414,11 +408,7 @@ class DamagedCheckpointError(StoreError, ValueError):
     """A checkpoint of a store differs from what was saved, or is from another store or step."""
 
 
-class StoreAccessError(StoreError, OSError, page="locked"):
-    """The directory of a store cannot be written to, or its file system has no locks."""
-
-
-class StoreMovedError(StoreAccessError, page="store-moved"):
+class StoreMovedError(StoreError, OSError, page="store-moved"):
     """The directory of a store is no longer at its path."""
 
 

@@ -44,6 +44,7 @@ from modelstate.errors import (
     UnknownFormatError,
 )
 from modelstate.formats import torch_legacy
+from modelstate.io import system
 from modelstate.testing import Request, faulty_reads
 from tests.formats.files import index_text, same
 
@@ -451,11 +452,11 @@ def test_an_error_of_the_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     path = tmp_path / "x.safetensors"
     save_file(STATE, path)
     with monkeypatch.context() as patch:
-        patch.setattr(os, "pread", fail)
+        patch.setattr(system, "pread", fail)
         with pytest.raises(ReadFailedError):
             open_checkpoint(path)
     with monkeypatch.context() as patch:
-        patch.setattr(os, "stat", fail)
+        patch.setattr(system, "stat", fail)
         with pytest.raises(ReadFailedError):
             open_checkpoint(path)
     assert_opens(path)

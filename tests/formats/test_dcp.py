@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 import modelstate as ms
 from modelstate import errors
 from modelstate.checkpoint.open import read_contents
+from modelstate.io import system
 from modelstate.spec import StoredComposite, StoredTensor
 from tests.formats.dcp_files import Change, boxes_of, halves, write
 from tests.formats.dcp_written import write as write_module
@@ -230,13 +231,13 @@ def test_a_list_with_gaps(tmp_path: Path) -> None:
 def test_no_tensor_is_read_to_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     directory = saved(tmp_path / "x", {"large": torch.zeros(1 << 20)})
     read: list[int] = []
-    pread = os.pread
+    pread = system.pread
 
     def counted(descriptor: int, nbytes: int, start: int) -> bytes:
         read.append(nbytes)
         return pread(descriptor, nbytes, start)
 
-    monkeypatch.setattr(os, "pread", counted)
+    monkeypatch.setattr(system, "pread", counted)
     ms.open(directory)
     assert 0 < sum(read) < 400_000
 

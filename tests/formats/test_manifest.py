@@ -12,7 +12,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import modelstate as ms
-from modelstate.errors import CodecError, ManifestError, NewerManifestError
+from modelstate.errors import CodecError, DamagedFileError, NewerManifestError
 from modelstate.formats.manifest import KEY
 
 STATE = {
@@ -83,7 +83,7 @@ WRONG: dict[str, Any] = {
 @pytest.mark.parametrize("name", WRONG)
 def test_manifests_that_do_not_fit(path: Path, name: str) -> None:
     write(path, {"a": torch.ones(2), "b": torch.ones(1)}, json.dumps(WRONG[name]))
-    with pytest.raises(ManifestError, match="damaged") as caught:
+    with pytest.raises(DamagedFileError, match="damaged") as caught:
         ms.open(path)
     assert caught.value.where == f"{path}: __metadata__['modelstate']"
     assert caught.value.remedy
@@ -95,7 +95,7 @@ def test_manifests_that_do_not_fit(path: Path, name: str) -> None:
 )
 def test_texts_that_are_no_manifest(path: Path, text: str) -> None:
     write(path, {"a": torch.ones(2)}, text)
-    with pytest.raises(ManifestError):
+    with pytest.raises(DamagedFileError):
         ms.open(path)
 
 
@@ -151,7 +151,7 @@ def test_any_manifest_gives_a_checkpoint_or_an_error(path: Path, manifest: dict[
             checkpoint.tensor(name)
         for name in checkpoint.extra:
             checkpoint.extra[name]
-    except (ManifestError, CodecError):
+    except (DamagedFileError, CodecError):
         return
 
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from modelstate.errors import LockedError, StoreAccessError
+from modelstate.errors import LockedError, WriteFailedError
 from modelstate.io.lock import LOCK_FILE, WriterLock
 
 HOLD = """
@@ -321,7 +321,7 @@ def test_a_file_that_is_removed_while_it_is_taken(directory: Path, monkeypatch: 
 
 def test_a_directory_where_no_file_stays(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fcntl, "flock", lambda *arguments: (directory / LOCK_FILE).unlink())
-    with pytest.raises(StoreAccessError):
+    with pytest.raises(WriteFailedError):
         WriterLock(directory).acquire()
 
 
@@ -335,7 +335,7 @@ def test_a_directory_that_cannot_be_written_to(directory: Path, monkeypatch: pyt
         raise OSError(error, os.strerror(error), path)
 
     monkeypatch.setattr(os, "open", refuse)
-    with pytest.raises(StoreAccessError) as caught:
+    with pytest.raises(WriteFailedError) as caught:
         WriterLock(directory).acquire()
     assert os.strerror(error) in caught.value.found
     assert caught.value.remedy
@@ -344,14 +344,14 @@ def test_a_directory_that_cannot_be_written_to(directory: Path, monkeypatch: pyt
 @pytest.mark.skipif(os.getuid() == 0, reason="root may write everywhere")
 def test_a_directory_without_the_permission(directory: Path) -> None:
     directory.chmod(0o500)
-    with pytest.raises(StoreAccessError):
+    with pytest.raises(WriteFailedError):
         WriterLock(directory).acquire()
 
 
 def test_what_is_no_directory(directory: Path) -> None:
     (directory / "file").write_text("")
     for path in (directory / "file", directory / "nothing"):
-        with pytest.raises(StoreAccessError):
+        with pytest.raises(WriteFailedError):
             WriterLock(path).acquire()
     assert not (directory / "nothing").exists()
 
@@ -359,12 +359,12 @@ def test_what_is_no_directory(directory: Path) -> None:
 def test_a_lock_file_that_is_none(directory: Path) -> None:
     (directory / "victim").write_text("mine")
     (directory / LOCK_FILE).symlink_to(directory / "victim")
-    with pytest.raises(StoreAccessError, match="symbolic link"):
+    with pytest.raises(WriteFailedError, match="symbolic link"):
         WriterLock(directory).acquire()
     assert (directory / "victim").read_text() == "mine"
     (directory / LOCK_FILE).unlink()
     (directory / LOCK_FILE).mkdir()
-    with pytest.raises(StoreAccessError, match="which is a directory"):
+    with pytest.raises(WriteFailedError, match="which is a directory"):
         WriterLock(directory).acquire()
 
 
@@ -375,7 +375,7 @@ def test_a_file_system_without_locks(directory: Path, monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(fcntl, "flock", refuse)
     before = open_files()
-    with pytest.raises(StoreAccessError, match="the file system has no locks") as caught:
+    with pytest.raises(WriteFailedError, match="the file system has no locks") as caught:
         WriterLock(directory).acquire()
     assert "flock" in caught.value.remedy
     assert open_files() == before
@@ -387,7 +387,7 @@ def test_an_input_output_error_is_no_lack_of_locks(directory: Path, monkeypatch:
 
     mine, before = WriterLock(directory), open_files()
     monkeypatch.setattr(fcntl, "flock", fail)
-    with pytest.raises(StoreAccessError, match="Input/output error"):
+    with pytest.raises(WriteFailedError, match="Input/output error"):
         mine.acquire()
     assert not mine.held
     assert open_files() == before

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch.testing._internal.two_tensor import TwoTensor
 
 import modelstate as ms
-from modelstate.errors import ManifestError, UnsavableError
+from modelstate.errors import DamagedFileError, UnsavableError
 from modelstate.formats.manifest import KEY, OPEN_SEAL, SEAL, sealed
 from tests.objects.saves import NAME
 
@@ -187,7 +187,7 @@ def index_of(directory: Path, metadata: dict[str, Any]) -> Path:
 def test_a_digest_of_what_has_none(tmp_path: Path) -> None:
     digests = {"algorithm": "xxh3-128", "block_bytes": 4 << 20, "tensors": {"b": "0" * 32}}
     said = json.dumps({"format": 1, "digests": digests})
-    with pytest.raises(ManifestError, match="'b', which is not a plain tensor"):
+    with pytest.raises(DamagedFileError, match="'b', which is not a plain tensor"):
         ms.open(index_of(tmp_path, {SEAL: OPEN_SEAL, KEY: said}))
 
 

@@ -17,8 +17,8 @@ from torch.export import Dim
 import modelstate as ms
 from modelstate.errors import (
     CanaryError,
+    DamagedFileError,
     LiveTargetError,
-    ManifestError,
     ProgramInputError,
     SwapTimeoutError,
     VersionGoneError,
@@ -385,10 +385,10 @@ def test_a_manifest_that_is_not_of_the_package() -> None:
     path = package_of(linear(1), X)
     no_device = {"name": "x", "shape": [4], "dtype": "float32", "device": "nothing", "order": [0]}
     for inputs in ({"values": [], "ranges": {}}, [], {"values": [{}]}, {"values": [no_device], "ranges": {}}):
-        with pytest.raises(ManifestError):
+        with pytest.raises(DamagedFileError):
             ms.Live(rewritten(path, edited(inputs=inputs)))
     tensor = {"name": "weight", "shape": [4, 5], "dtype": "float32", "stride": [5, 1], "role": "parameter"}
-    with pytest.raises(ManifestError, match="not what it has"):
+    with pytest.raises(DamagedFileError, match="not what it has"):
         ms.Live(rewritten(path, edited(names=None, tensors=[{**tensor, "mutable": False, "alias": "weight"}])))
 
 

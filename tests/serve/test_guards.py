@@ -14,7 +14,7 @@ from torch import nn
 from torch.export import Dim
 
 import modelstate as ms
-from modelstate.errors import ExportError, LiveTargetError, ManifestError, ProgramInputError
+from modelstate.errors import DamagedFileError, ExportError, LiveTargetError, ProgramInputError
 from modelstate.serve.export import _specialized_sizes as specialized_sizes
 from modelstate.serve.inputs import conditions, is_equality
 from modelstate.torch_compat.versions import torch_version
@@ -209,7 +209,7 @@ def test_packages_from_before_conditions_open(tmp_path: Path) -> None:
     live, (x, y) = ms.Live(rewritten(path, edited(inputs=inputs))), rows(4, 6)
     assert torch.equal(live(x.clone(), y), x * 2 + y[:4])
     for bad in ({"conditions": ["z.shape[0] == 1"]}, {"conditions": 5}, {"conditions": [5]}, {"written": ["z"]}):
-        with pytest.raises(ManifestError):
+        with pytest.raises(DamagedFileError):
             ms.Live(rewritten(path, edited(inputs=inputs | bad)))
 
 

@@ -43,7 +43,7 @@ def test_a_path_that_is_a_file(tmp_path: Path) -> None:
     (tmp_path / "run").unlink()
     later = ms.Store(tmp_path / "run")
     (tmp_path / "run").write_text("mine")
-    with pytest.raises(errors.StoreAccessError):
+    with pytest.raises(errors.WriteFailedError):
         later.save(1, {"value": 1})
     with pytest.raises(errors.ReadFailedError):
         later.steps()
@@ -63,7 +63,7 @@ def test_a_directory_that_cannot_be_written_to(tmp_path: Path, monkeypatch: pyte
         return real(path, flags, *more, **options)
 
     monkeypatch.setattr(lock.os, "open", refused)
-    with pytest.raises(errors.StoreAccessError):
+    with pytest.raises(errors.WriteFailedError):
         store.save(2, {"value": 2})
     assert store.restore({"value": None})["value"] == 1  # for reading it is enough
     monkeypatch.undo()

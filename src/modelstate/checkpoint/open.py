@@ -371,7 +371,7 @@ def open(
     Raises:
         OpenError: The source cannot be opened. Its subclasses: `SourceNotFoundError`, `SourceAccessError` and
             `SourceTypeError` for a path that cannot be read; `UnknownFormatError` for a file that is not a checkpoint;
-            `TruncatedFileError`, `DamagedFileError` and `ManifestError` for a damaged file; `ForbiddenGlobalError` and
+            `TruncatedFileError` and `DamagedFileError` for a damaged file; `ForbiddenGlobalError` and
             `UnsupportedTensorError` for contents that are not read; `AmbiguousCheckpointError` for a directory, and for
             two values of one name; `UnsafePathError` for shards elsewhere; `CombineError` for several sources.
         KeyNotFoundError: There is nothing under `key`.

@@ -35,8 +35,8 @@ from modelstate.errors import (
     CUT_SHORT,
     ChecksumError,
     CodecError,
+    DamagedFileError,
     ForbiddenGlobalError,
-    ManifestError,
     NewerManifestError,
     UnknownClassError,
 )
@@ -113,7 +113,7 @@ def apply(tensors: StoredTensors, text: str, path: str, place: str, allow: Seque
         The state, in which tied tensors appear under all their names, and subclasses under theirs.
 
     Raises:
-        ManifestError: The manifest is damaged.
+        DamagedFileError: The manifest is damaged.
         NewerManifestError: A newer version of modelstate wrote the manifest.
         ForbiddenGlobalError: A tensor class is not allowed.
         UnknownClassError: A tensor class does not exist.
@@ -296,8 +296,8 @@ def _refuse_constant(constant: str) -> None:
     raise ValueError(f"{constant} is no JSON")
 
 
-def _damaged(where: str, found: str) -> ManifestError:
-    return ManifestError(
+def _damaged(where: str, found: str) -> DamagedFileError:
+    return DamagedFileError(
         "the manifest that modelstate has put into the file is damaged",
         where=where,
         found=found[:500],
@@ -364,8 +364,8 @@ def _composite(
     return StoredComposite(class_name, dtype, shape, every, build), own_parts
 
 
-def _not_made(cls: str, where: str, found: str) -> ManifestError:
-    return ManifestError(
+def _not_made(cls: str, where: str, found: str) -> DamagedFileError:
+    return DamagedFileError(
         f"a tensor of the class {cls} cannot be created from its stored parts",
         where=where,
         found=found[:500],

@@ -20,7 +20,7 @@ from datetime import datetime
 from types import TracebackType
 from typing import Self
 
-from modelstate.errors import LockedError, StoreAccessError, StoreMovedError
+from modelstate.errors import LockedError, StoreMovedError, WriteFailedError
 from modelstate.text_format import printable
 
 LOCK_FILE = ".lock"
@@ -80,7 +80,7 @@ class WriterLock:
 
         Raises:
             LockedError: Another writer holds the lock; the error names it and since when.
-            StoreAccessError: The directory cannot be written to, or its file system has no locks.
+            WriteFailedError: The directory cannot be written to, or its file system has no locks.
         """
         try:
             directory = os.open(self.directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -120,7 +120,7 @@ class WriterLock:
             return
         try:
             check_directory(self.directory, os.fstat(self._at))
-        except StoreAccessError:
+        except StoreMovedError:
             raise
         except OSError as error:
             raise self._no_access(error) from error
@@ -177,16 +177,16 @@ class WriterLock:
             remedy="end the other writer, or take another directory; a writer that has ended keeps no lock",
         )
 
-    def _no_locks(self, error: OSError) -> StoreAccessError:
-        return StoreAccessError(
+    def _no_locks(self, error: OSError) -> WriteFailedError:
+        return WriteFailedError(
             "the file system has no locks, which keep two writers apart",
             where=self.directory,
             found=error,
             remedy=_MOUNT,
         )
 
-    def _not_a_file(self) -> StoreAccessError:
-        return StoreAccessError(
+    def _not_a_file(self) -> WriteFailedError:
+        return WriteFailedError(
             "the directory cannot be locked for writing",
             where=self._path,
             expected="a regular file, or none",
@@ -194,8 +194,8 @@ class WriterLock:
             remedy=f"remove {LOCK_FILE}",
         )
 
-    def _no_access(self, error: OSError) -> StoreAccessError:
-        return StoreAccessError(
+    def _no_access(self, error: OSError) -> WriteFailedError:
+        return WriteFailedError(
             "the directory cannot be locked for writing",
             where=self.directory,
             found=error,

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from modelstate.errors import (
+    DamagedFileError,
     LiveTargetError,
-    ManifestError,
     ProgramInputError,
     VersionGoneError,
     WeightsError,
@@ -291,7 +291,7 @@ class _Call:
             described = None if manifest is None else manifest.inputs
             self._inputs = None if described is None else Inputs.described_by(where, self._in_spec, described)
         except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
-            raise ManifestError(
+            raise DamagedFileError(
                 "what the file says of its inputs is damaged, or of classes that are not known here",
                 where=where,
                 found=f"{type(error).__name__}: {error}",
@@ -346,13 +346,13 @@ def _values(file: ProgramFile, runner: Runner) -> dict[str, torch.Tensor]:
 def _state_of_manifest(
     manifest: Manifest, values: Mapping[str, torch.Tensor], where: str
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Returns the state, with the ties of the module, and the hidden buffers. Raises `ManifestError`."""
+    """Returns the state, with the ties of the module, and the hidden buffers. Raises `DamagedFileError`."""
     groups: dict[str, torch.Tensor] = {}
     for entry in manifest.tensors:
         if entry.name in values:
             value = values[entry.name]
             if (tuple(value.shape), value.dtype, value.stride()) != (entry.shape, entry.torch_dtype, entry.stride):
-                raise ManifestError(
+                raise DamagedFileError(
                     "what the file says of its weights is not what it has",
                     where=where,
                     expected=f"{entry.name}: shape {entry.shape}, {entry.dtype}, stride {entry.stride}",

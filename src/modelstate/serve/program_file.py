@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 import torch
 
-from modelstate.errors import LiveTargetError, ManifestError, NameMapError, NewerManifestError, OpenError
+from modelstate.errors import DamagedFileError, LiveTargetError, NameMapError, NewerManifestError, OpenError
 from modelstate.formats.manifest import check_size
 from modelstate.formats.recognise import Format, recognise
 from modelstate.formats.zip_directory import ZipDirectory
@@ -137,7 +137,7 @@ class Manifest:
             The manifest.
 
         Raises:
-            ManifestError: the text is damaged.
+            DamagedFileError: the text is damaged.
             NewerManifestError: a newer version of modelstate wrote it.
 
         Example:
@@ -173,7 +173,7 @@ class Manifest:
             raise
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             what = error.what if isinstance(error, NameMapError) else f"{type(error).__name__}: {error}"
-            raise ManifestError(
+            raise DamagedFileError(
                 "what the file says of its weights is damaged",
                 where=where,
                 found=what,
@@ -303,7 +303,7 @@ def read_program_file(path: str) -> ProgramFile:
 
     Raises:
         LiveTargetError: the file is not a program, or its form is not supported.
-        OpenError: the file cannot be opened, or its manifest is damaged (`ManifestError`).
+        OpenError: the file cannot be opened, or its manifest is damaged (`DamagedFileError`).
         ReadFailedError: reading failed.
     """
     with _opened(path) as archive:

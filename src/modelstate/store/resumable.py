@@ -24,7 +24,7 @@ from modelstate.errors import (
     ResumeWarning,
     SaveFailedWarning,
     SourceAccessError,
-    StoreAccessError,
+    StoreMovedError,
     WriteFailedError,
 )
 from modelstate.objects.loaders import checked_iterators, left_loader_problem
@@ -40,7 +40,7 @@ _logger = logging.getLogger(__name__)
 _RESTORE_OPTIONS = tuple(inspect.signature(Store.restore).parameters)[2:]
 
 
-_PASSING = (WriteFailedError, ReadFailedError, StoreAccessError, SourceAccessError)
+_PASSING = (WriteFailedError, ReadFailedError, StoreMovedError, SourceAccessError)
 """The errors that an I/O error becomes, wherever in a save it happens. The next save may succeed."""
 
 
