@@ -83,35 +83,40 @@ class Checkpoint(Mapping[str, TensorSpec]):
         key: str | None = None,
         fingerprints: Mapping[str, FileFingerprint] | None = None,
     ) -> None:
-        self._contents = contents
-        self._source = source
-        self._fingerprints = current_fingerprints(contents.files) if fingerprints is None else fingerprints
-        self._maps = Maps(self._fingerprints)
+        self.contents = contents
+        """The contents of the whole source."""
+        self.source = source
+        """The path as it was passed to `modelstate.open`, or "mapping"."""
+        self.fingerprints = current_fingerprints(contents.files) if fingerprints is None else fingerprints
+        """The fingerprint of each file when its header was read. A file that has changed since is not read."""
+        self.key = key or ""
+        """The dotted path of this part of the source; empty for the whole source."""
         flat = flatten(contents.tree, source)
-        self._set(flat, key or "")
+        self.flat = _below(flat, key, source) if key else flat
+        """Tensors, values and containers by path. Must not be modified."""
+        self._maps = Maps(self.fingerprints)
+        self._check_tensors()
 
-    def _set(self, flat: FlatTree, key: str) -> None:
-        if key:
-            flat = _below(flat, key, self._source)
-        self._flat, self._key = flat, key
-        if self._contents.format == "mapping":
-            for name, stored in flat.tensors.items():
+    def _check_tensors(self) -> None:
+        """Raises `UnsupportedTensorError` for a tensor in memory without a shape."""
+        if self.contents.format == "mapping":
+            for name, stored in self.flat.tensors.items():
                 if isinstance(stored, torch.Tensor):
-                    _spec(name, stored, self._source)
+                    _spec(name, stored, self.source)
 
     # The mapping.
 
     def __getitem__(self, name: str) -> TensorSpec:
-        return _spec(name, self.stored(name), self._source)
+        return _spec(name, self.stored(name), self.source)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._flat.tensors)
+        return iter(self.flat.tensors)
 
     def __len__(self) -> int:
-        return len(self._flat.tensors)
+        return len(self.flat.tensors)
 
     def __contains__(self, name: object) -> bool:
-        return name in self._flat.tensors
+        return name in self.flat.tensors
 
     def get(self, name: str, default: Any = None) -> Any:
         """Returns the `TensorSpec` of a name, or a default.
@@ -121,8 +126,8 @@ class Checkpoint(Mapping[str, TensorSpec]):
             default: The result for a name that the checkpoint lacks.
         """
         # Does not search for the nearest name, which only an error needs.
-        stored = self._flat.tensors.get(name)
-        return default if stored is None else _spec(name, stored, self._source)
+        stored = self.flat.tensors.get(name)
+        return default if stored is None else _spec(name, stored, self.source)
 
     def stored(self, name: str) -> Stored:
         """Returns the stored tensor of a name.
@@ -133,14 +138,14 @@ class Checkpoint(Mapping[str, TensorSpec]):
         Raises:
             KeyNotFoundError: The checkpoint has no tensor of this name.
         """
-        tensors = self._flat.tensors
+        tensors = self.flat.tensors
         try:
             return tensors[name]
         except KeyError:
             near = get_close_matches(str(name), tensors, n=1)
             raise KeyNotFoundError(
                 "the checkpoint has no tensor of this name",
-                where=self._source,
+                where=self.source,
                 found=name,
                 remedy=f"did you mean {near[0]!r}?" if near else "iterate over the checkpoint to see its names",
             ) from None
@@ -152,40 +157,25 @@ class Checkpoint(Mapping[str, TensorSpec]):
         return self is other
 
     def __repr__(self) -> str:
-        part = f", key={self._key!r}" if self._key else ""
-        return f"<Checkpoint {self._source!r}{part}: {len(self)} tensors, {self.nbytes:,} bytes, {self.format}>"
+        part = f", key={self.key!r}" if self.key else ""
+        return f"<Checkpoint {self.source!r}{part}: {len(self)} tensors, {self.nbytes:,} bytes, {self.format}>"
 
     # Properties of the file.
 
     @property
-    def source(self) -> str:
-        """The path as it was passed to `modelstate.open`, or "mapping"."""
-        return self._source
-
-    @property
-    def key(self) -> str:
-        """The dotted path of this part of the source; empty for the whole source."""
-        return self._key
-
-    @property
     def format(self) -> str:
         """ "torch zip", "torch legacy", "safetensors", "dcp" or "mapping"; for an index, the format of its shards."""
-        return self._contents.format
+        return self.contents.format
 
     @property
     def files(self) -> tuple[str, ...]:
         """The files that were read."""
-        return self._contents.files
-
-    @property
-    def fingerprints(self) -> Mapping[str, FileFingerprint]:
-        """The fingerprint of each file when its header was read. A file that has changed since is not read."""
-        return self._fingerprints
+        return self.contents.files
 
     @property
     def checksums(self) -> Mapping[ByteRange, Checksum]:
         """The checksums of storages, where the file has them."""
-        return self._contents.checksums
+        return self.contents.checksums
 
     @property
     def nbytes(self) -> int:
@@ -206,7 +196,7 @@ class Checkpoint(Mapping[str, TensorSpec]):
         `versions` is torch's `_metadata` of the state dict, by module path; `schema` and `extra` are what was passed to
         `modelstate.save`; a safetensors file adds the entries of its `__metadata__`.
         """
-        metadata = {key: decoded(value, self.read) for key, value in self._contents.metadata.items()}
+        metadata = {key: decoded(value, self.read) for key, value in self.contents.metadata.items()}
         versions = self.versions
         if versions is not None:
             metadata["versions"] = versions
@@ -215,10 +205,10 @@ class Checkpoint(Mapping[str, TensorSpec]):
     @property
     def versions(self) -> dict[str, dict[str, Any]] | None:
         """torch's `_metadata`, the versions of modules by module path; None if the file does not have it."""
-        path, rest = self._key, ""
+        path, rest = self.key, ""
         while True:
             try:
-                node = subtree(self._contents.tree, path, self._source)
+                node = subtree(self.contents.tree, path, self.source)
                 break
             except KeyNotFoundError:
                 head, _, tail = path.rpartition(".")
@@ -258,7 +248,7 @@ class Checkpoint(Mapping[str, TensorSpec]):
             CodecError: A value cannot be decoded.
             ReadFailedError: A file cannot be read, or has changed since it was opened.
         """
-        node = subtree(self._contents.tree, ".".join(filter(None, (self._key, path))), self._source)
+        node = subtree(self.contents.tree, ".".join(filter(None, (self.key, path))), self.source)
         known = self._read_at_once(name for name in self if not path or f"{name}.".startswith(f"{path}."))
 
         def read(stored: Stored) -> torch.Tensor:
@@ -281,29 +271,19 @@ class Checkpoint(Mapping[str, TensorSpec]):
                     with torch.inference_mode(False):  # otherwise the tensor could never be trained
                         known[key] = torch.empty(stored.shape, dtype=stored.dtype, device="cpu")
                     requests.append(Request(stored.extent, known[key].data_ptr()))
-        read_ranges(requests, fingerprints=self._fingerprints)
+        read_ranges(requests, fingerprints=self.fingerprints)
         return known
 
     def encoded(self) -> Iterator[tuple[str, Encoded]]:
         """The values that are decoded when they are accessed, with the paths that they are at or below."""
-        for values in (self._flat.values, self._contents.metadata):
+        for values in (self.flat.values, self.contents.metadata):
             for path, value in values.items():
                 yield from ((path, leaf) for _, leaf in leaves(value) if isinstance(leaf, Encoded))
 
     @property
-    def contents(self) -> Contents:
-        """The contents of the whole source."""
-        return self._contents
-
-    @property
-    def flat(self) -> FlatTree:
-        """Tensors, values and containers by path. Must not be modified."""
-        return self._flat
-
-    @property
     def containers(self) -> tuple[str, ...]:
         """The paths of the dicts that contain tensors, which `key=` accepts; the empty path is the whole state."""
-        return tuple(self._flat.containers)
+        return tuple(self.flat.containers)
 
     @property
     def aliases(self) -> tuple[tuple[str, ...], ...]:
@@ -330,10 +310,11 @@ class Checkpoint(Mapping[str, TensorSpec]):
             ['weight']
         """
         part = object.__new__(Checkpoint)
-        part._contents, part._source = self._contents, self._source
-        part._fingerprints, part._maps = self._fingerprints, self._maps
-        part._set(_below(self._flat, key, self._source) if key else self._flat, "")
-        part._key = f"{self._key}.{key}" if self._key and key else self._key or key
+        part.contents, part.source = self.contents, self.source
+        part.fingerprints, part._maps = self.fingerprints, self._maps
+        part.flat = _below(self.flat, key, self.source) if key else self.flat
+        part.key = f"{self.key}.{key}" if self.key and key else self.key or key
+        part._check_tensors()
         return part
 
     def tensor(self, name: str, *, map: bool | None = None) -> torch.Tensor:
@@ -397,7 +378,7 @@ class Checkpoint(Mapping[str, TensorSpec]):
             >>> out
             tensor([[2., 3.]])
         """
-        spec, where = self[name], f"{self._source}: {name}"
+        spec, where = self[name], f"{self.source}: {name}"
         shape, stored = spec.shape, spec.stored
         if start is not None or stop is not None:
             if not shape:
@@ -410,7 +391,7 @@ class Checkpoint(Mapping[str, TensorSpec]):
             source = ByteRange(stored.extent.path, stored.extent.start + skip, out.nbytes)
             # Autograd must notice that values it may have saved are overwritten.
             torch.autograd.graph.increment_version(out)
-            read_ranges([Request(source, out.data_ptr())], fingerprints=self._fingerprints)
+            read_ranges([Request(source, out.data_ptr())], fingerprints=self.fingerprints)
             return
         rows = [] if start is None else [slice(start, stop)]
         region = stored.region(rows) if isinstance(stored, StoredTensor | StoredComposite) else None
@@ -461,7 +442,7 @@ class Checkpoint(Mapping[str, TensorSpec]):
 
     def close(self) -> None:
         """Drops the maps. Tensors that were mapped stay valid."""
-        self._maps = Maps(self._fingerprints)
+        self._maps = Maps(self.fingerprints)
 
     def __enter__(self) -> "Checkpoint":
         return self
@@ -476,7 +457,7 @@ class _Extra(Mapping[str, Any]):
 
     def __getitem__(self, path: str) -> Any:
         checkpoint = self._checkpoint
-        values = checkpoint._flat.values
+        values = checkpoint.flat.values
         head, dot = str(path), "."
         while head not in values and dot:
             head, dot, _ = head.rpartition(".")
@@ -494,10 +475,10 @@ class _Extra(Mapping[str, Any]):
         return rebuild(node, lambda stored: _copied(checkpoint.read(stored)))
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._checkpoint._flat.values)
+        return iter(self._checkpoint.flat.values)
 
     def __len__(self) -> int:
-        return len(self._checkpoint._flat.values)
+        return len(self._checkpoint.flat.values)
 
     def __repr__(self) -> str:
         return repr(dict(self))
@@ -508,7 +489,7 @@ class _Extra(Mapping[str, Any]):
             return f"it is a tensor: .tensor({path!r})"
         if path in checkpoint.containers:
             return f"there are tensors in it: .select({path!r})"
-        near = get_close_matches(path, checkpoint._flat.values, n=1)
+        near = get_close_matches(path, checkpoint.flat.values, n=1)
         return f"did you mean {near[0]!r}?" if near else "iterate over .extra to see its paths"
 
 

@@ -260,7 +260,8 @@ def load(
     """
     model = check_model(model)
     checked_optimizers = () if optimizers == () else check_optimizers(optimizers, model)
-    check_budget_option(max_memory_bytes)
+    if max_memory_bytes is not None:
+        check_budget_option(max_memory_bytes)
     agreement = agreement_of(model, process_group, check_timeout(timeout_seconds))
     load_options = _LoadOptions(
         checked_optimizers, verify, progress, max_memory_bytes, prefault, agreement, time.perf_counter()

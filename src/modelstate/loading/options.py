@@ -61,6 +61,8 @@ def check_model(model: object) -> nn.Module:
 
 
 AnyTransform = Transform | ModuleTransform
+_NOTHING_GIVEN = (None, (), (), (), None, None, None, None, None, False)
+"""The defaults of the arguments of `options_of`, in their order."""
 
 
 def options_of(
@@ -76,6 +78,9 @@ def options_of(
     init_missing: bool = False,
 ) -> Options:
     """Returns the checked options of a load. Raises `OptionError`."""
+    given = (key, rules, allow_missing, allow_unexpected, dtype, device, transform, map, in_place, init_missing)
+    if all(value is default for value, default in zip(given, _NOTHING_GIVEN, strict=True)):
+        return Options()
     if not isinstance(init_missing, bool):
         raise OptionError(
             "init_missing= must be a boolean",

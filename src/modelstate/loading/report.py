@@ -144,6 +144,9 @@ def progress_bar(wanted: bool | None, total_bytes: int) -> Iterator[Callable[[in
 
     True shows the bar at once, False never. None shows it on a terminal after half a second.
     """
+    if wanted is False or (wanted is None and not sys.stderr.isatty()):
+        yield lambda _: None
+        return
     bar = _Bar(wanted, total_bytes)
     try:
         yield bar.advance
@@ -153,7 +156,6 @@ def progress_bar(wanted: bool | None, total_bytes: int) -> Iterator[Callable[[in
 
 class _Bar:
     def __init__(self, wanted: bool | None, total_bytes: int) -> None:
-        self._allowed = sys.stderr.isatty() if wanted is None else wanted
         self._delay_seconds = _DELAY_SECONDS if wanted is None else 0.0
         self._total, self._done = total_bytes, 0
         self._started = time.monotonic()
@@ -163,8 +165,6 @@ class _Bar:
 
     def advance(self, nbytes: int) -> None:
         self._done += nbytes
-        if not self._allowed:
-            return
         if self._shown is None and time.monotonic() - self._started >= self._delay_seconds:
             self._shown = self._show()
         if self._shown is not None:

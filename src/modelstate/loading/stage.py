@@ -5,7 +5,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import cycle
-from operator import attrgetter
 from typing import TypeVar
 
 import torch
@@ -66,7 +65,7 @@ def stage(staging: Staging, assignments: Iterable[Assignment], progress: Progres
                 (together if assignment.is_read_together else alone).append(assignment)
     progress(sum(assignment.nbytes for assignment in shown))
     for group in (straight, streamed, together, alone):
-        group.sort(key=attrgetter("position"))
+        group.sort(key=_position)
     finals: list[torch.Tensor] = []
     if straight:
         finals = fresh_tensors([(assignment.param.size(), None, assignment.dtype) for assignment in straight])
@@ -80,6 +79,12 @@ def stage(staging: Staging, assignments: Iterable[Assignment], progress: Progres
         _read_through_scratch(staging, together, progress, partial(_finish_staged, staging))
     if alone:
         _stage_alone(staging, alone, progress)
+
+
+def _position(assignment: Assignment) -> tuple[str, int]:
+    """The file and the place in it; an empty path for values that are not in a file."""
+    stored = assignment.stored
+    return (stored.extent.path, stored.extent.start) if isinstance(stored, StoredTensor) else ("", 0)
 
 
 def read_in_place(staging: Staging, assignments: Iterable[Assignment], progress: Progress) -> None:

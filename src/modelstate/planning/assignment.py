@@ -94,7 +94,10 @@ def choose(
     if device != param.device:
         return Placement("data", f"moves to {device}")
     if in_place is not False and not transformed and _copy_cannot_fail(param, value):
-        return _DIRECT if in_place else _LEASED
+        if in_place is None:  # the value is a map of a file, and shares no memory with the slot
+            return _LEASED
+        if storage_id(param) != storage_id(value):
+            return _DIRECT
     return _STAGED
 
 
@@ -121,21 +124,20 @@ def after_remaking(planned: Placement, param: torch.Tensor, result: torch.Tensor
 
 def copy_cannot_fail(target: torch.Tensor, value: torch.Tensor) -> bool:
     """Whether `target.copy_(value)` cannot fail, for equal shapes."""
-    return is_plain(target, value) and _copy_cannot_fail(target, value)
+    return is_plain(target, value) and _copy_cannot_fail(target, value) and storage_id(target) != storage_id(value)
 
 
 def _copy_cannot_fail(target: torch.Tensor, value: torch.Tensor) -> bool:
-    """`copy_cannot_fail` for plain tensors."""
-    return (
-        target.dtype in COPYABLE
-        and value.dtype in COPYABLE
-        and not value.is_meta
-        and not target.is_inference()
-        and target.is_complex() >= value.is_complex()  # torch warns, and a warning may be made an error
-        and (target.is_meta or target.is_contiguous() or is_dense(target))
-        and (target.is_meta or has_its_memory(target))
-        and (storage_id(target) != storage_id(value))
-    )
+    """`copy_cannot_fail` for plain tensors that share no memory."""
+    dtype, value_dtype = target.dtype, value.dtype
+    if dtype not in COPYABLE or value.is_meta or target.is_inference():
+        return False
+    if value_dtype != dtype and (
+        value_dtype not in COPYABLE
+        or dtype.is_complex < value_dtype.is_complex  # torch warns, and a warning may be made an error
+    ):
+        return False
+    return target.is_meta or ((target.is_contiguous() or is_dense(target)) and has_its_memory(target))
 
 
 LEAST_AHEAD_BYTES = 64 << 10
@@ -205,21 +207,19 @@ class Assignment:
     on_cpu: bool = field(init=False)
     own_stride: tuple[int, ...] | None = field(init=False)
     """The stride of a slot whose elements are dense in memory and in another order than a new tensor's; else None."""
-    position: tuple[str, int] = field(init=False)
-    """The file and the place in it; an empty path for values that are not in a file."""
     route: ReadRoute = field(init=False)
 
     def __post_init__(self) -> None:
         stored, param = self.stored, self.param
-        if isinstance(stored, (StoredTensor, StoredComposite, Derived)):
+        self.is_run_of_bytes = False
+        if isinstance(stored, StoredTensor):
+            self.nbytes = stored.nbytes
+            self.is_run_of_bytes = stored.is_contiguous and stored.nbytes > 0
+        elif isinstance(stored, (StoredComposite, Derived)):
             self.nbytes = stored.nbytes
         else:
             parts = sum(part.numel() * part.itemsize for part in payload_of(self.value))
             self.nbytes = parts or self.value.numel() * self.value.itemsize
-        self.is_run_of_bytes, self.position = False, ("", 0)
-        if isinstance(stored, StoredTensor):
-            self.is_run_of_bytes = self.nbytes > 0 and stored.is_contiguous
-            self.position = stored.extent[:2]
         self.on_cpu = self.device.type == "cpu"
         self.own_stride = None
         if (self.plain or is_plain(param)) and not param.is_contiguous() and is_dense(param):

@@ -142,7 +142,7 @@ def match(checkpoint: Checkpoint, asked: Options, view: ModelSchemaView) -> Matc
     if options.schema is not None:
         # The rules follow from the version of the selected part, not from other parts of the file.
         options = replace(options, rules=options.schema.rules_for(part), schema=None)
-    rest = len(checkpoint) - len(part) if options.key is None else 0
+    rest = 0 if part is checkpoint or options.key is not None else len(checkpoint) - len(part)
     notes = [f"{rest} tensors of other parts of the checkpoint are not loaded"] if rest else []
     applied, names, fits_in_part = Applied(entries_of(part)), slots.by_name.keys(), False
     if options.rules:

@@ -226,13 +226,20 @@ class Preparation:
         dtype, is_meta = param.dtype, param.is_meta
         if self.changes_dtypes and param.is_floating_point() and value.is_floating_point():
             dtype = options.dtype or (value.dtype if is_meta else dtype)
+        # The argument of a transform is read: a mapped file must not be truncated while the transform uses it.
+        may_map = is_meta and options.map is not False and not transformed
+        if may_map and isinstance(stored, StoredTensor) and stored.is_contiguous:
+            # Two slots that are not tied must not map the same bytes.
+            shown = self._shown.get(stored.storage)
+            may_map = not shown or not any(overlapping(stored.extent, other) for other in shown)
+        else:
+            may_map = False
         placement = choose(
             param,
             value,
             dtype,
             device,
-            # The argument of a transform is read: a mapped file must not be truncated while the transform uses it.
-            map=is_meta and options.map is not False and not transformed and self._is_free(stored),
+            map=may_map,
             in_place=not is_meta and self._in_place(param, device, stored),
             transformed=transformed,
         )
@@ -278,13 +285,6 @@ class Preparation:
         if isinstance(stored, Derived):
             return stored.is_certain and stored.of_files
         return isinstance(stored, torch.Tensor) or (isinstance(stored, StoredTensor) and stored.is_contiguous)
-
-    def _is_free(self, stored: Source | None) -> bool:
-        """Whether a slot may be a map of these bytes. Two slots that are not tied must not map the same bytes."""
-        if not isinstance(stored, StoredTensor) or not stored.is_contiguous:
-            return False
-        shown = self._shown.get(stored.storage)
-        return not shown or not any(overlapping(stored.extent, other) for other in shown)
 
     @staticmethod
     def _measure_remaking(assignment: Assignment, last: ModuleTransform) -> None:

@@ -127,12 +127,15 @@ def has_its_memory(tensor: torch.Tensor) -> bool:
     a device have no storage to be asked.
     """
     if tensor.is_contiguous():
-        end = tensor.storage_offset() + tensor.numel() if tensor.numel() else 0
+        end_bytes = int(tensor.nbytes)
+        if end_bytes and (offset := tensor.storage_offset()):
+            end_bytes += int(offset) * tensor.itemsize
     else:
         steps = zip(tensor.size(), tensor.stride(), strict=True)
         end = tensor.storage_offset() + 1 + sum((size - 1) * step for size, step in steps)
+        end_bytes = int(end) * tensor.itemsize
     try:
-        return tensor.untyped_storage().nbytes() >= end * tensor.itemsize
+        return tensor.untyped_storage().nbytes() >= end_bytes
     except (NotImplementedError, RuntimeError):
         return True
 
