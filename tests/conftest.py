@@ -2,6 +2,7 @@
 
 import gc
 import math
+import os
 import signal
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
@@ -13,6 +14,11 @@ from hypothesis import HealthCheck, settings
 from modelstate.errors import ModelStateError
 from modelstate.store import deadline, resumable
 from tests.real_files import FILES, path_of
+
+# The compiler of torch: no vector instructions, which it would try out in every process, and little optimization.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
+os.environ.setdefault("AOT_INDUCTOR_COMPILE_WRAPPER_OPT_LEVEL", "O0")
+os.environ.setdefault("AOT_INDUCTOR_ENABLE_LINE_TABLES", "0")
 
 # A test that takes long on a busy machine is no failure.
 settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])

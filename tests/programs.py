@@ -32,10 +32,14 @@ CONTEXT.set_forkserver_preload(
         "torch.distributed.fsdp",
         "torch.distributed.tensor.parallel",
         "torchdata.stateful_dataloader",
+        "modelstate.cli.main",
         "modelstate.conversion",
         "modelstate.loading",
+        "modelstate.objects",
         "modelstate.serve",
         "modelstate.store",
+        "rich.table",
+        "typer",
         "tests.programs",
     ]
 )

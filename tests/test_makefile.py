@@ -25,11 +25,10 @@ pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="make is no
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    """A copy of the checkout."""
+    """A copy of the checkout, with the bytecode of its modules."""
     folder = tmp_path / "checkout"
-    shutil.copytree(
-        ROOT, folder, ignore=shutil.ignore_patterns(".git", ".venv", "dist", "__pycache__", ".*_cache", ".hypothesis")
-    )
+    left_out = shutil.ignore_patterns(".git", ".venv*", "dist", "*.pyc.*", ".*_cache", ".hypothesis")
+    shutil.copytree(ROOT, folder, ignore=left_out)
     return folder
 
 

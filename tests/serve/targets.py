@@ -68,6 +68,11 @@ class Readers:
             self.went_back += back
             self.seen |= seen
 
+    @property
+    def made(self) -> int:
+        """The requests that have been made so far."""
+        return sum(self._counts)
+
     def wait_for_one_each(self, seconds: float = 30) -> None:
         """Until every reader has begun and ended one more request. Raises `TimeoutError`."""
         wanted, until = [count + 2 for count in self._counts], time.monotonic() + seconds

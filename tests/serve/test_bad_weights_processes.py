@@ -1,30 +1,20 @@
 """Every kind of bad weights into every kind of target, each in a process of its own: none of them ends it."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.programs import run_program
 from tests.serve.bad_weights import BAD, CRASH, cases
 from tests.serve.targets import KINDS
 
-ROOT = Path(__file__).resolve().parent.parent.parent
-
 
 def outcomes(kind: str, folder: Path, *names: str) -> dict[str, dict[str, Any]]:
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.serve.bad_weights", kind, str(folder), *names],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
+    code = "import sys; from pathlib import Path; from tests.serve.bad_weights import main; "
+    code += "main(sys.argv[1], Path(sys.argv[2]), *sys.argv[3:])"
+    done = run_program(code, kind, folder, *names, timeout=600)
     assert done.returncode == 0, done.stderr
     found: dict[str, dict[str, Any]] = json.loads(done.stdout)
     return found

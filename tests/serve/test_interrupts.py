@@ -19,6 +19,7 @@ import modelstate as ms
 from modelstate import serve as package
 from tests.serve.models import Constant, weights_of
 from tests.serve.targets import target_of
+from tests.sweeps import spread
 
 X = torch.ones(2, 8)
 OURS = {str(Path(package.__file__).with_name(f"{name}.py")) for name in ("live", "versions")}
@@ -132,7 +133,7 @@ def test_an_interrupt_before_any_instruction(work: Callable[[ms.Live], None]) ->
     _, interrupt = run(work, 0, "eager")
     moments = sorted(interrupt.first.values())
     assert len(moments) >= 10
-    for at in moments[:: 1 if len(moments) < 300 else 4]:  # all of them take minutes
+    for at in spread(moments, 100):
         try:
             # In a thread of its own: where the interrupt comes while an error is handled, Python keeps that for ever.
             _, current = in_a_thread(lambda at=at: interrupted(work, at))
