@@ -6,6 +6,7 @@ from modelstate.lazy import attach
 from modelstate.version import __version__ as __version__
 
 if TYPE_CHECKING:
+    from modelstate import comparison as comparison
     from modelstate import conversion as conversion
     from modelstate import errors as errors
     from modelstate import loading as loading
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from modelstate.checkpoint.open import open as open
     from modelstate.checkpoint.write import SaveReport as SaveReport
     from modelstate.codec.codec import register_codec as register_codec
+    from modelstate.comparison.diff import diff as diff
     from modelstate.conversion.checkpoint import convert_checkpoint as convert_checkpoint
     from modelstate.conversion.convert import convert as convert
     from modelstate.conversion.reference_keeping import reference_keeping as reference_keeping
@@ -70,10 +72,12 @@ else:
             "SaveReport": "modelstate.checkpoint.write",
             "Store": "modelstate.store.store",
             "TensorSpec": "modelstate.spec",
+            "comparison": "modelstate.comparison",
             "conversion": "modelstate.conversion",
             "convert": "modelstate.conversion.convert",
             "convert_checkpoint": "modelstate.conversion.checkpoint",
             "declare_extra_state": "modelstate.objects.extra_state",
+            "diff": "modelstate.comparison.diff",
             "errors": "modelstate.errors",
             "export": "modelstate.serve.export",
             "extra_state": "modelstate.objects.extra_state",
@@ -124,6 +128,7 @@ __all__ = [
     "convert",
     "convert_checkpoint",
     "declare_extra_state",
+    "diff",
     "errors",
     "export",
     "extra_state",

@@ -20,6 +20,8 @@ ModelStateError
 ├── KeyNotFoundError              (KeyError)
 ├── ReadFailedError               (OSError)
 ├── ChecksumError                 (ValueError)
+├── NothingInCommonError          (ValueError)
+├── MissingValuesError            (ValueError)
 ├── OptionError                   (TypeError, ValueError)
 ├── TensorSpecError               (TypeError, AttributeError)
 ├── PackageError                  (ImportError)
@@ -245,6 +247,14 @@ class ReadFailedError(ModelStateError, OSError, page="file-changed"):
 
 class ChecksumError(ModelStateError, ValueError, page="checksum"):
     """The bytes of a tensor do not match its checksum, or it has no checksum."""
+
+
+class NothingInCommonError(ModelStateError, ValueError, page="nothing-in-common"):
+    """Two checkpoints that are compared have no name in common."""
+
+
+class MissingValuesError(ModelStateError, ValueError, page="missing-values"):
+    """Tensors that are compared or counted have no values: they are on the meta device, fake, or shards."""
 
 
 class OptionError(ModelStateError, TypeError, ValueError, page="argument"):

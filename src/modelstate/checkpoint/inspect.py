@@ -201,7 +201,7 @@ def inspect(
             key=checkpoint.key,
             format=checkpoint.format,
             files=checkpoint.files,
-            metadata={name: _plain(value) for name, value in checkpoint.metadata.items()},
+            metadata={name: plain_value(value) for name, value in checkpoint.metadata.items()},
             tensors=tuple(checkpoint.values()),
             aliases=checkpoint.aliases,
             values=tuple(_inspected_value(checkpoint, path) for path in checkpoint.extra),
@@ -216,7 +216,7 @@ def _inspected_value(checkpoint: Checkpoint, path: str) -> InspectedValue:
         value = checkpoint.extra[path]
     except CodecError as error:
         return InspectedValue(path, "?", f"not decoded: {printable(error.what)}")
-    return InspectedValue(path, type(value).__name__, _plain(value))
+    return InspectedValue(path, type(value).__name__, plain_value(value))
 
 
 # The text.
@@ -311,7 +311,7 @@ def _dtype(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _plain(value: object) -> object:
+def plain_value(value: object) -> object:
     """The value with JSON types; anything that JSON cannot represent becomes text."""
     if value is None or isinstance(value, str | bool | int):
         return value
@@ -322,9 +322,9 @@ def _plain(value: object) -> object:
             return f"without a shape yet, {_dtype(value.dtype)}"
         return f"tensor({list(value.shape)}, {_dtype(value.dtype)})"
     if isinstance(value, Mapping):
-        return {key if isinstance(key, str) else _repr(key): _plain(item) for key, item in value.items()}
+        return {key if isinstance(key, str) else _repr(key): plain_value(item) for key, item in value.items()}
     if isinstance(value, Sequence | set | frozenset) and not isinstance(value, bytes | bytearray | memoryview):
-        return [_plain(item) for item in value]
+        return [plain_value(item) for item in value]
     return shorten(_repr(value), 1000)
 
 

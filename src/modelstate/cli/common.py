@@ -44,6 +44,52 @@ ShardSize = Annotated[
     str | None, typer.Option(metavar="SIZE", help="The most bytes of tensors in one file, such as 5GB.")
 ]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what is there already.")]
+Path = Annotated[
+    str, typer.Argument(metavar="PATH", help="A checkpoint: a file, or a directory with one.", show_default=False)
+]
+Key = Annotated[
+    str | None, typer.Option(metavar="KEY", help="The part of the checkpoint that is meant, such as model_state.")
+]
+Strip = Annotated[
+    list[str] | None,
+    typer.Option(metavar="PREFIX", help="Prefix to take off the names of the file, such as module.; may be repeated."),
+]
+Add = Annotated[
+    str | None, typer.Option(metavar="PREFIX", help="Prefix to put in front of the names of the file, such as encoder.")
+]
+Rename = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="PATTERN=REPLACEMENT",
+        help="Names of the file, with * for any part of them, and what they become, such as old.*.w=new.*.weight; "
+        "may be repeated. The last = divides them.",
+    ),
+]
+RenameRegex = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="PATTERN=REPLACEMENT",
+        help="Regular expression in names of the file, and what to put there, as re.sub does; may be repeated.",
+    ),
+]
+Ignore = Annotated[
+    list[str] | None,
+    typer.Option(metavar="PATTERN", help="Names of the file, after these changes, to leave out; may be repeated."),
+]
+NamedRules = Annotated[
+    str | None,
+    typer.Option(
+        metavar="RULES",
+        help="package.module:name, a list of rules or a Schema; the options that change names come after it.",
+    ),
+]
+Allow = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="NAME", help="Class or function that the file may use, if you trust it: library.Class; may be repeated."
+    ),
+]
+Skip = Annotated[bool, typer.Option("--skip-forbidden", help="Leave out what the file may not use.")]
 FileFormat = Annotated[
     str | None,
     typer.Option(

@@ -15,12 +15,22 @@ from modelstate.cli import spelling
 from modelstate.cli.common import (
     PROBLEMS,
     WITH_VALUES,
+    Add,
+    Allow,
     Debug,
     Dtype,
     FileFormat,
+    Ignore,
     Json,
+    Key,
+    NamedRules,
     Overwrite,
+    Path,
+    Rename,
+    RenameRegex,
     ShardSize,
+    Skip,
+    Strip,
     build_model,
     model_factory,
     parse_device,
@@ -33,6 +43,7 @@ from modelstate.cli.common import (
     reported,
     user_code,
 )
+from modelstate.cli.diff import diff
 from modelstate.cli.error_pages import Page, find, pages
 from modelstate.cli.live import app as live_app
 from modelstate.cli.store import app as store_app
@@ -53,12 +64,10 @@ app = typer.Typer(
     epilog="Exit codes: 0 all is well, 1 problems were found, 2 the command line is wrong.",
 )
 
+app.command()(diff)
 app.add_typer(store_app, name="store")
 app.add_typer(live_app, name="live")
 
-Path = Annotated[
-    str, typer.Argument(metavar="PATH", help="A checkpoint: a file, or a directory with one.", show_default=False)
-]
 Model = Annotated[
     str,
     typer.Argument(
@@ -67,9 +76,6 @@ Model = Annotated[
         "is searched too.",
         show_default=False,
     ),
-]
-Key = Annotated[
-    str | None, typer.Option(metavar="KEY", help="The part of the checkpoint that is meant, such as model_state.")
 ]
 Device = Annotated[
     str | None, typer.Option(metavar="DEVICE", help="Where the tensors shall be, such as cpu or cuda:0.")
@@ -87,46 +93,6 @@ Unexpected = Annotated[
 InitMissing = Annotated[
     bool, typer.Option("--init-missing", help="Have the model initialise what the file lacks, as its constructor does.")
 ]
-Strip = Annotated[
-    list[str] | None,
-    typer.Option(metavar="PREFIX", help="Prefix to take off the names of the file, such as module.; may be repeated."),
-]
-Add = Annotated[
-    str | None, typer.Option(metavar="PREFIX", help="Prefix to put in front of the names of the file, such as encoder.")
-]
-Rename = Annotated[
-    list[str] | None,
-    typer.Option(
-        metavar="PATTERN=REPLACEMENT",
-        help="Names of the file, with * for any part of them, and what they become, such as old.*.w=new.*.weight; "
-        "may be repeated. The last = divides them.",
-    ),
-]
-RenameRegex = Annotated[
-    list[str] | None,
-    typer.Option(
-        metavar="PATTERN=REPLACEMENT",
-        help="Regular expression in names of the file, and what to put there, as re.sub does; may be repeated.",
-    ),
-]
-Ignore = Annotated[
-    list[str] | None,
-    typer.Option(metavar="PATTERN", help="Names of the file, after these changes, to leave out; may be repeated."),
-]
-NamedRules = Annotated[
-    str | None,
-    typer.Option(
-        metavar="RULES",
-        help="package.module:name, a list of rules or a Schema; the options that change names come after it.",
-    ),
-]
-Allow = Annotated[
-    list[str] | None,
-    typer.Option(
-        metavar="NAME", help="Class or function that the file may use, if you trust it: library.Class; may be repeated."
-    ),
-]
-Skip = Annotated[bool, typer.Option("--skip-forbidden", help="Leave out what the file may not use.")]
 NoSkeleton = Annotated[
     bool, typer.Option("--no-skeleton", help="Build the model with values in its parameters; needs the memory.")
 ]

@@ -25,6 +25,7 @@ from modelstate.cli.common import (
     parse_size,
     reported,
 )
+from modelstate.cli.diff import All, MaxMemory, NoFold, NoValues, Only, Top, show
 from modelstate.errors import DamagedCheckpointError, SourceNotFoundError, SourceTypeError, StepNotFoundError
 from modelstate.io.files import not_found
 from modelstate.text_format import columns, count, in_a_line, size
@@ -154,6 +155,30 @@ def verify_steps(directory: str, step: int | None = None) -> None:
             typer.echo(f"step {number}: {in_a_line(problem) if problem else f'{size(infos[number].nbytes)}, whole'}")
     if problems:
         raise typer.Exit(PROBLEMS)
+
+
+@app.command("diff")
+def compare_steps(
+    directory: Directory,
+    a: Annotated[int, typer.Argument(metavar="STEP", help="The first step.", show_default=False)],
+    b: Annotated[int, typer.Argument(metavar="STEP", help="The second step.", show_default=False)],
+    only: Only = None,
+    top: Top = 30,
+    show_all: All = False,
+    no_fold: NoFold = False,
+    no_values: NoValues = False,
+    max_memory: MaxMemory = None,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Compare two checkpoints of a store, with all their objects, as `modelstate diff` does.
+
+    Exit code 0 if both are equal, 1 if they differ or an error occurs, 2 if the command line is wrong.
+    """
+    with reported(debug):
+        nbytes = parse_size(max_memory)
+        result = _store(directory).diff(a, b, only=only or (), values=not no_values, max_memory_bytes=nbytes)
+        show(result, as_json, None if show_all else top, not no_fold)
 
 
 @app.command()

@@ -650,6 +650,7 @@ def stream(
     strategy: ReadStrategy,
     fingerprints: Mapping[str, FileFingerprint],
     on_block: Callable[[Block, float], None],
+    blocks: Sequence[Block] | None = None,
     buffers: int = 1,
     pinned: bool = False,
     held: Mapping[str, RangeFile] | None = None,
@@ -664,6 +665,7 @@ def stream(
         strategy: The number of threads, the size of a block, and the files to read with O_DIRECT.
         fingerprints: What each file must be before the first byte is read and after the last.
         on_block: Called with each consumed block and the seconds that it took, by one thread at a time.
+        blocks: The blocks, for a caller that needs parts of several ranges in one block; by default `in_blocks`.
         buffers: Buffers of each thread. With more than one, a thread reads on while an operation that `consume` has
             started is still running.
         pinned: Whether a device copies from the buffers.
@@ -672,7 +674,7 @@ def stream(
     Raises:
         ReadFailedError: An I/O error, a short read, or a file that has changed. What `consume` raises passes through.
     """
-    blocks = in_blocks(wanted, strategy.block_bytes)
+    blocks = in_blocks(wanted, strategy.block_bytes) if blocks is None else blocks
     largest = max((block.nbytes for block in blocks), default=0)
     threads = min(strategy.threads, len(blocks))
     # From held files memory is written to that must not be left half written: the buffers are there before.

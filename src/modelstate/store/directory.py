@@ -47,6 +47,7 @@ from modelstate.formats.safetensors import MAX_HEADER_BYTES
 from modelstate.io.atomic import atomic_file
 from modelstate.io.files import SourceFile, read_whole
 from modelstate.objects.objects import Kind, Part
+from modelstate.spec import Contents
 from modelstate.store.retention import CheckpointInfo, Keep, check_metric, kept
 from modelstate.version import __version__
 
@@ -182,6 +183,26 @@ class Record:
     entries: Mapping[str, ObjectEntry]
     serial: int = 0
     """The number of the save: the later checkpoint of a store has the higher one, independent of steps and clocks."""
+
+    def open(self, directory: str) -> Checkpoint:
+        """Opens all objects as one checkpoint, whose names begin with the path of an object.
+
+        Raises what `ObjectEntry.open` and `ObjectEntry.decode` raise.
+        """
+        opened = {path: entry.open(directory) for path, entry in self.entries.items() if entry.index}
+        tree = {
+            path: opened[path].contents.tree if path in opened else entry.decode(directory)
+            for path, entry in self.entries.items()
+        }
+        checkpoints = opened.values()
+        contents = Contents(
+            "safetensors",
+            tree,
+            tuple(dict.fromkeys(file for checkpoint in checkpoints for file in checkpoint.files)),
+            checksums={extent: digest for checkpoint in checkpoints for extent, digest in checkpoint.checksums.items()},
+        )
+        fingerprints = {path: known for checkpoint in checkpoints for path, known in checkpoint.fingerprints.items()}
+        return Checkpoint(contents, source=directory, fingerprints=fingerprints)
 
     def text(self) -> bytes:
         """Returns the content of `checkpoint.json`."""

@@ -14,6 +14,8 @@ import torch
 
 from modelstate.checkpoint.checkpoint import Checkpoint
 from modelstate.checkpoint.open import argument_order, is_objects
+from modelstate.comparison.diff import Diff
+from modelstate.comparison.diff import diff as diff_checkpoints
 from modelstate.errors import (
     BackgroundCancelledError,
     LockedError,
@@ -505,6 +507,47 @@ class Store:
             return checkpoint
 
         return self._index.first_usable(step, attempt)[0]
+
+    def diff(
+        self,
+        a: Step,
+        b: Step,
+        *,
+        only: Iterable[str] = (),
+        values: bool = True,
+        max_memory_bytes: int | None = None,
+    ) -> Diff:
+        """Compares two checkpoints of the store, with all their objects: see `modelstate.diff`.
+
+        The names begin with the path of an object, such as "model.weight". Tensors that are the same in both steps are
+        not read, since they have digests.
+
+        Args:
+            a: the first checkpoint; "latest" takes the newest one that is whole.
+            b: the second checkpoint.
+            only, values, max_memory_bytes: as in `modelstate.diff`.
+
+        Returns:
+            The differences.
+
+        Raises:
+            StepNotFoundError: There is no such checkpoint.
+            DamagedCheckpointError: A checkpoint is not what was saved, or is of another store or step.
+            NewerManifestError: A newer version of modelstate wrote it.
+
+        It raises what `modelstate.diff` raises, too.
+
+        Example:
+            >>> store.diff(1000, 2000, only=["model.*"]).is_equal
+            False
+        """
+        self.wait()
+
+        def attempt(entry: StepEntry) -> Checkpoint:
+            return entry.usable_record.open(entry.place.path)
+
+        first, second = (self._index.first_usable(step, attempt)[0] for step in (a, b))
+        return diff_checkpoints(first, second, only=only, values=values, max_memory_bytes=max_memory_bytes)
 
     # Listing.
 

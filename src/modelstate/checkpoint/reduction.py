@@ -1,0 +1,346 @@
+"""Reduces tensors block by block: what statistics and differences are computed from, in bounded memory.
+
+An item is one tensor, or several of one shape that are compared: its operands. `reduce` reads a few megabytes of all
+operands of an item at once, on several threads, and passes them on in chunks that stay in the cache of the processor.
+So the result costs about one read of the files, and the memory does not depend on the sizes of the tensors.
+
+Operands whose elements lie in their order in a file, or in memory of this process, are streamed. All other operands
+(strided views, sharded tensors, tensors that rules compute) are read region by region.
+
+Invariants:
+
+- Every element of every item is folded once, together with the elements at its place in the other operands.
+- No thread reads or folds any more when `reduce` returns or raises.
+- A file is checked against its fingerprint before its first byte is read and after its last.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import NamedTuple
+
+import torch
+
+from modelstate.errors import MemoryBudgetError
+from modelstate.io.engine import BUFFER_BYTES, Block, Part, ReadStrategy, Wanted, read_threads, stream
+from modelstate.io.files import FileFingerprint
+from modelstate.io.memory import aligned
+from modelstate.io.prefetch import files_to_read_uncached
+from modelstate.spec import Box, ByteRange, Stored, StoredComposite, StoredTensor, box_of, own_bytes, slices_of
+from modelstate.torch_compat.plain import is_plain_memory
+
+_BLOCK_BYTES = 2 << 20
+"""What a thread reads at once, of all operands together."""
+_CHUNK_ELEMENTS = 128 << 10
+"""What is folded at once. Larger chunks, with the temporary tensors of a fold, leave the cache of one processor."""
+_LEAST_CHUNK_ELEMENTS = 4 << 10
+_CHUNK_SHARE = 16
+"""With smaller blocks, a chunk has one element for this many bytes of a block."""
+WORKING_BYTES = 64
+"""The most bytes of temporary tensors for each element of a chunk that a fold may use."""
+_REGION_BYTES = 64 << 20
+"""What is read at once of an operand that is read region by region, if there is no memory budget."""
+
+
+class Region(NamedTuple):
+    """A region of an operand, which is not read yet."""
+
+    needed_bytes: int
+    """The memory that reading it takes, its values included."""
+    values: Callable[[], torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Operand:
+    """A tensor whose elements are read in pieces."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    region: Callable[[Sequence[slice]], Region]
+    """Returns a region, which is selected by a slice for each dimension."""
+    extent: ByteRange | None = None
+    """The bytes of a file, where the elements lie in them in their order."""
+    memory: torch.Tensor | None = None
+    """The elements in their order, where they are in memory of the CPU: a tensor of one dimension."""
+
+
+def operand_of(stored: Stored, read: Callable[[Stored], torch.Tensor]) -> Operand:
+    """Returns the operand for a stored tensor, or for a tensor in memory.
+
+    Args:
+        stored: The tensor. One that needs several others (a sparse one, a subclass) is read as a whole.
+        read: Reads the values of a stored tensor, on one thread.
+    """
+
+    def region(slices: Sequence[slice]) -> Region:
+        part: Stored | None = None
+        if isinstance(stored, StoredTensor | StoredComposite):
+            part = stored.region(slices)
+        elif isinstance(stored, torch.Tensor):
+            view = stored.detach()[tuple(slices)]
+            return Region(view.numel() * view.itemsize, lambda: _values_in_memory(view))
+        if part is not None:
+            return Region(own_bytes(part) + _dense_bytes(part), lambda: read(part))
+        return Region(own_bytes(stored) + _dense_bytes(stored), lambda: read(stored)[tuple(slices)])
+
+    extent = stored.extent if isinstance(stored, StoredTensor) and stored.is_contiguous and stored.nbytes else None
+    memory = None
+    if isinstance(stored, torch.Tensor) and is_plain_memory(stored):
+        memory = stored.detach().as_strided((stored.numel(),), (1,))
+    return Operand(stored.dtype, tuple(stored.shape), region, extent, memory)
+
+
+def _dense_bytes(stored: Stored) -> int:
+    """The bytes of the copy in which the elements lie in their order; 0 for a tensor that is read so."""
+    if isinstance(stored, torch.Tensor) or (isinstance(stored, StoredTensor) and stored.is_contiguous):
+        return 0
+    return math.prod(stored.shape) * stored.dtype.itemsize
+
+
+def _values_in_memory(tensor: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        values = tensor.resolve_conj().resolve_neg()
+        return (values.dequantize() if values.is_quantized else values).cpu()
+
+
+class Chunk(NamedTuple):
+    """Elements of an item. Their memory is used again after the fold."""
+
+    item: int
+    """The index of the item."""
+    values: tuple[torch.Tensor, ...]
+    """The elements of each operand, at the same places: contiguous CPU tensors of one dimension."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    item: int
+    first: int
+    """The first element."""
+    count: int
+    starts: tuple[int, ...]
+    """For each operand the beginning in the buffer, in bytes; -1 for one in memory."""
+    regions: tuple[Region, ...] = ()
+    """The regions of the operands, where these are read by region."""
+
+
+@dataclass(frozen=True, slots=True)
+class _PieceBlock(Block):
+    """A block, with the pieces of items whose bytes are in it."""
+
+    pieces: tuple[_Piece, ...]
+
+
+def reduce(
+    items: Sequence[tuple[Operand, ...]],
+    fold: Callable[[Chunk], None],
+    *,
+    fingerprints: Mapping[str, FileFingerprint],
+    max_memory_bytes: int | None,
+    on_read: Callable[[int], None] = lambda _: None,
+) -> None:
+    """Reads all operands of all items, and folds their elements chunk by chunk.
+
+    Args:
+        items: The items. The operands of one item have the same shape.
+        fold: Called with each chunk, by several threads at once and in any order. It may use `WORKING_BYTES` for each
+            element.
+        fingerprints: What each file must be before the first byte is read and after the last.
+        max_memory_bytes: The most memory for buffers, regions and temporary tensors; None for no limit.
+        on_read: Called with the number of bytes of each block that has been folded, by one thread at a time.
+
+    Raises:
+        MemoryBudgetError: The budget is too small.
+        ReadFailedError: A file cannot be read, or has changed.
+    """
+    filled = [index for index, operands in enumerate(items) if math.prod(operands[0].shape)]
+    streamed = [index for index in filled if all(_is_streamed(operand) for operand in items[index])]
+    by_region = sorted(set(filled) - set(streamed))
+    extents = [operand.extent for index in streamed for operand in items[index] if operand.extent is not None]
+    uncached = files_to_read_uncached(extents, fingerprints)
+    strategy = _strategy(sum(extent.nbytes for extent in extents), uncached, max_memory_bytes)
+    chunk_elements = _chunk_elements(strategy.block_bytes)
+
+    def consume(block: Block, buffer: torch.Tensor) -> None:
+        assert isinstance(block, _PieceBlock)
+        with torch.inference_mode(False), torch.no_grad():
+            for piece in block.pieces:
+                for values in _chunks(piece, items[piece.item], buffer, chunk_elements):
+                    fold(Chunk(piece.item, values))
+
+    def on_block(block: Block, _: float) -> None:
+        assert isinstance(block, _PieceBlock)
+        sizes = ((piece.count, operand.dtype.itemsize) for piece in block.pieces for operand in items[piece.item])
+        on_read(sum(count * itemsize for count, itemsize in sizes))
+
+    if streamed:
+        wanted, blocks = _streamed_blocks(items, streamed, strategy.block_bytes)
+        stream(wanted, consume, strategy=strategy, fingerprints=fingerprints, on_block=on_block, blocks=blocks)
+    if by_region:
+        chunk_bytes = _chunk_bytes(chunk_elements)
+        room = None if max_memory_bytes is None else max_memory_bytes - chunk_bytes
+        blocks = [block for index in by_region for block in _region_blocks(index, items[index], room)]
+        threads = read_threads()
+        if room is not None:
+            needed = max(map(_needed, blocks))
+            threads = min(threads, (room + chunk_bytes) // (chunk_bytes + needed))
+        strategy = replace(strategy, threads=threads, uncached=frozenset())
+        stream([], consume, strategy=strategy, fingerprints=fingerprints, on_block=on_block, blocks=blocks)
+
+
+def _is_streamed(operand: Operand) -> bool:
+    return operand.extent is not None or operand.memory is not None
+
+
+def _chunk_elements(block_bytes: int) -> int:
+    return min(_CHUNK_ELEMENTS, max(_LEAST_CHUNK_ELEMENTS, block_bytes // _CHUNK_SHARE))
+
+
+def _chunk_bytes(chunk_elements: int) -> int:
+    return chunk_elements * WORKING_BYTES
+
+
+def _strategy(total_bytes: int, uncached: frozenset[str], max_memory_bytes: int | None) -> ReadStrategy:
+    """The widest strategy whose buffers and temporary tensors fit into the budget. Raises `MemoryBudgetError`."""
+    widest = ReadStrategy(read_threads(), _BLOCK_BYTES, uncached=uncached)
+    if max_memory_bytes is None:
+        return widest
+    needed = 0
+    for strategy in [widest, *widest.smaller(), *replace(widest, uncached=frozenset()).smaller()]:
+        working = _chunk_bytes(_chunk_elements(strategy.block_bytes))
+        needed = strategy.threads * (
+            min(strategy.block_bytes, aligned(total_bytes)) + working + (BUFFER_BYTES if strategy.uncached else 0)
+        )
+        if needed <= max_memory_bytes:
+            return strategy
+    raise _too_small(needed, max_memory_bytes)
+
+
+def _too_small(needed_bytes: int, max_memory_bytes: int, where: str = "") -> MemoryBudgetError:
+    return MemoryBudgetError(
+        "reading the tensors block by block needs more memory than it was given",
+        where=where,
+        expected=f"at most {max_memory_bytes:,} bytes",
+        found=f"{needed_bytes:,} bytes, at the least",
+        remedy=f"max_memory_bytes={needed_bytes}, or leave it out",
+    )
+
+
+def _chunks(
+    piece: _Piece, operands: Sequence[Operand], buffer: torch.Tensor, chunk_elements: int
+) -> Iterator[tuple[torch.Tensor, ...]]:
+    """Yields the values of a piece, a chunk at a time."""
+    if piece.regions:
+        values = [region.values() for region in piece.regions]
+        for box in _boxes(tuple(values[0].shape), chunk_elements):
+            yield tuple(whole[slices_of(box)].contiguous().view(-1) for whole in values)
+        return
+    flat = []
+    for operand, start in zip(operands, piece.starts, strict=True):
+        if operand.memory is not None:
+            flat.append(operand.memory[piece.first : piece.first + piece.count])
+        else:
+            flat.append(buffer[start : start + piece.count * operand.dtype.itemsize].view(operand.dtype))
+    for first in range(0, piece.count, chunk_elements):
+        yield tuple(values[first : first + chunk_elements] for values in flat)
+
+
+def _streamed_blocks(
+    items: Sequence[tuple[Operand, ...]], streamed: Sequence[int], block_bytes: int
+) -> tuple[list[Wanted], list[_PieceBlock]]:
+    """Packs the elements of streamed items into blocks, in the order of the files."""
+    wanted: list[Wanted] = []
+    blocks: list[_PieceBlock] = []
+    parts: list[Part] = []
+    pieces: list[_Piece] = []
+    used = weight = 0  # bytes of the buffer, and bytes that are folded
+
+    def close() -> None:
+        nonlocal used, weight
+        if pieces:
+            blocks.append(_PieceBlock(tuple(parts), used, tuple(pieces)))
+            parts.clear()
+            pieces.clear()
+        used = weight = 0
+
+    def place(index: int) -> tuple[str, int]:
+        extents = [operand.extent for operand in items[index] if operand.extent is not None]
+        return (extents[0].path, extents[0].start) if extents else ("", 0)
+
+    for index in sorted(streamed, key=place):
+        operands = items[index]
+        numel, first = math.prod(operands[0].shape), 0
+        which = []
+        for operand in operands:
+            which.append(len(wanted))
+            if operand.extent is not None and operand.memory is None:
+                wanted.append(Wanted(operand.extent, operand.dtype.itemsize))
+        # Each part begins at an aligned address, which takes at most 64 bytes more.
+        slack = sum(aligned(1) for operand in operands)
+        each = sum(operand.dtype.itemsize for operand in operands)
+        while first < numel:
+            count = min(numel - first, (block_bytes - weight - slack) // each)
+            if count <= 0 or (count < numel - first and pieces and count * each < block_bytes // 2):
+                close()
+                continue
+            starts = []
+            for operand, number in zip(operands, which, strict=True):
+                nbytes = count * operand.dtype.itemsize
+                weight += aligned(nbytes)
+                if operand.memory is not None:
+                    starts.append(-1)
+                    continue
+                parts.append(Part(number, first * operand.dtype.itemsize, nbytes, used))
+                starts.append(used)
+                used += aligned(nbytes)
+            pieces.append(_Piece(index, first, count, tuple(starts)))
+            first += count
+    close()
+    return wanted, blocks
+
+
+def _region_blocks(index: int, operands: Sequence[Operand], room_bytes: int | None) -> Iterator[_PieceBlock]:
+    """Yields a block for each region of an item: the largest regions that fit. Raises `MemoryBudgetError`."""
+    shape = operands[0].shape
+    limit = _REGION_BYTES if room_bytes is None else min(room_bytes, _REGION_BYTES)
+    best: list[_PieceBlock] = []
+    count = math.prod(shape)
+    while count:
+        blocks = []
+        for box in _boxes(shape, count):
+            regions = tuple(operand.region(slices_of(box)) for operand in operands)
+            piece = _Piece(index, 0, math.prod(map(len, box)), (), regions)
+            blocks.append(_PieceBlock((), 0, (piece,)))
+        if not best or max(map(_needed, blocks)) < max(map(_needed, best)):
+            best = blocks
+        if max(map(_needed, best)) <= limit or len(blocks) > _MOST_REGIONS:
+            break
+        count //= 2
+    if room_bytes is not None and (needed := max(map(_needed, best))) > room_bytes:
+        least = needed + _chunk_bytes(_LEAST_CHUNK_ELEMENTS)
+        raise _too_small(least, room_bytes + _chunk_bytes(_LEAST_CHUNK_ELEMENTS))
+    yield from best
+
+
+_MOST_REGIONS = 4096
+
+
+def _needed(block: _PieceBlock) -> int:
+    """The memory that the regions of a block take."""
+    return sum(region.needed_bytes for piece in block.pieces for region in piece.regions)
+
+
+def _boxes(shape: tuple[int, ...], most_elements: int) -> Iterator[Box]:
+    """Cuts a tensor into regions of at most `most_elements`, in the order of its elements."""
+    dim = 0
+    while dim < len(shape) and math.prod(shape[dim + 1 :]) > most_elements:
+        dim += 1
+    if dim >= len(shape):
+        yield box_of(shape, ())
+        return
+    rows = max(1, most_elements // math.prod(shape[dim + 1 :]))
+    for outer in product(*(range(size) for size in shape[:dim])):
+        for start in range(0, shape[dim], rows):
+            slices = [slice(at, at + 1) for at in outer] + [slice(start, start + rows)]
+            yield box_of(shape, slices)

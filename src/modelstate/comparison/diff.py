@@ -1,0 +1,873 @@
+"""`modelstate.diff`: compares two checkpoints by their names, shapes, dtypes, values and bits.
+
+The tensors of both sides are matched first: by their names, after the rules that are given; where names are left over
+on both sides, by rules that are guessed from names and shapes. The values of the matched tensors are then read block by
+block (`checkpoint.reduction`), and measured (`difference`). Bytes whose digests agree are not read.
+"""
+
+import json
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from fnmatch import fnmatchcase
+from functools import partial
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import nn
+
+from modelstate.checkpoint.checkpoint import Checkpoint
+from modelstate.checkpoint.inspect import plain_value
+from modelstate.checkpoint.open import Source
+from modelstate.checkpoint.open import open as open_checkpoint
+from modelstate.checkpoint.reduction import Chunk, Operand, Region, operand_of, reduce
+from modelstate.comparison.difference import Accumulator, Difference, equal_unread, is_comparable
+from modelstate.errors import (
+    CodecError,
+    MissingValuesError,
+    NothingInCommonError,
+    OptionError,
+    ReadFailedError,
+    RuleError,
+)
+from modelstate.formats.manifest import ALGORITHM
+from modelstate.formats.tree import same_value
+from modelstate.formats.unpickle import Refused
+from modelstate.io.engine import read_ranges
+from modelstate.io.files import FileFingerprint
+from modelstate.io.tensors import read_tensor
+from modelstate.loading.options import check_budget_option, patterns_of
+from modelstate.planning.matching import DecodeFailure, matching_part
+from modelstate.problems import IdlePattern, Problem, explain
+from modelstate.rules.expression import Derived, lacks_values, leaves, region, to_be_computed, values_of
+from modelstate.rules.expression import Source as TensorSource
+from modelstate.rules.rule import Entries, Entry, Rule, Value, as_code
+from modelstate.rules.schema import Schema, apply_rules, check_rules
+from modelstate.spec import Assemble, Combined, Stored, StoredComposite, StoredTensor, TensorSpec, bytes_key, own_bytes
+from modelstate.suggestion.suggest import suggest_between
+from modelstate.suggestion.words import folded
+from modelstate.text_format import columns, count, listed, printable, seconds, shorten, size
+from modelstate.torch_compat.dtypes import short
+from modelstate.torch_compat.plain import is_plain, remedies_for, same_place
+
+_TEXT_WIDTH = 72
+_LISTED = 12
+"""The number of names of a list that are printed."""
+_TOP = 30
+"""The number of rows of the table that are printed."""
+
+
+class Match(Enum):
+    """How two tensors were matched."""
+
+    NAME = "name"
+    """Their names are equal."""
+    RULE = "rule"
+    """A rule that was given leads from one name to the other."""
+    GUESS = "guess"
+    """A rule that was guessed from names and shapes does."""
+
+
+class Status(Enum):
+    """What a comparison of two tensors has found."""
+
+    EQUAL = "equal"
+    """All bits are equal."""
+    CHANGED = "changed"
+    """Values differ."""
+    OTHER_DTYPE = "other dtype"
+    OTHER_SHAPE = "other shape"
+    OTHER_KIND = "other kind"
+    """One is a plain tensor and the other one is not, or they are of two classes."""
+    NOT_COMPARED = "not compared"
+    """Shapes and dtypes are equal, and `values=False` was given."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorDiff:
+    """Two tensors that were matched, or the same part of each: of quantized tensors, the payload and the scales."""
+
+    name: str
+    """The name in the second checkpoint."""
+    source_names: tuple[str, ...]
+    """The names in the first checkpoint. Several where a rule joins tensors."""
+    match: Match
+    part: str
+    """Which part of a tensor that consists of several; empty for a plain tensor."""
+    status: Status
+    shapes: tuple[tuple[int, ...], tuple[int, ...]]
+    """The shapes in the first and in the second checkpoint, after the rules."""
+    dtypes: tuple[torch.dtype, torch.dtype]
+    kinds: tuple[str, str]
+    """ "strided" for a plain tensor; otherwise the layout or the class."""
+    bytes: int
+    """Bytes of both tensors."""
+    is_read: bool
+    """Whether the bytes were read. Bytes whose digests agree are not."""
+    difference: Difference | None
+    """The measures; None where the shapes or kinds differ, and where values of such dtypes cannot be compared."""
+
+    @property
+    def change(self) -> float:
+        """The measure that tensors are sorted by: the relative L2 difference, or else the share that has changed."""
+        found = self.difference
+        if found is None:
+            return 0.0 if self.status in (Status.EQUAL, Status.NOT_COMPARED) else math.inf
+        if found.relative_l2 is None:
+            return found.changed or 0.0 if not found.max_abs else math.inf
+        return max(found.relative_l2, 1e-30 * (found.changed or 0.0))
+
+
+@dataclass(frozen=True, slots=True)
+class ValueDiff:
+    """A value other than a tensor that differs. Values are given with JSON types, or as text."""
+
+    path: str
+    """The path in the second checkpoint."""
+    is_in: tuple[bool, bool]
+    """Whether the first and the second checkpoint have it."""
+    values: tuple[object, object]
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Diff:
+    """The differences of two checkpoints. Returned by `modelstate.diff`.
+
+    `print` shows a summary, and the tensors that differ, the largest change first.
+
+    Example:
+        >>> diff = modelstate.diff({"w": torch.ones(4)}, {"w": torch.tensor([1.0, 1.0, 1.0, 2.0])})
+        >>> diff.is_equal, diff.tensors[0].difference.changed
+        (False, 0.25)
+    """
+
+    a: str
+    """The first checkpoint: its path, with the key of the part that was compared."""
+    b: str
+    """The second checkpoint."""
+    tensors: tuple[TensorDiff, ...]
+    """The tensors of both, in the order of the second checkpoint."""
+    removed: tuple[TensorSpec, ...]
+    """The tensors that only the first checkpoint has."""
+    added: tuple[TensorSpec, ...]
+    """The tensors that only the second checkpoint has."""
+    values: tuple[ValueDiff, ...]
+    """The values other than tensors that differ."""
+    guessed_rules: tuple[str, ...]
+    """The rules that were guessed, as Python code."""
+    notes: tuple[str, ...]
+    read_bytes: int
+    """Bytes that were read and compared."""
+    skipped_bytes: int
+    """Bytes that were not read: their digests agree, or both are the same bytes of one file."""
+    seconds: float
+
+    @property
+    def is_equal(self) -> bool:
+        """Whether names, shapes, dtypes, bits and values are equal. A guessed name is a difference."""
+        same = (Status.EQUAL, Status.NOT_COMPARED)
+        matched = all(tensor.status in same and tensor.match is not Match.GUESS for tensor in self.tensors)
+        return matched and not (self.removed or self.added or self.values)
+
+    def __repr__(self) -> str:
+        found = "equal" if self.is_equal else ", ".join(self._counts())
+        return f"<{type(self).__name__} of {self.a!r} and {self.b!r}: {found}>"
+
+    def __str__(self) -> str:
+        return self.text()
+
+    def text(self, *, top: int | None = _TOP, fold: bool = True) -> str:
+        """Returns what `print` shows.
+
+        Args:
+            top: The number of rows of the table of tensors; None for all.
+            fold: Whether tensors whose names differ in numbers only are one row.
+
+        Example:
+            >>> print(modelstate.diff({"w": torch.ones(2)}, {"w": torch.ones(2)}).text(top=5).splitlines()[0])
+            mapping and mapping: equal
+        """
+        found = "equal" if self.is_equal else ", ".join(self._counts())
+        parts = ["\n".join([printable(f"{self.a} and {self.b}: {found}"), self._cost(), *self._notes()])]
+        parts += [self._rules()] if self.guessed_rules else []
+        for what, specs in (("only in the first", self.removed), ("only in the second", self.added)):
+            parts += [_names(what, specs)] if specs else []
+        parts += [_table(self.tensors, top, fold), _values(self.values)]
+        return "\n\n".join(part for part in parts if part)
+
+    def to_json(self) -> str:
+        """Returns everything as JSON, with every tensor by itself."""
+        return json.dumps(
+            {
+                "a": self.a,
+                "b": self.b,
+                "equal": self.is_equal,
+                "tensors": [_tensor_json(tensor) for tensor in self.tensors],
+                "removed": [_spec_json(spec) for spec in self.removed],
+                "added": [_spec_json(spec) for spec in self.added],
+                "values": [
+                    {"path": value.path, "in_a": value.is_in[0], "in_b": value.is_in[1]}
+                    | {"a": value.values[0], "b": value.values[1]}
+                    for value in self.values
+                ],
+                "guessed_rules": list(self.guessed_rules),
+                "notes": list(self.notes),
+                "totals": {
+                    "statuses": {
+                        status.value: number
+                        for status in Status
+                        if (number := sum(tensor.status is status for tensor in self.tensors))
+                    },
+                    "read_bytes": self.read_bytes,
+                    "skipped_bytes": self.skipped_bytes,
+                    "seconds": self.seconds,
+                },
+            },
+            indent=1,
+        )
+
+    def _counts(self) -> list[str]:
+        numbers = Counter(tensor.status for tensor in self.tensors)
+        counts = [f"{numbers[status]:,} {status.value}" for status in Status if numbers[status]]
+        guessed = sum(tensor.match is Match.GUESS for tensor in self.tensors)
+        counts += [f"{guessed:,} renamed by guess"] if guessed else []
+        counts += [f"{len(self.removed):,} removed"] if self.removed else []
+        counts += [f"{len(self.added):,} added"] if self.added else []
+        return counts + ([f"{count(len(self.values), 'other value')} changed"] if self.values else [])
+
+    def _cost(self) -> str:
+        skipped = f", {size(self.skipped_bytes)} not read, since it is known to be equal" if self.skipped_bytes else ""
+        return f"{count(len(self.tensors), 'tensor')} compared, {size(self.read_bytes)} read{skipped}, " + seconds(
+            self.seconds
+        )
+
+    def _notes(self) -> list[str]:
+        return [f"note: {printable(note)}" for note in self.notes]
+
+    def _rules(self) -> str:
+        lines = [f"  {printable(rule)}" for rule in self.guessed_rules]
+        return "\n".join(["renamed by these rules, which are a guess by names and shapes:", *lines])
+
+
+Key = str | tuple[str | None, str | None] | None
+
+
+def diff(
+    a: Source | nn.Module | Sequence[Source],
+    b: Source | nn.Module | Sequence[Source],
+    *,
+    rules: Iterable[Rule] | Schema = (),
+    key: Key = None,
+    only: Iterable[str] = (),
+    values: bool = True,
+    guess: bool = True,
+    max_memory_bytes: int | None = None,
+    allow: Sequence[object] = (),
+    skip_forbidden: bool = False,
+) -> Diff:
+    """Compares two checkpoints: names, shapes, dtypes, bits, how far values are apart, and the values of other kinds.
+
+    Both are read block by block on several threads, with a few megabytes of memory. Tensors whose XXH3-128 digests
+    agree, which files of `modelstate.save` and steps of a `Store` have, are not read; nor are the same bytes of one
+    file. Metadata of the files, such as torch's versions of modules, are not compared.
+
+    Args:
+        a: The first checkpoint: what `modelstate.open` opens, or a model.
+        b: The second checkpoint.
+        rules: Rules, or a `Schema`, that lead from the names of `a` to those of `b`.
+        key: The part to compare, such as "model_state"; a pair for a part of each. By default the whole, or, where the
+            names have nothing in common, the part with the names of the other one.
+        only: Patterns of names of `b` (of `a` for names that `b` lacks); other tensors and values are left out.
+        values: Whether the values of tensors are read and compared; otherwise names, shapes and dtypes.
+        guess: Whether rules are guessed for names that are left over on both sides. No rules are guessed where some
+            are given.
+        max_memory_bytes: The most memory for buffers and temporary tensors.
+        allow: Classes and functions that a pickle may use, as for `modelstate.open`.
+        skip_forbidden: Whether other classes and functions are left out, instead of raising.
+
+    Returns:
+        The differences; `print` shows them, and `to_json` returns them for other programs.
+
+    Raises:
+        OpenError: A source cannot be opened.
+        KeyNotFoundError: There is nothing under `key`.
+        NothingInCommonError: The checkpoints have no name in common, nor names that fit by a guess.
+        MissingValuesError: A tensor has no values, as one on the meta device.
+        RuleError: The rules cannot be applied.
+        ReadFailedError: A file cannot be read, or has changed meanwhile.
+        MemoryBudgetError: The budget is too small.
+        OptionError: An argument is not valid.
+
+    Example:
+        >>> import modelstate, torch
+        >>> diff = modelstate.diff({"w": torch.tensor([3.0, 4.0])}, {"w": torch.tensor([3.0, 4.5])})
+        >>> diff.tensors[0].difference.max_abs, diff.tensors[0].difference.relative_l2
+        (0.5, 0.1)
+    """
+    begin = perf_counter()
+    check_budget_option(max_memory_bytes, minimum=1)
+    patterns = patterns_of("only", only)
+    given_keys = key if isinstance(key, tuple) else (key, key)
+    first, second = (
+        _opened(source, own_key, allow, skip_forbidden) for source, own_key in zip((a, b), given_keys, strict=True)
+    )
+    if key is None and not first.keys() & second.keys():
+        first, second = matching_part(first, [*second], [str]), matching_part(second, [*first], [str])
+    comparison = _Comparison(first, second, rules, guess, patterns)
+    tensors, read_bytes, skipped_bytes = comparison.compared(values, max_memory_bytes)
+    return Diff(
+        _label(a, first),
+        _label(b, second),
+        tensors,
+        tuple(comparison.removed),
+        tuple(comparison.added),
+        tuple(comparison.values()),
+        tuple(comparison.guessed_rules),
+        tuple(comparison.notes),
+        read_bytes,
+        skipped_bytes,
+        perf_counter() - begin,
+    )
+
+
+def _opened(source: Any, key: object, allow: Sequence[object], skip_forbidden: bool) -> Checkpoint:
+    if not (key is None or isinstance(key, str)):
+        raise OptionError(
+            "key= must be a path, or a pair of paths", expected='"model_state", or ("model", None)', found=repr(key)
+        )
+    given = source.state_dict() if isinstance(source, nn.Module) else source
+    return open_checkpoint(given, key=key, allow=allow, skip_forbidden=skip_forbidden)
+
+
+def _label(source: object, checkpoint: Checkpoint) -> str:
+    name = type(source).__name__ if isinstance(source, nn.Module) else checkpoint.source
+    return f"{name}, key {checkpoint.key!r}" if checkpoint.key else name
+
+
+# Matching.
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Pair:
+    """Two tensors that are matched."""
+
+    name: str
+    source_names: tuple[str, ...]
+    match: Match
+    a: TensorSource
+    b: TensorSource
+
+
+@dataclass(slots=True, eq=False)
+class _Comparison:
+    """The names of two checkpoints, matched."""
+
+    first: Checkpoint
+    second: Checkpoint
+    given_rules: Iterable[Rule] | Schema
+    guess: bool
+    patterns: tuple[str, ...]
+    pairs: list[_Pair] = field(default_factory=list)
+    removed: list[TensorSpec] = field(default_factory=list)
+    added: list[TensorSpec] = field(default_factory=list)
+    guessed_rules: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    entries: Entries = field(default_factory=dict)
+    """What the first checkpoint holds, by the names of the second one."""
+
+    def __post_init__(self) -> None:
+        first, second, given = self.first, self.second, self.given_rules
+        rules = given.rules_for(first) if isinstance(given, Schema) else check_rules(given)
+        self.entries = _applied(first, rules)
+        matched = {name: Match.RULE if self.entries[name].rules else Match.NAME for name in self._tensors()}
+        matched = {name: how for name, how in matched.items() if name in second}
+        found = {name: self.entries[name] for name in matched}
+        left = {name for name in self._tensors() if name not in second}
+        wanted = [name for name in second if name not in matched]
+        if self.guess and not rules and left and wanted:
+            for name, entry in self._guessed(left, wanted).items():
+                found[name], matched[name] = entry, Match.GUESS
+                left -= {*entry.sources}
+        if not found and len(first) and len(second):
+            raise NothingInCommonError(
+                "the checkpoints have no name in common",
+                where=f"{first.source} and {second.source}",
+                expected=f"names such as {listed(second, 3)}",
+                found=listed(first, 3),
+                remedy="give a part of each with key=, or rules= that lead from the first names to the second",
+            )
+        self.added = [spec for name, spec in second.items() if name not in found and self._is_asked(name)]
+        self.removed = [self._removed(name) for name in self._tensors() if name in left and self._is_asked(name)]
+        computed: dict[Stored, Derived] = {}
+        for name in second:
+            if name in found and self._is_asked(name):
+                entry, b = found[name], to_be_computed(second.stored(name), computed)
+                assert entry.tensor is not None
+                self.pairs.append(_Pair(name, entry.sources, matched[name], entry.tensor, b))
+        if self.patterns and not (self.pairs or self.added or self.removed or [*self.values()]):
+            raise OptionError(
+                "no name matches only=",
+                where=f"{first.source} and {second.source}",
+                found=", ".join(self.patterns),
+                remedy=f"patterns are those of whole names, such as {next(iter([*second, *first]), '*')!r}",
+            )
+
+    def _tensors(self) -> list[str]:
+        return [name for name, entry in self.entries.items() if entry.tensor is not None]
+
+    def _is_asked(self, name: str) -> bool:
+        return not self.patterns or any(fnmatchcase(name, pattern) for pattern in self.patterns)
+
+    def _removed(self, name: str) -> TensorSpec:
+        source = self.entries[name].tensor
+        assert source is not None
+        (*_, stored) = leaves(source) if not isinstance(source, Derived) else (source,)
+        return TensorSpec(name, tuple(source.shape), source.dtype, stored)  # type: ignore[arg-type]
+
+    def _guessed(self, left: set[str], wanted: Sequence[str]) -> Entries:
+        """The tensors that guessed rules make of tensors without a match, by names of the second checkpoint."""
+        suggestion = suggest_between(self.first, self.second)
+        if not suggestion:
+            return {}
+        entries = _applied(self.first, suggestion, checked=False)
+        found = {
+            name: entry
+            for name in wanted
+            if (entry := entries.get(name)) is not None and entry.tensor is not None and {*entry.sources} <= left
+        }
+        used = {rule for entry in found.values() for rule in entry.rules}
+        self.guessed_rules = [as_code(rule) for rule in suggestion if repr(rule) in used]
+        return found
+
+    def values(self) -> Iterable[ValueDiff]:
+        """The values other than tensors that differ."""
+        others = {name: entry.content for name, entry in self.entries.items() if isinstance(entry.content, Value)}
+        second = _values_of(self.second)
+        for path in [*others, *(path for path in second if path not in others)]:
+            if not self._is_asked(path):
+                continue
+            is_in = path in others, path in second
+            a, b = others[path].value if is_in[0] else None, second.get(path)
+            if is_in == (True, True) and not _is_undecoded(a, b) and same_value(a, b):
+                continue
+            yield ValueDiff(path, is_in, (_shown(a), _shown(b)))
+
+    # Comparing.
+
+    def compared(self, values: bool, max_memory_bytes: int | None) -> tuple[tuple[TensorDiff, ...], int, int]:
+        """The differences of the matched tensors, the bytes that were read, and those that need not be."""
+        parts = [part for pair in self.pairs for part in _parts(pair)]
+        if values:
+            self._check_values()
+        reads = _Reads(self.first, self.second)
+        planned = [reads.add(part) if values else None for part in parts]
+        reads.run(max_memory_bytes)
+        tensors = [_tensor_diff(part, values, reads, number) for part, number in zip(parts, planned, strict=True)]
+        skipped = sum(tensor.bytes for tensor in tensors if not tensor.is_read and tensor.status is Status.EQUAL)
+        return tuple(tensors), reads.read_bytes, skipped
+
+    def _check_values(self) -> None:
+        read = ((pair.name, leaf) for pair in self.pairs for side in (pair.a, pair.b) for leaf in leaves(side))
+        lacking = {name: leaf for name, leaf in read if lacks_values(leaf) or remedies_for([leaf])}
+        if lacking:
+            remedies = remedies_for(lacking.values()) or [
+                "give the model its values first; or values=False, which compares names, shapes and dtypes"
+            ]
+            raise MissingValuesError(
+                f"{count(len(lacking), 'tensor')} cannot be compared, since there are no values",
+                where=f"{self.first.source} and {self.second.source}",
+                found=listed(map(printable, lacking), 4),
+                remedy="; ".join(remedies),
+                names=tuple(lacking),
+            )
+
+
+def _applied(checkpoint: Checkpoint, rules: Iterable[Rule], checked: bool = True) -> Entries:
+    """What a checkpoint holds, after rules. Raises `RuleError`."""
+    computed: dict[Stored, Derived] = {}
+    entries = {
+        name: Entry(to_be_computed(stored, computed), (name,)) for name, stored in checkpoint.flat.tensors.items()
+    }
+    entries |= {path: Entry(Value(value), (path,)) for path, value in _values_of(checkpoint).items()}
+    applied = apply_rules(rules, entries, checkpoint.read)
+    problems: list[Problem] = [*applied.problems, *(IdlePattern(rule, option="rules") for rule in applied.idle)]
+    if problems and checked:
+        raise RuleError(f"the rules cannot be applied\n{explain(problems)}", where=checkpoint.source)
+    return applied.entries
+
+
+def _values_of(checkpoint: Checkpoint) -> dict[str, object]:
+    values: dict[str, object] = {}
+    for path in checkpoint.extra:
+        try:
+            value = checkpoint.extra[path]
+        except CodecError as error:
+            value = DecodeFailure(error)
+        if not isinstance(value, Refused):
+            values[path] = value
+    return values
+
+
+def _is_undecoded(*values: object) -> bool:
+    return any(isinstance(value, DecodeFailure) for value in values)
+
+
+def _shown(value: object) -> object:
+    if isinstance(value, DecodeFailure):
+        return f"not decoded: {printable(value.error.what)}"
+    return plain_value(value)
+
+
+# Parts: plain tensors that are read.
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Part:
+    """Two plain tensors that are compared, or what cannot be compared."""
+
+    pair: _Pair
+    label: str
+    a: TensorSource
+    b: TensorSource
+    kinds: tuple[str, str]
+
+    @property
+    def shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        return tuple(self.a.shape), tuple(self.b.shape)
+
+    @property
+    def dtypes(self) -> tuple[torch.dtype, torch.dtype]:
+        return _dtype_of(self.a), _dtype_of(self.b)
+
+    @property
+    def is_comparable(self) -> bool:
+        return self.kinds == ("strided", "strided") and self.shapes[0] == self.shapes[1] and is_comparable(*self.dtypes)
+
+
+def _parts(pair: _Pair) -> list[_Part]:
+    """The parts of two tensors that consist of several plain ones; both as a whole where they do not correspond."""
+    kinds = _kind(pair.a), _kind(pair.b)
+    if kinds[0] == kinds[1] != "strided" and tuple(pair.a.shape) == tuple(pair.b.shape):
+        first, second = _components(pair.a), _components(pair.b)
+        if len(first) == len(second):
+            strided = ("strided", "strided")
+            return [
+                _Part(pair, f"part {index}", a, b, strided)
+                for index, (a, b) in enumerate(zip(first, second, strict=True))
+            ]
+    return [_Part(pair, "", pair.a, pair.b, kinds)]
+
+
+def _kind(source: TensorSource) -> str:
+    if isinstance(source, StoredComposite):
+        return "strided" if isinstance(source.build, Assemble) else source.kind
+    if isinstance(source, torch.Tensor) and not is_plain(source):
+        layout = source.layout
+        cls = type(source)
+        return (
+            str(layout).removeprefix("torch.")
+            if layout is not torch.strided
+            else f"{cls.__module__}.{cls.__qualname__}"
+        )
+    return "strided"
+
+
+def _components(source: TensorSource) -> list[TensorSource]:
+    """The plain tensors that a tensor consists of."""
+    if isinstance(source, StoredComposite):
+        return list(source.parts)
+    assert isinstance(source, torch.Tensor)
+    if source.layout is torch.sparse_coo:
+        coalesced = source.detach().coalesce()
+        return [coalesced.indices(), coalesced.values()]
+    if source.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return [source.crow_indices(), source.col_indices(), source.detach().values()]
+    if source.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return [source.ccol_indices(), source.row_indices(), source.detach().values()]
+    flatten = getattr(source, "__tensor_flatten__", None)
+    if flatten is None:
+        return [source]
+    inner = [getattr(source, name) for name in flatten()[0]]
+    return [part for tensor in inner for part in ([tensor] if is_plain(tensor) else _components(tensor))]
+
+
+def _dtype_of(source: TensorSource) -> torch.dtype:
+    return torch.float32 if isinstance(source, torch.Tensor) and source.is_quantized else source.dtype
+
+
+@dataclass(slots=True, eq=False)
+class _Reads:
+    """The pairs of tensors that are read, each once, also where it has several names."""
+
+    first: Checkpoint
+    second: Checkpoint
+    items: list[tuple[Operand, Operand]] = field(default_factory=list)
+    accumulators: list[Accumulator] = field(default_factory=list)
+    known: dict[object, int] = field(default_factory=dict)
+    read_bytes: int = 0
+
+    def add(self, part: _Part) -> int | None:
+        """The number of the pair of tensors; None where it need not, or cannot, be read."""
+        if not part.is_comparable or self.is_equal_unread(part):
+            return None
+        sides = part.a, part.b
+        key = tuple(id(side) if isinstance(side, Derived) else bytes_key(side, part.pair.name) for side in sides)
+        if key not in self.known:
+            self.known[key] = len(self.items)
+            self.items.append((_operand(part.a, self.first), _operand(part.b, self.second)))
+            self.accumulators.append(Accumulator(*part.dtypes))
+        return self.known[key]
+
+    def run(self, max_memory_bytes: int | None) -> None:
+        """Reads and compares everything. Raises `ReadFailedError` and `MemoryBudgetError`."""
+
+        def fold(chunk: Chunk) -> None:
+            self.accumulators[chunk.item].add(*chunk.values)
+
+        def on_read(nbytes: int) -> None:
+            self.read_bytes += nbytes
+
+        reduce(
+            self.items,
+            fold,
+            fingerprints=self._fingerprints(),
+            max_memory_bytes=max_memory_bytes,
+            on_read=on_read,
+        )
+
+    def is_equal_unread(self, part: _Part) -> bool:
+        """Whether two tensors are known to be equal without reading them."""
+        a, b = part.a, part.b
+        if part.dtypes[0] != part.dtypes[1]:
+            return False
+        if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+            return is_plain(a, b) and same_place(a, b)
+        if not (isinstance(a, StoredTensor) and isinstance(b, StoredTensor) and a.is_contiguous and b.is_contiguous):
+            return False
+        if not a.nbytes:
+            return True
+        files = self.first.fingerprints.get(a.extent.path), self.second.fingerprints.get(b.extent.path)
+        if files[0] is not None and files[0] == files[1] and a.extent.start == b.extent.start:
+            return True  # one file, under one name or, as a hard link, under two
+        if a.extent != a.storage or b.extent != b.storage:
+            return False
+        # CRC-32, which files of torch.save have, is too short: of 2**32 different tensors, one has the same.
+        digests = self.first.checksums.get(a.storage), self.second.checksums.get(b.storage)
+        return digests[0] is not None and digests[0].algorithm == ALGORITHM and digests[0] == digests[1]
+
+    def _fingerprints(self) -> Mapping[str, FileFingerprint]:
+        both = {**self.first.fingerprints, **self.second.fingerprints}
+        changed = [path for path, fingerprint in self.first.fingerprints.items() if both[path] != fingerprint]
+        if changed:
+            raise ReadFailedError(
+                "the file changed between the opening of the two checkpoints",
+                where=changed[0],
+                remedy="compare them again, when nothing writes to it any more",
+            )
+        return both
+
+
+def _operand(source: TensorSource, checkpoint: Checkpoint) -> Operand:
+    read = partial(read_tensor, read_all=partial(read_ranges, fingerprints=checkpoint.fingerprints, threads=1))
+    if not isinstance(source, Derived | Combined):
+        return operand_of(source, read)
+
+    def of_region(slices: Sequence[slice]) -> Region:
+        part = region(source, slices)
+        needed = part.result_bytes + part.scratch_bytes if isinstance(part, Derived) else own_bytes(part)
+        return Region(needed, partial(values_of, part, read))
+
+    return Operand(source.dtype, tuple(source.shape), of_region)
+
+
+def _tensor_diff(part: _Part, values: bool, reads: _Reads, number: int | None) -> TensorDiff:
+    found, is_equal = None, False
+    if number is not None:
+        accumulator = reads.accumulators[number]
+        found, is_equal = accumulator.result(), accumulator.is_equal
+    elif values and part.is_comparable:
+        found, is_equal = equal_unread(math.prod(part.shapes[1]), part.dtypes[1]), True
+    if part.kinds[0] != part.kinds[1]:
+        status = Status.OTHER_KIND
+    elif part.shapes[0] != part.shapes[1]:
+        status = Status.OTHER_SHAPE
+    elif part.dtypes[0] != part.dtypes[1]:
+        status = Status.OTHER_DTYPE
+    elif not values:
+        status = Status.NOT_COMPARED
+    elif not part.is_comparable:
+        status = Status.OTHER_KIND
+    else:
+        status = Status.EQUAL if is_equal else Status.CHANGED
+    pair = part.pair
+    numbers = (math.prod(shape) * dtype.itemsize for shape, dtype in zip(part.shapes, part.dtypes, strict=True))
+    return TensorDiff(
+        pair.name,
+        pair.source_names,
+        pair.match,
+        part.label,
+        status,
+        part.shapes,
+        part.dtypes,
+        part.kinds,
+        sum(numbers),
+        number is not None,
+        found,
+    )
+
+
+# The text.
+
+
+def _names(what: str, specs: Sequence[TensorSpec]) -> str:
+    groups: dict[tuple[str, tuple[int, ...], torch.dtype], list[TensorSpec]] = {}
+    for spec in specs:
+        groups.setdefault((folded([spec.name])[0], spec.shape, spec.dtype), []).append(spec)
+    rows = [
+        (f"  {_times(pattern, [spec.name for spec in group])}", str(list(shape)), short(dtype))
+        for (pattern, shape, dtype), group in groups.items()
+    ]
+    more = [f"  and {len(rows) - _LISTED:,} more"] if len(rows) > _LISTED else []
+    return "\n".join([f"{what} ({len(specs):,}):", columns(rows[:_LISTED]), *more])
+
+
+def _times(pattern: str, names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else f"{pattern} ({len(names)} ×)"
+
+
+def _values(values: Sequence[ValueDiff]) -> str:
+    if not values:
+        return ""
+    rows = []
+    for value in values[:_LISTED]:
+        sides = [
+            shorten(repr(side), _TEXT_WIDTH) if is_in else "none"
+            for side, is_in in zip(value.values, value.is_in, strict=True)
+        ]
+        rows.append((f"  {value.path}", sides[0], "->", sides[1]))
+    more = [f"  and {len(values) - _LISTED:,} more"] if len(values) > _LISTED else []
+    return "\n".join([f"values that are not tensors ({len(values):,}):", columns(rows), *more])
+
+
+_HEADS = ("name", "shape", "dtype", "changed", "max abs", "mean abs", "rel. L2", "cosine", "ULPs", "")
+
+
+def _table(tensors: Sequence[TensorDiff], top: int | None, fold: bool) -> str:
+    """The tensors that differ, those with the largest change first."""
+    differing = [
+        tensor
+        for tensor in tensors
+        if tensor.status not in (Status.EQUAL, Status.NOT_COMPARED) or _has_nonfinite(tensor)
+    ]
+    groups: dict[object, list[TensorDiff]] = {}
+    for tensor in differing:
+        pattern = folded([tensor.name])[0] if fold else tensor.name
+        groups.setdefault((pattern, tensor.part, tensor.status, tensor.shapes, tensor.dtypes), []).append(tensor)
+    if not groups:
+        return ""
+    ordered = sorted(groups.values(), key=lambda group: -max(tensor.change for tensor in group))
+    shown = ordered if top is None else ordered[:top]
+    more = [f"and {len(ordered) - len(shown):,} more rows"] if len(ordered) > len(shown) else []
+    worst = "; of folded tensors, the largest difference" if any(len(group) > 1 for group in shown) else ""
+    heading = f"tensors that differ, the largest change first{worst}:"
+    return "\n".join([heading, columns([_HEADS, *map(_row, shown)], right=range(3, 9)), *more])
+
+
+def _has_nonfinite(tensor: TensorDiff) -> bool:
+    found = tensor.difference
+    return found is not None and any((*(found.nan or ()), *(found.infinite or ())))
+
+
+def _row(group: Sequence[TensorDiff]) -> tuple[str, ...]:
+    first = group[0]
+    pattern = folded([first.name])[0]
+    name = _times(pattern, [tensor.name for tensor in group])
+    if first.part:
+        name += f", {first.part}"
+    found = [tensor.difference for tensor in group if tensor.difference is not None]
+    shares = [difference.changed for difference in found if difference.changed is not None]
+    changed = f"{100 * math.fsum(shares) / len(shares):.3g}%" if shares else ""
+    return (
+        name,
+        _both(first.shapes, lambda shape: str(list(shape))),
+        _both(first.dtypes, short),
+        changed,
+        _most(found, "max_abs"),
+        _most(found, "mean_abs"),
+        _most(found, "relative_l2"),
+        _cosine([difference.cosine for difference in found if difference.cosine is not None]),
+        _ulps(found),
+        "; ".join(_remarks(group, found)),
+    )
+
+
+def _both(sides: tuple[Any, Any], text: Callable[[Any], str]) -> str:
+    return text(sides[0]) if sides[0] == sides[1] else f"{text(sides[0])} -> {text(sides[1])}"
+
+
+def _most(found: Sequence[Difference], name: str) -> str:
+    values = [value for difference in found if (value := getattr(difference, name)) is not None]
+    return f"{max(values):.3g}" if values else ""
+
+
+def _cosine(values: Sequence[float]) -> str:
+    return f"{min(values):.6f}" if values else ""
+
+
+def _ulps(found: Sequence[Difference]) -> str:
+    """The median distance of the elements, as an interval of the histogram."""
+    histograms = [difference.ulps for difference in found if difference.ulps is not None]
+    total = Counter[int]()
+    for histogram in histograms:
+        total.update(dict(enumerate(histogram)))
+    elements, seen = total.total(), 0
+    for bucket in sorted(total):
+        seen += total[bucket]
+        if elements and seen * 2 >= elements:
+            return "0" if bucket == 0 else f"<{2**bucket}" if bucket < 20 else f"<2^{bucket}"
+    return ""
+
+
+def _remarks(group: Sequence[TensorDiff], found: Sequence[Difference]) -> list[str]:
+    first = group[0]
+    remarks = [first.status.value] if first.status is not Status.CHANGED else []
+    if first.kinds[0] != first.kinds[1]:
+        remarks.append(f"{first.kinds[0]} -> {first.kinds[1]}")
+    if first.source_names != (first.name,):
+        by = " by guess" if first.match is Match.GUESS else ""
+        remarks.append(f"from {listed(first.source_names, 3)}{by}")
+    for what, name in (("NaN", "nan"), ("infinite", "infinite")):
+        counts = [getattr(difference, name) or (0, 0) for difference in found]
+        a, b = (sum(side) for side in zip(*counts, strict=True)) if counts else (0, 0)
+        if a or b:
+            remarks.append(f"{what}: {a:,} -> {b:,}")
+    return remarks
+
+
+def _tensor_json(tensor: TensorDiff) -> dict[str, object]:
+    found = tensor.difference
+    measures = {} if found is None else {name: _plain(getattr(found, name)) for name in found.__slots__}
+    return {
+        "name": tensor.name,
+        "source_names": list(tensor.source_names),
+        "match": tensor.match.value,
+        "part": tensor.part,
+        "status": tensor.status.value,
+        "shapes": [list(shape) for shape in tensor.shapes],
+        "dtypes": [short(dtype) for dtype in tensor.dtypes],
+        "kinds": list(tensor.kinds),
+        "bytes": tensor.bytes,
+        "read": tensor.is_read,
+        "difference": measures or None,
+    }
+
+
+def _plain(value: object) -> object:
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _spec_json(spec: TensorSpec) -> dict[str, object]:
+    return {"name": spec.name, "shape": list(spec.shape), "dtype": short(spec.dtype)}

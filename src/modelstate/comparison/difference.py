@@ -1,0 +1,404 @@
+"""Measures how two tensors of one shape differ, chunk by chunk.
+
+Accumulation: values of at most 32 bits are compared in float32, which all of them are converted to without loss
+(integers of 32 bits, and float64: in float64). Within a chunk of 131,072 elements, sums are accumulated in float32 by
+torch's vectorised kernels; the sums of the chunks are added exactly (`math.fsum`), so the order in which threads finish
+does not change the result. Sums that leave the range of float32, or become too small for it, are computed again in
+float64. Differences of 64-bit integers are computed exactly and rounded once.
+"""
+
+import ctypes
+import math
+import threading
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+
+from modelstate.torch_compat.dtypes import cast_between
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_RAW = {1: torch.int8} | {size: dtype for size, dtype in _BITS.items() if size > 1}
+_TINY, _SMALL = 1e-20, 1e-15
+"""A sum of squares below the first, and a difference below the second, are computed in float64."""
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """How the values of two tensors of one shape differ. A measure that does not apply is None.
+
+    The differences, the relative L2 difference and the cosine are those of the elements that are finite on both sides.
+    """
+
+    changed: float | None
+    """The share of elements that differ, from 0 to 1: in their bits; in their values where the dtypes differ."""
+    max_abs: float | None
+    """The largest absolute difference."""
+    mean_abs: float | None
+    """The mean absolute difference."""
+    relative_l2: float | None
+    """The L2 norm of the difference over that of the first tensor. None if the first is zero and the second is not."""
+    cosine: float | None
+    """The cosine of the angle between the tensors as vectors. None if one of them is zero."""
+    nan: tuple[int, int] | None
+    """The number of NaN elements in the first and in the second tensor."""
+    infinite: tuple[int, int] | None
+    """The number of infinite elements in the first and in the second tensor."""
+    ulps: tuple[int, ...] | None
+    """A histogram of distances in units in the last place: `ulps[0]` elements are equal, `ulps[i]` are at least
+    `2 ** (i - 1)` and less than `2 ** i` floats apart. For floats of different dtypes, those of the narrower dtype,
+    after rounding to it: then `ulps[0]` counts the elements that differ by this rounding alone."""
+
+
+class _Arithmetic(Enum):
+    """In which dtype two tensors are compared."""
+
+    FLOAT32 = torch.float32
+    FLOAT64 = torch.float64
+    COMPLEX = torch.complex64
+    COMPLEX128 = torch.complex128
+    INT64 = torch.int64
+    BITS = None
+    """The values have no differences: booleans, packed values."""
+
+
+def _arithmetic(a: torch.dtype, b: torch.dtype) -> _Arithmetic | None:
+    """None where the values cannot be compared."""
+    kind = cast_between(a, b)
+    if kind == "kind":
+        return None
+    if a is torch.bool or a not in _CONVERTIBLE or b not in _CONVERTIBLE:
+        return _Arithmetic.BITS if a == b else None
+    if a.is_complex:
+        return _Arithmetic.COMPLEX128 if torch.complex128 in (a, b) else _Arithmetic.COMPLEX
+    largest = max(a.itemsize, b.itemsize)
+    if a.is_floating_point:
+        return _Arithmetic.FLOAT64 if largest > 4 else _Arithmetic.FLOAT32
+    if largest > 4:
+        return _Arithmetic.INT64
+    return _Arithmetic.FLOAT64 if largest > 2 else _Arithmetic.FLOAT32
+
+
+def _is_convertible(dtype: torch.dtype) -> bool:
+    """Whether torch can convert the values of a dtype to float32 or wider."""
+    try:
+        torch.zeros(1, dtype=torch.uint8).repeat(dtype.itemsize).view(dtype).to(
+            torch.complex64 if dtype.is_complex else torch.float32
+        )
+    except (RuntimeError, NotImplementedError, TypeError):
+        return False
+    return "torch.q" not in str(dtype)
+
+
+_CONVERTIBLE = frozenset(
+    dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype) and _is_convertible(dtype)
+)
+
+
+def _ulp_dtype(a: torch.dtype, b: torch.dtype) -> torch.dtype | None:
+    """The dtype whose units in the last place two floats are compared in."""
+    dtype = a if a.itemsize <= b.itemsize else b
+    is_known = dtype.is_floating_point and dtype in _CONVERTIBLE and dtype is not torch.float8_e8m0fnu
+    return dtype if is_known and (a == b or a.itemsize != b.itemsize) else None
+
+
+def is_comparable(a: torch.dtype, b: torch.dtype) -> bool:
+    """Whether the values of two dtypes can be compared: both are floats, integers, complex numbers or booleans."""
+    return _arithmetic(a, b) is not None
+
+
+def equal_unread(elements: int, dtype: torch.dtype) -> Difference:
+    """The difference of two tensors whose bits are known to be equal, without their values."""
+    if not elements:
+        return Difference(None, None, None, None, None, None, None, None)
+    measure = None if _arithmetic(dtype, dtype) is _Arithmetic.BITS else 0.0
+    ulps = (elements,) if _ulp_dtype(dtype, dtype) else None
+    return Difference(0.0, measure, measure, measure, None, None, None, ulps)
+
+
+class Accumulator:
+    """Adds up what the chunks of two tensors differ by. Any thread may add a chunk.
+
+    Args:
+        a: The dtype of the first tensor.
+        b: The dtype of the second tensor, which `is_comparable` with the first.
+    """
+
+    def __init__(self, a: torch.dtype, b: torch.dtype) -> None:
+        arithmetic = _arithmetic(a, b)
+        assert arithmetic is not None
+        self._arithmetic, self._same_dtype = arithmetic, a == b
+        self._ulp_dtype = _ulp_dtype(a, b)
+        # Two values of 4 bits share an element: a share of elements would be wrong.
+        self._counts_changes = arithmetic is not _Arithmetic.BITS or a is torch.bool
+        self.is_equal = a == b
+        """Whether all bits that were added are equal."""
+        self._lock = threading.Lock()
+        self._elements = self._changed = self._finite = 0
+        self._nan, self._infinite = [0, 0], [0, 0]
+        self._largest = 0.0
+        self._sums: dict[str, list[float]] = {name: [] for name in ("aa", "bb", "ab", "dd", "abs")}
+        self._ulps = [0] * 66
+
+    def add(self, a: torch.Tensor, b: torch.Tensor) -> None:
+        """Adds a chunk of both tensors: contiguous CPU tensors of one dimension."""
+        chunk = _ChunkSums()
+        if self._same_dtype and _same_bits(a, b):
+            chunk.elements = len(a)
+            chunk.ulps[0] = len(a)
+            self._measure_equal(a, chunk)
+        else:
+            chunk.is_equal = False
+            chunk.elements = len(a)
+            self._measure(a, b, chunk)
+        with self._lock:
+            self.is_equal = self.is_equal and chunk.is_equal
+            self._elements += chunk.elements
+            self._changed += chunk.changed
+            self._finite += chunk.finite
+            self._largest = max(self._largest, chunk.largest)
+            for side in (0, 1):
+                self._nan[side] += chunk.nan[side]
+                self._infinite[side] += chunk.infinite[side]
+            for name, value in chunk.sums.items():
+                self._sums[name].append(value)
+            for bucket, count in enumerate(chunk.ulps):
+                self._ulps[bucket] += count
+
+    def result(self) -> Difference:
+        """The difference of everything that was added."""
+        if not self._elements:
+            return Difference(None, None, None, None, None, None, None, None)
+        changed = self._changed / self._elements if self._counts_changes else None
+        if self.is_equal:
+            changed = 0.0
+        if self._arithmetic is _Arithmetic.BITS:
+            return Difference(changed, None, None, None, None, None, None, None)
+        sums = {name: math.fsum(values) for name, values in self._sums.items()}
+        largest = mean = relative = cosine = None
+        if self._finite:
+            largest, mean = self._largest, sums["abs"] / self._finite
+            if not sums["dd"] or sums["aa"]:
+                relative = math.sqrt(sums["dd"] / sums["aa"]) if sums["dd"] else 0.0
+            if sums["aa"] and sums["bb"]:
+                exact = sums["ab"] / (math.sqrt(sums["aa"]) * math.sqrt(sums["bb"]))
+                cosine = 1.0 if not sums["dd"] else min(1.0, max(-1.0, exact))
+        last = max((bucket for bucket, count in enumerate(self._ulps) if count), default=0)
+        return Difference(
+            changed,
+            largest,
+            mean,
+            relative,
+            cosine,
+            (self._nan[0], self._nan[1]),
+            (self._infinite[0], self._infinite[1]),
+            tuple(self._ulps[: last + 1]) if self._ulp_dtype is not None else None,
+        )
+
+    def _measure_equal(self, a: torch.Tensor, chunk: "_ChunkSums") -> None:
+        """Adds a chunk whose bits are equal on both sides."""
+        if self._arithmetic is _Arithmetic.BITS:
+            return
+        values = _converted(a, self._arithmetic)
+        squares = _dot(values, values)
+        chunk.finite = len(a)
+        if not math.isfinite(squares) or 0 < squares < _TINY:
+            finite = torch.isfinite(values)
+            chunk.finite = int(finite.sum())
+            chunk.nan = [int(torch.isnan(values).sum())] * 2
+            chunk.infinite = [len(a) - chunk.finite - chunk.nan[0]] * 2
+            values = _widened(values[finite])
+            squares = _dot(values, values)
+            chunk.ulps[0] = chunk.finite
+        chunk.sums = {"aa": squares, "bb": squares, "ab": squares}
+
+    def _measure(self, a: torch.Tensor, b: torch.Tensor, chunk: "_ChunkSums") -> None:
+        """Adds a chunk that differs, or whose dtypes do."""
+        if self._arithmetic is _Arithmetic.BITS:
+            chunk.changed = int(torch.count_nonzero(_raw(a) != _raw(b))) if self._counts_changes else 0
+            return
+        x, y = _converted(a, self._arithmetic), _converted(b, self._arithmetic)
+        xx, yy = _dot(x, x), _dot(y, y)
+        bits = (a, b)
+        if not (math.isfinite(xx) and math.isfinite(yy)):
+            finite = torch.isfinite(x) & torch.isfinite(y)
+            if not bool(finite.all()):
+                for side, values in enumerate((x, y)):
+                    chunk.nan[side] = int(torch.isnan(values).sum())
+                    chunk.infinite[side] = len(a) - int(torch.isfinite(values).sum()) - chunk.nan[side]
+                chunk.changed += self._changed_elsewhere((a[~finite], b[~finite]), (x[~finite], y[~finite]))
+                x, y, bits = x[finite], y[finite], (a[finite], b[finite])
+            x, y = _widened(x), _widened(y)
+            xx, yy = _dot(x, x), _dot(y, y)
+        if not len(x):
+            return
+        chunk.finite = len(x)
+        self._measure_finite((x, y), (xx, yy), bits, chunk)
+
+    def _measure_finite(self, values: Pair, squares: tuple[float, float], bits: Pair, chunk: "_ChunkSums") -> None:
+        """Adds the elements that are finite on both sides."""
+        x, y = values
+        xx, yy = squares
+        difference = _exact_difference(*bits) if self._arithmetic is _Arithmetic.INT64 else _subtracted(x, y)
+        absolute = difference.abs()
+        chunk.largest, total = float(torch.amax(absolute)), float(absolute.sum())
+        dd, xy = _dot(difference, difference), _dot(x, y)
+        is_wide = x.dtype in (torch.float64, torch.complex128)
+        is_in_range = math.isfinite(total + dd) and min(xx, yy) > _TINY and (chunk.largest > _SMALL or dd == 0)
+        if not is_wide and not (is_in_range and abs(xy) > _TINY):
+            x, y = _widened(x), _widened(y)
+            difference = x - y
+            absolute = difference.abs()
+            chunk.largest, total = float(torch.amax(absolute)), float(absolute.sum())
+            dd, xy, xx, yy = _dot(difference, difference), _dot(x, y), _dot(x, x), _dot(y, y)
+        chunk.sums = {"aa": xx, "bb": yy, "ab": xy, "dd": dd, "abs": total}
+        if self._ulp_dtype is not None:
+            chunk.ulps = _ulp_histogram(*(_rounded(side, self._ulp_dtype) for side in bits))
+        if self._same_dtype and self._ulp_dtype is not None:
+            chunk.changed += chunk.finite - chunk.ulps[0]
+        elif self._same_dtype:
+            chunk.changed += _differing(*bits)
+        else:
+            chunk.changed += int(torch.count_nonzero(difference))
+
+    def _changed_elsewhere(self, bits: Pair, values: Pair) -> int:
+        """The number of elements that differ, among those that are not finite on both sides."""
+        if self._same_dtype:
+            return _differing(*bits)
+        x, y = values
+        return len(x) - int(((x == y) | (torch.isnan(x) & torch.isnan(y))).sum())
+
+
+class _ChunkSums:
+    """What one chunk adds."""
+
+    __slots__ = ("changed", "elements", "finite", "infinite", "is_equal", "largest", "nan", "sums", "ulps")
+
+    def __init__(self) -> None:
+        self.is_equal = True
+        self.elements = self.changed = self.finite = 0
+        self.nan, self.infinite = [0, 0], [0, 0]
+        self.largest = 0.0
+        self.sums: dict[str, float] = {}
+        self.ulps = [0]
+
+
+_libc = ctypes.CDLL(None)
+_libc.memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+
+
+def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    # torch.equal takes several times as long, and compares NaN as different.
+    return not _libc.memcmp(a.data_ptr(), b.data_ptr(), a.nbytes)
+
+
+def _raw(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(_BITS[tensor.itemsize]) if tensor.itemsize in _BITS else tensor.view(torch.uint8)
+
+
+def _differing(a: torch.Tensor, b: torch.Tensor) -> int:
+    """The number of elements whose bits differ."""
+    if a.is_complex():
+        a, b = (torch.view_as_real(side.to(torch.complex64) if side.itemsize == 4 else side) for side in (a, b))
+        return int(torch.count_nonzero((_raw(a) != _raw(b)).any(1)))
+    return int(torch.count_nonzero(_raw(a) != _raw(b)))
+
+
+def _converted(tensor: torch.Tensor, arithmetic: _Arithmetic) -> torch.Tensor:
+    dtype = torch.float64 if arithmetic is _Arithmetic.INT64 else arithmetic.value
+    return tensor if tensor.dtype == dtype else tensor.to(dtype)
+
+
+def _widened(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
+
+
+def _dot(x: torch.Tensor, y: torch.Tensor) -> float:
+    """The inner product; the real part of it for complex numbers."""
+    if x.is_complex():
+        x, y = torch.view_as_real(x).view(-1), torch.view_as_real(y).view(-1)
+    return float(torch.dot(x, y))
+
+
+class _Scratch(threading.local):
+    """Memory that a thread uses for one chunk after the other."""
+
+    def __init__(self) -> None:
+        self.kept: dict[tuple[str, torch.dtype], torch.Tensor] = {}
+
+
+_scratch = _Scratch()
+
+
+def _buffer(slot: str, count: int, dtype: torch.dtype) -> torch.Tensor:
+    """Memory of this thread for some elements: new pages cost more than the arithmetic in them."""
+    kept = _scratch.kept
+    key = (slot, dtype)
+    if key not in kept or len(kept[key]) < count:
+        kept[key] = torch.empty(count, dtype=dtype)
+    return kept[key][:count]
+
+
+def _subtracted(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return torch.sub(x, y, out=_buffer("difference", len(x), x.dtype))
+
+
+def _exact_difference(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """The differences of integers of up to 64 bits in float64, each of which is rounded once."""
+    halves = []
+    for side in (a, b):
+        wide = side.view(torch.int64) if side.dtype is torch.uint64 else side.to(torch.int64)
+        high = wide >> 32
+        if side.dtype is torch.uint64:
+            high &= 0xFFFFFFFF
+        halves.append((high, wide & 0xFFFFFFFF))
+    (a_high, a_low), (b_high, b_low) = halves
+    return (a_high - b_high).double() * 2.0**32 + (a_low - b_low).double()
+
+
+def _rounded(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return tensor if tensor.dtype == dtype else tensor.to(dtype)
+
+
+def _ordered(bits: torch.Tensor, itemsize: int) -> torch.Tensor:
+    """Integers in the order of the floats with these bits, one apart for neighbouring floats."""
+    magnitude = (1 << (itemsize * 8 - 1)) - 1
+    return bits ^ ((bits >> (bits.itemsize * 8 - 1)) & magnitude)
+
+
+def _distances(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """How many floats apart the elements are: integers without a sign, in tensors of integers with a sign."""
+    itemsize = a.itemsize
+    first, second = (side.view(_RAW[itemsize]) for side in (a, b))
+    if itemsize < 4:
+        first, second = first.to(torch.int32), second.to(torch.int32)
+    distances = torch.sub(first, second, out=_buffer("distances", len(first), first.dtype)).abs_()
+    signs = torch.bitwise_xor(first, second, out=_buffer("signs", len(first), first.dtype))
+    if int(torch.amin(signs)) < 0:
+        crossing = (signs < 0).nonzero().view(-1)
+        x, y = _ordered(first[crossing], itemsize), _ordered(second[crossing], itemsize)
+        distances[crossing] = torch.maximum(x, y) - torch.minimum(x, y)
+    return distances
+
+
+def _ulp_histogram(a: torch.Tensor, b: torch.Tensor) -> list[int]:
+    """The number of elements by the distances of the floats: `Difference.ulps`."""
+    distances = _distances(a, b)
+    width, digits = distances.itemsize * 8, 24 if distances.itemsize == 4 else 53
+    lowest, highest = (int(value) for value in torch.aminmax(distances))
+    beyond = 0
+    if lowest < 0:  # the distance takes all bits, that of the sign included
+        beyond = int((distances < 0).sum())
+        distances = distances[distances >= 0]
+    if highest >> digits:
+        # Without the bits that follow a set bit, the conversion does not round up to the next power of two.
+        halved = torch.bitwise_right_shift(distances, 1, out=_buffer("signs", len(distances), distances.dtype))
+        distances = distances.bitwise_and_(halved.bitwise_not_())
+    floats = _buffer("distances as floats", len(distances), torch.float32 if width == 32 else torch.float64)
+    exponents = floats.copy_(distances).view(distances.dtype)
+    exponents >>= digits - 1
+    bias = 127 if width == 32 else 1023
+    counts: list[int] = torch.bincount(exponents, minlength=bias + width).tolist()
+    return [counts[0], *counts[bias : bias + width - 1], beyond]

@@ -1,0 +1,492 @@
+"""Two checkpoints: which tensors are matched, what is read, and what is reported."""
+
+import copy
+import json
+import math
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+import modelstate as ms
+from modelstate.comparison import Match, Status
+from modelstate.errors import (
+    MemoryBudgetError,
+    MissingValuesError,
+    NothingInCommonError,
+    OptionError,
+    ReadFailedError,
+    RuleError,
+)
+from modelstate.io.engine import LocalFile
+from tests.programs import run_program
+
+
+def layers(count: int = 3, width: int = 8) -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    state = {"embed.weight": torch.randn(10, width)}
+    for index in range(count):
+        state[f"layer.{index}.mlp.weight"] = torch.randn(width, width)
+        state[f"layer.{index}.mlp.bias"] = torch.randn(width)
+    return state
+
+
+def changed(state: dict[str, torch.Tensor], *names: str) -> dict[str, torch.Tensor]:
+    return {name: tensor + 0.5 if name in names else tensor.clone() for name, tensor in state.items()}
+
+
+@pytest.fixture
+def bytes_read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The number of bytes of each read of a file."""
+    counts: list[int] = []
+    original = LocalFile.read_into
+
+    def counted(self: LocalFile, buffers: Any, offset: int) -> int:
+        counts.append(original(self, buffers, offset))
+        return counts[-1]
+
+    monkeypatch.setattr(LocalFile, "read_into", counted)
+    return counts
+
+
+def statuses(diff: ms.comparison.Diff) -> dict[str, Status]:
+    return {tensor.name: tensor.status for tensor in diff.tensors}
+
+
+def written(path: Path, state: dict[str, Any]) -> Path:
+    save_file(state, path) if path.suffix == ".safetensors" else torch.save(state, path)
+    return path
+
+
+class TestNames:
+    def test_equal_checkpoints(self) -> None:
+        diff = ms.diff(layers(), layers())
+        assert diff.is_equal
+        assert set(statuses(diff).values()) == {Status.EQUAL}
+        assert repr(diff) == "<Diff of 'mapping' and 'mapping': equal>"
+        assert str(diff).startswith("mapping and mapping: equal\n7 tensors compared")
+
+    def test_names_of_one_side(self) -> None:
+        a, b = layers(2), layers(3)
+        b["step"] = torch.tensor(3)
+        del b["layer.0.mlp.bias"]
+        diff = ms.diff(a, b)
+        assert [spec.name for spec in diff.removed] == ["layer.0.mlp.bias"]
+        assert [spec.name for spec in diff.added] == ["layer.2.mlp.weight", "layer.2.mlp.bias", "step"]
+        assert not diff.is_equal
+        assert "only in the first (1):\n  layer.0.mlp.bias  [8]  float32" in str(diff)
+
+    def test_other_shapes_and_dtypes(self) -> None:
+        a = {"shape": torch.ones(2, 3), "dtype": torch.ones(3), "kind": torch.ones(3), "same": torch.ones(1)}
+        b = {"shape": torch.ones(3, 2), "dtype": torch.ones(3).half(), "kind": torch.ones(3, dtype=torch.int32)}
+        diff = ms.diff(a, b | {"same": torch.ones(1)})
+        assert statuses(diff) == {
+            "shape": Status.OTHER_SHAPE,
+            "dtype": Status.OTHER_DTYPE,
+            "kind": Status.OTHER_DTYPE,
+            "same": Status.EQUAL,
+        }
+        by_name = {tensor.name: tensor for tensor in diff.tensors}
+        assert by_name["shape"].difference is None
+        assert by_name["kind"].difference is None
+        found = by_name["dtype"].difference
+        assert found is not None
+        assert (found.changed, found.max_abs) == (0.0, 0.0)
+        assert not diff.is_equal
+
+    def test_names_that_rules_change_are_no_difference(self) -> None:
+        a = layers()
+        b = {name.replace("layer", "blocks"): tensor for name, tensor in a.items()}
+        diff = ms.diff(a, b, rules=[ms.rules.Rename("layer.*", "blocks.*")])
+        assert diff.is_equal
+        assert {tensor.match for tensor in diff.tensors} == {Match.NAME, Match.RULE}
+        assert diff.tensors[1].source_names == ("layer.0.mlp.weight",)
+
+    def test_tensors_that_rules_compute(self, tmp_path: Path) -> None:
+        whole = torch.randn(24, 8)
+        parts = dict(zip(("q", "k", "v"), whole.chunk(3), strict=True))
+        a = written(tmp_path / "a.safetensors", {name: part.contiguous() for name, part in parts.items()})
+        b = written(tmp_path / "b.safetensors", {"qkv": whole.t().contiguous()})
+        rules = [ms.rules.Concat(["q", "k", "v"], "qkv"), ms.rules.Transpose("qkv")]
+        assert ms.diff(a, b, rules=rules).is_equal
+        (tensor,) = ms.diff(changed(parts, "k"), b, rules=rules).tensors
+        assert tensor.source_names == ("q", "k", "v")
+        assert tensor.difference is not None
+        assert tensor.difference.changed == pytest.approx(1 / 3)
+
+    def test_a_guess_is_marked_and_is_a_difference(self) -> None:
+        a = layers()
+        b = {name.replace("layer", "blocks"): tensor.clone() for name, tensor in a.items()}
+        diff = ms.diff(a, b)
+        assert not diff.is_equal
+        assert {tensor.match for tensor in diff.tensors if "blocks" in tensor.name} == {Match.GUESS}
+        assert set(statuses(diff).values()) == {Status.EQUAL}
+        assert (diff.removed, diff.added) == ((), ())
+        assert "renamed by these rules, which are a guess by names and shapes:\n  ms.rules.Rename(" in str(diff)
+        rules = [eval(rule, {"ms": ms}) for rule in diff.guessed_rules]
+        assert ms.diff(a, b, rules=rules).is_equal
+
+    def test_without_a_guess(self) -> None:
+        a = layers()
+        b = {name.replace("layer", "blocks"): tensor for name, tensor in a.items()}
+        diff = ms.diff(a, b, guess=False)
+        assert len(diff.removed) == len(diff.added) == 6
+
+    def test_the_part_with_the_names_is_found(self, tmp_path: Path) -> None:
+        state = layers()
+        a = written(tmp_path / "a.pt", {"model_state": state, "optimizer": {"0": torch.ones(2)}, "step": 3})
+        diff = ms.diff(a, state)
+        assert diff.is_equal
+        assert diff.a == f"{a}, key 'model_state'"
+        assert ms.diff(state, a).is_equal
+        assert ms.diff(a, state, key=("model_state", None)).is_equal
+        with pytest.raises(OptionError, match="key= must be a path"):
+            ms.diff(a, state, key=3)  # type: ignore[arg-type]
+
+    def test_only_some_names(self) -> None:
+        a = layers()
+        diff = ms.diff(a, changed(a, "embed.weight", "layer.1.mlp.bias"), only=["*.bias"])
+        assert statuses(diff)["layer.1.mlp.bias"] is Status.CHANGED
+        assert len(diff.tensors) == 3
+        with pytest.raises(OptionError, match="no name matches only="):
+            ms.diff(a, a, only=["heads.*"])
+
+    def test_rules_that_cannot_be_applied(self) -> None:
+        with pytest.raises(RuleError, match="the rules cannot be applied"):
+            ms.diff(layers(), layers(), rules=[ms.rules.Rename("nothing.*", "x.*")])
+
+
+class TestValues:
+    def test_values_that_are_not_tensors(self, tmp_path: Path) -> None:
+        a = written(
+            tmp_path / "a.pt", {"w": torch.ones(2), "step": 3, "lr": float("nan"), "gone": "x", "args": {"a": 1}}
+        )
+        b = written(
+            tmp_path / "b.pt", {"w": torch.ones(2), "step": 4, "lr": float("nan"), "new": [1], "args": {"a": 1}}
+        )
+        diff = ms.diff(a, b)
+        assert [(value.path, value.is_in, value.values) for value in diff.values] == [
+            ("step", (True, True), (3, 4)),
+            ("gone", (True, False), ("x", None)),
+            ("new", (False, True), (None, [1])),
+        ]
+        assert not diff.is_equal
+        assert "step  3     ->  4" in str(diff)
+
+    def test_names_shapes_and_dtypes_alone(self) -> None:
+        a = layers()
+        diff = ms.diff(a, changed(a, "embed.weight"), values=False)
+        assert set(statuses(diff).values()) == {Status.NOT_COMPARED}
+        assert diff.is_equal
+        assert diff.read_bytes == 0
+
+    def test_a_model_and_a_file(self, tmp_path: Path) -> None:
+        model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
+        path = written(tmp_path / "m.pt", model.state_dict())
+        assert ms.diff(model, path).is_equal
+        nn.init.zeros_(model[0].bias)
+        diff = ms.diff(path, model)
+        assert [name for name, status in statuses(diff).items() if status is not Status.EQUAL] == ["0.bias"]
+        assert (diff.a, diff.b) == (str(path), "Sequential")
+
+    def test_a_model_on_meta(self) -> None:
+        with ms.skeleton():
+            model = nn.Linear(3, 3)
+        with pytest.raises(MissingValuesError) as caught:
+            ms.diff(model, {"weight": torch.ones(3, 3), "bias": torch.ones(3)})
+        assert caught.value.names == ("weight", "bias")
+        assert "values=False" in caught.value.remedy
+        diff = ms.diff(model, {"weight": torch.ones(3, 3), "bias": torch.ones(4)}, values=False)
+        assert statuses(diff) == {"weight": Status.NOT_COMPARED, "bias": Status.OTHER_SHAPE}
+
+    def test_no_common_name(self) -> None:
+        with pytest.raises(NothingInCommonError) as caught:
+            ms.diff({"a": torch.ones(2)}, {"b": torch.ones(3, 4)})
+        assert (caught.value.expected, caught.value.found) == ("names such as b", "a")
+
+    @pytest.mark.parametrize("layout", ["strided view", "transposed", "expanded"])
+    def test_tensors_whose_elements_do_not_lie_in_their_order(self, layout: str, tmp_path: Path) -> None:
+        base = torch.randn(40, 30)
+        view = {"strided view": base[::2, 3:20], "transposed": base.t(), "expanded": base[:1].expand(40, 30)}[layout]
+        path = written(tmp_path / "a.pt", {"w": view})
+        assert ms.diff(path, {"w": view.contiguous()}).is_equal
+        other = view.contiguous()
+        other[3, 5] += 1
+        for a, b in ((path, {"w": other}), ({"w": view}, {"w": other})):
+            (tensor,) = ms.diff(a, b).tensors
+            assert tensor.difference is not None
+            assert tensor.difference.changed == 1 / other.numel()
+
+    def test_quantized_payloads_are_compared_part_by_part(self, tmp_path: Path) -> None:
+        quantize = pytest.importorskip("torchao.quantization")
+        model = nn.Sequential(nn.Linear(32, 16), nn.Linear(16, 4))
+        quantize.quantize_(model, quantize.Int8WeightOnlyConfig())
+        ms.save(model, tmp_path / "a.safetensors")
+        assert ms.diff(tmp_path / "a.safetensors", model).is_equal
+        with torch.no_grad():
+            model[0].weight.qdata[0, 0] += 1
+        diff = ms.diff(tmp_path / "a.safetensors", model)
+        assert {(tensor.name, tensor.part) for tensor in diff.tensors if tensor.status is Status.CHANGED} == {
+            ("0.weight", "part 0")
+        }
+        plain = ms.diff(tmp_path / "a.safetensors", nn.Sequential(nn.Linear(32, 16), nn.Linear(16, 4)))
+        assert statuses(plain)["0.weight"] is Status.OTHER_KIND
+
+    def test_sparse_tensors(self, tmp_path: Path) -> None:
+        a = written(tmp_path / "a.pt", {"s": torch.eye(4).to_sparse()})
+        assert ms.diff(a, {"s": torch.eye(4).to_sparse()}).is_equal
+        diff = ms.diff(a, {"s": (2 * torch.eye(4)).to_sparse()})
+        assert [tensor.status for tensor in diff.tensors] == [Status.EQUAL, Status.CHANGED]
+
+    def test_tied_tensors_are_read_once(self, tmp_path: Path, bytes_read: list[int]) -> None:
+        shared = torch.randn(1000)
+        a = written(tmp_path / "a.pt", {"x": shared, "y": shared})
+        diff = ms.diff(a, {"x": shared + 1, "y": shared + 1})
+        assert set(statuses(diff).values()) == {Status.CHANGED}
+        b = shared + 1
+        bytes_read.clear()
+        ms.diff(a, {"x": b, "y": b})
+        assert sum(bytes_read) < 2 * shared.nbytes
+
+
+class TestReading:
+    def test_equal_digests_skip_the_bytes(self, tmp_path: Path, bytes_read: list[int]) -> None:
+        state = layers(width=64)
+        ms.save(state, tmp_path / "a.safetensors")
+        ms.save(changed(state, "layer.1.mlp.bias"), tmp_path / "b.safetensors")
+        a, b = ms.open(tmp_path / "a.safetensors"), ms.open(tmp_path / "b.safetensors")
+        bytes_read.clear()
+        diff = ms.diff(a, b)
+        assert sum(bytes_read) == diff.read_bytes == 2 * 64 * 4
+        assert diff.skipped_bytes == 2 * sum(tensor.nbytes for tensor in state.values()) - diff.read_bytes
+        assert [tensor.name for tensor in diff.tensors if tensor.is_read] == ["layer.1.mlp.bias"]
+
+    def test_the_short_checksums_of_torch_are_not_trusted(self, tmp_path: Path, bytes_read: list[int]) -> None:
+        a, b = (ms.open(written(tmp_path / name, layers())) for name in ("a.pt", "b.pt"))
+        bytes_read.clear()
+        assert ms.diff(a, b).is_equal
+        assert sum(bytes_read) >= 2 * sum(tensor.nbytes for tensor in layers().values())
+
+    def test_the_bytes_of_one_file_are_not_read(self, tmp_path: Path, bytes_read: list[int]) -> None:
+        path = written(tmp_path / "a.safetensors", layers())
+        os.link(path, tmp_path / "link.safetensors")
+        a, b = ms.open(path), ms.open(tmp_path / "link.safetensors")
+        bytes_read.clear()
+        assert ms.diff(a, b).is_equal
+        assert not bytes_read
+
+    def test_every_byte_is_read_once(self, tmp_path: Path, bytes_read: list[int]) -> None:
+        state = {f"w{index}": torch.randn(1 + 7 * index, 999) for index in range(30)}
+        a = ms.open(written(tmp_path / "a.safetensors", state))
+        b = ms.open(written(tmp_path / "b.safetensors", {name: tensor + 1 for name, tensor in state.items()}))
+        bytes_read.clear()
+        diff = ms.diff(a, b)
+        total = 2 * sum(tensor.nbytes for tensor in state.values())
+        assert total == diff.read_bytes
+        assert total <= sum(bytes_read) <= total + 30 * 4096
+        assert all(tensor.difference is not None and tensor.difference.changed == 1.0 for tensor in diff.tensors)
+
+    @pytest.mark.parametrize("budget", [400_000, 1_000_000, 20_000_000])
+    def test_the_result_does_not_depend_on_the_budget(self, budget: int, tmp_path: Path) -> None:
+        state = {"a": torch.randn(300, 1000), "b": torch.randn(3), "t": torch.randn(500, 300)}
+        a = written(tmp_path / "a.safetensors", state)
+        b = written(tmp_path / "b.pt", {name: (tensor * 1.001).t().contiguous().t() for name, tensor in state.items()})
+        free, limited = ms.diff(a, b), ms.diff(a, b, max_memory_bytes=budget)
+        for first, second in zip(free.tensors, limited.tensors, strict=True):
+            assert first.difference is not None
+            assert second.difference is not None
+            assert first.difference.ulps == second.difference.ulps
+            assert first.difference.relative_l2 == pytest.approx(second.difference.relative_l2, rel=1e-5)
+            assert first.difference.max_abs == second.difference.max_abs
+
+    def test_a_budget_that_is_too_small(self, tmp_path: Path) -> None:
+        state = {"a": torch.randn(300, 1000)}
+        a, b = written(tmp_path / "a.safetensors", state), written(tmp_path / "b.safetensors", changed(state, "a"))
+        with pytest.raises(MemoryBudgetError) as caught:
+            ms.diff(a, b, max_memory_bytes=1000)
+        needed = int(caught.value.remedy.partition("=")[2].partition(",")[0])
+        assert ms.diff(a, b, max_memory_bytes=needed).read_bytes == 2 * 1_200_000
+        with pytest.raises(OptionError, match="max_memory_bytes"):
+            ms.diff(a, b, max_memory_bytes=0)
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("transposed", [False, True])
+    def test_memory_stays_within_the_budget(self, transposed: bool, tmp_path: Path) -> None:
+        state = {f"w{index}": torch.randn(2048, 2048) for index in range(6)}
+        written(tmp_path / "a.safetensors", state)
+        other = {name: tensor + 1 for name, tensor in state.items()}
+        written(tmp_path / "b.pt", {name: t.t().contiguous().t() if transposed else t for name, t in other.items()})
+        done = run_program(
+            """
+import sys, torch
+import modelstate as ms
+
+def peak():
+    return int(next(line for line in open("/proc/self/status") if line.startswith("VmHWM")).split()[1]) << 10
+
+warm = {"w": torch.randn(3000)}
+ms.diff(warm, {"w": torch.ones(3000)})
+budget = 24 << 20
+open("/proc/self/clear_refs", "w").write("5")
+before = peak()
+diff = ms.diff("a.safetensors", "b.pt", max_memory_bytes=budget)
+assert diff.read_bytes == 2 * 6 * 2048 * 2048 * 4
+print(peak() - before)
+""",
+            cwd=tmp_path,
+        )
+        assert done.returncode == 0, done.stderr
+        assert int(done.stdout) < (24 << 20) + (6 << 20)  # and what Python and the allocator keep
+
+    def test_a_file_that_changes_meanwhile(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        state = layers(width=300)
+        a, b = written(tmp_path / "a.safetensors", state), written(tmp_path / "b.safetensors", state)
+        original = LocalFile.read_into
+
+        def change(self: LocalFile, buffers: Any, offset: int) -> int:
+            with open(b, "r+b") as file:
+                file.seek(-1, os.SEEK_END)
+                file.write(b"x")
+            os.utime(b, ns=(1, 1))
+            return original(self, buffers, offset)
+
+        first, second = ms.open(a), ms.open(b)
+        monkeypatch.setattr(LocalFile, "read_into", change)
+        with pytest.raises(ReadFailedError, match="changed"):
+            ms.diff(first, second)
+
+    def test_a_file_that_changed_between_the_two_openings(self, tmp_path: Path) -> None:
+        path = written(tmp_path / "a.safetensors", layers())
+        first = ms.open(path)
+        written(path, changed(layers(), "embed.weight"))
+        with pytest.raises(ReadFailedError, match="changed between the opening"):
+            ms.diff(first, path)
+
+
+class TestText:
+    def test_layers_are_folded_and_the_largest_change_is_first(self) -> None:
+        a = layers(12)
+        b = {name: tensor * (1.5 if "bias" in name else 1.001) for name, tensor in a.items()}
+        diff = ms.diff(a, b | {"embed.weight": a["embed.weight"]})
+        rows = str(diff).splitlines()
+        at = next(index for index, line in enumerate(rows) if line.startswith("layer.*.mlp.bias (12 ×)"))
+        assert rows[at + 1].startswith("layer.*.mlp.weight (12 ×)")
+        assert "0.5" in rows[at]
+        assert len(rows) == 7
+        assert len(diff.text(fold=False, top=None).splitlines()) == 5 + 24
+        assert "and 23 more rows" in diff.text(fold=False, top=1)
+
+    def test_nan_and_infinity_are_shown_though_nothing_has_changed(self) -> None:
+        state = {"w": torch.tensor([math.nan, math.inf, 1.0])}
+        text = str(ms.diff(state, copy.deepcopy(state)))
+        assert "NaN: 1 -> 1; infinite: 1 -> 1" in text
+
+    def test_text_of_a_checkpoint_moves_no_cursor(self) -> None:
+        text = str(ms.diff({"a\x1b[1m": torch.ones(2), "b": torch.ones(2)}, {"b": torch.zeros(2)}))
+        assert "\x1b" not in text
+        assert "a\\x1b[1m" in text
+
+    def test_json_is_complete(self, tmp_path: Path) -> None:
+        a = written(tmp_path / "a.pt", {"w": torch.tensor([1.0, 2.0]), "x": torch.tensor([math.nan]), "lr": math.inf})
+        diff = ms.diff(a, {"w": torch.tensor([1.0, 2.5]), "x": torch.tensor([1.0]), "new": torch.ones(1)})
+        found = json.loads(diff.to_json(), parse_constant=pytest.fail)
+        assert (found["a"], found["equal"]) == (str(a), False)
+        assert found["tensors"][0] == {
+            "name": "w",
+            "source_names": ["w"],
+            "match": "name",
+            "part": "",
+            "status": "changed",
+            "shapes": [[2], [2]],
+            "dtypes": ["float32", "float32"],
+            "kinds": ["strided", "strided"],
+            "bytes": 16,
+            "read": True,
+            "difference": {
+                "changed": 0.5,
+                "max_abs": 0.5,
+                "mean_abs": 0.25,
+                "relative_l2": pytest.approx(0.5 / math.sqrt(5)),
+                "cosine": pytest.approx(6 / math.sqrt(5 * 7.25)),
+                "nan": [0, 0],
+                "infinite": [0, 0],
+                "ulps": [1, *[0] * 21, 1],
+            },
+        }
+        assert found["added"] == [{"name": "new", "shape": [1], "dtype": "float32"}]
+        assert found["values"] == [{"path": "lr", "in_a": True, "in_b": False, "a": "inf", "b": None}]
+        assert found["totals"]["statuses"] == {"changed": 2}
+
+
+class TestRealPairs:
+    def test_minilm_before_and_after_conversion(self, real_file: Callable[[str], Path], tmp_path: Path) -> None:
+        path = real_file("minilm")
+        ms.convert_checkpoint(path, tmp_path / "bf16.safetensors", dtype="bf16")
+        diff = ms.diff(path, tmp_path / "bf16.safetensors")
+        state = load_file(path)
+        floats = [tensor for tensor in diff.tensors if tensor.dtypes[0].is_floating_point]
+        assert len(floats) > 90
+        for tensor in floats:
+            assert tensor.status is Status.OTHER_DTYPE
+            assert tensor.difference is not None
+            assert tensor.difference.ulps == (state[tensor.name].numel(),)  # rounding, and nothing else
+            rounded = state[tensor.name].bfloat16().double()
+            norm = float(state[tensor.name].double().norm())
+            l2 = float((state[tensor.name].double() - rounded).norm()) / norm if norm else 0.0
+            assert tensor.difference.relative_l2 == pytest.approx(l2, rel=1e-5)
+
+    def test_minilm_renamed(self, real_file: Callable[[str], Path], tmp_path: Path) -> None:
+        path = real_file("minilm")
+        state = load_file(path)
+        renamed = {
+            name.replace("encoder.layer.", "blocks.").replace("attention.self", "attn"): t for name, t in state.items()
+        }
+        diff = ms.diff(path, written(tmp_path / "renamed.safetensors", renamed))
+        assert set(statuses(diff).values()) == {Status.EQUAL}
+        assert (diff.removed, diff.added) == ((), ())
+        guessed = {tensor.name: tensor.source_names for tensor in diff.tensors if tensor.match is Match.GUESS}
+        assert len(guessed) > 60
+        assert guessed["blocks.3.attn.query.weight"] == ("encoder.layer.3.attention.self.query.weight",)
+
+    def test_an_adapter_merged_into_its_base(self, tmp_path: Path) -> None:
+        peft: Any = pytest.importorskip("peft", reason="peft is not installed")
+        base = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))
+        save_file(base.state_dict(), tmp_path / "base.safetensors")
+        model = peft.get_peft_model(copy.deepcopy(base), peft.LoraConfig(target_modules=["0"], r=2))
+        for name, parameter in model.named_parameters():
+            if "lora" in name:
+                nn.init.normal_(parameter)
+        model.save_pretrained(tmp_path / "adapter")
+        merged = ms.open([tmp_path / "base.safetensors", tmp_path / "adapter"], combine=ms.merge.LoRA())
+        diff = ms.diff(tmp_path / "base.safetensors", merged)
+        assert statuses(diff) == {
+            "0.weight": Status.CHANGED,
+            "0.bias": Status.EQUAL,
+            "1.weight": Status.EQUAL,
+            "1.bias": Status.EQUAL,
+        }
+        assert ms.diff(merged, model.merge_and_unload()).is_equal
+
+
+class TestStores:
+    def test_steps_of_a_store(self, tmp_path: Path, bytes_read: list[int]) -> None:
+        model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 2))
+        with ms.Store(tmp_path / "run") as store:
+            store.save(3, {"model": model, "step": 3})
+            nn.init.zeros_(model[1].bias)
+            store.save(7, {"model": model, "step": 7})
+            bytes_read.clear()
+            diff = store.diff(3, 7)
+            assert [name for name, status in statuses(diff).items() if status is Status.CHANGED] == ["model.1.bias"]
+            assert diff.read_bytes == sum(bytes_read) == 16
+            assert [(value.path, value.values) for value in diff.values] == [("step", (3, 7))]
+            assert store.diff(7, "latest").is_equal
+            assert store.diff(3, 7, only=["model.0.*"]).is_equal
+            with pytest.raises(ms.errors.StepNotFoundError):
+                store.diff(3, 4)
+            assert ms.diff(store.open("model", 7), model).is_equal

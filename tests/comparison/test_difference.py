@@ -1,0 +1,224 @@
+"""Differences of two tensors against NumPy in float64."""
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from modelstate.comparison.difference import Accumulator, Difference, equal_unread, is_comparable
+
+FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
+INTEGERS = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32, torch.uint64)
+COMPLEX = (torch.complex64, torch.complex128)
+
+
+def measured(a: torch.Tensor, b: torch.Tensor, chunk: int = 7) -> Difference:
+    return accumulated(a, b, chunk).result()
+
+
+def accumulated(a: torch.Tensor, b: torch.Tensor, chunk: int = 7) -> Accumulator:
+    accumulator = Accumulator(a.dtype, b.dtype)
+    for first in range(0, len(a), chunk):
+        accumulator.add(a[first : first + chunk].contiguous(), b[first : first + chunk].contiguous())
+    return accumulator
+
+
+def wide(tensor: torch.Tensor) -> Any:
+    """The exact values, as NumPy has them."""
+    if tensor.dtype in (torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2, torch.float16):
+        return tensor.float().double().numpy()
+    if tensor.is_complex():
+        return tensor.to(torch.complex128).numpy()
+    if not tensor.dtype.is_floating_point:
+        return np.array([int(value) for value in tensor.tolist()], dtype=object)
+    return tensor.double().numpy()
+
+
+def exact(a: torch.Tensor, b: torch.Tensor) -> dict[str, float | None]:
+    """The measures of the elements that are finite on both sides, in float64 or as integers."""
+    x, y = wide(a), wide(b)
+    if x.dtype != object:
+        finite = np.isfinite(x) & np.isfinite(y)
+        x, y = x[finite], y[finite]
+    if not len(x):
+        return dict.fromkeys(("max_abs", "mean_abs", "relative_l2", "cosine"))
+    absolute = [abs(p - q) for p, q in zip(x.tolist(), y.tolist(), strict=True)]
+    norm = [math.sqrt(math.fsum(float(abs(value)) ** 2 for value in side)) for side in (x.tolist(), y.tolist())]
+    l2 = math.sqrt(math.fsum(float(value) ** 2 for value in absolute))
+    inner = math.fsum(
+        (p * complex(q).conjugate()).real if isinstance(p, complex) else float(p) * float(q)
+        for p, q in zip(x.tolist(), y.tolist(), strict=True)
+    )
+    return {
+        "max_abs": float(max(absolute)),
+        "mean_abs": math.fsum(map(float, absolute)) / len(absolute),
+        "relative_l2": 0.0 if not l2 else l2 / norm[0] if norm[0] else None,
+        "cosine": inner / (norm[0] * norm[1]) if norm[0] and norm[1] else None,
+    }
+
+
+def assert_right(a: torch.Tensor, b: torch.Tensor) -> None:
+    found, expected = measured(a, b), exact(a, b)
+    for name, value in expected.items():
+        measure = getattr(found, name)
+        assert (measure is None) == (value is None), (name, measure, value)
+        if value is not None:
+            assert measure == pytest.approx(value, rel=2e-5, abs=2e-6 if name == "cosine" else 0), name
+
+
+numbers = st.floats(min_value=-(2.0**60), max_value=2.0**60, width=32, allow_subnormal=False)
+any_float = st.floats(width=32)
+
+
+def cast(values: list[float], dtype: torch.dtype) -> torch.Tensor:
+    if dtype.is_floating_point or dtype.is_complex:
+        return torch.tensor(values, dtype=torch.float64).to(dtype)
+    info = torch.iinfo(dtype)
+    return torch.tensor([int(min(max(value, info.min), info.max)) for value in values], dtype=dtype)
+
+
+@settings(deadline=None, max_examples=200)
+@given(data=st.data())
+def test_measures_are_those_of_numpy(data: st.DataObject) -> None:
+    dtype = data.draw(st.sampled_from((*FLOATS, *INTEGERS, *COMPLEX)))
+    count = data.draw(st.integers(1, 40))
+    values = data.draw(st.lists(st.tuples(numbers, numbers, st.booleans()), min_size=count, max_size=count))
+    a = cast([x for x, _, _ in values], dtype)
+    b = cast([x if same else y for x, y, same in values], dtype)
+    assert_right(a, b)
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.lists(st.tuples(any_float, any_float, st.booleans()), min_size=1, max_size=30), st.sampled_from(FLOATS))
+def test_nan_infinity_and_the_share_of_changes(values: list[tuple[float, float, bool]], dtype: torch.dtype) -> None:
+    a = cast([x for x, _, _ in values], dtype)
+    b = cast([x if same else y for x, y, same in values], dtype)
+    found = measured(a, b)
+    sides = a.float() if dtype.itemsize < 4 else a, b.float() if dtype.itemsize < 4 else b
+    assert found.nan == tuple(int(side.isnan().sum()) for side in sides)
+    assert found.infinite == tuple(int(side.isinf().sum()) for side in sides)
+    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
+    differing = int((a.view(bits) != b.view(bits)).sum())
+    assert found.changed == differing / len(a)
+    assert accumulated(a, b).is_equal == (not differing)
+    finite = sides[0].isfinite() & sides[1].isfinite()
+    assert found.ulps is not None
+    assert sum(found.ulps) == int(finite.sum())
+
+
+def neighbours(start: float, steps: int, dtype: torch.dtype) -> torch.Tensor:
+    """The float that is some steps above a positive one."""
+    bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
+    return (torch.tensor([start], dtype=dtype).view(bits) + steps).view(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("steps", [0, 1, 2, 3, 4, 127, 128, 1000])
+def test_distances_in_ulps(dtype: torch.dtype, steps: int) -> None:
+    found = measured(torch.tensor([0.5], dtype=dtype), neighbours(0.5, steps, dtype)).ulps
+    assert found is not None
+    assert len(found) == steps.bit_length() + 1
+    assert found[-1] == 1
+
+
+@pytest.mark.parametrize("steps", [2**24 - 1, 2**25 - 1, 2**28, 2**28 - 1])
+def test_a_distance_just_below_a_power_of_two_is_not_rounded_up(steps: int) -> None:
+    found = measured(torch.tensor([1e-20]), neighbours(1e-20, steps, torch.float32)).ulps
+    assert found is not None
+    assert len(found) == steps.bit_length() + 1
+
+
+def test_a_distance_across_zero() -> None:
+    tiny = neighbours(0.0, 3, torch.float32)
+    found = measured(-tiny, tiny).ulps  # -3 ulps, -0, +0, +3 ulps
+    assert found == (0, 0, 0, 1)
+    far = measured(torch.tensor([-3e38]), torch.tensor([3e38])).ulps
+    assert far is not None
+    assert len(far) == 33  # it takes 32 bits
+
+
+def test_minus_zero_is_a_change_of_bits_and_no_difference_of_values() -> None:
+    found = measured(torch.tensor([0.0, 1.0]), torch.tensor([-0.0, 1.0]))
+    assert (found.changed, found.max_abs, found.relative_l2) == (0.5, 0.0, 0.0)
+
+
+def test_a_cast_differs_by_its_rounding_alone() -> None:
+    a = torch.randn(1000)
+    found = measured(a, a.bfloat16())
+    assert found.ulps == (1000,)
+    assert found.changed is not None
+    assert found.changed > 0.9
+    assert_right(a, a.bfloat16())
+
+
+def test_floats_of_one_size_have_no_common_ulp() -> None:
+    assert measured(torch.ones(3, dtype=torch.float16), torch.ones(3, dtype=torch.bfloat16)).ulps is None
+
+
+def test_values_beyond_the_range_of_float32_sums() -> None:
+    a, b = torch.full((20,), 1e30), torch.full((20,), 3e30)
+    assert measured(a, b).relative_l2 == pytest.approx(2.0)
+    assert measured(a * 1e-60, b * 1e-60).max_abs == 0.0  # both are zero
+    a, b = torch.full((20,), 1e-30), torch.full((20,), 3e-30)
+    assert measured(a, b).relative_l2 == pytest.approx(2.0)
+    assert measured(a, b).cosine == pytest.approx(1.0)
+    a, b = torch.ones(20), torch.full((20,), 1e-30)
+    assert measured(a, b).cosine == pytest.approx(1.0)
+
+
+def test_an_equal_part_counts_in_the_norm() -> None:
+    a = torch.tensor([1e-12] * 7 + [3.0] * 7)
+    b = torch.tensor([1e-12] * 7 + [3.0] * 6 + [4.0])
+    assert_right(a, b)
+
+
+def test_wide_integers_are_subtracted_exactly() -> None:
+    big = 2**62
+    found = measured(torch.tensor([big + 1, -big]), torch.tensor([big, -big]))
+    assert (found.max_abs, found.changed) == (1.0, 0.5)
+    found = measured(torch.tensor([2**64 - 1], dtype=torch.uint64), torch.tensor([2**64 - 2], dtype=torch.uint64))
+    assert found.max_abs == 1.0
+
+
+def test_booleans_have_a_share_of_changes_alone() -> None:
+    found = measured(torch.tensor([True, False, True]), torch.tensor([True, True, True]))
+    assert found == Difference(1 / 3, None, None, None, None, None, None, None)
+
+
+def test_what_no_elements_differ_by() -> None:
+    empty = Difference(None, None, None, None, None, None, None, None)
+    assert measured(torch.ones(0), torch.ones(0)) == equal_unread(0, torch.float32) == empty
+
+
+def test_all_zero_tensors() -> None:
+    zeros = torch.zeros(4)
+    assert measured(zeros, zeros.clone()).cosine is None
+    assert measured(zeros, torch.ones(4)).relative_l2 is None
+    assert measured(torch.ones(4), zeros).relative_l2 == 1.0
+
+
+def test_tensors_without_a_finite_element() -> None:
+    found = measured(torch.full((3,), math.nan), torch.full((3,), math.inf))
+    assert (found.max_abs, found.mean_abs, found.relative_l2, found.cosine) == (None, None, None, None)
+    assert (found.nan, found.infinite, found.changed) == ((3, 0), (0, 3), 1.0)
+
+
+def test_which_dtypes_can_be_compared() -> None:
+    assert is_comparable(torch.float32, torch.float8_e4m3fn)
+    assert is_comparable(torch.uint8, torch.int64)
+    assert not is_comparable(torch.float32, torch.int32)
+    assert not is_comparable(torch.bool, torch.uint8)
+    assert not is_comparable(torch.complex64, torch.float32)
+
+
+def test_packed_values_are_compared_bit_by_bit_alone() -> None:
+    a = torch.tensor([1, 2], dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
+    b = torch.tensor([1, 3], dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
+    assert not accumulated(a, b).is_equal
+    assert measured(a, b) == Difference(None, None, None, None, None, None, None, None)
+    assert accumulated(a, a.clone()).is_equal
+    assert measured(a, a.clone()).changed == 0.0
