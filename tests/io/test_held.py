@@ -275,8 +275,8 @@ def test_a_block_whose_consumer_fails_is_consumed_again(path: Path) -> None:
 
 def test_block_buffers_are_used_again_and_not_all_are_kept(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "_LEAST_POOLED_BYTES", 1)
-    monkeypatch.setattr(engine, "_buffers", memory.MemoryPool())
-    monkeypatch.setattr(engine, "_KEPT_BUFFER_BYTES", 2 * BLOCK)
+    monkeypatch.setattr(memory, "_spare", memory.MemoryPool())
+    monkeypatch.setattr(memory, "_spare_bytes", 2 * BLOCK)
 
     def addresses(threads: int) -> set[int]:
         seen = set[int]()
@@ -293,7 +293,7 @@ def test_block_buffers_are_used_again_and_not_all_are_kept(path: Path, monkeypat
 
     assert addresses(1) == addresses(1)
     addresses(4)
-    assert 0 < engine._buffers.kept_bytes <= 2 * BLOCK
+    assert 0 < memory._spare.kept_bytes <= 2 * BLOCK
 
 
 # What the page cache lacks.

@@ -32,7 +32,7 @@ import torch
 from modelstate.errors import ReadFailedError
 from modelstate.io import linux, system
 from modelstate.io.files import FileFingerprint, check_unchanged, open_unchanged
-from modelstate.io.memory import HUGE_PAGE_BYTES, MemoryPool, UffdFiller, aligned, empty_cpu, fresh_tensors
+from modelstate.io.memory import HUGE_PAGE_BYTES, UffdFiller, aligned, spare_tensors
 from modelstate.process import parallel_for
 from modelstate.spec import GAP_BYTES, MOST_THREADS, ByteRange
 
@@ -678,7 +678,7 @@ def stream(
     largest = max((block.nbytes for block in blocks), default=0)
     threads = min(strategy.threads, len(blocks))
     # From held files memory is written to that must not be left half written: the buffers are there before.
-    ready = _kept_buffers(threads * buffers, largest) if held is not None else []
+    ready = [_block_buffer(largest, pinned) for _ in range(threads * buffers)] if held is not None else []
 
     @contextmanager
     def worker() -> Iterator[Callable[[Block], None]]:
@@ -744,22 +744,9 @@ def in_blocks(wanted: Sequence[Wanted], block_bytes: int) -> list[Block]:
 
 
 def _block_buffer(nbytes: int, pinned: bool) -> torch.Tensor:
-    return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True) if pinned else empty_cpu((nbytes,), torch.uint8)
-
-
-_KEPT_BUFFER_BYTES = 16 << 20
-"""The most memory of block buffers that is kept between two loads."""
-_buffers = MemoryPool()
-"""Block buffers of loads that cast into kept memory: new pages cost more than the read into them."""
-
-
-def _kept_buffers(count: int, nbytes: int) -> list[torch.Tensor]:
-    """Buffers in memory that earlier loads have left, as far as there is some."""
-    layout = torch.Size([nbytes]), None, torch.uint8
-    with _buffers.lending() as memory:
-        made = [fresh_tensors([layout])[0] for _ in range(count)]
-    _buffers.keep(memory, _KEPT_BUFFER_BYTES)
-    return made
+    if pinned:
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+    return spare_tensors([(torch.Size([nbytes]), None, torch.uint8)])[0]
 
 
 def _requests(buffer: torch.Tensor, block: Block, wanted: Sequence[Wanted]) -> Iterator[Request]:

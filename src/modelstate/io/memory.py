@@ -22,7 +22,7 @@ from itertools import islice
 
 import torch
 
-from modelstate.errors import MemoryBudgetError
+from modelstate.errors import MemoryBudgetError, OptionError
 from modelstate.io import linux, system
 from modelstate.spec import contiguous_stride
 
@@ -217,6 +217,43 @@ def fresh_tensors(
         # Reshaped in place, without another object.
         tensors.append(flat.resize_(shape) if stride is None else flat.as_strided_(shape, stride))
     return tensors
+
+
+_spare = MemoryPool()
+_spare_bytes = 128 << 20
+
+
+def spare_tensors(like: Sequence[tuple[torch.Size, tuple[int, ...] | None, torch.dtype]]) -> list[torch.Tensor]:
+    """`fresh_tensors` for values that are soon gone, in the memory of such values of earlier loads where it fits."""
+    with _spare.lending() as lent:
+        tensors = fresh_tensors(like)
+    _spare.keep(lent, _spare_bytes)
+    return tensors
+
+
+def set_spare_bytes(nbytes: int) -> None:
+    """Sets how much temporary memory the process keeps from one load for the next.
+
+    A load that cannot read into the model's memory directly reads all values into temporary memory first. The kernel
+    clears each page of new memory, which takes longer than the read, so the memory of one load is used again by the
+    next one of about the same size. The process keeps up to 128 MiB (134,217,728 bytes) of it unless it sets another
+    size.
+
+    Args:
+        nbytes: The most bytes to keep. 0 returns all of the memory to the system now, and that of later loads when
+            they end.
+
+    Raises:
+        OptionError: `nbytes` is not an integer of 0 or more.
+
+    Example:
+        >>> modelstate.loading.set_spare_bytes(2 << 30)  # a process that loads one checkpoint of 2 GB after the other
+    """
+    global _spare_bytes
+    if type(nbytes) is not int or nbytes < 0:
+        raise OptionError("the size of the spare memory must be an integer >= 0", found=repr(nbytes))
+    _spare_bytes = nbytes
+    _spare.keep((), nbytes)
 
 
 def _mapping(nbytes: int) -> mmap.mmap:

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 from modelstate.lazy import attach
 
 if TYPE_CHECKING:
+    from modelstate.io.memory import set_spare_bytes as set_spare_bytes
     from modelstate.loading.background import LoadHandle as LoadHandle
     from modelstate.loading.mesh_plan import MeshPlan as MeshPlan
     from modelstate.loading.mesh_plan import RankPlan as RankPlan
@@ -27,6 +28,7 @@ else:
             "RowsWriter": "modelstate.planning.transforms",
             "plan_for_mesh": "modelstate.loading.mesh_plan",
             "read_parallel": "modelstate.loading.mesh_plan",
+            "set_spare_bytes": "modelstate.io.memory",
         },
     )
 
@@ -40,4 +42,5 @@ __all__ = [
     "RowsWriter",
     "plan_for_mesh",
     "read_parallel",
+    "set_spare_bytes",
 ]

@@ -13,7 +13,7 @@ from torch.autograd.graph import increment_version
 from modelstate.errors import ModelStateError, PlacementError
 from modelstate.io.engine import Request, read_ranges
 from modelstate.io.held import HeldFiles
-from modelstate.io.memory import HeapTrim, aligned, fresh_tensors
+from modelstate.io.memory import HeapTrim, aligned, fresh_tensors, spare_tensors
 from modelstate.io.tensors import elements
 from modelstate.loading.staging import Staging
 from modelstate.loading.stream import read_streamed
@@ -66,13 +66,16 @@ def stage(staging: Staging, assignments: Iterable[Assignment], progress: Progres
     progress(sum(assignment.nbytes for assignment in shown))
     for group in (straight, streamed, together, alone):
         group.sort(key=_position)
-    finals: list[torch.Tensor] = []
     if straight:
-        finals = fresh_tensors([(assignment.param.size(), None, assignment.dtype) for assignment in straight])
-        staging.held.take(sum(assignment.nbytes for assignment in straight if assignment.placement.staged))
-        _read(staging, list(zip(straight, finals, strict=True)), progress, is_fresh=staging.strategy.cached)
-    for assignment, final in zip(straight, finals, strict=True):
-        assignment.final = final
+        # Values that are copied into their slots give their memory back, and the others are what the slots get.
+        copied, kept = _split(straight, lambda assignment: assignment.placement.staged)
+        staging.held.take(sum(assignment.nbytes for assignment in copied))
+        memory = spare_tensors([(assignment.param.size(), None, assignment.dtype) for assignment in copied])
+        memory += fresh_tensors([(assignment.param.size(), None, assignment.dtype) for assignment in kept])
+        finals = list(zip([*copied, *kept], memory, strict=True))
+        _read(staging, finals, progress, is_fresh=staging.strategy.cached)
+        for assignment, final in finals:
+            assignment.final = final
     if streamed:
         read_streamed(staging, streamed, progress)
     if together:

@@ -9,7 +9,7 @@ import torch
 from modelstate.errors import TransformError
 from modelstate.io.engine import BUFFER_BYTES, Block, Part, Wait, Wanted, stream
 from modelstate.io.held import HeldFiles
-from modelstate.io.memory import MemoryTracker, fresh_tensors
+from modelstate.io.memory import MemoryTracker, fresh_tensors, spare_tensors
 from modelstate.loading.staging import Staging
 from modelstate.planning.assignment import Assignment, after_remaking, remade, transform_errors
 from modelstate.planning.transforms import RowsWriter, asked_writer
@@ -316,14 +316,20 @@ class _BlockConsumer:
 def _memory(cast: Sequence[Assignment]) -> list[torch.Tensor]:
     """The final memory of each assignment."""
     on_cpu = [assignment for assignment in cast if assignment.on_cpu and not assignment.placement.direct]
-    fresh = dict(zip(map(id, on_cpu), fresh_tensors([assignment.layout for assignment in on_cpu]), strict=True))
+    copied = [assignment for assignment in on_cpu if assignment.placement.staged]
+    kept = [assignment for assignment in on_cpu if not assignment.placement.staged]
+    memory_of = {
+        id(assignment): tensor
+        for some, allocate in ((copied, spare_tensors), (kept, fresh_tensors))
+        for assignment, tensor in zip(some, allocate([assignment.layout for assignment in some]), strict=True)
+    }
     memory = []
     with torch.inference_mode(False):
         for assignment in cast:
             if assignment.placement.direct:
                 memory.append(assignment.param)
             elif assignment.on_cpu:
-                memory.append(fresh[id(assignment)])
+                memory.append(memory_of[id(assignment)])
             else:
                 memory.append(torch.empty(assignment.param.shape, dtype=assignment.dtype, device=assignment.device))
     return memory
