@@ -5,6 +5,7 @@ measured) tests use `subprocess`.
 """
 
 import atexit
+import ctypes
 import os
 import signal
 import subprocess
@@ -59,6 +60,7 @@ def run_program(
     ignored_warnings: Iterable[str] = (),
     errors: type[Warning] | None = None,
     timeout: float = 300,
+    finalizes: bool = False,
 ) -> subprocess.CompletedProcess[str]:
     """Runs Python code as `python -c` does, and returns how it ended and what it wrote.
 
@@ -69,11 +71,12 @@ def run_program(
         ignored_warnings: Modules whose warnings are ignored.
         errors: Warnings that are errors.
         timeout: Seconds after which it is killed, and `subprocess.TimeoutExpired` is raised.
+        finalizes: Whether the interpreter ends as that of a program does: it waits for threads and is finalized.
     """
     with tempfile.TemporaryDirectory() as folder:
         given = [str(argument) for argument in arguments]
         child = CONTEXT.Process(
-            target=_main, args=(code, given, cwd or Path.cwd(), folder, errors, [*ignored_warnings])
+            target=_main, args=(code, given, cwd or Path.cwd(), folder, errors, [*ignored_warnings], finalizes)
         )
         child.start()
         child.join(timeout)
@@ -86,7 +89,13 @@ def run_program(
 
 
 def _main(
-    code: str, arguments: list[str], cwd: Path, folder: str, errors: type[Warning] | None, ignored: list[str]
+    code: str,
+    arguments: list[str],
+    cwd: Path,
+    folder: str,
+    errors: type[Warning] | None,
+    ignored: list[str],
+    finalizes: bool,
 ) -> None:
     as_process_of_its_own()
     signal.signal(signal.SIGINT, signal.default_int_handler)  # which the server of the forks ignores
@@ -102,12 +111,15 @@ def _main(
     for module in ignored:
         warnings.filterwarnings("ignore", module=module)
     main = sys.modules["__main__"] = types.ModuleType("__main__")
+    status: Any = 0
     try:
         exec(compile(code, "<string>", "exec"), vars(main))
-    except SystemExit:
-        raise
+    except SystemExit as ended:
+        status = ended.code or 0
     except BaseException:
         traceback.print_exc()
-        sys.exit(1)
-    finally:
-        atexit._run_exitfuncs()
+        status = 1
+    if finalizes:
+        ctypes.pythonapi.Py_Exit(status)
+    atexit._run_exitfuncs()
+    sys.exit(status)

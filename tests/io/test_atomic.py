@@ -23,6 +23,7 @@ from modelstate.formats import sharded
 from modelstate.io import system
 from modelstate.io.atomic import SUFFIX, atomic_file, put_durably
 from modelstate.testing import faulty_writes
+from tests.programs import run_program
 
 OLD = b"the old file"
 
@@ -115,8 +116,7 @@ def test_a_full_disk(tmp_path: Path) -> None:
         "except ms.errors.WriteFailedError as error:\n"
         "    print(error)\n"
     )
-    command = [sys.executable, "-c", code, str(tmp_path / "x.safetensors")]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    done = run_program(code, tmp_path / "x.safetensors")
     assert "File too large" in done.stdout
     assert (tmp_path / "x.safetensors").read_bytes() == OLD
     assert names(tmp_path) == ["x.safetensors"]

@@ -1,6 +1,5 @@
 """Several threads that change one module, or modules that share something: one after the other, with no deadlock."""
 
-import subprocess
 import sys
 import threading
 import time
@@ -15,6 +14,7 @@ from torch import nn
 
 import modelstate as ms
 from modelstate import errors
+from tests.programs import run_program
 
 EVENTS: list[str] = []
 """What the threads of a test have done. It is no part of a module, so that nothing puts it back."""
@@ -276,6 +276,6 @@ print(os.waitstatus_to_exitcode(status))
 
 @pytest.mark.slow
 def test_the_child_of_a_fork_does_not_wait_for_threads_of_its_parent() -> None:
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", FORK], capture_output=True, text=True, timeout=120)
+    done = run_program(FORK)
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout == "7\n"

@@ -1,7 +1,5 @@
 """A save that does not come to its end: stock torch has destroyed the file that was there."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -9,6 +7,7 @@ import torch
 
 import modelstate as ms
 from tests.pains.conftest import StockFails
+from tests.programs import run_program
 
 pytestmark = pytest.mark.slow
 
@@ -25,7 +24,7 @@ except Exception as error:
 
 def failing_save(how: str, path: Path) -> None:
     """A save in a process of its own, whose files may not become as large as they would."""
-    done = subprocess.run([sys.executable, "-c", LIMITED, how, str(path)], capture_output=True, text=True, check=False)
+    done = run_program(LIMITED, how, path)
     assert done.stdout == "failed\n" or done.returncode
 
 

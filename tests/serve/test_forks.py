@@ -1,9 +1,8 @@
 """The child of a fork serves and swaps, whatever other threads were doing at that moment."""
 
-import subprocess
-import sys
-
 import pytest
+
+from tests.programs import run_program
 
 # The program in the child is one that torch itself can run there: a matrix product waits for locks of its library.
 SCRIPT = """
@@ -102,5 +101,5 @@ in_child(serves_and_swaps)
 )
 def test_the_child_of_a_fork(script: str) -> None:
     end = "\nended.set()\nfor one in threads:\n    one.join(20)\nassert live(x).shape == (2,)\n"
-    done = subprocess.run([sys.executable, "-c", SCRIPT + script + end], capture_output=True, text=True, timeout=120)
+    done = run_program(SCRIPT + script + end)
     assert done.returncode == 0, done.stderr

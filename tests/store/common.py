@@ -2,7 +2,6 @@
 
 import os
 import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,9 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
-import modelstate as ms
 from modelstate.io import system
 from modelstate.testing.faults import WRITE_CALLS
+from tests.programs import run_program
 
 
 def network(seed: int = 0, width: int = 16) -> nn.Sequential:
@@ -89,12 +88,8 @@ def flip(path: Path, byte: int = -1, bit: int = 0) -> None:
 
 
 def program(code: str, *arguments: object, timeout: float = 100) -> subprocess.CompletedProcess[str]:
-    """A Python program with this package."""
-    command = [sys.executable, "-c", code, *map(str, arguments)]
-    environment = {**os.environ, "PYTHONPATH": str(Path(ms.__file__).parent.parent), "OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        command, capture_output=True, text=True, check=False, timeout=timeout, env=environment, stdin=subprocess.DEVNULL
-    )
+    """A Python program, from a fork to the end of its interpreter."""
+    return run_program(code, *arguments, timeout=timeout, finalizes=True)
 
 
 @contextmanager

@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 import modelstate as ms
 from modelstate.errors import OptionError
 from modelstate.store import deadline as module
+from tests.programs import run_program
 
 HOUR = 3600.0
 
@@ -399,8 +400,7 @@ print(called, deadline.reached)
 )
 def test_what_is_left_in_another_thread_takes_no_more_signals(tmp_path: Path, before: str, entered_again: str) -> None:
     """As where a loop's iterator is collected there."""
-    arguments = [sys.executable, "-c", LEFT, str(tmp_path), before, entered_again]
-    done = subprocess.run(arguments, capture_output=True, text=True, timeout=100, check=False)
+    done = run_program(LEFT, tmp_path, before, entered_again)
     assert done.stderr == ""
     if before == "default":
         assert done.returncode == -signal.SIGUSR1

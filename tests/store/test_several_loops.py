@@ -1,8 +1,6 @@
 """Loops within each other's steps, and one after another: what ends one of them ends all."""
 
 import itertools
-import subprocess
-import sys
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -12,6 +10,7 @@ import pytest
 
 import modelstate as ms
 from modelstate.errors import OptionError
+from tests.programs import run_program
 from tests.store.common import Held
 
 NESTED = """
@@ -62,9 +61,7 @@ for store in stores:
 
 
 def run(script: str, *arguments: object) -> list[str]:
-    done = subprocess.run(
-        [sys.executable, "-c", script, *map(str, arguments)], capture_output=True, text=True, timeout=100, check=False
-    )
+    done = run_program(script, *arguments)
     assert (done.returncode, done.stderr) == (0, "")
     return done.stdout.splitlines()
 
