@@ -1,0 +1,296 @@
+"""A fault on one rank is an error on all of them, and no rank has changed anything.
+
+`test_stock_faults` has the same faults with torch's own loads.
+"""
+
+import errno
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+import modelstate as ms
+from modelstate.distributed import agreement
+from modelstate.testing import faulty_reads
+from modelstate.testing.faults import Request
+from modelstate.transaction.transaction import Transaction
+from tests.distributed import models, sources
+from tests.distributed.models import Net
+from tests.distributed.ranks import Outcome, Ranks
+
+FAULTY = 1
+"""The rank with the fault."""
+TIMEOUT_SECONDS = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What a load left on one rank."""
+
+    error: str
+    """The class of the error; empty where there was none."""
+    text: str
+    is_ours: bool
+    changed: tuple[str, ...]
+    """The names of the tensors that have other bits, or are other objects, than before; of the optimizer too."""
+    seconds: float
+
+
+def _write(folder: Path) -> None:
+    for seed, name in enumerate(("whole", "other"), 7):
+        sources.write(dict(models.plain("fsdp", seed=seed).state_dict()), folder / name, "safetensors")
+
+
+def _trained(kind: str) -> tuple[Net, torch.optim.Optimizer]:
+    """A sharded network, and an optimizer with state."""
+    net = models.sharded(kind)
+    optimizer = torch.optim.AdamW(net.parameters())
+    for parameter in net.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    return net, optimizer
+
+
+def _tensors(net: Net, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    named = [*net.named_parameters(remove_duplicate=False), *net.named_buffers()]
+    named += [
+        (f"optimizer.{index}.{key}", value)
+        for index, state in enumerate(optimizer.state.values())
+        for key, value in state.items()
+    ]
+    return dict(named)
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return _local(tensor).detach().reshape(-1).view(torch.uint8)
+
+
+def _attempt(
+    load: Callable[[Net], object], fault: Callable[[], AbstractContextManager[object]], kind: str = "fsdp"
+) -> Result:
+    """Loads into a new network, with the fault if this is the rank for it."""
+    net, optimizer = _trained(kind)
+    tensors = _tensors(net, optimizer)
+    before = {name: (_local(tensor).data_ptr(), _local(tensor).clone()) for name, tensor in tensors.items()}
+    error: BaseException | None = None
+    dist.barrier()
+    begun = time.monotonic()
+    with fault() if dist.get_rank() == FAULTY else nullcontext():
+        try:
+            load(net)
+        except Exception as raised:
+            error = raised
+    seconds = time.monotonic() - begun
+    after = _tensors(net, optimizer)
+    changed = tuple(
+        name
+        for name, (address, values) in before.items()
+        if after[name] is not tensors[name]
+        or _local(after[name]).data_ptr() != address
+        or not torch.equal(_bits(after[name]), _bits(values))
+    )
+    text = "" if error is None else str(error)
+    return Result(type(error).__name__ if error else "", text, isinstance(error, ms.ModelStateError), changed, seconds)
+
+
+def _results(outcomes: list[Outcome]) -> list[Any]:
+    """What the ranks returned that are left."""
+    assert not any(outcome.failure for outcome in outcomes), [outcome.failure for outcome in outcomes]
+    return [outcome.value for outcome in outcomes if not outcome.died]
+
+
+# Errors of reads.
+
+
+def _fail_at_each_request(folder: Path) -> list[tuple[str, Result]]:
+    path = folder / "whole" / "model.safetensors"
+    with faulty_reads() as seen:
+        ms.load(models.sharded("fsdp"), path)
+    requests: list[Any] = [seen.requests]
+    dist.broadcast_object_list(requests, src=FAULTY)
+    return [
+        (
+            request.call,
+            _attempt(
+                lambda net: ms.load(net, path),
+                lambda number=request.number: faulty_reads(at=number, error=OSError(errno.EIO, "bad sector")),
+            ),
+        )
+        for request in requests[0]
+    ]
+
+
+def test_an_io_error_at_each_request_in_turn(ranks: Ranks, tmp_path: Path) -> None:
+    ranks.values(_write, tmp_path)
+    by_rank = ranks.values(_fail_at_each_request, tmp_path)
+    assert len(by_rank[0]) > 10
+    failed = 0
+    for attempts in zip(*by_rank, strict=True):
+        calls, results = zip(*attempts, strict=True)
+        errors = {result.error for result in results}
+        if errors == {""}:  # the request is not needed, or it is made again
+            assert calls[0] in ("preadv_cached", "stat", "fstat", "mmap"), calls
+            continue
+        failed += 1
+        assert len(errors) == 1, errors
+        for result in results:
+            assert result.is_ours, result
+            assert not result.changed
+            assert f"rank {FAULTY}" in result.text or result is results[FAULTY]
+    assert failed > 5
+
+
+# Ranks that die, or come too late.
+
+
+def _stop_at(place: str, stop: Callable[[], object]) -> AbstractContextManager[object]:
+    """Calls `stop` at a place within a load."""
+    kind, _, number = place.partition(" ")
+    if kind == "request":
+
+        def at_request(request: Request) -> None:
+            stop()
+
+        return faulty_reads(at=int(number), before=at_request)
+    if kind == "vote":
+        return _before_call(agreement, "all_reduce_maximum", int(number), stop)
+    return _before_call(Transaction, "commit", 1, stop)
+
+
+@contextmanager
+def _before_call(owner: Any, name: str, number: int, stop: Callable[[], object]) -> Iterator[None]:
+    real, calls = getattr(owner, name), 0
+
+    def call(*args: Any, **options: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == number:
+            stop()
+        return real(*args, **options)
+
+    with mock.patch.object(owner, name, call):
+        yield
+
+
+def _die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _attempt_with_stop(folder: Path, place: str, stop: Callable[[], object]) -> Result:
+    path = folder / "whole" / "model.safetensors"
+    ms.load(models.sharded("fsdp"), path)  # connections are made by the first load
+    return _attempt(lambda net: ms.load(net, path, timeout_seconds=TIMEOUT_SECONDS), lambda: _stop_at(place, stop))
+
+
+BEFORE_THE_DECISION = ("request 1", "request 5", "vote 1", "request 12", "vote 2", "vote 3")
+"""Places within the phases of a load: opening, planning, its vote, reading, its vote, and the vote that decides."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", BEFORE_THE_DECISION)
+def test_a_rank_that_is_killed_before_the_decision(place: str, ranks: Ranks, tmp_path: Path) -> None:
+    ranks.values(_write, tmp_path)
+    outcomes = ranks.run(_attempt_with_stop, tmp_path, place, _die)
+    assert [outcome.died for outcome in outcomes] == [rank == FAULTY for rank in range(4)]
+    for result in _results(outcomes):
+        assert result.error == "RankLostError", result
+        assert not result.changed, result
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_killed_in_the_commit_does_not_keep_the_others_from_theirs(ranks: Ranks, tmp_path: Path) -> None:
+    ranks.values(_write, tmp_path)
+    results = _results(ranks.run(_attempt_with_stop, tmp_path, "commit", _die))
+    assert len(results) == 3, results[FAULTY]
+    assert len({(result.error, result.changed) for result in results}) == 1
+    assert all(result.changed for result in results)
+
+
+def _sleep() -> None:
+    time.sleep(3 * TIMEOUT_SECONDS)
+
+
+def _late(folder: Path, place: str) -> tuple[Result, Result]:
+    first = _attempt_with_stop(folder, place, _sleep)
+    dist.barrier()
+    return first, _attempt(lambda net: ms.load(net, folder / "whole" / "model.safetensors"), nullcontext)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", ["request 1", "request 12", "vote 3"])
+def test_a_rank_that_comes_too_late(place: str, ranks: Ranks, tmp_path: Path) -> None:
+    ranks.values(_write, tmp_path)
+    for rank, (late, next_load) in enumerate(ranks.values(_late, tmp_path, place)):
+        assert late.error == "RankLostError", (rank, late)
+        assert not late.changed
+        if rank != FAULTY:
+            assert late.seconds < 3 * TIMEOUT_SECONDS
+        assert next_load.error == ""
+        assert next_load.changed
+
+
+# Ranks that load something else.
+
+
+def _raise_on_its_rank(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    if dist.get_rank() == FAULTY:
+        raise ValueError("as asked")
+    return tensor
+
+
+def _load_something_else(folder: Path) -> dict[str, Result]:
+    path = folder / "whole" / "model.safetensors"
+    here = dist.get_rank() == FAULTY
+
+    def with_other_model(net: Net) -> object:
+        other = models.plain("uneven")
+        models.SHARD["fsdp"](other)
+        return ms.load(other if here else net, path)
+
+    loads: dict[str, Callable[[Net], object]] = {
+        "file": lambda net: ms.load(net, folder / ("other" if here else "whole") / "model.safetensors"),
+        "no file": lambda net: ms.load(net, folder / ("none" if here else "whole") / "model.safetensors"),
+        "model": with_other_model,
+        "rules": lambda net: ms.load(net, path, rules=[ms.rules.Cast("*.bias", torch.float32)] if here else []),
+        "options": lambda net: ms.load(net, path, dtype=torch.bfloat16 if here else None),
+        "transform": lambda net: ms.load(net, path, transform=_raise_on_its_rank),
+        "unfit": lambda net: ms.load(net, {"embed.weight": torch.ones(3)}),
+    }
+    results = {}
+    for name, load in loads.items():
+        results[name] = _attempt(load, nullcontext)
+        dist.barrier()
+    return results
+
+
+def test_a_rank_that_loads_something_else(ranks: Ranks, tmp_path: Path) -> None:
+    ranks.values(_write, tmp_path)
+    by_rank = ranks.values(_load_something_else, tmp_path)
+    expected = {
+        "file": "RanksDifferError",
+        "no file": "SourceNotFoundError",
+        "model": "PlanError",
+        "rules": "RanksDifferError",
+        "options": "RanksDifferError",
+        "transform": "TransformError",
+        "unfit": "PlanError",
+    }
+    for results in by_rank:
+        assert {name: result.error for name, result in results.items()} == expected, results
+        assert not any(result.changed for result in results.values())
+    for name in ("file", "rules", "options"):
+        assert f"ranks {FAULTY}: " in by_rank[0][name].text, by_rank[0][name].text
