@@ -306,6 +306,21 @@ class ShardedTransform(Problem):
 
 
 @dataclass(frozen=True, slots=True)
+class ShardsInUse(Problem):
+    """A parameter of FSDP2 that would change its dtype or device after a forward pass."""
+
+    change: str = ""
+
+    title: ClassVar = "parameters of FSDP2 that would change after a forward pass, which has made buffers for them"
+    remedy: ClassVar = (
+        "load without dtype= and device=, or into a model that has not run: build it, call fully_shard, load, and "
+        "then run it; for another dtype of the computation, fully_shard(..., mp_policy=MixedPrecisionPolicy(...))"
+    )
+    page: ClassVar = "sharded-models"
+    template: ClassVar = "{0.name}: {0.change}"
+
+
+@dataclass(frozen=True, slots=True)
 class TieConflict(Problem):
     """Tied names of the model get different values."""
 

@@ -5,8 +5,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import modelstate as ms
+from modelstate import errors
 from tests.distributed import models
 from tests.distributed.ranks import Ranks
 
@@ -45,3 +47,61 @@ def loads_its_shards(kind: str, path: str, meta: bool, options: dict[str, Any]) 
 def test_every_kind_of_sharding(ranks: Ranks, kind: str, meta: bool, tmp_path: Path) -> None:
     ms.save(models.plain(kind, seed=5), tmp_path / "x.safetensors")
     assert ranks.values(loads_its_shards, kind, str(tmp_path / "x.safetensors"), meta, {}) == [[]] * 4
+
+
+def reports(kind: str, path: str) -> tuple[int, int, int, str]:
+    """The bytes of the model; the bytes that all ranks read, and those read more than once; the printed report."""
+    report = ms.load(models.sharded(kind), path)
+    assert [rank.rank for rank in report.ranks] == [0, 1, 2, 3]
+    whole = sum(param.numel() * param.itemsize for param in models.plain(kind).state_dict().values())
+    assert all(rank.reading_seconds > 0 for rank in report.ranks)
+    return whole, sum(rank.read_bytes for rank in report.ranks), report.reread_bytes, str(report)
+
+
+@pytest.mark.parametrize(("kind", "replicas"), [("fsdp", 1), ("uneven", 1), ("hsdp", 2), ("replicated", 4)])
+def test_the_report_says_what_each_rank_has_read(ranks: Ranks, kind: str, replicas: int, tmp_path: Path) -> None:
+    ms.save(models.plain(kind, seed=5), tmp_path / "x.safetensors")
+    for whole, read, reread, text in ranks.values(reports, kind, str(tmp_path / "x.safetensors")):
+        assert read == replicas * (whole - 8) + 4 * 8  # every rank has the buffer, which is one number
+        assert reread == read - whole
+        assert "4 ranks: " in text
+
+
+def in_use(path: str) -> list[str]:
+    net = models.sharded("fsdp")
+    net(torch.arange(5)).sum().backward()
+    before = models.gathered(net)
+    try:
+        ms.load(net, path, dtype="bf16")
+    except errors.PlanError as error:
+        after = models.gathered(net)
+        assert all(torch.equal(before[name], tensor) for name, tensor in after.items())
+        return sorted({type(problem).__name__ for problem in error.problems})
+    return []
+
+
+def test_the_dtype_of_a_model_that_has_run(ranks: Ranks, tmp_path: Path) -> None:
+    ms.save(models.plain("fsdp", seed=5), tmp_path / "x.safetensors")
+    assert ranks.values(in_use, str(tmp_path / "x.safetensors")) == [["ShardsInUse"]] * 4
+
+
+def mixed_precision(path: str) -> bool:
+    """A tied model on meta, with a policy of mixed precision, against the same model sharded with its values."""
+    whole = models.plain("tied", seed=1)
+    ms.load(whole, path)
+    nets = [whole]
+    with ms.skeleton():
+        nets.append(models.Net(tied=True))
+    for net in nets:
+        for block in (*net.blocks, net):
+            fully_shard(block, mesh=models.mesh(4), mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    ms.load(nets[1], path)
+    outputs = [net(torch.arange(5)) for net in nets]
+    outputs[1].float().sum().backward()
+    assert nets[1].head.weight is nets[1].embed.weight
+    return outputs[1].dtype == torch.bfloat16 and torch.equal(*outputs)
+
+
+def test_mixed_precision_and_ties_on_meta(ranks: Ranks, tmp_path: Path) -> None:
+    ms.save(models.plain("tied", seed=5), tmp_path / "x.safetensors")
+    assert ranks.values(mixed_precision, str(tmp_path / "x.safetensors")) == [True] * 4

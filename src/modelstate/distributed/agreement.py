@@ -14,6 +14,7 @@ CPU tensors, and a rank that comes too late breaks these connections and no othe
 
 import json
 import sys
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -88,6 +89,8 @@ class Agreement:
     def __init__(self, ranks: Sequence[int], timeout_seconds: float) -> None:
         self.ranks = tuple(ranks)
         self.timeout_seconds = timeout_seconds
+        self.seconds: dict[str, float] = {}
+        """The time of each phase on this rank, without the time that it waited for others."""
 
     @property
     def is_collective(self) -> bool:
@@ -121,6 +124,7 @@ class Agreement:
             yield
             return
         own: Sequence[Digest] = ()
+        started = time.perf_counter()
         phase = _Phase(name, "all other ranks have loaded" if is_committed else "nothing has been changed", decides)
         try:
             # Before the block, so that the death of a rank within the block shows at once.
@@ -131,10 +135,20 @@ class Agreement:
         try:
             yield
             own = digests() if digests is not None else ()
+            self.seconds[name] = time.perf_counter() - started
         except BaseException as error:
             self._end(phase, error, own)
             raise
         self._end(phase, None, own)
+
+    def exchanged(self, numbers: Sequence[int]) -> dict[int, list[int]]:
+        """Returns the numbers of each rank, as many as this rank has; those of this rank alone where one is lost."""
+        with suppress(Exception):
+            connections = _connections(self.ranks, self.timeout_seconds)
+            longest = 21 * len(numbers) + 2  # of numbers with 64 bits, as JSON
+            gathered = connections.gathered(json.dumps([*numbers]).encode(), longest, self.timeout_seconds)
+            return {rank: json.loads(text) for rank, text in zip(self.ranks, gathered, strict=True)}
+        return {dist.get_rank(): [*numbers]}
 
     def _end(self, phase: "_Phase", error: BaseException | None, own: Sequence[Digest]) -> None:
         """Votes. Returns where all ranks have ended the phase, and where `error` says it all."""

@@ -28,6 +28,11 @@ class LocalShard:
     """For each dimension the runs of global indices, in the order in which they lie in the local tensor. An empty shard
     has one empty run in a dimension."""
 
+    def __str__(self) -> str:
+        """The runs of each dimension, as slices: "[2:4, 0:8]", or "[0:2+4:6, 0:8]" where runs do not adjoin."""
+        dims = ("+".join(f"{run.start}:{run.stop}" for run in runs) for runs in self.runs)
+        return f"[{', '.join(dims)}]"
+
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of the local tensor."""

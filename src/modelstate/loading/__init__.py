@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from modelstate.loading.mesh_plan import plan_for_mesh as plan_for_mesh
     from modelstate.loading.mesh_plan import read_parallel as read_parallel
     from modelstate.loading.quantize import Quantize as Quantize
+    from modelstate.loading.report import RankReport as RankReport
     from modelstate.planning.assignment import ReadRoute as ReadRoute
     from modelstate.planning.transforms import ModuleTransform as ModuleTransform
     from modelstate.planning.transforms import RowsWriter as RowsWriter
@@ -24,6 +25,7 @@ else:
             "ModuleTransform": "modelstate.planning.transforms",
             "Quantize": "modelstate.loading.quantize",
             "RankPlan": "modelstate.loading.mesh_plan",
+            "RankReport": "modelstate.loading.report",
             "ReadRoute": "modelstate.planning.assignment",
             "RowsWriter": "modelstate.planning.transforms",
             "plan_for_mesh": "modelstate.loading.mesh_plan",
@@ -38,6 +40,7 @@ __all__ = [
     "ModuleTransform",
     "Quantize",
     "RankPlan",
+    "RankReport",
     "ReadRoute",
     "RowsWriter",
     "plan_for_mesh",

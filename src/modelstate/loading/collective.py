@@ -1,4 +1,4 @@
-"""What the ranks of a load compare before they read: the model, the source, and the options."""
+"""What the ranks of a load tell each other: digests of what they load before they read, and what they have read."""
 
 import re
 from collections.abc import Iterator
@@ -6,16 +6,19 @@ from collections.abc import Iterator
 import torch
 
 from modelstate.checkpoint.checkpoint import Checkpoint
-from modelstate.distributed.agreement import Digest
+from modelstate.distributed.agreement import Agreement, Digest
 from modelstate.io.engine import Request, read_ranges
+from modelstate.loading.report import RankReport
 from modelstate.planning.plan import MatchedCheckpoint, Options
 from modelstate.planning.preparation import Preparation
-from modelstate.rules.expression import leaves
+from modelstate.rules.expression import leaves, read_bytes
 from modelstate.spec import ByteRange, StoredTensor, pieces
 from modelstate.text_format import count
 from modelstate.torch_compat.plain import is_plain, is_sharded
 from modelstate.torch_compat.sharding import layout_of
 
+PLANNING, READING, LAST_CHECKS, COMMIT = "planning", "reading", "the last checks", "the commit"
+"""The phases of a load, each of which ends with a vote of all ranks."""
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 _SAMPLES = 8
 """The tensors of which a few bytes are compared: two files of one layout differ in nearly every value."""
@@ -36,6 +39,28 @@ def digests_of(preparation: Preparation) -> list[Digest]:
         Digest.of("the sources", f"{source} with {count(len(checkpoint.flat.tensors), 'tensor')}", _source(checkpoint)),
         Digest.of("the rules and options", _text(matched.asked), _options(matched)),
     ]
+
+
+def rank_reports(preparation: Preparation, agreement: Agreement) -> tuple[tuple[RankReport, ...], int]:
+    """Returns what each rank has read, and the bytes that more than one rank has read, counted for each further rank.
+
+    A rank sends four numbers, whatever the size of the model.
+    """
+    read_bytes_here = whole_bytes = 0
+    for assignment in preparation.assignments:
+        stored, whole = assignment.stored, assignment.stored
+        if stored is None or assignment.placement.mapped:
+            continue
+        if assignment.sharded is not None:
+            whole = preparation.incoming.origin_of(assignment.sharded.value)[1]
+        read_bytes_here += read_bytes(stored)
+        whole_bytes += 0 if whole is None else read_bytes(whole)
+    times = [int(agreement.seconds.get(name, 0) * 1e9) for name in (PLANNING, READING, COMMIT)]
+    ranks = [
+        RankReport(rank, nbytes, *(nanoseconds / 1e9 for nanoseconds in phases))
+        for rank, (nbytes, *phases) in agreement.exchanged([read_bytes_here, *times]).items()
+    ]
+    return tuple(ranks), max(sum(rank.read_bytes for rank in ranks) - whole_bytes, 0)
 
 
 def _slots(preparation: Preparation) -> Iterator[object]:

@@ -18,7 +18,7 @@ from modelstate.checkpoint.open import open as open_checkpoint
 from modelstate.distributed.agreement import TIMEOUT_SECONDS, Agreement, agreement_of
 from modelstate.errors import OptionError, ReadFailedError
 from modelstate.loading.background import LOAD_AGAIN, LoadHandle, StagedLoad
-from modelstate.loading.collective import digests_of
+from modelstate.loading.collective import COMMIT, LAST_CHECKS, PLANNING, READING, digests_of, rank_reports
 from modelstate.loading.commit import Place, commit, held_for_commit, place_fallible
 from modelstate.loading.options import AnyTransform, check_budget_option, check_model, check_timeout, options_of
 from modelstate.loading.report import LoadReport, progress_bar
@@ -375,7 +375,7 @@ def _execute(
     """
     optimizers, agreement = load_options.optimizers, load_options.agreement
     before = placed(optimizers) if optimizers else {}
-    with agreement.phase("planning", lambda: digests_of(preparation)):
+    with agreement.phase(PLANNING, lambda: digests_of(preparation)):
         preparation, staging = _prepare(
             transaction, source, options, load_options, call_extra_state=True, staged=staged
         )
@@ -388,7 +388,7 @@ def _execute(
     to_stage = [*preparation.moves, *assignments]
     nbytes = sum(assignment.nbytes for assignment in to_stage)
     with progress_bar(load_options.progress, nbytes) as advance, ExitStack() as held:
-        with agreement.phase("reading"):
+        with agreement.phase(READING):
             if staged is None:
                 verified = staging.checkpoint.verify() if load_options.verify else 0
                 notes += preparation.notes_on_mapping()  # staged values are not read again
@@ -406,17 +406,18 @@ def _execute(
                 notes += bring_in(assignments, lambda _: None)
             if is_mapped:
                 preparation.incoming.maps.check_unchanged()  # mapped values are not read, so no read notices a change
-        with agreement.phase("the last checks", decides=True):
+        with agreement.phase(LAST_CHECKS, decides=True):
             if staging.options.in_place:
                 _read_in_place(staging, assignments, advance)
             if then is not None:
                 then(preparation.initialised)
             files = held.enter_context(held_for_commit(staging, assignments, advance))
-        with agreement.phase("the commit", is_committed=True):
+        with agreement.phase(COMMIT, is_committed=True):
             last = [partial(state.__setitem__, *item) for state, *item in new_state]
             commit(transaction, staging, assignments, files, last)
     if is_mapped and load_options.prefault is None and staged is None:
         notes += prefault_async(staging, assignments)
+    ranks, reread_bytes = rank_reports(preparation, agreement) if agreement.is_collective else ((), 0)
     target, source_name = preparation.names
     return LoadReport(
         target=target,
@@ -429,6 +430,8 @@ def _execute(
         verified_bytes=verified,
         # The writes of this library keep every object. Code of the model may replace objects.
         references_lost=lost_references(preparation.slots_before, preparation.model) if transaction.armed else (),
+        ranks=ranks,
+        reread_bytes=reread_bytes,
     )
 
 

@@ -5,11 +5,24 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from modelstate.planning.plan import Step, placements
 from modelstate.text_format import size
+
+
+@dataclass(frozen=True, slots=True)
+class RankReport:
+    """What one rank of a load into a sharded model did."""
+
+    rank: int
+    read_bytes: int
+    """Bytes that the plan of the rank reads from files; without those of mapped tensors, which are read when used."""
+    planning_seconds: float
+    reading_seconds: float
+    """The time of reading, casting and staging, without the time that the rank waited for others."""
+    commit_seconds: float
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -30,6 +43,8 @@ class LoadReport:
         references_lost: References that were not kept.
         left_behind: Optimizers whose state no longer fits their parameters.
         action: The action of a conversion.
+        ranks: What each rank of a load into a sharded model did.
+        reread_bytes: Bytes that more than one rank read, counted for each further rank.
 
     Example:
         >>> report = modelstate.load(model, "model.safetensors")
@@ -65,6 +80,11 @@ class LoadReport:
     parameters. Pass them: `convert(..., optimizers=[...])`."""
     action: str = ""
     """The action of a conversion, such as "converted to bfloat16"; empty for a load."""
+    ranks: tuple[RankReport, ...] = ()
+    """What each rank of a load into a sharded model did; empty for a load on one rank. All other fields are about this
+    rank."""
+    reread_bytes: int = 0
+    """Bytes that more than one rank read, since the model has replicas of them, counted for each further rank."""
 
     @property
     def bytes(self) -> int:
@@ -86,6 +106,7 @@ class LoadReport:
     def __str__(self) -> str:
         lines = self._conversion() if self.action else self._load()
         lines += [f"  {line}" for line in placements(self.steps)]
+        lines += [f"  {line}" for line in self._of_ranks()]
         lines += [f"  note: {note}" for note in self.notes]
         if self.verified_bytes:
             lines.append(f"  {size(self.verified_bytes)} verified against their checksums")
@@ -102,6 +123,20 @@ class LoadReport:
             f"{self.target} {self.action}: {len(self.steps)} of {self.slots} tensors changed",
             f"  {size(self.bytes)} in {self.seconds:.3f} s, "
             f"at most {size(self.peak_memory_bytes)} of memory beyond what the module had",
+        ]
+
+    def _of_ranks(self) -> list[str]:
+        if not self.ranks:
+            return []
+        read = [rank.read_bytes for rank in self.ranks]
+        seconds = [
+            f"{name} {max(getattr(rank, f'{name}_seconds') for rank in self.ranks):.3f} s"
+            for name in ("planning", "reading", "commit")
+        ]
+        return [
+            f"{len(self.ranks)} ranks: {size(sum(read))} read, {size(min(read))} to {size(max(read))} each, "
+            f"{size(self.reread_bytes)} more than once",
+            f"slowest rank of each phase: {', '.join(seconds)}",
         ]
 
     def _load(self) -> list[str]:
@@ -128,6 +163,8 @@ class LoadReport:
                 "action": self.action or "loaded",
                 "slots": self.slots,
                 "coverage": self.coverage,
+                "reread_bytes": self.reread_bytes,
+                "ranks": [asdict(rank) for rank in self.ranks],
                 "notes": list(self.notes),
                 "steps": [{**step.as_dict(), "seconds": step.seconds} for step in self.steps],
             },

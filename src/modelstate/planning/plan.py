@@ -94,6 +94,8 @@ class Step(NamedTuple):
     """The rules that lead from the source to the name; with `init_missing=`, the methods that initialise the tensor."""
     route: ReadRoute | None = None
     """How the bytes get to the slot; None for extra state."""
+    shard: str = ""
+    """The part of a DTensor that this rank loads: "[2:4, 0:8]"; several parts where they do not adjoin."""
     expression: Source | None = None
     """The source: a stored tensor, or the result of rules over several tensors. None in a report, which holds no
     tensor, and where the model's code computes the value."""
@@ -153,6 +155,7 @@ class Step(NamedTuple):
             "ties": list(self.ties),
             "rules": list(self.rules),
             "route": self.route or "",
+            "shard": self.shard,
         }
 
 

@@ -1,6 +1,7 @@
 """`Preparation`: the assignments of a load, and every problem that keeps a value from its slot."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -38,6 +39,7 @@ from modelstate.problems import (
     QuantizedCast,
     ShardedTensors,
     ShardedTransform,
+    ShardsInUse,
     TieConflict,
     WrongDtype,
     one_line,
@@ -49,7 +51,7 @@ from modelstate.rules.expression import Derived, Source, lacks_values
 from modelstate.spec import ByteRange, StoredTensor, overlapping
 from modelstate.torch_compat.dtypes import Overflows, cast_between, short
 from modelstate.torch_compat.plain import has_its_memory, is_plain, is_quantized, is_sharded, same_place
-from modelstate.torch_compat.private import is_fake, storage_id
+from modelstate.torch_compat.private import is_fake, shards_in_use, storage_id
 from modelstate.transaction.slots import (
     BUFFER,
     EXTRA,
@@ -196,8 +198,7 @@ class Preparation:
         self.used.add(given)
         first = self.filled.get(id(param))
         if first is not None:
-            whole = first.value if first.sharded is None else first.sharded.value
-            if whole is not value and not self.incoming.are_equal(whole, value):
+            if not self._equals(first, value, stored):
                 self.problems.append(TieConflict(name, (first.name,)))
             return
         assignment = self._assignment(name, kind, param, value, given, stored)
@@ -206,6 +207,8 @@ class Preparation:
         param, value, stored = assignment.param, assignment.value, assignment.stored
         if not assignment.plain and self._has_other_class(assignment):
             return  # the value is never written, even where the model's own code uses the tensor
+        if assignment.sharded is not None and assignment.placement.name == "data" and self._shards_are_in_use:
+            self.problems.append(ShardsInUse(name, assignment.placement.why))
         if value.is_meta or (isinstance(stored, torch.Tensor) and lacks_values(stored)):
             self.problems.append(NoValues(name))
         elif value.dtype != assignment.dtype:
@@ -262,9 +265,19 @@ class Preparation:
             self._measure_remaking(assignment, choice.last)
         return assignment
 
+    def _equals(self, first: Assignment, value: torch.Tensor, stored: Source | None) -> bool:
+        """Whether another value for the slot of an assignment is the same. Each rank compares its part of a DTensor."""
+        whole = first.value if first.sharded is None else first.sharded.value
+        if whole is value:
+            return True
+        if first.sharded is not None and isinstance(first.stored, StoredTensor) and isinstance(stored, StoredTensor):
+            local = replace(first.sharded, value=value).local(stored)
+            return same_values(first.value, local.value)
+        return self.incoming.are_equal(whole, value)
+
     def _sharded_slot(self, name: str, param: torch.Tensor, value: torch.Tensor, choice: Choice) -> ShardedSlot | None:
         """Returns the slot of a DTensor; None, with a problem, where this rank cannot load its part of the value."""
-        slot = sharded_slot(name, param, value, self.options.device)
+        slot: ShardedSlot | Problem = sharded_slot(name, param, value, self.options.device)
         if isinstance(slot, ShardedSlot) and choice.last is not None:
             slot = ShardedTransform(name, str(choice.last))
         if isinstance(slot, Problem):
@@ -440,6 +453,10 @@ class Preparation:
             )
 
     @cached_attribute
+    def _shards_are_in_use(self) -> bool:
+        return any(map(shards_in_use, self.slots.modules.values()))
+
+    @cached_attribute
     def _names(self) -> dict[int, str]:
         return {id(slot.tensor): slot.name for slot in self.slots.tensors}
 
@@ -498,7 +515,7 @@ class Preparation:
                 assignment.kind,
                 sources[0] if len(sources) == 1 else ", ".join(sources),
                 assignment.placement,
-                assignment.param.shape,
+                assignment.slot_tensor.shape,
                 assignment.dtype,
                 assignment.value.dtype,
                 assignment.device,
@@ -506,6 +523,7 @@ class Preparation:
                 ties.get(assignment.name, ()),
                 () if entry is None else entry.rules,
                 assignment.route,
+                "" if assignment.sharded is None else str(assignment.sharded.shard),
                 assignment.stored if with_sources else None,
                 assignment.seconds,
             )
