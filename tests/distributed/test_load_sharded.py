@@ -5,10 +5,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard
 
 import modelstate as ms
 from modelstate import errors
+from modelstate.rules.expression import read_bytes
 from tests.distributed import models
 from tests.distributed.ranks import Ranks
 
@@ -105,3 +108,57 @@ def mixed_precision(path: str) -> bool:
 def test_mixed_precision_and_ties_on_meta(ranks: Ranks, tmp_path: Path) -> None:
     ms.save(models.plain("tied", seed=5), tmp_path / "x.safetensors")
     assert ranks.values(mixed_precision, str(tmp_path / "x.safetensors")) == [True] * 4
+
+
+class Columns(nn.Module):
+    """Rows of 1024 bytes, and rows of 64 KiB."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.short = nn.Parameter(torch.zeros(32, 256))
+        self.long = nn.Parameter(torch.zeros(8, 16384))
+
+
+def strided(path: str) -> tuple[tuple[str, ...], dict[str, int], bool, bool]:
+    with ms.skeleton():
+        net = Columns()
+    fully_shard(net, mesh=models.mesh(4), shard_placement_fn=lambda _: Shard(1))
+    plan = ms.plan(net, path)
+    ms.load(net, plan)
+    whole = Columns()
+    ms.load(whole, path)
+    found = models.gathered(net)
+    same = all(torch.equal(found[name], tensor.detach()) for name, tensor in whole.state_dict().items())
+    read = {step.name: read_bytes(step.expression) for step in plan.steps if step.expression is not None}
+    return plan.notes, read, same, any(step.mapped for step in plan.steps)
+
+
+def test_columns_are_read_by_cost_and_the_plan_says_so(ranks: Ranks, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    ms.save({"short": torch.randn(32, 256), "long": torch.randn(8, 16384)}, tmp_path / "x.safetensors")
+    for notes, read, same, mapped in ranks.values(strided, str(tmp_path / "x.safetensors")):
+        assert same
+        assert not mapped
+        assert read["long"] == 8 * 16384 * 4 // 4
+        assert read["short"] > 32 * 256 * 4 // 2  # what lies between is read with it
+        assert any("1 shard of 131.1 kB read in separate runs" in note for note in notes)
+        assert any("read with the bytes between their rows" in note for note in notes)
+
+
+def maps(path: str) -> list[bool]:
+    found = []
+    for option in (None, True):
+        net = models.sharded("fsdp", meta=True)
+        report = ms.load(net, path, map=option)
+        whole = models.plain("fsdp", seed=1)
+        ms.load(whole, path)
+        gathered = models.gathered(net)
+        assert all(torch.equal(gathered[name], tensor.detach()) for name, tensor in whole.state_dict().items())
+        assert torch.allclose(net(torch.arange(5)), whole(torch.arange(5)), rtol=1e-4)
+        found.append(any(step.mapped and step.shard for step in report.steps))
+    return found
+
+
+def test_shards_are_mapped_if_asked(ranks: Ranks, tmp_path: Path) -> None:
+    ms.save(models.plain("fsdp", seed=5), tmp_path / "x.safetensors")
+    assert ranks.values(maps, str(tmp_path / "x.safetensors")) == [[False, True]] * 4

@@ -47,8 +47,9 @@ from modelstate.problems import (
     wrong_shape,
 )
 from modelstate.process import cached_attribute
-from modelstate.rules.expression import Derived, Source, lacks_values
-from modelstate.spec import ByteRange, StoredTensor, overlapping
+from modelstate.rules.expression import Derived, Source, lacks_values, read_bytes
+from modelstate.spec import GAP_BYTES, ByteRange, StoredTensor, overlapping
+from modelstate.text_format import count, size
 from modelstate.torch_compat.dtypes import Overflows, cast_between, short
 from modelstate.torch_compat.plain import has_its_memory, is_plain, is_quantized, is_sharded, same_place
 from modelstate.torch_compat.private import is_fake, shards_in_use, storage_id
@@ -137,18 +138,39 @@ class Preparation:
         """The number of tensors that are read although the plan that is executed maps them."""
         self._make_write, self._call_extra_state = make_write, call_extra_state
         self._cause: Exception | None = None
+        self._has_shards = False
         # Code of the model may change a lazy parameter before `plan` is called.
         self._signatures = signatures(self.slots) if not call_extra_state else {}
 
     def settle(self) -> None:
         """Ends the recording: from now on, values of rules are computed only for their slots."""
         self.incoming.settle()
+        if self._has_shards:
+            self.notes += self._notes_on_strides()
         self.notes = [*dict.fromkeys((*self.notes, *self.incoming.maps.notes))]
+
+    def _notes_on_strides(self) -> list[str]:
+        """Says how the parts of DTensors are read whose bytes do not adjoin in the file."""
+        strided = [
+            (assignment.nbytes, read_bytes(assignment.stored))
+            for assignment in self.assignments
+            if assignment.sharded is not None and assignment.stored is not None and not assignment.is_run_of_bytes
+        ]
+        in_runs = [needed for needed, read in strided if needed and read <= needed]
+        with_gaps = [(needed, read) for needed, read in strided if read > needed]
+        notes = [f"{count(len(in_runs), 'shard')} of {size(sum(in_runs))} read in separate runs"] * bool(in_runs)
+        if with_gaps:
+            needed, read = (sum(column) for column in zip(*with_gaps, strict=True))
+            notes.append(
+                f"{count(len(with_gaps), 'shard')} of {size(needed)} read with the bytes between their rows, "
+                f"{size(read)}: gaps of up to {size(GAP_BYTES)} take less time than further reads"
+            )
+        return notes
 
     def notes_on_mapping(self) -> list[str]:
         """Notes tensors that are read although the plan maps them: another process has opened the file for writing."""
-        count = self.not_mapped
-        return [f"{count} tensors are read into memory; when the plan was made, the file could be mapped"] * bool(count)
+        text = f"{self.not_mapped} tensors are read into memory; when the plan was made, the file could be mapped"
+        return [text] * bool(self.not_mapped)
 
     # The methods of `LoadSink`.
 
@@ -230,7 +252,8 @@ class Preparation:
         if self.changes_dtypes and param.is_floating_point() and value.is_floating_point():
             dtype = options.dtype or (value.dtype if is_meta else dtype)
         # The argument of a transform is read: a mapped file must not be truncated while the transform uses it.
-        may_map = is_meta and options.map is not False and not transformed
+        # FSDP2 gathers shards at every step, and pads them: they get memory of their own unless a map is asked for.
+        may_map = is_meta and not transformed and (options.map if sharded else options.map is not False) is True
         if may_map and isinstance(stored, StoredTensor) and stored.is_contiguous:
             # Two slots that are not tied must not map the same bytes.
             shown = self._shown.get(stored.storage)
@@ -277,6 +300,7 @@ class Preparation:
 
     def _sharded_slot(self, name: str, param: torch.Tensor, value: torch.Tensor, choice: Choice) -> ShardedSlot | None:
         """Returns the slot of a DTensor; None, with a problem, where this rank cannot load its part of the value."""
+        self._has_shards = True
         slot: ShardedSlot | Problem = sharded_slot(name, param, value, self.options.device)
         if isinstance(slot, ShardedSlot) and choice.last is not None:
             slot = ShardedTransform(name, str(choice.last))
