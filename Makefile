@@ -95,11 +95,14 @@ lint: setup
 types: setup
 	$(BIN)/mypy
 
+# Bytecode is written whatever the environment says: the processes that tests start would compile everything again.
+PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest
+
 pytest: setup
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(TESTS)
+	$(PYTEST) -n $(JOBS) --dist worksteal $(TESTS)
 
 test-fast: setup
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not slow" $(TESTS)
+	$(PYTEST) -n $(JOBS) --dist worksteal -m "not slow" $(TESTS)
 
 # The newest torchao does not work with every PyTorch. Without it, the tests that need it are skipped.
 TORCH_VENV := .venv-torch-$(TORCH)
@@ -113,7 +116,7 @@ test-torch: setup
 	$(TORCH_BIN)/python -m pip --disable-pip-version-check install --quiet -c $(TORCH_VENV)/constraints.txt torch
 	$(TORCH_BIN)/python -m pip --disable-pip-version-check install --quiet -c $(TORCH_VENV)/constraints.txt -e '.[demo,test]'
 	$(TORCH_BIN)/python -c 'import torchao.quantization' || $(TORCH_BIN)/python -m pip uninstall --quiet --yes torchao
-	OMP_NUM_THREADS=1 $(TORCH_BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not slow" $(TESTS)
+	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(TORCH_BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not slow" $(TESTS)
 
 format: setup
 	$(BIN)/ruff format .

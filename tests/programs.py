@@ -7,6 +7,7 @@ measured) tests use `subprocess`.
 import atexit
 import ctypes
 import os
+import pkgutil
 import signal
 import subprocess
 import sys
@@ -21,8 +22,11 @@ from typing import Any
 
 import torch
 
+import modelstate
 from modelstate import process
 
+MODULES = [found.name for found in pkgutil.walk_packages(modelstate.__path__, "modelstate.") if "__" not in found.name]
+"""All of modelstate: its packages alone import nothing, for their names are resolved when they are used."""
 CONTEXT: Any = get_context("forkserver")
 CONTEXT.set_forkserver_preload(
     [
@@ -30,17 +34,10 @@ CONTEXT.set_forkserver_preload(
         "safetensors.torch",
         "torch._dynamo",
         "torch.distributed.checkpoint",
-        "torch.distributed.fsdp",
-        "torch.distributed.tensor.parallel",
         "torchdata.stateful_dataloader",
-        "modelstate.cli.main",
-        "modelstate.conversion",
-        "modelstate.loading",
-        "modelstate.objects",
-        "modelstate.serve",
-        "modelstate.store",
         "rich.table",
         "typer",
+        *(name for name in MODULES if not name.startswith("modelstate.integrations.")),
         "tests.programs",
     ]
 )
