@@ -498,6 +498,32 @@ class Encoded:
     """The file and the name, for messages."""
 
 
+class Refused:
+    """An inert placeholder for a class or function that is not allowed, or for an object of it."""
+
+    __slots__ = ("held", "name")
+
+    def __init__(self, name: str, *held: object) -> None:
+        self.name = name
+        """Module and qualified name."""
+        self.held = list(held)
+        """The arguments and the state, which are not used; more refused names may be among them."""
+
+    def __repr__(self) -> str:
+        return f"<refused {self.name}>"
+
+    @property
+    def module_fields(self) -> dict[str, object] | None:
+        """The attributes of the object if it is a `torch.nn.Module`; None for any other."""
+        state = self.held[-1] if self.held else None
+        if type(state) is tuple and len(state) == 2:  # the state of a class with slots
+            state = state[0]
+        if not isinstance(state, dict):
+            return None
+        is_module = all(isinstance(state.get(name), dict) for name in ("_parameters", "_buffers", "_modules"))
+        return state if is_module else None
+
+
 class Checksum(NamedTuple):
     """A checksum that a file stores for some of its bytes."""
 

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 import modelstate as ms
-from modelstate.objects.objects import Part, capture, targets_of
+from modelstate.objects.objects import capture, targets_of
+from modelstate.objects.parts import Part
 from modelstate.objects.restore import restore_objects
 from tests.store.training import OPTIMIZERS, SCHEDULERS, Model, Run, kept, state_of
 

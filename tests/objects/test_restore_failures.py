@@ -9,7 +9,7 @@ from torch import nn
 
 import modelstate as ms
 from modelstate import errors
-from modelstate.objects.objects import Part
+from modelstate.objects.parts import Part
 from modelstate.objects.restore import restore_objects
 from tests.loading.fingerprint import interrupted_at
 from tests.objects.nets import trained

@@ -8,7 +8,8 @@ from torch import nn
 
 import modelstate as ms
 from modelstate import errors, problems
-from modelstate.objects.objects import Part, capture, targets_of
+from modelstate.objects.objects import capture, targets_of
+from modelstate.objects.parts import Part
 from modelstate.objects.restore import restore_objects
 from tests.objects.nets import trained
 from tests.store.training import Positions, kept, state_of

@@ -13,7 +13,7 @@ from torch import nn
 import modelstate as ms
 from modelstate import errors, problems
 from modelstate.errors import OptimizerStateError, OptionError, PlanError
-from modelstate.objects.objects import Part
+from modelstate.objects.parts import Part
 from modelstate.objects.restore import restore_objects
 from tests.store.training import everything
 

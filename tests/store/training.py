@@ -9,7 +9,8 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 import modelstate as ms
-from modelstate.objects.objects import Part, capture, targets_of
+from modelstate.objects.objects import capture, targets_of
+from modelstate.objects.parts import Part
 from tests.loading.fingerprint import described, whole
 
 

@@ -1,13 +1,14 @@
 """The `Checkpoint`: a read-only mapping from names to tensor specs, and the ways to read their bytes."""
 
+from __future__ import annotations
+
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from difflib import get_close_matches
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
 import xxhash
 
 from modelstate.checkpoint.mapped import Maps, check_map_option
@@ -53,8 +54,10 @@ from modelstate.spec import (
     pieces,
     under_names,
 )
-from modelstate.torch_compat.modules import version_metadata
-from modelstate.torch_compat.plain import is_plain_memory
+from modelstate.torch_compat.values import is_tensor, version_metadata
+
+if TYPE_CHECKING:
+    import torch
 
 _CHUNK_BYTES = 256 << 10
 """The size of the buffer of each thread that verifies checksums."""
@@ -101,7 +104,7 @@ class Checkpoint(Mapping[str, TensorSpec]):
         """Raises `UnsupportedTensorError` for a tensor in memory without a shape."""
         if self.contents.format == "mapping":
             for name, stored in self.flat.tensors.items():
-                if isinstance(stored, torch.Tensor):
+                if is_tensor(stored):
                     _spec(name, stored, self.source)
 
     # The mapping.
@@ -261,6 +264,8 @@ class Checkpoint(Mapping[str, TensorSpec]):
 
     def _read_at_once(self, names: Iterable[str]) -> dict[object, torch.Tensor]:
         """Reads the contiguous tensors in parallel. Returns them by the key of their bytes."""
+        import torch
+
         known: dict[object, torch.Tensor] = {}
         requests = []
         for name in names:
@@ -295,7 +300,7 @@ class Checkpoint(Mapping[str, TensorSpec]):
 
     # Reading.
 
-    def select(self, key: str) -> "Checkpoint":
+    def select(self, key: str) -> Checkpoint:
         """Returns the part under a dotted path, with names relative to the path.
 
         Args:
@@ -347,6 +352,8 @@ class Checkpoint(Mapping[str, TensorSpec]):
             >>> checkpoint.tensor("weight")
             tensor([1., 1.])
         """
+        import torch
+
         check_map_option(map)
         stored = self[name].stored
         tensor = self._maps.tensor_for_user(stored, map)
@@ -378,6 +385,10 @@ class Checkpoint(Mapping[str, TensorSpec]):
             >>> out
             tensor([[2., 3.]])
         """
+        import torch
+
+        from modelstate.torch_compat.plain import is_plain_memory
+
         spec, where = self[name], f"{self.source}: {name}"
         shape, stored = spec.shape, spec.stored
         if start is not None or stop is not None:
@@ -444,7 +455,7 @@ class Checkpoint(Mapping[str, TensorSpec]):
         """Drops the maps. Tensors that were mapped stay valid."""
         self._maps = Maps(self.fingerprints)
 
-    def __enter__(self) -> "Checkpoint":
+    def __enter__(self) -> Checkpoint:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -506,7 +517,9 @@ def _spec(name: str, stored: Stored, where: str) -> TensorSpec:
 
 
 def _check_target(out: object, shape: tuple[int, ...], dtype: torch.dtype, where: str) -> None:
-    if not isinstance(out, torch.Tensor):
+    from modelstate.torch_compat.plain import is_plain_memory
+
+    if not is_tensor(out):
         found = type(out).__name__
     elif tuple(out.shape) != shape or out.dtype != dtype or out.is_meta:
         found = f"{out.dtype} of shape {tuple(out.shape)} on {out.device}"
@@ -525,6 +538,8 @@ def _check_target(out: object, shape: tuple[int, ...], dtype: torch.dtype, where
 
 def _copied(tensor: torch.Tensor) -> torch.Tensor:
     """A copy with no more memory than the tensor's storage, however often a stride of 0 repeats its elements."""
+    import torch
+
     if tensor.layout is not torch.strided or type(tensor) is not torch.Tensor or 0 not in tensor.stride():
         return tensor.clone()
     storage: Any = tensor.untyped_storage()

@@ -15,7 +15,7 @@ from modelstate.formats.tree import FlatTree, is_container, items_of, same_value
 from modelstate.io.files import FileFingerprint
 from modelstate.spec import Combined, Contents, Stored, StoredComposite, StoredTensor
 from modelstate.text_format import listed
-from modelstate.torch_compat.modules import set_version_metadata, version_metadata
+from modelstate.torch_compat.values import set_version_metadata, version_metadata
 
 CombineFunction = Callable[[str, list[torch.Tensor]], torch.Tensor]
 """Returns one tensor from a name, and the tensors of all checkpoints that have it, in the order of the checkpoints."""

@@ -1,23 +1,26 @@
 """`modelstate.inspect` and `modelstate.verify`: what a checkpoint contains, and whether its bytes are undamaged."""
 
+from __future__ import annotations
+
 import json
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
-
-import torch
-from torch.nn.parameter import is_lazy
+from typing import TYPE_CHECKING
 
 from modelstate.checkpoint.checkpoint import Checkpoint
 from modelstate.checkpoint.open import Source
 from modelstate.checkpoint.open import open as open_checkpoint
 from modelstate.errors import CodecError
 from modelstate.formats.tree import leaves
-from modelstate.formats.unpickle import Refused
-from modelstate.spec import StoredTensor, TensorSpec
+from modelstate.spec import Refused, StoredTensor, TensorSpec
 from modelstate.text_format import columns, count, printable, seconds, shorten, size
+from modelstate.torch_compat.values import is_tensor, is_uninitialised
+
+if TYPE_CHECKING:
+    import torch
 
 _VALUE_WIDTH = 72
 _MAX_GROUPS = 20
@@ -133,7 +136,12 @@ class Inspection:
     @property
     def dtypes(self) -> Mapping[torch.dtype, int]:
         """The number of tensors of each dtype, the most frequent first."""
-        return dict(Counter(spec.dtype for spec in self.tensors).most_common())
+        specs = {spec.dtype_name: spec for spec in self.tensors}
+        return {specs[name].dtype: number for name, number in self._dtype_names.items()}
+
+    @property
+    def _dtype_names(self) -> Mapping[str, int]:
+        return dict(Counter(spec.dtype_name for spec in self.tensors).most_common())
 
     def __repr__(self) -> str:
         return f"<Inspection of {self.source!r}: {count(len(self.tensors), 'tensor')}, {size(self.bytes)}>"
@@ -159,7 +167,7 @@ class Inspection:
                     "tensors": len(self.tensors),
                     "elements": self.elements,
                     "bytes": self.bytes,
-                    "dtypes": {_dtype(dtype): number for dtype, number in self.dtypes.items()},
+                    "dtypes": self._dtype_names,
                 },
             },
             indent=2,
@@ -231,8 +239,8 @@ def _heading(inspection: Inspection) -> str:
         count(inspection.elements, "element"),
         size(inspection.bytes),
     ]
-    dtypes = inspection.dtypes
-    named = ", ".join(_dtype(dtype) + (f" ({number:,})" if len(dtypes) > 1 else "") for dtype, number in dtypes.items())
+    dtypes = inspection._dtype_names
+    named = ", ".join(name + (f" ({number:,})" if len(dtypes) > 1 else "") for name, number in dtypes.items())
     return "\n".join([printable(where), ", ".join(totals), *([f"dtypes: {named}"] if named else [])])
 
 
@@ -250,9 +258,7 @@ def _tree(inspection: Inspection) -> str:
         notes = [spec.kind] if spec.kind != "strided" else []
         if spec.name in tied_to:
             notes.append(f"= {tied_to[spec.name]}")
-        lines.append(
-            (label, str(list(spec.shape)), _dtype(spec.dtype), size(spec.nbytes * row.times), ", ".join(notes))
-        )
+        lines.append((label, str(list(spec.shape)), spec.dtype_name, size(spec.nbytes * row.times), ", ".join(notes)))
     return columns(lines, right=(3,))
 
 
@@ -296,7 +302,7 @@ def _tensor_json(spec: TensorSpec) -> dict[str, object]:
     entry: dict[str, object] = {
         "name": spec.name,
         "shape": list(spec.shape),
-        "dtype": _dtype(spec.dtype),
+        "dtype": spec.dtype_name,
         "bytes": spec.nbytes,
         "kind": spec.kind,
     }
@@ -307,20 +313,15 @@ def _tensor_json(spec: TensorSpec) -> dict[str, object]:
     return entry
 
 
-def _dtype(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
 def plain_value(value: object) -> object:
     """The value with JSON types; anything that JSON cannot represent becomes text."""
     if value is None or isinstance(value, str | bool | int):
         return value
     if isinstance(value, float):
         return value if math.isfinite(value) else str(value)
-    if isinstance(value, torch.Tensor):
-        if is_lazy(value):
-            return f"without a shape yet, {_dtype(value.dtype)}"
-        return f"tensor({list(value.shape)}, {_dtype(value.dtype)})"
+    if is_tensor(value):
+        dtype = str(value.dtype).removeprefix("torch.")
+        return f"without a shape yet, {dtype}" if is_uninitialised(value) else f"tensor({list(value.shape)}, {dtype})"
     if isinstance(value, Mapping):
         return {key if isinstance(key, str) else _repr(key): plain_value(item) for key, item in value.items()}
     if isinstance(value, Sequence | set | frozenset) and not isinstance(value, bytes | bytearray | memoryview):
@@ -350,7 +351,7 @@ class Node:
     """A module, a tensor, or (where a name is also a prefix) both."""
 
     name: str
-    children: dict[str, "Node"] = field(default_factory=dict)
+    children: dict[str, Node] = field(default_factory=dict)
     spec: TensorSpec | None = None
     nbytes: int = 0
     """Bytes of everything below, without tied tensors, which count elsewhere."""
@@ -388,7 +389,7 @@ def _measure(node: Node, known: dict[object, int], tied: frozenset[str]) -> None
     own: object = None
     if node.spec is not None:
         spec = node.spec
-        own = (spec.shape, spec.dtype, spec.kind, spec.name in tied)
+        own = (spec.shape, spec.dtype_name, spec.kind, spec.name in tied)
         node.nbytes = 0 if spec.name in tied else spec.nbytes
     for child in node.children.values():
         _measure(child, known, tied)

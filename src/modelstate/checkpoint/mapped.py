@@ -1,13 +1,14 @@
 """Maps tensors from files: nothing is read until it is used, and nothing is copied."""
 
+from __future__ import annotations
+
 import mmap
 import os
 import sys
 import weakref
 from collections.abc import Mapping
 from functools import partial
-
-import torch
+from typing import TYPE_CHECKING
 
 from modelstate.errors import OptionError, ReadFailedError, SourceTypeError
 from modelstate.formats.recognise import Format, recognise
@@ -16,8 +17,10 @@ from modelstate.io.engine import read_ranges
 from modelstate.io.files import FileFingerprint, check_mapped, open_regular, open_unchanged
 from modelstate.io.lease import hold
 from modelstate.io.linux import MAP_NORESERVE
-from modelstate.io.tensors import read_tensor
 from modelstate.spec import ByteRange, Combined, Stored, StoredComposite, StoredTensor
+
+if TYPE_CHECKING:
+    import torch
 
 
 class Maps:
@@ -47,6 +50,8 @@ class Maps:
         Bytes are copied only where the file stores numbers at an address that is not a multiple of their size. Raises
         `ReadFailedError` where the file cannot be mapped, or has been truncated.
         """
+        import torch
+
         if torch.is_inference_mode_enabled():
             # A tensor that is created in inference mode cannot be trained later.
             with torch.inference_mode(False):
@@ -87,6 +92,8 @@ class Maps:
 
         In both cases tensors of the same bytes share memory while one of them is alive. Raises `ReadFailedError`.
         """
+        import torch
+
         if torch.is_inference_mode_enabled():
             with torch.inference_mode(False):
                 return self.tensor_for_user(stored, asked)
@@ -109,6 +116,8 @@ class Maps:
             tensor = self.read(stored)
             self._read[runs.extent, runs.run_bytes] = tensor.untyped_storage()
             return tensor
+        import torch
+
         return torch.empty(0, dtype=stored.dtype, device="cpu").set_(storage, 0, stored.shape, runs.stride)
 
     def _in_use(self, stored: StoredTensor) -> torch.UntypedStorage | None:
@@ -119,6 +128,8 @@ class Maps:
 
     def read(self, stored: Stored) -> torch.Tensor:
         """Reads the values into memory of their own, without a map. See `read_tensor`."""
+        from modelstate.io.tensors import read_tensor
+
         return read_tensor(stored, partial(read_ranges, fingerprints=self._fingerprints))
 
     def check_unchanged(self) -> None:

@@ -11,19 +11,17 @@ The choice of a checkpoint in a directory, whose subdirectories are not searched
 - Otherwise there must be exactly one candidate.
 """
 
+from __future__ import annotations
+
 import inspect
 import os
 import re
 import stat
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial, wraps
-from typing import Any, NamedTuple, ParamSpec, TypeVar, cast
-
-import torch
+from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, TypeVar, cast
 
 from modelstate.checkpoint.checkpoint import Checkpoint
-from modelstate.checkpoint.combine import Combination, CombineFunction
-from modelstate.checkpoint.combine import combine as combined
 from modelstate.errors import (
     AmbiguousCheckpointError,
     ChecksumError,
@@ -37,7 +35,7 @@ from modelstate.errors import (
     TruncatedFileError,
     UnknownFormatError,
 )
-from modelstate.formats import dcp, safetensors, sharded, torch_legacy, torch_zip
+from modelstate.formats import safetensors, sharded
 from modelstate.formats.recognise import (
     DCP_METADATA,
     HEAD_BYTES,
@@ -61,6 +59,9 @@ from modelstate.io.files import (
 from modelstate.process import gc_paused
 from modelstate.spec import Contents
 from modelstate.text_format import listed
+
+if TYPE_CHECKING:
+    from modelstate.checkpoint.combine import Combination, CombineFunction
 
 MODEL = "model"
 _SHARD = re.compile(r"-\d{5}-of-\d{5}\.\w+$")
@@ -173,6 +174,8 @@ def _candidate(directory: str, name: str) -> _Candidate | None:
         return _Candidate(name, in_safetensors, shards) if shards or _INDEX.search(name) else None
     match format:
         case Format.TORCH_ZIP:
+            from modelstate.formats import torch_zip
+
             return None if other_zip(path, head) or torch_zip.is_foreign(path) else _Candidate(name)
         case Format.TORCH_LEGACY:
             return _Candidate(name)
@@ -308,7 +311,8 @@ def _argument_text(name: str, value: object) -> str:
     """An argument in the text of a call: a short value as a literal, any other by the name of its parameter."""
     if isinstance(value, str | os.PathLike):
         return repr(os.fspath(value))
-    return str(value) if isinstance(value, int | torch.dtype) else name
+    is_literal = isinstance(value, int) or type(value).__qualname__ == "dtype"
+    return str(value) if is_literal else name
 
 
 def is_path(value: object) -> bool:
@@ -316,6 +320,8 @@ def is_path(value: object) -> bool:
 
 
 def is_module(value: object) -> bool:
+    import torch
+
     return isinstance(value, torch.nn.Module)
 
 
@@ -384,6 +390,8 @@ def open(
         TensorSpec(name='layer.weight', shape=(2, 3), dtype=torch.float32)
     """
     if isinstance(source, list | tuple):
+        from modelstate.checkpoint.combine import combine as combined
+
         opened = [open(entry, key=key, allow=allow, skip_forbidden=skip_forbidden) for entry in source]
         return combined(opened, combine)
     if combine is not None:
@@ -432,6 +440,8 @@ def read_contents(source: Source, *, allow: Sequence[object] = (), skip_forbidde
         case Format.INDEX:
             return sharded.read(path, read_file=read_file, allow=allow)
         case Format.DCP:
+            from modelstate.formats import dcp
+
             return dcp.read(path, allow=allow, skip_forbidden=skip_forbidden)
     return read_file(path, head)
 
@@ -478,8 +488,12 @@ def _read_file(path: str, head: bytes | None = None, *, allow: Sequence[object],
         case Format.TORCH_ZIP:
             if error := other_zip(path, head):
                 raise error
+            from modelstate.formats import torch_zip
+
             return torch_zip.read(path, allow=allow, skip_forbidden=skip_forbidden)
         case Format.TORCH_LEGACY:
+            from modelstate.formats import torch_legacy
+
             return torch_legacy.read(path, allow=allow, skip_forbidden=skip_forbidden)
         case Format.SAFETENSORS:
             return safetensors.read(path, allow=allow)

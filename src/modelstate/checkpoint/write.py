@@ -19,15 +19,14 @@ from modelstate.formats.serialize import serialize
 from modelstate.formats.sharded import INDEX_SUFFIX, write_checkpoint
 from modelstate.formats.torch_zip import write_torch_file
 from modelstate.formats.tree import empty_like, is_container, leaves, rebuild, subtree
-from modelstate.formats.unpickle import Refused
 from modelstate.io.atomic import LOCK_TIMEOUT_SECONDS
 from modelstate.io.engine import read_ranges
 from modelstate.io.files import local_path
-from modelstate.spec import Encoded, Stored, StoredComposite, bytes_key
+from modelstate.spec import Encoded, Refused, Stored, StoredComposite, bytes_key
 from modelstate.text_format import size
 from modelstate.torch_compat.dtypes import Overflows
-from modelstate.torch_compat.modules import set_version_metadata, version_metadata
 from modelstate.torch_compat.plain import is_quantized
+from modelstate.torch_compat.values import set_version_metadata, version_metadata
 
 
 @dataclass(slots=True)

@@ -28,6 +28,7 @@ from modelstate.cli.common import (
 from modelstate.cli.diff import All, MaxMemory, NoFold, NoValues, Only, Top, show
 from modelstate.errors import DamagedCheckpointError, SourceNotFoundError, SourceTypeError, StepNotFoundError
 from modelstate.io.files import not_found
+from modelstate.store.directory import STORE_FILE, StepIndex, places, store_file_problem
 from modelstate.text_format import columns, count, in_a_line, size
 
 app = typer.Typer(
@@ -44,21 +45,17 @@ Step = Annotated[int | None, typer.Option(metavar="STEP", help="The step that is
 
 def is_store(path: str) -> bool:
     """Whether a directory is a store."""
-    from modelstate.store.directory import STORE_FILE, places
-
     try:
         return os.path.isfile(os.path.join(path, STORE_FILE)) or bool(places(path))
     except OSError:
         return False
 
 
-def _store(path: str) -> ms.Store:
-    """Returns the store in a directory. It creates nothing.
+def _index(path: str) -> StepIndex:
+    """Returns the index of the store in a directory. It needs no torch, and creates nothing.
 
     Raises `SourceTypeError` for a file, and `SourceNotFoundError` where there is no store.
     """
-    from modelstate.store.directory import STORE_FILE
-
     if not os.path.lexists(path):
         raise SourceNotFoundError("there is no such directory", where=path)
     if not os.path.exists(path):
@@ -77,14 +74,14 @@ def _store(path: str) -> ms.Store:
             expected=f"{STORE_FILE}, as modelstate.Store writes it",
             remedy="modelstate inspect shows other checkpoints",
         )
-    return ms.Store(path)
+    return StepIndex(os.path.abspath(path))
 
 
 @app.command("ls")
 def list_steps(directory: Directory, as_json: Json = False, debug: Debug = False) -> None:
     """Show the checkpoints of a store, without reading their tensors. Exit code 1 if one is known to be damaged."""
     with reported(debug):
-        infos = _store(directory).infos()
+        infos = [entry.info for entry in _index(directory).steps()]
         if as_json:
             typer.echo(json.dumps([_fields(info) for info in infos], indent=1))
         elif infos:
@@ -129,22 +126,19 @@ def verify_steps(directory: str, step: int | None = None) -> None:
 
     Another process may delete and save steps meanwhile. If no step could be read, the new ones are read.
     """
-    from modelstate.store.directory import STORE_FILE, store_file_problem
-    from modelstate.store.store import problem_now
-
-    store = _store(directory)
+    index = _index(directory)
     read = problems = 0
     if step is None and (problem := store_file_problem(directory)):
         problems += 1
         typer.echo(f"{STORE_FILE}: {in_a_line(problem)}")
     while not read:
-        infos = {info.step: info for info in store.infos()}
+        infos = {entry.place.step: entry.info for entry in index.steps()}
         if not infos and step is None:
             typer.echo("no checkpoints")
             break
         for number in infos if step is None else (step,):
             try:
-                problem = problem_now(store, number)
+                problem = index.problem_now(number)
             except StepNotFoundError:
                 if step is not None:
                     raise
@@ -177,7 +171,9 @@ def compare_steps(
     """
     with reported(debug):
         nbytes = parse_size(max_memory)
-        result = _store(directory).diff(a, b, only=only or (), values=not no_values, max_memory_bytes=nbytes)
+        result = ms.Store(_index(directory).directory).diff(
+            a, b, only=only or (), values=not no_values, max_memory_bytes=nbytes
+        )
         show(result, as_json, None if show_all else top, not no_fold)
 
 
@@ -208,7 +204,7 @@ def prune(
             )
         except ms.errors.OptionError as error:
             raise typer.BadParameter(str(error)) from error
-        with _store(directory) as store:
+        with ms.Store(_index(directory).directory) as store:
             infos = store.infos()
             gone = store.prune(keep, dry_run=dry_run)
         freed = sum(info.nbytes for info in infos if info.step in gone)
@@ -244,9 +240,10 @@ def restore(
     with reported(debug):
         options: dict[str, Any] = {"dtype": parse_dtype(dtype), "shard_size_bytes": parse_size(shard_size)}
         options["format"] = parse_format(format, target)
-        store = _store(directory)
+        index = _index(directory)
+        store = ms.Store(index.directory)
         while True:
-            chosen = _whole(store, step)
+            chosen = _whole(index, step)
             try:
                 with store.open(name, chosen) as checkpoint:
                     report = ms.convert_checkpoint(checkpoint, target, overwrite=overwrite, **options)
@@ -258,19 +255,17 @@ def restore(
         typer.echo(f"step {chosen}: {report}")
 
 
-def _whole(store: ms.Store, step: int | None) -> int:
+def _whole(index: StepIndex, step: int | None) -> int:
     """Returns the step, or the newest whole one if none is given. Raises if it is damaged or does not exist."""
-    from modelstate.store.store import newest_whole, problem_now
-
     if step is None:
-        newest = newest_whole(store, _report_skipped)
+        newest = index.newest_whole(_report_skipped)
         if newest is None:
-            raise StepNotFoundError("there is no checkpoint that is whole", where=store.directory)
+            raise StepNotFoundError("there is no checkpoint that is whole", where=index.directory)
         return newest
-    if problem := problem_now(store, step):
+    if problem := index.problem_now(step):
         raise DamagedCheckpointError(
             "the checkpoint is damaged; nothing has been written",
-            where=f"{store.directory}, step {step}",
+            where=f"{index.directory}, step {step}",
             found=in_a_line(problem),
             remedy="leave --step out: the newest one that is whole is taken",
         )

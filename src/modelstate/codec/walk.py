@@ -5,18 +5,22 @@ a dict with one key, its tag: `{"$tuple": [1, 2]}`. A dict of the user that look
 every tag in a tree is a tag.
 """
 
+from __future__ import annotations
+
 import math
 import struct
+import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from modelstate.errors import CodecError, ModelStateError
 from modelstate.spec import TensorSpec
 from modelstate.text_format import printable
-from modelstate.torch_compat.plain import own_copy, why_not_plain
+from modelstate.torch_compat.values import is_tensor
+
+if TYPE_CHECKING:
+    import torch
 
 MAX_BITS = 4096
 """The limit of an int that is a seed: the time of NumPy grows with the square of it."""
@@ -92,8 +96,8 @@ class Kind:
     """A kind of value: its tag, and the functions that convert the value to the content of the tag and back."""
 
     tag: str
-    encode: Callable[[Any, "Encoder"], Tree]
-    decode: Callable[[Any, "Decoder"], Any]
+    encode: Callable[[Any, Encoder], Tree]
+    decode: Callable[[Any, Decoder], Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,6 +164,8 @@ class Encoder(Walk):
     def __init__(self, kinds: Kinds, where: str, leaf: Leaf | None) -> None:
         super().__init__(kinds, where, leaf)
         self._open: set[int] = set()
+        self._tensor = getattr(sys.modules.get("torch"), "Tensor", None)
+        """The class of tensors; None before torch is imported, when there are none."""
         self._snapshots: dict[int, tuple[torch.Tensor, Tree]] = {}
         self._states: dict[int, tuple[object, torch.Tensor]] = {}
 
@@ -199,6 +205,8 @@ class Encoder(Walk):
 
     def tensor(self, tensor: torch.Tensor) -> Tree:
         """Encodes a tensor as a copy of the elements that it shows; the same tensor becomes the same tree."""
+        from modelstate.torch_compat.plain import own_copy, why_not_plain
+
         entry = self._snapshots.get(id(tensor))
         if entry is None:
             if problem := why_not_plain(tensor):
@@ -238,7 +246,7 @@ class Encoder(Walk):
             return value if -MAX_PLAIN_INT <= value <= MAX_PLAIN_INT else {"$int": hex(value)}
         if cls is float:
             return value if math.isfinite(value) else {"$float": struct.pack(">d", value).hex()}
-        if cls is torch.Tensor and not value.requires_grad:
+        if cls is self._tensor and not value.requires_grad:
             return self.tensor(value)
         if id(value) in self._open:
             raise self.fail("a value that holds itself", found=cls.__qualname__, remedy="save it without the loop")
@@ -332,6 +340,10 @@ class Decoder(Walk):
 
     def tensor(self, tree: Tree, parameter: bool = False, requires_grad: bool = False) -> torch.Tensor:
         """A tensor in memory of its own; the same tensor of the tree becomes the same tensor."""
+        import torch
+
+        from modelstate.torch_compat.plain import own_copy
+
         tree = self._stored(tree)
         entry = self._copies.get((id(tree), parameter, requires_grad))
         if entry is None:
@@ -358,12 +370,14 @@ class Decoder(Walk):
     def _stored(self, tree: Tree) -> torch.Tensor:
         if self.leaf and type(tree) is dict and list(tree) == ["$tensor"]:
             tree = self._referred(tree["$tensor"], self.leaf)
-        if not isinstance(tree, torch.Tensor):
+        if not is_tensor(tree):
             raise self.fail("this is no tensor", found=_shown(tree))
         return tree
 
     def _draw(self, tree: torch.Tensor) -> None:
         """Raises for a tensor that cannot be copied, and where the copies of one memory become many times as large."""
+        from modelstate.torch_compat.plain import why_not_plain
+
         if problem := why_not_plain(tree):
             raise self.fail(problem)
         storage = tree.untyped_storage()
@@ -397,7 +411,7 @@ class Decoder(Walk):
             return self.children(tree)
         if cls is dict:
             return self._tagged(tree) if looks_like_tag(tree) else self._dict(tree)
-        if isinstance(tree, torch.Tensor):
+        if is_tensor(tree):
             return self.tensor(tree)
         raise self.fail("this is nothing that an encoded value holds", found=_shown(tree))
 

@@ -26,7 +26,6 @@ from modelstate.checkpoint.write import (
 from modelstate.errors import CodecError, RuleError
 from modelstate.formats.block_writer import storages_of, whole
 from modelstate.formats.sharded import check_both
-from modelstate.formats.unpickle import Refused
 from modelstate.io.atomic import LOCK_TIMEOUT_SECONDS
 from modelstate.loading.options import check_budget_option, check_model
 from modelstate.planning.matching import DecodeFailure, ModelSchemaView, renamed_versions
@@ -35,9 +34,10 @@ from modelstate.rules.expression import Derived, to_be_computed, values_of
 from modelstate.rules.expression import Source as DerivedSource
 from modelstate.rules.rule import Entry, Rule, Value
 from modelstate.rules.schema import Schema, apply_rules, check_rules
-from modelstate.spec import Stored
+from modelstate.spec import Refused, Stored
 from modelstate.torch_compat.dtypes import floating_dtype
-from modelstate.torch_compat.modules import set_version_metadata, unwrapped
+from modelstate.torch_compat.modules import unwrapped
+from modelstate.torch_compat.values import set_version_metadata
 
 
 @argument_order("ms.convert_checkpoint", lambda value: is_source(value) or isinstance(value, Sequence), is_path)

@@ -15,12 +15,11 @@ from modelstate.formats.unpickle import (
     DeferredCall,
     DeferredTensor,
     InvalidTensor,
-    Refused,
     SafeGlobal,
     Storage,
 )
-from modelstate.spec import StoredComposite, StoredTensor
-from modelstate.torch_compat.modules import set_version_metadata, version_metadata
+from modelstate.spec import Refused, StoredComposite, StoredTensor
+from modelstate.torch_compat.values import set_version_metadata, version_metadata
 
 MAX_DEPTH = 100
 

@@ -31,9 +31,12 @@ from modelstate.formats.recognise import Format, recognise
 from modelstate.formats.sharded import safe_paths
 from modelstate.formats.torch_globals import MAX_INDEX, TorchGlobals, dims, is_never
 from modelstate.formats.torch_zip import Archive
-from modelstate.formats.unpickle import DeferredCall, Refused, unpickle
+from modelstate.formats.unpickle import (
+    DeferredCall,
+    unpickle,
+)
 from modelstate.io.files import SourceFile
-from modelstate.spec import Assemble, ByteRange, Checksum, Contents, StoredComposite, StoredTensor
+from modelstate.spec import Assemble, ByteRange, Checksum, Contents, Refused, StoredComposite, StoredTensor
 from modelstate.text_format import excerpt, listed
 
 _DCP = "torch.distributed.checkpoint."

@@ -19,17 +19,17 @@ are used that torch itself would load (`torch.serialization.get_safe_globals`) o
 imported unless the caller names it.
 """
 
+from __future__ import annotations
+
 import json
 from collections import ChainMap, OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
-import torch
 import xxhash
 
-from modelstate.codec.codec import decode
 from modelstate.codec.walk import Collisions, looks_like_tag
 from modelstate.errors import (
     CUT_SHORT,
@@ -40,8 +40,6 @@ from modelstate.errors import (
     NewerManifestError,
     UnknownClassError,
 )
-from modelstate.formats.torch_globals import TorchGlobals, dims
-from modelstate.formats.unpickle import Allowed
 from modelstate.spec import (
     ByteRange,
     Checksum,
@@ -54,7 +52,10 @@ from modelstate.spec import (
     under_names,
 )
 from modelstate.text_format import quote, size
-from modelstate.torch_compat.modules import set_version_metadata
+from modelstate.torch_compat.values import set_version_metadata
+
+if TYPE_CHECKING:
+    import torch
 
 KEY = "modelstate"
 """The key of the manifest in the metadata."""
@@ -207,6 +208,8 @@ class _Tree:
     def _key(self, tree: object) -> object:
         if type(tree) in (str, int):
             return tree
+        from modelstate.codec.codec import decode
+
         try:
             key = decode(tree)
             hash(key)
@@ -247,6 +250,8 @@ def _versions(tree: object, where: str) -> OrderedDict[str, Any]:
         usual = (type(e) is dict and e.keys() == {"version"} and type(e["version"]) is int for e in tree.values())
         if all(usual):
             return OrderedDict(tree)
+    from modelstate.codec.codec import decode
+
     try:
         versions = decode(tree)
     except CodecError as error:
@@ -328,6 +333,11 @@ def _composite(
         CodecError: An encoded field is damaged.
         ForbiddenGlobalError: The class is not allowed.
     """
+    import torch
+
+    from modelstate.codec.codec import decode
+    from modelstate.formats.torch_globals import dims
+
     if type(description) is not dict or set(description) != set(_SUBCLASS_FIELDS):
         raise ValueError(f"not described by {', '.join(_SUBCLASS_FIELDS)}")
     parts, dtype, class_name = description["parts"], decode(description["dtype"]), description["class"]
@@ -375,6 +385,11 @@ def _not_made(cls: str, where: str, found: str) -> DamagedFileError:
 
 
 def _allowed(cls: str, allow: Sequence[object], where: str, name: str) -> Any:
+    import torch
+
+    from modelstate.formats.torch_globals import TorchGlobals
+    from modelstate.formats.unpickle import Allowed
+
     entry = TorchGlobals(allow).find(cls)
     real = entry.real if isinstance(entry, Allowed) else None
     if isinstance(real, type) and issubclass(real, torch.Tensor) and hasattr(real, "__tensor_unflatten__"):

@@ -15,6 +15,8 @@ Invariants:
 - The header is written last, since it contains the digests of the tensors and a seal, which is its own digest.
 """
 
+from __future__ import annotations
+
 import json
 import struct
 from collections import Counter
@@ -23,9 +25,7 @@ from dataclasses import dataclass
 from itertools import chain
 from math import prod
 from operator import mul, sub
-from typing import Any, NamedTuple
-
-import torch
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from modelstate.codec.walk import is_unicode
 from modelstate.errors import (
@@ -36,13 +36,17 @@ from modelstate.errors import (
     UnsupportedTensorError,
 )
 from modelstate.formats import manifest
-from modelstate.formats.block_writer import LazyTensor, past_page_cache, write_blocks
 from modelstate.formats.manifest import BLOCK_BYTES, HEX, OPEN_SEAL, SEAL, check_seal, digest, sealed
 from modelstate.io.atomic import Output
 from modelstate.io.files import SourceFile
 from modelstate.spec import Contents, StoredTensors, TensorColumns
 from modelstate.text_format import excerpt, listed, printable, quote
-from modelstate.torch_compat.plain import why_not_plain
+from modelstate.torch_compat.values import is_tensor
+
+if TYPE_CHECKING:
+    import torch
+
+    from modelstate.formats.block_writer import LazyTensor
 
 MAX_HEADER_BYTES = 100_000_000
 """The limit of the format."""
@@ -467,7 +471,7 @@ def _check_end(lasts: list[int], begin: int, file_bytes: int, path: str) -> None
 NAMES = {f"torch.{dtype.torch_name}": name for name, dtype in DTYPES.items()}
 """The dtype names of the format by the texts of torch's dtypes."""
 
-Tensors = list[tuple[str, torch.Tensor | LazyTensor]]
+Tensors = list[tuple[str, "torch.Tensor | LazyTensor"]]
 Metadata = Callable[[Mapping[str, str]], Mapping[str, str]]
 """Makes the `__metadata__` of a file from the digests of its tensors by name; its length depends on no digest."""
 
@@ -476,10 +480,12 @@ def why_not(name: object, tensor: torch.Tensor | LazyTensor) -> str:
     """The reason why a tensor cannot be stored under a name; empty if it can."""
     if not isinstance(name, str) or not is_unicode(name) or name == _METADATA_NAME:
         return "not a name that the format has"
-    problem = why_not_plain(tensor) if isinstance(tensor, torch.Tensor) else ""
+    from modelstate.torch_compat.plain import why_not_plain
+
+    problem = why_not_plain(tensor) if is_tensor(tensor) else ""
     if not problem and str(tensor.dtype) not in NAMES:
         problem = f"{tensor.dtype}, which safetensors does not have"
-    if not problem and tensor.dtype is torch.float4_e2m1fn_x2 and not tensor.shape:
+    if not problem and NAMES[str(tensor.dtype)] == "F4" and not tensor.shape:
         problem = f"{tensor.dtype} without dimensions, which safetensors does not have"
     return problem
 
@@ -519,6 +525,8 @@ class Written:
 
 def write(output: Output, planned: Layout, threads: int | None = None) -> Written:
     """Writes the file. The caller syncs it."""
+    from modelstate.formats.block_writer import past_page_cache, write_blocks
+
     output.reserve(planned.nbytes)
     with past_page_cache(output, planned.nbytes) as file:
         hashes = write_blocks(file, planned.header_bytes, [tensor for _, tensor in planned.tensors], threads)
@@ -544,7 +552,7 @@ def _header(tensors: Iterable[tuple[str, torch.Tensor | LazyTensor]], metadata: 
 
 def _shape(tensor: torch.Tensor | LazyTensor) -> list[int]:
     sizes = list(tensor.shape)
-    return [*sizes[:-1], 2 * sizes[-1]] if tensor.dtype is torch.float4_e2m1fn_x2 else sizes
+    return [*sizes[:-1], 2 * sizes[-1]] if NAMES[str(tensor.dtype)] == "F4" else sizes
 
 
 def nbytes_of(tensor: torch.Tensor | LazyTensor) -> int:

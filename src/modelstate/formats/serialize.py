@@ -18,8 +18,8 @@ from modelstate.formats.safetensors import listed_problems, why_not
 from modelstate.formats.tree import EXTRA_STATE
 from modelstate.spec import bytes_key
 from modelstate.text_format import quote
-from modelstate.torch_compat.modules import version_metadata
 from modelstate.torch_compat.plain import remedies_for
+from modelstate.torch_compat.values import version_metadata
 from modelstate.version import __version__
 
 _TORCHS_OWN = ("torch.distributed.", "torch.nested.", "torch._subclasses.")

@@ -17,6 +17,8 @@ Invariants:
   same name, so one rename activates the one that is written, whichever of the two it is.
 """
 
+from __future__ import annotations
+
 import json
 import os
 import re
@@ -25,9 +27,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import PurePosixPath, PureWindowsPath
-from typing import Any, TypeVar
-
-import torch
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from modelstate.errors import (
     DamagedFileError,
@@ -38,7 +38,6 @@ from modelstate.errors import (
     UnsavableError,
 )
 from modelstate.formats import manifest
-from modelstate.formats.block_writer import LazyTensor
 from modelstate.formats.manifest import KEY, OPEN_SEAL, SEAL, check_seal, check_size, digest, sealed
 from modelstate.formats.safetensors import (
     JsonError,
@@ -51,7 +50,6 @@ from modelstate.formats.safetensors import (
     strings_of,
 )
 from modelstate.formats.safetensors import write as write_tensors
-from modelstate.formats.serialize import SerializedState
 from modelstate.io import system
 from modelstate.io.atomic import (
     LOCK_TIMEOUT_SECONDS,
@@ -71,7 +69,13 @@ from modelstate.io.atomic import (
 from modelstate.io.files import SourceFile, forget_fingerprint
 from modelstate.spec import Contents, Described, LazyMapping, StoredTensors
 from modelstate.text_format import listed, quote
-from modelstate.torch_compat.modules import set_version_metadata, version_metadata
+from modelstate.torch_compat.values import set_version_metadata, version_metadata
+
+if TYPE_CHECKING:
+    import torch
+
+    from modelstate.formats.block_writer import LazyTensor
+    from modelstate.formats.serialize import SerializedState
 
 MAX_INDEX_BYTES = 100_000_000
 MAX_NAMES = 1_000_000
@@ -368,7 +372,7 @@ def merged_metadata(contents: Mapping[str, Contents]) -> dict[str, str]:
     return merged
 
 
-Kind = TypeVar("Kind", torch.Tensor, LazyTensor, torch.Tensor | LazyTensor)
+Kind = TypeVar("Kind", "torch.Tensor", "LazyTensor", "torch.Tensor | LazyTensor")
 
 SUFFIX = ".safetensors"
 _OWN = r"-[0-9a-f]{12}-\d{5,}-of-\d{5,}\.safetensors"

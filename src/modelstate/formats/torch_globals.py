@@ -31,13 +31,12 @@ from modelstate.formats.unpickle import (
     DeferredCall,
     DeferredTensor,
     InvalidTensor,
-    Refused,
     SafeGlobal,
     Storage,
     check_key,
     damaged,
 )
-from modelstate.spec import StoredTensor
+from modelstate.spec import Refused, StoredTensor
 from modelstate.torch_compat.private import wrapper_subclass
 
 STORAGE_DTYPES = {

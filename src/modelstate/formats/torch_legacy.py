@@ -15,9 +15,14 @@ from modelstate.errors import (
 from modelstate.formats.construct import construct
 from modelstate.formats.recognise import LEGACY_MAGIC, is_legacy_tar
 from modelstate.formats.torch_globals import StorageType, TorchGlobals
-from modelstate.formats.unpickle import Allowed, Refused, Storage, damaged, unpickle
+from modelstate.formats.unpickle import (
+    Allowed,
+    Storage,
+    damaged,
+    unpickle,
+)
 from modelstate.io.files import MAX_STRUCTURE_BYTES, SourceFile
-from modelstate.spec import ByteRange, Contents
+from modelstate.spec import ByteRange, Contents, Refused
 
 FORMAT = "torch legacy"
 VERSION = 1001

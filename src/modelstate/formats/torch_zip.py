@@ -27,15 +27,20 @@ from modelstate.formats.safetensors import listed_problems, nbytes_of
 from modelstate.formats.sharded import write_file
 from modelstate.formats.torch_globals import StorageType, TorchGlobals
 from modelstate.formats.tree import items_of, leaves
-from modelstate.formats.unpickle import InvalidTensor, Refused, Storage, damaged, unpickle
+from modelstate.formats.unpickle import (
+    InvalidTensor,
+    Storage,
+    damaged,
+    unpickle,
+)
 from modelstate.formats.zip_directory import ZipDirectory
 from modelstate.io import system
 from modelstate.io.atomic import LOCK_TIMEOUT_SECONDS, Output, unfinished_file, write_errors
 from modelstate.io.files import SourceFile
-from modelstate.spec import ByteRange, Checksum, Contents
+from modelstate.spec import ByteRange, Checksum, Contents, Refused
 from modelstate.text_format import excerpt
-from modelstate.torch_compat.modules import set_version_metadata, version_metadata
 from modelstate.torch_compat.plain import remedies_for, why_not_plain
+from modelstate.torch_compat.values import set_version_metadata, version_metadata
 
 FORMAT = "torch zip"
 

@@ -1,24 +1,29 @@
 """Checkpoints as trees of containers, tensors and plain values: flattening, subtrees, equality."""
 
+from __future__ import annotations
+
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from copy import copy
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch.nn.parameter import is_lazy
-
-from modelstate.codec.codec import decode
-from modelstate.codec.values import another_uninitialised
 from modelstate.errors import AmbiguousCheckpointError, KeyNotFoundError, SourceTypeError
-from modelstate.spec import Combined, Encoded, Stored, StoredComposite, StoredTensor, StoredTensors
-from modelstate.torch_compat.modules import set_version_metadata, version_metadata
+from modelstate.spec import Described, Encoded, Stored, StoredTensor, StoredTensors
+from modelstate.torch_compat.values import (
+    is_size,
+    is_tensor,
+    is_uninitialised,
+    set_version_metadata,
+    version_metadata,
+)
+
+if TYPE_CHECKING:
+    import torch
 
 EXTRA_STATE = "_extra_state"
 """The key under which torch stores the result of `Module.get_extra_state`."""
 
-_TENSORS = (StoredTensor, StoredComposite, Combined, torch.Tensor)
 _MAX_DEPTH = 500
 _MAX_NODES = 5_000_000
 
@@ -37,12 +42,12 @@ class FlatTree:
 
 def _is_tensor(node: object) -> bool:
     """Whether the node is a tensor. An uninitialised tensor of a lazy module is a value, since it has no shape."""
-    return isinstance(node, _TENSORS) and not (isinstance(node, torch.Tensor) and is_lazy(node))
+    return isinstance(node, Described) or (is_tensor(node) and not is_uninitialised(node))
 
 
 def is_container(node: object) -> bool:
     """Whether the items of the node are parts of the tree. A `torch.Size` is a value."""
-    return isinstance(node, Mapping | list | tuple) and not isinstance(node, torch.Size)
+    return isinstance(node, Mapping | list | tuple) and not is_size(node)
 
 
 def items_of(node: object) -> Iterator[tuple[str, object]]:
@@ -171,6 +176,8 @@ def decoded(node: object, tensor: Callable[[Stored], torch.Tensor]) -> object:
     """Decodes an `Encoded`, anew at each call; returns any other value as it is. Raises `CodecError`."""
     if not isinstance(node, Encoded):
         return node
+    from modelstate.codec.codec import decode
+
     return decode(node.tree, node.where, leaf=lambda name: tensor(node.tensors[name]))
 
 
@@ -198,9 +205,11 @@ def rebuild(
         tensor: Converts a stored tensor to a tensor.
         copies: The copies so far, by the ids of the originals.
     """
-    if isinstance(node, torch.Tensor) and is_lazy(node):
+    if is_tensor(node) and is_uninitialised(node):
+        from modelstate.codec.values import another_uninitialised
+
         return another_uninitialised(node)
-    if isinstance(node, _TENSORS):
+    if isinstance(node, Described) or is_tensor(node):
         return tensor(node)
     if isinstance(node, Encoded):
         return decoded(node, tensor)
@@ -255,13 +264,13 @@ def same_value(first: Any, second: Any, depth: int = 0) -> bool:
         return True
     if depth > _DEEPEST:
         return False
-    if is_lazy(first) or is_lazy(second):
+    if is_uninitialised(first) or is_uninitialised(second):
         return type(first) is type(second) and (first.dtype, first.requires_grad) == (
             second.dtype,
             second.requires_grad,
         )
-    if isinstance(first, torch.Tensor) or isinstance(second, torch.Tensor):
-        return isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor) and same_tensor(first, second)
+    if is_tensor(first) or is_tensor(second):
+        return is_tensor(first) and is_tensor(second) and same_tensor(first, second)
     if isinstance(first, Mapping) and isinstance(second, Mapping):
         return first.keys() == second.keys() and all(same_value(first[key], second[key], depth + 1) for key in first)
     if isinstance(first, list | tuple) and isinstance(second, list | tuple):
@@ -276,6 +285,8 @@ def same_value(first: Any, second: Any, depth: int = 0) -> bool:
 
 def same_tensor(first: torch.Tensor, second: torch.Tensor) -> bool:
     """Whether two tensors are equal bit for bit; a tensor that is not strided only equals itself."""
+    import torch
+
     if first.dtype != second.dtype or first.shape != second.shape:
         return False
     is_strided = first.layout is torch.strided and second.layout is torch.strided

@@ -22,8 +22,8 @@ import torch
 
 from modelstate.errors import DamagedFileError, OpenError, TruncatedFileError
 from modelstate.process import gc_paused
-from modelstate.spec import ByteRange
-from modelstate.torch_compat.modules import set_version_metadata
+from modelstate.spec import ByteRange, Refused
+from modelstate.torch_compat.values import set_version_metadata
 
 # What a pickle becomes before any object of it is created.
 
@@ -37,32 +37,6 @@ MAX_ARGUMENTS = 16
 def damaged(what: str, found: object = "") -> DamagedFileError:
     """The error for a pickle that no writer has written like this."""
     return DamagedFileError(f"the pickle is damaged: {what}", found=found)
-
-
-class Refused:
-    """An inert placeholder for a class or function that is not allowed, or for an object of it."""
-
-    __slots__ = ("held", "name")
-
-    def __init__(self, name: str, *held: object) -> None:
-        self.name = name
-        """Module and qualified name."""
-        self.held = list(held)
-        """The arguments and the state, which are not used; more refused names may be among them."""
-
-    def __repr__(self) -> str:
-        return f"<refused {self.name}>"
-
-    @property
-    def module_fields(self) -> dict[str, object] | None:
-        """The attributes of the object if it is a `torch.nn.Module`; None for any other."""
-        state = self.held[-1] if self.held else None
-        if type(state) is tuple and len(state) == 2:  # the state of a class with slots
-            state = state[0]
-        if not isinstance(state, dict):
-            return None
-        is_module = all(isinstance(state.get(name), dict) for name in ("_parameters", "_buffers", "_modules"))
-        return state if is_module else None
 
 
 class InvalidTensor:

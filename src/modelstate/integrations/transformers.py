@@ -30,7 +30,7 @@ from modelstate.store.deadline import Deadline
 from modelstate.store.directory import Step, read_record, warn_caller
 from modelstate.store.resumable import LoopSaver
 from modelstate.store.retention import is_number
-from modelstate.store.store import Store, newest_whole, problem_now
+from modelstate.store.store import Store
 
 try:
     from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -150,8 +150,9 @@ class StoreCallback(TrainerCallback):  # type: ignore[misc]
         self._replaced.clear()
         if step is None:
             return None
+        self.store.wait()
         if step == "latest":
-            number = newest_whole(self.store, self._pass_over)
+            number = self.store.index.newest_whole(self._pass_over)
             if number is None and self.store.infos():
                 raise StepNotFoundError(
                     "no checkpoint of the store is whole",
@@ -160,7 +161,7 @@ class StoreCallback(TrainerCallback):  # type: ignore[misc]
                 )
             if number is None:
                 return None
-        elif problem := problem_now(self.store, step):
+        elif problem := self.store.index.problem_now(step):
             raise DamagedCheckpointError("the checkpoint is damaged", where=f"step {step}", found=problem)
         else:
             number = step

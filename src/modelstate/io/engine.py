@@ -16,6 +16,8 @@ Invariants:
 - A file is checked against its fingerprint before its first byte is read and after its last.
 """
 
+from __future__ import annotations
+
 import ctypes
 import errno
 import mmap
@@ -25,9 +27,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol, TypeVar
-
-import torch
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 
 from modelstate.errors import ReadFailedError
 from modelstate.io import linux, system
@@ -35,6 +35,9 @@ from modelstate.io.files import FileFingerprint, check_unchanged, open_unchanged
 from modelstate.io.memory import HUGE_PAGE_BYTES, UffdFiller, aligned, spare_tensors
 from modelstate.process import parallel_for
 from modelstate.spec import GAP_BYTES, MOST_THREADS, ByteRange
+
+if TYPE_CHECKING:
+    import torch
 
 BATCH_BYTES = 8 << 20
 """The most that one call reads: large enough to amortise the call, small enough to share the work out evenly."""
@@ -92,7 +95,7 @@ class ReadStrategy:
     """Whether all of the files are in the page cache."""
 
     @classmethod
-    def fastest(cls) -> "ReadStrategy":
+    def fastest(cls) -> ReadStrategy:
         """The strategy of a load without a memory budget."""
         return cls(read_threads(), _BLOCK_BYTES, _SCRATCH_BYTES, ahead=True)
 
@@ -119,7 +122,7 @@ class ReadStrategy:
         threads = self.threads if total > buffer else 1
         return threads * ((BUFFER_BYTES if self.uncached else 0) + buffers * buffer + working)
 
-    def smaller(self) -> Iterator["ReadStrategy"]:
+    def smaller(self) -> Iterator[ReadStrategy]:
         """Strategies that need less and less memory."""
         yield replace(self, ahead=False)
         threads, block_bytes = self.threads, self.block_bytes
@@ -639,7 +642,7 @@ class Block:
 
 
 Wait = Callable[[], object]
-Consume = Callable[[Block, torch.Tensor], Wait | None]
+Consume = Callable[[Block, "torch.Tensor"], Wait | None]
 """Consumes a block from a byte buffer. The function that it returns is called before the buffer is used again."""
 
 
@@ -744,6 +747,8 @@ def in_blocks(wanted: Sequence[Wanted], block_bytes: int) -> list[Block]:
 
 
 def _block_buffer(nbytes: int, pinned: bool) -> torch.Tensor:
+    import torch
+
     if pinned:
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
     return spare_tensors([(torch.Size([nbytes]), None, torch.uint8)])[0]

@@ -6,6 +6,8 @@ copies from a map of the file; where that cannot be read, because the file was t
 returns an error instead of SIGBUS.
 """
 
+from __future__ import annotations
+
 import ctypes
 import errno
 import math
@@ -19,12 +21,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import islice
-
-import torch
+from typing import TYPE_CHECKING
 
 from modelstate.errors import MemoryBudgetError, OptionError
 from modelstate.io import linux, system
 from modelstate.spec import contiguous_stride
+
+if TYPE_CHECKING:
+    import torch
 
 HUGE_PAGE_BYTES = 2 << 20
 TENSOR_ALIGN_BYTES = 64
@@ -97,6 +101,8 @@ def empty_cpu(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     `malloc` keeps memory that is freed between other allocations, so a loop over large tensors could end up with all of
     them in the memory of the process.
     """
+    import torch
+
     nbytes = math.prod(shape) * dtype.itemsize
     if nbytes < _LARGE_BYTES:
         return torch.zeros(tuple(shape), dtype=dtype, device="cpu")
@@ -178,7 +184,6 @@ _of_thread = threading.local()
 """`lender` is a weak reference, which an interrupt that keeps it from being reset makes invalid."""
 
 
-@torch.inference_mode(False)
 def fresh_tensors(
     like: Sequence[tuple[torch.Size, tuple[int, ...] | None, torch.dtype]],
 ) -> list[torch.Tensor]:
@@ -189,6 +194,11 @@ def fresh_tensors(
 
     Raises `MemoryBudgetError` where the system has no memory.
     """
+    import torch
+
+    if torch.is_inference_mode_enabled():
+        with torch.inference_mode(False):  # otherwise they could never be trained
+            return fresh_tensors(like)
     tensors: list[torch.Tensor] = []
     counts = [shape.numel() if stride is None else _span(shape, stride) for shape, stride, _ in like]
     sizes = [
@@ -349,7 +359,7 @@ class UffdFiller:
                     self._is_able = False
             return self._is_able
 
-    def _source(self, descriptor: int, path: str, end: int) -> "_Source | None":
+    def _source(self, descriptor: int, path: str, end: int) -> _Source | None:
         """A map of the file, if it reaches to `end`."""
         with self._lock:
             if path not in self._maps:
@@ -386,6 +396,8 @@ class _Source:
 
     def __init__(self, descriptor: int) -> None:
         self._map = system.mmap(descriptor, 0, mmap.MAP_PRIVATE | linux.MAP_NORESERVE)
+        import torch
+
         self._shown = torch.frombuffer(self._map, dtype=torch.uint8)
         self.nbytes, self.address = self._shown.nbytes, self._shown.data_ptr()
 

@@ -9,6 +9,8 @@ speed. The parts are brought in in the order in which they are used, which may n
 may sort its layers by name, the tenth before the second. Then a model can run right behind the prefault.
 """
 
+from __future__ import annotations
+
 import errno
 import mmap
 import os
@@ -16,9 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import NamedTuple
-
-import torch
+from typing import TYPE_CHECKING, NamedTuple
 
 from modelstate.errors import ReadFailedError
 from modelstate.io import linux, system
@@ -26,6 +26,9 @@ from modelstate.io.engine import LocalFile, can_read_uncached, for_each, open_fi
 from modelstate.io.files import FileFingerprint, open_unchanged
 from modelstate.process import run_detached
 from modelstate.spec import ByteRange
+
+if TYPE_CHECKING:
+    import torch
 
 LEAST_BYTES = 16 << 20
 """A smaller range is read before a thread has been started."""
@@ -231,7 +234,7 @@ _PIECE_BYTES = 64 << 20
 are used one after the other are sorted by their place in the file, up to this size at a time."""
 _EHWPOISON = 133
 
-Shown = tuple[ByteRange, torch.Tensor]
+Shown = tuple[ByteRange, "torch.Tensor"]
 """A range of a file, and the tensor that is mapped from it."""
 
 

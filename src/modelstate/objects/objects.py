@@ -8,8 +8,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from copy import deepcopy
-from dataclasses import dataclass
-from enum import StrEnum
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -23,8 +21,10 @@ from modelstate.formats.tree import same_value
 from modelstate.io.files import FileFingerprint
 from modelstate.objects.loaders import load_state, own_generator, state_of
 from modelstate.objects.optimizer_state import optimizer_state
+from modelstate.objects.parts import Kind, Part
 from modelstate.spec import Contents
-from modelstate.torch_compat.modules import own_modules, set_version_metadata, unwrapped
+from modelstate.torch_compat.modules import own_modules, unwrapped
+from modelstate.torch_compat.values import set_version_metadata
 from modelstate.transaction.transaction import Transaction
 
 _MAX_DEPTH = 100
@@ -32,29 +32,7 @@ _MAX_NAME_BYTES = 200
 _NOT_IN_NAMES = frozenset("./\\")
 
 
-class Kind(StrEnum):
-    """What an object is, in the order in which states are captured and restored."""
-
-    VALUE = "value"
-    MODULE = "module"
-    OPTIMIZER = "optimizer"
-    STATEFUL = "stateful"
-    """An object with `state_dict` and `load_state_dict`."""
-    GENERATOR = "generator"
-
-
 _ORDER = tuple(Kind)
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """The state of one object."""
-
-    kind: Kind
-    tree: Any
-    """The state, not copied. Of a module its `state_dict()` with `_metadata`, or a `Checkpoint`; of an optimizer its
-    state by parameter names, which begin with the path of the module; of a stateful object its `state_dict()`; of a
-    generator a tensor of bytes; of a plain value the value."""
 
 
 class Target(NamedTuple):

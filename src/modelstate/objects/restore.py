@@ -32,9 +32,7 @@ from modelstate.loading.options import options_of, patterns_of
 from modelstate.loading.report import LoadReport
 from modelstate.objects.loaders import load_state, own_generator, rewind
 from modelstate.objects.objects import (
-    Kind,
     ModuleContainer,
-    Part,
     Target,
     check_owners,
     combined_checkpoint,
@@ -45,6 +43,7 @@ from modelstate.objects.objects import (
     targets_of,
 )
 from modelstate.objects.optimizer_state import OptimizerPlan, check_keep_options, misfit, plan_by_name, remedy_of
+from modelstate.objects.parts import Kind, Part
 from modelstate.planning.matching import Patterns
 from modelstate.problems import Missing, OptimizerMisfit, OtherNames, Unexpected, WrongShape, plan_error
 from modelstate.rules.rule import Rule, Scoped

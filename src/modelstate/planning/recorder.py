@@ -32,9 +32,9 @@ from modelstate.torch_compat.modules import (
     own_buffers,
     own_modules,
     own_parameters,
-    set_version_metadata,
 )
 from modelstate.torch_compat.overrides import MethodOverride, Overrides
+from modelstate.torch_compat.values import set_version_metadata
 from modelstate.transaction.slots import Slots
 from modelstate.transaction.transaction import Transaction
 

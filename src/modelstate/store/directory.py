@@ -27,7 +27,6 @@ from typing import Any, Literal, NamedTuple, TypeVar
 
 from modelstate.checkpoint.checkpoint import Checkpoint
 from modelstate.checkpoint.open import open as open_checkpoint
-from modelstate.codec.codec import decode
 from modelstate.errors import (
     ChecksumError,
     CodecError,
@@ -46,7 +45,7 @@ from modelstate.formats.manifest import OPEN_SEAL, SEAL, check_seal, digest, sea
 from modelstate.formats.safetensors import MAX_HEADER_BYTES
 from modelstate.io.atomic import atomic_file
 from modelstate.io.files import SourceFile, read_whole
-from modelstate.objects.objects import Kind, Part
+from modelstate.objects.parts import Kind, Part
 from modelstate.spec import Contents
 from modelstate.store.retention import CheckpointInfo, Keep, check_metric, kept
 from modelstate.version import __version__
@@ -161,6 +160,8 @@ class ObjectEntry:
 
         Raises `DamagedCheckpointError`, and `CodecError` for classes that are not imported or registered.
         """
+        from modelstate.codec.codec import decode
+
         checkpoint = self.open(directory) if self.index else None
         try:
             return decode(self.value) if checkpoint is None else checkpoint.value()
@@ -595,6 +596,31 @@ class StepIndex:
             return str(error)
         self.note_whole(entry.place.path)
         return ""
+
+    def problem_now(self, step: int) -> str:
+        """Reads all of a step, and returns what is wrong with it; empty where nothing is.
+
+        Raises `StepNotFoundError` where the step does not exist, or is removed while it is read.
+        """
+        while (problem := self.problem_of(self.step(step))) is None:
+            pass  # the step was replaced or removed while it was read
+        return problem
+
+    def newest_whole(self, passed_over: Callable[[int, str], None]) -> int | None:
+        """Returns the step that was saved last of those that are whole; None where none is.
+
+        Calls `passed_over` with each later step and what is wrong with it.
+        """
+        while True:
+            for entry in self.by_age()[::-1]:
+                problem = self.problem_of(entry)
+                if problem is None:
+                    break  # it was replaced or removed while it was read: list the store again
+                if not problem:
+                    return entry.place.step
+                passed_over(entry.place.step, problem)
+            else:
+                return None
 
     def steps_to_prune(self, keep: Keep | None) -> list[int]:
         """Returns the steps that no rule keeps.

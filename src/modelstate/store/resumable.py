@@ -28,7 +28,8 @@ from modelstate.errors import (
     WriteFailedError,
 )
 from modelstate.objects.loaders import checked_iterators, left_loader_problem
-from modelstate.objects.objects import Kind, targets_of
+from modelstate.objects.objects import targets_of
+from modelstate.objects.parts import Kind
 from modelstate.planning.matching import nearest
 from modelstate.store.deadline import Deadline, now_seconds
 from modelstate.store.directory import warn_caller

@@ -26,7 +26,7 @@ from modelstate.io.atomic import new_file, sync_directory
 from modelstate.io.engine import for_each, read_threads
 from modelstate.io.files import SourceFile
 from modelstate.io.memory import empty_cpu
-from modelstate.objects.objects import Kind
+from modelstate.objects.parts import Kind
 from modelstate.spec import contiguous_stride
 from modelstate.store.directory import (
     MAX_RECORD_BYTES,

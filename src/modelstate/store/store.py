@@ -34,7 +34,8 @@ from modelstate.io.files import local_path
 from modelstate.io.lock import WriterLock, check_directory
 from modelstate.loading.options import patterns_of
 from modelstate.objects.loaders import preserved_generators
-from modelstate.objects.objects import Kind, Target, capture, targets_of
+from modelstate.objects.objects import Target, capture, targets_of
+from modelstate.objects.parts import Kind
 from modelstate.objects.restore import Restored, RulesOf, restore_objects
 from modelstate.store.directory import (
     PIN_FILE,
@@ -120,7 +121,8 @@ class Store:
         if shard_size_bytes is not None and (type(shard_size_bytes) is not int or shard_size_bytes < 1):
             raise OptionError("shard_size_bytes= is a number of bytes", expected="1 or more", found=shard_size_bytes)
         self._shard_bytes = shard_size_bytes
-        self._index = StepIndex(self.directory)
+        self.index = StepIndex(self.directory)
+        """The checkpoints of the directory, as they are now."""
         self._lock = WriterLock(self.directory)
         self._in_use: os.stat_result | None = None
         """The directory of the last restore or save, which no other directory may replace."""
@@ -219,7 +221,7 @@ class Store:
             job = _job(targets_of(objects), pin, begin_seconds)
             record = Record("", step, time.time(), checked_metrics, {})
             self._become_writer()
-            index = self._index.cached()
+            index = self.index.cached()
             self._check_new(index, step, overwrite)
             if not background:
                 return self._write(index, record, job)
@@ -446,7 +448,7 @@ class Store:
         def attempt(entry: StepEntry) -> tuple[Record, Restored]:
             return entry.usable_record, restore_objects(
                 objects,
-                self._index.read_parts(entry, verify),
+                self.index.read_parts(entry, verify),
                 rules=rules,
                 allow_missing=may_miss,
                 allow_unexpected=may_exceed,
@@ -458,7 +460,7 @@ class Store:
                 init_missing=init_missing,
             )
 
-        (record, restored), skipped = self._index.first_usable(step, attempt)
+        (record, restored), skipped = self.index.first_usable(step, attempt)
         with suppress(OSError):
             self._in_use = os.stat(self.directory)
         inherited = {field.name: getattr(restored, field.name) for field in fields(restored)}
@@ -506,7 +508,7 @@ class Store:
                 saved.verify(entry.place.path)
             return checkpoint
 
-        return self._index.first_usable(step, attempt)[0]
+        return self.index.first_usable(step, attempt)[0]
 
     def diff(
         self,
@@ -558,7 +560,7 @@ class Store:
             >>> store.steps()
             (1000, 2000)
         """
-        return tuple(entry.place.step for entry in self._index.steps() if entry.is_whole)
+        return tuple(entry.place.step for entry in self.index.steps() if entry.is_whole)
 
     def latest(self) -> int | None:
         """Returns the step that was saved last; None where there is none.
@@ -569,7 +571,7 @@ class Store:
             >>> store.latest()
             2000
         """
-        return next((entry.place.step for entry in reversed(self._index.by_age()) if entry.is_whole), None)
+        return next((entry.place.step for entry in reversed(self.index.by_age()) if entry.is_whole), None)
 
     def infos(self, *, by_age: bool = False) -> tuple[CheckpointInfo, ...]:
         """Returns a description of each checkpoint, damaged ones too, without reading tensors.
@@ -582,7 +584,7 @@ class Store:
             >>> [info.step for info in store.infos() if info.intact]
             [1000, 2000]
         """
-        return tuple(entry.info for entry in (self._index.by_age() if by_age else self._index.steps()))
+        return tuple(entry.info for entry in (self.index.by_age() if by_age else self.index.steps()))
 
     def verify(self, step: int | None = None) -> dict[int | str, str]:
         """Reads checkpoints, one or all, and compares every byte with its digest.
@@ -601,12 +603,12 @@ class Store:
             >>> damaged = {step: problem for step, problem in store.verify().items() if problem}
         """
         self.wait()
-        entries = self._index.steps() if step is None else [self._index.step(step)]
+        entries = self.index.steps() if step is None else [self.index.step(step)]
         problems: dict[int | str, str] = {}
         if step is None and (problem := store_file_problem(self.directory)):
             problems[STORE_FILE] = problem
         for entry in entries:
-            if (of_step := self._index.problem_of(entry)) is not None:
+            if (of_step := self.index.problem_of(entry)) is not None:
                 problems[entry.place.step] = of_step
         return problems
 
@@ -636,13 +638,13 @@ class Store:
         """
         rules = self.keep if keep is None else as_keep(keep)
         if dry_run:
-            return tuple(self._index.steps_to_prune(rules))
+            return tuple(self.index.steps_to_prune(rules))
         with self._exclusive():
             self.wait()
             self._become_writer()
             with write_errors(self.directory):
                 clear(self.directory)
-                return self._prune(rules, self._index)
+                return self._prune(rules, self.index)
 
     def pin(self, step: int) -> None:
         """Keeps a checkpoint whatever `keep` says, until `unpin`.
@@ -677,7 +679,7 @@ class Store:
     def _set_pin(self, step: int, pinned: bool) -> None:
         with self._exclusive():
             self.wait()
-            entry = self._index.step(step)
+            entry = self.index.step(step)
             self._become_writer()
             path = os.path.join(entry.place.path, PIN_FILE)
             if pinned == entry.is_pinned:
@@ -714,7 +716,7 @@ class Store:
             self._lock.acquire()
             try:
                 # Before anything is removed: a store of a newer version is refused here.
-                self._index.ensure_name()
+                self.index.ensure_name()
                 self._in_use = os.stat(self.directory)
                 clear(self.directory)
             except BaseException:
@@ -797,31 +799,3 @@ def _check_save(step: object, metrics: object, when_busy: object) -> dict[str, f
             "metrics= has numbers under names", expected='such as {"loss": 0.5}', found=repr(metrics)[:200]
         )
     return {name: metric_value(name, value) for name, value in (metrics or {}).items()}
-
-
-def problem_now(store: Store, step: int) -> str:
-    """Reads all of a step, and returns what is wrong with it; empty where nothing is.
-
-    Raises `StepNotFoundError` where the step does not exist, or is removed while it is read.
-    """
-    while (problem := store.verify(step).get(step)) is None:
-        pass  # the step was replaced or removed while it was read
-    return problem
-
-
-def newest_whole(store: Store, passed_over: Callable[[int, str], None]) -> int | None:
-    """Returns the step that was saved last of those that are whole; None where none is.
-
-    Calls `passed_over` with each later step and what is wrong with it.
-    """
-    store.wait()
-    while True:
-        for entry in store._index.by_age()[::-1]:
-            problem = store._index.problem_of(entry)
-            if problem is None:
-                break  # it was replaced or removed while it was read: list the store again
-            if not problem:
-                return entry.place.step
-            passed_over(entry.place.step, problem)
-        else:
-            return None

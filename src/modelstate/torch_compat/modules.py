@@ -132,17 +132,6 @@ IncompatibleKeys = torch.nn.modules.module._IncompatibleKeys
 """What `torch.nn.Module.load_state_dict` returns."""
 
 
-def set_version_metadata(state_dict: Mapping[Any, object], versions: Mapping[str, object]) -> None:
-    """Attaches the version metadata of modules to an `OrderedDict`, where `load_state_dict` looks for it."""
-    state_dict._metadata = versions  # type: ignore[attr-defined]
-
-
-def version_metadata(state_dict: object) -> Mapping[str, object] | None:
-    """The version metadata of modules that `state_dict()` and `set_version_metadata` attach; None without it."""
-    versions = getattr(state_dict, "_metadata", None)
-    return versions if isinstance(versions, Mapping) else None
-
-
 def has_forward_hooks(module: torch.nn.Module) -> bool:
     """Whether the module itself has hooks or pre-hooks of its forward pass."""
     return bool(module._forward_hooks or module._forward_pre_hooks)

@@ -1,0 +1,27 @@
+"""The kinds of objects whose state is saved, and the saved state of one. Records of checkpoints need no more."""
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+
+class Kind(StrEnum):
+    """What an object is, in the order in which states are captured and restored."""
+
+    VALUE = "value"
+    MODULE = "module"
+    OPTIMIZER = "optimizer"
+    STATEFUL = "stateful"
+    """An object with `state_dict` and `load_state_dict`."""
+    GENERATOR = "generator"
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """The state of one object."""
+
+    kind: Kind
+    tree: Any
+    """The state, not copied. Of a module its `state_dict()` with `_metadata`, or a `Checkpoint`; of an optimizer its
+    state by parameter names, which begin with the path of the module; of a stateful object its `state_dict()`; of a
+    generator a tensor of bytes; of a plain value the value."""
