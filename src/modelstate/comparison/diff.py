@@ -35,7 +35,6 @@ from modelstate.errors import (
 )
 from modelstate.formats.manifest import ALGORITHM
 from modelstate.formats.tree import same_value
-from modelstate.formats.unpickle import Refused
 from modelstate.io.engine import read_ranges
 from modelstate.io.files import FileFingerprint
 from modelstate.io.tensors import read_tensor
@@ -46,7 +45,17 @@ from modelstate.rules.expression import Derived, lacks_values, leaves, region, t
 from modelstate.rules.expression import Source as TensorSource
 from modelstate.rules.rule import Entries, Entry, Rule, Value, as_code
 from modelstate.rules.schema import Schema, apply_rules, check_rules
-from modelstate.spec import Assemble, Combined, Stored, StoredComposite, StoredTensor, TensorSpec, bytes_key, own_bytes
+from modelstate.spec import (
+    Assemble,
+    Combined,
+    Refused,
+    Stored,
+    StoredComposite,
+    StoredTensor,
+    TensorSpec,
+    bytes_key,
+    own_bytes,
+)
 from modelstate.suggestion.suggest import suggest_between
 from modelstate.suggestion.words import folded
 from modelstate.text_format import columns, count, listed, printable, seconds, shorten, size

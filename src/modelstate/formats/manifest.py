@@ -131,19 +131,19 @@ def apply(tensors: StoredTensors, text: str, path: str, place: str, allow: Seque
     parts: set[str] = set()
     for name, description in manifest.get("subclasses", {}).items():
         if name in known:
-            raise _damaged(where, f"{quote(name)} is a tensor and one that is made of others")
+            raise damaged(where, f"{quote(name)} is a tensor and one that is made of others")
         try:
             composites[name], used = _composite(name, description, known, allow, where)
         except (ForbiddenGlobalError, UnknownClassError):
             raise
         except ValueError as error:
-            raise _damaged(where, f"{quote(name)}: {error}") from error
+            raise damaged(where, f"{quote(name)}: {error}") from error
         parts.update(used)
     aliases = manifest.get("aliases", {})
     owners = _names(list(aliases.values()), known, where)
     for alias, owner in zip(aliases, owners, strict=True):
         if alias in tensors or owner in hidden:
-            raise _damaged(where, f"{quote(alias)} is another name of {quote(owner)}, and one of them means more")
+            raise damaged(where, f"{quote(alias)} is another name of {quote(owner)}, and one of them means more")
     if "tree" in manifest:
         return ManifestState(_Tree(known, path, where).node(manifest["tree"], ""), metadata, checksums)
     state: Any = tensors
@@ -156,7 +156,7 @@ def apply(tensors: StoredTensors, text: str, path: str, place: str, allow: Seque
         state = OrderedDict(state)
     for name, tree in extra.items():
         if name in state or name in hidden:
-            raise _damaged(where, f"{quote(name)} is both a tensor and another value")
+            raise damaged(where, f"{quote(name)} is both a tensor and another value")
         state[name] = Encoded(tree, hidden, f"{path}: {name}")
     if "versions" in manifest:
         set_version_metadata(state, _versions(manifest["versions"], where))
@@ -176,7 +176,7 @@ class _Tree:
         kinds = [kind for kind in ("dict", "list", "tuple", "value") if type(tree) is dict and kind in tree]
         extra = set(tree) - {"ordered", "versions"} if kinds == ["dict"] else set(tree if kinds else ())
         if len(kinds) != 1 or extra != set(kinds) or depth > _MAX_DEPTH:
-            raise _damaged(self._where, f"no node of a tree: {str(tree)[:80]}")
+            raise damaged(self._where, f"no node of a tree: {str(tree)[:80]}")
         (kind,) = kinds
         if kind == "value":
             plain = tree["value"]
@@ -184,7 +184,7 @@ class _Tree:
                 plain if type(plain) in (str, int, float, bool) else Encoded(plain, self._known, f"{self._path}: {at}")
             )
         if type(tree[kind]) is not list:
-            raise _damaged(self._where, f"a {kind} whose content is not a list")
+            raise damaged(self._where, f"a {kind} whose content is not a list")
         if kind != "dict":
             items = [self.node(item, f"{at}[{index}]", depth + 1) for index, item in enumerate(tree[kind])]
             return items if kind == "list" else tuple(items)
@@ -192,14 +192,14 @@ class _Tree:
 
     def _dict(self, tree: Mapping[str, Any], at: str, depth: int) -> dict[object, object]:
         mapping: dict[object, object] = OrderedDict() if tree.get("ordered") or "versions" in tree else {}
-        collisions = Collisions(len(tree["dict"]), lambda what, **_: _damaged(self._where, f"{what}, at {at[:80]}"))
+        collisions = Collisions(len(tree["dict"]), lambda what, **_: damaged(self._where, f"{what}, at {at[:80]}"))
         for pair in tree["dict"]:
             if type(pair) is not list or len(pair) != 2:
-                raise _damaged(self._where, f"no pair of key and node: {str(pair)[:80]}")
+                raise damaged(self._where, f"no pair of key and node: {str(pair)[:80]}")
             key = self._key(pair[0])
             collisions.add(key)
             if key in mapping:
-                raise _damaged(self._where, f"a key stands twice: {str(key)[:80]}")
+                raise damaged(self._where, f"a key stands twice: {str(key)[:80]}")
             mapping[key] = self.node(pair[1], f"{at}.{key}" if at else str(key), depth + 1)
         if "versions" in tree:
             set_version_metadata(mapping, _versions(tree["versions"], self._where))
@@ -214,7 +214,7 @@ class _Tree:
             key = decode(tree)
             hash(key)
         except (CodecError, TypeError) as error:
-            raise _damaged(self._where, f"a key: {error}") from error
+            raise damaged(self._where, f"a key: {error}") from error
         return key
 
 
@@ -223,7 +223,7 @@ def _checksums(fields: Mapping[str, Any], tensors: StoredTensors, where: str) ->
         return {}
     digests = fields.get("tensors")
     if fields.get("algorithm") != ALGORITHM or fields.get("block_bytes") != BLOCK_BYTES or type(digests) is not dict:
-        raise _damaged(where, f"digests of another kind: {str(fields)[:80]}")
+        raise damaged(where, f"digests of another kind: {str(fields)[:80]}")
     if not digests.keys() <= tensors.keys():
         _names(list(digests), tensors, where)
     sizes = tensors.nbytes_of(digests)
@@ -233,7 +233,7 @@ def _checksums(fields: Mapping[str, Any], tensors: StoredTensors, where: str) ->
     if not is_text or list(map(len, values)) != lengths or "".join(values).strip(_HEX_DIGITS):
         for name, value, length, nbytes in zip(digests, values, lengths, sizes, strict=True):
             if type(value) is not str or len(value) != length or value.strip(_HEX_DIGITS):
-                raise _damaged(where, f"{quote(name)}: no digest of {nbytes:,} bytes: {str(value)[:60]}")
+                raise damaged(where, f"{quote(name)}: no digest of {nbytes:,} bytes: {str(value)[:60]}")
 
     def by_storage() -> dict[ByteRange, Checksum]:
         return {
@@ -255,9 +255,9 @@ def _versions(tree: object, where: str) -> OrderedDict[str, Any]:
     try:
         versions = decode(tree)
     except CodecError as error:
-        raise _damaged(where, f"the versions of modules: {error.what}") from error
+        raise damaged(where, f"the versions of modules: {error.what}") from error
     if not isinstance(versions, dict) or not all(isinstance(entry, dict) for entry in versions.values()):
-        raise _damaged(where, "the versions of modules are not a dict of dicts")
+        raise damaged(where, "the versions of modules are not a dict of dicts")
     return OrderedDict(versions)
 
 
@@ -266,9 +266,9 @@ def _parse(text: str, where: str) -> dict[str, Any]:
         check_size(text)
         manifest = json.loads(text, object_pairs_hook=_unique, parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
-        raise _damaged(where, str(error) if isinstance(error, ValueError) else "nested too deeply") from error
+        raise damaged(where, str(error) if isinstance(error, ValueError) else "nested too deeply") from error
     if type(manifest) is not dict or type(manifest.get("format")) is not int:
-        raise _damaged(where, "no format version")
+        raise damaged(where, "no format version")
     if manifest["format"] > FORMAT:
         raise NewerManifestError(
             "the file was written by a newer version of modelstate, and says what this one does not know",
@@ -279,14 +279,14 @@ def _parse(text: str, where: str) -> dict[str, Any]:
         )
     for key, value in manifest.items():
         if key != "format" and not isinstance(value, _FIELDS.get(key, ())):
-            raise _damaged(where, f"{quote(key)} is unknown, or not what it must be")
+            raise damaged(where, f"{quote(key)} is unknown, or not what it must be")
     return manifest
 
 
 def _names(names: list[str], known: Mapping[str, object], where: str) -> list[str]:
     for name in names:
         if type(name) is not str or name not in known:
-            raise _damaged(where, f"it speaks of a tensor {quote(str(name))}, which is not there")
+            raise damaged(where, f"it speaks of a tensor {quote(str(name))}, which is not there")
     return names
 
 
@@ -301,7 +301,8 @@ def _refuse_constant(constant: str) -> None:
     raise ValueError(f"{constant} is no JSON")
 
 
-def _damaged(where: str, found: str) -> DamagedFileError:
+def damaged(where: str, found: str) -> DamagedFileError:
+    """The error for a manifest that is not as it must be."""
     return DamagedFileError(
         "the manifest that modelstate has put into the file is damaged",
         where=where,

@@ -67,7 +67,7 @@ from modelstate.io.atomic import (
     write_errors,
 )
 from modelstate.io.files import SourceFile, forget_fingerprint
-from modelstate.spec import Contents, Described, LazyMapping, StoredTensors
+from modelstate.spec import Contents, Described, LazyMapping, StoredTensor, StoredTensors
 from modelstate.text_format import listed, quote
 from modelstate.torch_compat.values import set_version_metadata, version_metadata
 
@@ -158,13 +158,9 @@ def _read(
     if manifest.KEY not in metadata:
         return Contents(" and ".join(formats), merged, files, own_metadata, checksums)
     if not isinstance(merged, StoredTensors):
-        raise DamagedFileError(
-            "the index has a manifest of modelstate, and shards that modelstate does not write",
-            where=index_path,
-            expected="shards in safetensors",
-            found=" and ".join(formats),
-            remedy="download or copy the checkpoint again",
-        )
+        others = (name for name, value in merged.items() if not isinstance(value, StoredTensor))
+        what = quote(next(others, listed(map(quote, formats))))
+        raise manifest.damaged(index_path, f"the shards hold {what}, which is not a plain tensor of safetensors")
     state = manifest.apply(merged, metadata[manifest.KEY], index_path, "metadata", allow)
     is_sealed = SEAL in metadata and all(shard.is_sealed for shard in contents.values())
     return Contents(

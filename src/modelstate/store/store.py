@@ -548,7 +548,7 @@ class Store:
         def attempt(entry: StepEntry) -> Checkpoint:
             return entry.usable_record.open(entry.place.path)
 
-        first, second = (self._index.first_usable(step, attempt)[0] for step in (a, b))
+        first, second = (self.index.first_usable(step, attempt)[0] for step in (a, b))
         return diff_checkpoints(first, second, only=only, values=values, max_memory_bytes=max_memory_bytes)
 
     # Listing.
