@@ -1,6 +1,7 @@
 """`capture` and `restore_objects`: everything comes back bit for bit."""
 
 from collections import OrderedDict
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,9 +11,11 @@ from hypothesis import strategies as st
 from torch import nn
 
 import modelstate as ms
+from modelstate import errors
 from modelstate.objects.objects import capture, targets_of
 from modelstate.objects.parts import Part
 from modelstate.objects.restore import restore_objects
+from tests.io.test_lease import can_lease
 from tests.store.training import OPTIMIZERS, SCHEDULERS, Model, Run, kept, state_of
 
 every_optimizer = pytest.mark.parametrize("optimizer", OPTIMIZERS)
@@ -176,3 +179,32 @@ def test_nothing_at_all() -> None:
     assert len(restore_objects({}, {})) == 0
     bare = {"relu": nn.ReLU(), "nested": {"list": nn.ModuleList()}}
     assert restore_objects(bare, kept(bare)).report.coverage == 1
+
+
+@pytest.mark.parametrize("by", ["file", "store"])
+def test_in_place_says_whether_all_values_are_read_first(tmp_path: Path, by: str) -> None:
+    if not can_lease(tmp_path):
+        pytest.skip("no read leases here")
+
+    def restored(**options: Any) -> str:
+        target = nn.Linear(512, 512)
+        objects = {"model": target, "step": 0}
+        result = (
+            ms.restore(objects, tmp_path / "run.safetensors", **options)
+            if by == "file"
+            else ms.Store(tmp_path / "store").restore(objects, **options)
+        )
+        assert torch.equal(target.weight, model.weight)
+        return result.report.steps[0].how.why
+
+    model = nn.Linear(512, 512)
+    ms.save({"model": model, "step": 3}, tmp_path / "run.safetensors")
+    with ms.Store(tmp_path / "store") as store:
+        store.save(3, {"model": model, "step": 3})
+    assert (
+        restored() == restored(in_place=None) == "into the existing memory, directly, while a read lease holds the file"
+    )
+    assert restored(in_place=False) == "into the existing memory, after all reads"
+    for wrong in (True, "no", 0):
+        with pytest.raises(errors.OptionError, match="None or False"):
+            restored(in_place=wrong)

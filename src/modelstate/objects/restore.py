@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import partial
 from keyword import iskeyword
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -124,6 +124,7 @@ def restore(
     keep_options: Iterable[str] = (),
     device: torch.device | str | None = None,
     map: bool | None = None,
+    in_place: Literal[False] | None = None,
     verify: bool = False,
     progress: bool | None = None,
     max_memory_bytes: int | None = None,
@@ -144,6 +145,9 @@ def restore(
         keep_options: glob patterns of optimizers that keep their own options: all options ("optimizer"), or some
             ("optimizer.lr").
         device, map, verify, progress, max_memory_bytes: as in `modelstate.load`.
+        in_place: None reads tensors directly into the memory of the modules where the read cannot fail, as
+            `modelstate.load` does; False reads all values before the first one changes. True, which `modelstate.load`
+            also takes, is refused: another object may still fail when the modules have been overwritten.
         init_missing: initialises the parameters that the file lacks, as `modelstate.load` does. Optimizers have no
             state for them then.
 
@@ -183,6 +187,7 @@ def restore(
         keep_options=keep_options,
         device=device,
         map=map,
+        in_place=in_place,
         progress=progress,
         max_memory_bytes=max_memory_bytes,
         source_name="" if isinstance(source, str | os.PathLike) else "source",
@@ -257,10 +262,10 @@ def restore_objects(
     keep_options: Iterable[str] = (),
     device: torch.device | str | None = None,
     map: bool | None = None,
+    in_place: Literal[False] | None = None,
     verify: bool = False,
     progress: bool | None = None,
     max_memory_bytes: int | None = None,
-    prefault: bool | None = None,
     source_name: str = "",
     init_missing: bool = False,
 ) -> Restored:
@@ -276,7 +281,8 @@ def restore_objects(
         keep_options: glob patterns of optimizers that keep their own options: all options ("optimizer"), or some
             ("optimizer.lr"). With all of them, an optimizer takes the state of the parameters from another class of
             optimizer, where it fits; without, such a state is refused if the optimizer would compute otherwise.
-        device, map, verify, progress, max_memory_bytes, prefault: as in `modelstate.load`, for the modules.
+        in_place: as in `restore`.
+        device, map, verify, progress, max_memory_bytes: as in `modelstate.load`, for the modules.
         source_name: the variable that stands for the source in code that an error proposes; empty for the path of the
             checkpoint.
 
@@ -285,7 +291,15 @@ def restore_objects(
     targets = targets_of(objects)
     check_owners(targets, modules_of(targets))
     _check_parts(saved)
-    options = options_of("", (), allow_missing, allow_unexpected, None, device, None, map, None, init_missing)
+    if not (in_place is None or in_place is False):
+        raise OptionError(
+            "in_place= of a restore says whether all values are read before the first one changes",
+            expected="None or False",
+            found=repr(in_place),
+            remedy="leave it out: values whose read cannot fail are read in place; in_place=True is an option of "
+            "modelstate.load",
+        )
+    options = options_of("", (), allow_missing, allow_unexpected, None, device, None, map, in_place, init_missing)
     kept_options = patterns_of("keep_options", keep_options)
     names: list[str] = []
     for path, target in targets.items():
@@ -320,7 +334,6 @@ def restore_objects(
                 optimizers=[targets[path].obj for path in missing if targets[path].kind is Kind.OPTIMIZER],
                 progress=progress,
                 max_memory_bytes=max_memory_bytes,
-                prefault=prefault,
             )
     except PlanError as error:
         raise restoring.plan_error(error, checkpoints, source_name, init_missing) from error.__cause__

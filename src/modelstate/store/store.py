@@ -407,6 +407,7 @@ class Store:
         keep_options: Iterable[str] = (),
         device: torch.device | str | None = None,
         map: bool | None = None,
+        in_place: Literal[False] | None = None,
         verify: bool = True,
         progress: bool | None = None,
         max_memory_bytes: int | None = None,
@@ -419,8 +420,8 @@ class Store:
                 saved under its name; the result has it.
             step: the checkpoint; "latest" takes the newest one that is whole. Newer ones that are not are reported by a
                 `DamagedCheckpointWarning` and in `RestoredStep.skipped`.
-            rules, allow_missing, allow_unexpected, keep_options: as in `modelstate.restore`; names begin with the path
-                of an object.
+            rules, allow_missing, allow_unexpected, keep_options, in_place: as in `modelstate.restore`; names begin with
+                the path of an object.
             verify: compares everything with its digest before it is used.
             device, map, progress, max_memory_bytes: as in `modelstate.load`.
             init_missing: initialises the parameters that the checkpoint lacks. Optimizers have no state for them then.
@@ -455,6 +456,7 @@ class Store:
                 keep_options=kept_options,
                 device=device,
                 map=map,
+                in_place=in_place,
                 progress=progress,
                 max_memory_bytes=max_memory_bytes,
                 init_missing=init_missing,
