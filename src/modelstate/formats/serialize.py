@@ -80,7 +80,11 @@ def serialize(
         UnsavableError: Tensors or names cannot be stored; the error lists all of them.
         CodecError: A value cannot be encoded.
     """
-    is_flat = not as_tree and all(map(_is_flat, state.keys(), state.values()))
+    is_flat = not as_tree and all(
+        isinstance(value, torch.Tensor | LazyTensor)
+        or (isinstance(name, str) and is_unicode(name) and name.rpartition(".")[2] == EXTRA_STATE)
+        for name, value in state.items()
+    )
     serializer = _Serializer(where, map(str, state) if isinstance(state, Mapping) else ())
     if is_flat:
         serializer.add_flat(state)
@@ -90,11 +94,6 @@ def serialize(
         serializer.state.attached = serializer.encode(dict(attached), f"{where}: extra")
     serializer.check()
     return serializer.state
-
-
-def _is_flat(name: object, value: object) -> bool:
-    is_extra = isinstance(name, str) and is_unicode(name) and name.rpartition(".")[2] == EXTRA_STATE
-    return is_extra or isinstance(value, torch.Tensor | LazyTensor)
 
 
 def _is_tensor(value: object) -> TypeGuard[torch.Tensor | LazyTensor]:

@@ -56,10 +56,8 @@ from modelstate.io.atomic import (
     Output,
     check_target,
     existing_mode,
-    is_at,
     locked_directory,
     new_file,
-    numbered_path,
     put_durably,
     remove_all,
     sync_directory,
@@ -67,6 +65,7 @@ from modelstate.io.atomic import (
     write_errors,
 )
 from modelstate.io.files import SourceFile, forget_fingerprint
+from modelstate.io.lock import is_at
 from modelstate.spec import Contents, Described, LazyMapping, StoredTensor, StoredTensors
 from modelstate.text_format import listed, quote
 from modelstate.torch_compat.values import set_version_metadata, version_metadata
@@ -555,7 +554,7 @@ def _write_shards(
     unfinished = unfinished_file(path, mode, lock_timeout_seconds)
     with write_errors(path), unfinished as output, _removed_on_error(output, index) as shards:
         for number, group in enumerate(groups, 1):
-            shards.append(numbered_path(output, number))
+            shards.append(output.numbered_path(number))
             with new_file(shards[-1], mode) as shard:
                 written = write_tensors(shard, layout(group, lambda _: metadata), threads)
             digests |= written.digests
@@ -589,6 +588,6 @@ def _removed_on_error(output: Output, index: str) -> Iterator[list[str]]:
     try:
         yield paths
     except BaseException:
-        if not is_at(output, index):
+        if not is_at(output.descriptor, index):
             remove_all(path for path in paths if os.path.lexists(path))
         raise

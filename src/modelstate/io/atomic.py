@@ -98,6 +98,10 @@ class Output:
         """Writes `data` at the end of the farthest write."""
         self.write_at(self.nbytes, data)
 
+    def numbered_path(self, number: int) -> str:
+        """Returns the path of an additional unfinished file, which the lock of this one covers."""
+        return f"{self.path.removesuffix(SUFFIX)}.{number}{SUFFIX}"
+
 
 @contextmanager
 def atomic_file(path: str, *, overwrite: bool, lock_timeout_seconds: float = LOCK_TIMEOUT_SECONDS) -> Iterator[Output]:
@@ -128,7 +132,7 @@ def unfinished_file(
 ) -> Iterator[Output]:
     """Creates a file beside a path. While it is open, it is not taken for the leftover of a killed process.
 
-    The same holds for the files named by `numbered_path`. For `mode` see `new_file`.
+    The same holds for the files named by `Output.numbered_path`. For `mode` see `new_file`.
     """
     with ExitStack() as opened:
         with locked_directory(os.path.dirname(path), lock_timeout_seconds):
@@ -255,19 +259,6 @@ def _link_again(path: str, other: str) -> str | None:
         remove_all([other])
         raise
     return other
-
-
-def is_at(output: Output, path: str) -> bool:
-    """Whether the file at the path is this one."""
-    try:
-        return os.path.samestat(os.fstat(output.descriptor), os.lstat(path))
-    except OSError:
-        return False
-
-
-def numbered_path(unfinished: Output, number: int) -> str:
-    """The path of an additional unfinished file, which the lock of the first one covers."""
-    return f"{unfinished.path.removesuffix(SUFFIX)}.{number}{SUFFIX}"
 
 
 def existing_mode(*paths: str) -> int | None:

@@ -693,7 +693,12 @@ def stream(
             buffer, wait = own[0], waits[0]
             if wait is not None:
                 wait()
-            for batch in coalesce(_requests(buffer, block, wanted), batch_bytes=block.nbytes, gap_bytes=GAP_BYTES):
+            requests = []
+            for part in block.parts:
+                source = wanted[part.which].source
+                extent = ByteRange(source.path, source.start + part.first, part.nbytes)
+                requests.append(Request(extent, buffer.data_ptr() + part.at))
+            for batch in coalesce(requests, batch_bytes=block.nbytes, gap_bytes=GAP_BYTES):
                 read(files[batch.path], batch)
             waits[0] = consume(block, buffer)
             own.append(own.pop(0))
@@ -752,10 +757,3 @@ def _block_buffer(nbytes: int, pinned: bool) -> torch.Tensor:
     if pinned:
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
     return spare_tensors([(torch.Size([nbytes]), None, torch.uint8)])[0]
-
-
-def _requests(buffer: torch.Tensor, block: Block, wanted: Sequence[Wanted]) -> Iterator[Request]:
-    for part in block.parts:
-        source = wanted[part.which].source
-        start = source.start + part.first
-        yield Request(ByteRange(source.path, start, part.nbytes), buffer.data_ptr() + part.at)

@@ -68,14 +68,9 @@ def cached_share(descriptor: int, start: int, nbytes: int) -> float | None:
     if _syscall is None:
         return None
     if _syscall(_CACHESTAT, descriptor, ctypes.byref(request), ctypes.byref(pages), 0):
-        return _share_by_map(descriptor, first * page, start + nbytes)
+        resident = resident_pages(descriptor, first * page, start + nbytes)  # of kernels without `cachestat`
+        return None if resident is None else resident.count(1) / len(resident)
     return float(min(pages.cached / max(end - first, 1), 1.0))
-
-
-def _share_by_map(descriptor: int, first: int, end: int) -> float | None:
-    """The cached share by `mincore`, for kernels without `cachestat`."""
-    pages = resident_pages(descriptor, first, end)
-    return None if pages is None else pages.count(1) / len(pages)
 
 
 def resident_pages(descriptor: int, first: int, end: int) -> bytes | None:

@@ -111,7 +111,7 @@ class WriterLock:
         if not self.held:
             raise self._locked("this object does not have it, or it is the copy in a forked process")
         self.check_directory()
-        if not _is_at(self._file, self._path):
+        if not is_at(self._file, self._path):
             raise self._locked(f"{LOCK_FILE} has been removed or replaced")
 
     def check_directory(self) -> None:
@@ -154,7 +154,7 @@ class WriterLock:
                     raise self._locked(_holder(descriptor)) from None
                 except OSError as error:
                     raise (self._no_locks if error.errno in _NO_LOCKS else self._no_access)(error) from error
-                if _is_at(descriptor, self._path):
+                if is_at(descriptor, self._path):
                     holder = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.time()}
                     with suppress(OSError):  # a full disk: only the text of an error depends on it
                         os.ftruncate(descriptor, 0)
@@ -223,7 +223,7 @@ def _moved(directory: str, found: str) -> StoreMovedError:
     )
 
 
-def _is_at(descriptor: int, path: str) -> bool:
+def is_at(descriptor: int, path: str) -> bool:
     """Whether the open file is the one at the path."""
     try:
         return os.path.samestat(os.fstat(descriptor), os.lstat(path))

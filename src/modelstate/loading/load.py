@@ -322,7 +322,6 @@ def load_then(
     verify: bool = False,
     progress: bool | None = None,
     max_memory_bytes: int | None = None,
-    prefault: bool | None = None,
 ) -> LoadReport:
     """Loads into the root of a transaction that the caller has entered, together with other changes of the caller.
 
@@ -334,7 +333,7 @@ def load_then(
     check_budget_option(max_memory_bytes)
     agreement = agreement_of(transaction.root)
     load_options = _LoadOptions(
-        tuple(optimizers), verify, progress, max_memory_bytes, prefault, agreement, time.perf_counter()
+        tuple(optimizers), verify, progress, max_memory_bytes, None, agreement, time.perf_counter()
     )
     with exclusive(transaction.root), gc_paused():
         return _execute(transaction, checkpoint, options, load_options, then=then)

@@ -183,7 +183,11 @@ def _user_generator(name: str, given: object) -> _Generator:
     elif isinstance(given, np.random.RandomState):
         generator = _numpy_legacy(given)
     elif isinstance(given, np.random.Generator | np.random.BitGenerator):
-        generator = _numpy_bits(given.bit_generator if isinstance(given, np.random.Generator) else given)
+        bits = given.bit_generator if isinstance(given, np.random.Generator) else given
+        get = partial(getattr, bits, "state")
+        generator = _Generator(
+            get, partial(setattr, bits, "state"), partial(_check_numpy, "$numpy.random.Generator", get)
+        )
     elif isinstance(given, random.Random):
         generator = _Generator(given.getstate, given.setstate, _check_python)
     else:
@@ -212,13 +216,6 @@ def _numpy_legacy(owner: Any) -> _Generator:
     """Returns the interface to a `RandomState`, or to `numpy.random` itself, which has the same methods."""
     get = partial(owner.get_state, legacy=False)
     return _Generator(get, owner.set_state, partial(_check_numpy, "$numpy.random.RandomState", get))
-
-
-def _numpy_bits(bits: np.random.BitGenerator) -> _Generator:
-    def get() -> object:
-        return bits.state
-
-    return _Generator(get, partial(setattr, bits, "state"), partial(_check_numpy, "$numpy.random.Generator", get))
 
 
 def _check_numpy(tag: str, get: Callable[[], Any], state: Mapping[str, Any]) -> None:
