@@ -170,6 +170,11 @@ def test_the_buffer_is_used_again_and_stated(tmp_path: Path, monkeypatch: pytest
     small = store.save(9, {"model": nn.Linear(2, 2)}, background=True)
     assert small is not None
     assert small.result().staging_bytes == size  # what is kept
+    store.close()
+    after = store.save(10, {"model": nn.Linear(2, 2)}, background=True)
+    assert after is not None
+    assert after.result().staging_bytes < 1000
+    store.close()
 
 
 @pytest.mark.parametrize("wait", [True, False])

@@ -61,7 +61,7 @@ class SavedStep:
     bytes_linked: int
     """Bytes of files that are links to those of the checkpoint before; they take no more space."""
     staging_bytes: int
-    """Memory that the state was copied to, which the store keeps for the next save; 0 for a save that blocked."""
+    """Memory that the state was copied to, which the store keeps until `close`; 0 for a save that blocked."""
     blocked_seconds: float
     """From the call of `Store.save` to its return."""
     seconds: float

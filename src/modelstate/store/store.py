@@ -739,7 +739,7 @@ class Store:
             raise
 
     def close(self) -> None:
-        """Waits for the save in the background, and unlocks the store for other processes.
+        """Waits for the save in the background, unlocks the store for other processes, and frees the staging memory.
 
         Raises the error of the save in the background. A store that is closed can be used again.
 
@@ -751,6 +751,7 @@ class Store:
         finally:
             self._lock.release()
             self._in_use = None
+            self._staging = Staging()
 
     def __enter__(self) -> Self:
         return self
