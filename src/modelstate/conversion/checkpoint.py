@@ -77,10 +77,20 @@ def convert_checkpoint(
             as much room on the disk again.
         max_memory_bytes: the most memory that tensors may take at once. If it is small, fewer threads work.
 
-    Returns a report of what was written.
-    Raises what `modelstate.open` and `modelstate.save` raise; `RuleError` for rules that cannot be applied;
-    `SchemaError`; `CodecError` for a value that cannot be decoded here; `ReadFailedError`; and `MemoryBudgetError` if
-    a single tensor takes more. On any error the path is as before.
+    Returns:
+        A report of what was written.
+
+    Raises:
+        OptionError: An argument cannot be used.
+        OpenError: The source cannot be opened as a checkpoint; a subclass says why.
+        RuleError: The rules cannot be applied.
+        SchemaError: The version of the checkpoint is unknown.
+        CodecError: A value cannot be decoded here.
+        ReadFailedError: An I/O error while tensors were read.
+        MemoryBudgetError: A single tensor takes more than `max_memory_bytes`.
+        SaveError: The result cannot be saved; a subclass says why.
+
+    On any error the path is as before.
 
     Example:
         >>> ms.convert_checkpoint("model.pt", "model.safetensors", dtype="bf16")

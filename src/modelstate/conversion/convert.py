@@ -56,11 +56,17 @@ def convert(
         max_memory_bytes: the most memory to use on top of the module's own. Casts on the CPU free the old tensors one
             by one as they go; for a device or a function, all new tensors are made beside the old ones.
 
-    Returns a report with a step for each tensor.
-    Raises `OptionError`; `TransformError` if the function raises or returns something unusable; `SwapError` if an
-    autograd graph that waits for backward, a reducer of distributed training or a view would keep the old value of a
-    tensor (the error says which, and where); `PlacementError` for tensors on meta; `MemoryBudgetError`; and
-    `ModelCodeError` if an `_apply` of the model's own raises.
+    Returns:
+        A report with a step for each tensor.
+
+    Raises:
+        OptionError: An argument cannot be used.
+        TransformError: The function raised, or returned something that cannot be used.
+        SwapError: An autograd graph that waits for backward, a reducer of distributed training or a view would keep the
+            old value of a tensor; the error says which, and where.
+        PlacementError: A tensor is on meta, or torch cannot convert it.
+        MemoryBudgetError: The conversion takes more than `max_memory_bytes`.
+        ModelCodeError: An `_apply` of the model's own raised.
 
     Example:
         >>> report = modelstate.convert(model, torch.bfloat16, optimizers=[optimizer])

@@ -104,7 +104,11 @@ def faulty_reads(
         before: called with the `Request` before it is made, in the thread that makes it: to change the file at that
             moment, to wait, or to raise.
 
-    Raises `OptionError` for invalid arguments.
+    Yields:
+        The calls that have been made, as `Faults.requests`.
+
+    Raises:
+        OptionError: An argument cannot be used.
 
     Example:
         >>> with modelstate.testing.faulty_reads(at=3, error=OSError(errno.EIO, "bad sector")) as faults:
@@ -137,7 +141,11 @@ def faulty_writes(
         before: called with the `Request` before the call is made, in the thread that makes it: to look at the
             directory at that moment, to kill the process, to wait, or to raise.
 
-    Raises `OptionError` for invalid arguments.
+    Yields:
+        The calls that have been made, as `Faults.requests`.
+
+    Raises:
+        OptionError: An argument cannot be used.
 
     Example:
         >>> with modelstate.testing.faulty_writes(at=5, error=OSError(errno.ENOSPC, "disk full")):
