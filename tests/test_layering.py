@@ -73,6 +73,7 @@ def test_every_folder_is_a_room() -> None:
     assert {dotted(path)[1] for path in FILES} <= set(LEVEL)
 
 
+@pytest.mark.slow
 def test_imports_follow_the_order() -> None:
     wrong = []
     for path in FILES:

@@ -112,6 +112,7 @@ def test_files_of_any_size(path: str, nbytes: int, tmp_path: Path) -> None:
     assert read([ByteRange(str(other), nbytes - 1, 1)]) == content[-1:]
 
 
+@pytest.mark.slow
 def test_many_small_ranges(path: str) -> None:
     sources = [ByteRange(path, 7 + 1501 * i, 1 + i % 90) for i in range(800)]
     assert read(sources) == truth(sources)

@@ -250,6 +250,7 @@ def waits_for_the_lease(name: str, process: subprocess.Popen[bytes]) -> None:
         process.wait(0.15)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", WRITERS)
 @pytest.mark.parametrize("form", FORMATS)
 def test_another_process_writes_to_the_file_at_each_block(form: str, name: str, folder: Path) -> None:

@@ -70,6 +70,7 @@ def rng(own: Own) -> ms.RNG:
     return ms.RNG(own)
 
 
+@pytest.mark.slow
 @settings(max_examples=30, deadline=None)
 @given(before=draws, between=draws, seed=st.integers(0, 2**32 - 1))
 def test_the_next_numbers_are_the_same(before: list[str], between: list[str], seed: int) -> None:

@@ -134,6 +134,7 @@ def read(source: Source, file: File) -> torch.Tensor:
     return values
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gap_bytes", [0, 8, spec.GAP_BYTES])
 @given(data=st.data())
 @settings(suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])

@@ -71,6 +71,7 @@ def check(build: Build, x: torch.Tensor, renamed: str, shown: str) -> None:
             ms.Live(program, names=ms.serve.NameMap.of(module)).swap(typo)
 
 
+@pytest.mark.slow
 def test_the_fusion_layer_of_torchtune(torchtune: ModuleType) -> None:
     build = lambda: Fused(torchtune, tokens=False).eval()  # noqa: E731
     check(build, X, "layers.1.linear1.weight", "layers.1.layer.linear1.weight")

@@ -213,6 +213,7 @@ def test_a_timeout_that_is_no_time(tmp_path: Path, gate: Gate) -> None:
     assert pending.result().step == 1
 
 
+@pytest.mark.slow
 def test_threads_that_save_at_once_take_turns(tmp_path: Path) -> None:
     store, training = ms.Store(tmp_path, keep=3), Training().train()
     failed: list[BaseException] = []

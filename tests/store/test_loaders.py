@@ -56,6 +56,7 @@ def test_the_warning_comes_before_the_first_batch(tmp_path: Path) -> None:
                 iter(loader)
 
 
+@pytest.mark.slow
 def test_what_the_warning_proposes_is_no_warning(tmp_path: Path) -> None:
     assert epochs(tmp_path / "none", DataLoader(DATA, num_workers=1, multiprocessing_context="fork")) == []  # type: ignore[arg-type]
     loader = persistent(StatefulDataLoader)
@@ -99,6 +100,7 @@ def test_a_loader_among_the_objects_that_is_left_and_begun_anew_is_a_warning(tmp
     assert epochs(tmp_path / "outside", StatefulDataLoader(DATA, batch_size=2), batches=2) == []  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_loader_that_is_left_is_a_warning_before_it_begins_anew(tmp_path: Path, workers: int) -> None:
     """A process that is killed after the first checkpoint has had the warning."""

@@ -127,6 +127,7 @@ def test_rules_together_keep_what_each_of_them_keeps(
         assert kept(history, ms.Keep(best=one.best, metric=one.metric, mode=one.mode)) <= together
 
 
+@pytest.mark.slow
 @given(histories(), st.integers(1, 10))
 def test_a_number_is_that_of_the_last(history: list[ms.store.CheckpointInfo], count: int) -> None:
     assert kept(history, count) == kept(history, ms.Keep(last=count))

@@ -62,6 +62,7 @@ plain = st.recursive(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=30, deadline=None)
 @given(plain, st.dictionaries(st.text(min_size=1, max_size=3), plain, max_size=3))
 def test_values_come_back_as_they_were(tmp_path_factory: Any, value: Any, values: dict[str, Any]) -> None:

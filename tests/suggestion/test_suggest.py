@@ -243,6 +243,7 @@ def loads_right(
             assert torch.equal(applied[name], wanted[name]), name
 
 
+@pytest.mark.slow
 @settings(max_examples=30)
 @given(renamed(distinct=True))
 def test_distinct_shapes_are_enough(given_names: tuple[dict[str, tuple[int, ...]], dict[str, str]]) -> None:
