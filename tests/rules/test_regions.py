@@ -19,7 +19,7 @@ from modelstate.rules import expression
 from modelstate.rules.expression import Derived, Source, read_bytes, region, values_of
 from modelstate.rules.rule import Entry
 from modelstate.rules.schema import apply_rules
-from modelstate.spec import Assemble, ByteRange, Combined, Stored, StoredComposite, StoredTensor
+from modelstate.spec import Assemble, Blocks, ByteRange, Combined, Stored, StoredComposite, StoredTensor
 
 
 @dataclass
@@ -57,6 +57,10 @@ def negated(tensor: torch.Tensor) -> torch.Tensor:
     return -tensor
 
 
+def average_of_two(out: torch.Tensor, blocks: Sequence[torch.Tensor], _: int) -> None:
+    out.copy_((blocks[0] + blocks[1]) / 2)
+
+
 SIZES = st.integers(0, 4)
 SHAPES = st.lists(SIZES, max_size=3).map(tuple)
 
@@ -87,7 +91,8 @@ def leaves(draw: st.DrawFn, file: File, shape: tuple[int, ...]) -> tuple[Source,
     if kind in ("average", "product"):
         parts = (file.store(values), file.store(values * 3))
         is_average = kind == "average"
-        combined = Combined(kind, values.dtype, shape, parts, lambda t: (t[0] + t[1]) / 2, elementwise=is_average)
+        build = Blocks(lambda *_: average_of_two) if is_average else lambda tensors: (tensors[0] + tensors[1]) / 2
+        combined = Combined(kind, values.dtype, shape, parts, build)
         return expression.to_be_computed(combined, {}), values * 2
     return file.store(values), values
 

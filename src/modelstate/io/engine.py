@@ -420,6 +420,29 @@ def read_ranges(
             filler.close()
 
 
+@contextmanager
+def block_reads(
+    paths: Iterable[str], *, fingerprints: Mapping[str, FileFingerprint], held: Mapping[str, RangeFile] | None = None
+) -> Iterator[Callable[[Iterable[Request]], None]]:
+    """Opens files for threads that read many small ranges: yields a function that executes requests in its caller.
+
+    Args:
+        paths: The files.
+        fingerprints: What each file must be when it is opened and when the block ends.
+        held: As for `read_ranges`.
+
+    Raises:
+        ReadFailedError: An I/O error, a short read, or a file that has changed.
+    """
+    with _opened(paths, fingerprints, (), held) as files:
+
+        def read(requests: Iterable[Request]) -> None:
+            for (path, start, nbytes), address in ((request.source, request.address) for request in requests):
+                read_fully(files[path], [memory_at(address, nbytes)], start, nbytes)
+
+        yield read
+
+
 def coalesce(requests: Iterable[Request], *, batch_bytes: int, gap_bytes: int) -> list[Batch]:
     """Returns the fewest read calls that execute `requests`, in the order of the file.
 

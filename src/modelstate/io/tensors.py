@@ -4,16 +4,27 @@ Values that are only displayed may be mapped. Values that code computes with are
 meanwhile is then an error, and does not end the process with SIGBUS at the first use of a map.
 """
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Protocol
+from functools import partial
+from typing import Protocol, TypeGuard
 
 import torch
 
 from modelstate.errors import ReadFailedError
-from modelstate.io.engine import Request, for_each, read_threads
-from modelstate.io.memory import empty_cpu
-from modelstate.spec import AT_ONCE_BYTES, PIECE_BYTES, ByteRange, Combined, Stored, StoredComposite, StoredTensor
+from modelstate.io.engine import Request, for_all, for_each, read_threads
+from modelstate.io.memory import aligned, empty_cpu, spare_tensors
+from modelstate.spec import (
+    AT_ONCE_BYTES,
+    Blocks,
+    ByteRange,
+    Combined,
+    Stored,
+    StoredComposite,
+    StoredTensor,
+    block_elements,
+)
 from modelstate.torch_compat.plain import has_its_memory
 
 
@@ -38,10 +49,13 @@ def read_tensor(stored: Stored, read_all: ReadAll) -> torch.Tensor:
     if isinstance(stored, StoredComposite):
         return stored.build([read_tensor(part, read_all) for part in stored.parts])
     if isinstance(stored, Combined):
+        read_whole = partial(read_tensor, read_all=read_all)
         with torch.no_grad():
-            if stored.is_read_in_pieces:
-                return _read_in_pieces(stored, read_all)
-            return stored.build([read_tensor(part, read_all) for part in stored.parts])
+            if not isinstance(stored.build, Blocks):
+                return stored.build([read_whole(part) for part in stored.parts])
+            result = empty_cpu(stored.shape, stored.dtype)
+            compute([(stored, result)], partial(read_all, threads=1), read_whole=read_whole)
+            return result
     is_strided = stored.layout is torch.strided and not stored.is_meta
     if type(stored) in (torch.Tensor, torch.nn.Parameter) and is_strided and not has_its_memory(stored):
         raise ReadFailedError(
@@ -86,33 +100,138 @@ def _read_strided(stored: StoredTensor, read_all: ReadAll) -> torch.Tensor:
     return empty.set_(memory.untyped_storage(), 0, stored.shape, runs.stride)
 
 
-def _read_in_pieces(stored: Combined, read_all: ReadAll) -> torch.Tensor:
-    """Combines the parts piece by piece on several threads, each with memory for a piece of each part.
+ReadBlock = Callable[[list[Request]], object]
+"""Executes requests in the thread of the caller."""
+Targets = Sequence[tuple[Combined, torch.Tensor]]
+"""Combined tensors, each with the contiguous memory of its result. Each is computed by `Blocks`."""
 
-    Pieces that stay in the cache of the processor are combined several times as fast as whole tensors.
+
+def compute(
+    targets: Targets,
+    read: ReadBlock,
+    *,
+    read_whole: Callable[[Stored], torch.Tensor],
+    on_done: Callable[[int], None] | None = None,
+    is_held: bool = False,
+) -> None:
+    """Computes combined tensors block by block on several threads, each with memory for one block.
+
+    Args:
+        targets: The tensors and the memory of their results.
+        read: Reads a block; threads call it at the same time.
+        read_whole: Returns a part that is not a contiguous range of a file.
+        on_done: Called with the number of bytes of each computed block, by one thread at a time.
+        is_held: Whether the files are held. Then an error does not end the computation: everything that can be read is
+            computed when the error is raised.
+
+    Raises:
+        ReadFailedError: A part cannot be read. The memory of the results is then partly overwritten.
     """
-    result = empty_cpu(stored.shape, stored.dtype)
-    flat = result.view(-1)
-    parts = [part for part in stored.parts if isinstance(part, StoredTensor)]
-    step = PIECE_BYTES // max(part.dtype.itemsize for part in parts)
+    blocks: list[tuple[int, int]] = []
+    computed = [_ComputedTensor(stored, out, read_whole) for stored, out in targets]
+    for index, tensor in enumerate(computed):
+        blocks.extend((index, first) for first in range(0, tensor.out.numel(), max(tensor.step, 1)))
+    if not blocks:
+        return
+    threads = min(read_threads(), len(blocks))
+    nbytes = max(stored.thread_bytes for stored, _ in targets)
+    # Memory that is written to must not be left half written: the buffers are there before.
+    layout = torch.Size([nbytes]), None, torch.uint8
+    buffers = [spare_tensors([layout])[0] for _ in range(threads)]
 
     @contextmanager
-    def worker() -> Iterator[Callable[[int], None]]:
-        buffers = [torch.empty(min(step, flat.numel()), dtype=part.dtype, device="cpu") for part in parts]
+    def worker() -> Iterator[Callable[[tuple[int, int]], None]]:
+        buffer = buffers.pop()
+        current = -1
+        compute_block: Callable[[int], None]
 
-        def compute(start: int) -> None:
-            pieces = [buffer[: flat.numel() - start] for buffer in buffers]
-            requests = []
-            for part, piece in zip(parts, pieces, strict=True):
-                path, first, _ = part.extent
-                source = ByteRange(path, first + start * part.dtype.itemsize, piece.nbytes)
-                requests.append(Request(source, piece.data_ptr()))
-            read_all(requests, threads=1)
-            with torch.no_grad():
-                flat[start : start + step].copy_(stored.build(pieces))
+        @torch.inference_mode(False)
+        @torch.no_grad()
+        def process(item: tuple[int, int]) -> None:
+            nonlocal current, compute_block
+            index, first = item
+            if index != current:
+                current = -1
+                compute_block = computed[index].begin(_Scratch(buffer), read)
+                current = index
+            compute_block(first)
 
-        yield compute
+        try:
+            yield process
+        finally:
+            buffers.append(buffer)  # for the caller's thread, where this one has failed
 
-    starts = range(0, flat.numel(), step)
-    for_each(starts, worker, min(read_threads(), len(starts)), with_torch=True)
-    return result
+    def report(item: tuple[int, int], _: float) -> None:
+        index, first = item
+        if on_done is not None:
+            tensor = computed[index]
+            on_done(min(tensor.step, tensor.out.numel() - first) * tensor.out.itemsize)
+
+    (for_all if is_held else for_each)(blocks, worker, threads, report, with_torch=True)
+
+
+class _Scratch:
+    """Hands out the memory of a buffer, each byte once."""
+
+    def __init__(self, buffer: torch.Tensor) -> None:
+        self._buffer, self._used = buffer, 0
+
+    def __call__(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        nbytes = math.prod(shape) * dtype.itemsize
+        start, self._used = self._used, self._used + aligned(nbytes)
+        return self._buffer[start : start + nbytes].view(dtype).view(tuple(shape))
+
+
+class _ComputedTensor:
+    """A combined tensor with the memory of its result, and the parts in memory that are not read in blocks."""
+
+    def __init__(self, stored: Combined, out: torch.Tensor, read_whole: Callable[[Stored], torch.Tensor]) -> None:
+        assert isinstance(stored.build, Blocks)
+        self.build, self.out = stored.build, out.detach().view(-1)
+        self.step = block_elements(stored.shape, self.build.unit)
+        parts = [part if _is_run(part) else _in_order(read_whole(part)) for part in stored.parts]
+        count = len(parts) - self.build.whole
+        self._whole = parts[count:]
+        self._aligned = [part if isinstance(part, StoredTensor) else part.view(-1) for part in parts[:count]]
+
+    def begin(self, scratch: _Scratch, read: ReadBlock) -> Callable[[int], None]:
+        """Reads the parts that are needed whole; returns the function that computes the block from an element on."""
+        requests: list[Request] = []
+        whole: list[torch.Tensor] = []
+        for part in self._whole:
+            if isinstance(part, StoredTensor):
+                whole.append(scratch(part.shape, part.dtype))
+                requests.append(Request(part.extent, whole[-1].data_ptr()))
+            else:
+                whole.append(part)
+        read(requests)
+        buffers: list[torch.Tensor | None] = []
+        for index, part in enumerate(self._aligned):
+            is_read = isinstance(part, StoredTensor) and (index > 0 or part.dtype != self.out.dtype)
+            buffers.append(scratch((self.step,), part.dtype) if is_read else None)
+        fill = self.build.begin(whole, scratch)
+
+        def block(first: int) -> None:
+            out = self.out[first : first + self.step]
+            values: list[torch.Tensor] = []
+            requests: list[Request] = []
+            for part, buffer in zip(self._aligned, buffers, strict=True):
+                if isinstance(part, StoredTensor):
+                    values.append(out if buffer is None else buffer[: len(out)])
+                    path, start, _ = part.extent
+                    extent = ByteRange(path, start + first * part.dtype.itemsize, len(out) * part.dtype.itemsize)
+                    requests.append(Request(extent, values[-1].data_ptr()))
+                else:
+                    values.append(part[first : first + self.step])
+            read(requests)
+            fill(out, values, first)
+
+        return block
+
+
+def _is_run(part: Stored) -> TypeGuard[StoredTensor]:
+    return isinstance(part, StoredTensor) and part.is_contiguous and part.nbytes > 0
+
+
+def _in_order(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().to("cpu").resolve_conj().resolve_neg().contiguous()

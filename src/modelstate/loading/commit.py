@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from itertools import product
 
 import torch
 
@@ -12,7 +13,7 @@ from modelstate.loading.stage import Progress, read_leased, stage, stage_one
 from modelstate.loading.staging import Staging
 from modelstate.planning.assignment import Assignment, copy_cannot_fail, leased, stage_instead
 from modelstate.planning.plan import Options
-from modelstate.spec import ByteRange, StoredTensor, overlapping
+from modelstate.spec import ByteRange, overlapping
 from modelstate.torch_compat.plain import is_plain
 from modelstate.torch_compat.private import module_load
 from modelstate.torch_compat.sharding import dtensor_like
@@ -180,7 +181,8 @@ def held_for_commit(
         yield None
         return
     # Progress may be shown in a way that fails, so it comes before the commit.
-    with held_files(_extents(waiting), staging.checkpoint.fingerprints, lambda _: advance(0)) as files:
+    extents = [extent for assignment in waiting for extent in assignment.extents]
+    with held_files(extents, staging.checkpoint.fingerprints, lambda _: advance(0)) as files:
         if not files.refusal:
             advance(sum(assignment.nbytes for assignment in waiting))
             yield files
@@ -216,10 +218,8 @@ def commit(
     waiting, errors = leased(assignments), list[Exception]()
     transaction.commit(*last, first=lambda: errors.extend(read_leased(staging, waiting, files)))
     if errors:
-        pairs = zip(waiting, _extents(waiting), strict=True)
-        failed = files.failed
-        names = [assignment.name for assignment, extent in pairs if any(_share(extent, other) for other in failed)]
-        names = names or [assignment.name for assignment in waiting]
+        damaged = [one for one in waiting if any(_share(*pair) for pair in product(one.extents, files.failed))]
+        names = [assignment.name for assignment in damaged or waiting]
         more = f" and {len(names) - 8} more" if len(names) > 8 else ""
         raise ReadFailedError(
             "bytes that had just been read could not be read again: the values of these tensors are old or damaged, "
@@ -228,10 +228,6 @@ def commit(
             found=errors[0],
             remedy="load again from a file that can be read; in_place=False keeps the old values until all is read",
         ) from errors[0]
-
-
-def _extents(waiting: Sequence[Assignment]) -> list[ByteRange]:
-    return [assignment.stored.extent for assignment in waiting if isinstance(assignment.stored, StoredTensor)]
 
 
 def _share(first: ByteRange, second: ByteRange) -> bool:

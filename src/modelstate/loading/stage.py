@@ -11,10 +11,10 @@ import torch
 from torch.autograd.graph import increment_version
 
 from modelstate.errors import ModelStateError, PlacementError
-from modelstate.io.engine import Request, read_ranges
+from modelstate.io.engine import Request, block_reads, read_ranges, read_threads
 from modelstate.io.held import HeldFiles
 from modelstate.io.memory import HeapTrim, aligned, fresh_tensors, spare_tensors
-from modelstate.io.tensors import elements
+from modelstate.io.tensors import compute, elements
 from modelstate.loading.staging import Staging
 from modelstate.loading.stream import read_streamed
 from modelstate.planning.assignment import (
@@ -48,6 +48,7 @@ def stage(staging: Staging, assignments: Iterable[Assignment], progress: Progres
     shown: list[Assignment] = []
     straight: list[Assignment] = []
     streamed: list[Assignment] = []
+    computed: list[Assignment] = []
     together: list[Assignment] = []
     alone: list[Assignment] = []
     for assignment in assignments:
@@ -61,6 +62,8 @@ def stage(staging: Staging, assignments: Iterable[Assignment], progress: Progres
                 straight.append(assignment)
             case ReadRoute.STREAMED:
                 streamed.append(assignment)
+            case ReadRoute.COMPUTED:
+                computed.append(assignment)
             case _:
                 (together if assignment.is_read_together else alone).append(assignment)
     progress(sum(assignment.nbytes for assignment in shown))
@@ -78,6 +81,8 @@ def stage(staging: Staging, assignments: Iterable[Assignment], progress: Progres
             assignment.final = final
     if streamed:
         read_streamed(staging, streamed, progress)
+    if computed:
+        _compute(staging, computed, fresh_tensors([assignment.layout for assignment in computed]), progress)
     if together:
         _read_through_scratch(staging, together, progress, partial(_finish_staged, staging))
     if alone:
@@ -104,7 +109,8 @@ def read_in_place(staging: Staging, assignments: Iterable[Assignment], progress:
         from_file,
         lambda assignment: assignment.value.dtype == assignment.param.dtype and is_plain_memory(assignment.param),
     )
-    computed, live = _split(rest, lambda assignment: isinstance(assignment.stored, Derived))
+    computed, rest = _split(rest, lambda assignment: assignment.route is ReadRoute.COMPUTED)
+    derived, live = _split(rest, lambda assignment: isinstance(assignment.stored, Derived))
     for assignment in live:  # they are copied when all is read
         stage_one(staging, assignment)
         progress(assignment.nbytes)
@@ -112,7 +118,8 @@ def read_in_place(staging: Staging, assignments: Iterable[Assignment], progress:
     # The buffer for casts is made before anything is written.
     _read_through_scratch(staging, cast, progress, _finish_in_place)
     read_streamed(staging, streamed, progress)
-    for assignment in computed:  # by torch, of tensors that are there: one at a time
+    _compute(staging, computed, [assignment.param for assignment in computed], progress)
+    for assignment in derived:  # by torch, of tensors that are there: one at a time
         with staging.held.during(assignment.buffer_bytes):
             _finish_in_place(assignment, _own_value(staging, assignment))
         progress(assignment.nbytes)
@@ -127,10 +134,13 @@ def read_leased(staging: Staging, waiting: Sequence[Assignment], files: HeldFile
 
     Returns the errors, which there should not be: everything that can be read is in place also then.
     """
-    straight, cast = _split(waiting, lambda assignment: assignment.route is ReadRoute.DIRECT)
+    straight, rest = _split(waiting, lambda assignment: assignment.route is ReadRoute.DIRECT)
+    computed, cast = _split(rest, lambda assignment: assignment.route is ReadRoute.COMPUTED)
+    params = [assignment.param for assignment in computed]
     errors: list[Exception] = []
     reads = (
         partial(read_streamed, staging, cast, lambda _: None, held=files),
+        partial(_compute, staging, computed, params, lambda _: None, held=files),
         partial(
             _read, staging, [(assignment, assignment.param) for assignment in straight], lambda _: None, held=files
         ),
@@ -147,6 +157,37 @@ def read_leased(staging: Staging, waiting: Sequence[Assignment], files: HeldFile
         assignment.final = assignment.param
     increment_version([assignment.param for assignment in straight])  # autograd has not seen the writes
     return errors
+
+
+def _compute(
+    staging: Staging,
+    computed: Sequence[Assignment],
+    finals: Sequence[torch.Tensor],
+    progress: Progress,
+    held: HeldFiles | None = None,
+) -> None:
+    """Computes combined tensors into their final memory. Raises `ReadFailedError`."""
+    targets = [
+        (assignment.combined, final)
+        for assignment, final in zip(computed, finals, strict=True)
+        if assignment.combined is not None
+    ]
+    if not targets:
+        return
+    started, checkpoint = time.perf_counter(), staging.checkpoint
+    staging.held.take(sum(assignment.staged_bytes for assignment in computed))
+    paths = {extent.path for assignment in computed for extent in assignment.extents}
+    thread_bytes = max(stored.thread_bytes for stored, _ in targets)
+    with (
+        block_reads(paths, fingerprints=checkpoint.fingerprints, held=held) as read,
+        staging.held.during(read_threads() * thread_bytes),
+    ):
+        compute(targets, read, read_whole=checkpoint.read, on_done=lambda _: progress(0), is_held=held is not None)
+    seconds, total = time.perf_counter() - started, sum(assignment.nbytes for assignment in computed)
+    for assignment, final in zip(computed, finals, strict=True):
+        assignment.final = final
+        assignment.seconds += seconds * assignment.nbytes / total
+        progress(assignment.nbytes)
 
 
 def stage_one(staging: Staging, assignment: Assignment, read: torch.Tensor | None = None) -> None:

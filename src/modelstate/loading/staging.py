@@ -78,7 +78,7 @@ def stage_unleased(checkpoint: Checkpoint, assignments: Iterable[Assignment], in
     waiting = leased(assignments)
     if not waiting:
         return
-    extents = [assignment.stored.extent for assignment in waiting if isinstance(assignment.stored, StoredTensor)]
+    extents = [extent for assignment in waiting for extent in assignment.extents]
     if sum(extent.nbytes for extent in extents) < _LEAST_LEASED_BYTES:
         reason = "they are small"
     else:

@@ -6,6 +6,7 @@ Opening an average computes nothing: each tensor is computed when it is read, ch
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -13,12 +14,11 @@ from modelstate.checkpoint.checkpoint import Checkpoint
 from modelstate.checkpoint.combine import Combination, Merged, check_values, is_plain, label, versions_of, where
 from modelstate.errors import CombineError, OptionError
 from modelstate.formats.tree import FlatTree, same_tensor
-from modelstate.io.memory import empty_cpu
-from modelstate.spec import PIECE_BYTES, Combined, Stored, StoredTensor, bytes_key
+from modelstate.spec import Allocate, Blocks, Combined, Fill, Stored, bytes_key
 from modelstate.text_format import listed
 
-_CHUNK = 1 << 15
-"""Elements that are summed at once, so that the sums stay in the processor's cache."""
+_CHUNK = 1 << 17
+"""Elements that are summed at once."""
 _COMPUTED_IN = {
     torch.float16: torch.float32,
     torch.bfloat16: torch.float32,
@@ -157,51 +157,44 @@ class Average(Combination):
         wide = _COMPUTED_IN[dtype]
         factors = [weight for _, weight in used]
         keeps_equal = self.weights is None and wide == dtype
+        chunk = min(_CHUNK, math.prod(shape))
 
-        def build(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-            return _sum(tensors, factors, tuple(tensors[0].shape) if tensors else shape, dtype, keeps_equal)
+        def begin(_: Sequence[torch.Tensor], allocate: Allocate) -> Fill:
+            return partial(_sum, weights=factors, scratch=allocate((2, chunk), wide), keeps_equal=keeps_equal)
 
-        scratch = 4 * min(_CHUNK, math.prod(shape)) * wide.itemsize + sum(_ordered_bytes(part) for part, _ in used)
         kind, parts = f"average of {len(parts)}", tuple(part for part, _ in used)
-        return Combined(kind, dtype, shape, parts, build, scratch, elementwise=True)
-
-
-def _ordered_bytes(part: Stored) -> int:
-    """Returns the bytes of a copy in the order of the elements, which a tensor in another order or place needs."""
-    if isinstance(part, torch.Tensor):
-        in_order = part.is_cpu and part.is_contiguous() and not part.is_conj() and not part.is_neg()
-    else:
-        in_order = not isinstance(part, StoredTensor) or part.is_contiguous
-    return 0 if in_order else math.prod(part.shape) * part.dtype.itemsize
+        return Combined(kind, dtype, shape, parts, Blocks(begin, scratch_bytes=2 * chunk * wide.itemsize))
 
 
 def _sum(
-    tensors: Sequence[torch.Tensor], weights: Sequence[float], shape: tuple[int, ...], dtype: torch.dtype, keep: bool
-) -> torch.Tensor:
-    """Returns the weighted sum. With `keep`, an element that is equal in all tensors is kept, without rounding."""
-    wide = _COMPUTED_IN[dtype]
-    out = (
-        empty_cpu(shape, dtype)
-        if not tensors or tensors[0].nbytes > PIECE_BYTES
-        else torch.empty(shape, dtype=dtype, device="cpu")
-    )
-    flat = [tensor.detach().to("cpu").resolve_conj().resolve_neg().reshape(-1) for tensor in tensors]
-    flat_out = out.view(-1)
-    scratch = torch.empty((2, min(_CHUNK, flat_out.numel())), dtype=wide, device="cpu")  # reused by all chunks
-    for start in range(0, flat_out.numel() if flat else 0, _CHUNK):
-        pieces = [tensor[start : start + _CHUNK] for tensor in flat]
-        total, widened = scratch[:, : pieces[0].numel()]
+    out: torch.Tensor,
+    blocks: Sequence[torch.Tensor],
+    _: int,
+    *,
+    weights: Sequence[float],
+    scratch: torch.Tensor,
+    keeps_equal: bool,
+) -> None:
+    """Computes a block of the weighted sum, chunk by chunk, so that the sums stay in the processor's cache.
+
+    With `keeps_equal`, an element that is equal in all tensors is kept, without rounding.
+    """
+    if not blocks:
+        out.zero_()
+        return
+    for start in range(0, out.numel(), _CHUNK):
+        chunk, *pieces = (tensor[start : start + _CHUNK] for tensor in (out, *blocks))
+        total, widened = scratch[:, : chunk.numel()]
         total.copy_(pieces[0]).mul_(weights[0])
         for piece, weight in zip(pieces[1:], weights[1:], strict=True):
             total.add_(widened.copy_(piece), alpha=weight)
-        if keep:
+        if keeps_equal:
             same = pieces[0] == pieces[-1]
             if same.any():
                 for piece in pieces[1:-1]:
                     same &= piece == pieces[0]
                 total = torch.where(same, pieces[0], total)
-        flat_out[start : start + _CHUNK].copy_(total)
-    return out
+        chunk.copy_(total)
 
 
 def _same(name: str, tensors: Sequence[torch.Tensor]) -> torch.Tensor:

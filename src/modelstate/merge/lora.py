@@ -21,9 +21,9 @@ from modelstate.checkpoint.combine import Combination, Merged, is_plain, label, 
 from modelstate.errors import CombineError, OpenError, OptionError, ReadFailedError, SourceNotFoundError
 from modelstate.formats.tree import FlatTree
 from modelstate.io.files import read_whole
-from modelstate.io.memory import empty_cpu
+from modelstate.io.memory import aligned
 from modelstate.planning.matching import _MATRIX, _PREFIX, adapter_names
-from modelstate.spec import Combined, Stored, bytes_key
+from modelstate.spec import Allocate, Blocks, Combined, Fill, Stored, block_elements, bytes_key
 from modelstate.text_format import listed
 
 CONFIG_NAME = "adapter_config.json"
@@ -31,11 +31,9 @@ _T = TypeVar("_T")
 _SAVED = re.compile(r"\.modules_to_save(\.[^.]+)?(?=\.)")
 _ORIGINAL = ".original_module."
 _CONV = {3: torch.nn.functional.conv1d, 4: torch.nn.functional.conv2d, 5: torch.nn.functional.conv3d}
-_CONV_COPIES = 2
-"""Copies of its result that a convolution makes: it computes in another memory layout before it returns."""
+_CONV_COPIES = 3
+"""Copies of its result that a convolution makes: it computes in another memory layout, and is brought into order."""
 _HALF = (torch.float16, torch.bfloat16)
-_CHUNK = 1 << 18
-"""Elements that are added at once: if dtypes differ, torch widens both sides before it adds them."""
 _MOST_SUGGESTED = 3
 """Problems that suggest a similar name: finding it compares a name with all names of the base, which is slow."""
 
@@ -169,43 +167,64 @@ class _Delta:
     name: str
     layout: str
     """"linear", "transposed", "embedding", "conv", or "bias", which is one tensor instead of a product."""
+    shape: tuple[int, ...]
+    """The shape of the tensor of the base."""
     factors: tuple[Stored, ...]
     """A and B, or the bias."""
     scaling: float
 
-    def compute(self, factors: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-        """Computes what is added to a weight of `dtype`, from A and B, in the dtype that peft computes with."""
-        wide = [factor.detach().cpu().to(_computed_in(dtype)) for factor in factors]
-        if self.layout == "bias":
-            return wide[0] * self.scaling
-        a, b = wide
-        if self.layout == "conv" and a.dim() == 4 and a.shape[2:] == (1, 1):
-            product = (b.squeeze(3).squeeze(2) @ a.squeeze(3).squeeze(2)).unsqueeze(2).unsqueeze(3)
-        elif self.layout == "conv":
-            product = _CONV[a.dim()](a.transpose(0, 1), b).transpose(0, 1)
-        else:
-            product = torch.mm(b, a, out=empty_cpu((b.shape[0], a.shape[1]), a.dtype))
-        return (product.T if self.layout in ("embedding", "transposed") else product).mul_(self.scaling)
+    def begin(
+        self, factors: Sequence[torch.Tensor], width: int, weight: torch.dtype, allocate: Allocate
+    ) -> Callable[[range], torch.Tensor]:
+        """Returns the function that computes some rows of what is added to a weight, from A and B.
 
-    def scratch_bytes(self, shape: Sequence[int], dtype: torch.dtype) -> int:
-        """Returns the memory for what is added to a weight like that, and for the casts on the way."""
-        itemsize, whole = _computed_in(dtype).itemsize, math.prod(shape)
-        cast = sum(math.prod(factor.shape) for factor in self.factors)
-        copies = _CONV_COPIES if self.layout == "conv" else 1
-        return itemsize * (copies * whole + cast) + 3 * 8 * min(_CHUNK, whole)
+        It computes in the dtype that peft computes with, and its result is valid until the next call.
+        """
+        dtype = _computed_in(weight)
+        wide = [factor if factor.dtype == dtype else allocate(factor.shape, dtype).copy_(factor) for factor in factors]
+        if self.layout == "conv":
+            product = self._convolution(*wide).mul_(self.scaling)
+            return lambda rows: product[rows.start : rows.stop].reshape(len(rows), -1)
+        memory = allocate((block_elements(self.shape, width),), dtype)
+        if self.layout == "bias":
+            (bias,) = wide
+            return lambda rows: torch.mul(
+                bias[rows.start : rows.stop, None], self.scaling, out=memory[: len(rows)].unsqueeze(1)
+            )
+        a, b = wide
+        transposed = self.layout in ("embedding", "transposed")
+        is_power_of_two = abs(math.frexp(self.scaling)[0]) == 0.5
+        if is_power_of_two:  # a product with it is exact, so that B can be scaled once
+            b = torch.mul(b, self.scaling, out=allocate(b.shape, dtype))
+
+        def rows_of_product(rows: range) -> torch.Tensor:
+            block = memory[: width * len(rows)]
+            if transposed:
+                product = torch.mm(b, a[:, rows.start : rows.stop], out=block.view(width, len(rows)))
+            else:
+                product = torch.mm(b[rows.start : rows.stop], a, out=block.view(len(rows), width))
+            if not is_power_of_two:
+                product.mul_(self.scaling)
+            return product.T if transposed else product
+
+        return rows_of_product
+
+    def _convolution(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        if a.dim() == 4 and a.shape[2:] == (1, 1):
+            return (b.squeeze(3).squeeze(2) @ a.squeeze(3).squeeze(2)).unsqueeze(2).unsqueeze(3)
+        return _CONV[a.dim()](a.transpose(0, 1), b).transpose(0, 1)
+
+    def scratch_bytes(self, width: int, weight: torch.dtype) -> int:
+        """Returns the memory of a thread for A and B, cast and scaled, and for what is added to a block."""
+        dtype = _computed_in(weight)
+        cast = 2 * sum(aligned(math.prod(factor.shape) * dtype.itemsize) for factor in self.factors)
+        whole = math.prod(self.shape) * _CONV_COPIES if self.layout == "conv" else block_elements(self.shape, width)
+        return cast + aligned(dtype.itemsize * whole)
 
 
 def _computed_in(dtype: torch.dtype) -> torch.dtype:
     """Returns the dtype that peft keeps an adapter in: that of its base, but float32 instead of half precision."""
     return torch.float32 if dtype in _HALF else dtype
-
-
-def _add(total: torch.Tensor, added: torch.Tensor, *, rounded: bool) -> None:
-    """Adds to a weight, chunk by chunk; with `rounded`, what is added is rounded to the weight's dtype before."""
-    rows = max(_CHUNK * len(total) // max(total.numel(), 1), 1)
-    for start in range(0, len(total), rows):
-        chunk = added[start : start + rows]
-        total[start : start + rows] += chunk.to(total.dtype) if rounded else chunk
 
 
 class _AdapterReader:
@@ -320,7 +339,7 @@ class _AdapterReader:
             if not (tensor.dtype.is_floating_point and tensor.dtype.itemsize > 1 and is_plain(tensor)):
                 self._problem(full, f"is {tensor.dtype}, to which nothing can be added")
                 return
-        self.deltas.append(_Delta(name, layout, stored, scaling))
+        self.deltas.append(_Delta(name, layout, tuple(self.base.stored(name).shape), stored, scaling))
 
     def _replacement(self, full: str, name: str) -> None:
         """Records a tensor that replaces one of the base."""
@@ -384,24 +403,52 @@ def _merged_tensors(
 
 def _merged(weight: Stored, dtype: torch.dtype, deltas: Sequence[_Delta]) -> Combined:
     """Returns a weight with everything that is added to it, to be computed when it is read."""
+    shape = tuple(weight.shape)
+    width = max(math.prod(shape[1:]), 1)
+    # A convolution is computed as a whole.
+    unit = max(math.prod(shape), 1) if any(delta.layout == "conv" for delta in deltas) else width
+    wide = _computed_in(dtype)
+    count = block_elements(shape, unit)
 
-    def build(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        merged = empty_cpu(weight.shape, dtype).copy_(tensors[0].detach())
-        start = 1
+    def begin(factors: Sequence[torch.Tensor], allocate: Allocate) -> Fill:
+        added: list[tuple[Callable[[range], torch.Tensor], bool]] = []
+        start = 0
         for delta in deltas:
-            added = delta.compute(tensors[start : start + len(delta.factors)], dtype)
-            _add(merged, added, rounded=delta.layout == "embedding")  # as peft does for an embedding
+            its_factors = factors[start : start + len(delta.factors)]
+            added.append((delta.begin(its_factors, width, dtype, allocate), delta.layout == "embedding"))
             start += len(delta.factors)
-            del added  # frees the memory before the next one is computed
-        return merged
+        sums = None if wide == dtype else allocate((count,), wide)
+
+        def fill(out: torch.Tensor, blocks: Sequence[torch.Tensor], first: int) -> None:
+            (block,) = blocks
+            if block.data_ptr() != out.data_ptr():
+                out.copy_(block)
+            rows = range(first // width, (first + out.numel()) // width)
+            total = out.view(len(rows), width)
+            for rows_of, is_rounded in added:
+                delta = rows_of(rows)
+                if sums is None:
+                    total += delta
+                elif is_rounded:  # as peft does for an embedding
+                    total += delta.to(dtype)
+                else:  # much faster than an addition of two dtypes
+                    total.copy_(sums[: out.numel()].view(len(rows), width).copy_(total).add_(delta))
+
+        return fill
 
     factors = tuple(factor for delta in deltas for factor in delta.factors)
-    scratch = max(delta.scratch_bytes(weight.shape, dtype) for delta in deltas)
-    return Combined(f"merged with {len(deltas)}", dtype, tuple(weight.shape), (weight, *factors), build, scratch)
+    scratch_bytes = sum(delta.scratch_bytes(unit, dtype) for delta in deltas)
+    if wide != dtype:
+        scratch_bytes += aligned(count * wide.itemsize) + count * dtype.itemsize  # the latter for a rounded delta
+    build = Blocks(begin, len(factors), unit, scratch_bytes)
+    return Combined(f"merged with {len(deltas)}", dtype, shape, (weight, *factors), build)
 
 
 def _cast(stored: Stored, dtype: torch.dtype) -> Combined:
-    return Combined(str(dtype), dtype, tuple(stored.shape), (stored,), lambda tensors: tensors[0].to(dtype))
+    def fill(out: torch.Tensor, blocks: Sequence[torch.Tensor], _: int) -> None:
+        out.copy_(blocks[0])
+
+    return Combined(str(dtype), dtype, tuple(stored.shape), (stored,), Blocks(lambda *_: fill))
 
 
 _MAX_BYTES = 10_000_000

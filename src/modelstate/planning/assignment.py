@@ -13,7 +13,7 @@ from modelstate.io.memory import fresh_tensors
 from modelstate.planning.sharded import ShardedSlot
 from modelstate.planning.transforms import Bound, Transform
 from modelstate.rules.expression import Derived, Source
-from modelstate.spec import StoredComposite, StoredTensor, contiguous_stride
+from modelstate.spec import ByteRange, Combined, StoredComposite, StoredTensor, contiguous_stride
 from modelstate.torch_compat.dtypes import Overflows, nonfinite
 from modelstate.torch_compat.plain import has_its_memory, is_dense, is_plain
 from modelstate.torch_compat.private import payload_of, storage_id, storage_owners
@@ -155,6 +155,8 @@ class ReadRoute(StrEnum):
     """Read into the final memory."""
     STREAMED = "streamed"
     """Cast, moved or transformed in blocks while they are read."""
+    COMPUTED = "computed"
+    """Computed in blocks from several tensors, into the final memory."""
     WHOLE = "whole"
     """Read into a buffer first."""
 
@@ -237,6 +239,8 @@ class Assignment:
             self.route = ReadRoute.MAPPED
         elif self.stored is None or isinstance(self.stored, torch.Tensor):
             self.route = ReadRoute.IN_MEMORY
+        elif self.combined is not None and self._is_computed_into_place:
+            self.route = ReadRoute.COMPUTED
         elif not self.is_run_of_bytes or self.transform is not None or self.placement.by_handler:
             self.route = ReadRoute.WHOLE
         elif self.value.dtype == self.dtype and self.on_cpu and self.remake is None:
@@ -246,6 +250,26 @@ class Assignment:
         else:
             in_rows = self.own_stride is None and (self.remake is None or self.remake_rows > 0)
             self.route = ReadRoute.STREAMED if in_rows else ReadRoute.WHOLE
+
+    @property
+    def combined(self) -> Combined | None:
+        """The tensor that can be computed in blocks from several tensors of files; None for other values."""
+        return self.stored.read_in_blocks if isinstance(self.stored, Derived) else None
+
+    @property
+    def _is_computed_into_place(self) -> bool:
+        """Whether nothing has to be done with the result of a computation."""
+        is_final = self.value.dtype == self.dtype and self.on_cpu and self.transform is None and self.remake is None
+        in_order = self.own_stride is None and (not self.placement.direct or self.param.is_contiguous())
+        return is_final and in_order and not self.placement.by_handler
+
+    @property
+    def extents(self) -> list[ByteRange]:
+        """The ranges of files that a value is read from which can be read at the commit."""
+        if isinstance(self.stored, StoredTensor):
+            return [self.stored.extent]
+        parts = () if self.combined is None else self.combined.parts
+        return [part.extent for part in parts if isinstance(part, StoredTensor)]
 
     @property
     def buffer_bytes(self) -> int:

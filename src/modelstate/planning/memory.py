@@ -4,7 +4,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from operator import attrgetter
 
-from modelstate.io.engine import ReadStrategy, uncached_threads
+from modelstate.io.engine import ReadStrategy, read_threads, uncached_threads
 from modelstate.io.memory import aligned
 from modelstate.planning.assignment import Assignment, ReadRoute
 from modelstate.planning.transforms import asked_bytes
@@ -52,14 +52,17 @@ def peak_bytes(assignments: Iterable[Assignment], strategy: ReadStrategy) -> int
     """The memory beyond the final tensors: staged values, and buffers of casts and moves."""
     needing = [assignment for assignment in assignments if not assignment.placement.mapped]
     streamed: list[Assignment] = []
+    computed: list[Assignment] = []
     whole: list[Assignment] = []
+    groups = {ReadRoute.STREAMED: streamed, ReadRoute.COMPUTED: computed}
     for assignment in needing:
-        (streamed if assignment.route is ReadRoute.STREAMED else whole).append(assignment)
+        groups.get(assignment.route, whole).append(assignment)
     staged = sum(assignment.staged_bytes for assignment in needing)
     # These reads follow each other, and each frees its memory.
     read = strategy.uncached_bytes if any(assignment.is_run_of_bytes for assignment in whole) else 0
     read += max(_scratch(whole, strategy), _alone(whole, strategy))
-    return staged + max(_streaming(streamed, strategy), read)
+    computing = max((assignment.combined.thread_bytes for assignment in computed if assignment.combined), default=0)
+    return staged + max(_streaming(streamed, strategy), read_threads() * computing, read)
 
 
 def _streaming(streamed: Sequence[Assignment], strategy: ReadStrategy) -> int:

@@ -312,10 +312,12 @@ class Preparation:
     def _in_place(self, param: torch.Tensor, device: torch.device, stored: Source | None) -> bool | None:
         """Whether a value can get into existing memory without temporary memory for all values.
 
-        None stands for bytes of a file that are read, or cast block by block, without a call of other code.
+        None stands for bytes of files that are read, cast or combined block by block, without a call of other code.
         """
         if self.options.in_place is None:
             is_run = isinstance(stored, StoredTensor) and stored.is_contiguous and stored.nbytes > 0
+            if isinstance(stored, Derived):
+                is_run = stored.dtype == param.dtype and stored.read_in_blocks is not None
             return None if is_run and device == _CPU and not param.is_meta and param.is_contiguous() else False
         if not self.options.in_place:
             return False

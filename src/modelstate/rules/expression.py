@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from modelstate.spec import (
+    Blocks,
     Box,
     Combined,
     Stored,
@@ -82,6 +83,12 @@ class Derived:
         return math.prod(self.shape) * self.dtype.itemsize
 
     @property
+    def read_in_blocks(self) -> Combined | None:
+        """The combined tensor that this is, where its values can be computed into existing memory block by block."""
+        part = self.parts[0] if isinstance(self.change, Unchanged) else None
+        return part if isinstance(part, Combined) and part.is_read_in_blocks else None
+
+    @property
     def lacks_values(self) -> bool:
         """Whether a part has no values: it is on the meta device, or its memory has been freed."""
         return any(map(lacks_values, leaves(self)))
@@ -124,7 +131,7 @@ def region(source: Source, slices: Sequence[slice]) -> Source:
         return source.region(slices) or _cropped(source, box)
     parts = [region(part, slices) for part in source.parts]
     stored = tuple(part for part in parts if not isinstance(part, Derived))
-    if not source.elementwise or not parts or len(stored) < len(parts):
+    if not source.is_elementwise or not parts or len(stored) < len(parts):
         return _cropped(source, box)
     return replace(source, shape=tuple(map(len, box)), parts=stored)
 
@@ -213,7 +220,8 @@ class Unchanged(Operation):
 
     def region(self, parts: tuple[Source, ...], box: Box) -> Source:
         part = region(parts[0], slices_of(box))
-        return Derived(part.dtype, tuple(part.shape), (part,), self, is_certain=False)
+        is_certain = not isinstance(part, Combined) or isinstance(part.build, Blocks)
+        return Derived(part.dtype, tuple(part.shape), (part,), self, is_certain)
 
 
 def to_be_computed(stored: Stored, computed: dict[Stored, Derived]) -> Source:
@@ -224,7 +232,8 @@ def to_be_computed(stored: Stored, computed: dict[Stored, Derived]) -> Source:
     if not isinstance(stored, Combined):
         return stored
     if stored not in computed:
-        computed[stored] = Derived(stored.dtype, stored.shape, (stored,), Unchanged(), is_certain=False)
+        is_certain = isinstance(stored.build, Blocks)
+        computed[stored] = Derived(stored.dtype, stored.shape, (stored,), Unchanged(), is_certain)
     return computed[stored]
 
 

@@ -1,0 +1,206 @@
+"""Merges and averages that are computed block by block, into the memory of a live module."""
+
+import errno
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+import modelstate as ms
+from modelstate import spec
+from modelstate.merge.lora import _Delta
+from modelstate.testing import Request, faulty_reads
+from tests.formats.files import same
+from tests.io.test_lease import can_lease
+
+LEASED = "into the existing memory, directly, while a read lease holds the file"
+STAGED = "into the existing memory, after all reads"
+RANK, ALPHA = 4, 6
+
+
+class Net(nn.Module):
+    """One module of each layout: more rows than a block has, and a last block that is shorter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(24, 50)
+        self.flipped = Conv1D(30, 24)
+        self.table = nn.Embedding(40, 24)
+        self.conv = nn.Conv2d(3, 5, 3)
+        self.other = nn.Linear(24, 7)
+
+
+def whole_numbers(*shape: int) -> torch.Tensor:
+    return torch.randint(-4, 5, shape).float()
+
+
+@pytest.fixture(params=[torch.float32, torch.bfloat16, torch.float64], ids=str)
+def dtype(request: pytest.FixtureRequest) -> torch.dtype:
+    found: torch.dtype = request.param
+    return found
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    if not can_lease(tmp_path):
+        pytest.skip("the file system of the temporary directory has no leases")
+    monkeypatch.setattr("modelstate.loading.staging._LEAST_LEASED_BYTES", 0)
+    monkeypatch.setattr(spec, "_BLOCK_ELEMENTS", 200)
+    torch.manual_seed(0)
+    return tmp_path
+
+
+def base_and_adapter(folder: Path, dtype: torch.dtype) -> tuple[list[Path], dict[str, torch.Tensor]]:
+    """Files of a base and an adapter, and the merged weights. Sums and products of whole numbers are exact."""
+    base = {name: whole_numbers(*value.shape).to(dtype) for name, value in Net().state_dict().items()}
+    save_file(base, folder / "base.safetensors")
+    merged, adapter = dict(base), {}
+    scaling = ALPHA / RANK
+    for name, inputs, outputs in (("linear", 24, 50), ("flipped", 24, 30), ("table", 40, 24)):
+        a, b = whole_numbers(RANK, inputs) * 2, whole_numbers(outputs, RANK)
+        kinds = ("lora_embedding_A", "lora_embedding_B") if name == "table" else ("lora_A.weight", "lora_B.weight")
+        adapter |= {f"base_model.model.{name}.{kind}": value for kind, value in zip(kinds, (a, b), strict=True)}
+        product = (b @ a) * scaling
+        added = product if name == "linear" else product.T
+        weight = f"{name}.weight"
+        if name == "table":
+            merged[weight] = base[weight] + added.to(dtype)
+        else:
+            merged[weight] = (base[weight] + added.to(torch.float64 if dtype == torch.float64 else torch.float32)).to(
+                dtype
+            )
+    a, b = whole_numbers(RANK, 3, 3, 3) * 2, whole_numbers(5, RANK, 1, 1)
+    adapter |= {"base_model.model.conv.lora_A.weight": a, "base_model.model.conv.lora_B.weight": b}
+    added = torch.einsum("or,rihw->oihw", b[:, :, 0, 0], a) * scaling
+    merged["conv.weight"] = (base["conv.weight"] + added).to(dtype)
+    (folder / "adapter").mkdir()
+    save_file(
+        {name: value.contiguous() for name, value in adapter.items()}, folder / "adapter" / "adapter_model.safetensors"
+    )
+    config = {"peft_type": "LORA", "r": RANK, "lora_alpha": ALPHA}
+    (folder / "adapter" / "adapter_config.json").write_text(json.dumps(config))
+    return [folder / "base.safetensors", folder / "adapter"], merged
+
+
+def four_models(folder: Path, dtype: torch.dtype) -> tuple[list[Path], dict[str, torch.Tensor]]:
+    """Files of four models, and their average."""
+    paths = [folder / f"{index}.safetensors" for index in range(4)]
+    states = [
+        {name: whole_numbers(*value.shape).to(dtype) * 3 for name, value in Net().state_dict().items()} for _ in paths
+    ]
+    for path, state in zip(paths, states, strict=True):
+        save_file(state, path)
+    return paths, {
+        name: torch.stack([state[name].double() for state in states]).mean(0).to(dtype) for name in states[0]
+    }
+
+
+Make = Callable[[Path, torch.dtype], tuple[list[Path], dict[str, torch.Tensor]]]
+KINDS = pytest.mark.parametrize(
+    ("make", "how"), [(base_and_adapter, ms.merge.LoRA()), (four_models, ms.merge.Average())], ids=["LoRA", "Average"]
+)
+
+
+def wrong(net: nn.Module, merged: dict[str, torch.Tensor]) -> list[str]:
+    return [name for name, value in net.state_dict().items() if not same(value, merged[name])]
+
+
+@KINDS
+@pytest.mark.parametrize("in_place", [None, True, False])
+def test_values_are_computed_into_the_memory_that_is_there(
+    make: Make, how: ms.merge.LoRA, in_place: bool | None, dtype: torch.dtype, folder: Path
+) -> None:
+    paths, merged = make(folder, dtype)
+    net = Net().to(dtype)
+    before = {name: (value.data_ptr(), value._version) for name, value in net.state_dict(keep_vars=True).items()}
+    checkpoint = ms.open(paths, combine=how)
+    plan = ms.plan(net, checkpoint, in_place=in_place)
+    report = ms.load(net, checkpoint, in_place=in_place)
+    assert wrong(net, merged) == []
+    assert [step.route for step in plan.steps] == [step.route for step in report.steps]
+    assert {step.why for step in plan.steps} == {step.why for step in report.steps}
+    for name, value in net.state_dict(keep_vars=True).items():
+        address, version = before[name]
+        assert value.data_ptr() == address
+        assert value._version > version
+    if in_place is False:
+        assert {step.why for step in report.steps} == {STAGED}
+    else:
+        assert all(step.why.startswith("into the existing memory, directly") for step in report.steps)
+        assert {step.route for step in report.steps} <= {"computed", "direct"}
+        thread_bytes = max(
+            stored.thread_bytes
+            for stored in map(checkpoint.stored, checkpoint)
+            if isinstance(stored, spec.Combined) and isinstance(stored.build, spec.Blocks)
+        )
+        assert report.peak_memory_bytes <= plan.extra_bytes <= 8 * thread_bytes
+
+
+@KINDS
+def test_on_meta_and_one_at_a_time(make: Make, how: ms.merge.LoRA, dtype: torch.dtype, folder: Path) -> None:
+    paths, merged = make(folder, dtype)
+    with ms.skeleton():
+        net = Net().to(dtype)
+    checkpoint = ms.open(paths, combine=how)
+    ms.load(net, checkpoint)
+    assert wrong(net, merged) == []
+    assert [name for name in checkpoint if not same(checkpoint.tensor(name), merged[name])] == []
+
+
+def test_tensors_in_memory_in_another_order() -> None:
+    a, b = whole_numbers(30, 50), whole_numbers(50, 30)
+    average = ms.open([{"w": a}, {"w": b.T}], combine=ms.merge.Average())
+    assert same(average.tensor("w"), (a + b.T) / 2)
+
+
+@KINDS
+def test_a_sector_that_goes_bad_within_the_commit_is_named(make: Make, how: ms.merge.LoRA, folder: Path) -> None:
+    paths, merged = make(folder, torch.float32)
+    net = Net()
+    before = net.linear.weight.detach().clone()
+    start = ms.open(paths[0])["linear.weight"].location
+    assert start is not None
+
+    def fail(request: Request) -> None:
+        inside = request.start <= start.start + 4 < request.start + request.nbytes
+        if request.call.startswith("preadv") and request.path == str(paths[0]) and inside:
+            raise OSError(errno.EIO, "bad sector")
+
+    with faulty_reads(before=fail), pytest.raises(ms.errors.ReadFailedError, match=r"linear\.weight") as caught:
+        ms.load(net, ms.open(paths, combine=how))
+    assert "table" not in str(caught.value.where)
+    assert wrong(net, merged) == ["linear.weight"]
+    assert same(net.linear.weight[:8].detach(), before[:8])  # the block that could not be read
+
+
+@KINDS
+def test_an_error_before_the_commit_changes_nothing(make: Make, how: ms.merge.LoRA, folder: Path) -> None:
+    paths, _ = make(folder, torch.float32)
+    net = Net()
+    before = {name: value.clone() for name, value in net.state_dict().items()}
+
+    def fail(request: Request) -> None:
+        if request.call == "preadv" and request.path == str(paths[0]):
+            raise OSError(errno.EIO, "bad sector")
+
+    checkpoint = ms.open(paths, combine=how)
+    with faulty_reads(before=fail), pytest.raises(ms.errors.ReadFailedError):
+        ms.load(net, checkpoint, in_place=False)
+    assert wrong(net, before) == []
+
+
+def test_the_scaling_of_a_power_of_two_gives_the_same_bits() -> None:
+    """B is scaled once there, and the product of each block otherwise."""
+    a, b = torch.randn(8, 96), torch.randn(200, 8)
+    for scaling in (0.25, -2.0, 1.0, 3.0):
+        delta = _Delta("w", "linear", (200, 96), (a, b), scaling)
+        rows = delta.begin([a, b], 96, torch.float32, lambda shape, dtype: torch.empty(tuple(shape), dtype=dtype))
+        found = rows(range(200))
+        assert same(found.clone(), torch.mm(b, a) * scaling)
+        assert math.prod(found.shape) == 200 * 96
