@@ -1,7 +1,9 @@
 """Formats sizes, counts, durations and untrusted text for messages and tables."""
 
+import re
 from collections.abc import Iterable, Sequence
 
+_NUMBER = re.compile(r"(?:(?<=\.)|^)\d+(?=\.|$)")
 _UNITS = ("kB", "MB", "GB", "TB", "PB")
 
 
@@ -54,6 +56,16 @@ def listed(items: Iterable[str], most: int = 6, between: str = ", ") -> str:
 def shorten(text: str, width: int) -> str:
     """The text, cut to `width` characters with an ellipsis."""
     return text if len(text) <= width else text[: width - 1] + "…"
+
+
+def without_numbers(name: str) -> str:
+    """The name of a tensor with # for each part that is a number."""
+    return _NUMBER.sub("#", name)
+
+
+def folded(names: Iterable[str]) -> list[str]:
+    """The distinct names with * for each part that is a number."""
+    return list(dict.fromkeys(without_numbers(name).replace("#", "*") for name in names))
 
 
 def columns(rows: Iterable[Sequence[str]], *, right: Sequence[int] = (), gap: int = 2) -> str:

@@ -150,6 +150,7 @@ class Checkpoint(Mapping[str, TensorSpec]):
                 "the checkpoint has no tensor of this name",
                 where=self.source,
                 found=name,
+                names=(str(name),),
                 remedy=f"did you mean {near[0]!r}?" if near else "iterate over the checkpoint to see its names",
             ) from None
 

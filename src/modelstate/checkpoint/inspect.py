@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import TYPE_CHECKING
@@ -21,6 +21,8 @@ from modelstate.torch_compat.values import is_tensor, is_uninitialised
 
 if TYPE_CHECKING:
     import torch
+
+    from modelstate.checkpoint.statistics import CheckpointStatistics
 
 _VALUE_WIDTH = 72
 _MAX_GROUPS = 20
@@ -126,6 +128,8 @@ class Inspection:
     """Bytes of all tensors; the bytes that tied tensors share count once."""
     left_out: tuple[str, ...]
     """The classes and functions whose objects `skip_forbidden` has left out."""
+    checkpoint: Checkpoint = field(compare=False)
+    """What was inspected."""
 
     @property
     def elements(self) -> int:
@@ -149,6 +153,33 @@ class Inspection:
     def __str__(self) -> str:
         parts = [_heading(self), _tree(self), _ties(self), _values(self), _metadata(self)]
         return "\n\n".join(part for part in parts if part)
+
+    def stats(self, *, only: Iterable[str] = (), max_memory_bytes: int | None = None) -> CheckpointStatistics:
+        """Reads the tensors, and returns the statistics of each: least and greatest value, mean, zeros, NaN, ...
+
+        The tensors are read block by block on several threads, with a few megabytes of memory.
+
+        Args:
+            only: Patterns of names; other tensors are left out.
+            max_memory_bytes: The most memory for buffers and temporary tensors.
+
+        Returns:
+            The statistics; `print` shows them, and `to_json` returns them for other programs.
+
+        Raises:
+            MissingValuesError: A tensor has no values, as one on the meta device.
+            ReadFailedError: A file cannot be read, or has changed since it was opened.
+            MemoryBudgetError: The budget is too small.
+            OptionError: No name matches `only`, or an argument is not valid.
+
+        Example:
+            >>> stats = modelstate.inspect({"w": torch.tensor([0.0, 3.0])}).stats()
+            >>> stats.tensors[0].statistics.std
+            1.5
+        """
+        from modelstate.checkpoint.statistics import statistics_of
+
+        return statistics_of(self.checkpoint, only=only, max_memory_bytes=max_memory_bytes)
 
     def to_json(self) -> str:
         """All fields as JSON, with every tensor by itself."""
@@ -215,6 +246,7 @@ def inspect(
             values=tuple(_inspected_value(checkpoint, path) for path in checkpoint.extra),
             bytes=checkpoint.nbytes,
             left_out=tuple(sorted({leaf.name for _, leaf in leaves(whole.contents.tree) if isinstance(leaf, Refused)})),
+            checkpoint=checkpoint,
         )
 
 

@@ -15,6 +15,7 @@ Invariants:
 """
 
 import math
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
@@ -344,3 +345,43 @@ def _boxes(shape: tuple[int, ...], most_elements: int) -> Iterator[Box]:
         for start in range(0, shape[dim], rows):
             slices = [slice(at, at + 1) for at in outer] + [slice(start, start + rows)]
             yield box_of(shape, slices)
+
+
+# For the code that folds.
+
+
+class _Scratch(threading.local):
+    def __init__(self) -> None:
+        self.kept: dict[tuple[str, torch.dtype], torch.Tensor] = {}
+
+
+_scratch = _Scratch()
+
+
+def scratch(slot: str, count: int, dtype: torch.dtype) -> torch.Tensor:
+    """Returns memory of this thread for some elements: new pages cost more than the arithmetic in them.
+
+    Args:
+        slot: What it is for. The memory is used again by the next call with this slot and dtype.
+        count: The number of elements.
+        dtype: Their dtype.
+    """
+    kept, key = _scratch.kept, (slot, dtype)
+    if key not in kept or len(kept[key]) < count:
+        kept[key] = torch.empty(count, dtype=dtype)
+    return kept[key][:count]
+
+
+def _is_convertible(dtype: torch.dtype) -> bool:
+    try:
+        values = torch.zeros(dtype.itemsize, dtype=torch.uint8).view(dtype)
+        values.to(torch.complex64 if dtype.is_complex else torch.float32)
+    except (RuntimeError, NotImplementedError, TypeError):
+        return False
+    return "torch.q" not in str(dtype)
+
+
+CONVERTIBLE = frozenset(
+    dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype) and _is_convertible(dtype)
+)
+"""The dtypes whose values torch can convert to float32, or to complex64."""

@@ -45,6 +45,7 @@ from modelstate.cli.common import (
 )
 from modelstate.cli.diff import diff
 from modelstate.cli.error_pages import Page, find, pages
+from modelstate.cli.get import get
 from modelstate.cli.live import app as live_app
 from modelstate.cli.store import app as store_app
 from modelstate.cli.store import is_store, verify_steps
@@ -65,6 +66,7 @@ app = typer.Typer(
 )
 
 app.command()(diff)
+app.command()(get)
 app.add_typer(store_app, name="store")
 app.add_typer(live_app, name="live")
 
@@ -138,19 +140,44 @@ def _open(path: str, allow: list[str] | None, skip_forbidden: bool) -> ms.Checkp
 def inspect(
     path: Path,
     key: Key = None,
+    stats: Annotated[
+        bool, typer.Option("--stats", help="Read the tensors: their least and greatest values, means, zeros, NaN, ...")
+    ] = False,
+    filter: Annotated[
+        list[str] | None,
+        typer.Option(metavar="PATTERN", help="With --stats: these names only, such as '*.bias'; may be repeated."),
+    ] = None,
+    depth: Annotated[
+        int | None,
+        typer.Option(metavar="N", min=0, help="With --stats: a row for each module with N parts in its name."),
+    ] = None,
+    sort: Annotated[
+        str, typer.Option(metavar="ORDER", help="With --stats: the order of the rows, file, name or size.")
+    ] = "file",
+    no_fold: Annotated[
+        bool, typer.Option("--no-fold", help="With --stats: a row for each tensor, also where layers repeat.")
+    ] = False,
     allow: Allow = None,
     skip_forbidden: Skip = False,
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Show what is in a checkpoint, without reading its tensors.
+    """Show what is in a checkpoint, without reading its tensors unless --stats is given.
 
     Exit code 1 if --skip-forbidden has left out objects and no tensor is found in the rest.
     """
     with reported(debug):
+        if not stats and (filter or depth is not None or sort != "file" or no_fold):
+            raise typer.BadParameter("--filter, --depth, --sort and --no-fold are for --stats")
+        if sort not in ("file", "name", "size"):
+            raise typer.BadParameter(f"--sort {sort}: give file, name or size")
         with user_code():
             inspection = ms.inspect(path, key=key, allow=allow or (), skip_forbidden=skip_forbidden)
-        typer.echo(inspection.to_json() if as_json else inspection)
+        if stats and inspection.tensors:
+            found = inspection.stats(only=filter or ())
+            typer.echo(found.to_json() if as_json else found.text(depth=depth, sort=sort, fold=not no_fold))
+        else:
+            typer.echo(inspection.to_json() if as_json else inspection)
         if not inspection.tensors and (names := inspection.left_out):
             typer.echo(
                 f"error: no tensor was found; objects of these classes were left out: {listed(names, 8)}", err=True

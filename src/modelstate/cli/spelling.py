@@ -32,7 +32,7 @@ def of_error(error: BaseException, debug: bool = False) -> list[str]:
     if isinstance(error, errors.AmbiguousCheckpointError) and error.candidates:
         return [_option("--key", next((key for key, _ in error.candidates if key), "KEY"))]
     if isinstance(error, errors.KeyNotFoundError):
-        return ["--key KEY, or leave it out"]
+        return [] if error.names else ["--key KEY, or leave it out"]
     if isinstance(error, errors.UnsupportedTensorError) and "skip_forbidden" in error.remedy:
         return ["--skip-forbidden, without the --allow of it"]
     if isinstance(error, errors.PlacementError):

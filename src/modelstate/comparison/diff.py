@@ -57,8 +57,7 @@ from modelstate.spec import (
     own_bytes,
 )
 from modelstate.suggestion.suggest import suggest_between
-from modelstate.suggestion.words import folded
-from modelstate.text_format import columns, count, listed, printable, seconds, shorten, size
+from modelstate.text_format import columns, count, folded, listed, printable, seconds, shorten, size
 from modelstate.torch_compat.dtypes import short
 from modelstate.torch_compat.plain import is_plain, remedies_for, same_place
 

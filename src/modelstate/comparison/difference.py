@@ -15,6 +15,7 @@ from enum import Enum
 
 import torch
 
+from modelstate.checkpoint.reduction import CONVERTIBLE, scratch
 from modelstate.torch_compat.dtypes import cast_between
 
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -69,7 +70,7 @@ def _arithmetic(a: torch.dtype, b: torch.dtype) -> _Arithmetic | None:
     kind = cast_between(a, b)
     if kind == "kind":
         return None
-    if a is torch.bool or a not in _CONVERTIBLE or b not in _CONVERTIBLE:
+    if a is torch.bool or a not in CONVERTIBLE or b not in CONVERTIBLE:
         return _Arithmetic.BITS if a == b else None
     if a.is_complex:
         return _Arithmetic.COMPLEX128 if torch.complex128 in (a, b) else _Arithmetic.COMPLEX
@@ -81,26 +82,10 @@ def _arithmetic(a: torch.dtype, b: torch.dtype) -> _Arithmetic | None:
     return _Arithmetic.FLOAT64 if largest > 2 else _Arithmetic.FLOAT32
 
 
-def _is_convertible(dtype: torch.dtype) -> bool:
-    """Whether torch can convert the values of a dtype to float32 or wider."""
-    try:
-        torch.zeros(1, dtype=torch.uint8).repeat(dtype.itemsize).view(dtype).to(
-            torch.complex64 if dtype.is_complex else torch.float32
-        )
-    except (RuntimeError, NotImplementedError, TypeError):
-        return False
-    return "torch.q" not in str(dtype)
-
-
-_CONVERTIBLE = frozenset(
-    dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype) and _is_convertible(dtype)
-)
-
-
 def _ulp_dtype(a: torch.dtype, b: torch.dtype) -> torch.dtype | None:
     """The dtype whose units in the last place two floats are compared in."""
     dtype = a if a.itemsize <= b.itemsize else b
-    is_known = dtype.is_floating_point and dtype in _CONVERTIBLE and dtype is not torch.float8_e8m0fnu
+    is_known = dtype.is_floating_point and dtype in CONVERTIBLE and dtype is not torch.float8_e8m0fnu
     return dtype if is_known and (a == b or a.itemsize != b.itemsize) else None
 
 
@@ -322,27 +307,8 @@ def _dot(x: torch.Tensor, y: torch.Tensor) -> float:
     return float(torch.dot(x, y))
 
 
-class _Scratch(threading.local):
-    """Memory that a thread uses for one chunk after the other."""
-
-    def __init__(self) -> None:
-        self.kept: dict[tuple[str, torch.dtype], torch.Tensor] = {}
-
-
-_scratch = _Scratch()
-
-
-def _buffer(slot: str, count: int, dtype: torch.dtype) -> torch.Tensor:
-    """Memory of this thread for some elements: new pages cost more than the arithmetic in them."""
-    kept = _scratch.kept
-    key = (slot, dtype)
-    if key not in kept or len(kept[key]) < count:
-        kept[key] = torch.empty(count, dtype=dtype)
-    return kept[key][:count]
-
-
 def _subtracted(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    return torch.sub(x, y, out=_buffer("difference", len(x), x.dtype))
+    return torch.sub(x, y, out=scratch("difference", len(x), x.dtype))
 
 
 def _exact_difference(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -374,8 +340,8 @@ def _distances(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     first, second = (side.view(_RAW[itemsize]) for side in (a, b))
     if itemsize < 4:
         first, second = first.to(torch.int32), second.to(torch.int32)
-    distances = torch.sub(first, second, out=_buffer("distances", len(first), first.dtype)).abs_()
-    signs = torch.bitwise_xor(first, second, out=_buffer("signs", len(first), first.dtype))
+    distances = torch.sub(first, second, out=scratch("distances", len(first), first.dtype)).abs_()
+    signs = torch.bitwise_xor(first, second, out=scratch("signs", len(first), first.dtype))
     if int(torch.amin(signs)) < 0:
         crossing = (signs < 0).nonzero().view(-1)
         x, y = _ordered(first[crossing], itemsize), _ordered(second[crossing], itemsize)
@@ -394,9 +360,9 @@ def _ulp_histogram(a: torch.Tensor, b: torch.Tensor) -> list[int]:
         distances = distances[distances >= 0]
     if highest >> digits:
         # Without the bits that follow a set bit, the conversion does not round up to the next power of two.
-        halved = torch.bitwise_right_shift(distances, 1, out=_buffer("signs", len(distances), distances.dtype))
+        halved = torch.bitwise_right_shift(distances, 1, out=scratch("signs", len(distances), distances.dtype))
         distances = distances.bitwise_and_(halved.bitwise_not_())
-    floats = _buffer("distances as floats", len(distances), torch.float32 if width == 32 else torch.float64)
+    floats = scratch("distances as floats", len(distances), torch.float32 if width == 32 else torch.float64)
     exponents = floats.copy_(distances).view(distances.dtype)
     exponents >>= digits - 1
     bias = 127 if width == 32 else 1023

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from modelstate.planning.matching import prefixes, without_wrappers
 from modelstate.suggestion.pairing import Orientation, Pairing, Unit, buckets, match, order_is_clear, orientation, units
 from modelstate.suggestion.skeletons import Leaf, Level, Skeleton, by_convention, in_context
-from modelstate.suggestion.words import INTERLEAVED, PARTS, contradict, folded, of_path, shared
+from modelstate.suggestion.words import INTERLEAVED, PARTS, contradict, of_path, shared
+from modelstate.text_format import folded
 from modelstate.transaction.slots import Slots
 
 _MARGIN = 0.25

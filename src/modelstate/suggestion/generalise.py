@@ -14,7 +14,7 @@ from functools import lru_cache
 from modelstate.rules.names import Prefix, Rename
 from modelstate.rules.rule import Rule, template
 from modelstate.rules.schema import renamed_by
-from modelstate.suggestion.words import folded, without_numbers
+from modelstate.text_format import folded, without_numbers
 
 Names = tuple[str, ...]
 _MOST_LOOKS = 3_000_000

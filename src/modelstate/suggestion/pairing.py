@@ -13,8 +13,8 @@ from modelstate.suggestion.words import (
     role_of,
     shared,
     without_digits,
-    without_numbers,
 )
+from modelstate.text_format import without_numbers
 
 
 @dataclass(frozen=True, slots=True)

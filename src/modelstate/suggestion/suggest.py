@@ -28,8 +28,7 @@ from modelstate.spec import Stored, bytes_key
 from modelstate.suggestion.find import Ambiguous, Findings, find
 from modelstate.suggestion.generalise import covering, families, rename_rules
 from modelstate.suggestion.skeletons import Leaf, kind_of
-from modelstate.suggestion.words import folded
-from modelstate.text_format import printable
+from modelstate.text_format import folded, printable
 from modelstate.torch_compat.modules import unwrapped
 from modelstate.transaction.slots import BUFFER, HIDDEN, Slot, Slots, slots_of
 

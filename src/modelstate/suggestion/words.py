@@ -4,7 +4,7 @@ A part of a name becomes a set of concepts: "q", "attention", "norm", "first". N
 """
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 
 _PHRASES = {
@@ -91,23 +91,12 @@ INTERLEAVED = "interleaved"
 """The concept of a fused projection whose parts are interleaved by head, so that it cannot be cut into three."""
 
 _DIGIT = re.compile(r"[\d#]")
-_NUMBER = re.compile(r"(?:(?<=\.)|^)\d+(?=\.|$)")
 _SHARED, _GENERIC_SHARED, _LACKED = 1.0, 0.05, 0.3
-
-
-def without_numbers(name: str) -> str:
-    """Returns the name with # for each part that is a number."""
-    return _NUMBER.sub("#", name)
 
 
 def without_digits(name: str) -> str:
     """Returns the name with # for each number, within words too."""
     return re.sub(r"\d+", "#", name)
-
-
-def folded(names: Iterable[str]) -> list[str]:
-    """Returns the distinct names with * for each part that is a number."""
-    return list(dict.fromkeys(without_numbers(name).replace("#", "*") for name in names))
 
 
 def role_of(last: str) -> tuple[str, str]:

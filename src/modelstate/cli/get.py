@@ -1,0 +1,60 @@
+"""`modelstate get`: writes one tensor of a checkpoint to a file that NumPy reads."""
+
+from __future__ import annotations
+
+import io
+from typing import Annotated
+
+import typer
+
+import modelstate as ms
+from modelstate.cli.common import Allow, Debug, Key, Overwrite, Path, Skip, reported, user_code
+
+
+def get(
+    path: Path,
+    name: Annotated[str, typer.Argument(metavar="NAME", help="The name of the tensor.", show_default=False)],
+    target: Annotated[str, typer.Argument(metavar="OUT", help="The file to write: *.npy.", show_default=False)],
+    key: Key = None,
+    overwrite: Overwrite = False,
+    allow: Allow = None,
+    skip_forbidden: Skip = False,
+    debug: Debug = False,
+) -> None:
+    """Write one tensor to a .npy file, which numpy.load reads.
+
+    NumPy has no bfloat16 and no 8-bit floats: these are written as float32, which has all their values.
+    """
+    with reported(debug):
+        if not target.endswith(".npy"):
+            raise typer.BadParameter(f"{target}: give a path that ends with .npy")
+        import numpy as np
+        import torch
+
+        from modelstate.io.atomic import atomic_file
+        from modelstate.io.files import local_path
+        from modelstate.torch_compat.dtypes import short
+
+        with user_code(), ms.open(path, key=key, allow=allow or (), skip_forbidden=skip_forbidden) as checkpoint:
+            tensor = checkpoint.tensor(name, map=False).detach()
+        if tensor.layout is not torch.strided or type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+            raise ms.errors.UnsupportedTensorError(
+                "NumPy has no array for a tensor of this kind",
+                where=f"{path}: {name}",
+                expected="a plain tensor",
+                found=checkpoint[name].kind,
+                remedy="read it in Python: modelstate.open(path).tensor(name)",
+            )
+        dtype = tensor.dtype
+        if dtype.is_floating_point and dtype not in (torch.float16, torch.float32, torch.float64):
+            tensor = tensor.float()
+        elif dtype is torch.complex32:
+            tensor = tensor.to(torch.complex64)
+        array = np.ascontiguousarray(tensor.numpy()).reshape(tensor.shape)
+        header = io.BytesIO()
+        np.lib.format.write_array_header_1_0(header, np.lib.format.header_data_from_array_1_0(array))
+        with atomic_file(local_path(target), overwrite=overwrite) as output:
+            output.append(header.getvalue())
+            output.append(array.tobytes())
+        cast = f", written as {short(tensor.dtype)}" if tensor.dtype != dtype else ""
+        typer.echo(f"{target}: {list(tensor.shape)} {short(dtype)}{cast}")

@@ -1,0 +1,177 @@
+"""Statistics of tensors and modules against NumPy."""
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+from torch import nn
+
+import modelstate as ms
+from modelstate.checkpoint.statistics import Statistics, _Accumulator, merged
+from modelstate.errors import MissingValuesError, OptionError, ReadFailedError
+
+DTYPES = (
+    *(torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.float8_e4m3fn),
+    *(torch.int8, torch.uint8, torch.int32, torch.int64, torch.uint16, torch.uint32, torch.bool),
+)
+
+
+def added(values: torch.Tensor, chunk: int = 5) -> Statistics:
+    accumulator = _Accumulator(values.dtype)
+    for first in range(0, len(values), chunk):
+        accumulator.add(values[first : first + chunk])
+    return accumulator.result()
+
+
+def cast(values: list[float], dtype: torch.dtype) -> torch.Tensor:
+    if dtype.is_floating_point or dtype is torch.bool:
+        return torch.tensor(values, dtype=torch.float64).to(dtype)
+    info = torch.iinfo(dtype)
+    finite = [value if math.isfinite(value) else 0 for value in values]
+    return torch.tensor([int(min(max(value, info.min), info.max)) for value in finite], dtype=dtype)
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.lists(st.floats(width=32) | st.integers(-3, 3).map(float), min_size=1, max_size=30), st.sampled_from(DTYPES))
+def test_statistics_are_those_of_numpy(values: list[float], dtype: torch.dtype) -> None:
+    tensor = cast(values, dtype)
+    found = added(tensor)
+    wide = tensor.to(torch.float64).numpy()
+    finite = wide[np.isfinite(wide)]
+    assert (found.elements, found.finite) == (len(values), len(finite))
+    assert (found.nan, found.infinite) == (int(np.isnan(wide).sum()), int(np.isinf(wide).sum()))
+    assert found.zeros == (wide == 0).mean()
+    if not len(finite):
+        assert (found.min, found.max, found.mean, found.std) == (None, None, None, None)
+        return
+    assert (found.min, found.max) == (finite.min(), finite.max())
+    size = float(np.abs(finite).max())
+    assert found.mean == pytest.approx(math.fsum(finite / len(finite)), rel=1e-5, abs=1e-6 * size)
+    scaled = finite / (size or 1.0)
+    assert found.std == pytest.approx(float(scaled.std()) * (size or 1.0), rel=1e-4, abs=1e-6 * size)
+
+
+def test_a_small_deviation_beside_a_large_mean() -> None:
+    tensor = 1000 + 0.001 * torch.arange(4000, dtype=torch.float64).sin()
+    found = added(tensor.float(), chunk=333)
+    assert found.std == pytest.approx(float(tensor.float().double().std(unbiased=False)), rel=1e-3)
+
+
+def test_wide_integers_have_exact_limits() -> None:
+    found = added(torch.tensor([2**62 + 1, -(2**62) - 1, 0]))
+    assert (found.min, found.max) == (-(2**62) - 1, 2**62 + 1)
+    found = added(torch.tensor([2**64 - 1, 1], dtype=torch.uint64))
+    assert (found.min, found.max) == (1, 2**64 - 1)
+
+
+def test_complex_numbers_have_no_order() -> None:
+    found = added(torch.tensor([1j, 0, complex(math.nan, 1)]))
+    assert (found.min, found.mean, found.std) == (None, None, None)
+    assert (found.nan, found.zeros, found.finite) == (1, 1 / 3, 2)
+
+
+@settings(deadline=None)
+@given(st.lists(st.lists(st.floats(-100, 100, width=32), max_size=9), min_size=1, max_size=5))
+def test_merged_statistics_are_those_of_all_elements(parts: list[list[float]]) -> None:
+    tensors = [torch.tensor(part, dtype=torch.float64) for part in parts]
+    found, whole = merged(map(added, tensors)), added(torch.cat(tensors))
+    assert (found.elements, found.min, found.max) == (whole.elements, whole.min, whole.max)
+    if whole.mean is not None:
+        assert found.mean == pytest.approx(whole.mean, abs=1e-9)
+        assert found.std == pytest.approx(whole.std, abs=1e-6)
+        assert found.zeros == pytest.approx(whole.zeros)
+
+
+@pytest.fixture
+def state() -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    shared = torch.randn(10, 4)
+    layers = {f"layer.{i}.{kind}": torch.randn(4, 4) for i in range(3) for kind in ("q", "k")}
+    return {"embed": shared, **layers, "head": shared, "count": torch.tensor([3, 4]), "half": torch.ones(3).half()}
+
+
+def test_modules(state: dict[str, torch.Tensor]) -> None:
+    stats = ms.inspect(state).stats()
+    layer = stats.module("layer.1")
+    values = torch.cat([state["layer.1.q"], state["layer.1.k"]])
+    assert layer.tensors == 2
+    assert layer.bytes == values.nbytes
+    assert layer.statistics.mean == pytest.approx(float(values.mean()), abs=1e-6)
+    assert layer.statistics.std == pytest.approx(float(values.std(unbiased=False)), rel=1e-5)
+    whole = stats.module()
+    assert whole.dtypes == {torch.float32: 8, torch.int64: 1, torch.float16: 1}
+    assert whole.statistics.elements == 40 + 6 * 16 + 2 + 3  # a tied tensor counts once
+    assert [module.name for module in stats.modules(1)] == ["embed", "layer", "head", "count", "half"]
+    with pytest.raises(OptionError, match="no tensor is below this path"):
+        stats.module("blocks")
+
+
+def test_text(state: dict[str, torch.Tensor]) -> None:
+    stats = ms.inspect(state).stats()
+    lines = str(stats).splitlines()
+    assert lines[0].startswith("mapping: 10 tensors, ")
+    assert lines[1] == "dtypes: float32 (8), int64 (1), float16 (1)"
+    assert any(line.startswith("layer.*.q (3 ×)") for line in lines)
+    by_size = stats.text(sort="size", fold=False).splitlines()
+    assert by_size[4].startswith("embed")
+    assert sum(line.startswith("layer.") for line in by_size) == 6
+    assert any(line.startswith("layer ") for line in stats.text(depth=1).splitlines())
+    with pytest.raises(OptionError, match="sort= is no order"):
+        stats.text(sort="weight")
+    assert "\x1b" not in str(ms.inspect({"a\x1b[1m": torch.ones(2)}).stats())
+
+
+def test_json(state: dict[str, torch.Tensor]) -> None:
+    found = json.loads(
+        ms.inspect(state | {"bad": torch.tensor([math.nan])}).stats().to_json(), parse_constant=pytest.fail
+    )
+    assert found["totals"]["tensors"] == 11
+    assert found["totals"]["nan"] == 1
+    assert found["tensors"][-1]["mean"] is None
+
+
+def test_some_names_alone(state: dict[str, torch.Tensor], tmp_path: Path) -> None:
+    save_file({name: tensor.clone() for name, tensor in state.items()}, tmp_path / "m.safetensors")
+    stats = ms.inspect(tmp_path / "m.safetensors").stats(only=["layer.0.*"])
+    assert [tensor.name for tensor in stats.tensors] == ["layer.0.k", "layer.0.q"]
+    assert stats.read_bytes == 2 * 64
+    with pytest.raises(OptionError, match="no name matches only="):
+        ms.inspect(tmp_path / "m.safetensors").stats(only=["x.*"])
+    with pytest.raises(OptionError, match="only= must be patterns"):
+        ms.inspect(tmp_path / "m.safetensors").stats(only="x.*")
+
+
+def test_tensors_in_other_layouts(tmp_path: Path) -> None:
+    base = torch.randn(40, 30)
+    torch.save({"t": base.t(), "rows": base[::3], "s": torch.eye(3).to_sparse()}, tmp_path / "m.pt")
+    stats = {tensor.name: tensor for tensor in ms.inspect(tmp_path / "m.pt").stats().tensors}
+    assert stats["t"].statistics.mean == pytest.approx(float(base.mean()), abs=1e-6)
+    assert stats["rows"].statistics.max == float(base[::3].max())
+    assert (stats["s"].kind, stats["s"].statistics.mean) == ("sparse_coo", None)
+
+
+def test_the_result_does_not_depend_on_the_budget(tmp_path: Path) -> None:
+    save_file({"w": torch.randn(700, 1000)}, tmp_path / "m.safetensors")
+    inspection = ms.inspect(tmp_path / "m.safetensors")
+    (free,), (limited,) = inspection.stats().tensors, inspection.stats(max_memory_bytes=400_000).tensors
+    assert (free.statistics.min, free.statistics.max) == (limited.statistics.min, limited.statistics.max)
+    assert free.statistics.std == pytest.approx(limited.statistics.std, rel=1e-6)
+
+
+def test_tensors_without_values() -> None:
+    with pytest.raises(MissingValuesError, match="2 tensors cannot be counted"):
+        ms.inspect(nn.Linear(2, 2, device="meta").state_dict()).stats()
+
+
+def test_a_file_that_has_changed(tmp_path: Path) -> None:
+    save_file({"w": torch.ones(3)}, tmp_path / "m.safetensors")
+    inspection = ms.inspect(tmp_path / "m.safetensors")
+    save_file({"w": torch.zeros(4)}, tmp_path / "m.safetensors")
+    with pytest.raises(ReadFailedError):
+        inspection.stats()
