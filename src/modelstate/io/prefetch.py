@@ -62,13 +62,16 @@ def read_ahead(ranges: Iterable[ByteRange], fingerprints: Mapping[str, FileFinge
 def _merged(ranges: Iterable[ByteRange]) -> list[ByteRange]:
     """The ranges in the order of their files; ranges with small gaps between them become one."""
     spans: list[ByteRange] = []
-    for span in sorted((span for span in ranges if span.nbytes), key=lambda span: (span.path, span.start)):
-        last = spans[-1] if spans else None
-        if last is not None and last.path == span.path and span.start - (last.start + last.nbytes) <= _GAP_BYTES:
-            end = max(last.start + last.nbytes, span.start + span.nbytes)
-            spans[-1] = ByteRange(span.path, last.start, end - last.start)
-        else:
-            spans.append(span)
+    path, start, end = "", 0, 0
+    for span in sorted(span for span in ranges if span.nbytes):
+        if span.path == path and span.start - end <= _GAP_BYTES:
+            end = max(end, span.start + span.nbytes)
+            continue
+        if end > start:
+            spans.append(ByteRange(path, start, end - start))
+        path, start, end = span.path, span.start, span.start + span.nbytes
+    if end > start:
+        spans.append(ByteRange(path, start, end - start))
     return spans
 
 

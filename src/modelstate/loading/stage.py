@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import cycle
+from operator import attrgetter
 from typing import TypeVar
 
 import torch
@@ -29,7 +30,7 @@ from modelstate.planning.assignment import (
 from modelstate.planning.transforms import Transform
 from modelstate.process import prefetch_one
 from modelstate.rules.expression import Derived, values_of
-from modelstate.spec import StoredComposite, StoredTensor, contiguous_stride
+from modelstate.spec import ByteRange, StoredComposite, StoredTensor, contiguous_stride
 from modelstate.torch_compat.dtypes import AT_ONCE, nonfinite
 from modelstate.torch_compat.plain import is_dense, is_plain, is_plain_memory
 from modelstate.torch_compat.private import storage_id, storage_owners, write_count
@@ -38,6 +39,7 @@ Progress = Callable[[int], None]
 Pairs = Sequence[tuple[Assignment, torch.Tensor]]
 """What is read, each with the memory that it is read into."""
 _T = TypeVar("_T")
+_NOT_IN_A_FILE = ByteRange("", 0, 0)
 
 
 def stage(staging: Staging, assignments: Iterable[Assignment], progress: Progress) -> None:
@@ -67,11 +69,12 @@ def stage(staging: Staging, assignments: Iterable[Assignment], progress: Progres
             case _:
                 (together if assignment.is_read_together else alone).append(assignment)
     progress(sum(assignment.nbytes for assignment in shown))
-    for group in (straight, streamed, together, alone):
-        group.sort(key=_position)
+    for group in (straight, streamed, together):
+        group.sort(key=attrgetter("stored.extent"))
+    alone.sort(key=lambda assignment: getattr(assignment.stored, "extent", _NOT_IN_A_FILE))
     if straight:
         # Values that are copied into their slots give their memory back, and the others are what the slots get.
-        copied, kept = _split(straight, lambda assignment: assignment.placement.staged)
+        copied, kept = _split(straight, lambda assignment: assignment.placement.name == "copy")
         staging.held.take(sum(assignment.nbytes for assignment in copied))
         memory = spare_tensors([(assignment.param.size(), None, assignment.dtype) for assignment in copied])
         memory += fresh_tensors([(assignment.param.size(), None, assignment.dtype) for assignment in kept])
@@ -87,12 +90,6 @@ def stage(staging: Staging, assignments: Iterable[Assignment], progress: Progres
         _read_through_scratch(staging, together, progress, partial(_finish_staged, staging))
     if alone:
         _stage_alone(staging, alone, progress)
-
-
-def _position(assignment: Assignment) -> tuple[str, int]:
-    """The file and the place in it; an empty path for values that are not in a file."""
-    stored = assignment.stored
-    return (stored.extent.path, stored.extent.start) if isinstance(stored, StoredTensor) else ("", 0)
 
 
 def read_in_place(staging: Staging, assignments: Iterable[Assignment], progress: Progress) -> None:

@@ -1,0 +1,155 @@
+"""`record`: names are accounted for in full, or not at all where there is nothing to find."""
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+from torch import nn
+
+import modelstate as ms
+from modelstate import errors, problems
+from modelstate.planning import record
+from modelstate.planning.matching import ModelSchemaView, match
+from modelstate.planning.plan import Options
+from modelstate.planning.preparation import Preparation
+from modelstate.torch_compat.dtypes import Overflows
+from modelstate.transaction.transaction import Transaction, Write
+
+
+class Net(nn.Module):
+    """A model with a tied tensor, a buffer, and a non-persistent buffer; the last is optional."""
+
+    def __init__(self, hidden: bool, tied: bool) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(3, 2)
+        self.head = nn.Linear(2, 3, bias=False)
+        if tied:
+            self.head.weight = self.embed.weight
+        self.register_buffer("scale", torch.ones(2))
+        if hidden:
+            self.register_buffer("positions", torch.arange(3), persistent=False)
+
+
+def preparation_of(model: nn.Module, source: Any, **options: Any) -> Preparation:
+    """The recorded preparation of a load, outside of a lock."""
+    view = ModelSchemaView(model)
+    matched = match(ms.open(source), Options(**options), view)
+
+    def write(assignment: Any) -> Write:
+        return Write(assignment.param, assignment.value)
+
+    preparation = Preparation(Transaction(model), view, matched, Overflows(), write, call_extra_state=False)
+    record.record(preparation)
+    return preparation
+
+
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"allow_missing": ["scale"]},
+    {"allow_unexpected": ["more"]},
+    {"rules": [ms.rules.Rename("other", "scale")]},
+    {"dtype": torch.float64},
+    {"device": "cpu"},
+    {"init_missing": True},
+    {"transform": {"scale": lambda _, tensor: tensor * 2}},
+    {"transform": {"none": lambda _, tensor: tensor}},
+    {"in_place": True},
+]
+DAMAGE: list[Callable[[dict[str, Any]], object]] = [
+    lambda state: None,
+    lambda state: state.pop("scale"),
+    lambda state: state.update(more=torch.ones(1)),
+    lambda state: state.update(scale=torch.ones(3)),
+    lambda state: state.update(scale=torch.ones(2, dtype=torch.int64)),
+    lambda state: state.update(scale="text"),
+    lambda state: state.update({"head.weight": torch.full((3, 2), 7.0)}),
+    lambda state: state.update(positions=torch.arange(3)),
+    lambda state: state.update(positions=torch.ones(3)),
+]
+
+
+@given(
+    st.booleans(), st.booleans(), st.sampled_from(["real", "skeleton", "meta"]),
+    st.sampled_from(OPTIONS), st.sets(st.sampled_from(range(len(DAMAGE))), max_size=2),
+)  # fmt: skip
+@settings(deadline=None, max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_the_quick_check_decides_as_the_full_one(
+    hidden: bool, tied: bool, kind: str, options: dict[str, Any], damage: set[int]
+) -> None:
+    state: dict[str, Any] = dict(Net(hidden, tied).state_dict())
+    for index in damage:
+        DAMAGE[index](state)
+
+    def outcome() -> tuple[str, ...]:
+        with ms.skeleton() if kind == "skeleton" else torch.device("meta" if kind == "meta" else "cpu"):
+            model = Net(hidden, tied)
+        plan = ms.plan(model, state, **options)
+        return tuple(map(str, (plan.problems, plan.notes, plan.steps, plan.slots)))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(record, "_is_exact", lambda *_: False)
+        expected = outcome()
+    assert outcome() == expected
+
+
+def test_a_load_whose_names_are_equal_is_not_accounted_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_file(dict(nn.Linear(2, 2).state_dict()), tmp_path / "model.safetensors")
+    monkeypatch.setattr(record, "_Coverage", lambda *_: pytest.fail("names were accounted for"))
+    assert ms.load(nn.Linear(2, 2), tmp_path / "model.safetensors").coverage == 1.0
+
+
+def test_a_preparation_is_empty_until_it_is_recorded() -> None:
+    model = nn.Linear(2, 2)
+    view = ModelSchemaView(model)
+    matched = match(ms.open(nn.Linear(2, 2).state_dict()), Options(), view)
+    make = partial(Write, model.weight)
+    preparation = Preparation(Transaction(model), view, matched, Overflows(), make, call_extra_state=False)
+    assert (preparation.assignments, preparation.problems, preparation.steps()) == ([], [], ())
+    assert preparation.transaction.writes == []
+
+
+def test_each_tensor_gets_one_write_that_waits() -> None:
+    model = Net(hidden=False, tied=True)
+    state = Net(hidden=False, tied=True).state_dict()
+    before = model.embed.weight.clone()
+    preparation = preparation_of(model, state)
+    assert [step.name for step in preparation.steps()] == ["scale", "embed.weight"]
+    assert [write.target for write in preparation.transaction.writes] == [model.scale, model.embed.weight]
+    assert not any(write.done for write in preparation.transaction.writes)
+    assert torch.equal(model.embed.weight, before)
+
+
+def test_all_problems_are_found_at_once() -> None:
+    state = dict(Net(hidden=False, tied=True).state_dict())
+    state["head.weight"] = state["embed.weight"] + 1
+    state["scale"] = torch.ones(5)
+    state["more"] = torch.ones(1)
+    preparation = preparation_of(Net(hidden=False, tied=True), state)
+    found = {type(problem) for problem in preparation.problems}
+    assert found == {problems.TieConflict, problems.WrongShape, problems.Unexpected}
+    with pytest.raises(errors.PlanError):
+        preparation.check()
+
+
+def test_slots_that_are_not_tied_map_different_bytes(tmp_path: Path) -> None:
+    one = torch.ones(4)
+    torch.save({"a": one, "b": one}, tmp_path / "tied.pt")
+    with torch.device("meta"):
+        model = nn.ParameterDict({"a": torch.empty(4), "b": torch.empty(4)})
+    steps = preparation_of(model, tmp_path / "tied.pt", map=True).steps()
+    assert [step.mapped for step in steps] == [True, False]
+
+
+def test_memory_that_was_freed_is_a_problem() -> None:
+    model = nn.Linear(2, 2)
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    model.weight.untyped_storage().resize_(0)
+    (problem,) = preparation_of(model, state, in_place=False).problems
+    assert isinstance(problem, problems.FreedMemory)
+    assert (problem.name, problem.expected, problem.found) == ("weight", 16, 0)
