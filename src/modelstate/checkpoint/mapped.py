@@ -102,7 +102,11 @@ class Maps:
                 self._map(stored.extent)
                 path = stored.extent.path
                 shared = asked is None and self._in_use(stored) is not None
-                if not shared and self.may_show(path, asked, _changed_ns(path)):
+                try:
+                    changed_ns = system.stat(path).st_ctime_ns  # of the file, its mode or its owner
+                except OSError:
+                    changed_ns = 0
+                if not shared and self.may_show(path, asked, changed_ns):
                     return self.tensor(stored)
             return self._in_memory(stored)
         if isinstance(stored, StoredComposite):
@@ -231,14 +235,6 @@ class Maps:
                 remedy="open the checkpoint again, when nothing writes to it any more",
             )
         return mapped
-
-
-def _changed_ns(path: str) -> int:
-    """The time at which the file, its mode or its owner last changed; 0 where there is no file."""
-    try:
-        return system.stat(path).st_ctime_ns
-    except OSError:
-        return 0
 
 
 def check_map_option(map: object) -> None:

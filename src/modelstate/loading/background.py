@@ -79,7 +79,10 @@ class StagedLoad:
             if assignment.placement.mapped:
                 assignment.final = assignment.value
         stage(staging, assignments, progress)
-        _wait_for_devices(assignments)
+        # Other threads use the tensors on other streams: the copies on the streams of this thread must have ended.
+        finals = [assignment.final for assignment in assignments if assignment.final is not None]
+        for device in {final.device for final in finals if final.device.type == "cuda"}:
+            torch.cuda.current_stream(device).synchronize()
         self._notes += bring_in(assignments, progress)
 
     def hand_over(self, staging: Staging, assignments: Iterable[Assignment]) -> list[str]:
@@ -118,13 +121,6 @@ def _is_from_checkpoint(stored: Source) -> bool:
     if isinstance(stored, Derived):
         return bool(stored.parts) and all(map(_is_from_checkpoint, stored.parts))
     return True
-
-
-def _wait_for_devices(assignments: Iterable[Assignment]) -> None:
-    """Waits for the copies on this thread's CUDA streams, because other threads use the tensors on other streams."""
-    finals = [assignment.final for assignment in assignments if assignment.final is not None]
-    for device in {final.device for final in finals if final.device.type == "cuda"}:
-        torch.cuda.current_stream(device).synchronize()
 
 
 class LoadHandle:

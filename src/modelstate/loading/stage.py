@@ -192,9 +192,12 @@ def stage_one(staging: Staging, assignment: Assignment, read: torch.Tensor | Non
 
     Raises `PlacementError` where a tensor subclass cannot be copied.
     """
-    started = time.perf_counter()
+    started, temporary_bytes = time.perf_counter(), 0
+    if read is None:
+        has_buffer = assignment.transform is None and assignment.needs_buffer
+        temporary_bytes = assignment.passing_bytes + (assignment.buffer_bytes if has_buffer else 0)
     try:
-        with staging.held.during(_given_bytes(assignment) if read is None else 0):
+        with staging.held.during(temporary_bytes):
             _stage_one(staging, assignment, read)
             staging.held.take(assignment.staged_bytes)
     except ModelStateError:
@@ -207,13 +210,6 @@ def stage_one(staging: Staging, assignment: Assignment, read: torch.Tensor | Non
             remedy="convert the value with transform=",
         ) from error
     assignment.seconds += time.perf_counter() - started
-
-
-def _given_bytes(assignment: Assignment) -> int:
-    """Bytes of temporary memory, and of the memory that a module's transform needs."""
-    if assignment.transform is not None:
-        return assignment.passing_bytes
-    return assignment.passing_bytes + (assignment.buffer_bytes if assignment.needs_buffer else 0)
 
 
 def _stage_one(staging: Staging, assignment: Assignment, read: torch.Tensor | None) -> None:
@@ -307,7 +303,7 @@ def _transformed(
 ) -> torch.Tensor:
     value = _own_value(staging, assignment) if read is None else read
     references, owners = sys.getrefcount(value), storage_owners(value)
-    version = _version_of(value)
+    version = write_count(value) if is_plain(value) and not value.is_inference() else None
     result = called(transform, assignment.name, value, assignment.param.shape)
     # A tensor that others hold, or memory that they do, cannot be the slot's own: they may write to it before the slot
     # has it, as a function does that returns the same buffer again and again, or afterwards.
@@ -318,11 +314,6 @@ def _transformed(
     untouched = version is not None and write_count(value) == version and storage_id(value) != storage_id(result)
     before = partial(nonfinite, value) if untouched else partial(_nonfinite_before, staging, assignment)
     return _as_asked(staging, assignment, result, own, before)
-
-
-def _version_of(value: torch.Tensor) -> int | None:
-    """The counter of writes to a plain tensor, where it has one."""
-    return write_count(value) if is_plain(value) and not value.is_inference() else None
 
 
 def _nonfinite_before(staging: Staging, assignment: Assignment) -> int:

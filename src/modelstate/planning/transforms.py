@@ -186,7 +186,10 @@ class Transforms:
         if not isinstance(transform, ModuleTransform):
             return Choice(transform) if transform is not None else NO_TRANSFORM
         owners = [(name, self._modules_by_path.get(path)) for name, path, _ in places]
-        applies = [module is not None and _applies(transform, name, module) for name, module in owners]
+        applies = []
+        for name, module in owners:
+            with _method_errors(name, "applies_to"):
+                applies.append(module is not None and transform.applies_to(name, module))
         if not any(applies):
             return NO_TRANSFORM
         self._applied.add(hits[0])
@@ -199,11 +202,6 @@ class Transforms:
     @cached_attribute
     def _modules_by_path(self) -> dict[str, nn.Module]:
         return named_modules_of(self._root)
-
-
-def _applies(transform: ModuleTransform, name: str, module: nn.Module) -> bool:
-    with _method_errors(name, "applies_to"):
-        return transform.applies_to(name, module)
 
 
 def asked_rows(transform: ModuleTransform, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> int | None:
