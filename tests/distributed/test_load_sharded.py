@@ -1,17 +1,22 @@
 """Loads into sharded models: the local shard of every rank is the slice of the load into the whole model."""
 
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
 import modelstate as ms
 from modelstate import errors
+from modelstate.distributed.agreement import Agreement
 from modelstate.rules.expression import read_bytes
+from modelstate.torch_compat.sharding import local_tensor
 from tests.distributed import models
 from tests.distributed.ranks import Ranks
 
@@ -162,3 +167,58 @@ def maps(path: str) -> list[bool]:
 def test_shards_are_mapped_if_asked(ranks: Ranks, tmp_path: Path) -> None:
     ms.save(models.plain("fsdp", seed=5), tmp_path / "x.safetensors")
     assert ranks.values(maps, str(tmp_path / "x.safetensors")) == [[False, True]] * 4
+
+
+def reads_once(kind: str, path: str, meta: bool) -> tuple[bool, int, int, list[str]]:
+    """Whether the values are right; the bytes of the model and those that all ranks read; what the plan says."""
+    net = models.sharded(kind, meta=meta)
+    notes = [note for note in ms.plan(net, path, read_once=True).notes if "broadcast" in note]
+    report = ms.load(net, path, read_once=True)
+    whole = models.plain(kind, seed=1)
+    ms.load(whole, path)
+    found = models.gathered(net)
+    same = all(torch.equal(found[name], tensor.detach()) for name, tensor in whole.state_dict().items())
+    nbytes = sum(tensor.numel() * tensor.itemsize for tensor in whole.state_dict().values())
+    assert report.reread_bytes == 0 or kind == "tp"  # whose columns are read with the bytes between them
+    assert len({rank.read_bytes for rank in report.ranks}) > 1 or kind == "hsdp"
+    return same, nbytes, sum(rank.read_bytes for rank in report.ranks), notes
+
+
+@pytest.mark.parametrize("meta", [False, True])
+@pytest.mark.parametrize("kind", ["hsdp", "tp", "replicated"])
+def test_one_rank_reads_for_its_replicas(ranks: Ranks, kind: str, meta: bool, tmp_path: Path) -> None:
+    torch.save(models.plain(kind, seed=5).state_dict(), tmp_path / "x.pt")
+    for same, nbytes, read, notes in ranks.values(reads_once, kind, str(tmp_path / "x.pt"), meta):
+        assert same
+        if kind != "tp":
+            assert read == nbytes
+        assert notes
+        assert all("of 4 ranks" in note or "of 2 ranks" in note for note in notes)
+
+
+def loses_a_reader(path: str) -> tuple[str, bool]:
+    """A rank that dies while values are sent to its replicas."""
+    net = models.sharded("hsdp")
+    before = [tensor.clone() for tensor in map(local_tensor, net.parameters())]
+    if dist.get_rank() == 2:
+        broadcast = Agreement.broadcast
+
+        def dies(self: Agreement, tensor: torch.Tensor | None, *arguments: Any) -> None:
+            if tensor is not None:
+                os.kill(os.getpid(), signal.SIGKILL)
+            broadcast(self, tensor, *arguments)
+
+        Agreement.broadcast = dies  # type: ignore[method-assign]
+    try:
+        ms.load(net, path, read_once=True, timeout_seconds=20)
+    except errors.ModelStateError as error:
+        after = [local_tensor(param) for param in net.parameters()]
+        return type(error).__name__, all(map(torch.equal, before, after))
+    return "", False
+
+
+def test_a_reader_that_dies(ranks: Ranks, tmp_path: Path) -> None:
+    torch.save(models.plain("hsdp", seed=5).state_dict(), tmp_path / "x.pt")
+    outcomes = ranks.run(loses_a_reader, str(tmp_path / "x.pt"))
+    assert outcomes[2].died
+    assert all(outcome.value == ("RankLostError", True) for outcome in outcomes if not outcome.died), outcomes

@@ -38,7 +38,7 @@ from modelstate.errors import (
 from modelstate.problems import Problem, explain
 from modelstate.torch_compat.modules import modules_of, tensors_of
 from modelstate.torch_compat.plain import is_sharded
-from modelstate.torch_compat.sharding import all_gather, all_reduce_maximum, default_store, gloo_group
+from modelstate.torch_compat.sharding import all_gather, all_reduce_maximum, broadcast, default_store, gloo_group
 
 TIMEOUT_SECONDS = 1800.0
 """How long a rank waits for the others by default: as long as the collectives of torch."""
@@ -150,6 +150,24 @@ class Agreement:
             return {rank: json.loads(text) for rank, text in zip(self.ranks, gathered, strict=True)}
         return {dist.get_rank(): [*numbers]}
 
+    def broadcast(self, tensor: torch.Tensor | None, ranks: tuple[int, ...], source: int) -> None:
+        """Copies a tensor on the CPU from the rank `source` to the other `ranks`, in a phase.
+
+        Without a tensor it only connects the ranks, so that the death of one shows at once in a later broadcast.
+
+        Raises:
+            RankLostError: A rank does not take part in time.
+        """
+        try:
+            connections = _connections(ranks, self.timeout_seconds)
+            if tensor is not None:
+                connections.broadcast(tensor, ranks.index(source), self.timeout_seconds)
+        except Exception as cause:
+            error_of_torch = _without_frames(cause)
+            raise self._lost(_Phase("a broadcast", "nothing has been changed", False), error_of_torch, ranks) from (
+                error_of_torch
+            )
+
     def _end(self, phase: "_Phase", error: BaseException | None, own: Sequence[Digest]) -> None:
         """Votes. Returns where all ranks have ended the phase, and where `error` says it all."""
         report = json.dumps(_report(error, own)).encode()
@@ -157,15 +175,22 @@ class Agreement:
         numbers += [0] * (_NUMBERS - len(numbers))
         reports: list[dict[str, Any]] = []
         lost: Exception | None = None
-        connections = _connections(self.ranks, self.timeout_seconds)
+        connections = _made.get(self.ranks)
         try:
+            if connections is None:
+                raise ConnectionError("the connections were lost before the end of the phase")
             failed, longest, *pairs = connections.maximum(numbers, self.timeout_seconds)
             differ = any(high != -low for high, low in zip(pairs[::2], pairs[1::2], strict=True))
             if failed or differ:
                 reports = [json.loads(text) for text in connections.gathered(report, longest, self.timeout_seconds)]
         except Exception as cause:
             lost = _without_frames(cause)
-        if phase.decides and not reports and connections.decide(lost is None) != (lost is None):
+        if (
+            phase.decides
+            and not reports
+            and connections is not None
+            and connections.decide(lost is None) != (lost is None)
+        ):
             # Another rank has seen the opposite, and was first to say so.
             lost = None if lost is not None else RuntimeError("the connection between other ranks was lost")
         if lost is not None:
@@ -176,9 +201,9 @@ class Agreement:
         elif reports:
             self._raise(phase, error, reports)
 
-    def _lost(self, phase: "_Phase", cause: Exception) -> RankLostError:
+    def _lost(self, phase: "_Phase", cause: Exception, ranks: tuple[int, ...] = ()) -> RankLostError:
         """Returns the error for connections that broke or were not made. The next load makes new ones."""
-        if connections := _made.pop(self.ranks, None):
+        if connections := _made.pop(ranks or self.ranks, None):
             connections.abandon()
         return RankLostError(
             f"a rank did not end {phase.name}; {phase.effect}",
@@ -354,6 +379,10 @@ class _Connections:
         all_gather(self._group, tensors, tensor, timeout_seconds)
         found = [bytes(tensor.tolist()) for tensor in tensors]
         return [data[8 : 8 + int.from_bytes(data[:8], "little")] for data in found]
+
+    def broadcast(self, tensor: torch.Tensor, source: int, timeout_seconds: float) -> None:
+        """Copies a contiguous tensor from the rank at a position of the group to the others. Raises as torch does."""
+        broadcast(self._group, tensor, source, timeout_seconds)
 
     def decide(self, commit: bool) -> bool:
         """Proposes whether to commit; returns what the first rank has proposed. Without the store: its own proposal."""

@@ -8,7 +8,9 @@ import torch
 from modelstate.checkpoint.checkpoint import Checkpoint
 from modelstate.distributed.agreement import Agreement, Digest
 from modelstate.io.engine import Request, read_ranges
+from modelstate.loading.replicas import to_read_here
 from modelstate.loading.report import RankReport
+from modelstate.loading.staging import Staging
 from modelstate.planning.plan import MatchedCheckpoint, Options
 from modelstate.planning.preparation import Preparation
 from modelstate.rules.expression import leaves, read_bytes
@@ -17,7 +19,8 @@ from modelstate.text_format import count
 from modelstate.torch_compat.plain import is_plain, is_sharded
 from modelstate.torch_compat.sharding import layout_of
 
-PLANNING, READING, LAST_CHECKS, COMMIT = "planning", "reading", "the last checks", "the commit"
+PLANNING, READING, SHARING = "planning", "reading", "sending values to replicas"
+LAST_CHECKS, COMMIT = "the last checks", "the commit"
 """The phases of a load, each of which ends with a vote of all ranks."""
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 _SAMPLES = 8
@@ -41,19 +44,22 @@ def digests_of(preparation: Preparation) -> list[Digest]:
     ]
 
 
-def rank_reports(preparation: Preparation, agreement: Agreement) -> tuple[tuple[RankReport, ...], int]:
+def rank_reports(
+    preparation: Preparation, staging: Staging, agreement: Agreement
+) -> tuple[tuple[RankReport, ...], int]:
     """Returns what each rank has read, and the bytes that more than one rank has read, counted for each further rank.
 
     A rank sends four numbers, whatever the size of the model.
     """
     read_bytes_here = whole_bytes = 0
+    is_read_here = set(map(id, to_read_here(preparation.assignments, staging.shared)))
     for assignment in preparation.assignments:
         stored, whole = assignment.stored, assignment.stored
         if stored is None or assignment.placement.mapped:
             continue
         if assignment.sharded is not None:
             whole = preparation.incoming.origin_of(assignment.sharded.value)[1]
-        read_bytes_here += read_bytes(stored)
+        read_bytes_here += read_bytes(stored) if id(assignment) in is_read_here else 0
         whole_bytes += 0 if whole is None else read_bytes(whole)
     times = [int(agreement.seconds.get(name, 0) * 1e9) for name in (PLANNING, READING, COMMIT)]
     ranks = [

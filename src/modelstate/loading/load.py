@@ -18,9 +18,18 @@ from modelstate.checkpoint.open import open as open_checkpoint
 from modelstate.distributed.agreement import TIMEOUT_SECONDS, Agreement, agreement_of
 from modelstate.errors import OptionError, ReadFailedError
 from modelstate.loading.background import LOAD_AGAIN, LoadHandle, StagedLoad
-from modelstate.loading.collective import COMMIT, LAST_CHECKS, PLANNING, READING, digests_of, rank_reports
+from modelstate.loading.collective import (
+    COMMIT,
+    LAST_CHECKS,
+    PLANNING,
+    READING,
+    SHARING,
+    digests_of,
+    rank_reports,
+)
 from modelstate.loading.commit import Place, commit, held_for_commit, place_fallible
 from modelstate.loading.options import AnyTransform, check_budget_option, check_model, check_timeout, options_of
+from modelstate.loading.replicas import broadcast, connect, notes_on_shared, shared_reads, to_read_here
 from modelstate.loading.report import LoadReport, progress_bar
 from modelstate.loading.stage import read_in_place, stage
 from modelstate.loading.staging import Staging, bring_in, prefault_async, prefetch_range, stage_unleased
@@ -66,6 +75,7 @@ def plan(
     map: bool | None = None,
     in_place: bool | None = None,
     init_missing: bool = False,
+    read_once: bool = False,
 ) -> LoadPlan:
     """Plans a load: returns what `load` with the same arguments would do, and every problem.
 
@@ -87,6 +97,7 @@ def plan(
         map: Whether tensors on meta may be maps of the file.
         in_place: Whether to read into existing memory without a second copy. None does so where no read can fail.
         init_missing: Whether the model's own code initialises tensors that the checkpoint lacks.
+        read_once: Whether one rank reads a value for all ranks that hold it.
 
     Returns:
         The plan. Problems do not raise: see `LoadPlan.ok` and `LoadPlan.problems`.
@@ -105,7 +116,7 @@ def plan(
         >>> report = modelstate.load(model, plan)
     """
     options = options_of(
-        key, rules, allow_missing, allow_unexpected, dtype, device, transform, map, in_place, init_missing
+        key, rules, allow_missing, allow_unexpected, dtype, device, transform, map, in_place, init_missing, read_once
     )
     model = check_model(model)
     checkpoint = open_checkpoint(source)
@@ -127,6 +138,7 @@ class LoadArguments(TypedDict, total=False):
     map: bool | None
     in_place: bool | None
     init_missing: bool
+    read_once: bool
     verify: bool
     optimizers: Iterable[torch.optim.Optimizer]
     progress: bool | None
@@ -168,6 +180,7 @@ def load(
     map: bool | None = None,
     in_place: bool | None = None,
     init_missing: bool = False,
+    read_once: bool = False,
     verify: bool = False,
     optimizers: Iterable[torch.optim.Optimizer] = (),
     progress: bool | None = None,
@@ -220,6 +233,9 @@ def load(
             `reset_parameters` of the module that owns the tensor, and `_init_weights` of a Hugging Face model. The
             methods run on a copy, so they change no tensor of the checkpoint. The plan and the report name the methods
             for each tensor. A tensor that has values and matches `allow_missing` keeps its values.
+        read_once: Has one rank read a value that several ranks hold (replicas of HSDP, norms of tensor parallelism),
+            and send it to the others. It pays where storage is slower than the network. By default each rank reads all
+            that it holds. The plan and the report say how many values are read in this way.
         verify: Compares the file with its checksums before any value is put in place.
         optimizers: Optimizers whose state follows a parameter that changes its dtype or device, or gets its first
             memory.
@@ -267,7 +283,7 @@ def load(
         checked_optimizers, verify, progress, max_memory_bytes, prefault, agreement, time.perf_counter()
     )
     options = options_of(
-        key, rules, allow_missing, allow_unexpected, dtype, device, transform, map, in_place, init_missing
+        key, rules, allow_missing, allow_unexpected, dtype, device, transform, map, in_place, init_missing, read_once
     )
     # A transform is the user's code. It may create reference cycles of tensors, which must be collected in time.
     chosen = source.options if isinstance(source, LoadPlan) else options
@@ -384,18 +400,23 @@ def _execute(
             _check_optimizers(assignments, optimizers)
         if staged is None:
             staging.limit_memory(assignments)
-    to_stage = [*preparation.moves, *assignments]
+    to_stage = [*preparation.moves, *to_read_here(assignments, staging.shared)]
     nbytes = sum(assignment.nbytes for assignment in to_stage)
     with progress_bar(load_options.progress, nbytes) as advance, ExitStack() as held:
         with agreement.phase(READING):
+            connect(staging.shared, agreement)
             if staged is None:
                 verified = staging.checkpoint.verify() if load_options.verify else 0
                 notes += preparation.notes_on_mapping()  # staged values are not read again
-                notes += prefetch_range(staging, assignments)
+                notes += prefetch_range(staging, to_stage)
             else:
                 verified = staged.verified_bytes
                 notes += staged.hand_over(staging, assignments)
             stage(staging, to_stage, advance)
+        if staging.shared:
+            with agreement.phase(SHARING):
+                broadcast(staging.shared, agreement)
+        with agreement.phase(LAST_CHECKS, decides=True):
             new_state = following_state(optimizers, _final_values(assignments), before) if optimizers else []
             place_fallible(transaction, staging.options)
             if any(assignment.sharded is not None for assignment in assignments):
@@ -405,7 +426,6 @@ def _execute(
                 notes += bring_in(assignments, lambda _: None)
             if is_mapped:
                 preparation.incoming.maps.check_unchanged()  # mapped values are not read, so no read notices a change
-        with agreement.phase(LAST_CHECKS, decides=True):
             if staging.options.in_place:
                 _read_in_place(staging, assignments, advance)
             if then is not None:
@@ -416,7 +436,7 @@ def _execute(
             commit(transaction, staging, assignments, files, last)
     if is_mapped and load_options.prefault is None and staged is None:
         notes += prefault_async(staging, assignments)
-    ranks, reread_bytes = rank_reports(preparation, agreement) if agreement.is_collective else ((), 0)
+    ranks, reread_bytes = rank_reports(preparation, staging, agreement) if agreement.is_collective else ((), 0)
     target, source_name = preparation.names
     return LoadReport(
         target=target,
@@ -467,6 +487,10 @@ def _prepare(
         bind(preparation, source, "make the plan again" if staged is None else LOAD_AGAIN)
     else:
         record(preparation)
+    if matched.asked.read_once:
+        agreement = agreement_of(transaction.root) if load_options is None else load_options.agreement
+        staging.shared = shared_reads(preparation.assignments, agreement)
+        preparation.notes += notes_on_shared(staging.shared)
     stage_unleased(matched.part, preparation.assignments, in_use)
     return preparation, staging
 

@@ -61,7 +61,7 @@ def check_model(model: object) -> nn.Module:
 
 
 AnyTransform = Transform | ModuleTransform
-_NOTHING_GIVEN = (None, (), (), (), None, None, None, None, None, False)
+_NOTHING_GIVEN = (None, (), (), (), None, None, None, None, None, False, False)
 """The defaults of the arguments of `options_of`, in their order."""
 
 
@@ -76,9 +76,11 @@ def options_of(
     map: bool | None,
     in_place: bool | None,
     init_missing: bool = False,
+    read_once: bool = False,
 ) -> Options:
     """Returns the checked options of a load. Raises `OptionError`."""
-    given = (key, rules, allow_missing, allow_unexpected, dtype, device, transform, map, in_place, init_missing)
+    names = key, rules, allow_missing, allow_unexpected
+    given = (*names, dtype, device, transform, map, in_place, init_missing, read_once)
     if all(value is default for value, default in zip(given, _NOTHING_GIVEN, strict=True)):
         return Options()
     if not isinstance(init_missing, bool):
@@ -87,6 +89,10 @@ def options_of(
             expected="True or False",
             found=repr(init_missing),
             remedy="to initialise some tensors only, pass a rule: rules=[modelstate.rules.Fill(pattern)]",
+        )
+    if not isinstance(read_once, bool):
+        raise OptionError(
+            "read_once= says whether one rank reads for its replicas", expected="True or False", found=repr(read_once)
         )
     if not (key is None or isinstance(key, str)):
         raise OptionError("key= must be a path", expected="a string such as 'model.encoder'", found=repr(key))
@@ -112,6 +118,7 @@ def options_of(
         map=map,
         in_place=in_place,
         init_missing=init_missing,
+        read_once=read_once,
     )
 
 

@@ -20,6 +20,7 @@ from modelstate.io.prefetch import (
     prefault,
     read_ahead,
 )
+from modelstate.loading.replicas import SharedRead
 from modelstate.planning.assignment import Assignment, leased, stage_instead
 from modelstate.planning.memory import peak_bytes, strategy_within, uncached_strategy
 from modelstate.planning.plan import Options
@@ -47,6 +48,8 @@ class Staging:
     overflows: Overflows = field(default_factory=Overflows)
     """Counts values that casts make infinite or NaN."""
     held: MemoryTracker = field(default_factory=MemoryTracker)
+    shared: list[SharedRead] = field(default_factory=list)
+    """The values that one rank reads for several."""
 
     @cached_attribute
     def own_memory(self) -> Addresses:

@@ -36,6 +36,7 @@ class Options:
     map: bool | None = None
     in_place: bool | None = None
     init_missing: bool = False
+    read_once: bool = False
     of_use: frozenset[str] = frozenset()
     """Patterns of `allow_missing` and `allow_unexpected` that match elsewhere, and may match nothing in this load."""
 

@@ -253,7 +253,8 @@ class Preparation:
             dtype = options.dtype or (value.dtype if is_meta else dtype)
         # The argument of a transform is read: a mapped file must not be truncated while the transform uses it.
         # FSDP2 gathers shards at every step, and pads them: they get memory of their own unless a map is asked for.
-        may_map = is_meta and not transformed and (options.map if sharded else options.map is not False) is True
+        has_own_memory = sharded is not None or options.read_once
+        may_map = is_meta and not transformed and (options.map is True if has_own_memory else options.map is not False)
         if may_map and isinstance(stored, StoredTensor) and stored.is_contiguous:
             # Two slots that are not tied must not map the same bytes.
             shown = self._shown.get(stored.storage)

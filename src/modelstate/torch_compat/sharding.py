@@ -55,6 +55,15 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return local
 
 
+def replicas_of(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Returns the ranks that hold the same part of a DTensor as this rank, in ascending order."""
+    held: Any = tensor
+    coordinate = held.device_mesh.get_coordinate()
+    placed = zip(held.placements, coordinate, strict=True)
+    index = tuple(slice(None) if placement.is_replicate() else position for placement, position in placed)
+    return tuple(sorted(int(rank) for rank in held.device_mesh.mesh[index].flatten()))
+
+
 def layout_of(tensor: torch.Tensor) -> str:
     """Returns the placements of a DTensor and the shape of its mesh, as text that is the same on all ranks."""
     held: Any = tensor
@@ -114,6 +123,15 @@ def all_gather(group: Any, tensors: list[torch.Tensor], tensor: torch.Tensor, ti
     options: Any = AllgatherOptions()
     options.timeout = datetime.timedelta(seconds=timeout_seconds)
     group.allgather([tensors], [tensor], options).wait()
+
+
+def broadcast(group: Any, tensor: torch.Tensor, source: int, timeout_seconds: float) -> None:
+    """Copies a contiguous tensor of one rank of a group to the others. Raises `RuntimeError` as `all_gather` does."""
+    from torch.distributed import BroadcastOptions
+
+    options: Any = BroadcastOptions()
+    options.rootRank, options.timeout = source, datetime.timedelta(seconds=timeout_seconds)
+    group.broadcast([tensor], options).wait()
 
 
 # Modules of FSDP2.

@@ -1,0 +1,137 @@
+"""`read_once=True`: one rank of each group of replicas reads a value, and broadcasts it to the others.
+
+It pays where storage is slower than the network: a cold file system, or one that all ranks share. Values that code of a
+user computes are read by every rank, and so are those for other devices than the CPU.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+import torch
+import torch.distributed as dist
+
+from modelstate.distributed.agreement import Agreement
+from modelstate.io.memory import fresh_tensors
+from modelstate.planning.assignment import Assignment, stage_instead
+from modelstate.rules.expression import Derived
+from modelstate.spec import AT_ONCE_BYTES
+from modelstate.text_format import count, size
+from modelstate.torch_compat.sharding import replicas_of
+
+
+@dataclass(frozen=True, slots=True)
+class SharedRead:
+    """A value that one rank reads for several."""
+
+    assignment: Assignment
+    ranks: tuple[int, ...]
+    """The ranks that hold the same part of the tensor."""
+    reader: int
+    """The rank that reads it."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the value as it is loaded."""
+        return self.assignment.param.numel() * self.assignment.dtype.itemsize
+
+
+def shared_reads(assignments: Sequence[Assignment], agreement: Agreement) -> list[SharedRead]:
+    """Chooses the values that one rank reads for its replicas, and has them staged before the commit.
+
+    The ranks of a group take turns by bytes. All of them come to the same choice, since their assignments are the same.
+    """
+    turns: dict[tuple[int, ...], Counter[int]] = defaultdict(Counter)
+    found: list[SharedRead] = []
+    for assignment in assignments:
+        ranks = agreement.ranks
+        if assignment.sharded is not None:
+            ranks = replicas_of(assignment.sharded.tensor)
+        if len(ranks) < 2 or not _is_shared(assignment):
+            continue
+        reader = min(ranks, key=turns[ranks].__getitem__)
+        turns[ranks][reader] += assignment.nbytes
+        found.append(SharedRead(assignment, ranks, reader))
+        if assignment.placement.name == "copy":
+            stage_instead([assignment], f"rank {reader} reads it for {len(ranks)} ranks")
+    return found
+
+
+def _is_shared(assignment: Assignment) -> bool:
+    stored = assignment.stored
+    is_computed = assignment.transform is not None or assignment.remake is not None or assignment.placement.by_handler
+    is_certain = stored.is_certain if isinstance(stored, Derived) else True
+    in_file = stored is not None and not isinstance(stored, torch.Tensor)
+    has_bytes = assignment.param.numel() > 0 and not assignment.placement.mapped
+    return in_file and is_certain and has_bytes and assignment.plain and assignment.on_cpu and not is_computed
+
+
+def notes_on_shared(shared: Sequence[SharedRead]) -> list[str]:
+    """Says how many values one rank reads for others."""
+    by_size = Counter(len(read.ranks) for read in shared)
+    return [
+        f"{count(number, 'tensor')} of {size(sum(read.nbytes for read in shared if len(read.ranks) == ranks))} read by "
+        f"one of {ranks} ranks and broadcast"
+        for ranks, number in sorted(by_size.items())
+    ]
+
+
+def to_read_here(assignments: Sequence[Assignment], shared: Sequence[SharedRead]) -> list[Assignment]:
+    """Returns the assignments that this rank reads itself."""
+    if not shared:
+        return list(assignments)
+    rank = dist.get_rank()
+    received = {id(read.assignment) for read in shared if read.reader != rank}
+    return [assignment for assignment in assignments if id(assignment) not in received]
+
+
+def connect(shared: Sequence[SharedRead], agreement: Agreement) -> None:
+    """Connects the ranks of each group of replicas. Raises `RankLostError` where a rank does not take part."""
+    for ranks in dict.fromkeys(read.ranks for read in shared):
+        agreement.broadcast(None, ranks, ranks[0])
+
+
+def broadcast(shared: Sequence[SharedRead], agreement: Agreement) -> None:
+    """Sends the values that this rank has read to its replicas, and receives the others.
+
+    All ranks go through the values in the same order, so none waits for a rank that waits for it. Small values are sent
+    together, in a buffer of limited size. Raises `RankLostError` where a rank does not take part.
+    """
+    rank = dist.get_rank()
+    received = [read.assignment for read in shared if read.reader != rank]
+    finals = fresh_tensors([assignment.layout for assignment in received])
+    for assignment, final in zip(received, finals, strict=True):
+        assignment.final = final
+    for (ranks, reader), reads in groupby(shared, lambda read: (read.ranks, read.reader)):
+        for batch in _batches(list(reads)):
+            tensors = [_bytes_of(read.assignment) for read in batch]
+            if len(tensors) == 1:
+                agreement.broadcast(tensors[0], ranks, reader)
+                continue
+            buffer = torch.cat(tensors) if reader == rank else torch.empty(sum(map(len, tensors)), dtype=torch.uint8)
+            agreement.broadcast(buffer, ranks, reader)
+            if reader != rank:
+                for tensor, part in zip(tensors, torch.split(buffer, [len(tensor) for tensor in tensors]), strict=True):
+                    tensor.copy_(part)
+
+
+def _batches(reads: Sequence[SharedRead]) -> list[list[SharedRead]]:
+    """Returns runs of values that fit into a buffer; a value that does not is alone."""
+    batches: list[list[SharedRead]] = []
+    left = 0
+    for read in reads:
+        if not batches or read.nbytes > left:
+            batches.append([])
+            left = AT_ONCE_BYTES
+        batches[-1].append(read)
+        left -= read.nbytes
+    return batches
+
+
+def _bytes_of(assignment: Assignment) -> torch.Tensor:
+    """Returns the memory of a final value as bytes, in the order in which they lie there."""
+    final = assignment.final
+    assert final is not None
+    order = sorted(range(final.dim()), key=final.stride, reverse=True)
+    return final.detach().permute(order).reshape(-1).view(torch.uint8)
