@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -149,6 +150,7 @@ def opening(*, contender: str, path: str) -> None:
     """From a path to the names and shapes of what is in it."""
     openers: dict[str, Callable[[], object]] = {
         "modelstate.open": _ours(path),
+        "modelstate.open + every shape": _our_shapes(path),
         "torch.load(mmap)": lambda: torch.load(path, mmap=True, weights_only=True),
         "safetensors safe_open + get_slice": _safe_open(path),
     }
@@ -164,6 +166,12 @@ def _ours(path: str) -> Callable[[], object]:
     return lambda: ms.open(path)
 
 
+def _our_shapes(path: str) -> Callable[[], object]:
+    import modelstate as ms
+
+    return lambda: {name: spec.shape for name, spec in ms.open(path).items()}
+
+
 def _safe_open(path: str) -> Callable[[], object]:
     from safetensors import safe_open
 
@@ -172,6 +180,13 @@ def _safe_open(path: str) -> Callable[[], object]:
             return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
 
     return work
+
+
+def start(*, arguments: Sequence[str]) -> None:
+    """A program from its start to its end."""
+    stages = Stages()
+    subprocess.run([sys.executable, *arguments], check=True, stdout=subprocess.DEVNULL)
+    stages.end("ready")
 
 
 KINDS: dict[str, Callable[..., Any]] = {
@@ -184,6 +199,7 @@ KINDS: dict[str, Callable[..., Any]] = {
         forward_alone,
         state_dict,
         opening,
+        start,
         convert,
         save,
         bare_writes,

@@ -7,6 +7,9 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
+import torch
+
+import modelstate as ms
 from bench import files, live, saving, serving
 from bench import limits as names
 from bench.contenders import CONVERT
@@ -134,7 +137,7 @@ class Others:
         cases: dict[str, Runs] = {}
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         for case, path in paths.items():
-            ways = ["modelstate.open"]
+            ways = ["modelstate.open", "modelstate.open + every shape"]
             if path.stat().st_size < memory:  # the others map it as memory that may be written, which must exist
                 ways.append(
                     "safetensors safe_open + get_slice" if path.suffix == ".safetensors" else "torch.load(mmap)"
@@ -142,10 +145,42 @@ class Others:
             children = {name: self.runner.child("opening", contender=name, path=str(path)) for name in ways}
             cases[case] = self.runner.alternate(children, self.runner.runs)[0]
         words = (
-            "From the path to the names and shapes of everything in it. The files of 1 and 100 GB have 100 tensors and "
+            "From the path to the names and shapes of everything in it; `every shape` also asks for each of them. The "
+            "files of 1 and 100 GB have 100 tensors and "
             "are sparse. `torch.load(mmap=True)` and `safe_open` cannot map a file larger than memory."
         )
-        return [Measured("opening", "Opening", words, "grid", cases, self.runner.runs)]
+        return [Measured("opening", "Opening", words, "grid", cases, self.runner.runs), self._start()]
+
+    def _start(self) -> Measured:
+        """Commands about small checkpoints, beside an interpreter that imports torch and does nothing else."""
+        folder = self.runner.folder / "start"
+        folder.mkdir(exist_ok=True)
+        model = torch.nn.Linear(4, 4)
+        ms.save(model, folder / "model.safetensors")
+        torch.save(model.state_dict(), folder / "model.pt")
+        ms.Store(folder / "store").save(1, {"model": model})
+        commands = {
+            "--help": ["-m", "modelstate", "--help"],
+            "inspect, safetensors": ["-m", "modelstate", "inspect", f"{folder}/model.safetensors"],
+            "verify, safetensors": ["-m", "modelstate", "verify", f"{folder}/model.safetensors"],
+            "store ls": ["-m", "modelstate", "store", "ls", f"{folder}/store"],
+            "inspect, torch": ["-m", "modelstate", "inspect", f"{folder}/model.pt"],
+        }
+        others = {"python -c pass": ["-c", "pass"], "import torch": ["-c", "import torch"]}
+        programs = {f"modelstate {name}": command for name, command in commands.items()} | others
+        children = {name: self.runner.child("start", arguments=command) for name, command in programs.items()}
+        found, absent = self.runner.alternate(children, self.runner.runs)
+        shutil.rmtree(folder)
+        words = "Programs from their start to their end, in a new process each. The checkpoints are a few kilobytes."
+        return Measured(
+            "start",
+            "Start of the command line",
+            words,
+            "grid",
+            {"of a small checkpoint": found},
+            self.runner.runs,
+            absent,
+        )
 
     def serving(self) -> list[Measured]:
         """Requests to a server, while its weights are swapped and while they are not."""

@@ -52,6 +52,7 @@ from modelstate.spec import (
     bytes_key,
     dtype_name,
     pieces,
+    spec_of,
     under_names,
 )
 from modelstate.torch_compat.values import is_tensor, version_metadata
@@ -506,6 +507,8 @@ class _Extra(Mapping[str, Any]):
 
 
 def _spec(name: str, stored: Stored, where: str) -> TensorSpec:
+    if type(stored) is StoredTensor:
+        return spec_of(name, stored)
     try:
         return TensorSpec(name, tuple(stored.shape), dtype_name(stored), stored)
     except RuntimeError as error:  # a live tensor of a lazy module, or one whose shape is not a tuple

@@ -17,6 +17,7 @@ import inspect
 import os
 import re
 import stat
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial, wraps
 from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, TypeVar, cast
@@ -62,6 +63,10 @@ from modelstate.text_format import listed
 
 if TYPE_CHECKING:
     from modelstate.checkpoint.combine import Combination, CombineFunction
+
+if "torch" in sys.modules:
+    # A program that has torch may open torch's formats, and does not wait for these readers in its first load.
+    from modelstate.formats import dcp, torch_legacy, torch_zip  # noqa: F401
 
 MODEL = "model"
 _SHARD = re.compile(r"-\d{5}-of-\d{5}\.\w+$")

@@ -7,7 +7,7 @@ import os
 import shlex
 from collections.abc import Iterable
 from datetime import UTC, datetime
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -28,8 +28,10 @@ from modelstate.cli.common import (
 from modelstate.cli.diff import All, MaxMemory, NoFold, NoValues, Only, Top, show
 from modelstate.errors import DamagedCheckpointError, SourceNotFoundError, SourceTypeError, StepNotFoundError
 from modelstate.io.files import not_found
-from modelstate.store.directory import STORE_FILE, StepIndex, places, store_file_problem
 from modelstate.text_format import columns, count, in_a_line, size
+
+if TYPE_CHECKING:
+    from modelstate.store.directory import StepIndex
 
 app = typer.Typer(
     help="Look at a directory of checkpoints, check it, prune it, and take a model out of it.",
@@ -45,6 +47,8 @@ Step = Annotated[int | None, typer.Option(metavar="STEP", help="The step that is
 
 def is_store(path: str) -> bool:
     """Whether a directory is a store."""
+    from modelstate.store.directory import STORE_FILE, places
+
     try:
         return os.path.isfile(os.path.join(path, STORE_FILE)) or bool(places(path))
     except OSError:
@@ -56,6 +60,8 @@ def _index(path: str) -> StepIndex:
 
     Raises `SourceTypeError` for a file, and `SourceNotFoundError` where there is no store.
     """
+    from modelstate.store.directory import STORE_FILE, StepIndex
+
     if not os.path.lexists(path):
         raise SourceNotFoundError("there is no such directory", where=path)
     if not os.path.exists(path):
@@ -126,6 +132,8 @@ def verify_steps(directory: str, step: int | None = None) -> None:
 
     Another process may delete and save steps meanwhile. If no step could be read, the new ones are read.
     """
+    from modelstate.store.directory import STORE_FILE, store_file_problem
+
     index = _index(directory)
     read = problems = 0
     if step is None and (problem := store_file_problem(directory)):
