@@ -1,0 +1,55 @@
+"""The memory that a load takes beyond the final tensors: it is predicted, and a budget is kept or refused."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+from torch import nn
+
+import modelstate as ms
+from modelstate.errors import MemoryBudgetError
+
+SIZES = st.lists(st.sampled_from([1, 30, 4096, 70_000, 600_000]), min_size=1, max_size=6)
+CHANGES = st.sampled_from([{}, {"dtype": torch.bfloat16}, {"transform": lambda name, tensor: tensor * 2}])
+
+
+class Parameters(nn.Module):
+    """One parameter of each size."""
+
+    def __init__(self, sizes: list[int]) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(nn.Parameter(torch.zeros(size)) for size in sizes)
+
+
+def least_of(error: MemoryBudgetError) -> int:
+    (number,) = re.findall(r"(\d+) bytes, at the least", str(error))
+    return int(number)
+
+
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(sizes=SIZES, changes=CHANGES, budget=st.integers(0, 8_000_000))
+def test_a_budget_is_kept_or_refused_with_the_least_that_is_enough(
+    tmp_path: Path, sizes: list[int], changes: dict[str, object], budget: int
+) -> None:
+    path = tmp_path / "model.safetensors"
+    state = {name: torch.ones(tensor.shape) for name, tensor in Parameters(sizes).state_dict().items()}
+    save_file(state, path)
+
+    def peak(most: int) -> int:
+        model = Parameters(sizes)
+        report = ms.load(model, path, in_place=False, max_memory_bytes=most, **changes)
+        assert all(bool(tensor.ne(0).all()) for tensor in model.state_dict().values())
+        return report.peak_memory_bytes
+
+    try:
+        assert peak(budget) <= budget
+    except MemoryBudgetError as error:
+        least = least_of(error)
+        assert least > budget
+        assert peak(least) <= least
+        with pytest.raises(MemoryBudgetError):
+            peak(least - 1)
