@@ -130,6 +130,7 @@ def test_a_package_that_is_replaced_while_it_is_opened(tmp_path: Path, monkeypat
         ms.Live(path)
 
 
+@pytest.mark.slow
 def test_others_load_the_package() -> None:
     from torch.export.pt2_archive._package import load_pt2
 
@@ -270,6 +271,7 @@ def test_a_swap_waits_until_a_library_is_free() -> None:
     assert torch.equal(live(X), linear(4)(X))
 
 
+@pytest.mark.slow
 def test_what_this_very_thread_holds_is_not_waited_for() -> None:
     live = ms.Live(package_of(linear(1), X))
     with live.pin():
@@ -356,6 +358,7 @@ def test_the_memory_of_a_retired_version_is_free() -> None:
     assert owners[2] > 2
 
 
+@pytest.mark.slow
 def test_a_version_that_is_freed_while_a_thread_traces_releases_its_memory() -> None:
     live = ms.Live(package_of(Constant(2, 8), torch.ones(2, 8)), keep_versions=0)
     live.swap(weights_of(Constant(2, 8), 2))

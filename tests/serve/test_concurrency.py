@@ -175,6 +175,7 @@ def test_a_rollback_does_not_wait_for_a_canary(kind: str) -> None:
     assert live.swap(state(4)).previous == 1
 
 
+@pytest.mark.slow
 def test_a_rollback_waits_where_a_canary_has_its_library() -> None:
     live = live_of("aoti")
     live.swap(state(2))

@@ -201,6 +201,7 @@ def test_what_a_package_writes_to_is_not_copied() -> None:
         assert torch.equal(right, before * 2)
 
 
+@pytest.mark.slow
 def test_packages_from_before_conditions_open(tmp_path: Path) -> None:
     path = tmp_path / "package.pt2"
     shutil.copy(package_of(Writes(), *rows(4, 6), dynamic_shapes=(DYNAMIC, DYNAMIC)), path)
