@@ -34,10 +34,9 @@ from modelstate.planning.plan import Step
 from modelstate.process import cached_attribute, deferred_signals
 from modelstate.torch_compat.dtypes import Overflows, can_overflow, nonfinite, short
 from modelstate.torch_compat.modules import call_apply, has_custom_apply, modules_of, own_buffers, own_parameters
-from modelstate.torch_compat.plain import has_its_memory, is_dense, is_plain
+from modelstate.torch_compat.plain import has_its_memory, is_dense, is_fake, is_plain
 from modelstate.torch_compat.private import (
     can_set_data,
-    is_fake,
     is_faking,
     is_transforming,
     shards_in_use,

@@ -13,7 +13,8 @@ from modelstate.planning.assignment import COPYABLE
 from modelstate.process import fork_safe_lock, gc_paused
 from modelstate.torch_compat.modules import is_cast_of_torch, modules_of, own_buffers, own_parameters
 from modelstate.torch_compat.overrides import MethodOverride, Overrides
-from modelstate.torch_compat.private import is_fake, is_faking
+from modelstate.torch_compat.plain import is_fake
+from modelstate.torch_compat.private import is_faking
 from modelstate.transaction.transaction import Transaction, exclusive
 
 Apply = Callable[[torch.Tensor], torch.Tensor]

@@ -51,8 +51,8 @@ from modelstate.rules.expression import Derived, Source, lacks_values, read_byte
 from modelstate.spec import GAP_BYTES, ByteRange, StoredTensor, overlapping
 from modelstate.text_format import count, size
 from modelstate.torch_compat.dtypes import Overflows, cast_between, short
-from modelstate.torch_compat.plain import has_its_memory, is_plain, is_quantized, is_sharded, same_place
-from modelstate.torch_compat.private import is_fake, shards_in_use, storage_id
+from modelstate.torch_compat.plain import has_its_memory, is_fake, is_plain, is_quantized, is_sharded, same_place
+from modelstate.torch_compat.private import shards_in_use, storage_id
 from modelstate.transaction.slots import (
     BUFFER,
     EXTRA,

@@ -27,8 +27,8 @@ from modelstate.torch_compat.modules import (
     own_buffers,
     unwrapped,
 )
-from modelstate.torch_compat.plain import is_plain, is_sharded
-from modelstate.torch_compat.private import arguments_of_node, is_fake
+from modelstate.torch_compat.plain import is_fake, is_plain, is_sharded
+from modelstate.torch_compat.private import arguments_of_node
 
 
 class Program(Protocol):

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from modelstate.problems import GATHER, REAL
-from modelstate.torch_compat.private import is_fake, storage_id
+from modelstate.torch_compat.private import storage_id
 
 _PLAIN = frozenset([torch.Tensor, nn.Parameter, nn.Buffer])
 
@@ -72,6 +72,14 @@ def is_dense(tensor: torch.Tensor) -> bool:
             return not tensor.numel()
         step *= size
     return True
+
+
+def is_fake(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is a `FakeTensor`, which has no values."""
+    if type(tensor) is torch.Tensor or type(tensor) is torch.nn.Parameter:
+        return False
+    module = sys.modules.get("torch._subclasses.fake_tensor")
+    return module is not None and isinstance(tensor, module.FakeTensor)
 
 
 def is_sharded(tensor: torch.Tensor) -> bool:

@@ -68,14 +68,6 @@ def is_faking() -> bool:
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
 
 
-def is_fake(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is a `FakeTensor`, which has no values."""
-    if type(tensor) is torch.Tensor or type(tensor) is torch.nn.Parameter:
-        return False
-    module = sys.modules.get("torch._subclasses.fake_tensor")
-    return module is not None and isinstance(tensor, module.FakeTensor)
-
-
 def is_transforming() -> bool:
     """Whether a transform of `torch.func` is running, in which tensors stand for others."""
     return torch._C._functorch.peek_interpreter_stack() is not None
