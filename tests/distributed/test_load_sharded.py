@@ -222,3 +222,24 @@ def test_a_reader_that_dies(ranks: Ranks, tmp_path: Path) -> None:
     outcomes = ranks.run(loses_a_reader, str(tmp_path / "x.pt"))
     assert outcomes[2].died
     assert all(outcome.value == ("RankLostError", True) for outcome in outcomes if not outcome.died), outcomes
+
+
+def replicas_of_a_plain_model(path: str) -> tuple[bool, int, str]:
+    """A model without DTensors, of which every rank has a replica, as with `DistributedDataParallel`."""
+    net, whole = models.plain("fsdp", seed=1), models.plain("fsdp", seed=2)
+    report = ms.load(net, path, process_group=dist.group.WORLD, read_once=True)
+    ms.load(whole, path)
+    same = all(torch.equal(found, tensor) for found, tensor in zip(net.parameters(), whole.parameters(), strict=True))
+    missing = path if dist.get_rank() else f"{path}.missing"
+    try:
+        ms.load(net, missing, process_group=dist.group.WORLD)
+        error = ""
+    except errors.ModelStateError as raised:
+        error = type(raised).__name__
+    return same, report.reread_bytes, error
+
+
+def test_a_plain_model_on_all_ranks_of_a_group(ranks: Ranks, tmp_path: Path) -> None:
+    torch.save(models.plain("fsdp", seed=5).state_dict(), tmp_path / "x.pt")
+    expected = (True, 0, "SourceNotFoundError")
+    assert ranks.values(replicas_of_a_plain_model, str(tmp_path / "x.pt")) == [expected] * 4

@@ -263,7 +263,7 @@ class Agreement:
 
 
 def agreement_of(
-    model: nn.Module, process_group: dist.ProcessGroup | None = None, timeout_seconds: float = TIMEOUT_SECONDS
+    model: nn.Module, process_group: "dist.ProcessGroup | None" = None, timeout_seconds: float = TIMEOUT_SECONDS
 ) -> Agreement:
     """Returns the ranks that load into a model together: those of the mesh of its DTensors.
 

@@ -6,11 +6,10 @@ from collections.abc import Callable, Iterable, Mapping, Set
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal, TypedDict, Unpack, overload
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, overload
 
 import torch
 from torch import nn
-from torch.distributed import ProcessGroup
 
 from modelstate.checkpoint.checkpoint import Checkpoint
 from modelstate.checkpoint.open import NO_PICKLE, argument_order, foreign_arguments, is_module, is_source
@@ -46,6 +45,9 @@ from modelstate.torch_compat.sharding import refresh_shards, reshard
 from modelstate.transaction.optimizers import check_optimizers, following_state, placed
 from modelstate.transaction.references import lost_references
 from modelstate.transaction.transaction import Transaction, exclusive
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup  # which torch may have been built without
 
 Source = str | os.PathLike[str] | Mapping[str, Any] | Checkpoint
 _OF_TORCH = {
@@ -144,7 +146,7 @@ class LoadArguments(TypedDict, total=False):
     progress: bool | None
     max_memory_bytes: int | None
     prefault: bool | None
-    process_group: ProcessGroup | None
+    process_group: "ProcessGroup | None"
     timeout_seconds: float
 
 
@@ -186,7 +188,7 @@ def load(
     progress: bool | None = None,
     max_memory_bytes: int | None = None,
     prefault: bool | None = None,
-    process_group: ProcessGroup | None = None,
+    process_group: "ProcessGroup | None" = None,
     timeout_seconds: float = TIMEOUT_SECONDS,
     background: bool = False,
 ) -> LoadReport | LoadHandle:

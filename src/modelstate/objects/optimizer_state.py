@@ -11,11 +11,10 @@ from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
-from torch.distributed import ProcessGroup
 
 from modelstate.checkpoint.open import argument_order, is_module
 from modelstate.distributed.agreement import TIMEOUT_SECONDS, agreement_of
@@ -31,6 +30,9 @@ from modelstate.rules.schema import Schema, check_rules, renamed_by, way_back
 from modelstate.torch_compat.plain import is_sharded
 from modelstate.torch_compat.sharding import dtensor_like, local_tensor
 from modelstate.transaction.optimizers import check_optimizers
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup  # which torch may have been built without
 
 _GROUPS, _CLASS = "param_groups", "class"
 _SCHEDULER_OPTIONS = {"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum"}
@@ -92,7 +94,7 @@ def load_optimizer_state(
     rules: Iterable[Rule] | Schema = (),
     allow_missing: bool = False,
     keep_options: Iterable[str] = (),
-    process_group: ProcessGroup | None = None,
+    process_group: "ProcessGroup | None" = None,
     timeout_seconds: float = TIMEOUT_SECONDS,
 ) -> None:
     """Loads the result of `optimizer_state` by the names of the parameters, all or nothing.
