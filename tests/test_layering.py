@@ -208,6 +208,30 @@ def test_what_the_public_names_pull_in() -> None:
 
 
 @pytest.mark.slow
+def test_the_first_use_of_a_loop_imports_nothing(tmp_path: Path) -> None:
+    """What a training loop calls is imported where its names are looked up, and its stores are made."""
+    found = fresh(
+        "import json, sys, torch\n"
+        "import modelstate as ms\n"
+        "model = torch.nn.Linear(2, 2)\n"
+        "optimizer = torch.optim.Adam(model.parameters())\n"
+        "objects = {'model': model, 'optimizer': optimizer}\n"
+        f"path, directory = {str(tmp_path / 'x.safetensors')!r}, {str(tmp_path / 'store')!r}\n"
+        f"torch.save(model.state_dict(), {str(tmp_path / 'x.pt')!r})\n"
+        "store, live, load, save = ms.Store(directory), ms.Live(torch.nn.Linear(2, 2)), ms.load, ms.save\n"
+        "before = set(sys.modules)\n"
+        "store.save(1, objects)\n"
+        "store.restore(objects)\n"
+        "save(model, path)\n"
+        f"[load(model, source) for source in (path, {str(tmp_path / 'x.pt')!r})]\n"
+        "live.swap(path)\n"
+        "new = [name for name in set(sys.modules) - before if name.startswith('modelstate')]\n"
+        "print(json.dumps({'new': sorted(new)}))"
+    )["new"]
+    assert found == []
+
+
+@pytest.mark.slow
 def test_an_import_changes_nothing() -> None:
     code = """
 import json, os, threading, warnings
