@@ -2,8 +2,10 @@
 
 import re
 import shlex
+import socket
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -19,6 +21,9 @@ WITH_CODE = [path for path in PAGES if "```python" in path.read_text() and path.
 
 COMPILED = 'kind="aoti"'
 """What only runs where a C++ compiler is."""
+
+SHARDED = "sharded.md"
+"""The page whose blocks are a program for several ranks."""
 
 NOT_OURS = "lightning.pytorch.utilities._pytree"
 """What lightning does that torch is going to do otherwise."""
@@ -50,9 +55,26 @@ def run_commands(folder: Path, commands: list[list[str]]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("path", WITH_CODE, ids=lambda path: path.name)
+@pytest.mark.parametrize("path", [path for path in WITH_CODE if path.name != SHARDED], ids=lambda path: path.name)
 def test_python_blocks_run_in_their_order(path: Path, tmp_path: Path) -> None:
     run_in_order(tmp_path, [block for block in blocks(path, "python") if COMPILED not in block])
+
+
+@pytest.mark.slow
+def test_python_blocks_of_several_ranks_run_on_as_many(tmp_path: Path) -> None:
+    """Starts one process for each rank, with the environment that torchrun gives it."""
+    page = ROOT / "docs" / SHARDED
+    (ranks,) = {int(number) for number in re.findall(r"--nproc_per_node[ \n](\d+)", page.read_text())}
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        shared = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+
+    def run(rank: int) -> None:
+        environment = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+        run_in_order(tmp_path, [f"import os; os.environ.update({environment})", *blocks(page, "python")])
+
+    with ThreadPoolExecutor(ranks) as pool:
+        list(pool.map(run, range(ranks)))
 
 
 @pytest.mark.slow

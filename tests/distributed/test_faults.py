@@ -255,6 +255,7 @@ def _raise_on_its_rank(name: str, tensor: torch.Tensor) -> torch.Tensor:
 def _load_something_else(folder: Path) -> dict[str, Result]:
     path = folder / "whole" / "model.safetensors"
     here = dist.get_rank() == FAULTY
+    state = dict(models.plain("fsdp").state_dict())
 
     def with_other_model(net: Net) -> object:
         other = models.plain("uneven")
@@ -269,6 +270,8 @@ def _load_something_else(folder: Path) -> dict[str, Result]:
         "options": lambda net: ms.load(net, path, dtype=torch.bfloat16 if here else None),
         "transform": lambda net: ms.load(net, path, transform=_raise_on_its_rank),
         "unfit": lambda net: ms.load(net, {"embed.weight": torch.ones(3)}),
+        "surplus": lambda net: ms.load(net, {**state, "more": torch.ones(4)}),
+        "integers": lambda net: ms.load(net, {**state, "head.weight": torch.ones(20, 8, dtype=torch.int8)}),
     }
     results = {}
     for name, load in loads.items():
@@ -288,6 +291,8 @@ def test_a_rank_that_loads_something_else(ranks: Ranks, tmp_path: Path) -> None:
         "options": "RanksDifferError",
         "transform": "TransformError",
         "unfit": "PlanError",
+        "surplus": "PlanError",
+        "integers": "PlanError",
     }
     for results in by_rank:
         assert {name: result.error for name, result in results.items()} == expected, results

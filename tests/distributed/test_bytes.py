@@ -1,0 +1,79 @@
+"""Each rank reads its own bytes and no others, counted by the kernel and at the system calls, not by the report."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+import modelstate as ms
+from modelstate.loading import plan_for_mesh
+from modelstate.testing import faulty_reads
+from tests.distributed import models
+from tests.distributed.ranks import Ranks
+from tests.distributed.test_mesh_plan import MESHES
+
+SIZES: dict[str, Any] = {"width": 256, "hidden": 4096, "rows": 1024}
+"""Of a network of 21 MB, whose narrowest column shard is a run of 4 kB, with gaps of 12 kB."""
+SURPLUS = 1.05
+"""The header, and a few bytes by which ranks compare their files."""
+
+
+def _plain() -> models.Net:
+    torch.manual_seed(0)
+    return models.Net(**SIZES)
+
+
+def _read_so_far() -> int:
+    with open("/proc/self/io") as file:
+        return int(file.readline().removeprefix("rchar:"))
+
+
+def _held_bytes(net: models.Net) -> int:
+    local = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in net.state_dict().values()]
+    return sum(tensor.numel() * tensor.itemsize for tensor in local)
+
+
+def _load(kind: str, path: Path, meta: bool) -> tuple[int, int, int, int]:
+    """Returns the bytes that this rank holds, and those that it has read by the kernel, the calls and the report."""
+    ms.load(models.sharded(kind), dict(models.plain(kind).state_dict()))  # imports, and connections of the ranks
+    if meta:
+        with ms.skeleton():
+            net = models.Net(**SIZES)
+    else:
+        net = _plain()
+    models.SHARD[kind](net)
+    with faulty_reads() as seen:  # which also keeps a load from filling memory through userfaultfd, uncounted
+        before = _read_so_far()
+        report = ms.load(net, path)
+        by_kernel = _read_so_far() - before
+    calls = [request for request in seen.requests if request.call in ("pread", "preadv", "preadv_cached")]
+    by_calls = read_to = 0
+    for request in sorted(calls, key=lambda request: request.start):  # a call that returns less is made again
+        end = request.start + request.nbytes
+        by_calls += max(end - max(read_to, request.start), 0)
+        read_to = max(read_to, end)
+    return _held_bytes(net), by_kernel, by_calls, report.ranks[dist.get_rank()].read_bytes
+
+
+@pytest.mark.parametrize("meta", [False, True], ids=["memory", "meta"])
+@pytest.mark.parametrize("kind", ["fsdp", "hsdp", "tp", "fsdp+tp", "replicated", "shard1"])
+def test_the_ranks_read_the_model_and_its_replicas(kind: str, meta: bool, ranks: Ranks, tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    ms.save(_plain(), path)
+    results = ranks.values(_load, kind, path, meta)
+    held = sum(held for held, *_ in results)
+    replicas = {"hsdp": 2, "replicated": 4}.get(kind, 1)
+    state_bytes = sum(value.nbytes for value in _plain().state_dict().values())
+    assert held == pytest.approx(replicas * state_bytes, rel=0.01)
+    by_kernel, by_calls, reported = (sum(result[at] for result in results) for at in (1, 2, 3))
+    # Narrow columns are read with the rows around them.
+    assert reported > held if kind == "shard1" else reported == held
+    assert reported <= by_kernel <= SURPLUS * reported, results
+    assert reported <= by_calls <= SURPLUS * reported, results
+    if kind in MESHES:
+        net = _plain()
+        plan = plan_for_mesh(ms.plan(net, path), net, *MESHES[kind])
+        assert [rank.read_bytes for rank in plan.ranks] == [report for *_, report in results]
