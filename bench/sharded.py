@@ -81,7 +81,8 @@ def every_rank(model: Model, path: Path) -> None:
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
     model.to_empty(device="cpu")
-    set_model_state_dict(model, load_file(path), options=StateDictOptions(full_state_dict=True))
+    state: dict[str, Any] = dict(load_file(path))
+    set_model_state_dict(model, state, options=StateDictOptions(full_state_dict=True))
 
 
 def broadcast(model: Model, path: Path) -> None:
@@ -90,7 +91,7 @@ def broadcast(model: Model, path: Path) -> None:
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
     model.to_empty(device="cpu")
-    state = load_file(path) if dist.get_rank() == 0 else {}
+    state: dict[str, Any] = dict(load_file(path)) if dist.get_rank() == 0 else {}
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     set_model_state_dict(model, state, options=options)
 
