@@ -59,6 +59,7 @@ def _measure(options: argparse.Namespace) -> list[Part]:
             "save": others.save,
             "state-dict": others.state_dict,
             "opening": others.opening,
+            "diff": others.diff,
             "convert": others.convert,
             "live": others.live,
             "serving": others.serving,
@@ -78,7 +79,7 @@ def _measure(options: argparse.Namespace) -> list[Part]:
 def _cases(part: str) -> set[str]:
     """The checkpoints that a part needs, and the tiny ones that its contenders begin with."""
     cases = {case for section in LOADS.get(part, ()) for case in section.cases.values()}
-    cases |= {"limits": {"large"}, "opening": {"small"}}.get(part, set())
+    cases |= {"limits": {"large"}, "opening": {"small"}, "diff": {"large"}}.get(part, set())
     return cases | {KINDS[case].tiny for case in cases}
 
 

@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -189,6 +190,68 @@ def start(*, arguments: Sequence[str]) -> None:
     stages.end("ready")
 
 
+def perturbed_copy(*, source: str, target: str) -> None:
+    """A checkpoint with the names of another one, in which every value differs a little."""
+    from safetensors.torch import load_file, save_file
+
+    stages = Stages()
+    torch.manual_seed(0)
+    state = {name: value + 1e-4 * torch.randn_like(value) for name, value in load_file(source).items()}
+    save_file(state, target + ".safetensors")
+    torch.save(state, target + ".pt")
+    stages.end("written")
+
+
+def diff(*, contender: str, a: str, b: str) -> None:
+    """From two paths to how far their tensors are apart."""
+    ways: dict[str, Callable[[], object]] = {
+        "reading both files once": lambda: _read_both(a, b),
+        "modelstate.diff": _our_diff(a, b),
+        "two torch.load + a loop": lambda: _loop(a, b, mmap=False),
+        "two torch.load(mmap) + a loop": lambda: _loop(a, b, mmap=True),
+    }
+    way = ways[contender]
+    stages = Stages()
+    found = way()
+    stages.end("ready", kept=len(str(type(found))))
+
+
+def _read_both(a: str, b: str) -> None:
+    """Each file on a thread of its own, into one buffer again and again."""
+
+    def read(path: str) -> None:
+        buffer = bytearray(4 << 20)
+        with open(path, "rb", buffering=0) as file:
+            while file.readinto(buffer):
+                pass
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(read, (a, b)))
+
+
+def _our_diff(a: str, b: str) -> Callable[[], object]:
+    import modelstate as ms
+
+    ms.diff({"w": torch.ones(3)}, {"w": torch.zeros(3)})
+    return lambda: ms.diff(a, b)
+
+
+def _loop(a: str, b: str, *, mmap: bool) -> list[tuple[str, object]]:
+    """The script that people write; it measures what `modelstate.diff` does, without the histogram of ULPs."""
+    first, second = (torch.load(path, mmap=mmap, weights_only=True) for path in (a, b))
+    found: list[tuple[str, object]] = []
+    for name, x in first.items():
+        y = second[name]
+        d = (x - y).abs()
+        measures = (
+            *((x != y).float().mean(), d.max(), d.mean(), d.norm() / x.norm()),
+            torch.nn.functional.cosine_similarity(x.flatten(), y.flatten(), dim=0),
+            *(count for side in (x, y) for count in (side.isnan().sum(), side.isinf().sum())),
+        )
+        found.append((name, [float(value) for value in measures]))
+    return found
+
+
 KINDS: dict[str, Callable[..., Any]] = {
     one.__name__: one
     for one in (
@@ -200,6 +263,8 @@ KINDS: dict[str, Callable[..., Any]] = {
         state_dict,
         opening,
         start,
+        perturbed_copy,
+        diff,
         convert,
         save,
         bare_writes,

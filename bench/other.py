@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -181,6 +182,31 @@ class Others:
             self.runner.runs,
             absent,
         )
+
+    def diff(self) -> list[Measured]:
+        """Two checkpoints, compared."""
+        runner, folder = self.runner, self.runner.folder
+        runner.write("large", {"safetensors", "pt"})
+        a, b = str(folder / "large" / "model.safetensors"), str(folder / "perturbed")
+        runner.child("perturbed_copy", source=a, target=b)()
+        pair: dict[str, Any] = {"a": a, "b": f"{b}.safetensors"}
+        pickled: dict[str, Any] = {"a": str(folder / "large.pt"), "b": f"{b}.pt"}
+        children = {
+            "modelstate.diff": runner.child("diff", contender="modelstate.diff", **pair),
+            "reading both files once": runner.child("diff", contender="reading both files once", **pair),
+            **{
+                name: runner.child("diff", contender=name, **pickled)
+                for name in ("two torch.load + a loop", "two torch.load(mmap) + a loop")
+            },
+        }
+        found, absent = runner.alternate(children, runner.runs)
+        nbytes = sum(value.nbytes for value in on_meta("large", self.sizes).state_dict().values())
+        words = (
+            "Every value differs. The loops measure what modelstate.diff measures, without the histogram of ULPs; the "
+            "files of torch.load have the same tensors. The files are in the page cache."
+        )
+        title = f"Comparing two checkpoints of {nbytes / 1e6:,.0f} MB"
+        return [Measured("diff", title, words, "convert", {"": found}, runner.runs, absent)]
 
     def serving(self) -> list[Measured]:
         """Requests to a server, while its weights are swapped and while they are not."""
