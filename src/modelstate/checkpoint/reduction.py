@@ -24,7 +24,7 @@ from typing import NamedTuple
 import torch
 
 from modelstate.errors import MemoryBudgetError
-from modelstate.io.engine import BUFFER_BYTES, Block, Part, ReadStrategy, Wanted, read_threads, stream
+from modelstate.io.engine import BUFFER_BYTES, Block, Part, ReadStrategy, Wanted, read_threads, stream, uncached_threads
 from modelstate.io.files import FileFingerprint
 from modelstate.io.memory import aligned
 from modelstate.io.prefetch import files_to_read_uncached
@@ -204,7 +204,8 @@ def _chunk_bytes(chunk_elements: int) -> int:
 
 def _strategy(total_bytes: int, uncached: frozenset[str], max_memory_bytes: int | None) -> ReadStrategy:
     """The widest strategy whose buffers and temporary tensors fit into the budget. Raises `MemoryBudgetError`."""
-    widest = ReadStrategy(read_threads(), _BLOCK_BYTES, uncached=uncached)
+    threads = uncached_threads(read_threads()) if uncached else read_threads()
+    widest = ReadStrategy(threads, _BLOCK_BYTES, uncached=uncached)
     if max_memory_bytes is None:
         return widest
     needed = 0
