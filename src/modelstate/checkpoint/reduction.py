@@ -2,7 +2,7 @@
 
 An item is one tensor, or several of one shape that are compared: its operands. `reduce` reads a few megabytes of all
 operands of an item at once, on several threads, and passes them on in chunks that stay in the cache of the processor.
-So the result costs about one read of the files, and the memory does not depend on the sizes of the tensors.
+So each byte is read once, and the memory does not depend on the sizes of the tensors.
 
 Operands whose elements lie in their order in a file, or in memory of this process, are streamed. All other operands
 (strided views, sharded tensors, tensors that rules compute) are read region by region.
