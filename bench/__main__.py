@@ -61,6 +61,7 @@ def _measure(options: argparse.Namespace) -> list[Part]:
             "opening": others.opening,
             "diff": others.diff,
             "convert": others.convert,
+            "merge": others.merge,
             "live": others.live,
             "serving": others.serving,
         }

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from bench import files, limits, live, saving, serving
+from bench import files, limits, live, merging, saving, serving
 from bench.contenders import CONVERT, TABLES, Case
 from bench.measure import Stages
 from bench.models import KINDS as MODELS
@@ -112,6 +112,18 @@ def convert(*, contender: str, case: str, quick: bool) -> None:
     stages = Stages()
     work(model)
     stages.end("ready")
+
+
+def write_merged(*, folder: str, quick: bool) -> None:
+    """The files that are merged."""
+    stages = Stages()
+    merging.write(Path(folder) / "tiny", QUICK, "tiny")
+    merging.write(Path(folder) / "large", QUICK if quick else Sizes(), "large")
+    stages.end("written")
+
+
+def merge(*, contender: str, folder: str, quick: bool) -> None:
+    merging.measure(contender, Path(folder), quick)
 
 
 def save(*, contender: str, folder: str, quick: bool) -> None:
@@ -266,6 +278,8 @@ KINDS: dict[str, Callable[..., Any]] = {
         perturbed_copy,
         diff,
         convert,
+        write_merged,
+        merge,
         save,
         bare_writes,
         store,

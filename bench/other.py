@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 import modelstate as ms
-from bench import files, live, saving, serving
+from bench import files, live, merging, saving, serving
 from bench import limits as names
 from bench.contenders import CONVERT
 from bench.measure import Stage
@@ -84,6 +84,29 @@ class Others:
             )
             title = f"From float32 to bfloat16: {what}, {nbytes / 1e6:,.0f} MB"
             sections.append(Measured(f"convert/{case}", title, words, "convert", {"": found}, self.runner.runs, absent))
+        return sections
+
+    def merge(self) -> list[Measured]:
+        """Several checkpoints into one module."""
+        runner, folder = self.runner, self.runner.folder / "merged"
+        runner.child("write_merged", folder=str(folder), quick=runner.quick)()
+        nbytes = sum(value.nbytes for value in on_meta("large", self.sizes).state_dict().values())
+        words = (
+            "Into a module that has memory, float32, from files in the page cache. The sums of `merge.Average` are in "
+            "float64, those of the loop in float32."
+        )
+        sections = []
+        for key, ways, title in (
+            ("lora", merging.LORA, f"A LoRA adapter of rank {merging.RANK} merged into a decoder"),
+            ("average", merging.AVERAGE, "The average of three decoders"),
+        ):
+            children = {
+                name: runner.child("merge", contender=name, folder=str(folder), quick=runner.quick) for name in ways
+            }
+            found, absent = runner.alternate(children, runner.runs)
+            title = f"{title}, {nbytes / 1e6:,.0f} MB each"
+            sections.append(Measured(f"merge/{key}", title, words, "convert", {"": found}, runner.runs, absent))
+        shutil.rmtree(folder)
         return sections
 
     def save(self) -> list[Measured]:

@@ -55,7 +55,7 @@ PAGES = (
         "benchmarks.md",
         "Benchmarks",
         _LOADING,
-        ("limits", *LOADS, "state-dict", "opening", "diff", "convert"),
+        ("limits", *LOADS, "state-dict", "opening", "diff", "convert", "merge"),
         ("mapped", "first-forward", "own-memory", "in-place", "cold", "cast", "int8", "small", "many", "shards"),
     ),
     Page(

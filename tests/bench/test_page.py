@@ -7,13 +7,15 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 
-from bench import goals, limits, live, measured, pages, run, saving
+from bench import goals, limits, live, measured, merging, pages, run, saving
 from bench.__main__ import RESULTS, main
 from bench.__main__ import pages as pages_of
 from bench.contenders import CONVERT
 from bench.measure import MeasurementError, Stage
 from bench.measured import Measured, Part
+from bench.models import QUICK, with_memory
 from bench.other import Others
 from bench.pages import PAGES, PARTS, Page
 from bench.run import Runner, different_weights
@@ -65,6 +67,29 @@ def test_conversions_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         assert set(found.rows) == set(CONVERT)  # all of them: what builds the model does not get in their way
         assert not found.absent
         assert found.runs == 1
+
+
+@pytest.mark.slow
+def test_merges_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "run", run_forked)
+    lora, average = Others(Runner(tmp_path, 1, quick=True)).merge()
+    assert set(average.rows) == set(merging.AVERAGE)
+    assert set(lora.rows) | set(lora.absent) == set(merging.LORA)
+    assert set(lora.absent) <= {"peft merge_and_unload"}  # where peft is not installed
+    assert not list(tmp_path.iterdir())
+
+
+def test_merges_end_with_the_same_weights(tmp_path: Path) -> None:
+    merging.write(tmp_path / "tiny", QUICK, "tiny")
+    for ways in (merging.LORA, merging.AVERAGE):
+        found = []
+        for name, work in ways.items():
+            if "peft" in name:
+                continue
+            found.append(with_memory("tiny", QUICK))
+            work(found[-1], tmp_path / "tiny")
+        first, second = (model.state_dict() for model in found)
+        assert all(torch.allclose(first[name], second[name], atol=1e-5) for name in first)
 
 
 @pytest.mark.slow
