@@ -89,6 +89,9 @@ class MemoryTracker:
 
 # Allocation.
 
+Layout = tuple["torch.Size", tuple[int, ...] | None, "torch.dtype"]
+"""Shape, stride (None for contiguous) and dtype of a tensor."""
+
 
 def aligned(nbytes: int) -> int:
     """`nbytes` rounded up to the alignment of a tensor's memory."""
@@ -184,9 +187,7 @@ _of_thread = threading.local()
 """`lender` is a weak reference, which an interrupt that keeps it from being reset makes invalid."""
 
 
-def fresh_tensors(
-    like: Sequence[tuple[torch.Size, tuple[int, ...] | None, torch.dtype]],
-) -> list[torch.Tensor]:
+def fresh_tensors(like: Sequence[Layout]) -> list[torch.Tensor]:
     """A new CPU tensor for each shape, stride (None for contiguous) and dtype, in memory that no other tensor uses.
 
     Small tensors share mappings of up to 256 MB, each with a storage of its own. The memory is untouched, or within
@@ -233,7 +234,7 @@ _spare = MemoryPool()
 _spare_bytes = 128 << 20
 
 
-def spare_tensors(like: Sequence[tuple[torch.Size, tuple[int, ...] | None, torch.dtype]]) -> list[torch.Tensor]:
+def spare_tensors(like: Sequence[Layout]) -> list[torch.Tensor]:
     """`fresh_tensors` for values that are soon gone, in the memory of such values of earlier loads where it fits."""
     with _spare.lending() as lent:
         tensors = fresh_tensors(like)

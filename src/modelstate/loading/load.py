@@ -480,7 +480,7 @@ def _prepare(
         raise OptionError("a plan has its own arguments", remedy="pass them to modelstate.plan")
     if staged is None:
         budget = None if load_options is None else load_options.max_memory_bytes
-        staging = Staging(matched.part, matched.options, transaction.root, budget)
+        staging = Staging(matched.part, matched.options, transaction.root, budget, in_background=bool(in_use))
     else:
         staging = replace(staged.staging)  # the memory of the model is looked up again
     write = partial(Place, staging)

@@ -14,7 +14,7 @@ from torch.autograd.graph import increment_version
 from modelstate.errors import ModelStateError, PlacementError
 from modelstate.io.engine import Request, block_reads, read_ranges, read_threads
 from modelstate.io.held import HeldFiles
-from modelstate.io.memory import HeapTrim, aligned, fresh_tensors, spare_tensors
+from modelstate.io.memory import HeapTrim, aligned, fresh_tensors
 from modelstate.io.tensors import compute, elements
 from modelstate.loading.staging import Staging
 from modelstate.loading.stream import read_streamed
@@ -76,7 +76,7 @@ def stage(staging: Staging, assignments: Iterable[Assignment], progress: Progres
         # Values that are copied into their slots give their memory back, and the others are what the slots get.
         copied, kept = _split(straight, lambda assignment: assignment.placement.name == "copy")
         staging.held.take(sum(assignment.nbytes for assignment in copied))
-        memory = spare_tensors([(assignment.param.size(), None, assignment.dtype) for assignment in copied])
+        memory = staging.temporary([(assignment.param.size(), None, assignment.dtype) for assignment in copied])
         memory += fresh_tensors([(assignment.param.size(), None, assignment.dtype) for assignment in kept])
         finals = list(zip([*copied, *kept], memory, strict=True))
         _read(staging, finals, progress, is_fresh=staging.strategy.cached)

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
+import torch
 from torch import nn
 
 from modelstate.checkpoint.checkpoint import Checkpoint
@@ -10,7 +11,7 @@ from modelstate.errors import MemoryBudgetError
 from modelstate.io import prefetch
 from modelstate.io.engine import ReadStrategy
 from modelstate.io.held import why_not_held
-from modelstate.io.memory import MemoryTracker
+from modelstate.io.memory import Layout, MemoryTracker, fresh_tensors, spare_tensors
 from modelstate.io.prefetch import (
     LEAST_BYTES,
     Shown,
@@ -50,6 +51,12 @@ class Staging:
     held: MemoryTracker = field(default_factory=MemoryTracker)
     shared: list[SharedRead] = field(default_factory=list)
     """The values that one rank reads for several."""
+    in_background: bool = False
+    """Whether values are read while the model is in use: they may wait for long, and their memory is not kept."""
+
+    def temporary(self, like: Sequence[Layout]) -> list[torch.Tensor]:
+        """Returns memory for values that are copied into their slots at the commit, and then gone."""
+        return fresh_tensors(like) if self.in_background else spare_tensors(like)
 
     @cached_attribute
     def own_memory(self) -> Addresses:

@@ -9,7 +9,7 @@ import torch
 from modelstate.errors import TransformError
 from modelstate.io.engine import BUFFER_BYTES, Block, Part, Wait, Wanted, stream
 from modelstate.io.held import HeldFiles
-from modelstate.io.memory import MemoryTracker, fresh_tensors, spare_tensors
+from modelstate.io.memory import fresh_tensors
 from modelstate.loading.staging import Staging
 from modelstate.planning.assignment import Assignment, after_remaking, remade, transform_errors
 from modelstate.planning.transforms import RowsWriter, asked_writer
@@ -188,7 +188,7 @@ def read_streamed(
     if not streamed:
         return
     strategy = staging.strategy
-    consumer = _BlockConsumer(streamed, staging.held, BUFFER_BYTES if strategy.uncached else 0)
+    consumer = _BlockConsumer(staging, streamed, BUFFER_BYTES if strategy.uncached else 0)
 
     def on_block(block: Block, seconds: float) -> None:
         consumer.on_block(block, seconds)
@@ -211,7 +211,7 @@ def read_streamed(
 class _BlockConsumer:
     """Casts, moves or transforms the parts of blocks, and writes them to the final tensors."""
 
-    def __init__(self, streamed: Sequence[Assignment], held: MemoryTracker, beside_bytes: int) -> None:
+    def __init__(self, staging: Staging, streamed: Sequence[Assignment], beside_bytes: int) -> None:
         self._streamed = streamed
         self._joined = {
             index: RowAssembler(assignment.name, assignment.param.shape[0])
@@ -220,14 +220,14 @@ class _BlockConsumer:
         }
         self._writers = {index: _writer(streamed[index]) for index in self._joined}
         cast = [index for index, assignment in enumerate(streamed) if assignment.remake is None]
-        self._finals = dict(zip(cast, _memory([streamed[index] for index in cast]), strict=True))
+        self._finals = dict(zip(cast, _memory(staging, [streamed[index] for index in cast]), strict=True))
         self._flat = {index: final.detach().view(-1) for index, final in self._finals.items()}
         devices = {final.device for final in self._finals.values() if final.device.type == "cuda"}
         self.on_device = bool(devices)
         self._queues = CudaCopyStreams(devices)
-        self._held, self._bytes_of_buffers = held, dict[int, int]()
+        self._held, self._bytes_of_buffers = staging.held, dict[int, int]()
         self._beside_bytes = beside_bytes
-        held.take(sum(assignment.staged_bytes for assignment in streamed))
+        self._held.take(sum(assignment.staged_bytes for assignment in streamed))
 
     @property
     def buffer_bytes(self) -> int:
@@ -313,14 +313,14 @@ class _BlockConsumer:
             assignment.seconds += seconds * part.nbytes / block.wanted_bytes
 
 
-def _memory(cast: Sequence[Assignment]) -> list[torch.Tensor]:
+def _memory(staging: Staging, cast: Sequence[Assignment]) -> list[torch.Tensor]:
     """The final memory of each assignment."""
     on_cpu = [assignment for assignment in cast if assignment.on_cpu and not assignment.placement.direct]
     copied = [assignment for assignment in on_cpu if assignment.placement.staged]
     kept = [assignment for assignment in on_cpu if not assignment.placement.staged]
     memory_of = {
         id(assignment): tensor
-        for some, allocate in ((copied, spare_tensors), (kept, fresh_tensors))
+        for some, allocate in ((copied, staging.temporary), (kept, fresh_tensors))
         for assignment, tensor in zip(some, allocate([assignment.layout for assignment in some]), strict=True)
     }
     memory = []

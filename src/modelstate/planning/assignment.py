@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from modelstate.errors import ModelStateError, TransformError
-from modelstate.io.memory import fresh_tensors
+from modelstate.io.memory import Layout, fresh_tensors
 from modelstate.planning.sharded import ShardedSlot
 from modelstate.planning.transforms import Bound, Transform
 from modelstate.rules.expression import Derived, Source
@@ -322,7 +322,7 @@ class Assignment:
         return self.transform is not None and self.is_run_of_bytes and self.nbytes >= LEAST_AHEAD_BYTES
 
     @property
-    def layout(self) -> tuple[torch.Size, tuple[int, ...] | None, torch.dtype]:
+    def layout(self) -> Layout:
         """Shape, stride and dtype of new memory for the slot. The stride is None unless it is a dense memory format."""
         return self.param.size(), self.own_stride, self.dtype
 
