@@ -170,8 +170,8 @@ def test_an_average_by_many_threads_takes_no_more_than_its_plan_states(tmp_path:
     for name in range(8):
         save_file({f"{i}.weight": torch.randn(out, into) for i in range(layers)}, tmp_path / str(name))
     opened = "ms.open([f'{path}/{name}' for name in range(8)], combine=ms.merge.Average())"
-    eight = "setattr(__import__('modelstate.io.tensors').io.tensors, 'read_threads', lambda: 8)"
-    source = f"[{eight}, {opened}][1]"
+    using = "sys.modules['modelstate.io.tensors'], sys.modules['modelstate.planning.memory']"
+    source = f"[*[setattr(module, 'read_threads', lambda: 8) for module in ({using})], {opened}][-1]"
     taken, told, stated = measured("skeleton", tmp_path, "{}", f"{layers}, ({into}, {out}), torch.float32, {source}")
     assert told <= stated
     assert taken <= layers * into * out * 4 + stated + SLACK_BYTES // 3
