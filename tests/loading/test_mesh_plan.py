@@ -10,7 +10,7 @@ from torch import nn
 
 import modelstate as ms
 from modelstate.errors import OptionError, SourceNotFoundError
-from modelstate.loading import MeshPlan, plan_for_mesh, read_parallel
+from modelstate.loading import MeshPlan, mesh_plan, plan_for_mesh, read_parallel
 
 
 class Net(nn.Module):
@@ -120,3 +120,56 @@ def test_the_file_of_tensor_parallelism(tmp_path: Path) -> None:
             read_parallel(path)
     with pytest.raises(SourceNotFoundError):
         read_parallel(tmp_path / "none.toml")
+
+
+class Decoder(nn.Module):
+    """The names and shapes of a Llama of 70B parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        width, hidden = 8192, 28672
+        sizes = {"q": (width, width), "k": (width, 1024), "v": (width, 1024), "o": (width, width)}
+        sizes |= {"gate": (width, hidden), "up": (width, hidden), "down": (hidden, width)}
+
+        def layer() -> nn.Module:
+            linear = {name: nn.Linear(*size, bias=False) for name, size in sizes.items()}
+            return nn.ModuleDict({**linear, "first": nn.RMSNorm(width), "second": nn.RMSNorm(width)})
+
+        self.embed = nn.Embedding(128256, width)
+        self.layers = nn.ModuleList(layer() for _ in range(80))
+        self.norm, self.head = nn.RMSNorm(width), nn.Linear(width, 128256, bias=False)
+
+
+def test_a_large_model_on_a_large_mesh_is_planned_by_the_kinds_of_its_tensors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with torch.device("meta"):
+        net = Decoder().to(torch.bfloat16)
+    header, end = {}, 0
+    for name, tensor in net.state_dict().items():
+        header[name] = {"dtype": "BF16", "shape": list(tensor.shape), "data_offsets": [end, end + tensor.nbytes]}
+        end += tensor.nbytes
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with open(tmp_path / "model.safetensors", "wb") as file:  # a hole: nothing is read
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + end)
+    calls = 0
+    real = mesh_plan.local_shard
+
+    def counted(*arguments: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        return real(*arguments)
+
+    monkeypatch.setattr(mesh_plan, "local_shard", counted)
+    styles = {f"layers.*.{name}": "colwise" for name in ("q", "k", "v", "gate", "up")}
+    styles |= {f"layers.*.{name}": "rowwise" for name in ("o", "down")} | {"head": "colwise", "embed": "rowwise"}
+    plan = plan_for_mesh(ms.plan(net, tmp_path / "model.safetensors"), net, (64, 8), styles)
+    assert len(header) == 723
+    assert len(plan.ranks) == 512
+    assert calls <= 10 * 512  # not 723 times 512
+    # The norms are replicated over the ranks of tensor parallelism.
+    norms = 161 * 8192 * 2
+    assert plan.held_bytes == end + 7 * norms
+    assert plan.imbalance < 1.01
