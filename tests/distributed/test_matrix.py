@@ -43,11 +43,11 @@ def _compare(kind: str, form: str, folder: Path) -> list[str]:
         dtype = options.get("dtype", torch.float32)
         expected = models.plain(kind, dtype)
         ms.load(expected, source(), **options)
-        for meta in (False, True):
-            where = f"{case}, {'meta' if meta else 'memory'}"
-            net = models.sharded(kind, dtype, meta=meta)
+        for target, more in {"memory": {}, "meta": {}, "meta, mapped": {"map": True}}.items():
+            where = f"{case}, {target}"
+            net = models.sharded(kind, dtype, meta=target != "memory")
             before = dict(net.named_parameters(remove_duplicate=False))
-            ms.load(net, source(), **options)
+            ms.load(net, source(), **options, **more)
             after = dict(net.named_parameters(remove_duplicate=False))
             wrong += [f"{where}: {name}: another object" for name in before if after[name] is not before[name]]
             same_forward = kind in SAME_FORWARD and case == "fp32"

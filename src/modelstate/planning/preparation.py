@@ -247,7 +247,10 @@ class Preparation:
         device = options.device or (_CPU if param.is_meta else param.device)
         if is_sharded(param) and (sharded := self._sharded_slot(name, param, value, choice)) is not None:
             device = sharded.device_after(options.device)
+            is_of_rule = isinstance(stored, Derived)
             param, value, stored, transform = sharded.local(stored, transform)
+            if is_of_rule and isinstance(stored, StoredTensor):  # a part of a rule's result that is a part of a file
+                value = self.incoming.maps.tensor(stored)
         dtype, is_meta = param.dtype, param.is_meta
         if self.changes_dtypes and param.is_floating_point() and value.is_floating_point():
             dtype = options.dtype or (value.dtype if is_meta else dtype)
@@ -384,7 +387,10 @@ class Preparation:
         choice = NO_TRANSFORM if self.transforms is None else self.transforms.of(step.name)
         transform, sharded = choice.first, None
         if is_sharded(param) and (sharded := self._sharded_slot(step.name, param, value, choice)) is not None:
+            is_of_rule = isinstance(stored, Derived)
             param, value, stored, transform = sharded.local(stored, transform)
+            if is_of_rule and isinstance(stored, StoredTensor):  # a part of a rule's result that is a part of a file
+                value = self.incoming.maps.tensor(stored)
         if placement.leased:  # which the layout of this model may not allow
             in_place = self._in_place(param, step.device, stored)
             placement = choose(param, value, step.dtype, step.device, map=False, in_place=in_place, transformed=False)

@@ -48,7 +48,8 @@ class ShardedSlot:
         boxes = [box for box, _ in self.shard.boxes()]
         if isinstance(source, torch.Tensor):
             return LocalSlot(param, source, None if stored is None else source)
-        if len(boxes) == 1 and isinstance(source, StoredTensor) and is_plain(value):
+        is_view = isinstance(stored, StoredTensor) and isinstance(source, StoredTensor)
+        if is_view and len(boxes) == 1 and is_plain(value):
             return LocalSlot(param, value[slices_of(boxes[0])], source)
         lacking = source.lacks_values if isinstance(source, Derived) else lacks_values(source)
         device = "meta" if value.is_meta or lacking else "cpu"
