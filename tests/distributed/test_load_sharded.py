@@ -9,8 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import modelstate as ms
 from modelstate import errors
@@ -243,3 +244,61 @@ def test_a_plain_model_on_all_ranks_of_a_group(ranks: Ranks, tmp_path: Path) -> 
     torch.save(models.plain("fsdp", seed=5).state_dict(), tmp_path / "x.pt")
     expected = (True, 0, "SourceNotFoundError")
     assert ranks.values(replicas_of_a_plain_model, str(tmp_path / "x.pt")) == [expected] * 4
+
+
+class BetweenShards(nn.Module):
+    """Replicas on all ranks, with a parameter between them of which half of the ranks hold nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name, size in {"a": 10, "b": 10, "c": 10, "d": 1}.items():
+            self.register_parameter(name, nn.Parameter(torch.zeros(size)))
+        mesh = init_device_mesh("cpu", (2, 2))
+        self.row = nn.Parameter(distribute_tensor(torch.zeros(1, 4), mesh, [Replicate(), Shard(0)]))
+        self.register_parameter("e", nn.Parameter(torch.zeros(1)))
+
+
+def replicas_between_shards(path: str) -> tuple[bool, bool]:
+    """Whether the values are right that one rank reads for all ranks, and those of which half of them hold nothing."""
+    net, state = BetweenShards(), torch.load(path)
+    ms.load(net, path, read_once=True, timeout_seconds=10)
+    row = local_tensor(net.row)
+    return all(torch.equal(getattr(net, name), state[name]) for name in "abcde"), torch.equal(
+        row, state["row"][: len(row)]
+    )
+
+
+def test_values_between_empty_shards_are_sent(ranks: Ranks, tmp_path: Path) -> None:
+    sizes = {"a": (10,), "b": (10,), "c": (10,), "d": (1,), "row": (1, 4), "e": (1,)}
+    torch.save({name: torch.randn(size) for name, size in sizes.items()}, tmp_path / "x.pt")
+    assert ranks.values(replicas_between_shards, str(tmp_path / "x.pt")) == [(True, True)] * 4
+
+
+def replicas_in_two_memory_formats(path: str) -> tuple[bool, bool]:
+    """Whether all values are right where the tensors of one rank lie in memory in another order."""
+    net = nn.Conv2d(4, 3, 2)
+    if dist.get_rank() == 0:
+        net.to(memory_format=torch.channels_last)
+    stride = net.weight.stride()
+    ms.load(net, path, process_group=dist.group.WORLD, read_once=True)
+    return torch.equal(net.weight, torch.load(path)["weight"]), net.weight.stride() == stride
+
+
+def test_replicas_may_have_another_memory_format(ranks: Ranks, tmp_path: Path) -> None:
+    torch.save(nn.Conv2d(4, 3, 2).state_dict(), tmp_path / "x.pt")
+    assert ranks.values(replicas_in_two_memory_formats, str(tmp_path / "x.pt")) == [(True, True)] * 4
+
+
+def replicas_on_meta(path: str) -> str:
+    """A load with maps into a model that only one rank has in memory, so that the others would map what it sends."""
+    net = nn.Linear(4, 3, device="meta" if dist.get_rank() else "cpu")
+    try:
+        ms.load(net, path, process_group=dist.group.WORLD, read_once=True, map=True, timeout_seconds=10)
+    except errors.ModelStateError as error:
+        return type(error).__name__
+    return ""
+
+
+def test_replicas_that_are_not_all_in_memory(ranks: Ranks, tmp_path: Path) -> None:
+    ms.save(nn.Linear(4, 3), tmp_path / "x.safetensors")
+    assert ranks.values(replicas_on_meta, str(tmp_path / "x.safetensors")) == ["RanksDifferError"] * 4

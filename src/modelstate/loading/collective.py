@@ -72,7 +72,9 @@ def rank_reports(
 def _slots(preparation: Preparation) -> Iterator[object]:
     for slot in preparation.slots_before.tensors:
         layout = layout_of(slot.tensor) if is_sharded(slot.tensor) else ""
-        yield slot.names, slot.kind, tuple(slot.tensor.shape), slot.tensor.dtype, layout
+        # Which values one rank reads for others depends on where they go.
+        device = slot.tensor.device.type if preparation.options.read_once else ""
+        yield slot.names, slot.kind, tuple(slot.tensor.shape), slot.tensor.dtype, layout, device
 
 
 def _source(checkpoint: Checkpoint) -> Iterator[object]:

@@ -7,7 +7,6 @@ user computes are read by every rank, and so are those for other devices than th
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby
 
 import torch
 import torch.distributed as dist
@@ -95,25 +94,39 @@ def connect(shared: Sequence[SharedRead], agreement: Agreement) -> None:
 def broadcast(shared: Sequence[SharedRead], agreement: Agreement) -> None:
     """Sends the values that this rank has read to its replicas, and receives the others.
 
-    All ranks go through the values in the same order, so none waits for a rank that waits for it. Small values are sent
-    together, in a buffer of limited size. Raises `RankLostError` where a rank does not take part.
+    All values of a group and a reader go together, the groups in the order of their first values: a rank may have no
+    part of a value between them. All ranks of a group see the same order, so none waits for a rank that waits for it.
+    Small values are sent in a buffer of limited size. Raises `RankLostError` where a rank does not take part.
     """
     rank = dist.get_rank()
     received = [read.assignment for read in shared if read.reader != rank]
     finals = fresh_tensors([assignment.layout for assignment in received])
     for assignment, final in zip(received, finals, strict=True):
         assignment.final = final
-    for (ranks, reader), reads in groupby(shared, lambda read: (read.ranks, read.reader)):
-        for batch in _batches(list(reads)):
-            tensors = [_bytes_of(read.assignment) for read in batch]
-            if len(tensors) == 1:
-                agreement.broadcast(tensors[0], ranks, reader)
-                continue
-            buffer = torch.cat(tensors) if reader == rank else torch.empty(sum(map(len, tensors)), dtype=torch.uint8)
-            agreement.broadcast(buffer, ranks, reader)
-            if reader != rank:
-                for tensor, part in zip(tensors, torch.split(buffer, [len(tensor) for tensor in tensors]), strict=True):
-                    tensor.copy_(part)
+    groups: dict[tuple[tuple[int, ...], int], list[SharedRead]] = defaultdict(list)
+    for read in shared:
+        groups[read.ranks, read.reader].append(read)
+    for (ranks, reader), reads in groups.items():
+        for batch in _batches(reads):
+            _send(batch, ranks, reader, agreement)
+
+
+def _send(batch: Sequence[SharedRead], ranks: tuple[int, ...], reader: int, agreement: Agreement) -> None:
+    finals = [read.assignment.final for read in batch if read.assignment.final is not None]
+    # Their elements may lie in another order on each rank.
+    values = [final.detach().contiguous() for final in finals]
+    tensors = [value.view(-1).view(torch.uint8) for value in values]
+    buffer = tensors[0] if len(tensors) == 1 else torch.cat(tensors)
+    agreement.broadcast(buffer, ranks, reader)
+    if reader == dist.get_rank():
+        return
+    for final, value, tensor, part in zip(
+        finals, values, tensors, torch.split(buffer, [len(tensor) for tensor in tensors]), strict=True
+    ):
+        if len(tensors) > 1:
+            tensor.copy_(part)
+        if not final.is_contiguous():
+            final.copy_(value)
 
 
 def _batches(reads: Sequence[SharedRead]) -> list[list[SharedRead]]:
@@ -127,11 +140,3 @@ def _batches(reads: Sequence[SharedRead]) -> list[list[SharedRead]]:
         batches[-1].append(read)
         left -= read.nbytes
     return batches
-
-
-def _bytes_of(assignment: Assignment) -> torch.Tensor:
-    """Returns the memory of a final value as bytes, in the order in which they lie there."""
-    final = assignment.final
-    assert final is not None
-    order = sorted(range(final.dim()), key=final.stride, reverse=True)
-    return final.detach().permute(order).reshape(-1).view(torch.uint8)
