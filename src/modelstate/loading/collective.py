@@ -35,9 +35,11 @@ def digests_of(preparation: Preparation) -> list[Digest]:
     """
     checkpoint, matched = preparation.checkpoint, preparation.matched
     model, source = preparation.names
+    slots = preparation.slots_before.tensors
+    devices = sorted({slot.tensor.device.type for slot in slots})
     return [
         Digest.of(
-            "the models", f"{model} with {count(len(preparation.slots_before.tensors), 'tensor')}", _slots(preparation)
+            "the models", f"{model} with {count(len(slots), 'tensor')} on {', '.join(devices)}", _slots(preparation)
         ),
         Digest.of("the sources", f"{source} with {count(len(checkpoint.flat.tensors), 'tensor')}", _source(checkpoint)),
         Digest.of("the rules and options", _text(matched.asked), _options(matched)),

@@ -4,7 +4,7 @@ import json
 import os
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from itertools import groupby, product
 
@@ -18,9 +18,9 @@ from modelstate.rules.expression import leaves, read_bytes
 from modelstate.spec import StoredTensor, pieces
 from modelstate.text_format import columns, count, listed, size
 
-STYLES = ("colwise", "rowwise", "replicate")
-MOST_BYTES = 1 << 20
-"""Of a file with patterns of tensor parallelism."""
+_STYLES = ("colwise", "rowwise", "replicate")
+_MOST_FILE_BYTES = 1 << 20
+"""The largest file with patterns of tensor parallelism."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class MeshPlan:
     """The number of ranks along each dimension of the mesh."""
     parallel: Mapping[str, str] | None
     """The patterns of tensor parallelism; None for FSDP alone."""
-    ranks: tuple[RankPlan, ...] = field(default=())
+    ranks: tuple[RankPlan, ...]
 
     @property
     def read_bytes(self) -> int:
@@ -216,9 +216,9 @@ def _split_dim(step: Step, styles: Mapping[str, str]) -> int | None:
 
 def _styles(model: nn.Module, parallel: Mapping[str, str]) -> dict[str, str]:
     """Returns the class and the style of each module that a pattern matches, by its path: "Linear colwise"."""
-    if unknown := [f"{pattern}: {style!r}" for pattern, style in parallel.items() if style not in STYLES]:
+    if unknown := [f"{pattern}: {style!r}" for pattern, style in parallel.items() if style not in _STYLES]:
         raise OptionError(
-            "parallel= has a style that is unknown", expected=" or ".join(map(repr, STYLES)), found=listed(unknown)
+            "parallel= has a style that is unknown", expected=" or ".join(map(repr, _STYLES)), found=listed(unknown)
         )
     styles, unused = {}, set(parallel)
     for path, module in model.named_modules():
@@ -286,7 +286,7 @@ def read_parallel(path: str | os.PathLike[str]) -> dict[str, str]:
     """
     expected = 'lines such as "model.layers.*.q_proj" = "colwise"'
     try:
-        patterns = tomllib.loads(read_whole(os.fspath(path), MOST_BYTES, "patterns").decode())
+        patterns = tomllib.loads(read_whole(os.fspath(path), _MOST_FILE_BYTES, "patterns").decode())
     except ValueError as error:
         raise OptionError(
             "the file of tensor parallelism is not TOML", where=path, expected=expected, found=str(error)

@@ -244,7 +244,7 @@ class Preparation:
     ) -> Assignment:
         options, choice = self.options, NO_TRANSFORM if self.transforms is None else self.transforms.of(name)
         transform, transformed, sharded = choice.first, choice.first is not None, None
-        device = options.device or (_CPU if param.is_meta else param.device)
+        device = self.device_after(param)
         if is_sharded(param) and (sharded := self._sharded_slot(name, param, value, choice)) is not None:
             device = sharded.device_after(options.device)
             is_of_rule = isinstance(stored, Derived)

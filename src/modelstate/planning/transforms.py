@@ -131,7 +131,7 @@ class Transforms:
 
     def __init__(self, given: Transform | ModuleTransform | Pairs, root: nn.Module, slots: Slots) -> None:
         self.problems: list[Problem] = []
-        self._pairs: Pairs = given if isinstance(given, tuple) else () if given is None else (("*", given),)
+        self._pairs: Pairs = given if isinstance(given, tuple) else (("*", given),)
         self._by_pattern = isinstance(given, tuple)
         self._root, self._slots = root, slots
         self._winning: set[int] = set()
