@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -289,19 +290,20 @@ def test_replicas_may_have_another_memory_format(ranks: Ranks, tmp_path: Path) -
     assert ranks.values(replicas_in_two_memory_formats, str(tmp_path / "x.pt")) == [(True, True)] * 4
 
 
-def replicas_on_meta(path: str) -> str:
-    """A load with maps into a model that only one rank has in memory, so that the others would map what it sends."""
-    net = nn.Linear(4, 3, device="meta" if dist.get_rank() else "cpu")
-    try:
-        ms.load(net, path, process_group=dist.group.WORLD, read_once=True, map=True, timeout_seconds=10)
-    except errors.RanksDifferError as error:
-        return error.found
-    return ""
+def replicas_on_meta(path: str) -> list[bool | str]:
+    """Loads into a model that only one rank has in memory, so that with maps the others would map what it sends."""
+    outcomes: list[bool | str] = []
+    for option in (None, True):
+        net = nn.Linear(4, 3, device="meta" if dist.get_rank() else "cpu")
+        try:
+            ms.load(net, path, process_group=dist.group.WORLD, read_once=True, map=option, timeout_seconds=10)
+            outcomes.append(torch.equal(net.weight, load_file(path)["weight"]))
+        except errors.RanksDifferError as error:
+            outcomes.append(error.found)
+    return outcomes
 
 
 def test_replicas_that_are_not_all_in_memory(ranks: Ranks, tmp_path: Path) -> None:
     ms.save(nn.Linear(4, 3), tmp_path / "x.safetensors")
-    assert (
-        ranks.values(replicas_on_meta, str(tmp_path / "x.safetensors"))
-        == ["ranks 0: Linear with 2 tensors on cpu; ranks 1-3: Linear with 2 tensors on meta"] * 4
-    )
+    differ = "ranks 0: Linear with 2 tensors on cpu; ranks 1-3: Linear with 2 tensors on meta"
+    assert ranks.values(replicas_on_meta, str(tmp_path / "x.safetensors")) == [[True, differ]] * 4

@@ -74,9 +74,11 @@ def rank_reports(
 def _slots(preparation: Preparation) -> Iterator[object]:
     for slot in preparation.slots_before.tensors:
         layout = layout_of(slot.tensor) if is_sharded(slot.tensor) else ""
-        # Which values one rank reads for others depends on where they go.
-        device = slot.tensor.device.type if preparation.options.read_once else ""
-        yield slot.names, slot.kind, tuple(slot.tensor.shape), slot.tensor.dtype, layout, device
+        yield slot.names, slot.kind, tuple(slot.tensor.shape), slot.tensor.dtype, layout
+    if preparation.options.read_once:
+        # Which values one rank reads for others depends on where they go, and whether they may be maps.
+        for assignment in preparation.assignments:
+            yield assignment.name, assignment.on_cpu, bool(preparation.options.map and assignment.param.is_meta)
 
 
 def _source(checkpoint: Checkpoint) -> Iterator[object]:
