@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 
 import modelstate as ms
 from modelstate.distributed import agreement
+from modelstate.loading import load as loading
 from modelstate.testing import faulty_reads
 from modelstate.testing.faults import Request
 from modelstate.transaction.transaction import Transaction
@@ -241,6 +242,27 @@ def test_a_rank_that_comes_too_late(place: str, ranks: Ranks, tmp_path: Path) ->
             assert late.seconds < 3 * TIMEOUT_SECONDS
         assert next_load.error == ""
         assert next_load.changed
+
+
+def _fail_in_place(folder: Path) -> Result:
+    path = folder / "whole" / "model.safetensors"
+
+    def fail() -> None:
+        raise OSError(errno.EIO, "bad sector")
+
+    return _attempt(
+        lambda net: ms.load(net, path, in_place=True), lambda: _before_call(loading, "_read_in_place", 1, fail)
+    )
+
+
+def test_an_error_does_not_promise_what_a_read_in_place_has_overwritten(ranks: Ranks, tmp_path: Path) -> None:
+    ranks.values(_write, tmp_path)
+    for rank, result in enumerate(ranks.values(_fail_in_place, tmp_path)):
+        assert bool(result.changed) == (rank != FAULTY)
+        if rank != FAULTY:
+            assert "bad sector" in result.text
+            assert "values that are read in place are overwritten" in result.text
+            assert "nothing has been changed" not in result.text
 
 
 # Ranks that load something else.

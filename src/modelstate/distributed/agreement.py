@@ -42,6 +42,7 @@ from modelstate.torch_compat.sharding import all_gather, all_reduce_maximum, bro
 
 TIMEOUT_SECONDS = 1800.0
 """How long a rank waits for the others by default: as long as the collectives of torch."""
+NOTHING_CHANGED = "nothing has been changed"
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +105,7 @@ class Agreement:
         digests: Callable[[], Sequence[Digest]] | None = None,
         *,
         decides: bool = False,
-        is_committed: bool = False,
+        effect: str = NOTHING_CHANGED,
     ) -> Iterator[None]:
         """A block that all ranks end, or that raises on every rank.
 
@@ -112,8 +113,7 @@ class Agreement:
             name: The name of the phase, for errors.
             digests: Called at the end of the block. All ranks return digests of the same parts.
             decides: Whether a rank commits when the block has ended, so that no two ranks may see a different end.
-            is_committed: Whether the ranks commit in the block, so that an error leaves the models of other ranks
-                loaded.
+            effect: What an error in the block leaves on the other ranks, for their errors.
 
         Raises:
             RankLostError: A rank did not end the block in time.
@@ -125,7 +125,7 @@ class Agreement:
             return
         own: Sequence[Digest] = ()
         started = time.perf_counter()
-        phase = _Phase(name, "all other ranks have loaded" if is_committed else "nothing has been changed", decides)
+        phase = _Phase(name, effect, decides)
         try:
             # Before the block, so that the death of a rank within the block shows at once.
             _connections(self.ranks, self.timeout_seconds)
@@ -164,9 +164,7 @@ class Agreement:
                 connections.broadcast(tensor, ranks.index(source), self.timeout_seconds)
         except Exception as cause:
             error_of_torch = _without_frames(cause)
-            raise self._lost(_Phase("a broadcast", "nothing has been changed", False), error_of_torch, ranks) from (
-                error_of_torch
-            )
+            raise self._lost(_Phase("a broadcast", NOTHING_CHANGED, False), error_of_torch, ranks) from (error_of_torch)
 
     def _end(self, phase: "_Phase", error: BaseException | None, own: Sequence[Digest]) -> None:
         """Votes. Returns where all ranks have ended the phase, and where `error` says it all."""

@@ -14,7 +14,7 @@ from torch import nn
 from modelstate.checkpoint.checkpoint import Checkpoint
 from modelstate.checkpoint.open import NO_PICKLE, argument_order, foreign_arguments, is_module, is_source
 from modelstate.checkpoint.open import open as open_checkpoint
-from modelstate.distributed.agreement import TIMEOUT_SECONDS, Agreement, agreement_of
+from modelstate.distributed.agreement import NOTHING_CHANGED, TIMEOUT_SECONDS, Agreement, agreement_of
 from modelstate.errors import OptionError, ReadFailedError
 from modelstate.loading.background import LOAD_AGAIN, LoadHandle, StagedLoad
 from modelstate.loading.collective import (
@@ -229,7 +229,8 @@ def load(
             their bytes are in the page cache; other values are read before the first one is put in place. What can
             still happen is that the kernel evicts bytes within that moment and the disk then fails to return them:
             the error names the tensors that have not been loaded. False reads all values into memory of their own
-            first. True never does; an I/O error or an interrupt during that read leaves a partly overwritten model.
+            first. True never does; an I/O error or an interrupt during that read, on any rank, leaves a partly
+            overwritten model.
             The report says for each tensor what was done.
         init_missing: Initialises tensors that the checkpoint lacks with the model's own code, as the constructor does:
             `reset_parameters` of the module that owns the tensor, and `_init_weights` of a Hugging Face model. The
@@ -418,7 +419,8 @@ def _execute(
         if staging.shared:
             with agreement.phase(SHARING):
                 broadcast(staging.shared, agreement)
-        with agreement.phase(LAST_CHECKS, decides=True):
+        effect = "values that are read in place are overwritten" if staging.options.in_place else NOTHING_CHANGED
+        with agreement.phase(LAST_CHECKS, decides=True, effect=effect):
             new_state = following_state(optimizers, _final_values(assignments), before) if optimizers else []
             place_fallible(transaction, staging.options)
             if any(assignment.sharded is not None for assignment in assignments):
@@ -433,7 +435,7 @@ def _execute(
             if then is not None:
                 then(preparation.initialised)
             files = held.enter_context(held_for_commit(staging, assignments, advance))
-        with agreement.phase(COMMIT, is_committed=True):
+        with agreement.phase(COMMIT, effect="all other ranks have loaded"):
             last = [partial(state.__setitem__, *item) for state, *item in new_state]
             commit(transaction, staging, assignments, files, last)
     if is_mapped and load_options.prefault is None and staged is None:
