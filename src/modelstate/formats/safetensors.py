@@ -350,8 +350,9 @@ def _sizes(
 ) -> list[int]:
     """The numbers of bytes of the tensors, which are those of their ranges. Makes the shapes those of torch."""
     distinct = set(kinds)
-    for kind in distinct - DTYPES.keys():
-        raise _unknown_dtype(names[kinds.index(kind)], kind, path)
+    if unknown := distinct - DTYPES.keys():
+        row = min(map(kinds.index, unknown))
+        raise _unknown_dtype(names[row], kinds[row], path)
     if max(map(len, shapes), default=0) <= MAX_DIMENSIONS:  # the product of a million numbers would take minutes
         if "F4" in distinct:
             shapes[:] = [
