@@ -47,6 +47,16 @@ def test_dtypes_that_numpy_lacks_become_float32() -> None:
     assert np.load("h.npy").tolist() == [1.5, -2.0]
 
 
+def test_conjugate_views_and_dtypes_that_have_no_float32() -> None:
+    values = torch.tensor([1 + 2j, 3 - 4j])
+    torch.save({"conj": values.conj(), "pairs": torch.zeros(2, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)}, "c.pt")
+    assert run("get", "c.pt", "conj", "c.npy").exit_code == 0
+    assert np.load("c.npy").tolist() == [1 - 2j, 3 + 4j]
+    done = run("get", "c.pt", "pairs", "p.npy")
+    assert (done.exit_code, "float4_e2m1fn_x2" in done.stderr) == (1, True)
+    assert "--debug" not in done.stderr
+
+
 def test_a_file_that_is_there_stays() -> None:
     Path("w.npy").write_text("mine")
     done = run("get", "m.safetensors", "layer.0.weight", "w.npy")

@@ -31,18 +31,20 @@ def get(
         import numpy as np
         import torch
 
+        from modelstate.checkpoint.reduction import CONVERTIBLE
         from modelstate.io.atomic import atomic_file
         from modelstate.io.files import local_path
         from modelstate.torch_compat.dtypes import short
 
         with user_code(), ms.open(path, key=key, allow=allow or (), skip_forbidden=skip_forbidden) as checkpoint:
             tensor = checkpoint.tensor(name, map=False).detach()
-        if tensor.layout is not torch.strided or type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+        is_plain = tensor.layout is torch.strided and type(tensor) in (torch.Tensor, torch.nn.Parameter)
+        if not is_plain or tensor.dtype not in CONVERTIBLE:
             raise ms.errors.UnsupportedTensorError(
                 "NumPy has no array for a tensor of this kind",
                 where=f"{path}: {name}",
                 expected="a plain tensor",
-                found=checkpoint[name].kind,
+                found=short(tensor.dtype) if is_plain else checkpoint[name].kind,
                 remedy="read it in Python: modelstate.open(path).tensor(name)",
             )
         dtype = tensor.dtype
@@ -50,7 +52,7 @@ def get(
             tensor = tensor.float()
         elif dtype is torch.complex32:
             tensor = tensor.to(torch.complex64)
-        array = np.ascontiguousarray(tensor.numpy()).reshape(tensor.shape)
+        array = np.ascontiguousarray(tensor.resolve_conj().resolve_neg().numpy()).reshape(tensor.shape)
         header = io.BytesIO()
         np.lib.format.write_array_header_1_0(header, np.lib.format.header_data_from_array_1_0(array))
         with atomic_file(local_path(target), overwrite=overwrite) as output:
