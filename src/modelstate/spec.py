@@ -801,5 +801,6 @@ def bytes_key(stored: Stored, name: str) -> object:
 
     is_plain = type(stored) in (torch.Tensor, torch.nn.Parameter) and stored.layout is torch.strided
     if is_plain and stored.device.type != "meta" and stored.numel():
-        return (stored.data_ptr(), str(stored.device), stored.shape, stored.stride(), stored.dtype)
+        bits = stored.data_ptr(), str(stored.device), stored.shape, stored.stride(), stored.dtype
+        return (*bits, stored.is_conj(), stored.is_neg())
     return id(stored)

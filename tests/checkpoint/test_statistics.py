@@ -88,6 +88,14 @@ def test_merged_statistics_are_those_of_all_elements(parts: list[list[float]]) -
         assert found.zeros == pytest.approx(whole.zeros)
 
 
+def test_values_whose_squares_leave_the_range_of_float64() -> None:
+    huge, largest = (torch.tensor([value] * 5 + [-value] * 5, dtype=torch.float64) for value in (1e200, 1.7e308))
+    assert (added(huge).min, added(huge).max, added(huge).mean, added(huge).std) == (-1e200, 1e200, 0.0, None)
+    assert (added(largest).max, added(largest).mean, added(largest).std) == (1.7e308, None, None)
+    whole = merged([added(largest), added(torch.ones(3))])
+    assert (whole.min, whole.max, whole.mean, whole.std) == (-1.7e308, 1.7e308, None, None)
+
+
 @pytest.fixture
 def state() -> dict[str, torch.Tensor]:
     torch.manual_seed(0)
@@ -162,6 +170,12 @@ def test_the_result_does_not_depend_on_the_budget(tmp_path: Path) -> None:
     (free,), (limited,) = inspection.stats().tensors, inspection.stats(max_memory_bytes=400_000).tensors
     assert (free.statistics.min, free.statistics.max) == (limited.statistics.min, limited.statistics.max)
     assert free.statistics.std == pytest.approx(limited.statistics.std, rel=1e-6)
+
+
+def test_a_negative_view_has_values_of_its_own() -> None:
+    values = torch.tensor([1 + 2j, 3 + 4j])
+    stats = ms.inspect({"imag": values.imag, "conj": values.conj().imag}).stats()
+    assert [tensor.statistics.max for tensor in stats.tensors] == [4.0, -2.0]
 
 
 def test_tensors_without_values() -> None:

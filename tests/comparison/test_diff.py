@@ -314,6 +314,17 @@ class TestReading:
         with pytest.raises(OptionError, match="max_memory_bytes"):
             ms.diff(a, b, max_memory_bytes=0)
 
+    def test_a_budget_that_is_too_small_for_a_region(self, tmp_path: Path) -> None:
+        base = torch.randn(40, 30)
+        a, b = tmp_path / "a.pt", tmp_path / "b.pt"
+        torch.save({"w": base.t()}, a)
+        torch.save({"w": (base + 1).t()}, b)
+        with pytest.raises(MemoryBudgetError) as caught:
+            ms.diff(a, b, max_memory_bytes=1000)
+        assert "1,000 bytes" in caught.value.expected
+        needed = int(caught.value.remedy.partition("=")[2].partition(",")[0])
+        assert ms.diff(a, b, max_memory_bytes=needed).tensors[0].status is Status.CHANGED
+
     @pytest.mark.slow
     @pytest.mark.parametrize("transposed", [False, True])
     def test_memory_stays_within_the_budget(self, transposed: bool, tmp_path: Path) -> None:
@@ -490,3 +501,24 @@ class TestStores:
             with pytest.raises(ms.errors.StepNotFoundError):
                 store.diff(3, 4)
             assert ms.diff(store.open("model", 7), model).is_equal
+
+
+def test_a_conjugate_view_of_the_same_memory_differs() -> None:
+    values = torch.tensor([1 + 2j, 3 + 4j])
+    assert ms.diff({"w": values}, {"w": values.conj()}).tensors[0].status is Status.CHANGED
+    assert ms.diff({"w": values.imag}, {"w": values.conj().imag}).tensors[0].status is Status.CHANGED
+    assert ms.diff({"w": values.conj()}, {"w": values.conj()}).is_equal
+
+
+def test_names_that_are_removed_have_their_specs() -> None:
+    (kept,) = ms.diff({"a": torch.ones(2), "b": torch.ones(3)}, {"a": torch.ones(2)}).removed
+    assert (kept.name, kept.dtype_name, kept.nbytes) == ("b", "float32", 12)
+    first = {"a": torch.ones(2), "b": torch.ones(2), "d": torch.ones(1)}
+    (joined,) = ms.diff(first, {"d": torch.ones(1)}, rules=[ms.rules.Concat(["a", "b"], "c")]).removed
+    assert (joined.name, joined.shape, joined.dtype_name, joined.nbytes) == ("c", (4,), "float32", 16)
+
+
+@pytest.mark.parametrize("key", [("model",), ("model", None, None), 3])
+def test_a_key_that_is_no_pair(key: Any) -> None:
+    with pytest.raises(OptionError, match="pair of paths"):
+        ms.diff({"model": {"w": torch.ones(1)}}, {"w": torch.ones(1)}, key=key)

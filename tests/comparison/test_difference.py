@@ -222,3 +222,14 @@ def test_packed_values_are_compared_bit_by_bit_alone() -> None:
     assert measured(a, b) == Difference(None, None, None, None, None, None, None, None)
     assert accumulated(a, a.clone()).is_equal
     assert measured(a, a.clone()).changed == 0.0
+
+
+def test_values_whose_squares_leave_the_range_of_float64() -> None:
+    huge = torch.tensor([1e200] * 7 + [-1e200] * 7, dtype=torch.float64)
+    found = measured(huge, -huge)
+    assert (found.max_abs, found.relative_l2, found.cosine) == (2e200, None, None)
+    assert measured(huge, huge.clone()).relative_l2 == 0.0
+    largest = torch.full((4,), 1.7e308, dtype=torch.float64)
+    assert (measured(largest, -largest).max_abs, measured(largest, -largest).mean_abs) == (None, None)
+    tiny = torch.full((4,), 1e-200, dtype=torch.float64)
+    assert measured(tiny, 2 * tiny).relative_l2 is None

@@ -16,7 +16,7 @@ Invariants:
 
 import math
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import NamedTuple
@@ -40,6 +40,8 @@ _CHUNK_SHARE = 16
 """With smaller blocks, a chunk has one element for this many bytes of a block."""
 WORKING_BYTES = 64
 """The most bytes of temporary tensors for each element of a chunk that a fold may use."""
+_REGION_SHARE = 8
+"""With a memory budget, regions leave the chunks one part in this many."""
 _REGION_BYTES = 64 << 20
 """What is read at once of an operand that is read region by region, if there is no memory budget."""
 
@@ -160,8 +162,7 @@ def reduce(
     by_region = sorted(set(filled) - set(streamed))
     extents = [operand.extent for index in streamed for operand in items[index] if operand.extent is not None]
     uncached = files_to_read_uncached(extents, fingerprints)
-    strategy = _strategy(sum(extent.nbytes for extent in extents), uncached, max_memory_bytes)
-    chunk_elements = _chunk_elements(strategy.block_bytes)
+    chunk_elements = _CHUNK_ELEMENTS
 
     def consume(block: Block, buffer: torch.Tensor) -> None:
         assert isinstance(block, _PieceBlock)
@@ -176,17 +177,18 @@ def reduce(
         on_read(sum(count * itemsize for count, itemsize in sizes))
 
     if streamed:
+        strategy = _strategy(sum(extent.nbytes for extent in extents), uncached, max_memory_bytes)
+        chunk_elements = _chunk_elements(strategy.block_bytes)
         wanted, blocks = _streamed_blocks(items, streamed, strategy.block_bytes)
         stream(wanted, consume, strategy=strategy, fingerprints=fingerprints, on_block=on_block, blocks=blocks)
     if by_region:
-        chunk_bytes = _chunk_bytes(chunk_elements)
-        room = None if max_memory_bytes is None else max_memory_bytes - chunk_bytes
-        blocks = [block for index in by_region for block in _region_blocks(index, items[index], room)]
-        threads = read_threads()
-        if room is not None:
+        blocks = [block for index in by_region for block in _region_blocks(index, items[index], max_memory_bytes)]
+        threads, chunk_elements = read_threads(), _CHUNK_ELEMENTS
+        if max_memory_bytes is not None:
             needed = max(map(_needed, blocks))
-            threads = min(threads, (room + chunk_bytes) // (chunk_bytes + needed))
-        strategy = replace(strategy, threads=threads, uncached=frozenset())
+            chunk_elements = min(chunk_elements, (max_memory_bytes - needed) // WORKING_BYTES)
+            threads = min(threads, max_memory_bytes // (needed + _chunk_bytes(chunk_elements)))
+        strategy = ReadStrategy(threads, _BLOCK_BYTES)
         stream([], consume, strategy=strategy, fingerprints=fingerprints, on_block=on_block, blocks=blocks)
 
 
@@ -302,10 +304,16 @@ def _streamed_blocks(
     return wanted, blocks
 
 
-def _region_blocks(index: int, operands: Sequence[Operand], room_bytes: int | None) -> Iterator[_PieceBlock]:
-    """Yields a block for each region of an item: the largest regions that fit. Raises `MemoryBudgetError`."""
+def _region_blocks(index: int, operands: Sequence[Operand], budget_bytes: int | None) -> Iterator[_PieceBlock]:
+    """Yields a block for each region of an item: the largest regions that leave a share of the budget to the chunks.
+
+    Raises `MemoryBudgetError` where the smallest regions leave no room for a chunk.
+    """
     shape = operands[0].shape
-    limit = _REGION_BYTES if room_bytes is None else min(room_bytes, _REGION_BYTES)
+    limit = _REGION_BYTES
+    if budget_bytes is not None:
+        for_chunks = max(budget_bytes // _REGION_SHARE, _chunk_bytes(_LEAST_CHUNK_ELEMENTS))
+        limit = min(limit, budget_bytes - for_chunks)
     best: list[_PieceBlock] = []
     count = math.prod(shape)
     while count:
@@ -319,9 +327,9 @@ def _region_blocks(index: int, operands: Sequence[Operand], room_bytes: int | No
         if max(map(_needed, best)) <= limit or len(blocks) > _MOST_REGIONS:
             break
         count //= 2
-    if room_bytes is not None and (needed := max(map(_needed, best))) > room_bytes:
-        least = needed + _chunk_bytes(_LEAST_CHUNK_ELEMENTS)
-        raise _too_small(least, room_bytes + _chunk_bytes(_LEAST_CHUNK_ELEMENTS))
+    least = max(map(_needed, best), default=0) + _chunk_bytes(_LEAST_CHUNK_ELEMENTS)
+    if budget_bytes is not None and least > budget_bytes:
+        raise _too_small(least, budget_bytes)
     yield from best
 
 
@@ -349,6 +357,19 @@ def _boxes(shape: tuple[int, ...], most_elements: int) -> Iterator[Box]:
 
 
 # For the code that folds.
+
+
+def exact_sum(values: Iterable[float]) -> float:
+    """Returns the sum, rounded once; NaN or infinity where it, or a value, leaves the range of float64."""
+    try:
+        return math.fsum(values)
+    except (OverflowError, ValueError):  # a sum that is too large, and infinity less infinity
+        return math.nan
+
+
+def if_finite(measure: float) -> float | None:
+    """Returns a measure, or None where it has left the range of float64."""
+    return measure if math.isfinite(measure) else None
 
 
 class _Scratch(threading.local):

@@ -1,7 +1,7 @@
 """Statistics of the tensors of a checkpoint, and of its modules: `modelstate.inspect(source).stats()`.
 
 Accumulation: values of at most 16 bits and float32 are added up in float32 within a chunk of 131,072 elements; wider
-integers and float64 in float64. The chunks are combined exactly (`math.fsum`), with the mean and the sum of squared
+integers and float64 in float64. The chunks are combined exactly (`exact_sum`), with the mean and the sum of squared
 deviations of each, so that a large mean does not cancel a small deviation. Minima and maxima are exact.
 """
 
@@ -19,7 +19,16 @@ from time import perf_counter
 import torch
 
 from modelstate.checkpoint.checkpoint import Checkpoint
-from modelstate.checkpoint.reduction import CONVERTIBLE, Chunk, Operand, operand_of, reduce, scratch
+from modelstate.checkpoint.reduction import (
+    CONVERTIBLE,
+    Chunk,
+    Operand,
+    exact_sum,
+    if_finite,
+    operand_of,
+    reduce,
+    scratch,
+)
 from modelstate.errors import MissingValuesError, OptionError
 from modelstate.io.engine import read_ranges
 from modelstate.io.tensors import read_tensor
@@ -34,7 +43,9 @@ _TINY = 1e-20
 
 @dataclass(frozen=True, slots=True)
 class Statistics:
-    """The statistics of some elements. A measure that does not apply is None.
+    """The statistics of some elements.
+
+    A measure that does not apply is None, and so is one whose computation leaves the range of float64.
 
     Minimum, maximum, mean and standard deviation are those of the finite elements.
     """
@@ -358,7 +369,8 @@ class _Accumulator:
         mean, squares = _combined(self._moments)
         least, greatest = min(self._least), max(self._greatest)
         std = math.sqrt(squares / finite)
-        return Statistics(self._elements, finite, least, greatest, mean, std, zeros, self._nan, self._infinite)
+        limits = least, greatest, if_finite(mean), if_finite(std)
+        return Statistics(self._elements, finite, *limits, zeros, self._nan, self._infinite)
 
 
 def _limits(values: torch.Tensor) -> tuple[float | int, float | int]:
@@ -387,8 +399,9 @@ def _moments(x: torch.Tensor) -> tuple[int, float, float]:
 def _combined(moments: Sequence[tuple[int, float, float]]) -> tuple[float, float]:
     """The mean and the sum of squared deviations of several groups of elements."""
     total = sum(number for number, _, _ in moments)
-    mean = math.fsum(number / total * mean for number, mean, _ in moments)
-    squares = math.fsum(squares + number * (own - mean) ** 2 for number, own, squares in moments)
+    mean = exact_sum(number / total * mean for number, mean, _ in moments)
+    # A power would raise where this product is infinite.
+    squares = exact_sum(squares + number * (own - mean) * (own - mean) for number, own, squares in moments)
     return mean, squares
 
 
@@ -397,12 +410,17 @@ def merged(statistics: Iterable[Statistics]) -> Statistics:
     groups = [group for group in statistics if group.finite is not None]
     elements = sum(group.elements for group in groups)
     zeros = math.fsum(group.elements * (group.zeros or 0.0) for group in groups)
-    filled = [group for group in groups if group.mean is not None and group.std is not None and group.finite]
+    filled = [group for group in groups if group.finite and group.min is not None]
     mean = std = None
     if filled:
-        moments = [(g.finite or 0, g.mean or 0.0, (g.finite or 0) * (g.std or 0.0) ** 2) for g in filled]
-        mean, squares = _combined(moments)
-        std = math.sqrt(squares / sum(number for number, _, _ in moments))
+        moments = []
+        for group in filled:
+            number = group.finite or 0
+            own_mean, own_std = (math.nan if measure is None else measure for measure in (group.mean, group.std))
+            moments.append((number, own_mean, number * own_std * own_std))
+        exact_mean, squares = _combined(moments)
+        mean = if_finite(exact_mean)
+        std = if_finite(math.sqrt(squares / sum(number for number, _, _ in moments)))
     return Statistics(
         elements,
         sum(group.finite or 0 for group in groups) if groups else None,

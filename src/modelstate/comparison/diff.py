@@ -54,6 +54,7 @@ from modelstate.spec import (
     StoredTensor,
     TensorSpec,
     bytes_key,
+    dtype_name,
     own_bytes,
 )
 from modelstate.suggestion.suggest import suggest_between
@@ -318,7 +319,7 @@ def diff(
     begin = perf_counter()
     check_budget_option(max_memory_bytes, minimum=1)
     patterns = patterns_of("only", only)
-    given_keys = key if isinstance(key, tuple) else (key, key)
+    given_keys = key if isinstance(key, tuple) and len(key) == 2 else (key, key)
     first, second = (
         _opened(source, own_key, allow, skip_forbidden) for source, own_key in zip((a, b), given_keys, strict=True)
     )
@@ -430,10 +431,14 @@ class _Comparison:
         return not self.patterns or any(fnmatchcase(name, pattern) for pattern in self.patterns)
 
     def _removed(self, name: str) -> TensorSpec:
-        source = self.entries[name].tensor
+        entry = self.entries[name]
+        if not entry.rules:
+            return self.first[name]
+        source = entry.tensor
         assert source is not None
-        (*_, stored) = leaves(source) if not isinstance(source, Derived) else (source,)
-        return TensorSpec(name, tuple(source.shape), source.dtype, stored)  # type: ignore[arg-type]
+        if isinstance(source, Derived):  # without bytes of its own
+            source = torch.empty(tuple(source.shape), dtype=source.dtype, device="meta")
+        return TensorSpec(name, tuple(source.shape), dtype_name(source), source)
 
     def _guessed(self, left: set[str], wanted: Sequence[str]) -> Entries:
         """The tensors that guessed rules make of tensors without a match, by names of the second checkpoint."""
@@ -652,7 +657,8 @@ class _Reads:
         if part.dtypes[0] != part.dtypes[1]:
             return False
         if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
-            return is_plain(a, b) and same_place(a, b)
+            same_bits = (a.is_conj(), a.is_neg()) == (b.is_conj(), b.is_neg())
+            return is_plain(a, b) and same_place(a, b) and same_bits
         if not (isinstance(a, StoredTensor) and isinstance(b, StoredTensor) and a.is_contiguous and b.is_contiguous):
             return False
         if not a.nbytes:

@@ -2,7 +2,7 @@
 
 Accumulation: values of at most 32 bits are compared in float32, which all of them are converted to without loss
 (integers of 32 bits, and float64: in float64). Within a chunk of 131,072 elements, sums are accumulated in float32 by
-torch's vectorised kernels; the sums of the chunks are added exactly (`math.fsum`), so the order in which threads finish
+torch's vectorised kernels; the sums of the chunks are added exactly (`exact_sum`), so the order in which threads finish
 does not change the result. Sums that leave the range of float32, or become too small for it, are computed again in
 float64. Differences of 64-bit integers are computed exactly and rounded once.
 """
@@ -15,7 +15,7 @@ from enum import Enum
 
 import torch
 
-from modelstate.checkpoint.reduction import CONVERTIBLE, scratch
+from modelstate.checkpoint.reduction import CONVERTIBLE, exact_sum, if_finite, scratch
 from modelstate.torch_compat.dtypes import cast_between
 
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -28,7 +28,9 @@ _TINY, _SMALL = 1e-20, 1e-15
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """How the values of two tensors of one shape differ. A measure that does not apply is None.
+    """How the values of two tensors of one shape differ.
+
+    A measure that does not apply is None, and so is one whose computation leaves the range of float64.
 
     The differences, the relative L2 difference and the cosine are those of the elements that are finite on both sides.
     """
@@ -161,15 +163,19 @@ class Accumulator:
             changed = 0.0
         if self._arithmetic is _Arithmetic.BITS:
             return Difference(changed, None, None, None, None, None, None, None)
-        sums = {name: math.fsum(values) for name, values in self._sums.items()}
+        sums = {name: exact_sum(values) for name, values in self._sums.items()}
+        aa, bb, ab, dd = (sums[name] for name in ("aa", "bb", "ab", "dd"))
         largest = mean = relative = cosine = None
         if self._finite:
-            largest, mean = self._largest, sums["abs"] / self._finite
-            if not sums["dd"] or sums["aa"]:
-                relative = math.sqrt(sums["dd"] / sums["aa"]) if sums["dd"] else 0.0
-            if sums["aa"] and sums["bb"]:
-                exact = sums["ab"] / (math.sqrt(sums["aa"]) * math.sqrt(sums["bb"]))
-                cosine = 1.0 if not sums["dd"] else min(1.0, max(-1.0, exact))
+            largest, mean = if_finite(self._largest), if_finite(sums["abs"] / self._finite)
+            if not self._largest:
+                relative = 0.0
+            elif aa and math.isfinite(aa) and math.isfinite(dd):
+                relative = math.sqrt(dd / aa)
+            if aa and bb and not self._largest:
+                cosine = 1.0
+            elif aa and bb and math.isfinite(aa) and math.isfinite(bb) and math.isfinite(ab):
+                cosine = min(1.0, max(-1.0, ab / (math.sqrt(aa) * math.sqrt(bb))))
         last = max((bucket for bucket, count in enumerate(self._ulps) if count), default=0)
         return Difference(
             changed,
