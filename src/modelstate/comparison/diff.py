@@ -167,7 +167,6 @@ class Diff:
     """The values other than tensors that differ."""
     guessed_rules: tuple[str, ...]
     """The rules that were guessed, as Python code."""
-    notes: tuple[str, ...]
     read_bytes: int
     """Bytes that were read and compared."""
     skipped_bytes: int
@@ -200,7 +199,7 @@ class Diff:
             mapping and mapping: equal
         """
         found = "equal" if self.is_equal else ", ".join(self._counts())
-        parts = ["\n".join([printable(f"{self.a} and {self.b}: {found}"), self._cost(), *self._notes()])]
+        parts = ["\n".join([printable(f"{self.a} and {self.b}: {found}"), self._cost()])]
         parts += [self._rules()] if self.guessed_rules else []
         for what, specs in (("only in the first", self.removed), ("only in the second", self.added)):
             parts += [_names(what, specs)] if specs else []
@@ -208,7 +207,12 @@ class Diff:
         return "\n\n".join(part for part in parts if part)
 
     def to_json(self) -> str:
-        """Returns everything as JSON, with every tensor by itself."""
+        """Returns everything as JSON, with every tensor by itself.
+
+        Example:
+            >>> json.loads(modelstate.diff({"w": torch.ones(2)}, {"w": torch.ones(2)}).to_json())["equal"]
+            True
+        """
         return json.dumps(
             {
                 "a": self.a,
@@ -223,7 +227,6 @@ class Diff:
                     for value in self.values
                 ],
                 "guessed_rules": list(self.guessed_rules),
-                "notes": list(self.notes),
                 "totals": {
                     "statuses": {
                         status.value: number
@@ -252,9 +255,6 @@ class Diff:
         return f"{count(len(self.tensors), 'tensor')} compared, {size(self.read_bytes)} read{skipped}, " + seconds(
             self.seconds
         )
-
-    def _notes(self) -> list[str]:
-        return [f"note: {printable(note)}" for note in self.notes]
 
     def _rules(self) -> str:
         lines = [f"  {printable(rule)}" for rule in self.guessed_rules]
@@ -335,7 +335,6 @@ def diff(
         tuple(comparison.added),
         tuple(comparison.values()),
         tuple(comparison.guessed_rules),
-        tuple(comparison.notes),
         read_bytes,
         skipped_bytes,
         perf_counter() - begin,
@@ -383,7 +382,6 @@ class _Comparison:
     removed: list[TensorSpec] = field(default_factory=list)
     added: list[TensorSpec] = field(default_factory=list)
     guessed_rules: list[str] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
     entries: Entries = field(default_factory=dict)
     """What the first checkpoint holds, by the names of the second one."""
 
