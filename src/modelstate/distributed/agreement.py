@@ -208,7 +208,7 @@ class Agreement:
             where=f"rank {dist.get_rank()} of the ranks {_numbers(self.ranks)}",
             expected=f"all of them within {self.timeout_seconds:g} seconds",
             found=str(cause).split("\n")[0],
-            remedy="see the log of the rank that is missing; a rank that needs more time: timeout_seconds=",
+            remedy="see the log of the rank that is missing; if it needs more time: modelstate.load(timeout_seconds=)",
         )
 
     def _raise(self, phase: "_Phase", error: BaseException | None, reports: Sequence[Mapping[str, Any]]) -> None:
@@ -296,7 +296,7 @@ def agreement_of(
             where=f"rank {rank}, {type(model).__name__}",
             expected=f"meshes within the ranks {_numbers(ranks)}" + ("" if process_group else ", those of one mesh"),
             found=f"meshes over the ranks {_numbers(sorted({rank, *all_of_meshes}))}",
-            remedy="process_group=torch.distributed.group.WORLD, or a group that has all ranks of all meshes",
+            remedy="modelstate.load(process_group=) with a group that has all ranks of all meshes, such as group.WORLD",
         )
     return Agreement(sorted(ranks), timeout_seconds)
 

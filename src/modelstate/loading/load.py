@@ -15,7 +15,7 @@ from modelstate.checkpoint.checkpoint import Checkpoint
 from modelstate.checkpoint.open import NO_PICKLE, argument_order, foreign_arguments, is_module, is_source
 from modelstate.checkpoint.open import open as open_checkpoint
 from modelstate.distributed.agreement import NOTHING_CHANGED, TIMEOUT_SECONDS, Agreement, agreement_of
-from modelstate.errors import OptionError, ReadFailedError
+from modelstate.errors import ModelStateError, OptionError, ReadFailedError
 from modelstate.loading.background import LOAD_AGAIN, LoadHandle, StagedLoad
 from modelstate.loading.collective import (
     COMMIT,
@@ -278,16 +278,20 @@ def load(
         1.0
     """
     model = check_model(model)
-    checked_optimizers = () if optimizers == () else check_optimizers(optimizers, model)
-    if max_memory_bytes is not None:
-        check_budget_option(max_memory_bytes)
     agreement = agreement_of(model, process_group, check_timeout(timeout_seconds))
-    load_options = _LoadOptions(
-        checked_optimizers, verify, progress, max_memory_bytes, prefault, agreement, time.perf_counter()
-    )
-    options = options_of(
-        key, rules, allow_missing, allow_unexpected, dtype, device, transform, map, in_place, init_missing, read_once
-    )
+    started = time.perf_counter()
+    try:
+        checked_optimizers = () if optimizers == () else check_optimizers(optimizers, model)
+        if max_memory_bytes is not None:
+            check_budget_option(max_memory_bytes)
+        options = options_of(
+            *(key, rules, allow_missing, allow_unexpected, dtype, device, transform, map, in_place, init_missing),
+            read_once,
+        )
+    except ModelStateError:
+        with agreement.phase("planning"):  # the other ranks wait there
+            raise
+    load_options = _LoadOptions(checked_optimizers, verify, progress, max_memory_bytes, prefault, agreement, started)
     # A transform is the user's code. It may create reference cycles of tensors, which must be collected in time.
     chosen = source.options if isinstance(source, LoadPlan) else options
     paused_gc = gc_paused if chosen.transform is None else nullcontext[None]
