@@ -271,8 +271,8 @@ class UnloadableLayout(Problem):
 
     title: ClassVar = "DTensors whose ranks cannot load their regions of a value"
     remedy: ClassVar = (
-        "reduce partial sums before they become a parameter: tensor.redistribute(placements=[Replicate()]); load other "
-        "layouts before they are sharded"
+        "load the model before it is sharded; if it holds partial sums, reduce them before they become a parameter: "
+        "tensor.redistribute(placements=[Replicate()])"
     )
     page: ClassVar = "sharded-models"
     template: ClassVar = "{0.name}: {0.why}"

@@ -143,6 +143,29 @@ def test_an_optimizer_state_that_one_rank_cannot_take(ranks: Ranks) -> None:
     assert ranks.values(misfits) == [["OptimizerStateError", "True"]] * 4
 
 
+def other_states() -> list[str]:
+    """The states of two steps, or other options, on different ranks. Nothing is loaded."""
+    net = models.sharded("fsdp")
+    optimizer = trained(net)
+    train(net, optimizer, 0, 1)
+    state: dict[str, Any] = get_optimizer_state_dict(net, optimizer, options=FULL)
+    before = str(ms.optimizer_state(net, optimizer))
+    here = torch.distributed.get_rank() == 2
+    later = {name: {**entry, "exp_avg": entry["exp_avg"] + 1} for name, entry in state["state"].items()}
+    found = []
+    for given, options in (({**state, "state": later}, {}), (state, {"keep_options": ["lr"]})):
+        try:
+            ms.load_optimizer_state(net, optimizer, given if here else state, **(options if here else {}))
+        except ms.ModelStateError as error:
+            found.append(type(error).__name__)
+        assert str(ms.optimizer_state(net, optimizer)) == before
+    return found
+
+
+def test_ranks_with_other_optimizer_states(ranks: Ranks) -> None:
+    assert ranks.values(other_states) == [["RanksDifferError"] * 2] * 4
+
+
 def state_dicts(kind: str, assign: bool) -> list[str]:
     """What differs between ours and torch's `load_state_dict`, for state dicts of shards and of whole tensors."""
     wrong = []

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -50,6 +51,11 @@ class Result:
 def _write(folder: Path) -> None:
     for seed, name in enumerate(("whole", "other"), 7):
         sources.write(dict(models.plain("fsdp", seed=seed).state_dict()), folder / name, "safetensors")
+    if dist.get_rank() == 0:
+        ms.save({"model": models.plain("fsdp", seed=7)}, folder / "run.safetensors", overwrite=True)
+    fine_tuned = dict(models.plain("fsdp", seed=7).state_dict())
+    fine_tuned["head.weight"] = fine_tuned["head.weight"] + 1
+    sources.write(fine_tuned, folder / "fine-tuned", "safetensors")
 
 
 def _trained(kind: str) -> tuple[Net, torch.optim.Optimizer]:
@@ -244,6 +250,44 @@ def test_a_rank_that_comes_too_late(place: str, ranks: Ranks, tmp_path: Path) ->
         assert next_load.changed
 
 
+def _attempt_alone(path: Path) -> str:
+    """The error of a load that one rank does not take part in."""
+    try:
+        ms.load(models.sharded("fsdp"), path, timeout_seconds=TIMEOUT_SECONDS)
+    except ms.ModelStateError as error:
+        return type(error).__name__
+    return ""
+
+
+def _wait_for_all() -> None:
+    """A barrier for ranks whose connections may take gloo long to give up."""
+    dist.monitored_barrier(timeout=timedelta(seconds=120))
+
+
+def _absent(folder: Path) -> tuple[str, list[str]]:
+    """One rank is not there when the others make their connections. Returns the errors of that load and of two more."""
+    path = folder / "whole" / "model.safetensors"
+    for connections in agreement._made.values():
+        connections.abandon()
+    agreement._made.clear()
+    _wait_for_all()
+    first = "" if dist.get_rank() == FAULTY else _attempt_alone(path)
+    _wait_for_all()
+    later = []
+    for _ in range(2):
+        later.append(_attempt_alone(path))
+        _wait_for_all()
+    return first, later
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_absent_from_the_first_load(ranks: Ranks, tmp_path: Path) -> None:
+    ranks.values(_write, tmp_path)
+    for rank, (first, later) in enumerate(ranks.values(_absent, tmp_path)):
+        assert first == ("" if rank == FAULTY else "RankLostError")
+        assert later == ["", ""]
+
+
 def _fail_in_place(folder: Path) -> Result:
     path = folder / "whole" / "model.safetensors"
 
@@ -286,11 +330,15 @@ def _load_something_else(folder: Path) -> dict[str, Result]:
 
     loads: dict[str, Callable[[Net], object]] = {
         "file": lambda net: ms.load(net, folder / ("other" if here else "whole") / "model.safetensors"),
+        "another head": lambda net: ms.load(net, folder / ("fine-tuned" if here else "whole") / "model.safetensors"),
         "no file": lambda net: ms.load(net, folder / ("none" if here else "whole") / "model.safetensors"),
         "model": with_other_model,
         "rules": lambda net: ms.load(net, path, rules=[ms.rules.Cast("*.bias", torch.float32)] if here else []),
         "options": lambda net: ms.load(net, path, dtype=torch.bfloat16 if here else None),
         "argument": lambda net: ms.load(net, path, max_memory_bytes=-1 if here else None),
+        "background": lambda net: ms.load(net, path, background=here),
+        "restore": lambda net: ms.restore({"model": net}, folder / ("none" if here else "run.safetensors")),
+        "restored names": lambda net: ms.restore({"model": net}, folder / "run.safetensors", allow_missing=here or ()),
         "transform": lambda net: ms.load(net, path, transform=_raise_on_its_rank),
         "unfit": lambda net: ms.load(net, {"embed.weight": torch.ones(3)}),
         "surplus": lambda net: ms.load(net, {**state, "more": torch.ones(4)}),
@@ -308,11 +356,15 @@ def test_a_rank_that_loads_something_else(ranks: Ranks, tmp_path: Path) -> None:
     by_rank = ranks.values(_load_something_else, tmp_path)
     expected = {
         "file": "RanksDifferError",
+        "another head": "RanksDifferError",
         "no file": "SourceNotFoundError",
         "model": "PlanError",
         "rules": "RanksDifferError",
         "options": "RanksDifferError",
         "argument": "OptionError",
+        "background": "OptionError",
+        "restore": "SourceNotFoundError",
+        "restored names": "OptionError",
         "transform": "TransformError",
         "unfit": "PlanError",
         "surplus": "PlanError",
@@ -321,5 +373,5 @@ def test_a_rank_that_loads_something_else(ranks: Ranks, tmp_path: Path) -> None:
     for results in by_rank:
         assert {name: result.error for name, result in results.items()} == expected, results
         assert not any(result.changed for result in results.values())
-    for name in ("file", "rules", "options"):
+    for name in ("file", "another head", "rules", "options"):
         assert f"ranks {FAULTY}: " in by_rank[0][name].text, by_rank[0][name].text

@@ -178,6 +178,19 @@ def test_layouts_that_cannot_be_loaded() -> None:
         assert shard_of(distribute_tensor(numbers(4), mesh, [Shard(0)], src_data_rank=None)) is not None
 
 
+def test_a_mesh_that_does_not_list_its_ranks_in_order() -> None:
+    """FSDP2 gives such ranks other parts than the placements say."""
+    with rank_of((4,), 1):
+        for ranks in ([1, 0, 2, 3], [[0, 1], [3, 2]], [[2, 3], [0, 1]]):
+            mesh = DeviceMesh("cpu", ranks, _init_backend=False)
+            placements = [Shard(0)] * mesh.ndim
+            tensor = distribute_tensor(numbers(4), mesh, placements, src_data_rank=None)
+            with pytest.raises(errors.ShardingError, match="another order"):
+                shard_of(tensor)
+        mesh = DeviceMesh("cpu", [[0, 2], [1, 3]], _init_backend=False)
+        assert shard_of(distribute_tensor(numbers(4), mesh, [Shard(0)] * 2, src_data_rank=None)) is not None
+
+
 def test_a_large_dimension_takes_no_memory() -> None:
     shard = local_shard((1 << 40, 2), [Shard(0), Shard(0)], (2, 4), (1, 3))
     assert shard.runs == ((range(7 << 37, 8 << 37),), (range(2),))

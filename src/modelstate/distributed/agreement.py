@@ -141,6 +141,15 @@ class Agreement:
             raise
         self._end(phase, None, own)
 
+    @contextmanager
+    def before(self, name: str) -> Iterator[None]:
+        """A block before the phase of this name, where the other ranks wait: an error is an error on all of them."""
+        try:
+            yield
+        except ModelStateError:
+            with self.phase(name):
+                raise
+
     def exchanged(self, numbers: Sequence[int]) -> dict[int, list[int]]:
         """Returns the numbers of each rank, as many as this rank has; those of this rank alone where one is lost."""
         with suppress(Exception):
@@ -298,6 +307,9 @@ def agreement_of(
             found=f"meshes over the ranks {_numbers(sorted({rank, *all_of_meshes}))}",
             remedy="modelstate.load(process_group=) with a group that has all ranks of all meshes, such as group.WORLD",
         )
+    known = _made.get(tuple(sorted(ranks)))
+    if known is not None and known.store is default_store() and known.is_abandoned:
+        del _made[tuple(sorted(ranks))]  # this rank did not take part when the others gave them up
     return Agreement(sorted(ranks), timeout_seconds)
 
 
@@ -358,9 +370,13 @@ class _Connections:
         self._generation = int(self._compare_set("generation", "", "0"))
         store = dist.PrefixStore(f"{self._key}/{self._generation}", self.store)
         self._size = len(ranks)
-        self._group = gloo_group(store, ranks.index(dist.get_rank()), self._size, timeout_seconds)
         self._decisions = 0
-        self.maximum([0], timeout_seconds)  # all ranks are connected to each other when it returns
+        try:
+            self._group = gloo_group(store, ranks.index(dist.get_rank()), self._size, timeout_seconds)
+            self.maximum([0], timeout_seconds)  # all ranks are connected to each other when it returns
+        except Exception:
+            self.abandon()
+            raise
 
     def maximum(self, numbers: Sequence[int], timeout_seconds: float) -> list[int]:
         """Returns the largest of the numbers of all ranks, for each place. Raises what torch raises."""
@@ -395,6 +411,11 @@ class _Connections:
         self._group = None
         with suppress(Exception):
             self._compare_set("generation", str(self._generation), str(self._generation + 1))
+
+    @property
+    def is_abandoned(self) -> bool:
+        """Whether another rank has abandoned these connections. Asks the store."""
+        return self._compare_set("generation", "", "0") != str(self._generation)
 
     def _compare_set(self, key: str, expected: str, desired: str) -> str:
         found: bytes = self.store.compare_set(f"{self._key}/{key}", expected, desired)

@@ -119,18 +119,31 @@ def _runs(size: int, splits: tuple[Split, ...]) -> tuple[range, ...]:
     return tuple(split_indices(size, splits)) or (range(0),) if splits else (range(size),)
 
 
+@lru_cache(maxsize=64)
+def _is_ascending(mesh: Any) -> bool:
+    """Whether the ranks of a mesh have ascending numbers along each of its dimensions."""
+    return all(bool((mesh.mesh.diff(dim=dim) > 0).all()) for dim in range(mesh.mesh.dim()))
+
+
 def shard_of(tensor: torch.Tensor) -> LocalShard | None:
     """Returns the part of a DTensor that this rank holds; None where the rank is not in the mesh of the DTensor.
 
     Raises:
-        ShardingError: A placement is `Partial` or unknown, or the local tensor has another shape than its placements
-            say.
+        ShardingError: A placement is `Partial` or unknown, the local tensor has another shape than its placements say,
+            or the ranks of the mesh are not in ascending order.
     """
     held: Any = tensor
     mesh = held.device_mesh
     coordinate = mesh.get_coordinate()
     if coordinate is None:
         return None
+    if not _is_ascending(mesh):
+        # A process group sorts its ranks, so FSDP2 and a DTensor disagree about which rank holds which part.
+        raise ShardingError(
+            "the mesh of a DTensor lists its ranks in another order than that of their numbers",
+            expected="ascending numbers along each dimension of the mesh",
+            found=mesh.mesh.tolist(),
+        )
     shard = local_shard(tuple(tensor.shape), held.placements, tuple(mesh.shape), coordinate)
     if (found := tuple(local_tensor(tensor).shape)) != shard.shape:
         raise ShardingError(

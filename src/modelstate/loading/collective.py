@@ -1,7 +1,7 @@
 """What the ranks of a load tell each other: digests of what they load before they read, and what they have read."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
 
@@ -23,8 +23,8 @@ PLANNING, READING, SHARING = "planning", "reading", "sending values to replicas"
 LAST_CHECKS, COMMIT = "the last checks", "the commit"
 """The phases of a load, each of which ends with a vote of all ranks."""
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
-_SAMPLES = 8
-"""The tensors of which a few bytes are compared: two files of one layout differ in nearly every value."""
+_MOST_SAMPLES = 4096
+"""The most tensors without checksums of which a few bytes are compared."""
 _SAMPLE_BYTES = 64
 
 
@@ -44,6 +44,29 @@ def digests_of(preparation: Preparation) -> list[Digest]:
         Digest.of("the sources", f"{source} with {count(len(checkpoint.flat.tensors), 'tensor')}", _source(checkpoint)),
         Digest.of("the rules and options", _text(matched.asked), _options(matched)),
     ]
+
+
+def digest_of_state(what: str, text: str, state: object) -> Digest:
+    """Returns a digest of a tree of containers, values and tensors: of the latter the form, and a few of the bytes."""
+    return Digest.of(what, text, _described(state))
+
+
+def _described(state: object) -> Iterator[object]:
+    if isinstance(state, torch.Tensor):
+        data = _middle(state) if _has_bytes(state) else b""
+        yield tuple(state.shape), state.dtype, data
+    elif isinstance(state, Mapping):
+        for key, value in state.items():
+            yield key
+            yield from _described(value)
+    elif isinstance(state, list | tuple):
+        yield len(state)
+        for value in state:
+            yield from _described(value)
+    elif isinstance(state, str | int | float | None):
+        yield repr(state)
+    else:
+        yield type(state).__name__
 
 
 def rank_reports(
@@ -86,19 +109,22 @@ def _source(checkpoint: Checkpoint) -> Iterator[object]:
         yield name, stored.dtype, tuple(stored.shape)
     yield from checkpoint.extra
     yield sorted(fingerprint.nbytes for fingerprint in checkpoint.fingerprints.values())
+    yield from (checksum.value for checksum in checkpoint.checksums.values())
     yield _samples(checkpoint)
 
 
 def _samples(checkpoint: Checkpoint) -> bytes:
-    """Returns a few bytes from the middle of some tensors."""
+    """Returns a few bytes from the middle of the tensors that have no checksum, or of some where they are very many."""
+    known = checkpoint.checksums
     tensors = [
         piece
         for stored in checkpoint.flat.tensors.values()
         for leaf in leaves(stored)
         for piece in pieces(leaf)
-        if (isinstance(piece, StoredTensor) and piece.nbytes) or (isinstance(piece, torch.Tensor) and _has_bytes(piece))
+        if (isinstance(piece, StoredTensor) and piece.nbytes and piece.storage not in known)
+        or (isinstance(piece, torch.Tensor) and _has_bytes(piece))
     ]
-    chosen = tensors[:: -(-len(tensors) // _SAMPLES) or 1]
+    chosen = tensors[:: -(-len(tensors) // _MOST_SAMPLES) or 1]
     buffer = torch.zeros(len(chosen) * _SAMPLE_BYTES, dtype=torch.uint8)
     requests = []
     for index, piece in enumerate(chosen):
@@ -108,10 +134,16 @@ def _samples(checkpoint: Checkpoint) -> bytes:
             sampled = ByteRange(path, start + nbytes // 2, min(_SAMPLE_BYTES, nbytes - nbytes // 2))
             requests.append(Request(sampled, place.data_ptr()))
         else:
-            data = piece.detach().reshape(-1).view(torch.uint8)[piece.nbytes // 2 :][:_SAMPLE_BYTES]
-            place[: len(data)] = data
+            data = _middle(piece)
+            place[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
     read_ranges(requests, fingerprints=checkpoint.fingerprints)
     return bytes(buffer.tolist())
+
+
+def _middle(tensor: torch.Tensor) -> bytes:
+    """Returns a few bytes from the middle of a tensor."""
+    data = tensor.detach().reshape(-1).view(torch.uint8)
+    return bytes(data[tensor.nbytes // 2 :][:_SAMPLE_BYTES].tolist())
 
 
 def _has_bytes(tensor: torch.Tensor) -> bool:
@@ -120,7 +152,12 @@ def _has_bytes(tensor: torch.Tensor) -> bool:
 
 def _options(matched: MatchedCheckpoint) -> Iterator[object]:
     yield _text(matched.asked)
-    yield from (_ADDRESS.sub("", repr(rule)) for rule in matched.options.rules)
+    yield from map(text_of, matched.options.rules)
+
+
+def text_of(value: object) -> str:
+    """Returns the text of a value without addresses, which differ from process to process."""
+    return _ADDRESS.sub("", repr(value))
 
 
 def _text(options: Options) -> str:
@@ -131,4 +168,4 @@ def _text(options: Options) -> str:
         for name in Options.__dataclass_fields__
         if (value := getattr(options, name)) != getattr(default, name)
     }
-    return _ADDRESS.sub("", ", ".join(f"{name}={value!r}" for name, value in given.items())) or "no options"
+    return ", ".join(f"{name}={text_of(value)}" for name, value in given.items()) or "no options"

@@ -15,7 +15,7 @@ from modelstate.checkpoint.checkpoint import Checkpoint
 from modelstate.checkpoint.open import NO_PICKLE, argument_order, foreign_arguments, is_module, is_source
 from modelstate.checkpoint.open import open as open_checkpoint
 from modelstate.distributed.agreement import NOTHING_CHANGED, TIMEOUT_SECONDS, Agreement, agreement_of
-from modelstate.errors import ModelStateError, OptionError, ReadFailedError
+from modelstate.errors import OptionError, ReadFailedError
 from modelstate.loading.background import LOAD_AGAIN, LoadHandle, StagedLoad
 from modelstate.loading.collective import (
     COMMIT,
@@ -280,7 +280,7 @@ def load(
     model = check_model(model)
     agreement = agreement_of(model, process_group, check_timeout(timeout_seconds))
     started = time.perf_counter()
-    try:
+    with agreement.before(PLANNING):
         checked_optimizers = () if optimizers == () else check_optimizers(optimizers, model)
         if max_memory_bytes is not None:
             check_budget_option(max_memory_bytes)
@@ -288,29 +288,26 @@ def load(
             *(key, rules, allow_missing, allow_unexpected, dtype, device, transform, map, in_place, init_missing),
             read_once,
         )
-    except ModelStateError:
-        with agreement.phase("planning"):  # the other ranks wait there
-            raise
+        chosen = source.options if isinstance(source, LoadPlan) else options
+        if background and chosen.in_place:
+            raise OptionError(
+                "in_place=True overwrites memory that the program still uses",
+                where="background=True",
+                remedy="leave one of them out; without in_place=True the values are read into new memory",
+            )
+        if background and agreement.is_collective:
+            raise OptionError(
+                "a load on several ranks cannot go on in the background",
+                where="background=True",
+                found="a model with DTensors",
+                remedy="leave it out; the ranks load together",
+            )
     load_options = _LoadOptions(checked_optimizers, verify, progress, max_memory_bytes, prefault, agreement, started)
     # A transform is the user's code. It may create reference cycles of tensors, which must be collected in time.
-    chosen = source.options if isinstance(source, LoadPlan) else options
     paused_gc = gc_paused if chosen.transform is None else nullcontext[None]
     if not background:
         with exclusive(model), paused_gc(), Transaction(model) as transaction:
             return _execute(transaction, source, options, load_options)
-    if chosen.in_place:
-        raise OptionError(
-            "in_place=True overwrites memory that the program still uses",
-            where="background=True",
-            remedy="leave one of them out; without in_place=True the values are read into new memory",
-        )
-    if agreement.is_collective:
-        raise OptionError(
-            "a load on several ranks cannot go on in the background",
-            where="background=True",
-            found="a model with DTensors",
-            remedy="leave it out; the ranks load together",
-        )
     with exclusive(model), paused_gc():
         staged = _stage_in_background(model, source, options, load_options)
 

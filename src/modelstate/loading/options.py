@@ -1,6 +1,6 @@
 """Checks the arguments of loads and conversions."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from typing import Any
 
 import torch
@@ -148,10 +148,13 @@ def _transforms(given: Any) -> AnyTransform | Pairs | None:
 
 
 def patterns_of(option: str, patterns: object) -> tuple[str, ...]:
-    """Returns the glob patterns of an option. Raises `OptionError`."""
+    """Returns the glob patterns of an option, those of a set in an order that is the same in each process.
+
+    Raises `OptionError`.
+    """
     items = tuple(patterns) if isinstance(patterns, Iterable) and not isinstance(patterns, str) else None
     if items is not None and all(isinstance(pattern, str) for pattern in items):
-        return items
+        return tuple(sorted(items)) if isinstance(patterns, Set) else items
     if isinstance(patterns, str):
         remedy = f"{option}=[{patterns!r}]"
     elif isinstance(patterns, bool):

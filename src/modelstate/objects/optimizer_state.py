@@ -19,6 +19,7 @@ from torch import nn
 from modelstate.checkpoint.open import argument_order, is_module
 from modelstate.distributed.agreement import TIMEOUT_SECONDS, agreement_of
 from modelstate.errors import OptimizerStateError, OptionError
+from modelstate.loading.collective import digest_of_state, text_of
 from modelstate.loading.options import check_model, check_timeout, patterns_of
 from modelstate.planning.matching import wrapper_rule
 from modelstate.planning.sharded import ShardedSlot, sharded_slot
@@ -141,9 +142,12 @@ def load_optimizer_state(
         >>> optimizer = torch.optim.AdamW(model.parameters())
         >>> ms.load_optimizer_state(model, optimizer, state_of_adam, keep_options=["*"])
     """
-    patterns = patterns_of("keep_options", keep_options)
     agreement = agreement_of(check_model(model), process_group, check_timeout(timeout_seconds))
-    with agreement.phase("planning"):
+    text = f"state of {type(optimizer).__name__}"
+    with agreement.phase("planning", lambda: [digest_of_state("the states and options", text, given)]):
+        patterns = patterns_of("keep_options", keep_options)
+        rules = rules if isinstance(rules, Schema) else tuple(rules)
+        given = [state, patterns, allow_missing, text_of(rules)]
         planned = plan_by_name(
             model,
             optimizer,

@@ -20,6 +20,7 @@ import torch
 from modelstate.checkpoint.checkpoint import Checkpoint
 from modelstate.checkpoint.open import argument_order, is_objects, is_source
 from modelstate.checkpoint.open import open as open_checkpoint
+from modelstate.distributed.agreement import agreement_of
 from modelstate.errors import (
     KeyNotFoundError,
     ObjectStateError,
@@ -27,6 +28,7 @@ from modelstate.errors import (
     OptionError,
     PlanError,
 )
+from modelstate.loading.collective import PLANNING
 from modelstate.loading.load import load_then
 from modelstate.loading.options import options_of, patterns_of
 from modelstate.loading.report import LoadReport
@@ -172,12 +174,14 @@ def restore(
         3
     """
     targets = targets_of(objects)
-    checkpoint = open_checkpoint(source)
-    if verify:
-        checkpoint.verify()
-    saved = {path: part for path, target in targets.items() if (part := _part(checkpoint, path, target)) is not None}
-    for path in _paths_without_target([*checkpoint, *_value_names(checkpoint.extra, targets)], targets):
-        saved[path] = Part(Kind.STATEFUL, None)  # the kind is not compared, since the objects lack this path
+    with agreement_of(modules_of(targets)).before(PLANNING):
+        checkpoint = open_checkpoint(source)
+        if verify:
+            checkpoint.verify()
+        parts = {path: _part(checkpoint, path, target) for path, target in targets.items()}
+        saved = {path: part for path, part in parts.items() if part is not None}
+        for path in _paths_without_target([*checkpoint, *_value_names(checkpoint.extra, targets)], targets):
+            saved[path] = Part(Kind.STATEFUL, None)  # the kind is not compared, since the objects lack this path
     return restore_objects(
         objects,
         saved,
@@ -289,39 +293,41 @@ def restore_objects(
     Raises what `restore` raises.
     """
     targets = targets_of(objects)
-    check_owners(targets, modules_of(targets))
-    _check_parts(saved)
-    if not (in_place is None or in_place is False):
-        raise OptionError(
-            "in_place= of a restore says whether all values are read before the first one changes",
-            expected="None or False",
-            found=repr(in_place),
-            remedy="leave it out: values whose read cannot fail are read in place; in_place=True is an option of "
-            "modelstate.load",
-        )
-    options = options_of("", (), allow_missing, allow_unexpected, None, device, None, map, in_place, init_missing)
-    kept_options = patterns_of("keep_options", keep_options)
-    names: list[str] = []
-    for path, target in targets.items():
-        if target.kind is Kind.OPTIMIZER:
-            options_of_groups = {str(key) for group in target.obj.param_groups for key in group}
-            names += [path, *(f"{path}.{name}" for name in sorted(options_of_groups - {"params", "param_names"}))]
-    check_keep_options(kept_options, names)
-    may_miss = Patterns("allow_missing", options.allow_missing)
-    may_exceed = Patterns("allow_unexpected", options.allow_unexpected)
-    missing = tuple(path for path in targets if path not in saved and may_miss.allow(path))
-    unexpected = tuple(path for path in saved if path not in targets and may_exceed.allow(path))
-    _check_matched(targets, saved, missing, unexpected)
-    checkpoints: dict[str, Checkpoint] = {}
-    for path, target in targets.items():
-        if target.kind is Kind.MODULE and path in saved:
-            with object_code(path, "its state cannot be opened"):
-                checkpoints[path] = open_checkpoint(saved[path].tree)
-    options = replace(options, rules=_rules(rules, checkpoints))
-    restoring = _Restoring(targets, saved, options.rules, may_miss, may_exceed, kept_options)
-    restoring.note_used_patterns()
-    for checkpoint in dict.fromkeys(checkpoints.values()) if verify else ():
-        checkpoint.verify()
+    modules = modules_of(targets)
+    with agreement_of(modules).before(PLANNING):
+        check_owners(targets, modules)
+        _check_parts(saved)
+        if not (in_place is None or in_place is False):
+            raise OptionError(
+                "in_place= of a restore says whether all values are read before the first one changes",
+                expected="None or False",
+                found=repr(in_place),
+                remedy="leave it out: values whose read cannot fail are read in place; in_place=True is an option of "
+                "modelstate.load",
+            )
+        options = options_of("", (), allow_missing, allow_unexpected, None, device, None, map, in_place, init_missing)
+        kept_options = patterns_of("keep_options", keep_options)
+        names: list[str] = []
+        for path, target in targets.items():
+            if target.kind is Kind.OPTIMIZER:
+                options_of_groups = {str(key) for group in target.obj.param_groups for key in group}
+                names += [path, *(f"{path}.{name}" for name in sorted(options_of_groups - {"params", "param_names"}))]
+        check_keep_options(kept_options, names)
+        may_miss = Patterns("allow_missing", options.allow_missing)
+        may_exceed = Patterns("allow_unexpected", options.allow_unexpected)
+        missing = tuple(path for path in targets if path not in saved and may_miss.allow(path))
+        unexpected = tuple(path for path in saved if path not in targets and may_exceed.allow(path))
+        _check_matched(targets, saved, missing, unexpected)
+        checkpoints: dict[str, Checkpoint] = {}
+        for path, target in targets.items():
+            if target.kind is Kind.MODULE and path in saved:
+                with object_code(path, "its state cannot be opened"):
+                    checkpoints[path] = open_checkpoint(saved[path].tree)
+        options = replace(options, rules=_rules(rules, checkpoints))
+        restoring = _Restoring(targets, saved, options.rules, may_miss, may_exceed, kept_options)
+        restoring.note_used_patterns()
+        for checkpoint in dict.fromkeys(checkpoints.values()) if verify else ():
+            checkpoint.verify()
     models = ModuleContainer({path: targets[path].obj for path in checkpoints})
     try:
         with exclusive(models), Transaction(models) as transaction:
