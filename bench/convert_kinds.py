@@ -109,7 +109,7 @@ def x(dtype: torch.dtype = torch.float64) -> torch.Tensor:
 
 
 def beside(module: nn.Module, dtype: torch.dtype = torch.float64) -> nn.Module:
-    """A copy that nobody holds, in the new dtype."""
+    """A copy in the new dtype that nothing else refers to."""
     return copy.deepcopy(module).to(dtype)
 
 
@@ -328,7 +328,7 @@ def compiled(in_place: bool) -> Callable[[], Case]:
 
 
 def distributed() -> None:
-    """One process, which talks to nobody."""
+    """A process group of one process."""
     import torch.distributed as dist
 
     if not (dist.is_available() and dist.is_gloo_available()):

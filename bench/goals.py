@@ -95,7 +95,7 @@ def _save(fastest: Fastest) -> str:
 
 
 def _blocked(fastest: Fastest) -> str:
-    return "What is beside the copy is `state_dict`, naming, and encoding what is no tensor."
+    return "What is beside the copy is `state_dict`, naming, and encoding the values that are not tensors."
 
 
 LIMITS: dict[str, Callable[[Fastest], str]] = {
