@@ -159,21 +159,29 @@ class Agreement:
             return {rank: json.loads(text) for rank, text in zip(self.ranks, gathered, strict=True)}
         return {dist.get_rank(): [*numbers]}
 
-    def broadcast(self, tensor: torch.Tensor | None, ranks: tuple[int, ...], source: int) -> None:
-        """Copies a tensor on the CPU from the rank `source` to the other `ranks`, in a phase.
-
-        Without a tensor it only connects the ranks, so that the death of one shows at once in a later broadcast.
+    def connect(self, ranks: tuple[int, ...]) -> None:
+        """Connects ranks before a phase, so that the death of one shows at once in a broadcast.
 
         Raises:
             RankLostError: A rank does not take part in time.
         """
+        self._use_connections(ranks, lambda _: None)
+
+    def broadcast(self, tensor: torch.Tensor, ranks: tuple[int, ...], source: int) -> None:
+        """Copies a tensor on the CPU from the rank `source` to the other `ranks`, in a phase.
+
+        Raises:
+            RankLostError: A rank does not take part in time.
+        """
+        position = ranks.index(source)
+        self._use_connections(ranks, lambda made: made.broadcast(tensor, position, self.timeout_seconds))
+
+    def _use_connections(self, ranks: tuple[int, ...], use: "Callable[[_Connections], None]") -> None:
         try:
-            connections = _connections(ranks, self.timeout_seconds)
-            if tensor is not None:
-                connections.broadcast(tensor, ranks.index(source), self.timeout_seconds)
+            use(_connections(ranks, self.timeout_seconds))
         except Exception as cause:
             error_of_torch = _without_frames(cause)
-            raise self._lost(_Phase("a broadcast", NOTHING_CHANGED, False), error_of_torch, ranks) from (error_of_torch)
+            raise self._lost(_Phase("a broadcast", NOTHING_CHANGED, False), error_of_torch, ranks) from error_of_torch
 
     def _end(self, phase: "_Phase", error: BaseException | None, own: Sequence[Digest]) -> None:
         """Votes. Returns where all ranks have ended the phase, and where `error` says it all."""

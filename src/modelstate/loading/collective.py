@@ -21,10 +21,10 @@ from modelstate.torch_compat.sharding import layout_of
 
 PLANNING, READING, SHARING = "planning", "reading", "sending values to replicas"
 LAST_CHECKS, COMMIT = "the last checks", "the commit"
-"""The phases of a load, each of which ends with a vote of all ranks."""
+"""The phases of a load. Each phase ends with a vote of all ranks."""
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 _MOST_SAMPLES = 4096
-"""The most tensors without checksums of which a few bytes are compared."""
+"""The most tensors without checksums whose bytes are sampled."""
 _SAMPLE_BYTES = 64
 
 
@@ -47,7 +47,7 @@ def digests_of(preparation: Preparation) -> list[Digest]:
 
 
 def digest_of_state(what: str, text: str, state: object) -> Digest:
-    """Returns a digest of a tree of containers, values and tensors: of the latter the form, and a few of the bytes."""
+    """Returns a digest of a tree of containers, values and tensors. A tensor adds its shape, dtype and a few bytes."""
     return Digest.of(what, text, _described(state))
 
 

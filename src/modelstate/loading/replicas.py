@@ -88,7 +88,7 @@ def to_read_here(assignments: Sequence[Assignment], shared: Sequence[SharedRead]
 def connect(shared: Sequence[SharedRead], agreement: Agreement) -> None:
     """Connects the ranks of each group of replicas. Raises `RankLostError` where a rank does not take part."""
     for ranks in dict.fromkeys(read.ranks for read in shared):
-        agreement.broadcast(None, ranks, ranks[0])
+        agreement.connect(ranks)
 
 
 def broadcast(shared: Sequence[SharedRead], agreement: Agreement) -> None:

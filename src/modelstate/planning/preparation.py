@@ -16,7 +16,7 @@ from modelstate.planning.matching import DecodeFailure, ModelSchemaView
 from modelstate.planning.memory import peak_bytes
 from modelstate.planning.plan import Binding, LoadPlan, MatchedCheckpoint, Step
 from modelstate.planning.recorder import Owner
-from modelstate.planning.sharded import ShardedSlot, sharded_slot
+from modelstate.planning.sharded import LocalSlot, ShardedSlot, sharded_slot
 from modelstate.planning.transforms import (
     NO_TRANSFORM,
     Choice,
@@ -245,12 +245,9 @@ class Preparation:
         options, choice = self.options, NO_TRANSFORM if self.transforms is None else self.transforms.of(name)
         transform, transformed, sharded = choice.first, choice.first is not None, None
         device = self.device_after(param)
-        if is_sharded(param) and (sharded := self._sharded_slot(name, param, value, choice)) is not None:
+        if is_sharded(param) and (slots := self._sharded_slot(name, param, value, stored, choice)) is not None:
+            sharded, (param, value, stored, transform) = slots
             device = sharded.device_after(options.device)
-            is_of_rule = isinstance(stored, Derived)
-            param, value, stored, transform = sharded.local(stored, transform)
-            if is_of_rule and isinstance(stored, StoredTensor):  # a part of a rule's result that is a part of a file
-                value = self.incoming.maps.tensor(stored)
         dtype, is_meta = param.dtype, param.is_meta
         if self.changes_dtypes and param.is_floating_point() and value.is_floating_point():
             dtype = options.dtype or (value.dtype if is_meta else dtype)
@@ -302,8 +299,13 @@ class Preparation:
             return same_values(first.value, local.value)
         return self.incoming.are_equal(whole, value)
 
-    def _sharded_slot(self, name: str, param: torch.Tensor, value: torch.Tensor, choice: Choice) -> ShardedSlot | None:
-        """Returns the slot of a DTensor; None, with a problem, where this rank cannot load its part of the value."""
+    def _sharded_slot(
+        self, name: str, param: torch.Tensor, value: torch.Tensor, stored: Source | None, choice: Choice
+    ) -> tuple[ShardedSlot, LocalSlot] | None:
+        """Returns the slot of a DTensor, and what is loaded into its local tensor.
+
+        Returns None, and adds a problem, where this rank cannot load its part of the value.
+        """
         self._has_shards = True
         slot: ShardedSlot | Problem = sharded_slot(name, param, value, self.options.device)
         if isinstance(slot, ShardedSlot) and choice.last is not None:
@@ -311,7 +313,11 @@ class Preparation:
         if isinstance(slot, Problem):
             self.problems.append(slot)
             return None
-        return slot
+        local = slot.local(stored, choice.first)
+        if isinstance(stored, Derived) and isinstance(local.stored, StoredTensor):
+            # A part of a rule's result that is a part of a file.
+            local = local._replace(value=self.incoming.maps.tensor(local.stored))
+        return slot, local
 
     def _in_place(self, param: torch.Tensor, device: torch.device, stored: Source | None) -> bool | None:
         """Whether a value can get into existing memory without temporary memory for all values.
@@ -386,11 +392,8 @@ class Preparation:
         placement, param = step.how, slot.tensor
         choice = NO_TRANSFORM if self.transforms is None else self.transforms.of(step.name)
         transform, sharded = choice.first, None
-        if is_sharded(param) and (sharded := self._sharded_slot(step.name, param, value, choice)) is not None:
-            is_of_rule = isinstance(stored, Derived)
-            param, value, stored, transform = sharded.local(stored, transform)
-            if is_of_rule and isinstance(stored, StoredTensor):  # a part of a rule's result that is a part of a file
-                value = self.incoming.maps.tensor(stored)
+        if is_sharded(param) and (slots := self._sharded_slot(step.name, param, value, stored, choice)) is not None:
+            sharded, (param, value, stored, transform) = slots
         if placement.leased:  # which the layout of this model may not allow
             in_place = self._in_place(param, step.device, stored)
             placement = choose(param, value, step.dtype, step.device, map=False, in_place=in_place, transformed=False)
