@@ -284,8 +284,8 @@ class OtherSharding(Problem):
 
     title: ClassVar = "DTensors that are placed in another way than those of the model"
     remedy: ClassVar = (
-        "place them alike: value.redistribute(param.device_mesh, param.placements); or pass whole tensors, of which "
-        "each rank takes its part"
+        "place them alike: value.redistribute(param.device_mesh, param.placements); or pass whole tensors: each "
+        "rank takes its part"
     )
     page: ClassVar = "sharded-models"
 

@@ -24,7 +24,7 @@ def agreement(timeout_seconds: float = 20) -> Agreement:
 
 
 def phases(do: Callable[[int], object] | None = None, digests: Sequence[int] = (1, 2, 3)) -> str:
-    """Two phases, the second of which decides."""
+    """Two phases. The second one decides."""
     names = ("the model", "the source", "the rules")
     parts = [Digest(name, f"{name} {number}", number) for name, number in zip(names, digests, strict=True)]
     ranks = agreement()

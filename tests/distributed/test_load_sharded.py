@@ -227,7 +227,7 @@ def test_a_reader_that_dies(ranks: Ranks, tmp_path: Path) -> None:
 
 
 def replicas_of_a_plain_model(path: str) -> tuple[bool, int, str]:
-    """A model without DTensors, of which every rank has a replica, as with `DistributedDataParallel`."""
+    """A model without DTensors. Every rank has a replica, as with `DistributedDataParallel`."""
     net, whole = models.plain("fsdp", seed=1), models.plain("fsdp", seed=2)
     report = ms.load(net, path, process_group=dist.group.WORLD, read_once=True)
     ms.load(whole, path)
@@ -248,7 +248,7 @@ def test_a_plain_model_on_all_ranks_of_a_group(ranks: Ranks, tmp_path: Path) -> 
 
 
 class BetweenShards(nn.Module):
-    """Replicas on all ranks, with a parameter between them of which half of the ranks hold nothing."""
+    """Replicas on all ranks, and between them a parameter without elements on half of the ranks."""
 
     def __init__(self) -> None:
         super().__init__()

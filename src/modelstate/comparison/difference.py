@@ -318,7 +318,7 @@ def _subtracted(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 
 
 def _exact_difference(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """The differences of integers of up to 64 bits in float64, each of which is rounded once."""
+    """The differences of integers of up to 64 bits in float64. Each difference is rounded once."""
     halves = []
     for side in (a, b):
         wide = side.view(torch.int64) if side.dtype is torch.uint64 else side.to(torch.int64)

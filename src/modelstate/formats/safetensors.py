@@ -419,7 +419,7 @@ def _unknown_dtype(name: str, kind: str, path: str) -> OpenError:
 
 
 def _shape_of_pairs(name: str, shape: list[int], path: str) -> list[int]:
-    """The shape of a tensor of `F4` in elements of `float4_e2m1fn_x2`, each of which holds two."""
+    """The shape of a tensor of `F4` in elements of `float4_e2m1fn_x2`. An element holds two numbers."""
     if not shape or shape[-1] % 2:
         raise UnsupportedTensorError(
             f"{quote(name)} is stored as F4 and has no even last dimension; PyTorch has such floats in pairs only",

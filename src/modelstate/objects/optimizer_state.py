@@ -101,7 +101,7 @@ def load_optimizer_state(
     """Loads the result of `optimizer_state` by the names of the parameters, all or nothing.
 
     An optimizer over DTensors (FSDP2, tensor parallelism) is loaded by all ranks of their mesh together. The state may
-    have whole tensors, of which each rank takes its part, or DTensors that are placed as the parameters are, as
+    have whole tensors (each rank takes its part of them), or DTensors that are placed as the parameters are, as
     `get_optimizer_state_dict` of `torch.distributed.checkpoint.state_dict` returns them.
 
     Tensors take the device of their parameter. Tensors that torch's optimizers keep for each element of a parameter
