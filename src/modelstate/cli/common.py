@@ -43,6 +43,9 @@ Dtype = Annotated[
 ShardSize = Annotated[
     str | None, typer.Option(metavar="SIZE", help="The most bytes of tensors in one file, such as 5GB.")
 ]
+MaxMemory = Annotated[
+    str | None, typer.Option(metavar="SIZE", help="The most memory that tensors may take at once, such as 512MB.")
+]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what is there already.")]
 Path = Annotated[
     str, typer.Argument(metavar="PATH", help="A checkpoint: a file, or a directory with one.", show_default=False)

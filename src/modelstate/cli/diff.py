@@ -14,6 +14,7 @@ from modelstate.cli.common import (
     Debug,
     Ignore,
     Json,
+    MaxMemory,
     NamedRules,
     Rename,
     RenameRegex,
@@ -36,9 +37,6 @@ Top = Annotated[int, typer.Option(metavar="N", min=1, help="Rows of the table of
 All = Annotated[bool, typer.Option("--all", help="Show all rows of that table.")]
 NoFold = Annotated[bool, typer.Option("--no-fold", help="A row for each tensor, also where layers repeat.")]
 NoValues = Annotated[bool, typer.Option("--no-values", help="Compare names, shapes and dtypes; read no tensors.")]
-MaxMemory = Annotated[
-    str | None, typer.Option(metavar="SIZE", help="The most memory that tensors may take at once, such as 512MB.")
-]
 
 
 def diff(

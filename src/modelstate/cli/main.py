@@ -23,6 +23,7 @@ from modelstate.cli.common import (
     Ignore,
     Json,
     Key,
+    MaxMemory,
     NamedRules,
     Overwrite,
     Path,
@@ -332,9 +333,7 @@ def convert(
     dtype: Dtype = None,
     format: FileFormat = None,
     shard_size: ShardSize = None,
-    max_memory: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="The most memory that tensors may take at once, such as 512MB.")
-    ] = None,
+    max_memory: MaxMemory = None,
     strip_prefix: Strip = None,
     add_prefix: Add = None,
     rename: Rename = None,

@@ -18,6 +18,7 @@ from modelstate.cli.common import (
     Dtype,
     FileFormat,
     Json,
+    MaxMemory,
     Overwrite,
     ShardSize,
     parse_dtype,
@@ -25,7 +26,7 @@ from modelstate.cli.common import (
     parse_size,
     reported,
 )
-from modelstate.cli.diff import All, MaxMemory, NoFold, NoValues, Only, Top, show
+from modelstate.cli.diff import All, NoFold, NoValues, Only, Top, show
 from modelstate.errors import DamagedCheckpointError, SourceNotFoundError, SourceTypeError, StepNotFoundError
 from modelstate.io.files import not_found
 from modelstate.text_format import columns, count, in_a_line, size
