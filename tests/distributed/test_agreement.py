@@ -2,6 +2,7 @@
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -17,6 +18,7 @@ from tests.distributed import models
 from tests.distributed.ranks import Outcome, Ranks
 
 pytestmark = pytest.mark.slow
+NOT_FOUND = errors.StepNotFoundError
 
 
 def agreement(timeout_seconds: float = 20) -> Agreement:
@@ -189,3 +191,45 @@ def test_the_ranks_are_those_of_the_mesh(ranks: Ranks) -> None:
         assert found["mesh"] == found["world"] == (0, 1, 2, 3)
         assert found["plain"] == ()
         assert found["pair"] == "not a member" or "ranks that do not take part" in found["pair"]
+
+
+def first_decides(fails: bool) -> object:
+    def choose() -> object:
+        if fails:
+            raise errors.StepNotFoundError("there is no checkpoint", where="somewhere")
+        return [dist.get_rank() + 7, "a"]
+
+    return agreement().decided("choosing", choose)
+
+
+def texts() -> list[list[str]]:
+    of_all = [agreement().texts("saying", text) for text in ("", "b" * dist.get_rank())]
+    return [*of_all, Agreement((), 1).texts("saying", "alone")]
+
+
+def on_two_channels() -> list[str]:
+    """Votes of a thread beside those of the main thread, in another order on each rank."""
+    other = agreement().on_channel("other")
+    said: list[str] = []
+    thread = threading.Thread(target=lambda: said.extend(other.texts("saying", f"thread {dist.get_rank()}")))
+    if dist.get_rank() % 2:
+        thread.start()
+    said_here = agreement().texts("saying", f"main {dist.get_rank()}")
+    if not dist.get_rank() % 2:
+        thread.start()
+    thread.join(20)
+    return [*said_here, *said]
+
+
+def test_the_first_rank_decides(ranks: Ranks) -> None:
+    assert ranks.values(first_decides, False) == [[7, "a"]] * 4
+    assert all("there is no checkpoint" in text for text in failures(ranks.run(first_decides, True), NOT_FOUND))
+
+
+def test_every_rank_has_the_texts_of_all(ranks: Ranks) -> None:
+    assert ranks.values(texts) == [[[""] * 4, ["", "b", "bb", "bbb"], ["alone"]]] * 4
+
+
+def test_threads_vote_on_channels_of_their_own(ranks: Ranks) -> None:
+    expected = [f"{where} {rank}" for where in ("main", "thread") for rank in range(4)]
+    assert ranks.values(on_two_channels) == [expected] * 4

@@ -1,4 +1,4 @@
-"""`Agreement`: the ranks of one load, which end each phase with a vote, so that all of them load or none does.
+"""`Agreement`: the ranks of one load or save, which end each phase with a vote, so that all of them do it or none does.
 
 A phase is a block. Where it ends, one all-reduce of a few numbers tells every rank whether all have ended it without an
 error, and with the same digests. Nothing is gathered in the good case. Otherwise the texts of the errors are gathered,
@@ -9,7 +9,8 @@ dies within it, some ranks may have its result and others not. So each rank prop
 the default process group. The store keeps the first proposal, and all ranks follow it.
 
 The votes go over gloo connections of their own, which are made once for a set of ranks: with NCCL there is no group for
-CPU tensors, and a rank that comes too late breaks these connections and no others. The next load makes new ones.
+CPU tensors, and a rank that comes too late breaks these connections and no others. The next load makes new ones. Votes
+in another thread, as of a save in the background, have a channel of their own, with its own connections.
 """
 
 import json
@@ -75,11 +76,13 @@ class _Phase:
 
 
 class Agreement:
-    """The ranks of one load. Created by `agreement_of`.
+    """The ranks of one load or save. Created by `agreement_of`.
 
     Args:
         ranks: The global ranks that take part. A load on a single rank has no votes.
         timeout_seconds: How long a rank waits for the others at the end of a phase.
+        call: The function that all ranks call, for errors.
+        channel: The name of the connections. Two threads need different ones.
 
     Example:
         >>> with agreement.phase("reading"):
@@ -87,9 +90,12 @@ class Agreement:
         >>> # all ranks have read, or each of them has raised
     """
 
-    def __init__(self, ranks: Sequence[int], timeout_seconds: float) -> None:
+    def __init__(
+        self, ranks: Sequence[int], timeout_seconds: float, *, call: str = "modelstate.load", channel: str = ""
+    ) -> None:
         self.ranks = tuple(ranks)
         self.timeout_seconds = timeout_seconds
+        self.call, self._channel = call, channel
         self.seconds: dict[str, float] = {}
         """The time of each phase on this rank, without the time that it waited for others."""
 
@@ -97,6 +103,17 @@ class Agreement:
     def is_collective(self) -> bool:
         """Whether other ranks take part."""
         return len(self.ranks) > 1
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank is the first one, which decides where one rank has to."""
+        return not self.is_collective or dist.get_rank() == self.ranks[0]
+
+    def on_channel(self, channel: str) -> "Agreement":
+        """Returns the agreement of the same ranks over connections of their own, which are made now, as in a phase."""
+        other = Agreement(self.ranks, self.timeout_seconds, call=self.call, channel=channel)
+        with other.phase("connecting"):
+            return other
 
     @contextmanager
     def phase(
@@ -128,7 +145,7 @@ class Agreement:
         phase = _Phase(name, effect, decides)
         try:
             # Before the block, so that the death of a rank within the block shows at once.
-            _connections(self.ranks, self.timeout_seconds)
+            _connections(self.ranks, self.timeout_seconds, self._channel)
         except Exception as cause:
             error_of_torch = _without_frames(cause)
             raise self._lost(phase, error_of_torch) from error_of_torch
@@ -150,10 +167,47 @@ class Agreement:
             with self.phase(name):
                 raise
 
+    def decided(self, name: str, choose: Callable[[], Any]) -> Any:
+        """Returns what the first rank chooses, on all ranks.
+
+        Args:
+            name: The name of the phase in which it chooses.
+            choose: Called on the first rank; returns JSON values. An error is an error on all ranks.
+
+        Raises what `phase` raises.
+        """
+        chosen = ""
+        with self.phase(name):
+            if self.is_first:
+                chosen = json.dumps(choose())
+        return json.loads(self.texts(name, chosen)[0])
+
+    def texts(self, name: str, text: str) -> list[str]:
+        """Returns the text of each rank, in the order of the ranks. Where all are empty, one all-reduce shows it.
+
+        Args:
+            name: What the texts are for, in an error.
+            text: The text of this rank.
+
+        Raises:
+            RankLostError: A rank does not take part in time.
+        """
+        if not self.is_collective:
+            return [text]
+        data, texts = text.encode(), [""] * len(self.ranks)
+
+        def exchange(connections: _Connections) -> None:
+            (longest,) = connections.maximum([len(data)], self.timeout_seconds)
+            if longest:
+                texts[:] = (other.decode() for other in connections.gathered(data, longest, self.timeout_seconds))
+
+        self._use_connections(self.ranks, exchange, name)
+        return texts
+
     def exchanged(self, numbers: Sequence[int]) -> dict[int, list[int]]:
         """Returns the numbers of each rank, as many as this rank has; those of this rank alone where one is lost."""
         with suppress(Exception):
-            connections = _connections(self.ranks, self.timeout_seconds)
+            connections = _connections(self.ranks, self.timeout_seconds, self._channel)
             longest = 21 * len(numbers) + 2  # of numbers with 64 bits, as JSON
             gathered = connections.gathered(json.dumps([*numbers]).encode(), longest, self.timeout_seconds)
             return {rank: json.loads(text) for rank, text in zip(self.ranks, gathered, strict=True)}
@@ -176,12 +230,14 @@ class Agreement:
         position = ranks.index(source)
         self._use_connections(ranks, lambda made: made.broadcast(tensor, position, self.timeout_seconds))
 
-    def _use_connections(self, ranks: tuple[int, ...], use: "Callable[[_Connections], None]") -> None:
+    def _use_connections(
+        self, ranks: tuple[int, ...], use: "Callable[[_Connections], None]", name: str = "a broadcast"
+    ) -> None:
         try:
-            use(_connections(ranks, self.timeout_seconds))
+            use(_connections(ranks, self.timeout_seconds, self._channel))
         except Exception as cause:
             error_of_torch = _without_frames(cause)
-            raise self._lost(_Phase("a broadcast", NOTHING_CHANGED, False), error_of_torch, ranks) from error_of_torch
+            raise self._lost(_Phase(name, NOTHING_CHANGED, False), error_of_torch, ranks) from error_of_torch
 
     def _end(self, phase: "_Phase", error: BaseException | None, own: Sequence[Digest]) -> None:
         """Votes. Returns where all ranks have ended the phase, and where `error` says it all."""
@@ -190,7 +246,7 @@ class Agreement:
         numbers += [0] * (_NUMBERS - len(numbers))
         reports: list[dict[str, Any]] = []
         lost: Exception | None = None
-        connections = _made.get(self.ranks)
+        connections = _made.get((self.ranks, self._channel))
         try:
             if connections is None:
                 raise ConnectionError("the connections were lost before the end of the phase")
@@ -218,14 +274,14 @@ class Agreement:
 
     def _lost(self, phase: "_Phase", cause: Exception, ranks: tuple[int, ...] = ()) -> RankLostError:
         """Returns the error for connections that broke or were not made. The next load makes new ones."""
-        if connections := _made.pop(ranks or self.ranks, None):
+        if connections := _made.pop((ranks or self.ranks, self._channel), None):
             connections.abandon()
         return RankLostError(
             f"a rank did not end {phase.name}; {phase.effect}",
             where=f"rank {dist.get_rank()} of the ranks {_numbers(self.ranks)}",
             expected=f"all of them within {self.timeout_seconds:g} seconds",
             found=str(cause).split("\n")[0],
-            remedy="see the log of the rank that is missing; if it needs more time: modelstate.load(timeout_seconds=)",
+            remedy=f"see the log of the rank that is missing; if it needs more time: {self.call}(timeout_seconds=)",
         )
 
     def _raise(self, phase: "_Phase", error: BaseException | None, reports: Sequence[Mapping[str, Any]]) -> None:
@@ -266,26 +322,30 @@ class Agreement:
                 texts[what, number] = text
         differing = {what: found for what, found in values.items() if len(found) > 1}
         raise RanksDifferError(
-            f"the ranks do not load the same: {' and '.join(differing)} differ; nothing has been changed",
+            f"{' and '.join(differing)} differ between the ranks; {NOTHING_CHANGED}",
             expected="the same on all ranks of the mesh",
             found="; ".join(
                 f"ranks {_numbers(ranks)}: {texts[what, number]}"
                 for what, found in differing.items()
                 for number, ranks in found.items()
             ),
-            remedy="call modelstate.load with the same model, source, rules and options on every rank",
+            remedy=f"call {self.call} with the same objects and arguments on every rank",
         )
 
 
 def agreement_of(
-    model: nn.Module, process_group: "dist.ProcessGroup | None" = None, timeout_seconds: float = TIMEOUT_SECONDS
+    model: nn.Module,
+    process_group: "dist.ProcessGroup | None" = None,
+    timeout_seconds: float = TIMEOUT_SECONDS,
+    call: str = "modelstate.load",
 ) -> Agreement:
-    """Returns the ranks that load into a model together: those of the mesh of its DTensors.
+    """Returns the ranks that load or save a model together: those of the mesh of its DTensors.
 
     Args:
         model: The model.
         process_group: The ranks, where they are not those of the mesh.
         timeout_seconds: How long a rank waits for the others.
+        call: The function that all ranks call, for errors.
 
     Raises:
         ProcessGroupError: The model has DTensors, and there is no process group, or one that lacks ranks of a mesh.
@@ -296,29 +356,31 @@ def agreement_of(
         [tensor for tensor in tensors_of(modules_of(model)) if is_sharded(tensor)] if is_possible else []
     )
     if not sharded and process_group is None:
-        return Agreement((), timeout_seconds)
+        return Agreement((), timeout_seconds, call=call)
     if not (dist.is_available() and dist.is_initialized()):
         raise ProcessGroupError(
             "the model has DTensors, and there is no process group",
             where=type(model).__name__,
             expected="a process group on every rank of the mesh",
-            remedy="torch.distributed.init_process_group() before the load",
+            remedy=f"torch.distributed.init_process_group() before {call}",
         )
     meshes = {tuple(map(int, tensor.device_mesh.mesh.flatten())) for tensor in sharded}
     ranks = max(meshes, key=len) if process_group is None else tuple(dist.get_process_group_ranks(process_group))
     rank, all_of_meshes = dist.get_rank(), {rank for mesh in meshes for rank in mesh}
     if not all_of_meshes <= set(ranks) or rank not in ranks:
         raise ProcessGroupError(
-            "a mesh of the model has ranks that do not take part in the load",
+            f"a mesh of the model has ranks that do not take part in {call}",
             where=f"rank {rank}, {type(model).__name__}",
             expected=f"meshes within the ranks {_numbers(ranks)}" + ("" if process_group else ", those of one mesh"),
             found=f"meshes over the ranks {_numbers(sorted({rank, *all_of_meshes}))}",
-            remedy="modelstate.load(process_group=) with a group that has all ranks of all meshes, such as group.WORLD",
+            remedy="process_group= with a group that has all ranks of all meshes, such as group.WORLD",
         )
-    known = _made.get(tuple(sorted(ranks)))
-    if known is not None and known.store is default_store() and known.is_abandoned:
-        del _made[tuple(sorted(ranks))]  # this rank did not take part when the others gave them up
-    return Agreement(sorted(ranks), timeout_seconds)
+    ordered = tuple(sorted(ranks))
+    for of_ranks, channel in [key for key in _made if key[0] == ordered]:
+        known = _made[of_ranks, channel]
+        if known.store is default_store() and known.is_abandoned:
+            del _made[of_ranks, channel]  # this rank did not take part when the others gave them up
+    return Agreement(ordered, timeout_seconds, call=call)
 
 
 # Reports of ranks.
@@ -369,11 +431,11 @@ _NUMBERS = 2 + 2 * 3
 
 
 class _Connections:
-    """Gloo connections between some ranks, and their keys in the store."""
+    """Gloo connections between some ranks on a channel, and their keys in the store."""
 
-    def __init__(self, ranks: tuple[int, ...], timeout_seconds: float) -> None:
+    def __init__(self, ranks: tuple[int, ...], timeout_seconds: float, channel: str) -> None:
         self.store = default_store()
-        self._key = f"modelstate/{Digest.of('', '', ranks).number:x}"
+        self._key = f"modelstate/{Digest.of('', '', [channel, *ranks]).number:x}"
         # The number of connections that these ranks have abandoned. The store keeps it for ranks that come late.
         self._generation = int(self._compare_set("generation", "", "0"))
         store = dist.PrefixStore(f"{self._key}/{self._generation}", self.store)
@@ -435,12 +497,13 @@ def _without_frames(error: Exception) -> Exception:
     return RuntimeError(f"{type(error).__name__}: {error}")
 
 
-_made: dict[tuple[int, ...], _Connections] = {}
+_made: dict[tuple[tuple[int, ...], str], _Connections] = {}
+"""The connections by their ranks and channel."""
 
 
-def _connections(ranks: tuple[int, ...], timeout_seconds: float) -> _Connections:
+def _connections(ranks: tuple[int, ...], timeout_seconds: float, channel: str = "") -> _Connections:
     """Returns the connections between these ranks, which are made at the first call. Raises what torch raises."""
-    known = _made.get(ranks)
+    known = _made.get((ranks, channel))
     if known is None or known.store is not default_store():  # the process group is another one
-        _made[ranks] = known = _Connections(ranks, timeout_seconds)
+        _made[ranks, channel] = known = _Connections(ranks, timeout_seconds, channel)
     return known
