@@ -39,7 +39,14 @@ from modelstate.errors import (
 from modelstate.problems import Problem, explain
 from modelstate.torch_compat.modules import modules_of, tensors_of
 from modelstate.torch_compat.plain import is_sharded
-from modelstate.torch_compat.sharding import all_gather, all_reduce_maximum, broadcast, default_store, gloo_group
+from modelstate.torch_compat.sharding import (
+    all_gather,
+    all_reduce_maximum,
+    broadcast,
+    default_store,
+    gloo_group,
+    ranks_of_meshes,
+)
 
 TIMEOUT_SECONDS = 1800.0
 """How long a rank waits for the others by default: as long as the collectives of torch."""
@@ -352,9 +359,7 @@ def agreement_of(
     """
     # A program without DTensors has not imported their module, and its models are not searched.
     is_possible = "torch.distributed.tensor" in sys.modules
-    sharded: list[Any] = (
-        [tensor for tensor in tensors_of(modules_of(model)) if is_sharded(tensor)] if is_possible else []
-    )
+    sharded = [tensor for tensor in tensors_of(modules_of(model)) if is_sharded(tensor)] if is_possible else []
     if not sharded and process_group is None:
         return Agreement((), timeout_seconds, call=call)
     if not (dist.is_available() and dist.is_initialized()):
@@ -364,7 +369,7 @@ def agreement_of(
             expected="a process group on every rank of the mesh",
             remedy=f"torch.distributed.init_process_group() before {call}",
         )
-    meshes = {tuple(map(int, tensor.device_mesh.mesh.flatten())) for tensor in sharded}
+    meshes = ranks_of_meshes(sharded)
     ranks = max(meshes, key=len) if process_group is None else tuple(dist.get_process_group_ranks(process_group))
     rank, all_of_meshes = dist.get_rank(), {rank for mesh in meshes for rank in mesh}
     if not all_of_meshes <= set(ranks) or rank not in ranks:

@@ -4,7 +4,7 @@ Pure arithmetic, without a process group: what a rank of any mesh holds can be c
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, pairwise, product
@@ -48,14 +48,9 @@ class LocalShard:
         """Whether the rank holds the whole tensor, in its order."""
         return all(runs == (range(size),) for runs, size in zip(self.runs, self.global_shape, strict=True))
 
-    def boxes(self) -> Iterator[tuple[Box, Box]]:
-        """Yields the regions of the whole tensor that the rank holds, each with its place in the local tensor."""
-        placed = []
-        for runs in self.runs:
-            bounds = pairwise(accumulate(map(len, runs), initial=0))
-            placed.append([(run, range(*bound)) for run, bound in zip(runs, bounds, strict=True)])
-        for dims in product(*placed):
-            yield tuple(run for run, _ in dims), tuple(place for _, place in dims)
+    def boxes(self) -> tuple[tuple[Box, Box], ...]:
+        """Returns the regions of the whole tensor that the rank holds, each with its place in the local tensor."""
+        return _boxes(self.runs)
 
     def of(self, source: Source) -> Source:
         """Returns the source of the local tensor, for a source of the whole tensor."""
@@ -67,6 +62,15 @@ class LocalShard:
             return region(source, slices)
         parts = [self._joined(source, (*slices, slice(run.start, run.stop))) for run in self.runs[dim]]
         return concatenated(parts, dim)
+
+
+@lru_cache(maxsize=4096)
+def _boxes(runs: tuple[tuple[range, ...], ...]) -> tuple[tuple[Box, Box], ...]:
+    placed = []
+    for of_dim in runs:
+        bounds = pairwise(accumulate(map(len, of_dim), initial=0))
+        placed.append([(run, range(*bound)) for run, bound in zip(of_dim, bounds, strict=True)])
+    return tuple((tuple(run for run, _ in dims), tuple(place for _, place in dims)) for dims in product(*placed))
 
 
 def local_shard(
@@ -91,6 +95,13 @@ def local_shard(
         >>> local_shard((8, 8), [Shard(0)], mesh_shape=(4,), coordinate=(1,)).runs
         ((range(2, 4),), (range(0, 8),))
     """
+    return _local_shard(tuple(shape), tuple(placements), tuple(mesh_shape), tuple(coordinate))
+
+
+@lru_cache(maxsize=4096)  # the tensors of a model have few different shapes
+def _local_shard(
+    shape: tuple[int, ...], placements: tuple[Any, ...], mesh_shape: tuple[int, ...], coordinate: tuple[int, ...]
+) -> LocalShard:
     splits: dict[int, list[Split]] = {}
     for placement, count, index in zip(placements, mesh_shape, coordinate, strict=True):
         if placement.is_replicate():
@@ -110,12 +121,12 @@ def local_shard(
                 found=repr(placement),
             )
         splits.setdefault(placement.dim % len(shape), []).append(Split(placement, count, index))
-    return LocalShard(tuple(shape), tuple(_runs(size, tuple(splits.get(dim, ()))) for dim, size in enumerate(shape)))
+    return LocalShard(shape, tuple(_runs(size, tuple(splits.get(dim, ()))) for dim, size in enumerate(shape)))
 
 
 @lru_cache(maxsize=4096)
 def _runs(size: int, splits: tuple[Split, ...]) -> tuple[range, ...]:
-    """Returns the runs of a dimension. The tensors of a model have few different sizes."""
+    """Returns the runs of a dimension."""
     return tuple(split_indices(size, splits)) or (range(0),) if splits else (range(size),)
 
 
@@ -144,7 +155,7 @@ def shard_of(tensor: torch.Tensor) -> LocalShard | None:
             expected="ascending numbers along each dimension of the mesh",
             found=mesh.mesh.tolist(),
         )
-    shard = local_shard(tuple(tensor.shape), held.placements, tuple(mesh.shape), coordinate)
+    shard = local_shard(tensor.shape, held.placements, mesh.shape, coordinate)
     if (found := tuple(local_tensor(tensor).shape)) != shard.shape:
         raise ShardingError(
             "the local tensor of a DTensor does not have the shape that its placements say",

@@ -45,12 +45,11 @@ class ShardedSlot:
             return LocalSlot(param, local, local if stored is not None else None)
         value = local_tensor(self.value) if is_sharded(self.value) else self.value
         source = self.shard.of(value if stored is None or is_sharded(self.value) else stored)
-        boxes = [box for box, _ in self.shard.boxes()]
         if isinstance(source, torch.Tensor):
             return LocalSlot(param, source, None if stored is None else source)
         is_view = isinstance(stored, StoredTensor) and isinstance(source, StoredTensor)
-        if is_view and len(boxes) == 1 and is_plain(value):
-            return LocalSlot(param, value[slices_of(boxes[0])], source)
+        if is_view and is_plain(value) and len(boxes := self.shard.boxes()) == 1:
+            return LocalSlot(param, value[slices_of(boxes[0][0])], source)
         lacking = source.lacks_values if isinstance(source, Derived) else lacks_values(source)
         device = "meta" if value.is_meta or lacking else "cpu"
         return LocalSlot(param, torch.empty(self.shard.shape, dtype=value.dtype, device=device), source)

@@ -3,6 +3,7 @@
 import datetime
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -84,13 +85,26 @@ def same_layout(first: torch.Tensor, second: torch.Tensor) -> bool:
 
 
 def dtensor_like(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
-    """Returns a DTensor with the shape and placements of `tensor`, and a local tensor of any dtype and device."""
+    """Returns a DTensor with the shape and placements of `tensor`, and a local tensor of any dtype and device.
+
+    `DTensor.from_local` does the same, and takes four times as long.
+    """
     from torch.distributed.tensor import DTensor
 
     held: Any = tensor
-    mesh, placements = held.device_mesh, held.placements
-    with torch.no_grad():
-        return DTensor.from_local(local, mesh, placements, run_check=False, shape=tensor.shape, stride=tensor.stride())
+    make: Any = DTensor
+    spec = held._spec
+    if local.dtype != tensor.dtype:
+        spec = replace(spec, tensor_meta=spec.tensor_meta._replace(dtype=local.dtype))
+    result: torch.Tensor = make(local.detach(), spec, requires_grad=False)
+    return result
+
+
+def ranks_of_meshes(tensors: Iterable[torch.Tensor]) -> set[tuple[int, ...]]:
+    """Returns the ranks of each mesh of some DTensors. Torch computes the ranks of a mesh anew at each access."""
+    held: Iterable[Any] = tensors
+    meshes = {id(tensor.device_mesh): tensor.device_mesh for tensor in held}
+    return {tuple(map(int, mesh.mesh.flatten())) for mesh in meshes.values()}
 
 
 def default_store() -> Any:
