@@ -240,13 +240,14 @@ class Checkpoint(Mapping[str, TensorSpec]):
         """
         return _Extra(self)
 
-    def value(self, path: str = "") -> Any:
+    def value(self, path: str = "", *, map: bool | None = False) -> Any:
         """The state, or the part at a dotted path: containers, values, and tensors in memory of their own.
 
         Tied tensors are one tensor object. An `OrderedDict` of a module's state has torch's `_metadata`.
 
         Args:
             path: The path of the part; empty for the whole state.
+            map: Whether tensors may be views of their files, as in `tensor`.
 
         Raises:
             KeyNotFoundError: There is nothing at the path.
@@ -254,12 +255,14 @@ class Checkpoint(Mapping[str, TensorSpec]):
             ReadFailedError: A file cannot be read, or has changed since it was opened.
         """
         node = subtree(self.contents.tree, ".".join(filter(None, (self.key, path))), self.source)
-        known = self._read_at_once(name for name in self if not path or f"{name}.".startswith(f"{path}."))
+        check_map_option(map)
+        names = (name for name in self if not path or f"{name}.".startswith(f"{path}."))
+        known = self._read_at_once(names) if map is False else {}
 
         def read(stored: Stored) -> torch.Tensor:
             key = bytes_key(stored, f"{len(known)}")
             if key not in known:
-                known[key] = self.read(stored)
+                known[key] = self.read(stored) if map is False else self._maps.tensor_for_user(stored, map)
             return known[key]
 
         return rebuild(node, read)
@@ -588,9 +591,13 @@ def _values_below(flat: FlatTree, key: str, where: str) -> dict[str, Any]:
     return dict(items_of(node)) if is_container(node) else {}
 
 
-def verify(checkpoint: Checkpoint, on_read: Callable[[int], None] | None = None) -> int:
-    """Implements `Checkpoint.verify`. `on_read` is called with the size of each storage, and may raise to end it."""
+def verify(checkpoint: Checkpoint, on_read: Callable[[int], None] | None = None, share: slice = slice(None)) -> int:
+    """Implements `Checkpoint.verify`. `on_read` is called with the size of each storage, and may raise to end it.
+
+    Several ranks verify a checkpoint together with a `share` of its storages each.
+    """
     names_of, expected = what_to_verify(checkpoint), checkpoint.checksums
+    names_of = dict(list(names_of.items())[share])
     computed: dict[ByteRange, str] = {}
 
     @contextmanager

@@ -116,6 +116,11 @@ class Agreement:
         """Whether this rank is the first one, which decides where one rank has to."""
         return not self.is_collective or dist.get_rank() == self.ranks[0]
 
+    @property
+    def position(self) -> int:
+        """The position of this rank among them; 0 where there are no others."""
+        return self.ranks.index(dist.get_rank()) if self.is_collective else 0
+
     def on_channel(self, channel: str) -> "Agreement":
         """Returns the agreement of the same ranks over connections of their own, which are made now, as in a phase."""
         other = Agreement(self.ranks, self.timeout_seconds, call=self.call, channel=channel)

@@ -342,6 +342,7 @@ def load_then(
     verify: bool = False,
     progress: bool | None = None,
     max_memory_bytes: int | None = None,
+    agreement: Agreement | None = None,
 ) -> LoadReport:
     """Loads into the root of a transaction that the caller has entered, together with other changes of the caller.
 
@@ -351,7 +352,8 @@ def load_then(
     each of its changes with the transaction.
     """
     check_budget_option(max_memory_bytes)
-    agreement = agreement_of(transaction.root)
+    if agreement is None:
+        agreement = agreement_of(transaction.root)
     load_options = _LoadOptions(
         tuple(optimizers), verify, progress, max_memory_bytes, None, agreement, time.perf_counter()
     )

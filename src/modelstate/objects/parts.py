@@ -2,7 +2,10 @@
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
+from typing import Any, Final
+
+KEPT: Final = object()
+"""The tree of a `Part` whose object stays as it is."""
 
 
 class Kind(StrEnum):
@@ -24,4 +27,6 @@ class Part:
     tree: Any
     """The state, not copied. Of a module its `state_dict()` with `_metadata`, or a `Checkpoint`; of an optimizer its
     state by parameter names, which begin with the path of the module; of a stateful object its `state_dict()`; of a
-    generator a tensor of bytes; of a plain value the value."""
+    generator a tensor of bytes; of a plain value the value. Where it differs between ranks, a list of the states."""
+    ranks: int = 0
+    """The number of ranks whose states the tree lists; 0 where there is one state for all of them."""

@@ -20,7 +20,7 @@ import torch
 from modelstate.checkpoint.checkpoint import Checkpoint
 from modelstate.checkpoint.open import argument_order, is_objects, is_source
 from modelstate.checkpoint.open import open as open_checkpoint
-from modelstate.distributed.agreement import agreement_of
+from modelstate.distributed.agreement import Agreement, agreement_of
 from modelstate.errors import (
     KeyNotFoundError,
     ObjectStateError,
@@ -45,7 +45,7 @@ from modelstate.objects.objects import (
     targets_of,
 )
 from modelstate.objects.optimizer_state import OptimizerPlan, check_keep_options, misfit, plan_by_name, remedy_of
-from modelstate.objects.parts import Kind, Part
+from modelstate.objects.parts import KEPT, Kind, Part
 from modelstate.planning.matching import Patterns
 from modelstate.problems import Missing, OptimizerMisfit, OtherNames, Unexpected, WrongShape, plan_error
 from modelstate.rules.rule import Rule, Scoped
@@ -272,6 +272,7 @@ def restore_objects(
     max_memory_bytes: int | None = None,
     source_name: str = "",
     init_missing: bool = False,
+    agreement: Agreement | None = None,
 ) -> Restored:
     """Restores objects from captured or opened parts, all or nothing: the core of `restore` and `Store.restore`.
 
@@ -289,12 +290,15 @@ def restore_objects(
         device, map, verify, progress, max_memory_bytes: as in `modelstate.load`, for the modules.
         source_name: the variable that stands for the source in code that an error proposes; empty for the path of the
             checkpoint.
+        agreement: the ranks that restore together; None for those of the modules' meshes.
 
     Raises what `restore` raises.
     """
     targets = targets_of(objects)
     modules = modules_of(targets)
-    with agreement_of(modules).before(PLANNING):
+    if agreement is None:
+        agreement = agreement_of(modules)
+    with agreement.before(PLANNING):
         check_owners(targets, modules)
         _check_parts(saved)
         if not (in_place is None or in_place is False):
@@ -340,6 +344,7 @@ def restore_objects(
                 optimizers=[targets[path].obj for path in missing if targets[path].kind is Kind.OPTIMIZER],
                 progress=progress,
                 max_memory_bytes=max_memory_bytes,
+                agreement=agreement,
             )
     except PlanError as error:
         raise restoring.plan_error(error, checkpoints, source_name, init_missing) from error.__cause__
@@ -443,10 +448,16 @@ class _Restoring:
         may_exceed: Patterns,
         keep_options: tuple[str, ...],
     ) -> None:
-        self.targets = [(path, target) for path, target in restore_order(targets) if path in saved]
-        """The targets that have a saved state, in the order of the restore."""
-        self.notes: list[str] = []
-        """Notes about the optimizers, for the report."""
+        self.targets = [
+            (path, target) for path, target in restore_order(targets) if path in saved and saved[path].tree is not KEPT
+        ]
+        """The targets that get a saved state, in the order of the restore."""
+        self.notes = [
+            f"{path}: no state was saved for this rank; it is unchanged"
+            for path, part in saved.items()
+            if part.tree is KEPT
+        ]
+        """Notes for the report."""
         self.drawn_from = tuple(
             (path, target, saved[path].tree)
             for path, target in self.targets

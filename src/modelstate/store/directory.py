@@ -19,13 +19,14 @@ import stat
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import datetime
-from typing import Any, Literal, NamedTuple, TypeVar
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
-from modelstate.checkpoint.checkpoint import Checkpoint
+from modelstate.checkpoint.checkpoint import Checkpoint, verify
 from modelstate.checkpoint.open import open as open_checkpoint
 from modelstate.errors import (
     ChecksumError,
@@ -49,6 +50,9 @@ from modelstate.objects.parts import Kind, Part
 from modelstate.spec import Contents
 from modelstate.store.retention import CheckpointInfo, Keep, check_metric, kept
 from modelstate.version import __version__
+
+if TYPE_CHECKING:
+    from modelstate.distributed.agreement import Agreement  # imports torch
 
 STORE_FILE = "store.json"
 RECORD_FILE = "checkpoint.json"
@@ -92,6 +96,8 @@ def unfinished(directory: str) -> list[str]:
     return [os.path.join(directory, name) for name in os.listdir(directory) if _UNFINISHED.fullmatch(name)]
 
 
+ALL = slice(None)
+"""The share of the tensors that one rank verifies where it is alone."""
 FORMAT = 1
 """The version of this layout. A reader refuses a newer one."""
 MAX_RECORD_BYTES = 64_000_000
@@ -123,6 +129,8 @@ class ObjectEntry:
     """All its files by name, with the index."""
     value: object = None
     """The encoded state of an object without tensors."""
+    ranks: int = 0
+    """The number of ranks whose states it has, as a list; 0 where there is one state for all of them."""
 
     def open(self, directory: str) -> Checkpoint:
         """Opens an object that has tensors. Raises `DamagedCheckpointError` and `NewerManifestError`."""
@@ -133,8 +141,8 @@ class ObjectEntry:
         except (OpenError, ChecksumError) as error:
             raise damaged(directory, _short(error)) from error
 
-    def verify(self, directory: str) -> None:
-        """Reads all of an object, and compares it with its digests.
+    def verify(self, directory: str, share: slice = ALL) -> None:
+        """Reads an object, or a share of its tensors, and compares it with its digests.
 
         Raises `DamagedCheckpointError`, and `ReadFailedError` for a disk that cannot be read.
         """
@@ -151,12 +159,14 @@ class ObjectEntry:
         checkpoint = self.open(directory)
         try:
             if checkpoint.checksums:
-                checkpoint.verify()
+                verify(checkpoint, share=share)
         except ChecksumError as error:
             raise damaged(directory, _short(error)) from error
 
-    def decode(self, directory: str) -> Any:
-        """Returns the state of an object as it was captured: containers, values, and tensors in memory of their own.
+    def decode(self, directory: str, *, map: bool = False) -> Any:
+        """Returns the state of an object as it was captured: containers, values, and tensors.
+
+        With `map` the tensors may be maps of the files, which nothing may write to; else their memory is their own.
 
         Raises `DamagedCheckpointError`, and `CodecError` for classes that are not imported or registered.
         """
@@ -164,7 +174,7 @@ class ObjectEntry:
 
         checkpoint = self.open(directory) if self.index else None
         try:
-            return decode(self.value) if checkpoint is None else checkpoint.value()
+            return decode(self.value) if checkpoint is None else checkpoint.value(map=None if map else False)
         except UnknownClassError:
             raise
         except CodecError as error:
@@ -217,6 +227,8 @@ class Record:
                 }
             else:
                 fields["value"] = entry.value
+            if entry.ranks:
+                fields["ranks"] = entry.ranks
             entries[key] = fields
         content = {
             SEAL: OPEN_SEAL,
@@ -277,7 +289,10 @@ def _parsed(content: dict[str, Any]) -> Record:
         index = fields.get("index", "")
         if fields["kind"] not in tuple(Kind) or (index and index not in files):
             raise ValueError(f"an invalid entry of an object: {key}")
-        entries[key] = ObjectEntry(Kind(fields["kind"]), index, files, fields.get("value"))
+        ranks = fields.get("ranks", 0)
+        if type(ranks) is not int or ranks < 0:
+            raise ValueError(f"an invalid number of ranks: {key}")
+        entries[key] = ObjectEntry(Kind(fields["kind"]), index, files, fields.get("value"), ranks)
     metrics = {str(name): float(value) for name, value in content["metrics"].items()}
     time = float(content["time"])
     datetime.fromtimestamp(time)  # raises for a number that is not a time
@@ -529,8 +544,12 @@ class StepIndex:
 
     # Reading whole checkpoints.
 
-    def first_usable(self, step: Step, attempt: Callable[[StepEntry], _Result]) -> tuple[_Result, dict[int, str]]:
+    def first_usable(
+        self, step: Step, attempt: Callable[[StepEntry], _Result], agreement: "Agreement"
+    ) -> tuple[_Result, dict[int, str]]:
         """Calls `attempt` with a step, or with the steps from the latest on until one can be used.
+
+        Of several ranks the first one lists the steps, and all of them attempt the same ones.
 
         Returns:
             The result of `attempt`, and what is wrong with each newer step that was passed over.
@@ -542,11 +561,13 @@ class StepIndex:
         """
         while True:
             skipped: dict[int, ModelStateError] = {}
-            for entry in self.by_age()[::-1] if step == "latest" else [self.step(step)]:
+            for entry in self._candidates(step, agreement):
                 try:
                     result = attempt(entry)
                 except (ModelStateError, OSError) as error:
-                    if entry.is_gone:
+                    if agreement.is_collective and not isinstance(error, _UNUSABLE):
+                        raise  # only an error of one checkpoint is sure to be on all ranks, in the same class
+                    if agreement.decided("looking for the step", partial(getattr, entry, "is_gone")):
                         break  # it was removed or replaced while it was read: list the store again
                     if not isinstance(error, _UNUSABLE):
                         raise
@@ -566,17 +587,44 @@ class StepIndex:
                     remedy="look at the disk, or at a copy of the store" if skipped else "save one first",
                 )
 
-    def read_parts(self, entry: StepEntry, verify: bool) -> dict[str, Part]:
-        """Returns the saved state of each object. Raises the error for which the checkpoint cannot be used."""
+    def _candidates(self, step: Step, agreement: "Agreement") -> Iterator[StepEntry]:
+        """Yields a step, or all steps from the latest on; of several ranks, those that the first one has listed."""
+        listed: list[StepEntry] = []
+
+        def choose() -> list[tuple[int, int]]:
+            listed.extend(self.by_age()[::-1] if step == "latest" else [self.step(step)])
+            return [(entry.place.step, entry.place.revision) for entry in listed]
+
+        chosen = agreement.decided("choosing the step", choose)
+        for index, (number, revision) in enumerate(chosen):
+            if agreement.is_first:
+                yield listed[index]
+                continue
+            place = Place(number, revision, os.path.join(self.directory, name_of(number, revision)))
+            _, record, error = self._read(place)
+            yield self._entry(place, record, error, record.store if record is not None else "")
+
+    def read_parts(self, entry: StepEntry, verify: bool, share: slice = ALL, *, map: bool = False) -> dict[str, Part]:
+        """Returns the saved state of each object. Raises the error for which the checkpoint cannot be used.
+
+        Args:
+            entry: the checkpoint.
+            verify: whether its bytes are compared with their digests.
+            share: the share of its bytes that this rank verifies.
+            map: whether the tensors of optimizers may be maps of the files.
+        """
         entries, directory = entry.usable_record.entries, entry.place.path
         if verify:
             for saved in entries.values():
-                saved.verify(directory)
+                saved.verify(directory, share)
             self.note_whole(directory)
         return {
             path: Part(
                 saved.kind,
-                saved.open(directory) if saved.kind is Kind.MODULE and saved.index else saved.decode(directory),
+                saved.open(directory)
+                if saved.kind is Kind.MODULE and saved.index
+                else saved.decode(directory, map=map and saved.kind is Kind.OPTIMIZER),
+                saved.ranks,
             )
             for path, saved in entries.items()
         }

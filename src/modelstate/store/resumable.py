@@ -5,6 +5,7 @@ deadline share the time of its last check, and a loop that is stopped stops the 
 """
 
 import inspect
+import json
 import logging
 import math
 import os
@@ -15,9 +16,11 @@ import time
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import closing, nullcontext
+from dataclasses import asdict
 from types import CodeType, FrameType
 from typing import Any, Self
 
+from modelstate.distributed.agreement import Digest
 from modelstate.errors import (
     OptionError,
     ReadFailedError,
@@ -162,6 +165,10 @@ class Resumable:
         self.store, self._objects, self._steps = store, objects, steps
         self._save_every, self._deadline, self._background = save_every, deadline, background
         self._owns_store = owns_store
+        self._agreement = store.agreement(targets_of(objects), "modelstate.resumable")
+        """The ranks that step, save and stop together."""
+        self._is_by_signal = False
+        """Whether a signal, to any of the ranks, has stopped the loop."""
         self._is_first = True
         """Whether no step has been yielded yet."""
         self._compared_metrics: tuple[str, ...] = ()
@@ -275,8 +282,10 @@ class Resumable:
         """Stops the loops in whose steps this one is, except those whose step includes all the time of the deadline."""
         _loops.last_stop = now_seconds()
         assert self._deadline is not None
-        for loop in outer:
-            if self._deadline.is_by_signal or self._deadline.start < loop._step_began:
+        start = self._deadline.start
+        is_stopped = [self._is_by_signal or start < loop._step_began for loop in outer]
+        for loop, stops in zip(outer, self._agreement.decided("stopping", lambda: is_stopped), strict=True):
+            if stops:
                 loop._stopped_within = self.stopped
 
     def has_all(self, objects: Mapping[str, object]) -> bool:
@@ -313,9 +322,18 @@ class Resumable:
         return frame is not None
 
     def _stop(self) -> bool:
+        """Whether the deadline of this rank, or of another one, is reached."""
         self._saver.collect(wait=False)
-        self.stopped = self._deadline.reason if self._deadline is not None else ""
-        return bool(self.stopped)
+        self.stopped = ""
+        if self._deadline is None:
+            return False
+        own = json.dumps([self._deadline.reason, self._deadline.is_by_signal]) if self._deadline.reached else ""
+        for rank, text in enumerate(self._agreement.texts("stopping", own)):
+            if text:
+                reason, self._is_by_signal = json.loads(text)
+                self.stopped = reason if rank == self._agreement.position else f"rank {rank}: {reason}"
+                return True
+        return False
 
     def _save(self, *, background: bool) -> None:
         if self._saver.is_saved(self.done):
@@ -464,8 +482,17 @@ def resumable(
         # A loop that was left by an exception stays alive: the interpreter keeps the last exception, with its frames.
         earlier._saver.collect()
         earlier.store.close()
-    restored, reached = None, _reached(store, objects)
-    if reached is None and store.infos():
+    agreement = store.agreement(targets_of(objects), "modelstate.resumable")
+    options = steps, save_every, background, deadline is not None
+    with agreement.phase("beginning", lambda: [Digest.of("the arguments", f"{steps=}, {save_every=}", options)]):
+        found = _reached(store, objects)
+
+    def begin() -> tuple[dict[str, object] | None, bool]:
+        return None if found is None else asdict(found), bool(store.infos())
+
+    reached_fields, has_steps = agreement.decided("looking for the latest step", begin)
+    restored, reached = None, None if reached_fields is None else CheckpointInfo(**reached_fields)
+    if reached is None and has_steps:
         restored = store.restore(objects, **restoring)
         _log_resume(restored, store, steps)
     before = restored or reached

@@ -104,6 +104,8 @@ class Job:
     """The objects of a checkpoint that is about to be written. The mappings go by the paths of the objects."""
 
     kinds: Mapping[str, Kind]
+    ranks: Mapping[str, int]
+    """For each object the number of ranks whose states it has; 0 for one state for all of them."""
     states: Mapping[str, SerializedState]
     frozen: Mapping[str, frozenset[str]]
     """For each module, the names of parameters that training does not change."""
@@ -161,7 +163,8 @@ def publish(
         system.mkdir(beside, mode)
         for path in job.states:
             check()
-            entries[path], files = _write_object(beside, path, job, before, shard_bytes, doubtful)
+            entry, files = _write_object(beside, path, job, before, shard_bytes, doubtful)
+            entries[path] = replace(entry, ranks=job.ranks[path])
             bytes_written, bytes_linked = bytes_written + files.bytes_written, bytes_linked + files.bytes_linked
         text = replace(record, entries=entries).text()
         if len(text) > MAX_RECORD_BYTES:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from typing import Literal, Self, overload
+from typing import TYPE_CHECKING, Literal, Self, overload
 
 import torch
 
@@ -16,10 +16,12 @@ from modelstate.checkpoint.checkpoint import Checkpoint
 from modelstate.checkpoint.open import argument_order, is_objects
 from modelstate.comparison.diff import Diff
 from modelstate.comparison.diff import diff as diff_checkpoints
+from modelstate.distributed.agreement import TIMEOUT_SECONDS, Agreement, Digest, agreement_of
 from modelstate.errors import (
     BackgroundCancelledError,
     LockedError,
     OptionError,
+    RanksDifferError,
     SaveTargetError,
     SourceTypeError,
     StepNotFoundError,
@@ -32,13 +34,16 @@ from modelstate.io import system
 from modelstate.io.atomic import new_file, sync_directory, write_errors
 from modelstate.io.files import local_path
 from modelstate.io.lock import WriterLock, check_directory
-from modelstate.loading.options import patterns_of
+from modelstate.loading.options import check_timeout, patterns_of
 from modelstate.objects.loaders import preserved_generators
-from modelstate.objects.objects import Target, capture, targets_of
-from modelstate.objects.parts import Kind
+from modelstate.objects.objects import Target, capture, modules_of, targets_of
+from modelstate.objects.parts import Kind, Part
+from modelstate.objects.per_rank import gathered, of_this_rank
 from modelstate.objects.restore import Restored, RulesOf, restore_objects
 from modelstate.store.directory import (
+    ALL,
     PIN_FILE,
+    RECORD_FILE,
     STORE_FILE,
     Record,
     Step,
@@ -62,7 +67,12 @@ from modelstate.store.saving import (
 )
 from modelstate.text_format import size
 
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup  # which torch may have been built without
+
 _logger = logging.getLogger(__name__)
+_ALONE = Agreement((), TIMEOUT_SECONDS)
+"""The agreement of calls that each rank makes for itself."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -96,6 +106,8 @@ class Store:
         keep: the checkpoints that stay when another one has been saved: a `Keep`, or the number of the last ones; None
             keeps all.
         shard_size_bytes: the most bytes of tensors in one file; None writes one file for each object.
+        process_group: the ranks that save and restore together; None for those of the meshes of the modules' DTensors.
+        timeout_seconds: how long a rank waits for the others.
 
     Raises:
         SaveTargetError: The path cannot be a directory.
@@ -115,12 +127,15 @@ class Store:
         *,
         keep: Keep | int | None = None,
         shard_size_bytes: int | None = None,
+        process_group: "ProcessGroup | None" = None,
+        timeout_seconds: float = TIMEOUT_SECONDS,
     ) -> None:
         self.directory = _directory(directory)
         self.keep = as_keep(keep)
         if shard_size_bytes is not None and (type(shard_size_bytes) is not int or shard_size_bytes < 1):
             raise OptionError("shard_size_bytes= is a number of bytes", expected="1 or more", found=shard_size_bytes)
         self._shard_bytes = shard_size_bytes
+        self._process_group, self._timeout_seconds = process_group, check_timeout(timeout_seconds)
         self.index = StepIndex(self.directory)
         """The checkpoints of the directory, as they are now."""
         self._lock = WriterLock(self.directory)
@@ -212,22 +227,34 @@ class Store:
         """
         begin_seconds = time.perf_counter()
         checked_metrics = _check_save(step, metrics, when_busy)
-        if when_busy == "skip" and self._pending is not None and not self._pending.done:
-            return None
-        with self._exclusive(wait=when_busy == "wait") as is_acquired:
+        targets = targets_of(objects)
+        agreement = self.agreement(targets, "Store.save")
+        if when_busy == "skip":
+            is_busy = self._pending is not None and not self._pending.done
+            if any(agreement.texts("looking for an earlier save", "busy" if is_busy else "")):
+                return None
+        with self._exclusive(wait=when_busy == "wait" or agreement.is_collective) as is_acquired:
             if not is_acquired:
                 return None
             self.wait()
-            job = _job(targets_of(objects), pin, begin_seconds)
+            options = step, background, pin, overwrite, when_busy
+            with agreement.phase("beginning", lambda: [Digest.of("the arguments", f"step {step}", options)]):
+                pass
+            job = _job(targets, agreement, pin, begin_seconds)
             record = Record("", step, time.time(), checked_metrics, {})
-            self._become_writer()
             index = self.index.cached()
-            self._check_new(index, step, overwrite)
+            with agreement.phase("opening the store"):
+                if agreement.is_first:
+                    self._become_writer()
+                    self._check_new(index, step, overwrite)
+                if background:
+                    self._staging.copy(job.states.values())
             if not background:
-                return self._write(index, record, job)
-            self._staging.copy(job.states.values())
+                return self._write(index, record, job, agreement)
+            # The thread votes over connections of its own, while this thread may load, or save again.
+            agreement = agreement.on_channel("saving")
             blocked_seconds = time.perf_counter() - begin_seconds
-            write = partial(self._write, index, record, job, self._staging.nbytes, blocked_seconds)
+            write = partial(self._write, index, record, job, agreement, self._staging.nbytes, blocked_seconds)
             self._pending = pending = PendingSave(step, self._staging.nbytes, write)
             pending.start()
             return pending
@@ -249,13 +276,20 @@ class Store:
             >>> store = ms.Store("checkpoints")
             >>> store.check({"model": model, "optimizer": optimizer})
         """
+        agreement = self.agreement(targets_of(objects), "Store.check")
         with self._exclusive():
             self.wait()
             nbytes = self.check_state(objects)
-            self._become_writer()
-            with self._in_its_directory(), write_errors(self.directory):
-                probe(self.directory)
-                space = os.statvfs(self.directory)
+            with agreement.phase("opening the store"):
+                if agreement.is_first:
+                    self._become_writer()
+                    with self._in_its_directory(), write_errors(self.directory):
+                        probe(self.directory)
+            with agreement.phase("looking for the store"):
+                try:
+                    space = os.statvfs(self.directory)
+                except OSError as error:
+                    raise _not_shared(self.directory, "the directory that the first rank has made", error) from error
         free_bytes = space.f_bavail * space.f_frsize
         if free_bytes < nbytes:
             _logger.warning(
@@ -281,7 +315,7 @@ class Store:
         targets = targets_of(objects)
         generators = [target.obj for target in targets.values() if target.is_restored_last]
         with preserved_generators(generators):
-            return _job(targets).nbytes
+            return _job(targets, self.agreement(targets, "Store.check_state")).nbytes
 
     def wait(self, timeout_seconds: float | None = None) -> None:
         """Waits until the save in the background is durable.
@@ -352,10 +386,32 @@ class Store:
         index: StepIndex,
         record: Record,
         job: Job,
+        agreement: Agreement,
         staging_bytes: int = 0,
         blocked_seconds: float | None = None,
         check_cancelled: Callable[[], None] = lambda: None,
     ) -> SavedStep:
+        """Writes a checkpoint, which is durable on return, and prunes. On several ranks the first one writes."""
+
+        def write() -> tuple[str, int, int, tuple[int, ...]]:
+            return self._write_here(index, record, job, check_cancelled)
+
+        path, bytes_written, bytes_linked, pruned = agreement.decided(f"saving step {record.step}", write)
+        seconds = time.perf_counter() - job.begin_seconds
+        return SavedStep(
+            record.step,
+            path,
+            bytes_written,
+            bytes_linked,
+            staging_bytes,
+            seconds if blocked_seconds is None else blocked_seconds,
+            seconds,
+            tuple(pruned),
+        )
+
+    def _write_here(
+        self, index: StepIndex, record: Record, job: Job, check_cancelled: Callable[[], None]
+    ) -> tuple[str, int, int, tuple[int, ...]]:
         def check() -> None:
             check_cancelled()
             self._lock.check_directory()
@@ -377,21 +433,11 @@ class Store:
                 check=check,
             )
             index.note_whole(path)
-        seconds = time.perf_counter() - job.begin_seconds
         pruned: tuple[int, ...] = ()
         with suppress(OSError):  # the checkpoint is saved; the next save prunes again
             discard(self.directory, [entry.place for entry in revisions if entry.is_whole or entry.is_damaged])
             pruned = self._prune(self.keep, index)
-        return SavedStep(
-            record.step,
-            path,
-            bytes_written,
-            bytes_linked,
-            staging_bytes,
-            seconds if blocked_seconds is None else blocked_seconds,
-            seconds,
-            pruned,
-        )
+        return path, bytes_written, bytes_linked, pruned
 
     # Restoring.
 
@@ -442,14 +488,18 @@ class Store:
             1000
         """
         self.wait()
-        may_miss = patterns_of("allow_missing", allow_missing)
-        may_exceed = patterns_of("allow_unexpected", allow_unexpected)
-        kept_options = patterns_of("keep_options", keep_options)
+        targets = targets_of(objects)
+        agreement = self.agreement(targets, "Store.restore")
+        with agreement.phase("beginning", lambda: [Digest.of("the steps", f"step {step}", [step])]):
+            may_miss = patterns_of("allow_missing", allow_missing)
+            may_exceed = patterns_of("allow_unexpected", allow_unexpected)
+            kept_options = patterns_of("keep_options", keep_options)
 
         def attempt(entry: StepEntry) -> tuple[Record, Restored]:
-            return entry.usable_record, restore_objects(
+            record, parts = _opened(self.index, entry, verify, agreement)
+            return record, restore_objects(
                 objects,
-                self.index.read_parts(entry, verify),
+                of_this_rank(parts, targets, agreement),
                 rules=rules,
                 allow_missing=may_miss,
                 allow_unexpected=may_exceed,
@@ -460,9 +510,10 @@ class Store:
                 progress=progress,
                 max_memory_bytes=max_memory_bytes,
                 init_missing=init_missing,
+                agreement=agreement,
             )
 
-        (record, restored), skipped = self.index.first_usable(step, attempt)
+        (record, restored), skipped = self.index.first_usable(step, attempt, agreement)
         with suppress(OSError):
             self._in_use = os.stat(self.directory)
         inherited = {field.name: getattr(restored, field.name) for field in fields(restored)}
@@ -510,7 +561,7 @@ class Store:
                 saved.verify(entry.place.path)
             return checkpoint
 
-        return self.index.first_usable(step, attempt)[0]
+        return self.index.first_usable(step, attempt, _ALONE)[0]
 
     def diff(
         self,
@@ -550,8 +601,24 @@ class Store:
         def attempt(entry: StepEntry) -> Checkpoint:
             return entry.usable_record.open(entry.place.path)
 
-        first, second = (self.index.first_usable(step, attempt)[0] for step in (a, b))
+        first, second = (self.index.first_usable(step, attempt, _ALONE)[0] for step in (a, b))
         return diff_checkpoints(first, second, only=only, values=values, max_memory_bytes=max_memory_bytes)
+
+    def agreement(self, targets: Mapping[str, Target], call: str) -> Agreement:
+        """Returns the ranks that save and restore these objects together.
+
+        Args:
+            targets: what `targets_of` returns.
+            call: the function that all ranks call, for errors.
+
+        Raises:
+            ProcessGroupError: There are DTensors, and no process group of all ranks of their mesh.
+
+        Example:
+            >>> store.agreement(targets, "Store.save").is_collective
+            False
+        """
+        return agreement_of(modules_of(targets), self._process_group, self._timeout_seconds, call)
 
     # Listing.
 
@@ -760,9 +827,52 @@ class Store:
         self.close()
 
 
-def _job(targets: Mapping[str, Target], pin: bool = False, begin_seconds: float = 0.0) -> Job:
+def _opened(index: StepIndex, entry: StepEntry, verify: bool, agreement: Agreement) -> tuple[Record, dict[str, Part]]:
+    """Returns the record of a checkpoint and the saved state of each object, on all ranks or on none.
+
+    Ranks that see the same files verify a share of them each. Raises `RanksDifferError` where they see another step.
+    """
+    if not agreement.is_collective:
+        return entry.usable_record, index.read_parts(entry, verify)
+    place = entry.place
+
+    def digests() -> list[Digest]:
+        record = entry.usable_record
+        text = f"{place.path}, save {record.serial} of the store {record.store}"
+        return [Digest.of("the checkpoints", text, [record.text()])]
+
+    with agreement.phase(f"opening step {place.step}", digests):
+        if entry.is_gone and not agreement.is_first:
+            chosen = f"{os.path.basename(place.path)}, which the first rank has chosen"
+            raise _not_shared(index.directory, chosen, "no such directory")
+        record = entry.usable_record
+        status = os.stat(os.path.join(place.path, RECORD_FILE))
+    files = agreement.texts("comparing files", f"{status.st_ino} {status.st_mtime_ns}")
+    share = slice(agreement.position, None, len(files)) if len(set(files)) == 1 else ALL
+    with agreement.phase(f"verifying step {place.step}" if verify else f"opening the objects of step {place.step}"):
+        return record, index.read_parts(entry, verify, share, map=True)
+
+
+def _not_shared(directory: str, expected: str, found: object) -> RanksDifferError:
+    return RanksDifferError(
+        "the ranks do not see the same store; nothing has been changed",
+        where=directory,
+        expected=expected,
+        found=found,
+        remedy="give all ranks the path of one directory, on a file system that they share",
+    )
+
+
+def _job(targets: Mapping[str, Target], agreement: Agreement, pin: bool = False, begin_seconds: float = 0.0) -> Job:
     """Encodes the state of the objects. Raises the error for which it cannot be saved."""
-    parts = capture(targets)
+    with agreement.phase("capturing the state"):
+        parts = capture(targets)
+    parts = gathered(parts, agreement)
+    with agreement.phase("encoding the state"):
+        return _encoded(parts, targets, pin, begin_seconds)
+
+
+def _encoded(parts: Mapping[str, Part], targets: Mapping[str, Target], pin: bool, begin_seconds: float) -> Job:
     states = {path: serialize(part.tree, path, as_tree=part.kind is not Kind.MODULE) for path, part in parts.items()}
     frozen = {
         path: frozenset(
@@ -774,7 +884,14 @@ def _job(targets: Mapping[str, Target], pin: bool = False, begin_seconds: float 
     for path, state in states.items():
         with size_errors(path):
             check_size(state.manifest(None, {}))
-    return Job({path: part.kind for path, part in parts.items()}, states, frozen, pin, begin_seconds)
+    return Job(
+        {path: part.kind for path, part in parts.items()},
+        {path: part.ranks for path, part in parts.items()},
+        states,
+        frozen,
+        pin,
+        begin_seconds,
+    )
 
 
 def _directory(given: object) -> str:

@@ -1,0 +1,237 @@
+"""A store on several ranks: one checkpoint from all of them, which all of them restore, or none."""
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import modelstate as ms
+from modelstate.errors import ModelStateError
+from tests.distributed.ranks import Ranks
+
+pytestmark = pytest.mark.slow
+
+
+def plain_objects() -> dict[str, Any]:
+    """A model that all ranks hold whole, and random generators of which each rank has its own."""
+    rank = dist.get_rank()
+    torch.manual_seed(rank)
+    return {
+        "model": nn.Linear(4, 2),
+        "rng": ms.RNG({"own": torch.Generator().manual_seed(100 + rank)}),
+        "shuffle": torch.Generator().manual_seed(7),
+        "epoch": 3,
+    }
+
+
+def drawn(objects: dict[str, Any]) -> tuple[float, float]:
+    return float(torch.rand(())), float(torch.rand((), generator=objects["shuffle"]))
+
+
+def error_of(call: Any) -> tuple[str, str]:
+    try:
+        call()
+    except ModelStateError as error:
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+# Random generators.
+
+
+def save_and_draw(folder: Path) -> tuple[float, float]:
+    objects = plain_objects()
+    store = ms.Store(folder / "store", process_group=dist.group.WORLD)
+    store.save(1, objects)
+    store.close()
+    return drawn(objects)
+
+
+def restored_draw(folder: Path, ranks: list[int]) -> tuple[float, float] | None:
+    group = dist.new_group(ranks)
+    if dist.get_rank() not in ranks:
+        return None
+    objects = plain_objects()
+    torch.manual_seed(1000 + dist.get_rank())
+    objects["shuffle"].manual_seed(99)
+    restored = ms.Store(folder / "store", process_group=group).restore(objects)
+    assert (restored.step, restored["epoch"]) == (1, 3)
+    return drawn(objects)
+
+
+def test_each_rank_gets_its_own_random_numbers_back(ranks: Ranks, tmp_path: Path) -> None:
+    expected = ranks.values(save_and_draw, tmp_path)
+    assert len({own for own, _ in expected}) == 4
+    assert len({shared for _, shared in expected}) == 1
+    assert ranks.values(restored_draw, tmp_path, [0, 1, 2, 3]) == expected
+    assert ranks.values(restored_draw, tmp_path, [0, 1]) == [*expected[:2], None, None]
+    torch.manual_seed(0)
+    model = nn.Linear(4, 2)
+    assert torch.equal(ms.Store(tmp_path / "store").open("model").tensor("weight"), model.weight)
+
+
+def save_on(folder: Path, ranks: list[int]) -> None:
+    group = dist.new_group(ranks)
+    if dist.get_rank() in ranks:
+        with ms.Store(folder / "store", process_group=group) as store:
+            store.save(1, plain_objects())
+
+
+def fresh_draw() -> float:
+    torch.manual_seed(1000 + dist.get_rank())
+    return float(torch.rand(()))
+
+
+def test_further_ranks_keep_their_generators(ranks: Ranks, tmp_path: Path) -> None:
+    ranks.values(save_on, tmp_path, [0, 1])
+    found = [own for own, _ in ranks.values(restored_draw, tmp_path, [0, 1, 2, 3])]
+    fresh = ranks.values(fresh_draw)
+    assert found[2:] == fresh[2:]
+    assert found[0] != fresh[0]
+    assert found[1] != fresh[1]
+
+
+class Position:
+    """An object whose state differs from rank to rank."""
+
+    def __init__(self, value: int) -> None:
+        self.value = value
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"value": self.value, "table": torch.arange(self.value)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        assert len(state["table"]) == state["value"]
+        self.value = state["value"]
+
+
+def positions(folder: Path, ranks: list[int]) -> tuple[int, str, str]:
+    """The position after a restore on all ranks, and the error of a restore on some of them."""
+    rank = dist.get_rank()
+    with ms.Store(folder / "store", process_group=dist.group.WORLD) as store:
+        store.save(1, {"position": Position(10 * rank), "same": Position(5)})
+        objects = {"position": Position(0), "same": Position(0)}
+        store.restore(objects)
+    group = dist.new_group(ranks)
+    if rank in ranks:
+        smaller = ms.Store(folder / "store", process_group=group)
+        kind, text = error_of(lambda: smaller.restore({"position": Position(0), "same": Position(0)}))
+        smaller.restore({"same": objects["same"]}, allow_unexpected=["position"])
+    else:
+        kind = text = ""
+    assert objects["same"].value == 5
+    return objects["position"].value, kind, text
+
+
+def test_other_objects_need_as_many_ranks(ranks: Ranks, tmp_path: Path) -> None:
+    found = ranks.values(positions, tmp_path, [0, 1])
+    assert [value for value, _, _ in found] == [0, 10, 20, 30]
+    assert all(kind == "ObjectStateError" and "4 ranks" in text and "2 ranks" in text for _, kind, text in found[:2])
+
+
+# The step.
+
+
+def restore_from_different(folder: Path, case: str) -> tuple[str, str, bool]:
+    """The error of a restore where rank 2 has another store, another step, or other objects."""
+    odd = dist.get_rank() == 2
+    name = "other" if odd and case in ("directory", "missing") else "store"
+    if dist.get_rank() == 0:
+        for directory, weight in (("store", 1.0), ("other", 2.0)):
+            if directory == "store" or case == "directory":
+                with ms.Store(folder / directory) as store:
+                    store.save(1, {"model": nn.Linear(4, 2)}, metrics={"weight": weight})
+                    store.save(2, {"model": nn.Linear(4, 2)})
+    dist.barrier()
+    model = nn.Linear(4, 2)
+    before = model.weight.detach().clone()
+    store = ms.Store(folder / name, process_group=dist.group.WORLD)
+    step: Any = 1 if odd and case == "step" else 2 if case == "step" else "latest"
+    kind, text = error_of(lambda: store.restore({"model": model}, step))
+    return kind, text, torch.equal(before, model.weight)
+
+
+@pytest.mark.parametrize("case", ["directory", "missing", "step"])
+def test_ranks_with_another_checkpoint(ranks: Ranks, tmp_path: Path, case: str) -> None:
+    for kind, text, is_unchanged in ranks.values(restore_from_different, tmp_path, case):
+        assert kind == "RanksDifferError"
+        assert "2" in text
+        assert is_unchanged
+
+
+def save_with_different(folder: Path, case: str) -> tuple[str, bool]:
+    odd = dist.get_rank() == 2
+    objects = plain_objects()
+    if odd and case == "objects":
+        del objects["epoch"]
+    directory = folder / ("other" if odd and case == "directory" else "store")
+    with ms.Store(directory, process_group=dist.group.WORLD) as store:
+        kind, _ = error_of(lambda: store.check(objects) if case == "directory" else None)
+        if case != "directory":
+            kind, _ = error_of(lambda: store.save(2 if odd and case == "step" else 1, objects))
+        dist.barrier()
+        return kind, bool(store.steps())
+
+
+@pytest.mark.parametrize("case", ["objects", "step", "directory"])
+def test_ranks_that_save_different_things(ranks: Ranks, tmp_path: Path, case: str) -> None:
+    assert ranks.values(save_with_different, tmp_path, case) == [("RanksDifferError", False)] * 4
+
+
+def damaged_latest(folder: Path) -> tuple[int, list[int]]:
+    with ms.Store(folder / "store", process_group=dist.group.WORLD) as store:
+        for step in (1, 2):
+            objects = plain_objects()
+            nn.init.constant_(objects["model"].weight, step)
+            saved = store.save(step, objects)
+        dist.barrier()
+        if dist.get_rank() == 0:
+            path = next(Path(saved.path).glob("model-*.safetensors"))
+            data = bytearray(path.read_bytes())
+            data[-9] ^= 1  # of the weight
+            path.write_bytes(data)
+        dist.barrier()
+        restored = store.restore(plain_objects())
+        return restored.step, sorted(restored.skipped)
+
+
+def test_all_ranks_pass_over_a_damaged_step(ranks: Ranks, tmp_path: Path) -> None:
+    assert ranks.values(damaged_latest, tmp_path) == [(1, [2])] * 4
+
+
+# Loops.
+
+
+def loop(folder: Path, signalled: int | None, background: bool) -> tuple[int, int, str, list[float]]:
+    """A run of 10 steps on all ranks; one of them gets a signal in step 3."""
+    objects = plain_objects()
+    with ms.Store(folder / "store", process_group=dist.group.WORLD, keep=2) as store:
+        run = ms.resumable(
+            store, objects, steps=10, save_every=2, deadline=ms.Deadline(hours=None, since="now"), background=background
+        )
+        values = []
+        for step in run:
+            values.append(float(torch.rand(())))
+            if step == 3 and dist.get_rank() == signalled:
+                os.kill(os.getpid(), signal.SIGUSR1)
+        return run.start, run.done, run.stopped, values
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_signal_to_one_rank_stops_all_of_them(ranks: Ranks, tmp_path: Path, background: bool) -> None:
+    stopped = ranks.values(loop, tmp_path, 1, background)
+    resumed = ranks.values(loop, tmp_path, None, background)
+    whole = ranks.values(loop, tmp_path / "whole", None, background)
+    assert [outcome[:2] for outcome in stopped] == [(0, 4)] * 4
+    assert [outcome[2] for outcome in stopped] == [
+        f"{'' if rank == 1 else 'rank 1: '}SIGUSR1 was received" for rank in range(4)
+    ]
+    assert [outcome[:3] for outcome in resumed] == [(4, 10, "")] * 4
+    for first, second, expected in zip(stopped, resumed, whole, strict=True):
+        assert first[3] + second[3] == expected[3]
+    assert ms.Store(tmp_path / "store").steps() == (8, 10)
