@@ -40,6 +40,35 @@ def test_conjugated_ties() -> None:
     ms.load(holding(a=weight, b=weight), {"a": value.conj(), "b": value.conj().resolve_conj()})
 
 
+def conjugate_views(memory: torch.Tensor) -> nn.Module:
+    """Buffers that are a complex tensor, and views of its memory that read it conjugated and negated."""
+    return holding(p=memory, conj=memory.conj(), imag=memory.imag, neg=memory.conj().imag)
+
+
+@pytest.mark.parametrize("in_place", [None, True, False])
+def test_views_that_conjugate_and_negate(in_place: bool | None, tmp_path: Path) -> None:
+    module = conjugate_views(torch.randn(3, 4, dtype=torch.complex64))
+    saved = {name: buffer.resolve_conj().resolve_neg() for name, buffer in module.named_buffers()}
+    path = tmp_path / "x.safetensors"
+    ms.save(module, path)
+    module = conjugate_views(torch.zeros(3, 4, dtype=torch.complex64))
+    ms.load(module, path, in_place=in_place)
+    for name, buffer in module.named_buffers():
+        assert torch.equal(buffer, saved[name])
+        assert buffer.untyped_storage().data_ptr() == module.p.untyped_storage().data_ptr()
+    assert (module.conj.is_conj(), module.neg.is_neg()) == (True, True)
+
+
+@pytest.mark.parametrize("changed", ["conj", "neg"])
+def test_views_that_conjugate_and_negate_other_values(changed: str) -> None:
+    state = conjugate_views(torch.randn(3, 4, dtype=torch.complex64)).state_dict()
+    state[changed] = state[changed].clone() + 1
+    module = conjugate_views(torch.zeros(3, 4, dtype=torch.complex64))
+    with pytest.raises(ms.PlanError, match=f"{changed} is the same tensor as"):
+        ms.load(module, state)
+    assert not module.p.any()
+
+
 def test_parameters_that_show_the_same_memory() -> None:
     memory = torch.zeros(4)
     module = holding(a=nn.Parameter(memory), b=nn.Parameter(memory))

@@ -30,13 +30,15 @@ def is_plain_memory(tensor: torch.Tensor) -> bool:
 
 
 def same_place(tensor: torch.Tensor, alias: torch.Tensor) -> bool:
-    """Whether two tensors are the same view of the same storage."""
+    """Whether two tensors are the same view of the same storage, with the same lazy conjugation and negation."""
     if (tensor.layout, tensor.device, tensor.dtype) != (alias.layout, alias.device, alias.dtype):
         return False
     if tensor.layout is not torch.strided or tensor.is_nested:
         return tensor is alias
     return (
-        tensor.size() == alias.size()
+        tensor.is_conj() == alias.is_conj()
+        and tensor.is_neg() == alias.is_neg()
+        and tensor.size() == alias.size()
         and tensor.stride() == alias.stride()
         and tensor.storage_offset() == alias.storage_offset()
         and storage_id(tensor) == storage_id(alias)

@@ -191,21 +191,20 @@ def sharing(slots: Sequence[Slot]) -> list[list[Slot]]:
 
 
 def clash(a: torch.Tensor, a_value: torch.Tensor, b: torch.Tensor, b_value: torch.Tensor) -> bool:
-    """Whether a write of `b_value` to `b` changes an element of `a`, which overlaps `b` and holds `a_value`."""
+    """Whether a write of `b_value` to `b` changes an element of `a`, which shares its storage and holds `a_value`."""
     if same_place(a, b):
         return not same_values(a_value, b_value)
-    if a.dtype != b.dtype:
-        return True
-    size = a.untyped_storage().nbytes() // a.itemsize
-    memory = torch.zeros(size, dtype=a.dtype, device=a.device)
-    written = torch.zeros(size, dtype=torch.bool, device=a.device)
-    memory.as_strided(a.size(), a.stride(), a.storage_offset()).copy_(a_value)
-    written.as_strided(a.size(), a.stride(), a.storage_offset()).fill_(True)
-    there = memory.as_strided(b.size(), b.stride(), b.storage_offset())
-    mask = written.as_strided(b.size(), b.stride(), b.storage_offset())
-    new = b_value.to(a.device, a.dtype)
-    same = (there == new) | ((there != there) & (new != new))
-    return not bool((same | ~mask).all())
+    memory = torch.zeros(a.untyped_storage().nbytes(), dtype=torch.uint8, device=a.device)
+    views = []
+    for tensor, value in ((a, a_value), (b, b_value)):
+        view = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        view.set_(memory.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride())
+        value = value.conj() if tensor.is_conj() else value
+        views.append((view, value.neg() if tensor.is_neg() else value))
+    (a_view, a_stored), (b_view, b_stored) = views
+    before = a_view.copy_(a_stored).clone()
+    b_view.copy_(b_stored)
+    return not same_values(a_view, before)
 
 
 def same_values(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -215,7 +214,7 @@ def same_values(a: torch.Tensor, b: torch.Tensor) -> bool:
     if not is_plain(a, b):
         return a is b
     if same_place(a, b):
-        return a.is_conj() == b.is_conj() and a.is_neg() == b.is_neg()
+        return True
     bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     a, b = (t.resolve_conj().resolve_neg() for t in (a, b))
     if a.is_complex():
