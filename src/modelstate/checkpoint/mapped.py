@@ -183,32 +183,33 @@ class Maps:
                 raise ReadFailedError("the file has become shorter", where=path, expected=status.st_size)
             writer = _overwriting_writer(path, head)
             if writer and not asked:
-                self._note(f"read into memory, not mapped: {writer} overwrites such files in place; {_MAPS_IT}", path)
+                self.note(f"read into memory, not mapped: {writer} overwrites such files in place; {_MAPS_IT}", path)
                 return False
             unprotected = hold(path, descriptor, mapped)
         finally:
             os.close(descriptor)
         if writer:
-            self._note(f"mapped: {writer} onto it in this process ends the process; save beside it and rename", path)
+            self.note(f"mapped: {writer} onto it in this process ends the process; save beside it and rename", path)
         elif not unprotected or not status.st_mode & _WRITABLE:
             return True
         elif not asked:
-            self._note(f"read into memory, not mapped: it cannot be protected, for {unprotected}; {_MAPS_IT}", path)
+            self.note(f"read into memory, not mapped: it cannot be protected, for {unprotected}; {_MAPS_IT}", path)
             return False
         if unprotected:
-            self._note(
+            self.note(
                 f"mapped without protection, for {unprotected}: overwriting it in place changes the model, or ends the "
                 "process",
                 path,
             )
         return True
 
-    def _note(self, what: str, path: str) -> None:
+    def note(self, what: str, path: str) -> None:
+        """Adds a remark about a file to `notes`."""
         self._notes.setdefault(what, []).append(os.path.basename(path))
 
     @property
     def notes(self) -> list[str]:
-        """Remarks about the files that `may_show` was asked about, for the report of a load."""
+        """Remarks about files that are mapped, or cannot be, for the report of a load."""
         return [
             f"{names[0]}{f' and {len(names) - 1} more files' if len(names) > 1 else ''}: {what}"
             for what, names in self._notes.items()
@@ -257,6 +258,7 @@ def _overwriting_writer(path: str, head: bytes) -> str:
     return f"save_file of safetensors {version}" if version.split(".")[:2] in _SAFETENSORS_IN_PLACE else ""
 
 
+UNALIGNED = "read into memory, not mapped: its elements are not at multiples of their size, as memory needs them"
 _MAPS_IT = "map=True maps it all the same"
 _HEAD_BYTES = 64
 _WRITABLE = 0o222

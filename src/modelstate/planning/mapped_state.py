@@ -20,11 +20,11 @@ from modelstate.transaction.transaction import Transaction, Write
 
 
 class DeferredValue(Write):
-    """Computes the values of a rule's result when code of the model uses the tensor during the walk."""
+    """Computes or reads values that cannot be mapped when code of the model uses the tensor during the walk."""
 
     __slots__ = ("maps", "stored")
 
-    def __init__(self, value: torch.Tensor, stored: Derived, maps: Maps) -> None:
+    def __init__(self, value: torch.Tensor, stored: Derived | StoredTensor, maps: Maps) -> None:
         super().__init__(value, value)
         self.stored, self.maps = stored, maps
 
@@ -39,14 +39,14 @@ _NO_ORIGIN: tuple[str, Source | None] = ("", None)
 class MappedState:
     """A matched checkpoint as a state dict of mapped tensors, for the model's loading protocol.
 
-    Results of rules get their values when code of the model uses them.
+    Results of rules, and tensors that the file does not align, get their values when code of the model uses them.
     """
 
     def __init__(self, matched: MatchedCheckpoint, transaction: Transaction) -> None:
         self._checkpoint, self._transaction = matched.part, transaction
         self.maps = Maps(matched.part.fingerprints)
         self._deferred: dict[int, DeferredValue] = {}
-        self._deferred_by_source: dict[int, DeferredValue] = {}
+        self._deferred_by_source: dict[object, DeferredValue] = {}
         self.entries = dict(matched.applied.entries)
         """Entries by the names of the model: results of rules, and tensors that the model's own code initialises."""
         self.quantized: list[str] = []
@@ -61,7 +61,11 @@ class MappedState:
             if isinstance(content, Value):
                 self.state[name] = content.value
                 continue
-            value = self._deferred_value(content) if isinstance(content, Derived) else self.maps.tensor(content)
+            if isinstance(content, StoredTensor):
+                is_unaligned = content.extent.start % content.dtype.itemsize and content.is_contiguous
+                value = self._deferred_value(content) if is_unaligned else self.maps.tensor(content)
+            else:
+                value = self._deferred_value(content) if isinstance(content, Derived) else self.maps.tensor(content)
             self.state[name] = value
             if type(value) is not torch.Tensor and is_quantized(value):
                 self.quantized.append(name)
@@ -87,16 +91,17 @@ class MappedState:
         entry = self.entries.get(name)
         return name if entry is None else ", ".join(entry.sources)
 
-    def _deferred_value(self, stored: Derived) -> torch.Tensor:
+    def _deferred_value(self, stored: Derived | StoredTensor) -> torch.Tensor:
         """Returns a tensor that gets its values when code uses them. Its pages are not allocated before."""
-        if stored.lacks_values:
+        if isinstance(stored, Derived) and stored.lacks_values:
             return torch.empty(stored.shape, dtype=stored.dtype, device="meta")
-        deferred = self._deferred_by_source.get(id(stored))
+        key = id(stored) if isinstance(stored, Derived) else (stored.extent, stored.dtype, stored.shape)
+        deferred = self._deferred_by_source.get(key)
         if deferred is not None:  # another name of a tied tensor
             value = deferred.target.detach()
         else:
             value = torch.empty(stored.shape, dtype=stored.dtype, device="cpu")
-            self._deferred_by_source[id(stored)] = deferred = DeferredValue(value, stored, self.maps)
+            self._deferred_by_source[key] = deferred = DeferredValue(value, stored, self.maps)
             self._transaction.add(deferred)
         self._deferred[id(value)] = deferred
         return value
@@ -111,12 +116,14 @@ class MappedState:
 
     def with_values(self, value: torch.Tensor) -> torch.Tensor:
         """Returns a tensor of the state dict with its values, computed or read."""
+        stored = self.origin_of(value)[1]
+        if isinstance(stored, StoredTensor):
+            return self._checkpoint.read(stored)
         deferred = self._deferred.get(id(value))
         if deferred is not None and not deferred.done:
             deferred.run(None)
             deferred.done = True
-        stored = self.origin_of(value)[1]
-        return self._checkpoint.read(stored) if isinstance(stored, StoredTensor) else value
+        return value
 
     def are_equal(self, first: torch.Tensor, second: torch.Tensor) -> bool:
         deferred = self._deferred.get(id(first))

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from modelstate.checkpoint.mapped import UNALIGNED
 from modelstate.errors import CodecError, ExtraStateError
 from modelstate.io.engine import ReadStrategy
 from modelstate.planning.assignment import CALL, COPYABLE, Assignment, Placement, choose
@@ -259,6 +260,9 @@ class Preparation:
             # Two slots that are not tied must not map the same bytes.
             shown = self._shown.get(stored.storage)
             may_map = not shown or not any(overlapping(stored.extent, other) for other in shown)
+            if stored.nbytes and stored.extent.start % stored.dtype.itemsize:
+                may_map = False
+                self.incoming.maps.note(UNALIGNED, stored.extent.path)
         else:
             may_map = False
         placement = choose(
@@ -295,8 +299,9 @@ class Preparation:
         if whole is value:
             return True
         if first.sharded is not None and isinstance(first.stored, StoredTensor) and isinstance(stored, StoredTensor):
-            local = replace(first.sharded, value=value).local(stored)
-            return same_values(first.value, local.value)
+            local = replace(first.sharded, value=value).local(stored).stored
+            assert isinstance(local, StoredTensor)
+            return same_values(self._values(first), self.incoming.maps.tensor(local))
         return self.incoming.are_equal(whole, value)
 
     def _sharded_slot(
@@ -462,11 +467,15 @@ class Preparation:
         others.append(assignment)
 
     def _clash(self, first: Assignment, second: Assignment) -> bool:
-        if same_place(first.param, second.param):
+        if first.sharded is None and second.sharded is None and same_place(first.param, second.param):
             return not self.incoming.are_equal(first.value, second.value)
-        return clash(
-            first.param, self.incoming.with_values(first.value), second.param, self.incoming.with_values(second.value)
-        )
+        return clash(first.param, self._values(first), second.param, self._values(second))
+
+    def _values(self, assignment: Assignment) -> torch.Tensor:
+        """The values of an assignment for a comparison. The local part of a deferred value is never computed."""
+        if assignment.sharded is not None and isinstance(assignment.stored, StoredTensor):
+            return self.incoming.maps.tensor(assignment.stored)
+        return self.incoming.with_values(assignment.value)
 
     def _check_dtype(self, assignment: Assignment) -> None:
         if assignment.transform is not None:
