@@ -16,6 +16,7 @@ SOURCE = Path(modelstate.__file__).parent
 
 ROOMS = (
     {"version", "lazy", "text_format", "errors", "spec", "problems", "process", "background"},
+    {"html"},
     {"torch_compat"},
     {"io"},
     {"codec"},
@@ -110,6 +111,7 @@ OPENS_BY_ITSELF = {
     "io/system.py": "the system calls that it makes",
     "io/linux.py": "/proc",
     "checkpoint/open.py": "`modelstate.open` itself",
+    "html/page.py": "the template, the style and the script, which are part of the package",
     "io/lease.py": "/proc",
     "store/deadline.py": "/proc",
     "io/lock.py": "the lock, which is written too",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -30,6 +31,7 @@ from modelstate.formats.tree import (
     referred_to,
     subtree,
 )
+from modelstate.html.page import Kind, Page, Shown, area_chart, bar_chart
 from modelstate.io.engine import (
     LocalFile,
     Request,
@@ -55,6 +57,7 @@ from modelstate.spec import (
     spec_of,
     under_names,
 )
+from modelstate.text_format import size
 from modelstate.torch_compat.values import is_tensor, version_metadata
 
 if TYPE_CHECKING:
@@ -64,7 +67,7 @@ _CHUNK_BYTES = 256 << 10
 """The size of the buffer of each thread that verifies checksums."""
 
 
-class Checkpoint(Mapping[str, TensorSpec]):
+class Checkpoint(Mapping[str, TensorSpec], Shown):
     """A read-only mapping from names to `TensorSpec`, in the order of the file. Created by `modelstate.open`.
 
     The names of nested containers are joined with dots, list items by their index: `optimizer_state.state.0.exp_avg`.
@@ -164,6 +167,42 @@ class Checkpoint(Mapping[str, TensorSpec]):
     def __repr__(self) -> str:
         part = f", key={self.key!r}" if self.key else ""
         return f"<Checkpoint {self.source!r}{part}: {len(self)} tensors, {self.nbytes:,} bytes, {self.format}>"
+
+    def _page(self) -> Page:
+        tied = {name: group[0] for group in self.aliases for name in group[1:]}
+        sizes = [(name, 0 if name in tied else spec.nbytes) for name, spec in self.items()]
+        dtypes: Counter[str] = Counter()
+        for (_, nbytes), spec in zip(sizes, self.values(), strict=True):
+            dtypes[spec.dtype_name] += nbytes
+        return Page(
+            self.source + (f", key {self.key!r}" if self.key else ""),
+            (("Format", self.format), ("Tensors", f"{len(self):,}"), ("Bytes", size(self.nbytes))),
+            (
+                ("Name", Kind.TEXT),
+                ("Shape", Kind.TEXT),
+                ("Dtype", Kind.TEXT),
+                ("Bytes", Kind.BYTES),
+                ("Kind", Kind.TEXT),
+                ("Same bytes as", Kind.TEXT),
+                *([("File", Kind.TEXT)] if len(self.files) > 1 else []),
+            ),
+            [
+                [
+                    name,
+                    str(list(spec.shape)),
+                    spec.dtype_name,
+                    nbytes,
+                    spec.kind,
+                    tied.get(name, ""),
+                    *([os.path.basename(spec.location.path)] if spec.location and len(self.files) > 1 else []),
+                ]
+                for (name, nbytes), spec in zip(sizes, self.values(), strict=True)
+            ],
+            charts=(
+                area_chart("Where the bytes are", sizes),
+                bar_chart("Bytes by dtype", [(name, nbytes, size(nbytes)) for name, nbytes in dtypes.most_common()]),
+            ),
+        )
 
     # Properties of the file.
 

@@ -6,7 +6,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from time import perf_counter
 from typing import TYPE_CHECKING
 
@@ -15,6 +15,7 @@ from modelstate.checkpoint.open import Source
 from modelstate.checkpoint.open import open as open_checkpoint
 from modelstate.errors import CodecError
 from modelstate.formats.tree import leaves
+from modelstate.html.page import Page, Shown
 from modelstate.spec import Refused, StoredTensor, TensorSpec
 from modelstate.text_format import columns, count, printable, seconds, shorten, size
 from modelstate.torch_compat.values import is_tensor, is_uninitialised
@@ -103,7 +104,7 @@ class InspectedValue:
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class Inspection:
+class Inspection(Shown):
     """The names, shapes, sizes and values of a checkpoint. Returned by `modelstate.inspect`.
 
     `print` shows the tree of the names with shapes, dtypes and sizes, the tied tensors, and the other values.
@@ -153,6 +154,12 @@ class Inspection:
     def __str__(self) -> str:
         parts = [_heading(self), _tree(self), _ties(self), _values(self), _metadata(self)]
         return "\n\n".join(part for part in parts if part)
+
+    def _page(self) -> Page:
+        page = self.checkpoint._page()
+        details = "\n\n".join(part for part in (_ties(self), _values(self), _metadata(self)) if part)
+        elements = ("Elements", f"{self.elements:,}")
+        return replace(page, facts=(*page.facts, elements, ("Files", f"{len(self.files):,}")), text=details)
 
     def stats(self, *, only: Iterable[str] = (), max_memory_bytes: int | None = None) -> CheckpointStatistics:
         """Reads the tensors, and returns the statistics of each: least and greatest value, mean, zeros, NaN, ...

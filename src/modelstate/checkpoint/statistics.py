@@ -30,6 +30,7 @@ from modelstate.checkpoint.reduction import (
     scratch,
 )
 from modelstate.errors import MissingValuesError, OptionError
+from modelstate.html.page import Kind, Page, Shown, area_chart
 from modelstate.io.engine import read_ranges
 from modelstate.io.tensors import read_tensor
 from modelstate.spec import Assemble, Combined, Stored, StoredComposite, StoredTensor, TensorSpec, bytes_key, pieces
@@ -106,7 +107,7 @@ class Sort(Enum):
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class CheckpointStatistics:
+class CheckpointStatistics(Shown):
     """The statistics of the tensors of a checkpoint. Returned by `Inspection.stats`.
 
     `print` shows a row for each tensor, folded where layers repeat, and one for the whole.
@@ -198,6 +199,32 @@ class CheckpointStatistics:
             lines.append(_row(whole, "", "all"))
         return f"{printable(self.source)}: {tensors}, {seconds(self.seconds)}\n{_histogram(whole)}\n\n" + columns(
             lines, right=range(3, 11)
+        )
+
+    def _page(self) -> Page:
+        kinds = {**dict.fromkeys(("min", "max", "mean", "std", "zeros"), Kind.MEASURE), "nan": Kind.COUNT}
+        kinds["infinite"] = Kind.COUNT
+        return Page(
+            f"Statistics of {self.source}",
+            (("Tensors", f"{len(self.tensors):,}"), ("Read", size(self.read_bytes)), ("Time", seconds(self.seconds))),
+            (
+                ("Name", Kind.TEXT),
+                ("Shape", Kind.TEXT),
+                ("Dtype", Kind.TEXT),
+                ("Bytes", Kind.BYTES),
+                *[(measure.capitalize(), kind) for measure, kind in kinds.items()],
+            ),
+            [
+                [
+                    tensor.name,
+                    str(list(tensor.shape)),
+                    short(tensor.dtype),
+                    tensor.bytes,
+                    *[getattr(tensor.statistics, measure) for measure in kinds],
+                ]
+                for tensor in self.tensors
+            ],
+            charts=(area_chart("Where the bytes are", [(tensor.name, tensor.bytes) for tensor in self.tensors]),),
         )
 
     def to_json(self) -> str:

@@ -24,6 +24,7 @@ from modelstate.cli import spelling
 if TYPE_CHECKING:
     import torch
 
+    from modelstate.html.page import Page, Shown
     from modelstate.rules.rule import Rule
 
 PROBLEMS = 1
@@ -36,6 +37,10 @@ WITH_VALUES = "--no-skeleton builds the model with values in its parameters"
 
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Html = Annotated[
+    str | None,
+    typer.Option("--html", metavar="FILE", help="Also write a page for a browser, in one file; replaces FILE."),
+]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 Dtype = Annotated[
     str | None, typer.Option(metavar="DTYPE", help="Cast floating point tensors on the way, such as bfloat16.")
@@ -363,3 +368,13 @@ def _both_sides(text: str) -> tuple[str, str]:
 
 def _one_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())}"
+
+
+def write_page(path: str | None, result: Shown | Page) -> None:
+    """Writes the page of a result, where `--html` asks for it."""
+    if path is not None:
+        from modelstate.io.atomic import atomic_file
+        from modelstate.io.files import local_path
+
+        with atomic_file(local_path(path), overwrite=True) as output:
+            output.append(result.to_html().encode())

@@ -12,6 +12,7 @@ from modelstate.cli.common import (
     Add,
     Allow,
     Debug,
+    Html,
     Ignore,
     Json,
     MaxMemory,
@@ -24,6 +25,7 @@ from modelstate.cli.common import (
     parse_size,
     reported,
     user_code,
+    write_page,
 )
 
 if TYPE_CHECKING:
@@ -64,6 +66,7 @@ def diff(
     allow: Allow = None,
     skip_forbidden: Skip = False,
     as_json: Json = False,
+    html: Html = None,
     debug: Debug = False,
 ) -> None:
     """Compare two checkpoints: names, shapes, dtypes, values and bits; the tensors with the largest change first.
@@ -89,11 +92,12 @@ def diff(
                 allow=allow or (),
                 skip_forbidden=skip_forbidden,
             )
-        show(result, as_json, None if show_all else top, not no_fold)
+        show(result, as_json, None if show_all else top, not no_fold, html)
 
 
-def show(result: Diff, as_json: bool, top: int | None, fold: bool) -> None:
-    """Prints the differences, and exits with 1 if there are any."""
+def show(result: Diff, as_json: bool, top: int | None, fold: bool, html: str | None) -> None:
+    """Prints the differences, writes their page, and exits with 1 if there are any."""
+    write_page(html, result)
     typer.echo(result.to_json() if as_json else result.text(top=top, fold=fold))
     if not result.is_equal:
         raise typer.Exit(PROBLEMS)

@@ -20,6 +20,7 @@ from modelstate.cli.common import (
     Debug,
     Dtype,
     FileFormat,
+    Html,
     Ignore,
     Json,
     Key,
@@ -43,6 +44,7 @@ from modelstate.cli.common import (
     parse_size,
     reported,
     user_code,
+    write_page,
 )
 from modelstate.cli.diff import diff
 from modelstate.cli.error_pages import Page, find, pages
@@ -161,6 +163,7 @@ def inspect(
     allow: Allow = None,
     skip_forbidden: Skip = False,
     as_json: Json = False,
+    html: Html = None,
     debug: Debug = False,
 ) -> None:
     """Show what is in a checkpoint, without reading its tensors unless --stats is given.
@@ -176,8 +179,10 @@ def inspect(
             inspection = ms.inspect(path, key=key, allow=allow or (), skip_forbidden=skip_forbidden)
         if stats and inspection.tensors:
             found = inspection.stats(only=filter or ())
+            write_page(html, found)
             typer.echo(found.to_json() if as_json else found.text(depth=depth, sort=sort, fold=not no_fold))
         else:
+            write_page(html, inspection)
             typer.echo(inspection.to_json() if as_json else inspection)
         if not inspection.tensors and (names := inspection.left_out):
             typer.echo(
@@ -272,7 +277,12 @@ def _with_load_options(run: Callable[..., None]) -> Callable[..., None]:
 @app.command()
 @_with_load_options
 def plan(
-    request: Request, checkpoint: ms.Checkpoint, as_json: bool, mesh: Mesh = None, parallel: Parallel = ""
+    request: Request,
+    checkpoint: ms.Checkpoint,
+    as_json: bool,
+    html: Html = None,
+    mesh: Mesh = None,
+    parallel: Parallel = "",
 ) -> None:
     """Show what loading a checkpoint into a model would do, and every problem, without reading its tensors.
 
@@ -280,6 +290,9 @@ def plan(
     """
     if parallel and mesh is None:
         raise typer.BadParameter("--parallel says how the ranks of a mesh share the model: give --mesh too")
+
+    if html is not None and mesh is not None:
+        raise typer.BadParameter("--html shows the plan of one process: leave out --mesh")
 
     def planned(model: torch.nn.Module, source: ms.Checkpoint, **options: Any) -> ms.LoadPlan | MeshPlan:
         load_plan = ms.plan(model, source, **options)
@@ -291,6 +304,8 @@ def plan(
 
     result = request.run(planned, checkpoint)
     problems = result.problems if isinstance(result, ms.LoadPlan) else ()
+    if isinstance(result, ms.LoadPlan):
+        write_page(html, result)
     typer.echo(result.to_json() if as_json else f"{result}{spelling.as_text(spelling.of_problems(problems))}")
     if problems:
         raise typer.Exit(PROBLEMS)
@@ -298,9 +313,10 @@ def plan(
 
 @app.command()
 @_with_load_options
-def load(request: Request, checkpoint: ms.Checkpoint, as_json: bool) -> None:
+def load(request: Request, checkpoint: ms.Checkpoint, as_json: bool, html: Html = None) -> None:
     """Load a checkpoint into a model, and show how it went: a test that they fit. --json lists every tensor."""
     report = request.run(ms.load, checkpoint)
+    write_page(html, report)
     typer.echo(report.to_json() if as_json else str(report))
 
 

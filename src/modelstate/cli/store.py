@@ -6,7 +6,6 @@ import json
 import os
 import shlex
 from collections.abc import Iterable
-from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -17,6 +16,7 @@ from modelstate.cli.common import (
     Debug,
     Dtype,
     FileFormat,
+    Html,
     Json,
     MaxMemory,
     Overwrite,
@@ -25,6 +25,7 @@ from modelstate.cli.common import (
     parse_format,
     parse_size,
     reported,
+    write_page,
 )
 from modelstate.cli.diff import All, NoFold, NoValues, Only, Top, show
 from modelstate.errors import DamagedCheckpointError, SourceNotFoundError, SourceTypeError, StepNotFoundError
@@ -85,10 +86,13 @@ def _index(path: str) -> StepIndex:
 
 
 @app.command("ls")
-def list_steps(directory: Directory, as_json: Json = False, debug: Debug = False) -> None:
+def list_steps(directory: Directory, as_json: Json = False, html: Html = None, debug: Debug = False) -> None:
     """Show the checkpoints of a store, without reading their tensors. Exit code 1 if one is known to be damaged."""
     with reported(debug):
+        from modelstate.store.retention import infos_page
+
         infos = [entry.info for entry in _index(directory).steps()]
+        write_page(html, infos_page(directory, infos))
         if as_json:
             typer.echo(json.dumps([_fields(info) for info in infos], indent=1))
         elif infos:
@@ -115,10 +119,10 @@ def _fields(info: ms.store.CheckpointInfo) -> dict[str, object]:
 
 
 def _row(info: ms.store.CheckpointInfo) -> list[str]:
-    marks = [mark for mark, applies in (("damaged", not info.intact), ("pinned", info.pinned)) if applies]
+    from modelstate.store.retention import saved_at
+
     metrics = [f"{name}={value:.6g}" for name, value in info.metrics.items()]
-    saved = datetime.fromtimestamp(info.time, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
-    return [str(info.step), saved, size(info.nbytes), ", ".join(marks), " ".join(metrics)]
+    return [str(info.step), saved_at(info), size(info.nbytes), info.state, " ".join(metrics)]
 
 
 @app.command()
@@ -172,6 +176,7 @@ def compare_steps(
     no_values: NoValues = False,
     max_memory: MaxMemory = None,
     as_json: Json = False,
+    html: Html = None,
     debug: Debug = False,
 ) -> None:
     """Compare two checkpoints of a store, with all their objects, as `modelstate diff` does.
@@ -183,7 +188,7 @@ def compare_steps(
         result = ms.Store(_index(directory).directory).diff(
             a, b, only=only or (), values=not no_values, max_memory_bytes=nbytes
         )
-        show(result, as_json, None if show_all else top, not no_fold)
+        show(result, as_json, None if show_all else top, not no_fold, html)
 
 
 @app.command()

@@ -35,6 +35,7 @@ from modelstate.errors import (
 )
 from modelstate.formats.manifest import ALGORITHM
 from modelstate.formats.tree import same_value
+from modelstate.html.page import Kind, Page, Shown, bar_chart, heat_chart
 from modelstate.io.engine import read_ranges
 from modelstate.io.files import FileFingerprint
 from modelstate.io.tensors import read_tensor
@@ -142,7 +143,7 @@ class ValueDiff:
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class Diff:
+class Diff(Shown):
     """The differences of two checkpoints. Returned by `modelstate.diff`.
 
     `print` shows a summary, and the tensors that differ, the largest change first.
@@ -239,6 +240,63 @@ class Diff:
                 },
             },
             indent=1,
+        )
+
+    def _page(self) -> Page:
+        measures = ("changed", "max_abs", "mean_abs", "relative_l2", "cosine")
+        rows: list[list[str | int | float | None]] = []
+        for tensor in self.tensors:
+            a, b = tensor.shapes
+            matched = "" if tensor.match is Match.NAME else f"{listed(tensor.source_names)} ({tensor.match.value})"
+            rows.append(
+                [
+                    f"{tensor.name}.{tensor.part}".rstrip("."),
+                    tensor.status.value,
+                    str(list(b)) if a == b else f"{list(a)} -> {list(b)}",
+                    " -> ".join(dict.fromkeys(short(dtype) for dtype in tensor.dtypes)),
+                    tensor.bytes,
+                    *[getattr(tensor.difference, measure, None) for measure in measures],
+                    matched,
+                ]
+            )
+        for status, specs in (("removed", self.removed), ("added", self.added)):
+            rows += [[spec.name, status, str(list(spec.shape)), spec.dtype_name, spec.nbytes] for spec in specs]
+        ulps: Counter[int] = Counter()
+        for tensor in self.tensors:
+            if tensor.difference is not None:
+                ulps.update(dict(enumerate(tensor.difference.ulps or ())))
+        labels = {0: "equal", 1: "1", **{i: f"{2 ** (i - 1):,} to {2**i - 1:,}" for i in range(2, 66)}}
+        return Page(
+            f"{self.a} and {self.b}",
+            (
+                ("Result", "equal" if self.is_equal else ", ".join(self._counts())),
+                ("Read", size(self.read_bytes)),
+                ("Time", seconds(self.seconds)),
+            ),
+            (
+                ("Name", Kind.TEXT),
+                ("Status", Kind.TEXT),
+                ("Shape", Kind.TEXT),
+                ("Dtype", Kind.TEXT),
+                ("Bytes", Kind.BYTES),
+                *[(name, Kind.MEASURE) for name in ("Changed", "Max abs", "Mean abs", "Rel. L2", "Cosine")],
+                ("Matched with", Kind.TEXT),
+            ),
+            rows,
+            text="\n\n".join(filter(None, [self._rules() if self.guessed_rules else "", _values(self.values)])),
+            charts=(
+                heat_chart(
+                    "Relative change by layer",
+                    [
+                        (tensor.name, None if tensor.status is Status.NOT_COMPARED else tensor.change)
+                        for tensor in self.tensors
+                    ],
+                ),
+                bar_chart(
+                    "Elements by distance in units in the last place",
+                    [(labels[i], number, f"{number:,}") for i, number in sorted(ulps.items()) if number],
+                ),
+            ),
         )
 
     def _counts(self) -> list[str]:

@@ -8,8 +8,9 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from modelstate.planning.plan import Step, placements
-from modelstate.text_format import size
+from modelstate.html.page import Page, Shown
+from modelstate.planning.plan import Step, placements, steps_page
+from modelstate.text_format import seconds, size
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +27,7 @@ class RankReport:
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class LoadReport:
+class LoadReport(Shown):
     """The report of a load or a conversion. Created by `modelstate.load` and `modelstate.convert`.
 
     `print` shows a summary.
@@ -129,14 +130,14 @@ class LoadReport:
         if not self.ranks:
             return []
         read = [rank.read_bytes for rank in self.ranks]
-        seconds = [
+        slowest = [
             f"{name} {max(getattr(rank, f'{name}_seconds') for rank in self.ranks):.3f} s"
             for name in ("planning", "reading", "commit")
         ]
         return [
             f"{len(self.ranks)} ranks: {size(sum(read))} read, {size(min(read))} to {size(max(read))} each, "
             f"{size(self.reread_bytes)} more than once",
-            f"slowest rank of each phase: {', '.join(seconds)}",
+            f"slowest rank of each phase: {', '.join(slowest)}",
         ]
 
     def _load(self) -> list[str]:
@@ -147,6 +148,17 @@ class LoadReport:
             f"  {size(read)} read, {size(mapped)} mapped in {self.seconds:.3f} s, "
             f"at most {size(self.peak_memory_bytes)} of memory beyond the final tensors",
         ]
+
+    def _page(self) -> Page:
+        title = f"{self.target} {self.action}" if self.action else f"{self.source} into {self.target}"
+        facts = (
+            ("Slots", f"{len(self.steps):,} of {self.slots:,} {'changed' if self.action else 'filled'}"),
+            ("Bytes", size(self.bytes)),
+            ("Time", seconds(self.seconds)),
+            ("Memory beyond the final tensors", size(self.peak_memory_bytes)),
+            ("References lost", ", ".join(self.references_lost) or "none"),
+        )
+        return steps_page(title, facts, self.steps, (*self._of_ranks(), *self.notes))
 
     def to_json(self) -> str:
         """Returns the whole report as JSON."""

@@ -3,12 +3,13 @@
 import json
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
 
 from modelstate.checkpoint.checkpoint import Checkpoint
+from modelstate.html.page import Kind, Page, Shown, area_chart
 from modelstate.planning.assignment import Placement, ReadRoute
 from modelstate.planning.transforms import ModuleTransform, Pairs, Transform
 from modelstate.problems import Problem, explain
@@ -179,7 +180,7 @@ class Binding:
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class LoadPlan:
+class LoadPlan(Shown):
     """The steps of a load. Created by `modelstate.plan`, and executed by `modelstate.load(model, plan)`.
 
     A plan can be executed any number of times while the files are unchanged, and into every model with the same slots:
@@ -258,6 +259,16 @@ class LoadPlan:
             lines += [f"problems ({len(self.problems)}):", explain(self.problems)]
         return "\n".join(lines)
 
+    def _page(self) -> Page:
+        facts = (
+            ("Result", "can be loaded" if self.ok else f"{len(self.problems):,} problems"),
+            ("Slots", f"{len(self.steps):,} of {self.slots:,} filled"),
+            ("To read", size(self.bytes)),
+            ("Memory beyond the final tensors", size(self.extra_bytes)),
+        )
+        page = steps_page(f"{self.source} into {self.target}", facts, self.steps, self.notes)
+        return replace(page, text=explain(self.problems)) if self.problems else page
+
     def to_json(self) -> str:
         """Returns the whole plan as JSON."""
         return json.dumps(
@@ -275,6 +286,27 @@ class LoadPlan:
             },
             indent=1,
         )
+
+
+def steps_page(title: str, facts: tuple[tuple[str, str], ...], steps: tuple[Step, ...], notes: tuple[str, ...]) -> Page:
+    """Returns the page of a plan or a report."""
+    columns = ("Name", "Kind", "From", "Shape", "Dtype", "Cast", "Bytes", "Placement", "Reason", "Route", "Time in ms")
+    kinds = {"Bytes": Kind.BYTES, "Time in ms": Kind.MEASURE}
+    is_timed = any(step.seconds for step in steps)
+    return Page(
+        title,
+        facts,
+        tuple((name, kinds.get(name, Kind.TEXT)) for name in columns[: None if is_timed else -1]),
+        [
+            (step.name, step.kind, step.source, str(list(step.shape)), short(step.dtype) if step.dtype else "")
+            + (step.cast, step.nbytes, step.placement, step.why, step.route or "")
+            + ((step.seconds * 1000,) if is_timed else ())
+            for step in steps
+        ],
+        table="Steps",
+        notes=(*placements(steps), *notes),
+        charts=(area_chart("Where the bytes are", [(step.name, step.nbytes) for step in steps]),),
+    )
 
 
 def problem_as_dict(problem: Problem) -> dict[str, Any]:

@@ -1,12 +1,15 @@
 """`Keep`: the rules for which checkpoints of a store are kept, a pure function of their descriptions."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from numbers import Real
 from typing import Literal, TypeGuard, TypeVar
 
 from modelstate.errors import OptionError
+from modelstate.html.page import Kind, Page, bar_chart
+from modelstate.text_format import size
 
 
 def is_number(given: object) -> TypeGuard[float]:
@@ -67,6 +70,12 @@ class CheckpointInfo:
     store: str = ""
     """The name of the store that it was written to; empty where it is unknown."""
 
+    @property
+    def state(self) -> str:
+        """ "damaged", "pinned", both, or nothing."""
+        marks = {"damaged": not self.intact, "pinned": self.pinned}
+        return ", ".join(mark for mark, applies in marks.items() if applies)
+
     def __post_init__(self) -> None:
         if type(self.step) is not int:
             raise OptionError("the step of a checkpoint is a number", expected="int", found=repr(self.step))
@@ -77,6 +86,35 @@ class CheckpointInfo:
             raise OptionError(
                 "metrics are numbers by their names", expected="dict[str, float]", found=repr(self.metrics)
             )
+
+
+def infos_page(directory: str, infos: Sequence[CheckpointInfo]) -> Page:
+    """Returns the page of the checkpoints of a store."""
+    metrics = list(dict.fromkeys(name for info in infos for name in info.metrics))
+    return Page(
+        directory,
+        (("Checkpoints", f"{len(infos):,}"), ("Bytes", size(sum(info.nbytes for info in infos)))),
+        (
+            ("Step", Kind.TEXT),
+            ("Saved", Kind.TEXT),
+            ("Bytes", Kind.BYTES),
+            ("State", Kind.TEXT),
+            *[(name, Kind.MEASURE) for name in metrics],
+        ),
+        [
+            (str(info.step), saved_at(info), info.nbytes, info.state, *[info.metrics.get(name) for name in metrics])
+            for info in infos
+        ],
+        table="Checkpoints",
+        charts=(
+            bar_chart("Bytes by step", [(str(info.step), info.nbytes, size(info.nbytes)) for info in infos[-40:]]),
+        ),
+    )
+
+
+def saved_at(info: CheckpointInfo) -> str:
+    """Returns when a checkpoint was saved: "2026-03-01 12:00:00 UTC"."""
+    return datetime.fromtimestamp(info.time, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
 
 
 @dataclass(frozen=True, slots=True)

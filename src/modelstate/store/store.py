@@ -30,6 +30,7 @@ from modelstate.errors import (
 )
 from modelstate.formats.manifest import check_size
 from modelstate.formats.serialize import serialize
+from modelstate.html.page import Page, Shown
 from modelstate.io import system
 from modelstate.io.atomic import new_file, sync_directory, write_errors
 from modelstate.io.files import local_path
@@ -52,7 +53,7 @@ from modelstate.store.directory import (
     name_of,
     store_file_problem,
 )
-from modelstate.store.retention import CheckpointInfo, Keep, as_keep, metric_value
+from modelstate.store.retention import CheckpointInfo, Keep, as_keep, infos_page, metric_value
 from modelstate.store.saving import (
     Job,
     PendingSave,
@@ -93,7 +94,7 @@ class RestoredStep(Restored):
     """Newer steps that are damaged, and what is wrong with each."""
 
 
-class Store:
+class Store(Shown):
     """Checkpoints of a training run in a directory: each one is complete and durable, or does not exist.
 
     Nothing is written before the first `save`. It locks the store for this process: another process that saves is
@@ -149,6 +150,9 @@ class Store:
 
     def __repr__(self) -> str:
         return f"<Store {self.directory!r}>"
+
+    def _page(self) -> Page:
+        return infos_page(self.directory, self.infos())
 
     # Saving.
 

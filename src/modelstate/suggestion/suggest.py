@@ -19,6 +19,7 @@ from modelstate.checkpoint.checkpoint import Checkpoint
 from modelstate.checkpoint.open import argument_order, is_module, is_source
 from modelstate.checkpoint.open import open as open_checkpoint
 from modelstate.errors import AmbiguousCheckpointError, OptionError
+from modelstate.html.page import Page, Shown
 from modelstate.planning.matching import matching_part
 from modelstate.rules.names import Rename
 from modelstate.rules.rule import Entry, Rule, Template, Value, as_code
@@ -39,7 +40,7 @@ _SHOWN = 12
 """The number of names of a list that are printed."""
 
 
-class Suggestion(list[Rule]):
+class Suggestion(list[Rule], Shown):
     """A list of suggested rules. Printing it shows the Python code that makes them, and what stays open.
 
     Example:
@@ -88,6 +89,9 @@ class Suggestion(list[Rule]):
         lengths = [f"{len(getattr(self, name))} {name}" for name in lists if getattr(self, name)]
         explained = f"{self.explained} of {self.total} names of the model explained"
         return f"<{type(self).__name__}: {len(self)} rules, {', '.join([explained, *lengths])}>"
+
+    def _page(self) -> Page:
+        return Page("Suggested rules", (("Explained", f"{self.explained:,} of {self.total:,} names"),), text=str(self))
 
     def __str__(self) -> str:
         return "\n".join(

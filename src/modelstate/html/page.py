@@ -1,0 +1,329 @@
+"""The page that shows a result in a browser, and the short table that shows it in a notebook.
+
+A page is one file that loads nothing from elsewhere: style, script and data are inside it, and its content security
+policy allows no other. Text from a checkpoint is data: jinja2 escapes it in the markup, and the script puts it into the
+table as text.
+"""
+
+import json
+import math
+from base64 import b64encode
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from functools import cache
+from hashlib import sha256
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from modelstate.text_format import printable, shorten, size
+
+Cell = str | int | float | None
+
+
+class Kind(Enum):
+    """What a column holds, which says how a module sums up the rows under it."""
+
+    TEXT = "text"
+    """Shown where all rows agree."""
+    COUNT = "count"
+    """A whole number; added up."""
+    BYTES = "bytes"
+    """Added up."""
+    MEASURE = "measure"
+    """A float; the greatest is shown."""
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """A rectangle of a chart, in units of the chart; `css` is its class in page.css."""
+
+    x: float
+    y: float
+    width: float
+    height: float
+    title: str
+    """Shown when the pointer is over it."""
+    css: str
+    label: str = ""
+    text_x: float = 0.0
+    text_y: float = 0.0
+    end: bool = False
+    """Whether the label ends at `text_x`."""
+    opacity: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Chart:
+    """A drawing with a title, in pixels."""
+
+    title: str
+    width: float
+    height: float
+    boxes: tuple[Box, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """The content of a page.
+
+    Args:
+        title: What the page is about.
+        facts: Labels and texts at the top.
+        columns: The titles and kinds of the columns. The first one has dotted names, by which rows are folded.
+        rows: The rows of the table; a row may be shorter than `columns`.
+        table: The heading of the table.
+        text: Preformatted details, such as the problems of a plan.
+        notes: Further remarks.
+        charts: Drawings above the table.
+    """
+
+    title: str
+    facts: tuple[tuple[str, str], ...] = ()
+    columns: tuple[tuple[str, Kind], ...] = ()
+    rows: Sequence[Sequence[Cell]] = ()
+    table: str = "Tensors"
+    text: str = ""
+    notes: tuple[str, ...] = ()
+    charts: tuple[Chart, ...] = field(default=())
+
+    def to_html(self) -> str:
+        """Returns the page as HTML."""
+        style, script = _asset("page.css"), _asset("page.js")
+        sources = {"style-src": style, "script-src": script}
+        policy = "default-src 'none'; base-uri 'none'; form-action 'none'" + "".join(
+            f"; {name} 'sha256-{b64encode(sha256(text.encode()).digest()).decode()}'" for name, text in sources.items()
+        )
+        data = {
+            "columns": [{"title": title, "kind": kind.value} for title, kind in self.columns],
+            "rows": [[_cell(value) for value in _filled(row, len(self.columns))] for row in self.rows],
+        }
+        # Within a script element, only "<" can end it.
+        encoded = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
+        charts = [chart for chart in self.charts if chart.boxes]
+        return str(
+            _template().render(
+                page=replace(self, title=printable(self.title)),
+                charts=charts,
+                policy=policy,
+                style=style,
+                script=script,
+                data=encoded,
+            )
+        )
+
+    def fragment(self, most_rows: int = 12) -> str:
+        """Returns the facts and the first rows as HTML without script or style, for a notebook."""
+        facts = " · ".join(f"{escape(label)}: {escape(printable(text))}" for label, text in self.facts)
+        head = "".join(f"<th>{escape(title)}</th>" for title, _ in self.columns)
+        body = "".join(
+            "<tr>"
+            + "".join(
+                f"<td>{escape(shorten(printable(_text(value, kind)), 80))}</td>"
+                for value, (_, kind) in zip(_filled(row, len(self.columns)), self.columns, strict=True)
+            )
+            + "</tr>"
+            for row in self.rows[:most_rows]
+        )
+        left = len(self.rows) - most_rows
+        parts = [
+            f"<p><b>{escape(printable(self.title))}</b><br>{facts}</p>",
+            f"<pre>{escape(shorten(self.text, 4000))}</pre>" if self.text else "",
+            "".join(f"<p>{escape(printable(note))}</p>" for note in self.notes[:5]),
+            f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>" if self.rows else "",
+            f"<p>and {left:,} more</p>" if left > 0 else "",
+        ]
+        return "".join(parts)
+
+
+class Shown:
+    """A result that a browser and a notebook can show: it returns its content as a `Page`."""
+
+    __slots__ = ()
+
+    def _page(self) -> Page:
+        raise NotImplementedError
+
+    def to_html(self) -> str:
+        """Returns a page for a browser, in one file that loads nothing from elsewhere.
+
+        Example:
+            >>> _ = pathlib.Path("checkpoint.html").write_text(modelstate.inspect({"w": torch.ones(2)}).to_html())
+        """
+        return self._page().to_html()
+
+    def _repr_html_(self) -> str:
+        return self._page().fragment()
+
+
+def area_chart(title: str, sizes: Iterable[tuple[str, int]], width: int = 1000, height: int = 320) -> Chart:
+    """Draws where the bytes are, as a treemap: one box for each module, its area in proportion to the bytes.
+
+    Modules are divided into their parts, the largest first, until there are about 60 boxes. The boxes are laid out by
+    the squarified algorithm of Bruls, Huizing and van Wijk (2000).
+
+    Args:
+        title: The heading.
+        sizes: Pairs of a dotted name and a number of bytes.
+        width: In pixels.
+        height: In pixels.
+    """
+    groups: dict[tuple[str, ...], list[tuple[tuple[str, ...], int]]] = {(): []}
+    for name, nbytes in sizes:
+        if nbytes > 0:
+            groups[()].append((tuple(name.split(".")), nbytes))
+    total = sum(nbytes for _, nbytes in groups[()])
+    if not total:
+        return Chart(title, width, height, ())
+    done: set[tuple[str, ...]] = set()
+    while len(groups) < 60:
+        open_groups = [path for path in groups if path not in done]
+        if not open_groups:
+            break
+        path = max(open_groups, key=lambda path: sum(nbytes for _, nbytes in groups[path]))
+        parts: dict[tuple[str, ...], list[tuple[tuple[str, ...], int]]] = {}
+        for parts_of_name, nbytes in groups[path]:
+            parts.setdefault(parts_of_name[: len(path) + 1], []).append((parts_of_name, nbytes))
+        if set(parts) == {path} or len(groups) + len(parts) > 120:
+            done.add(path)
+            continue
+        del groups[path]
+        groups.update(parts)
+    tops = {top: i for i, top in enumerate(dict.fromkeys(path[:1] for path in groups))}
+    areas = sorted(((sum(nbytes for _, nbytes in members), path) for path, members in groups.items()), reverse=True)
+    boxes = []
+    for (nbytes, path), (x, y, w, h) in zip(
+        areas, _squarified([nbytes * width * height / total for nbytes, _ in areas], width, height), strict=True
+    ):
+        name = ".".join(path)
+        label = shorten(printable(name), int(w / 7)) if w > 50 and h > 16 else ""
+        tip = f"{printable(name)}: {size(nbytes)}, {nbytes / total:.1%}"
+        boxes.append(
+            Box(_round(x), _round(y), _round(w), _round(h), tip, f"area{tops[path[:1]] % 6}", label, x + 4, y + 14)
+        )
+    return Chart(title, width, height, tuple(boxes))
+
+
+def bar_chart(title: str, bars: Sequence[tuple[str, float, str]]) -> Chart:
+    """Draws horizontal bars: pairs of a label and a value, with the text that stands behind the bar."""
+    most = max((value for _, value, _ in bars), default=0)
+    if not most:
+        return Chart(title, 0, 0, ())
+    boxes = []
+    for i, (label, value, text) in enumerate(bars):
+        tip = f"{printable(label)}: {text}"
+        name = shorten(printable(label), 24)
+        width = _round(max(560 * value / most, 1.0))
+        boxes.append(Box(180, i * 22 + 2, width, 18, tip, "bar", name, 172, i * 22 + 16, end=True))
+        boxes.append(Box(180 + width, i * 22 + 2, 0, 18, tip, "none", text, 188 + width, i * 22 + 16))
+    return Chart(title, 960, len(bars) * 22 + 4, tuple(boxes))
+
+
+def heat_chart(title: str, measures: Iterable[tuple[str, float | None]]) -> Chart:
+    """Draws a measure by layers: a row for each kind of tensor, a column for each number in its name.
+
+    The opacity follows the logarithm of the measure. Names without a number are left out.
+
+    Args:
+        title: The heading.
+        measures: Pairs of a dotted name and a measure of 0 or more; None for no measure.
+    """
+    cells: dict[str, dict[int, float | None]] = {}
+    for name, measure in measures:
+        parts = name.split(".")
+        place = next((i for i, part in enumerate(parts) if part.isdecimal() and len(part) < 7), None)
+        if place is not None:
+            row = ".".join([*parts[:place], "#", *parts[place + 1 :]])
+            cells.setdefault(row, {})[int(parts[place])] = measure
+    cells = {row: layers for row, layers in cells.items() if len(layers) > 1}
+    layers = sorted({layer for row in cells.values() for layer in row})
+    positive = [m for row in cells.values() for m in row.values() if m is not None and 0 < m < math.inf]
+    if not positive or len(layers) > 400 or len(cells) > 100:
+        return Chart(title, 0, 0, ())
+    low, high = math.log10(min(positive)), math.log10(max(positive))
+    side = 18 if len(layers) <= 40 else 8
+    boxes = []
+    for i, (row, values) in enumerate(cells.items()):
+        name = shorten(printable(row), 48)
+        boxes.append(Box(0, i * 18, 0, 0, printable(row), "none", name, 340, i * 18 + 13, end=True))
+        for column, layer in enumerate(layers):
+            if layer not in values:
+                continue
+            measure = values[layer]
+            found = "not compared" if measure is None else f"{measure:.3g}"
+            tip = f"{printable(row.replace('#', str(layer), 1))}: {found}"
+            x = 348 + column * side
+            if not measure:
+                boxes.append(Box(x, i * 18, side, 18, tip, "cell"))
+                continue
+            share = 1.0 if measure == math.inf or high == low else (math.log10(measure) - low) / (high - low)
+            boxes.append(Box(x, i * 18, side, 18, tip, "heat", opacity=_round(0.15 + 0.85 * share)))
+    return Chart(title, 348 + len(layers) * side, len(cells) * 18, tuple(boxes))
+
+
+def _squarified(areas: Sequence[float], width: float, height: float) -> list[tuple[float, float, float, float]]:
+    """Places areas, the largest first, as x, y, width, height; each row is filled while its boxes become squarer."""
+    placed: list[tuple[float, float, float, float]] = []
+    x = y = 0.0
+    i = 0
+    while i < len(areas):
+        side = min(width, height)
+        row = [areas[i]]
+
+        def worst(row: Sequence[float], side: float = side) -> float:
+            total = sum(row)
+            return max(side * side * max(row) / (total * total), total * total / (side * side * min(row)))
+
+        while i + len(row) < len(areas) and worst([*row, areas[i + len(row)]]) <= worst(row):
+            row.append(areas[i + len(row)])
+        depth = sum(row) / side
+        offset = 0.0
+        for area in row:
+            length = area / depth
+            placed.append((x, y + offset, depth, length) if width >= height else (x + offset, y, length, depth))
+            offset += length
+        if width >= height:
+            x, width = x + depth, max(width - depth, 1e-9)
+        else:
+            y, height = y + depth, max(height - depth, 1e-9)
+        i += len(row)
+    return placed
+
+
+def _round(value: float) -> float:
+    return round(value, 2)
+
+
+def _filled(row: Sequence[Cell], width: int) -> list[Cell]:
+    return [*row, *[None] * (width - len(row))]
+
+
+def _cell(value: Cell) -> Cell:
+    """A value for JSON, which has no NaN or infinity."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return printable(value) if isinstance(value, str) else value
+
+
+def _text(value: Cell, kind: Kind) -> str:
+    if value is None:
+        return ""
+    if kind is Kind.BYTES and isinstance(value, int):
+        return size(value)
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    return f"{value:,}" if kind is Kind.COUNT else str(value)
+
+
+@cache
+def _asset(name: str) -> str:
+    return Path(__file__).with_name(name).read_text(encoding="utf-8")
+
+
+@cache
+def _template() -> Any:
+    from jinja2 import Environment, StrictUndefined
+
+    environment = Environment(autoescape=True, undefined=StrictUndefined, keep_trailing_newline=True)
+    return environment.from_string(_asset("page.html.j2"))
