@@ -220,8 +220,9 @@ def test_packed_values_are_compared_bit_by_bit_alone() -> None:
     b = torch.tensor([1, 3], dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
     assert not accumulated(a, b).is_equal
     assert measured(a, b) == Difference(None, None, None, None, None, None, None, None)
-    assert accumulated(a, a.clone()).is_equal
-    assert measured(a, a.clone()).changed == 0.0
+    same = a.view(torch.uint8).clone().view(a.dtype)  # some versions of torch cannot copy this dtype
+    assert accumulated(a, same).is_equal
+    assert measured(a, same).changed == 0.0
 
 
 def test_values_whose_squares_leave_the_range_of_float64() -> None:

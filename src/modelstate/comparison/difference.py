@@ -219,8 +219,10 @@ class Accumulator:
                 for side, values in enumerate((x, y)):
                     chunk.nan[side] = int(torch.isnan(values).sum())
                     chunk.infinite[side] = len(a) - int(torch.isfinite(values).sum()) - chunk.nan[side]
-                chunk.changed += self._changed_elsewhere((a[~finite], b[~finite]), (x[~finite], y[~finite]))
-                x, y, bits = x[finite], y[finite], (a[finite], b[finite])
+                elsewhere = ~finite
+                rest = _selected(a, elsewhere), _selected(b, elsewhere)
+                chunk.changed += self._changed_elsewhere(rest, (x[elsewhere], y[elsewhere]))
+                x, y, bits = x[finite], y[finite], (_selected(a, finite), _selected(b, finite))
             x, y = _widened(x), _widened(y)
             xx, yy = _dot(x, x), _dot(y, y)
         if not len(x):
@@ -287,6 +289,11 @@ def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 def _raw(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(_BITS[tensor.itemsize]) if tensor.itemsize in _BITS else tensor.view(torch.uint8)
+
+
+def _selected(tensor: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """The elements where the mask is set. Some versions of torch cannot index 8-bit floats."""
+    return _raw(tensor)[mask].view(tensor.dtype) if tensor.itemsize == 1 else tensor[mask]
 
 
 def _differing(a: torch.Tensor, b: torch.Tensor) -> int:

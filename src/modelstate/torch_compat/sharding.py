@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from modelstate.errors import ShardingError
+
 
 class Split(NamedTuple):
     """The split of a tensor dimension over a mesh dimension, as one rank sees it."""
@@ -33,10 +35,23 @@ def split_indices(size: int, splits: Sequence[Split]) -> list[range]:
 
     Torch itself splits a tensor of indices, so the result is right for every placement that torch can split by. Where
     all splits are views, the tensor has no memory, and the views say where they begin.
+
+    Raises `ShardingError` for an uneven split of FSDP2 over tensor parallelism in torch 2.8, whose placements say other
+    indices than those that the ranks hold. Its `_StridedShard` is a `Shard`.
     """
-    views = all(split.placement.is_shard() for split in splits)
+    from torch.distributed.tensor import Shard
+
+    views = all(type(split.placement) is Shard for split in splits)
     indices = torch.empty(size, dtype=torch.uint8, device="meta") if views else torch.arange(size)
     for placement, ranks, position in splits:
+        parts = ranks * getattr(placement, "split_factor", 1)
+        if parts > ranks and isinstance(placement, Shard) and len(indices) % parts:
+            raise ShardingError(
+                "this version of torch states a wrong layout for an uneven split by FSDP2 and tensor parallelism",
+                expected=f"a size that {parts} ranks divide evenly",
+                found=f"{len(indices)}, placed {placement!r}, torch {torch.__version__}",
+                remedy="use torch 2.11 or later, or a mesh that divides the size",
+            )
         # The dimension that is split has the number that the placement says.
         column = indices.reshape(*[1] * placement.dim, -1)
         shards, _ = placement._split_tensor(column, ranks, with_padding=False, contiguous=False)
