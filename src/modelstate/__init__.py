@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from modelstate.conversion.reference_keeping import reference_keeping as reference_keeping
     from modelstate.errors import ModelStateError as ModelStateError
     from modelstate.errors import PlanError as PlanError
+    from modelstate.integrations import dcp as dcp
     from modelstate.loading.load import load as load
     from modelstate.loading.load import plan as plan
     from modelstate.loading.load_state_dict import load_state_dict as load_state_dict
@@ -76,6 +77,7 @@ else:
             "conversion": "modelstate.conversion",
             "convert": "modelstate.conversion.convert",
             "convert_checkpoint": "modelstate.conversion.checkpoint",
+            "dcp": "modelstate.integrations.dcp",
             "declare_extra_state": "modelstate.objects.extra_state",
             "diff": "modelstate.comparison.diff",
             "errors": "modelstate.errors",
@@ -127,6 +129,7 @@ __all__ = [
     "TensorSpec",
     "convert",
     "convert_checkpoint",
+    "dcp",
     "declare_extra_state",
     "diff",
     "errors",

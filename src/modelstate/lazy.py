@@ -10,7 +10,7 @@ def attach(package: str, modules: Mapping[str, str]) -> tuple[Callable[[str], ob
 
     Args:
         package: the name of the package, `__name__` in its `__init__.py`.
-        modules: each public name, and the module that defines it; the module itself where the name is its last part.
+        modules: each public name, and the module that defines it; the module itself where it does not define the name.
     """
 
     def __getattr__(name: str) -> object:
@@ -21,7 +21,7 @@ def attach(package: str, modules: Mapping[str, str]) -> tuple[Callable[[str], ob
 
         with gc_paused():
             found = importlib.import_module(module)
-        value: object = found if module == f"{package}.{name}" else getattr(found, name)
+        value: object = found if module == f"{package}.{name}" else getattr(found, name, found)
         setattr(sys.modules[package], name, value)
         return value
 

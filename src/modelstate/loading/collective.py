@@ -34,16 +34,23 @@ def digests_of(preparation: Preparation) -> list[Digest]:
     Paths are not compared: each machine may have a copy of its own.
     """
     checkpoint, matched = preparation.checkpoint, preparation.matched
-    model, source = preparation.names
+    model, _ = preparation.names
     slots = preparation.slots_before.tensors
     devices = sorted({slot.tensor.device.type for slot in slots})
     return [
         Digest.of(
             "the models", f"{model} with {count(len(slots), 'tensor')} on {', '.join(devices)}", _slots(preparation)
         ),
-        Digest.of("the sources", f"{source} with {count(len(checkpoint.flat.tensors), 'tensor')}", _source(checkpoint)),
+        digest_of_source(checkpoint),
         Digest.of("the rules and options", _text(matched.asked), _options(matched)),
     ]
+
+
+def digest_of_source(checkpoint: Checkpoint) -> Digest:
+    """Returns the digest of a checkpoint: its names, shapes and dtypes, and its checksums or samples of its bytes."""
+    part = f" [{checkpoint.key}]" if checkpoint.key else ""
+    text = f"{checkpoint.source}{part} with {count(len(checkpoint.flat.tensors), 'tensor')}"
+    return Digest.of("the sources", text, _source(checkpoint))
 
 
 def digest_of_state(what: str, text: str, state: object) -> Digest:

@@ -142,7 +142,7 @@ def all_reduce_maximum(group: Any, tensor: torch.Tensor, timeout_seconds: float)
 
     options: Any = AllreduceOptions()
     options.reduceOp, options.timeout = ReduceOp.MAX, datetime.timedelta(seconds=timeout_seconds)
-    group.allreduce([tensor], options).wait()
+    group.allreduce([tensor], options).wait(options.timeout)
 
 
 def all_gather(group: Any, tensors: list[torch.Tensor], tensor: torch.Tensor, timeout_seconds: float) -> None:
@@ -151,7 +151,7 @@ def all_gather(group: Any, tensors: list[torch.Tensor], tensor: torch.Tensor, ti
 
     options: Any = AllgatherOptions()
     options.timeout = datetime.timedelta(seconds=timeout_seconds)
-    group.allgather([tensors], [tensor], options).wait()
+    group.allgather([tensors], [tensor], options).wait(options.timeout)
 
 
 def broadcast(group: Any, tensor: torch.Tensor, source: int, timeout_seconds: float) -> None:
@@ -160,7 +160,7 @@ def broadcast(group: Any, tensor: torch.Tensor, source: int, timeout_seconds: fl
 
     options: Any = BroadcastOptions()
     options.rootRank, options.timeout = source, datetime.timedelta(seconds=timeout_seconds)
-    group.broadcast([tensor], options).wait()
+    group.broadcast([tensor], options).wait(options.timeout)
 
 
 # Modules of FSDP2.

@@ -1,0 +1,163 @@
+"""`ms.dcp` below the real `torch.distributed.checkpoint`, on four ranks: FSDP2 with its optimizer, and others."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_state_dict,
+)
+from torch.distributed.tensor import DTensor
+
+import modelstate as ms
+from tests.distributed import models, sources
+from tests.distributed.ranks import Outcome, Ranks
+
+pytestmark = pytest.mark.slow
+FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
+
+
+def trained(kind: str, seed: int) -> tuple[models.Net, torch.optim.Optimizer]:
+    """A sharded network after a step of AdamW."""
+    net = models.sharded(kind, seed=seed)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.1 / (1 + seed))
+    for parameter in net.parameters():
+        parameter.grad = parameter.detach().clone()
+    optimizer.step()
+    return net, optimizer
+
+
+def whole_state(net: models.Net, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """The state of all ranks, on rank 0."""
+    optim: Any = get_optimizer_state_dict(net, optimizer, options=FULL)
+    return {"model": get_model_state_dict(net, options=FULL), "optimizer": optim}
+
+
+def equal(first: Any, second: Any) -> bool:
+    if isinstance(first, torch.Tensor):
+        return torch.equal(first, second)
+    if isinstance(first, dict):
+        return first.keys() == second.keys() and all(equal(first[key], second[key]) for key in first)
+    if isinstance(first, list | tuple):
+        return len(first) == len(second) and all(map(equal, first, second))
+    return bool(first == second)
+
+
+def load_training(kind: str, path: str) -> bool:
+    """Whether a model and an optimizer become those of the file."""
+    net, optimizer = trained(kind, seed=2)
+    model_state, optimizer_state = get_state_dict(net, optimizer)
+    state = {"model": model_state, "optimizer": optimizer_state}
+    dcp.load(state, storage_reader=ms.dcp.Reader(path, verify=True))
+    set_state_dict(net, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    found = whole_state(net, optimizer)
+    return dist.get_rank() > 0 or equal(found, torch.load(f"{path}.pt", weights_only=False))
+
+
+def write_training(kind: str, path: str) -> None:
+    state = whole_state(*trained(kind, seed=1))
+    if dist.get_rank() == 0:
+        ms.save(state, path)
+        torch.save(state, f"{path}.pt")
+    dist.barrier()
+
+
+@pytest.mark.parametrize("kind", ["fsdp", "fsdp+tp", "shard1", "empty"])
+def test_a_model_and_its_optimizer(ranks: Ranks, kind: str, tmp_path: Path) -> None:
+    path = str(tmp_path / "x.safetensors")
+    ranks.values(write_training, kind, path)
+    assert ranks.values(load_training, kind, path) == [True] * 4
+
+
+def load_through_rules(folder: str) -> bool:
+    source, options = sources.cases("hsdp", Path(folder), "safetensors")["rules"]
+    net, whole = models.sharded("hsdp"), models.plain("hsdp", seed=9)
+    ms.load(whole, source(), **options)
+    dcp.load(net.state_dict(), storage_reader=ms.dcp.Reader(source(), rules=options["rules"]))
+    found = models.gathered(net)
+    return all(torch.equal(found[name], tensor) for name, tensor in whole.state_dict().items())
+
+
+def test_rules(ranks: Ranks, tmp_path: Path) -> None:
+    assert ranks.values(load_through_rules, str(tmp_path)) == [True] * 4
+
+
+def load_wrongly(folder: str, what: str) -> bool:
+    """Loads something that does not fit on rank 1. Returns whether any tensor has changed."""
+    net, options = models.sharded("fsdp"), dict[str, Any]()
+    path, state = f"{folder}/x.safetensors", net.state_dict()
+    before = models.gathered(net)
+    if what == "an unexpected name":
+        del state["head.weight"]
+    elif dist.get_rank() == 1 and what == "another source":
+        path = f"{folder}/y.safetensors"
+    elif dist.get_rank() == 1 and what == "a missing file":
+        path = f"{folder}/z.safetensors"
+    elif what == "damage":
+        path, options = f"{folder}/damaged.safetensors", {"verify": True}
+    try:
+        dcp.load(state, storage_reader=ms.dcp.Reader(path, **options))
+    except BaseException:
+        # The state dict has the parameters themselves.
+        assert equal(before, models.gathered(net))
+        raise
+    return False
+
+
+def message(outcome: Outcome) -> str:
+    assert outcome.failure is not None
+    assert "CheckpointException" in outcome.failure.classes, outcome.failure.traceback
+    return outcome.failure.text
+
+
+@pytest.mark.parametrize(
+    ("what", "text"),
+    [
+        ("an unexpected name", "head.weight"),
+        ("another source", "the ranks have different sources"),
+        ("a missing file", "z.safetensors"),
+        ("damage", "are not what their checksums say"),
+    ],
+)
+def test_all_ranks_raise_before_a_tensor_is_touched(ranks: Ranks, what: str, text: str, tmp_path: Path) -> None:
+    ms.save(models.plain("fsdp", seed=5), tmp_path / "x.safetensors")
+    ms.save(models.plain("fsdp", seed=6), tmp_path / "y.safetensors")
+    data = bytearray((tmp_path / "x.safetensors").read_bytes())
+    data[-1] ^= 1
+    (tmp_path / "damaged.safetensors").write_bytes(data)
+    for outcome in ranks.run(load_wrongly, str(tmp_path), what):
+        assert text in message(outcome)
+
+
+def read_here(path: str) -> list[int]:
+    """The bytes of the local tensors, and those that the rank reads for them."""
+    net = models.sharded("fsdp")
+    local = sum(t.to_local().nbytes if isinstance(t, DTensor) else t.nbytes for t in net.state_dict().values())
+    from modelstate.integrations import dcp as storage
+
+    counted, read_ranges = [0], storage.read_ranges
+
+    def count(requests: Any, **options: Any) -> None:
+        requests = list(requests)
+        counted[0] += sum(request.source.nbytes for request in requests)
+        read_ranges(requests, **options)
+
+    storage.read_ranges = count
+    try:
+        dcp.load(net.state_dict(), storage_reader=ms.dcp.Reader(path))
+    finally:
+        storage.read_ranges = read_ranges
+    return [local, counted[0]]
+
+
+def test_each_rank_reads_the_bytes_of_its_shards(ranks: Ranks, tmp_path: Path) -> None:
+    ms.save(models.plain("fsdp", seed=5), tmp_path / "x.safetensors")
+    for local, counted in ranks.values(read_here, str(tmp_path / "x.safetensors")):
+        assert counted == local
