@@ -113,6 +113,7 @@ else:
         },
     )
 
+# Without dcp, whose base classes in torch import sympy.
 __all__ = [
     "RNG",
     "Canary",
@@ -129,7 +130,6 @@ __all__ = [
     "TensorSpec",
     "convert",
     "convert_checkpoint",
-    "dcp",
     "declare_extra_state",
     "diff",
     "errors",
