@@ -28,7 +28,7 @@ from modelstate.cli.common import (
     write_page,
 )
 from modelstate.cli.diff import All, NoFold, NoValues, Only, Top, show
-from modelstate.errors import DamagedCheckpointError, SourceNotFoundError, SourceTypeError, StepNotFoundError
+from modelstate.errors import SourceNotFoundError, SourceTypeError, StepNotFoundError
 from modelstate.io.files import not_found
 from modelstate.text_format import columns, count, in_a_line, size
 
@@ -257,7 +257,9 @@ def restore(
         index = _index(directory)
         store = ms.Store(index.directory)
         while True:
-            chosen = _whole(index, step)
+            chosen = index.whole_step(step, _report_skipped)
+            if chosen is None:
+                raise StepNotFoundError("there is no checkpoint that is whole", where=index.directory)
             try:
                 with store.open(name, chosen) as checkpoint:
                     report = ms.convert_checkpoint(checkpoint, target, overwrite=overwrite, **options)
@@ -267,23 +269,6 @@ def restore(
                     raise
                 # The step was deleted while it was read: the next one is tried.
         typer.echo(f"step {chosen}: {report}")
-
-
-def _whole(index: StepIndex, step: int | None) -> int:
-    """Returns the step, or the newest whole one if none is given. Raises if it is damaged or does not exist."""
-    if step is None:
-        newest = index.newest_whole(_report_skipped)
-        if newest is None:
-            raise StepNotFoundError("there is no checkpoint that is whole", where=index.directory)
-        return newest
-    if problem := index.problem_now(step):
-        raise DamagedCheckpointError(
-            "the checkpoint is damaged; nothing has been written",
-            where=f"{index.directory}, step {step}",
-            found=in_a_line(problem),
-            remedy="leave --step out: the newest one that is whole is taken",
-        )
-    return step
 
 
 def _report_skipped(step: int, problem: str) -> None:

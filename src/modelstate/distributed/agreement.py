@@ -192,7 +192,14 @@ class Agreement:
         with self.phase(name):
             if self.is_first:
                 chosen = json.dumps(choose())
-        return json.loads(self.texts(name, chosen)[0])
+        if self.is_collective:
+            size = torch.tensor([len(chosen)])
+            self.broadcast(size, self.ranks, self.ranks[0])
+            data = torch.zeros(int(size), dtype=torch.uint8)
+            data[: len(chosen)] = torch.tensor(list(chosen.encode()), dtype=torch.uint8)
+            self.broadcast(data, self.ranks, self.ranks[0])
+            chosen = bytes(data.tolist()).decode()
+        return json.loads(chosen)
 
     def texts(self, name: str, text: str) -> list[str]:
         """Returns the text of each rank, in the order of the ranks. Where all are empty, one all-reduce shows it.

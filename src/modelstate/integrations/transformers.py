@@ -19,7 +19,6 @@ from typing import Any
 import torch
 
 from modelstate.errors import (
-    DamagedCheckpointError,
     DamagedCheckpointWarning,
     OptionError,
     PackageError,
@@ -88,7 +87,7 @@ class StoreCallback(TrainerCallback):  # type: ignore[misc]
         self._rng = RNG()
         self._trainer: Trainer | None = None
         self._restore: int | None = None
-        self._rng_state: dict[str, Any] | None = None
+        self._rng_state: dict[str, object] | None = None
         """The state that the generators get when the first step after a restore begins."""
         self._replaced: set[int] = set()
         """Existing steps that may be replaced: damaged ones, and those after the step that the run went back to."""
@@ -101,7 +100,7 @@ class StoreCallback(TrainerCallback):  # type: ignore[misc]
 
     # Training.
 
-    def train(self, trainer: Trainer, *, step: Step | None = "latest", **options: object) -> Any:
+    def train(self, trainer: Trainer, *, step: Step | None = "latest", **options: object) -> object:
         """Trains from a step of the store on, or from the beginning where the store is empty.
 
         Everything is restored, or nothing. The Trainer skips the batches that it has had. The signals of the deadline
@@ -151,20 +150,15 @@ class StoreCallback(TrainerCallback):  # type: ignore[misc]
         if step is None:
             return None
         self.store.wait()
-        if step == "latest":
-            number = self.store.index.newest_whole(self._pass_over)
-            if number is None and self.store.infos():
+        number = self.store.index.whole_step(None if step == "latest" else step, self._pass_over)
+        if number is None:
+            if self.store.infos():
                 raise StepNotFoundError(
                     "no checkpoint of the store is whole",
                     where=self.store.directory,
                     remedy="look at the disk, or train(trainer, step=None) to begin anew in another directory",
                 )
-            if number is None:
-                return None
-        elif problem := self.store.index.problem_now(step):
-            raise DamagedCheckpointError("the checkpoint is damaged", where=f"step {step}", found=problem)
-        else:
-            number = step
+            return None
         # Higher steps are of an abandoned run: training went back to an earlier step.
         self._replaced.update(info.step for info in self.store.infos() if info.step > number)
         return number
@@ -298,7 +292,7 @@ class StoreCallback(TrainerCallback):  # type: ignore[misc]
             self._save_if_due(state, kwargs, is_last=True)
         return control
 
-    def _batch_samples(self, get_batch_samples: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _batch_samples(self, get_batch_samples: Callable[..., object], *args: object, **kwargs: object) -> object:
         """Replaces `Trainer.get_batch_samples`: no batches where all steps of the run are done."""
         return ([], None) if self._is_done else get_batch_samples(*args, **kwargs)
 
@@ -360,7 +354,7 @@ def _unwrapped(value: object, name: str, kind: type) -> object:
 
 
 @contextmanager
-def _replaced_method(trainer: Trainer, name: str, function: Callable[..., Any]) -> Iterator[None]:
+def _replaced_method(trainer: Trainer, name: str, function: Callable[..., object]) -> Iterator[None]:
     """Replaces a method of the Trainer while the block runs."""
     before = vars(trainer).get(name)
     setattr(trainer, name, function)

@@ -85,7 +85,7 @@ def _state_of(path: str, target: Target, modules: nn.Module) -> object:
                 return state_of(target.obj)
 
 
-def targets_of(objects: Mapping[str, Any]) -> dict[str, Target]:
+def targets_of(objects: Mapping[str, object]) -> dict[str, Target]:
     """Returns the objects by path, without wrappers around modules.
 
     Args:

@@ -52,7 +52,7 @@ from modelstate.rules.rule import Rule, Scoped
 from modelstate.rules.schema import Schema, check_rules
 from modelstate.transaction.transaction import Transaction, exclusive
 
-Source = str | os.PathLike[str] | Mapping[str, Any] | Checkpoint
+Source = str | os.PathLike[str] | Mapping[str, object] | Checkpoint
 RulesOf = Iterable[Rule] | Schema | Mapping[str, Iterable[Rule] | Schema]
 
 
@@ -117,7 +117,7 @@ class Restored(Mapping[str, Any]):
 
 @argument_order("ms.restore", is_objects, is_source)
 def restore(
-    objects: Mapping[str, Any],
+    objects: Mapping[str, object],
     source: Source,
     *,
     rules: RulesOf = (),
@@ -218,7 +218,7 @@ def _part(checkpoint: Checkpoint, path: str, target: Target) -> Part | None:
     return Part(target.kind, value)
 
 
-def _module_state(checkpoint: Checkpoint, path: str) -> Checkpoint | Mapping[str, Any]:
+def _module_state(checkpoint: Checkpoint, path: str) -> Checkpoint | Mapping[str, object]:
     try:
         return checkpoint.select(path)
     except KeyNotFoundError:
@@ -227,7 +227,7 @@ def _module_state(checkpoint: Checkpoint, path: str) -> Checkpoint | Mapping[str
         raise
 
 
-def _value_names(values: Mapping[str, Any], targets: Mapping[str, Target]) -> Iterator[str]:
+def _value_names(values: Mapping[str, object], targets: Mapping[str, Target]) -> Iterator[str]:
     """Yields the names of values, descending as far as targets can be: a mapping that leads to no target is a value."""
     prefixes = _prefixes(targets)
     stack = list(values.items())
@@ -257,7 +257,7 @@ def _prefixes(targets: Mapping[str, Target]) -> set[str]:
 
 
 def restore_objects(
-    objects: Mapping[str, Any],
+    objects: Mapping[str, object],
     saved: Mapping[str, Part],
     *,
     rules: RulesOf = (),

@@ -75,7 +75,7 @@ class RNG:
         self._own = {name: _user_generator(name, generator) for name, generator in (generators or {}).items()}
         self._cuda = cuda
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """Returns the states of all generators.
 
         Returns:

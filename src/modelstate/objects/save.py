@@ -94,7 +94,7 @@ def save(
     )
 
 
-def _state_of(target: object) -> Mapping[Any, Any]:
+def _state_of(target: object) -> Mapping[Any, object]:
     if isinstance(target, Mapping) and holds_stateful(target):
         return _nested({path: part.tree for path, part in capture(targets_of(target)).items()})
     state = _state_dict(unwrapped(target)) if isinstance(target, nn.Module) else target

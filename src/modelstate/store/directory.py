@@ -654,19 +654,37 @@ class StepIndex:
             pass  # the step was replaced or removed while it was read
         return problem
 
-    def newest_whole(self, passed_over: Callable[[int, str], None]) -> int | None:
-        """Returns the step that was saved last of those that are whole; None where none is.
+    def whole_step(self, step: int | None, passed_over: Callable[[int, str], None]) -> int | None:
+        """Returns a step after reading all of it: the given one, or the last saved one that is whole.
 
-        Calls `passed_over` with each later step and what is wrong with it.
+        Args:
+            step: the step; None for the last one that is whole.
+            passed_over: called with each later step, and with what is wrong with it.
+
+        Returns:
+            The step; None where none is whole.
+
+        Raises:
+            StepNotFoundError: The step does not exist.
+            DamagedCheckpointError: The step is not what was saved.
         """
+        if step is not None:
+            if problem := self.problem_now(step):
+                raise DamagedCheckpointError(
+                    "the checkpoint is damaged; nothing has been changed",
+                    where=f"{self.directory}, step {step}",
+                    found=" ".join(problem.split()),
+                    remedy="leave the step out: the newest one that is whole is taken",
+                )
+            return step
         while True:
             for entry in self.by_age()[::-1]:
-                problem = self.problem_of(entry)
-                if problem is None:
+                problem_or_gone = self.problem_of(entry)
+                if problem_or_gone is None:
                     break  # it was replaced or removed while it was read: list the store again
-                if not problem:
+                if not problem_or_gone:
                     return entry.place.step
-                passed_over(entry.place.step, problem)
+                passed_over(entry.place.step, problem_or_gone)
             else:
                 return None
 
