@@ -119,18 +119,8 @@ class Job:
         return sum(nbytes_of(tensor) for state in self.states.values() for tensor in state.live.values())
 
 
-def publish(
-    directory: str,
-    record: Record,
-    job: Job,
-    revisions: Sequence[StepEntry],
-    before: StepEntry | None,
-    *,
-    shard_bytes: int | None,
-    doubtful: Set[tuple[int, int]],
-    check: Callable[[], object],
-) -> tuple[str, int, int]:
-    """Writes a checkpoint under a temporary name and renames it, so that it is complete where it is visible.
+class NewStep:
+    """A checkpoint that is written under a temporary name and renamed, so that it is complete where it is visible.
 
     Args:
         directory: the directory of the store.
@@ -141,53 +131,77 @@ def publish(
         shard_bytes: the most bytes of tensors in a file; None for no limit.
         doubtful: devices and inodes of files that are not linked.
         check: called before each object and before the rename; it may raise.
-
-    Returns:
-        The path of the checkpoint, which is durable; the bytes that were written, and those of linked files.
-
-    Raises:
-        OSError: An I/O error. The checkpoint does not exist then.
-        UnsavableError: A value is too large. The checkpoint does not exist then.
     """
-    replaced = max((entry.place for entry in revisions), default=None)
-    final = os.path.join(directory, name_of(record.step, 0 if replaced is None else replaced.revision + 1))
-    beside = os.path.join(directory, unfinished_name(record.step))
-    is_pinned = job.pin or any(entry.is_pinned for entry in revisions)
-    mode = 0o777
-    if replaced is not None:
-        with suppress(OSError):
-            mode = os.stat(replaced.path).st_mode & 0o777
-    bytes_written = bytes_linked = 0
-    entries = {}
-    try:
-        system.mkdir(beside, mode)
-        for path in job.states:
-            check()
-            entry, files = _write_object(beside, path, job, before, shard_bytes, doubtful)
-            entries[path] = replace(entry, ranks=job.ranks[path])
-            bytes_written, bytes_linked = bytes_written + files.bytes_written, bytes_linked + files.bytes_linked
-        text = replace(record, entries=entries).text()
+
+    def __init__(
+        self,
+        directory: str,
+        record: Record,
+        job: Job,
+        revisions: Sequence[StepEntry],
+        before: StepEntry | None,
+        *,
+        shard_bytes: int | None,
+        doubtful: Set[tuple[int, int]],
+        check: Callable[[], object],
+    ) -> None:
+        self._directory, self._record, self._job, self._before = directory, record, job, before
+        self._shard_bytes, self._doubtful, self._check = shard_bytes, doubtful, check
+        replaced = max((entry.place for entry in revisions), default=None)
+        self._final = os.path.join(directory, name_of(record.step, 0 if replaced is None else replaced.revision + 1))
+        self._is_pinned = job.pin or any(entry.is_pinned for entry in revisions)
+        self._objects: dict[str, tuple[ObjectEntry, _Files]] = {}
+        self._mode = 0o777
+        if replaced is not None:
+            with suppress(OSError):
+                self._mode = os.stat(replaced.path).st_mode & 0o777
+        self.path = os.path.join(directory, unfinished_name(record.step))
+        """The directory until the checkpoint is committed."""
+
+    def write(self) -> None:
+        """Writes the objects whose tensors this process holds. Raises `OSError` and `UnsavableError`."""
+        system.mkdir(self.path, self._mode)
+        for path in self._job.states:
+            self._check()
+            self._objects[path] = _write_object(
+                self.path, path, self._job, self._before, self._shard_bytes, self._doubtful
+            )
+
+    def commit(self) -> tuple[str, int, int]:
+        """Makes the checkpoint visible and durable.
+
+        Returns:
+            Its path, the bytes that were written, and those of linked files.
+
+        Raises:
+            OSError: An I/O error. The checkpoint is not visible then.
+            UnsavableError: The values are too large.
+        """
+        entries = {path: replace(entry, ranks=self._job.ranks[path]) for path, (entry, _) in self._objects.items()}
+        text = replace(self._record, entries=entries).text()
         if len(text) > MAX_RECORD_BYTES:
             raise _unsavable(
                 "the values that are no tensors", f"{len(text):,} bytes of them, above {MAX_RECORD_BYTES:,}"
             )
-        if is_pinned:
-            with new_file(os.path.join(beside, PIN_FILE)):
+        if self._is_pinned:
+            with new_file(os.path.join(self.path, PIN_FILE)):
                 pass
-        with new_file(os.path.join(beside, RECORD_FILE)) as output:
+        with new_file(os.path.join(self.path, RECORD_FILE)) as output:
             output.append(text)
-        sync_directory(beside)
-        check()
-        system.replace(beside, final)
+        sync_directory(self.path)
+        self._check()
+        system.replace(self.path, self._final)
         try:
-            sync_directory(directory)
+            sync_directory(self._directory)
         except BaseException:
-            system.replace(final, beside)
+            system.replace(self._final, self.path)
             raise
-    except BaseException:
-        remove_directory(beside)
-        raise
-    return final, bytes_written, bytes_linked
+        files = [files for _, files in self._objects.values()]
+        return self._final, sum(one.bytes_written for one in files), sum(one.bytes_linked for one in files)
+
+    def discard(self) -> None:
+        """Removes the directory, unless the checkpoint has been committed."""
+        remove_directory(self.path)
 
 
 @dataclass(slots=True)

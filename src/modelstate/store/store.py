@@ -56,6 +56,7 @@ from modelstate.store.directory import (
 from modelstate.store.retention import CheckpointInfo, Keep, as_keep, infos_page, metric_value
 from modelstate.store.saving import (
     Job,
+    NewStep,
     PendingSave,
     SavedStep,
     Staging,
@@ -63,7 +64,6 @@ from modelstate.store.saving import (
     discard,
     make_directory,
     probe,
-    publish,
     size_errors,
 )
 from modelstate.text_format import size
@@ -396,12 +396,56 @@ class Store(Shown):
         check_cancelled: Callable[[], None] = lambda: None,
     ) -> SavedStep:
         """Writes a checkpoint, which is durable on return, and prunes. On several ranks the first one writes."""
+        new_step: NewStep | None = None
+        entries: list[StepEntry] = []
+        revisions: list[StepEntry] = []
 
-        def write() -> tuple[str, int, int, tuple[int, ...]]:
-            return self._write_here(index, record, job, check_cancelled)
+        def check() -> None:
+            check_cancelled()
+            self._lock.check_directory()
 
-        path, bytes_written, bytes_linked, pruned = agreement.decided(f"saving step {record.step}", write)
-        seconds = time.perf_counter() - job.begin_seconds
+        def write() -> str:
+            nonlocal new_step, entries, revisions
+            with self._errors(record):
+                clear(self.directory)
+                everything = index.all_revisions()
+                entries = index.by_age(everything)
+                revisions = [entry for entry in everything if entry.place.step == record.step]
+                serial = 1 + max((entry.record.serial for entry in entries if entry.record is not None), default=0)
+                new_step = NewStep(
+                    self.directory,
+                    replace(record, store=index.ensure_name(), serial=serial),
+                    job,
+                    revisions,
+                    before=next((entry for entry in reversed(entries) if entry.is_whole), None),
+                    shard_bytes=self._shard_bytes,
+                    doubtful=index.doubtful,
+                    check=check,
+                )
+                new_step.write()
+            return os.path.basename(new_step.path)
+
+        def commit() -> tuple[tuple[str, int, int], float, tuple[int, ...]]:
+            assert new_step is not None
+            with self._errors(record):
+                published = new_step.commit()
+                index.note_whole(published[0])
+            seconds = time.perf_counter() - job.begin_seconds
+            pruned: tuple[int, ...] = ()
+            with suppress(OSError):  # the checkpoint is saved; the next save prunes again
+                discard(self.directory, [entry.place for entry in revisions if entry.is_whole or entry.is_damaged])
+                pruned = self._prune(self.keep, index)
+            return published, seconds, pruned
+
+        try:
+            agreement.decided(f"writing step {record.step}", write)
+            (path, bytes_written, bytes_linked), seconds, pruned = agreement.decided(
+                f"committing step {record.step}", commit
+            )
+        except BaseException:
+            if new_step is not None:
+                new_step.discard()
+            raise
         return SavedStep(
             record.step,
             path,
@@ -412,36 +456,6 @@ class Store(Shown):
             seconds,
             tuple(pruned),
         )
-
-    def _write_here(
-        self, index: StepIndex, record: Record, job: Job, check_cancelled: Callable[[], None]
-    ) -> tuple[str, int, int, tuple[int, ...]]:
-        def check() -> None:
-            check_cancelled()
-            self._lock.check_directory()
-
-        with self._in_its_directory(), write_errors(os.path.join(self.directory, name_of(record.step, 0))):
-            clear(self.directory)
-            everything = index.all_revisions()
-            entries = index.by_age(everything)
-            revisions = [entry for entry in everything if entry.place.step == record.step]
-            serial = 1 + max((entry.record.serial for entry in entries if entry.record is not None), default=0)
-            path, bytes_written, bytes_linked = publish(
-                self.directory,
-                replace(record, store=index.ensure_name(), serial=serial),
-                job,
-                revisions,
-                before=next((entry for entry in reversed(entries) if entry.is_whole), None),
-                shard_bytes=self._shard_bytes,
-                doubtful=index.doubtful,
-                check=check,
-            )
-            index.note_whole(path)
-        pruned: tuple[int, ...] = ()
-        with suppress(OSError):  # the checkpoint is saved; the next save prunes again
-            discard(self.directory, [entry.place for entry in revisions if entry.is_whole or entry.is_damaged])
-            pruned = self._prune(self.keep, index)
-        return path, bytes_written, bytes_linked, pruned
 
     # Restoring.
 
@@ -795,6 +809,12 @@ class Store(Shown):
             except BaseException:
                 self._lock.release()
                 raise
+
+    @contextmanager
+    def _errors(self, record: Record) -> Iterator[None]:
+        """Raises `WriteFailedError` in place of an I/O error of a checkpoint, or `StoreMovedError`."""
+        with self._in_its_directory(), write_errors(os.path.join(self.directory, name_of(record.step, 0))):
+            yield
 
     @contextmanager
     def _in_its_directory(self) -> Iterator[None]:
