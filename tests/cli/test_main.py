@@ -398,3 +398,51 @@ def test_the_installed_command(project: Path) -> None:
     assert done.stdout == ""
     assert done.stderr.startswith("error: ")
     assert "Traceback" not in done.stderr
+
+
+def test_directories_on_the_way_to_the_target_are_made(project: Path) -> None:
+    done = run("convert", "tiny.safetensors", "new/folder/tiny.safetensors", "--dtype", "bf16", "--json")
+    fields = json.loads(done.stdout)
+    assert fields["path"].endswith("tiny.safetensors")
+    assert fields["tensors"] == len(ms.open(project / "new/folder/tiny.safetensors"))
+
+
+def test_verify_prints_json(project: Path) -> None:
+    ms.save(tiny(), project / "saved.safetensors")
+    fields = json.loads(run("verify", "saved.safetensors", "--json").stdout)
+    assert fields["algorithms"] == ["xxh3-128"]
+
+
+def test_a_load_compares_digests_where_it_is_asked_to(project: Path) -> None:
+    ms.save(tiny(), project / "saved.safetensors")
+    model = f"{os.environ['ZOO']}:tiny"
+    assert json.loads(run("load", model, "saved.safetensors", "--verify", "--json").stdout)["verified_bytes"]
+    with open("saved.safetensors", "r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        file.write(b"\xff")
+    done = run("load", model, "saved.safetensors", "--verify")
+    assert done.exit_code == 1
+    assert "checksum" in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shell", ["bash", "zsh"])
+def test_a_shell_completes_commands(shell: str) -> None:
+    words = {"_MODELSTATE_COMPLETE": f"complete_{shell}", "COMP_WORDS": "modelstate st", "COMP_CWORD": "1"}
+    words["_TYPER_COMPLETE_ARGS"] = "modelstate st"
+    done = subprocess.run(
+        [sys.executable, "-c", "from modelstate.cli.main import main; main()"],
+        env={**os.environ, **words},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert "store" in done.stdout
+
+
+@pytest.mark.parametrize("command", [[], ["store"], ["live"]])
+def test_summaries_fit_the_width(command: list[str]) -> None:
+    done = CliRunner().invoke(app, [*command, "--help"], terminal_width=80)
+    assert done.exit_code == 0
+    assert "..." not in done.stdout.partition("Commands:")[2]
+    assert max(map(len, done.stdout.splitlines())) <= 80

@@ -1,5 +1,6 @@
 """Writes a state to a file: the options and the report of a save, and states whose tensors are read while written."""
 
+import json
 import os
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
@@ -235,6 +236,10 @@ class SaveReport:
 
     def __str__(self) -> str:
         return "\n".join([self._line(), *(f"  note: {note}" for note in self.notes)])
+
+    def to_json(self) -> str:
+        """All fields as JSON."""
+        return json.dumps({name: getattr(self, name) for name in self.__slots__}, indent=2)
 
     def _line(self) -> str:
         shards = f", {len(self.files) - 1} shards" if len(self.files) > 1 else ""

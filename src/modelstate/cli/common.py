@@ -378,3 +378,9 @@ def write_page(path: str | None, result: Shown | Page) -> None:
 
         with atomic_file(local_path(path), overwrite=True) as output:
             output.append(result.to_html().encode())
+
+
+def make_parents(target: str) -> None:
+    """Makes the directories on the way to a file that is written."""
+    if parent := os.path.dirname(target):
+        os.makedirs(parent, exist_ok=True)

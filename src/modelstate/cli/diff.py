@@ -69,8 +69,9 @@ def diff(
     html: Html = None,
     debug: Debug = False,
 ) -> None:
-    """Compare two checkpoints: names, shapes, dtypes, values and bits; the tensors with the largest change first.
+    """Compare two checkpoints: names, shapes, dtypes and values.
 
+    The tensors with the largest change come first.
     The options that change names apply to A. Exit code 0 if both are equal, 1 if they differ or an error occurs, 2 if
     the command line is wrong.
     """

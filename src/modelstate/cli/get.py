@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 import modelstate as ms
-from modelstate.cli.common import Allow, Debug, Key, Overwrite, Path, Skip, reported, user_code
+from modelstate.cli.common import Allow, Debug, Key, Overwrite, Path, Skip, make_parents, reported, user_code
 
 
 def get(
@@ -21,7 +21,7 @@ def get(
     skip_forbidden: Skip = False,
     debug: Debug = False,
 ) -> None:
-    """Write one tensor to a .npy file, which numpy.load reads.
+    """Write one tensor to a .npy file, for NumPy.
 
     NumPy has no bfloat16 and no 8-bit floats: these are written as float32, which has all their values.
     """
@@ -55,6 +55,7 @@ def get(
         array = np.ascontiguousarray(tensor.resolve_conj().resolve_neg().numpy()).reshape(tensor.shape)
         header = io.BytesIO()
         np.lib.format.write_array_header_1_0(header, np.lib.format.header_data_from_array_1_0(array))
+        make_parents(target)
         with atomic_file(local_path(target), overwrite=overwrite) as output:
             output.append(header.getvalue())
             output.append(array.tobytes())

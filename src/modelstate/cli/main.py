@@ -34,6 +34,7 @@ from modelstate.cli.common import (
     Skip,
     Strip,
     build_model,
+    make_parents,
     model_factory,
     parse_device,
     parse_dtype,
@@ -62,7 +63,6 @@ if TYPE_CHECKING:
 app = typer.Typer(
     help="Move model state between files and live PyTorch models.",
     no_args_is_help=True,
-    add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     epilog="Exit codes: 0 all is well, 1 problems were found, 2 the command line is wrong.",
@@ -98,6 +98,7 @@ Unexpected = Annotated[
 InitMissing = Annotated[
     bool, typer.Option("--init-missing", help="Have the model initialise what the file lacks, as its constructor does.")
 ]
+Verify = Annotated[bool, typer.Option("--verify", help="Compare the bytes with their digests.")]
 NoSkeleton = Annotated[
     bool, typer.Option("--no-skeleton", help="Build the model with values in its parameters; needs the memory.")
 ]
@@ -166,8 +167,9 @@ def inspect(
     html: Html = None,
     debug: Debug = False,
 ) -> None:
-    """Show what is in a checkpoint, without reading its tensors unless --stats is given.
+    """Show what is in a checkpoint.
 
+    Its tensors are not read unless --stats is given.
     Exit code 1 if --skip-forbidden has left out objects and no tensor is found in the rest.
     """
     with reported(debug):
@@ -284,8 +286,9 @@ def plan(
     mesh: Mesh = None,
     parallel: Parallel = "",
 ) -> None:
-    """Show what loading a checkpoint into a model would do, and every problem, without reading its tensors.
+    """Show what a load would do, and every problem.
 
+    No tensor is read.
     With --mesh, show what each rank of a device mesh would read and hold; no process group is needed.
     """
     if parallel and mesh is None:
@@ -313,8 +316,12 @@ def plan(
 
 @app.command()
 @_with_load_options
-def load(request: Request, checkpoint: ms.Checkpoint, as_json: bool, html: Html = None) -> None:
-    """Load a checkpoint into a model, and show how it went: a test that they fit. --json lists every tensor."""
+def load(request: Request, checkpoint: ms.Checkpoint, as_json: bool, html: Html = None, verify: Verify = False) -> None:
+    """Load a checkpoint into a model: a test that they fit.
+
+    --json lists every tensor.
+    """
+    request.options["verify"] = verify
     report = request.run(ms.load, checkpoint)
     write_page(html, report)
     typer.echo(report.to_json() if as_json else str(report))
@@ -331,7 +338,10 @@ def suggest(
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Work out rules by which a checkpoint fits a model, and print them as Python; nothing is loaded."""
+    """Work out rules by which a checkpoint fits a model.
+
+    They are printed as Python; nothing is loaded.
+    """
     with reported(debug):
         request = Request(model, model_factory(model, debug), not no_skeleton, {"key": key})
         with _open(path, allow, skip_forbidden) as checkpoint:
@@ -366,11 +376,14 @@ def convert(
     overwrite: Overwrite = False,
     allow: Allow = None,
     skip_forbidden: Skip = False,
+    as_json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Write what a checkpoint holds to another file, in a few megabytes of memory: format, dtype, names, shards.
+    """Write a checkpoint as another file: format, dtype, names.
 
+    It takes a few megabytes of memory.
     A file that is there already is left as it is, unless --overwrite is given; the source may be overwritten too.
+    Directories on the way to TARGET are made.
     """
     with reported(debug):
         options: dict[str, Any] = {
@@ -384,20 +397,23 @@ def convert(
         if model is not None:
             options["model"] = build_model(model, model_factory(model, debug), skeleton=not no_skeleton)
         with _open(path, allow, skip_forbidden) as checkpoint, user_code():
+            make_parents(target)
             report = ms.convert_checkpoint(checkpoint, target, key=key, **options)
-        typer.echo(str(report))
+        typer.echo(report.to_json() if as_json else str(report))
 
 
 @app.command()
-def verify(path: Path, allow: Allow = None, skip_forbidden: Skip = False, debug: Debug = False) -> None:
-    """Read all of a checkpoint, or of a store, and compare it with the digests that were written with it."""
+def verify(
+    path: Path, allow: Allow = None, skip_forbidden: Skip = False, as_json: Json = False, debug: Debug = False
+) -> None:
+    """Compare the bytes of a checkpoint or a store with their digests."""
     with reported(debug):
         if is_store(path):
-            verify_steps(path)
+            verify_steps(path, as_json=as_json)
             return
         with user_code():
             result = ms.verify(path, allow=allow or (), skip_forbidden=skip_forbidden)
-        typer.echo(result)
+        typer.echo(result.to_json() if as_json else result)
 
 
 @app.command()
@@ -411,7 +427,10 @@ def explain(
         ),
     ] = None,
 ) -> None:
-    """Show the page about an error: its cause, code that fails, and code that works."""
+    """Show the page about an error.
+
+    It has the cause, code that fails, and code that works.
+    """
     if name is None:
         typer.echo(_page_table(pages().values()))
         return

@@ -21,6 +21,7 @@ from modelstate.cli.common import (
     MaxMemory,
     Overwrite,
     ShardSize,
+    make_parents,
     parse_dtype,
     parse_format,
     parse_size,
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
     from modelstate.store.directory import StepIndex
 
 app = typer.Typer(
-    help="Look at a directory of checkpoints, check it, prune it, and take a model out of it.",
+    help="List, verify, prune and restore the steps of a store.",
     no_args_is_help=True,
     rich_markup_mode=None,
 )
@@ -87,7 +88,10 @@ def _index(path: str) -> StepIndex:
 
 @app.command("ls")
 def list_steps(directory: Directory, as_json: Json = False, html: Html = None, debug: Debug = False) -> None:
-    """Show the checkpoints of a store, without reading their tensors. Exit code 1 if one is known to be damaged."""
+    """Show the checkpoints of a store.
+
+    No tensor is read. Exit code 1 if one is known to be damaged.
+    """
     with reported(debug):
         from modelstate.store.retention import infos_page
 
@@ -126,28 +130,40 @@ def _row(info: ms.store.CheckpointInfo) -> list[str]:
 
 
 @app.command()
-def verify(directory: Directory, step: Step = None, debug: Debug = False) -> None:
-    """Read checkpoints and compare every byte with its digest. Exit code 1 if one is damaged."""
+def verify(directory: Directory, step: Step = None, as_json: Json = False, debug: Debug = False) -> None:
+    """Compare every byte of checkpoints with its digest.
+
+    Exit code 1 if one is damaged.
+    """
     with reported(debug):
-        verify_steps(directory, step)
+        verify_steps(directory, step, as_json=as_json)
 
 
-def verify_steps(directory: str, step: int | None = None) -> None:
+def verify_steps(directory: str, step: int | None = None, *, as_json: bool) -> None:
     """Prints a line for each step as soon as it has been read; exits with 1 if one of them is damaged.
+
+    A line of JSON has the name of what was read, its bytes, and the problem or null.
 
     Another process may delete and save steps meanwhile. If no step could be read, the new ones are read.
     """
     from modelstate.store.directory import STORE_FILE, store_file_problem
 
+    def say(what: str | int, nbytes: int, problem: str) -> None:
+        if as_json:
+            typer.echo(json.dumps({"what": what, "bytes": nbytes, "problem": problem or None}))
+        else:
+            name = f"step {what}" if isinstance(what, int) else what
+            typer.echo(f"{name}: {in_a_line(problem) if problem else f'{size(nbytes)}, whole'}")
+
     index = _index(directory)
     read = problems = 0
     if step is None and (problem := store_file_problem(directory)):
         problems += 1
-        typer.echo(f"{STORE_FILE}: {in_a_line(problem)}")
+        say(STORE_FILE, 0, problem)
     while not read:
         infos = {entry.place.step: entry.info for entry in index.steps()}
         if not infos and step is None:
-            typer.echo("no checkpoints")
+            typer.echo("no checkpoints", err=as_json)
             break
         for number in infos if step is None else (step,):
             try:
@@ -155,11 +171,11 @@ def verify_steps(directory: str, step: int | None = None) -> None:
             except StepNotFoundError:
                 if step is not None:
                     raise
-                typer.echo(f"step {number}: taken away meanwhile")
+                typer.echo(f"step {number}: taken away meanwhile", err=as_json)
                 continue
             read += 1
             problems += bool(problem)
-            typer.echo(f"step {number}: {in_a_line(problem) if problem else f'{size(infos[number].nbytes)}, whole'}")
+            say(number, infos[number].nbytes if number in infos else 0, problem)
     if problems:
         raise typer.Exit(PROBLEMS)
 
@@ -179,8 +195,9 @@ def compare_steps(
     html: Html = None,
     debug: Debug = False,
 ) -> None:
-    """Compare two checkpoints of a store, with all their objects, as `modelstate diff` does.
+    """Compare two checkpoints of a store, with all their objects.
 
+    It is shown as `modelstate diff` does.
     Exit code 0 if both are equal, 1 if they differ or an error occurs, 2 if the command line is wrong.
     """
     with reported(debug):
@@ -201,9 +218,13 @@ def prune(
     metric: Annotated[str | None, typer.Option(metavar="NAME", help="The metric that --best goes by.")] = None,
     maximize: Annotated[bool, typer.Option("--max", help="The highest metric is the best, not the lowest.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would go, and leave it.")] = False,
+    as_json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Take away checkpoints that no rule keeps; pinned ones and the newest whole one stay in any case."""
+    """Remove the checkpoints that no rule keeps.
+
+    Pinned ones and the newest whole one stay in any case.
+    """
     with reported(debug):
         if keep_last is every_steps is every_hours is best is None:
             raise typer.BadParameter("say what is kept: --keep-last, --every-steps, --every-hours or --best")
@@ -222,6 +243,11 @@ def prune(
             infos = store.infos()
             gone = store.prune(keep, dry_run=dry_run)
         freed = sum(info.nbytes for info in infos if info.step in gone)
+        if as_json:
+            kept = [info.step for info in infos if info.step not in gone]
+            fields = {"removed": list(gone), "kept": kept, "bytes": freed, "dry_run": dry_run}
+            typer.echo(json.dumps(fields, indent=1))
+            return
         would = "would go" if dry_run else "taken away"
         typer.echo(f"{would}: {_listed(gone)}" if gone else "nothing to take away")
         typer.echo(f"kept: {_listed(info.step for info in infos if info.step not in gone)}")
@@ -244,18 +270,19 @@ def restore(
     dtype: Dtype = None,
     shard_size: ShardSize = None,
     overwrite: Overwrite = False,
+    as_json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Write one object of a checkpoint, by default of the newest one that is whole, as a file of its own.
+    """Write one object of a checkpoint as a file of its own.
 
-    Its bytes are compared with their digests first. A file that is there already is left as it is, unless --overwrite
-    is given.
-    """
+    By default it is from the newest checkpoint that is whole. Its bytes are compared with their digests first. A file
+    that is there already is left as it is, unless --overwrite is given."""
     with reported(debug):
         options: dict[str, Any] = {"dtype": parse_dtype(dtype), "shard_size_bytes": parse_size(shard_size)}
         options["format"] = parse_format(format, target)
         index = _index(directory)
         store = ms.Store(index.directory)
+        make_parents(target)
         while True:
             chosen = index.whole_step(step, _report_skipped)
             if chosen is None:
@@ -268,7 +295,7 @@ def restore(
                 if step is not None or chosen in {info.step for info in store.infos()}:
                     raise
                 # The step was deleted while it was read: the next one is tried.
-        typer.echo(f"step {chosen}: {report}")
+        typer.echo(report.to_json() if as_json else f"step {chosen}: {report}")
 
 
 def _report_skipped(step: int, problem: str) -> None:
