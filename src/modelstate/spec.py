@@ -607,6 +607,17 @@ class Checksum(NamedTuple):
     """The size of the blocks, each with a checksum of its own; 0 for a single checksum of all bytes."""
     value: str
     """Hexadecimal; the checksums of the blocks are concatenated."""
+    parts: tuple[int, ...] = ()
+    """The bytes of the parts that are split into blocks one by one; empty where the whole is one part."""
+
+    def blocks(self, nbytes: int) -> Iterator[tuple[int, int]]:
+        """Yields the begin and the end of each block of a storage of `nbytes` bytes."""
+        start = 0
+        for part in self.parts or (nbytes,):
+            end = start + part
+            for first in range(start, end, self.block_bytes or part):
+                yield first, min(first + (self.block_bytes or part), end)
+            start = end
 
 
 @dataclass(frozen=True, slots=True, repr=False)

@@ -174,18 +174,3 @@ def test_what_cannot_be_saved(tmp_path: Path, name: str) -> None:
     with pytest.raises(UnsavableError, match=message):
         ms.save(target, tmp_path / NAME)
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.slow
-def test_distributed_tensors_are_refused(tmp_path: Path) -> None:
-    code = (
-        "import os, sys, torch, torch.distributed as dist, modelstate as ms\n"
-        "dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)\n"
-        "from torch.distributed.tensor import distribute_tensor, Replicate\n"
-        "mesh = dist.device_mesh.init_device_mesh('cpu', (1,))\n"
-        "try: ms.save({'w': distribute_tensor(torch.ones(4), mesh, [Replicate()])}, sys.argv[1])\n"
-        "except ms.errors.UnsavableError as error: print(error)\n"
-    )
-    done = run_program(code, tmp_path / NAME)
-    assert "'w': a DTensor" in done.stdout, done.stderr
-    assert not list(tmp_path.iterdir())

@@ -644,11 +644,9 @@ def verify(checkpoint: Checkpoint, on_read: Callable[[int], None] | None = None,
         buffer = memoryview(bytearray(_CHUNK_BYTES))
 
         def compute(storage: ByteRange) -> None:
-            checksum, end = expected[storage], storage.start + storage.nbytes
-            block_bytes = checksum.block_bytes or storage.nbytes
-            values = []
-            for start in range(storage.start, end, block_bytes):
-                block = ByteRange(storage.path, start, min(block_bytes, end - start))
+            checksum, values = expected[storage], []
+            for first, end in checksum.blocks(storage.nbytes):
+                block = ByteRange(storage.path, storage.start + first, end - first)
                 values.append(_block_checksum(files[storage.path], block, checksum.algorithm, buffer))
             computed[storage] = "".join(values)
 

@@ -4,7 +4,7 @@ import json
 import os
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from math import inf
@@ -17,7 +17,7 @@ from modelstate.checkpoint.checkpoint import Checkpoint
 from modelstate.errors import KeyNotFoundError, OptionError, SaveTargetError, SourceTypeError
 from modelstate.formats.block_writer import LazyTensor, OnCast, lazy_tensor, storages_of, threads_within, whole
 from modelstate.formats.serialize import serialize
-from modelstate.formats.sharded import INDEX_SUFFIX, write_checkpoint
+from modelstate.formats.sharded import INDEX_SUFFIX, LocalWriter, Writer, write_checkpoint
 from modelstate.formats.torch_zip import write_torch_file
 from modelstate.formats.tree import empty_like, is_container, leaves, rebuild, subtree
 from modelstate.io.atomic import LOCK_TIMEOUT_SECONDS
@@ -256,8 +256,12 @@ def write_state(
     overwrite: bool,
     max_memory_bytes: int | None = None,
     lock_timeout_seconds: float = LOCK_TIMEOUT_SECONDS,
+    writer: Writer | None = None,
 ) -> SaveReport:
-    """Writes a state whose options have been checked. Raises what `save` raises, and `MemoryBudgetError`."""
+    """Writes a state whose options have been checked. Raises what `save` raises, and `MemoryBudgetError`.
+
+    All ranks of a `writer` write it together.
+    """
     if format == "torch":
         files = write_torch_file(
             source.state,
@@ -268,14 +272,16 @@ def write_state(
         )
         tensors = sum(isinstance(leaf, torch.Tensor | LazyTensor) for _, leaf in leaves(source.state))
     else:
-        serialized = serialize(source.state, where, source.attached)
+        with writer.planning() if writer else nullcontext():
+            of_shard = writer.of_shard if writer else None
+            serialized = serialize(source.state, where, source.attached, of_shard=of_shard)
         files = write_checkpoint(
             serialized,
             where,
             schema=source.schema,
             shard_bytes=shard_bytes,
             overwrite=overwrite,
-            threads=threads_within(serialized.tensors, max_memory_bytes, where),
+            writer=writer or LocalWriter(threads_within(serialized.tensors, max_memory_bytes, where)),
             metadata=source.metadata,
             lock_timeout_seconds=lock_timeout_seconds,
         )

@@ -1,4 +1,4 @@
-"""`Agreement`: the ranks of one load or save, which end each phase with a vote, so that all of them do it or none does.
+"""`Agreement`: the ranks of one load or save, which end each phase with a vote, so that it succeeds on all or on none.
 
 A phase is a block. Where it ends, one all-reduce of a few numbers tells every rank whether all have ended it without an
 error, and with the same digests. Nothing is gathered in the good case. Otherwise the texts of the errors are gathered,
@@ -42,6 +42,7 @@ from modelstate.torch_compat.plain import is_sharded
 from modelstate.torch_compat.sharding import (
     all_gather,
     all_reduce_maximum,
+    all_to_all,
     broadcast,
     default_store,
     gloo_group,
@@ -188,18 +189,8 @@ class Agreement:
 
         Raises what `phase` raises.
         """
-        chosen = ""
         with self.phase(name):
-            if self.is_first:
-                chosen = json.dumps(choose())
-        if self.is_collective:
-            size = torch.tensor([len(chosen)])
-            self.broadcast(size, self.ranks, self.ranks[0])
-            data = torch.zeros(int(size), dtype=torch.uint8)
-            data[: len(chosen)] = torch.tensor(list(chosen.encode()), dtype=torch.uint8)
-            self.broadcast(data, self.ranks, self.ranks[0])
-            chosen = bytes(data.tolist()).decode()
-        return json.loads(chosen)
+            return self.on_first(choose)
 
     def texts(self, name: str, text: str) -> list[str]:
         """Returns the text of each rank, in the order of the ranks. Where all are empty, one all-reduce shows it.
@@ -248,6 +239,56 @@ class Agreement:
         """
         position = ranks.index(source)
         self._use_connections(ranks, lambda made: made.broadcast(tensor, position, self.timeout_seconds))
+
+    def on_first(self, function: Callable[[], Any]) -> Any:
+        """Calls a function on the first rank, in a phase. Returns its result, a JSON value, on all ranks.
+
+        Where it raises, the other ranks return None; they raise at the end of the phase.
+
+        Raises:
+            RankLostError: A rank does not take part in time.
+        """
+        if not self.is_collective:
+            return function()
+        result, error = None, None
+        if self.is_first:
+            try:
+                result = function()
+            except BaseException as raised:  # the other ranks wait, also where it is an interrupt
+                error = raised
+        data = bytearray(json.dumps(result).encode())
+        length = torch.tensor([len(data)])
+        self.broadcast(length, self.ranks, self.ranks[0])
+        text = (
+            torch.frombuffer(data, dtype=torch.uint8) if self.is_first else torch.empty(int(length), dtype=torch.uint8)
+        )
+        self.broadcast(text, self.ranks, self.ranks[0])
+        if error is not None:
+            raise error
+        return json.loads(bytes(text.tolist()))
+
+    def exchange(self, sent: Sequence[Sequence[torch.Tensor]], counts: Sequence[int]) -> torch.Tensor:
+        """Sends bytes to the other ranks and receives theirs, in a phase.
+
+        Args:
+            sent: For each rank, tensors of bytes.
+            counts: The number of bytes that come from each rank.
+
+        Returns:
+            The bytes that have come, in the order of the ranks.
+
+        Raises:
+            RankLostError: A rank does not take part in time.
+        """
+        tensor = torch.cat([torch.empty(0, dtype=torch.uint8), *(part for parts in sent for part in parts)])
+        if not self.is_collective:
+            return tensor
+        own_counts = [sum(part.numel() for part in parts) for parts in sent]
+        output = torch.empty(sum(counts), dtype=torch.uint8)
+        self._use_connections(
+            self.ranks, lambda made: made.exchange(output, tensor, counts, own_counts, self.timeout_seconds)
+        )
+        return output
 
     def _use_connections(
         self, ranks: tuple[int, ...], use: "Callable[[_Connections], None]", name: str = "a broadcast"
@@ -341,19 +382,19 @@ class Agreement:
                 texts[what, number] = text
         differing = {what: found for what, found in values.items() if len(found) > 1}
         raise RanksDifferError(
-            f"{' and '.join(differing)} differ between the ranks; {NOTHING_CHANGED}",
+            f"the ranks call {self.call} differently: {' and '.join(differing)} differ; nothing has been changed",
             expected="the same on all ranks of the mesh",
             found="; ".join(
                 f"ranks {_numbers(ranks)}: {texts[what, number]}"
                 for what, found in differing.items()
                 for number, ranks in found.items()
             ),
-            remedy=f"call {self.call} with the same objects and arguments on every rank",
+            remedy=f"call {self.call} with the same model and the same other arguments on every rank",
         )
 
 
 def agreement_of(
-    model: nn.Module,
+    model: "nn.Module | Iterable[torch.Tensor]",
     process_group: "dist.ProcessGroup | None" = None,
     timeout_seconds: float = TIMEOUT_SECONDS,
     call: str = "modelstate.load",
@@ -361,7 +402,7 @@ def agreement_of(
     """Returns the ranks that load or save a model together: those of the mesh of its DTensors.
 
     Args:
-        model: The model.
+        model: The model, or its tensors.
         process_group: The ranks, where they are not those of the mesh.
         timeout_seconds: How long a rank waits for the others.
         call: The function that all ranks call, for errors.
@@ -370,14 +411,17 @@ def agreement_of(
         ProcessGroupError: The model has DTensors, and there is no process group, or one that lacks ranks of a mesh.
     """
     # A program without DTensors has not imported their module, and its models are not searched.
-    is_possible = "torch.distributed.tensor" in sys.modules
-    sharded = [tensor for tensor in tensors_of(modules_of(model)) if is_sharded(tensor)] if is_possible else []
+    sharded: list[Any] = []
+    if "torch.distributed.tensor" in sys.modules:
+        tensors = tensors_of(modules_of(model)) if isinstance(model, nn.Module) else model
+        sharded = [tensor for tensor in tensors if is_sharded(tensor)]
     if not sharded and process_group is None:
         return Agreement((), timeout_seconds, call=call)
+    where = type(model).__name__ if isinstance(model, nn.Module) else "the state"
     if not (dist.is_available() and dist.is_initialized()):
         raise ProcessGroupError(
-            "the model has DTensors, and there is no process group",
-            where=type(model).__name__,
+            "there are DTensors, and there is no process group",
+            where=where,
             expected="a process group on every rank of the mesh",
             remedy=f"torch.distributed.init_process_group() before {call}",
         )
@@ -386,11 +430,11 @@ def agreement_of(
     rank, all_of_meshes = dist.get_rank(), {rank for mesh in meshes for rank in mesh}
     if not all_of_meshes <= set(ranks) or rank not in ranks:
         raise ProcessGroupError(
-            f"a mesh of the model has ranks that do not take part in {call}",
-            where=f"rank {rank}, {type(model).__name__}",
+            f"a mesh of a DTensor has ranks that do not take part in {call}",
+            where=f"rank {rank}, {where}",
             expected=f"meshes within the ranks {_numbers(ranks)}" + ("" if process_group else ", those of one mesh"),
             found=f"meshes over the ranks {_numbers(sorted({rank, *all_of_meshes}))}",
-            remedy="process_group= with a group that has all ranks of all meshes, such as group.WORLD",
+            remedy=f"{call}(process_group=) with a group that has all ranks of all meshes, such as group.WORLD",
         )
     ordered = tuple(sorted(ranks))
     for of_ranks, channel in [key for key in _made if key[0] == ordered]:
@@ -484,6 +528,17 @@ class _Connections:
     def broadcast(self, tensor: torch.Tensor, source: int, timeout_seconds: float) -> None:
         """Copies a contiguous tensor from the rank at a position of the group to the others. Raises as torch does."""
         broadcast(self._group, tensor, source, timeout_seconds)
+
+    def exchange(
+        self,
+        output: torch.Tensor,
+        tensor: torch.Tensor,
+        counts: Sequence[int],
+        own_counts: Sequence[int],
+        timeout_seconds: float,
+    ) -> None:
+        """Sends parts of a tensor to all ranks, and receives theirs. Raises as torch does."""
+        all_to_all(self._group, output, tensor, counts, own_counts, timeout_seconds)
 
     def decide(self, commit: bool) -> bool:
         """Proposes whether to commit; returns what the first rank has proposed. Without the store: its own proposal."""

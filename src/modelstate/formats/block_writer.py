@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import accumulate
 
 import torch
 import xxhash
@@ -111,6 +112,11 @@ class LazyTensor:
     @property
     def itemsize(self) -> int:
         return self.dtype.itemsize
+
+    @property
+    def parts(self) -> tuple[int, ...]:
+        """The bytes of the parts that get digests of their own; empty where blocks are cut from the begin on."""
+        return ()
 
 
 def lazy_tensor(
@@ -245,18 +251,18 @@ class _LazyJob:
 
 def write_blocks(
     output: Output | Uncached | None,
-    start: int,
+    start: int | Sequence[int],
     tensors: Sequence[torch.Tensor | LazyTensor],
     threads: int | None = None,
 ) -> list[str]:
-    """Writes the elements of each tensor, in their order, one tensor behind the other from `start` on.
+    """Writes the elements of each tensor, in their order.
 
     Each thread copies one block at a time. Tensors that are not contiguous in CPU memory, and a `LazyTensor`, are
     copied whole, one at a time in each thread, unless the `LazyTensor` is computed in pieces.
 
     Args:
         output: The file; None only computes the digests.
-        start: The offset of the first tensor.
+        start: The offset of the first tensor, which the others follow one behind the other; or that of each tensor.
         tensors: The tensors.
         threads: The number of threads; by default one for each processor, up to 8.
 
@@ -276,23 +282,24 @@ def write_blocks(
                 return
             tensor = tensors[job.number]
             values = in_a_row(tensor if isinstance(tensor, torch.Tensor) else tensor.make(job.first, job.end))
-            for part in _jobs(job.start, [values]):
+            for part in _jobs([job.start], [values]):
                 assert isinstance(part, _Job)
                 part.blocks = [(job.number, job.block + which, at, nbytes) for _, which, at, nbytes in part.blocks]
                 _write(part, digests, output, buffer)
 
         yield write
 
-    jobs = _jobs(start, tensors)
+    starts = [*accumulate(map(_nbytes, tensors), initial=start)][:-1] if isinstance(start, int) else start
+    jobs = _jobs(starts, tensors)
     for_each(jobs, worker, min(threads or read_threads(), len(jobs)), with_torch=True)
     return ["".join(blocks) for blocks in digests]
 
 
-def _jobs(start: int, tensors: Sequence[torch.Tensor | LazyTensor]) -> list[_Job | _LazyJob]:
+def _jobs(starts: Sequence[int], tensors: Sequence[torch.Tensor | LazyTensor]) -> list[_Job | _LazyJob]:
     """The work of the threads: blocks that are written from where they are, and values to be computed or copied."""
     jobs: list[_Job | _LazyJob] = []
-    job = _Job(start)
-    for number, tensor in enumerate(tensors):
+    job = _Job(0)
+    for number, (start, tensor) in enumerate(zip(starts, tensors, strict=True)):
         nbytes = _nbytes(tensor)
         if not nbytes:
             continue
@@ -302,18 +309,17 @@ def _jobs(start: int, tensors: Sequence[torch.Tensor | LazyTensor]) -> list[_Job
             for block, first in enumerate(range(0, count, step)):
                 at = start + first * tensor.itemsize
                 jobs.append(_LazyJob(at, number, block, first, min(first + step, count)))
-            start += nbytes
-            job = _Job(start)
+            job = _Job(start + nbytes)
             continue
         address = tensor.data_ptr()
         for which, first in enumerate(range(0, nbytes, BLOCK_BYTES)):
             count = min(BLOCK_BYTES, nbytes - first)
-            if not job.blocks or job.nbytes + count > BLOCK_BYTES:
-                job = _Job(start)
+            follows = job.blocks and job.start + job.nbytes == start + first
+            if not follows or job.nbytes + count > BLOCK_BYTES:
+                job = _Job(start + first)
                 jobs.append(job)
             job.blocks.append((number, which, address + first, count))
             job.nbytes += count
-            start += count
     return jobs
 
 

@@ -5,7 +5,8 @@ first are optional:
 
 - `format`, `writer`, `schema`: the versions of this layout, of the program that wrote the file, and of the state.
 - `aliases`: additional names of tensors of the file (tied tensors).
-- `digests`: the XXH3-128 digests of each tensor, one for each block.
+- `digests`: the XXH3-128 digests of each tensor, one for each block. `parts` has the sizes of the parts of tensors that
+  several processes have written; each part has blocks of its own.
 - `subclasses`: tensors of wrapper subclasses, which consist of tensors of the file.
 - `extra`: encoded values other than tensors; `extra_tensors` lists the tensors within them.
 - `attached`: the encoded values that the caller saved beside the state.
@@ -221,14 +222,26 @@ class _Tree:
 def _checksums(fields: Mapping[str, Any], tensors: StoredTensors, where: str) -> Mapping[ByteRange, Checksum]:
     if not fields:
         return {}
-    digests = fields.get("tensors")
-    if fields.get("algorithm") != ALGORITHM or fields.get("block_bytes") != BLOCK_BYTES or type(digests) is not dict:
+    digests, parts = fields.get("tensors"), fields.get("parts", {})
+    is_known = fields.get("algorithm") == ALGORITHM and fields.get("block_bytes") == BLOCK_BYTES
+    if not is_known or type(digests) is not dict or type(parts) is not dict:
         raise damaged(where, f"digests of another kind: {str(fields)[:80]}")
     if not digests.keys() <= tensors.keys():
         _names(list(digests), tensors, where)
     sizes = tensors.nbytes_of(digests)
     values = list(digests.values())
     lengths = [-(-nbytes // BLOCK_BYTES) * HEX for nbytes in sizes]
+    if parts:
+        rows = {name: row for row, name in enumerate(digests)}
+        for name, own in parts.items():
+            if (
+                name not in rows
+                or type(own) is not list
+                or not all(type(nbytes) is int and nbytes > 0 for nbytes in own)
+                or sum(own) != sizes[rows[name]]
+            ):
+                raise damaged(where, f"{quote(name)}: no parts of a tensor: {str(own)[:60]}")
+            lengths[rows[name]] = HEX * sum(-(-nbytes // BLOCK_BYTES) for nbytes in own)
     is_text = {str}.issuperset(map(type, values))
     if not is_text or list(map(len, values)) != lengths or "".join(values).strip(_HEX_DIGITS):
         for name, value, length, nbytes in zip(digests, values, lengths, sizes, strict=True):
@@ -237,7 +250,7 @@ def _checksums(fields: Mapping[str, Any], tensors: StoredTensors, where: str) ->
 
     def by_storage() -> dict[ByteRange, Checksum]:
         return {
-            tensors[name].storage: Checksum(ALGORITHM, BLOCK_BYTES, digest_of_blocks)
+            tensors[name].storage: Checksum(ALGORITHM, BLOCK_BYTES, digest_of_blocks, tuple(parts.get(name, ())))
             for name, digest_of_blocks in digests.items()
         }
 

@@ -510,7 +510,10 @@ class Layout:
 def layout(tensors: Mapping[str, torch.Tensor | LazyTensor], metadata: Metadata) -> Layout:
     """Plans a file. Raises `ValueError` where the header would be larger than the format allows."""
     ordered = sorted(tensors.items(), key=lambda item: -item[1].itemsize)
-    blank = {name: "0" * (HEX * -(-nbytes_of(tensor) // BLOCK_BYTES)) for name, tensor in ordered}
+    blank = {
+        name: "0" * (HEX * sum(-(-part // BLOCK_BYTES) for part in parts_of(tensor) or (nbytes_of(tensor),)))
+        for name, tensor in ordered
+    }
     return Layout(ordered, metadata, len(_header(ordered, metadata(blank))))
 
 
@@ -531,6 +534,11 @@ def write(output: Output, planned: Layout, threads: int | None = None) -> Writte
     output.reserve(planned.nbytes)
     with past_page_cache(output, planned.nbytes) as file:
         hashes = write_blocks(file, planned.header_bytes, [tensor for _, tensor in planned.tensors], threads)
+    return write_header(output, planned, hashes)
+
+
+def write_header(output: Output, planned: Layout, hashes: Sequence[str]) -> Written:
+    """Writes the header of a file, whose tensors have these digests, in the order of their bytes."""
     digests = {name: value for (name, _), value in zip(planned.tensors, hashes, strict=True)}
     header = _header(planned.tensors, planned.metadata(digests))
     assert len(header) == planned.header_bytes
@@ -559,6 +567,12 @@ def _shape(tensor: torch.Tensor | LazyTensor) -> list[int]:
 def nbytes_of(tensor: torch.Tensor | LazyTensor) -> int:
     """The number of bytes of the elements."""
     return tensor.numel() * tensor.itemsize
+
+
+def parts_of(tensor: torch.Tensor | LazyTensor) -> tuple[int, ...]:
+    """The bytes of the parts of a tensor that get digests of their own; empty for a tensor in memory."""
+    parts: tuple[int, ...] = getattr(tensor, "parts", ())
+    return parts
 
 
 def listed_problems(problems: Mapping[Any, str], most: int = 8) -> str:

@@ -2,7 +2,7 @@
 
 import json
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeGuard
 
@@ -18,12 +18,14 @@ from modelstate.formats.safetensors import listed_problems, why_not
 from modelstate.formats.tree import EXTRA_STATE
 from modelstate.spec import bytes_key
 from modelstate.text_format import quote
-from modelstate.torch_compat.plain import remedies_for
+from modelstate.torch_compat.plain import is_sharded, remedies_for
 from modelstate.torch_compat.values import version_metadata
 from modelstate.version import __version__
 
 _TORCHS_OWN = ("torch.distributed.", "torch.nested.", "torch._subclasses.")
 """Modules of wrapper subclasses that their parts do not describe completely."""
+OfShard = Callable[[torch.Tensor], LazyTensor | str]
+"""Returns what is written for a DTensor, or the reason why it cannot be written."""
 _MAX_DEPTH = 90
 _MAX_NODES = 5_000_000
 """The limit of values: a few shared lists can stand for more values than any memory holds."""
@@ -55,7 +57,11 @@ class SerializedState:
         manifest: dict[str, object] = {"format": FORMAT, "writer": f"{KEY} {__version__}"}
         if schema is not None:
             manifest["schema"] = schema
-        manifest["digests"] = {"algorithm": ALGORITHM, "block_bytes": BLOCK_BYTES, "tensors": dict(digests)}
+        fields: dict[str, object] = {"algorithm": ALGORITHM, "block_bytes": BLOCK_BYTES, "tensors": dict(digests)}
+        lazy = {name: tensor for name, tensor in self.tensors.items() if isinstance(tensor, LazyTensor)}
+        if parts := {name: list(tensor.parts) for name, tensor in lazy.items() if tensor.parts}:
+            fields["parts"] = parts
+        manifest["digests"] = fields
         for key in ("aliases", "subclasses", "versions", "extra", "extra_tensors", "tree", "attached"):
             if value := getattr(self, key):
                 manifest[key] = value
@@ -63,7 +69,12 @@ class SerializedState:
 
 
 def serialize(
-    state: Any, where: str, attached: Mapping[str, object] | None = None, *, as_tree: bool = False
+    state: Any,
+    where: str,
+    attached: Mapping[str, object] | None = None,
+    *,
+    as_tree: bool = False,
+    of_shard: OfShard | None = None,
 ) -> SerializedState:
     """Splits a state into plain tensors and a manifest.
 
@@ -75,6 +86,7 @@ def serialize(
         where: The target, for messages.
         attached: Values that are saved beside the state.
         as_tree: Whether a flat state is written as a tree, too.
+        of_shard: Called with each DTensor. Without it, DTensors are refused.
 
     Raises:
         UnsavableError: Tensors or names cannot be stored; the error lists all of them.
@@ -85,7 +97,7 @@ def serialize(
         or (isinstance(name, str) and is_unicode(name) and name.rpartition(".")[2] == EXTRA_STATE)
         for name, value in state.items()
     )
-    serializer = _Serializer(where, map(str, state) if isinstance(state, Mapping) else ())
+    serializer = _Serializer(where, map(str, state) if isinstance(state, Mapping) else (), of_shard)
     if is_flat:
         serializer.add_flat(state)
     else:
@@ -101,8 +113,8 @@ def _is_tensor(value: object) -> TypeGuard[torch.Tensor | LazyTensor]:
 
 
 class _Serializer:
-    def __init__(self, where: str, names: Iterable[str]) -> None:
-        self.state = SerializedState()
+    def __init__(self, where: str, names: Iterable[str], of_shard: OfShard | None) -> None:
+        self.state, self._of_shard = SerializedState(), of_shard
         self._where = where
         self._wrong: dict[object, str] = {}
         """The names that cannot be stored, with the reasons."""
@@ -168,6 +180,12 @@ class _Serializer:
             return name
         if isinstance(tensor, torch.Tensor) and _is_wrapper(tensor):
             return self._add_subclass(name, tensor)
+        if self._of_shard is not None and isinstance(tensor, torch.Tensor) and is_sharded(tensor):
+            shard = self._of_shard(tensor)
+            if isinstance(shard, str):
+                self._wrong[name] = shard
+                return str(name)
+            tensor = shard
         if problem := why_not(name, tensor):
             self._wrong[name] = problem
             self._refused.append(tensor)

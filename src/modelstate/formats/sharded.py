@@ -24,10 +24,11 @@ import os
 import re
 import stat
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
+from dataclasses import dataclass
 from pathlib import PurePosixPath, PureWindowsPath
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from modelstate.errors import (
     DamagedFileError,
@@ -44,6 +45,7 @@ from modelstate.formats.safetensors import (
     JsonLimitError,
     Layout,
     RepeatedKeyError,
+    Written,
     layout,
     nbytes_of,
     parse_object,
@@ -74,7 +76,7 @@ if TYPE_CHECKING:
     import torch
 
     from modelstate.formats.block_writer import LazyTensor
-    from modelstate.formats.serialize import SerializedState
+    from modelstate.formats.serialize import OfShard, SerializedState
 
 MAX_INDEX_BYTES = 100_000_000
 MAX_NAMES = 1_000_000
@@ -438,28 +440,82 @@ def _named_in(index: str) -> frozenset[str] | None:
 
 
 SHARD_METADATA = {"format": "pt"}
+Files = dict[str, int]
+"""The sizes of files by path."""
+Outputs = Callable[[], Generator[Output]]
+
+
+class Writer(Protocol):
+    """Writes the files of a checkpoint, in this process alone or together with other ranks."""
+
+    @property
+    def of_shard(self) -> OfShard | None:
+        """The argument of `serialize` for DTensors; None where they are refused."""
+
+    def planning(self) -> AbstractContextManager[None]:
+        """A block before `write`, whose errors reach all processes."""
+
+    def write(
+        self, layouts: Sequence[Layout], outputs: Outputs, compared: Callable[[], Sequence[object]]
+    ) -> Sequence[Written]:
+        """Writes files, which are durable when it returns, but for their names.
+
+        Args:
+            layouts: What the files hold.
+            outputs: Creates the files one after the other. Of several processes only the first one calls it.
+            compared: Returns what else must be equal in all processes.
+
+        Returns:
+            The digests of the files; in the other processes nothing.
+        """
+
+    def commit(self, put: Callable[[], Files]) -> Files:
+        """Returns what `put` returns, which only the first process calls: it puts the files in their places."""
+
+
+@dataclass(frozen=True, slots=True)
+class LocalWriter:
+    """Writes the files of a checkpoint in this process, with a number of threads."""
+
+    threads: int | None = None
+    of_shard: OfShard | None = None
+
+    def planning(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def write(
+        self, layouts: Sequence[Layout], outputs: Outputs, compared: Callable[[], Sequence[object]]
+    ) -> Sequence[Written]:
+        written = []
+        with closing(outputs()) as opened:
+            for planned, output in zip(layouts, opened, strict=True):
+                written.append(write_tensors(output, planned, self.threads))
+        return written
+
+    def commit(self, put: Callable[[], Files]) -> Files:
+        return put()
 
 
 def write_checkpoint(
     state: SerializedState,
     path: str,
     *,
+    writer: Writer,
     schema: str | None = None,
     shard_bytes: int | None = None,
     overwrite: bool = True,
-    threads: int | None = None,
     metadata: Mapping[str, str] | None = None,
     lock_timeout_seconds: float = LOCK_TIMEOUT_SECONDS,
-) -> dict[str, int]:
+) -> Files:
     """Writes a state to one file, or to shards with an index.
 
     Args:
         state: The state.
         path: The target.
+        writer: The process or the ranks that write it.
         schema: The version of the state.
         shard_bytes: The largest size of the tensors of a file; a larger state is written in shards.
         overwrite: Whether existing files are replaced.
-        threads: The number of threads; by default one for each processor, up to 8.
         metadata: Additional text for `__metadata__`, which other tools display.
         lock_timeout_seconds: How long to wait for the lock of the directory.
 
@@ -472,15 +528,46 @@ def write_checkpoint(
     Also raises what `write_file` raises. The previous files are then untouched, and no other file is left.
     """
     text = {**(metadata or {}), **SHARD_METADATA}
-    planned = _planned(state, path, schema, text)
-    if shard_bytes is None or sum(map(nbytes_of, state.tensors.values())) <= shard_bytes:
-        return write_file(
-            path,
-            lambda output: write_tensors(output, planned, threads),
-            overwrite=overwrite,
-            lock_timeout_seconds=lock_timeout_seconds,
-        )
-    return _write_shards(state, path, schema, shard_bytes, overwrite, threads, text, lock_timeout_seconds)
+    total_bytes = sum(map(nbytes_of, state.tensors.values()))
+    index = path + INDEX_SUFFIX
+    groups = [] if shard_bytes is None or total_bytes <= shard_bytes else in_shards(state.tensors, shard_bytes)
+    with writer.planning():
+        planned = _planned(state, path, schema, text)
+        layouts = [layout(group, lambda _: text) for group in groups] or [planned]
+    with write_errors(path), ExitStack() as opened:
+        output: Output | None = None
+        unfinished: list[str] = []
+
+        def outputs() -> Generator[Output]:
+            nonlocal output, unfinished
+            check_both(path, overwrite)
+            mode = existing_mode(index, path) if groups else existing_mode(path, index)
+            output = opened.enter_context(unfinished_file(path, mode, lock_timeout_seconds))
+            if not groups:
+                yield output
+                return
+            unfinished = opened.enter_context(_removed_on_error(output, index))
+            for number in range(1, len(groups) + 1):
+                unfinished.append(output.numbered_path(number))
+                with new_file(unfinished[-1], mode) as shard:
+                    yield shard
+
+        def compared() -> Sequence[object]:
+            return os.path.basename(path), overwrite, shard_bytes, planned.metadata({})
+
+        written = writer.write(layouts, outputs, compared)
+
+        def put() -> Files:
+            assert output is not None
+            if not groups:
+                return _put_file(output, path, overwrite, lock_timeout_seconds)
+            names = shard_names(path, [file.content for file in written])
+            digests = {name: value for file in written for name, value in file.digests.items()}
+            output.append(index_of(dict(zip(names, groups, strict=True)), total_bytes, state.manifest(schema, digests)))
+            sizes = {name: planned.nbytes for name, planned in zip(names, layouts, strict=True)}
+            return _put_shards(output, path, unfinished, sizes, overwrite, lock_timeout_seconds)
+
+        return writer.commit(put)
 
 
 def write_file(
@@ -489,7 +576,7 @@ def write_file(
     *,
     overwrite: bool,
     lock_timeout_seconds: float = LOCK_TIMEOUT_SECONDS,
-) -> dict[str, int]:
+) -> Files:
     """Puts a file at a path, and removes the index and the shards that were there. Returns the path and its size.
 
     Raises:
@@ -502,13 +589,46 @@ def write_file(
     mode = existing_mode(path, path + INDEX_SUFFIX)
     with write_errors(path), unfinished_file(path, mode, lock_timeout_seconds) as output:
         write_to(output)
-        output.sync()
-        with locked_directory(os.path.dirname(path), lock_timeout_seconds):
-            check_both(path, overwrite)
-            old = old_files(path)
-            put_durably(output.path, path, overwrite)
-            remove_all(old)
-        return {path: output.nbytes}
+        return _put_file(output, path, overwrite, lock_timeout_seconds)
+
+
+def _put_file(output: Output, path: str, overwrite: bool, lock_timeout_seconds: float) -> Files:
+    """Puts a finished file at a path, durably, and removes the index and the shards that were there."""
+    output.sync()
+    with locked_directory(os.path.dirname(path), lock_timeout_seconds):
+        check_both(path, overwrite)
+        old = old_files(path)
+        put_durably(output.path, path, overwrite)
+        remove_all(old)
+    return {path: output.nbytes}
+
+
+def _put_shards(
+    output: Output,
+    path: str,
+    unfinished: list[str],
+    sizes: Mapping[str, int],
+    overwrite: bool,
+    lock_timeout_seconds: float,
+) -> Files:
+    """Puts finished shards beside a path, and their index, durably; removes what was there.
+
+    A shard that has got its name is added to `unfinished`, unless a file had it before.
+    """
+    directory, index = os.path.dirname(path), path + INDEX_SUFFIX
+    output.sync()
+    paths = [os.path.join(directory, name) for name in sizes]
+    with locked_directory(directory, lock_timeout_seconds):
+        check_both(path, overwrite)
+        old = old_files(path, but=(index, *paths))
+        for shard, target in zip(list(unfinished), paths, strict=True):
+            if not os.path.lexists(target):
+                unfinished.append(target)
+            system.replace(shard, target)
+        sync_directory(directory)
+        put_durably(output.path, index, overwrite, instead_of=path)
+        remove_all(old)
+    return {index: output.nbytes, **dict(zip(paths, sizes.values(), strict=True))}
 
 
 def check_both(path: str, overwrite: bool) -> None:
@@ -518,13 +638,13 @@ def check_both(path: str, overwrite: bool) -> None:
 
 
 def _planned(state: SerializedState, path: str, schema: str | None, entries: Mapping[str, str]) -> Layout:
-    def metadata(digests: dict[str, str]) -> dict[str, str]:
+    def metadata(digests: Mapping[str, str]) -> dict[str, str]:
         text = state.manifest(schema, digests)
         check_size(text)
         return {**entries, KEY: text}
 
     try:
-        return layout(state.tensors, metadata)  # type: ignore[arg-type]
+        return layout(state.tensors, metadata)
     except ValueError as error:
         raise UnsavableError(
             "this is more than the header of a safetensors file holds",
@@ -532,50 +652,6 @@ def _planned(state: SerializedState, path: str, schema: str | None, entries: Map
             found=error,
             remedy="save the parts in files of their own; large values are better kept as tensors or arrays",
         ) from error
-
-
-def _write_shards(
-    state: SerializedState,
-    path: str,
-    schema: str | None,
-    shard_bytes: int,
-    overwrite: bool,
-    threads: int | None,
-    metadata: Mapping[str, str],
-    lock_timeout_seconds: float,
-) -> dict[str, int]:
-    directory, index = os.path.dirname(path), path + INDEX_SUFFIX
-    groups = in_shards(state.tensors, shard_bytes)
-    digests: dict[str, str] = {}
-    contents: list[str] = []
-    sizes: list[int] = []
-    check_both(path, overwrite)
-    mode = existing_mode(index, path)
-    unfinished = unfinished_file(path, mode, lock_timeout_seconds)
-    with write_errors(path), unfinished as output, _removed_on_error(output, index) as shards:
-        for number, group in enumerate(groups, 1):
-            shards.append(output.numbered_path(number))
-            with new_file(shards[-1], mode) as shard:
-                written = write_tensors(shard, layout(group, lambda _: metadata), threads)
-            digests |= written.digests
-            contents.append(written.content)
-            sizes.append(shard.nbytes)
-        names = shard_names(path, contents)
-        total_bytes = sum(map(nbytes_of, state.tensors.values()))
-        output.append(index_of(dict(zip(names, groups, strict=True)), total_bytes, state.manifest(schema, digests)))
-        output.sync()
-        paths = [os.path.join(directory, name) for name in names]
-        with locked_directory(directory, lock_timeout_seconds):
-            check_both(path, overwrite)
-            old = old_files(path, but=(index, *paths))
-            for unfinished_shard, target in zip(list(shards), paths, strict=True):
-                if not os.path.lexists(target):
-                    shards.append(target)
-                system.replace(unfinished_shard, target)
-            sync_directory(directory)
-            put_durably(output.path, index, overwrite, instead_of=path)
-            remove_all(old)
-        return {index: output.nbytes, **dict(zip(paths, sizes, strict=True))}
 
 
 @contextmanager

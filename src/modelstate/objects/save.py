@@ -1,20 +1,28 @@
 """Saves a module, a state dict, or a tree of objects and values to a file: `modelstate.save`."""
 
 import os
-from collections.abc import Mapping
+import sys
+from collections.abc import Iterator, Mapping
 from time import perf_counter
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import nn
 
 from modelstate.checkpoint.checkpoint import Checkpoint
 from modelstate.checkpoint.open import argument_order, is_module, is_path
 from modelstate.checkpoint.write import SaveReport, StateToWrite, check_options, streamed, target_path, write_state
-from modelstate.errors import ModelCodeError, ModelStateError, SaveTargetError
+from modelstate.distributed.agreement import TIMEOUT_SECONDS, Agreement, agreement_of
+from modelstate.distributed.writing import PLANNING, CollectiveWriter
+from modelstate.errors import ModelCodeError, ModelStateError, SaveTargetError, UnsavableError
 from modelstate.formats.sharded import check_both
 from modelstate.io.atomic import LOCK_TIMEOUT_SECONDS
+from modelstate.loading.options import check_timeout
 from modelstate.objects.objects import capture, holds_stateful, targets_of
-from modelstate.torch_compat.modules import unwrapped
+from modelstate.problems import GATHER
+from modelstate.torch_compat.modules import modules_of, tensors_of, unwrapped
+from modelstate.torch_compat.sharding import reshard
 
 
 @argument_order("ms.save", lambda value: is_module(value) or isinstance(value, Mapping), is_path)
@@ -28,6 +36,8 @@ def save(
     schema: str | None = None,
     overwrite: bool = True,
     lock_timeout_seconds: float = LOCK_TIMEOUT_SECONDS,
+    process_group: "dist.ProcessGroup | None" = None,
+    timeout_seconds: float = TIMEOUT_SECONDS,
 ) -> SaveReport:
     """Saves a module, a state dict, or a tree of objects and values, and returns when it is on the disk.
 
@@ -54,6 +64,9 @@ def save(
         schema: a name, not empty, for the naming scheme of the state; it comes back in `Checkpoint.metadata`.
         overwrite: whether an existing checkpoint may be replaced.
         lock_timeout_seconds: how long to wait for the lock of the directory, by which processes that save take turns.
+        process_group: the ranks that save together, where the target has DTensors. None stands for the ranks of their
+            mesh.
+        timeout_seconds: how long a rank waits for the other ranks.
 
     Returns:
         What was written, and how long it took.
@@ -77,12 +90,21 @@ def save(
         >>> ms.save({"model": model, "optimizer": optimizer, "epoch": 3}, "run.safetensors")
     """
     begin = perf_counter()
-    where = target_path(path)
-    chosen = check_options(where, format, shard_size_bytes, lock_timeout_seconds, extra, schema)
-    check_both(where, overwrite)
-    state = streamed(target) if isinstance(target, Checkpoint) else StateToWrite(_state_of(target))
-    state.attached = state.attached if extra is None else extra
-    state.schema = state.schema if schema is None else schema
+    agreement = _agreement_of(target, process_group, check_timeout(timeout_seconds))
+    with agreement.before(PLANNING):
+        where = target_path(path)
+        chosen = check_options(where, format, shard_size_bytes, lock_timeout_seconds, extra, schema)
+        if agreement.is_first:
+            check_both(where, overwrite)
+        if agreement.ranks and chosen == "torch":
+            raise UnsavableError(
+                "a file of torch.save cannot be written by several ranks, and cannot have DTensors",
+                where=where,
+                remedy=f"give a path that ends in .safetensors, or {GATHER}",
+            )
+        state = streamed(target) if isinstance(target, Checkpoint) else StateToWrite(_state_of(target))
+        state.attached = state.attached if extra is None else extra
+        state.schema = state.schema if schema is None else schema
     return write_state(
         state,
         where,
@@ -91,7 +113,34 @@ def save(
         shard_bytes=shard_size_bytes,
         overwrite=overwrite,
         lock_timeout_seconds=lock_timeout_seconds,
+        writer=CollectiveWriter(agreement, where) if agreement.ranks else None,
     )
+
+
+def _agreement_of(target: object, process_group: "dist.ProcessGroup | None", timeout_seconds: float) -> Agreement:
+    """Returns the ranks that save together: those of the mesh of the DTensors in a target."""
+    tensors: list[torch.Tensor] = []
+    if "torch.distributed.tensor" in sys.modules and not isinstance(target, Checkpoint):
+        for value in _values(target):
+            if isinstance(value, nn.Module):
+                reshard(value)
+                tensors += tensors_of(modules_of(value))
+            elif isinstance(value, torch.Tensor):
+                tensors.append(value)
+    return agreement_of(tensors, process_group, timeout_seconds, "modelstate.save")
+
+
+def _values(target: object) -> Iterator[object]:
+    """Yields what is within containers, each of which is visited once."""
+    seen: set[int] = set()
+    stack = [target]
+    while stack:
+        value = stack.pop()
+        if not isinstance(value, Mapping | list | tuple):
+            yield value
+        elif id(value) not in seen:
+            seen.add(id(value))
+            stack += value.values() if isinstance(value, Mapping) else value
 
 
 def _state_of(target: object) -> Mapping[Any, object]:

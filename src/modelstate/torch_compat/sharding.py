@@ -163,6 +163,31 @@ def broadcast(group: Any, tensor: torch.Tensor, source: int, timeout_seconds: fl
     group.broadcast([tensor], options).wait(options.timeout)
 
 
+def all_to_all(
+    group: Any,
+    output: torch.Tensor,
+    tensor: torch.Tensor,
+    counts: Sequence[int],
+    own_counts: Sequence[int],
+    timeout_seconds: float,
+) -> None:
+    """Sends parts of a tensor to the ranks of a group, in their order. Raises `RuntimeError` as `all_gather` does.
+
+    Args:
+        group: The group.
+        output: Gets the parts of the ranks, one behind the other.
+        tensor: The parts for the ranks, one behind the other.
+        counts: The elements that come from each rank.
+        own_counts: The elements that go to each rank.
+        timeout_seconds: How long to wait for the other ranks.
+    """
+    from torch._C._distributed_c10d import AllToAllOptions
+
+    options: Any = AllToAllOptions()
+    options.timeout = datetime.timedelta(seconds=timeout_seconds)
+    group.alltoall_base(output, tensor, list(counts), list(own_counts), options).wait()
+
+
 # Modules of FSDP2.
 
 

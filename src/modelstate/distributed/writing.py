@@ -1,0 +1,560 @@
+"""Writes a checkpoint with all ranks: each rank writes its regions of the tensors straight into the final files.
+
+A region is a range of rows and columns of a tensor, seen as a matrix. Where it is a few long runs of the bytes of the
+tensor, the rank that holds it writes them where they belong. Short runs, as the columns of `Shard(1)` or a bias on many
+ranks, are exchanged first, a few megabytes at a time, so that one rank has whole rows. So a file is written in parts
+that are long and contiguous, each with digests of its own, and their number does not grow with the number of ranks.
+
+All ranks plan the same parts, from the global shapes and placements. What is the same on several ranks (replicas, and
+tensors that are no DTensors) is written once; the ranks share that work. No tensor is gathered. The digests go to the
+first rank, which writes the headers.
+
+Invariant: between two collectives of a phase no rank raises, except where a rank is lost: the others would wait.
+"""
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from itertools import accumulate, product
+from math import prod
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from modelstate.distributed.agreement import Agreement, Digest
+from modelstate.distributed.shards import local_shard, shard_of
+from modelstate.errors import RanksDifferError
+from modelstate.formats.block_writer import LazyTensor, in_a_row, past_page_cache, write_blocks
+from modelstate.formats.manifest import BLOCK_BYTES, HEX
+from modelstate.formats.safetensors import Layout, Written, nbytes_of, write_header
+from modelstate.formats.sharded import Files, Outputs
+from modelstate.io import system
+from modelstate.io.atomic import Output, write_errors
+from modelstate.io.engine import memory_at
+from modelstate.text_format import count
+from modelstate.torch_compat.plain import why_not_plain
+from modelstate.torch_compat.private import storage_id
+from modelstate.torch_compat.sharding import is_split, local_tensor
+
+PART_BYTES = 1 << 20
+"""A tensor whose runs are shorter than that on average is exchanged."""
+MOST_PARTS = 400_000
+"""About the most parts of a checkpoint, so that a manifest has room for their digests: those of a large checkpoint are
+larger."""
+ROUND_BYTES = 16 << 20
+"""About the most bytes that a rank receives at once when rows are exchanged."""
+
+PLANNING, CREATING, OPENING = "planning", "creating the files", "opening the files"
+WRITING, FINISHING, COMMIT = "writing", "writing the headers", "the commit"
+"""The phases of a save. Each ends with a vote of all ranks."""
+
+_Mesh = tuple[tuple[int, ...], tuple[int, ...]]
+"""The shape of a mesh, and its ranks in the order of their coordinates."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Region:
+    """What some ranks hold of a tensor, which is seen as a matrix."""
+
+    ranks: tuple[int, ...]
+    rows: tuple[range, ...]
+    """In the order in which they lie in the local tensor; so are the columns."""
+    columns: tuple[range, ...]
+
+    @property
+    def width(self) -> int:
+        """The elements of a row of the local tensor."""
+        return sum(map(len, self.columns))
+
+    def runs(self, row_elements: int) -> Iterator[range]:
+        """Yields the ranges of elements of the whole tensor."""
+        if self.width == row_elements:
+            yield from (range(rows.start * row_elements, rows.stop * row_elements) for rows in self.rows)
+        else:
+            for row in (row for rows in self.rows for row in rows):
+                yield from (
+                    range(row * row_elements + own.start, row * row_elements + own.stop) for own in self.columns
+                )
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A range of elements of a tensor that one rank writes."""
+
+    start: int
+    end: int
+    ranks: tuple[int, ...]
+    """The ranks of which any may write it."""
+    region: _Region | None
+    """The region that it is part of; None where whole rows are exchanged."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    """The parts of a tensor, in the order of its bytes."""
+
+    row_elements: int
+    regions: tuple[_Region, ...]
+    parts: tuple[_Part, ...]
+
+
+@lru_cache(maxsize=4096)
+def _parts_of(shape: tuple[int, ...], placements: tuple[Any, ...], mesh: _Mesh, itemsize: int, least: int) -> _Parts:
+    """Returns the parts of a tensor over a mesh. The tensors of a model have few different layouts."""
+    mesh_shape, ranks = mesh
+    holders: dict[Any, list[int]] = {}
+    for rank, coordinate in zip(ranks, product(*map(range, mesh_shape)), strict=True):
+        holders.setdefault(local_shard(shape, placements, mesh_shape, coordinate), []).append(rank)
+    split = [placement.dim % len(shape) for placement in placements if is_split(placement)]
+    # Rows are made of the dimensions before the last one that is split.
+    dim = max([*split, 1]) if shape else 0
+    row_elements, inner = prod(shape[dim:]), prod(shape[dim + 1 :])
+    regions = []
+    for shard, own in holders.items():
+        if shard.numel:
+            rows = [range(1)]
+            for size, runs in zip(shape[:dim], shard.runs[:dim], strict=True):
+                rows = _within(rows, size, runs)
+            columns = (
+                [range(run.start * inner, run.stop * inner) for run in shard.runs[dim]] if shard.runs[dim:] else []
+            )
+            regions.append(_Region(tuple(own), tuple(rows), tuple(columns or [range(row_elements)])))
+    nbytes = prod(shape) * itemsize
+    if not nbytes:
+        return _Parts(row_elements, (), ())
+    runs_of = [len(r.rows) if r.width == row_elements else sum(map(len, r.rows)) * len(r.columns) for r in regions]
+    if sum(runs_of) == 1 or nbytes // sum(runs_of) >= least or row_elements * itemsize > ROUND_BYTES:
+        parts = [
+            _Part(start, min(start + step, run.stop), region.ranks, region)
+            for region in regions
+            for run in region.runs(row_elements)
+            for step in [_share(len(run), itemsize, len(region.ranks))]
+            for start in range(run.start, run.stop, step)
+        ]
+        return _Parts(row_elements, tuple(regions), tuple(sorted(parts, key=lambda part: part.start)))
+    step = max(1, max(BLOCK_BYTES, least) // (row_elements * itemsize)) * row_elements
+    starts = range(0, prod(shape), step)
+    exchanged = (_Part(start, min(start + step, prod(shape)), ranks, None) for start in starts)
+    return _Parts(row_elements, tuple(regions), tuple(exchanged))
+
+
+def _within(rows: Sequence[range], size: int, runs: Sequence[range]) -> list[range]:
+    """Returns the indices of two dimensions as those of one, for indices of the first one and runs of the second."""
+    if sum(map(len, runs)) == size and len(runs) == 1:
+        return [range(own.start * size, own.stop * size) for own in rows]
+    found: list[range] = []
+    for row in (row for own in rows for row in own):
+        for run in runs:
+            start, stop = row * size + run.start, row * size + run.stop
+            if found and found[-1].stop == start:
+                found[-1] = range(found[-1].start, stop)
+            else:
+                found.append(range(start, stop))
+    return found
+
+
+def _replicated(elements: int, itemsize: int, ranks: tuple[int, ...]) -> _Parts:
+    """Returns the parts of a tensor that all ranks hold."""
+    region = _Region(ranks, (range(elements),), (range(1),))
+    step = _share(elements, itemsize, len(ranks))
+    starts = range(0, elements, step) if elements else ()
+    return _Parts(1, (region,), tuple(_Part(start, min(start + step, elements), ranks, region) for start in starts))
+
+
+def _share(elements: int, itemsize: int, ranks: int) -> int:
+    """Returns the elements that each of several ranks writes of a run that all of them hold: whole blocks."""
+    unit = BLOCK_BYTES // itemsize
+    return elements if ranks == 1 else -(-elements // (ranks * unit)) * unit
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ShardedTensor(LazyTensor):
+    """A DTensor that all of its ranks write together. Created by `CollectiveWriter.of_shard`."""
+
+    local: torch.Tensor
+    """The local tensor."""
+    placements: tuple[Any, ...]
+    mesh: _Mesh
+    writer: "CollectiveWriter"
+
+    def with_local(self, local: torch.Tensor) -> "ShardedTensor":
+        """Returns the same tensor with another local tensor, such as a copy."""
+        return replace(self, local=local)
+
+    @property
+    def parts(self) -> tuple[int, ...]:
+        sizes = [(part.end - part.start) * self.itemsize for part in self.parts_on(self.mesh).parts]
+        return tuple(sizes) if any(nbytes % BLOCK_BYTES for nbytes in sizes[:-1]) else ()
+
+    def parts_on(self, mesh: _Mesh) -> _Parts:
+        """Returns the parts, for the ranks of a mesh of the same shape."""
+        return _parts_of(self.shape, self.placements, mesh, self.itemsize, self.writer.least_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """A part of a tensor that one rank writes to a place in a file."""
+
+    tensor: torch.Tensor | LazyTensor
+    at: int
+    """Bytes from the beginning of the file."""
+    part: _Part
+    rank: int
+    parts: _Parts
+
+    @property
+    def nbytes(self) -> int:
+        return (self.part.end - self.part.start) * self.tensor.itemsize
+
+    @property
+    def digest_length(self) -> int:
+        return HEX * -(-self.nbytes // BLOCK_BYTES)
+
+
+class CollectiveWriter:
+    """Writes the files of a checkpoint with all ranks of an agreement: a `modelstate.formats.sharded.Writer`.
+
+    Args:
+        agreement: The ranks.
+        path: The target, as this rank names it. The files are created in its directory.
+    """
+
+    def __init__(self, agreement: Agreement, path: str) -> None:
+        self._agreement, self._path = agreement, path
+        self._ranks = agreement.ranks or (dist.get_rank(),)
+        self._total_bytes = 0
+
+    @cached_property
+    def least_bytes(self) -> int:
+        """The length from which on runs are written where they are held. Fixed when the first file is planned."""
+        return max(PART_BYTES, self._total_bytes // MOST_PARTS)
+
+    def of_shard(self, tensor: torch.Tensor) -> LazyTensor | str:
+        """Returns what is written for a DTensor, or the reason why it cannot be written, for `serialize`.
+
+        Raises:
+            ShardingError: A placement is `Partial` or unknown.
+        """
+        shard_of(tensor)
+        held: Any = tensor
+        local = local_tensor(tensor).detach()
+        if problem := why_not_plain(local):
+            return f"a DTensor whose local tensor is {problem}"
+        mesh = tuple(held.device_mesh.shape), tuple(map(int, held.device_mesh.mesh.flatten()))
+        shape, placements, nbytes = tuple(tensor.shape), tuple(held.placements), tensor.numel() * tensor.itemsize
+        # Ties must be the same on ranks whose local tensor is empty, where no two tensors share an address.
+        key = (storage_id(local), local.storage_offset(), local.stride(), shape, placements, tensor.dtype)
+        self._total_bytes += nbytes
+        return ShardedTensor(
+            tensor.dtype, shape, key, _make, True, 0, {key: nbytes}, local, placements, mesh, writer=self
+        )
+
+    def planning(self) -> AbstractContextManager[None]:
+        """A block before `write`, whose errors reach all ranks."""
+        return self._agreement.before(PLANNING)
+
+    def write(
+        self, layouts: Sequence[Layout], outputs: Outputs, compared: Callable[[], Sequence[object]]
+    ) -> Sequence[Written]:
+        """Writes files, as `modelstate.formats.sharded.Writer.write` describes.
+
+        Raises:
+            RanksDifferError: The ranks have different states or arguments, or do not see the same directory.
+            RankLostError: A rank did not take part in time.
+            WriteFailedError: An I/O error on any rank.
+
+        No error leaves a file, but for what the first rank has created; the caller removes that.
+        """
+        agreement, directory = self._agreement, os.path.dirname(self._path)
+        with agreement.phase(PLANNING, lambda: self._digests(layouts, compared)):
+            meshes = self._meshes(layouts)
+        with agreement.phase(CREATING), write_errors(self._path):
+            names, first_meshes = agreement.on_first(lambda: (self._create(layouts, outputs), meshes)) or ([], [])
+        paths = [os.path.join(directory, name) for name in names]
+        with agreement.phase(OPENING), write_errors(self._path):
+            _check_visible(paths, directory)
+        # Ranks of other replicas may have meshes of their own: those of the first rank write.
+        files = self._pieces(layouts, {own: _mesh(first) for own, first in zip(meshes, first_meshes, strict=True)})
+        with agreement.phase(WRITING), write_errors(self._path):
+            hashes = self._write(layouts, paths, files)
+        with agreement.phase(FINISHING, decides=True), write_errors(self._path):
+            return self._finish(layouts, paths, files, hashes)
+
+    def commit(self, put: Callable[[], Files]) -> Files:
+        """Returns on all ranks what `put` returns, which the first rank calls."""
+        effect = f"{self._path} has the old checkpoint or the new one, in full"
+        with self._agreement.phase(COMMIT, effect=effect), write_errors(self._path):
+            files: Files = self._agreement.on_first(put)
+            return files
+
+    # The plan, which is the same on all ranks.
+
+    def _meshes(self, layouts: Sequence[Layout]) -> list[_Mesh]:
+        tensors = (tensor for planned in layouts for _, tensor in planned.tensors)
+        return list(dict.fromkeys(tensor.mesh for tensor in tensors if isinstance(tensor, ShardedTensor)))
+
+    def _digests(self, layouts: Sequence[Layout], compared: Callable[[], Sequence[object]]) -> list[Digest]:
+        meshes = self._meshes(layouts)
+        described: list[object] = []
+        plain: list[torch.Tensor] = []
+        for planned in layouts:
+            described.append(planned.header_bytes)
+            for name, tensor in planned.tensors:
+                described += [name, tensor.dtype, tuple(tensor.shape)]
+                if isinstance(tensor, ShardedTensor):
+                    described += [tensor.placements, tensor.mesh[0], meshes.index(tensor.mesh)]
+                elif isinstance(tensor, torch.Tensor):
+                    plain.append(tensor)
+        total = sum(len(planned.tensors) for planned in layouts)
+        values = write_blocks(None, 0, plain)
+        return [
+            Digest.of("the states", count(total, "tensor"), described),
+            Digest.of("the values of tensors that are no DTensors", count(len(plain), "tensor"), values),
+            Digest.of("the path, the options and the other values", os.path.basename(self._path), compared()),
+        ]
+
+    def _pieces(self, layouts: Sequence[Layout], meshes: dict[_Mesh, _Mesh]) -> list[list[_Piece]]:
+        """Returns the pieces of each file. Of several ranks that hold one, the one with the least work writes it."""
+        loads = dict.fromkeys(self._ranks, 0)
+        files: list[list[_Piece]] = []
+        exchanged = 0
+        for planned in layouts:
+            files.append([])
+            start = planned.header_bytes
+            for _, tensor in planned.tensors:
+                if isinstance(tensor, ShardedTensor):
+                    parts = tensor.parts_on(meshes[tensor.mesh])
+                else:
+                    parts = _replicated(tensor.numel(), tensor.itemsize, self._ranks)
+                for part in parts.parts:
+                    if part.region is None:
+                        rank, exchanged = part.ranks[exchanged % len(part.ranks)], exchanged + 1
+                    else:
+                        rank = min(part.ranks, key=loads.__getitem__)
+                    piece = _Piece(tensor, start + part.start * tensor.itemsize, part, rank, parts)
+                    loads[rank] += piece.nbytes
+                    files[-1].append(piece)
+                start += nbytes_of(tensor)
+        return files
+
+    # The files.
+
+    def _create(self, layouts: Sequence[Layout], outputs: Outputs) -> list[str]:
+        """Creates the files at their full size, so that a full disk is an error before anything is written."""
+        names = []
+        for planned, output in zip(layouts, outputs(), strict=True):
+            output.reserve(planned.nbytes)
+            output.nbytes = planned.nbytes
+            names.append(os.path.relpath(output.path, os.path.dirname(self._path)))
+        return names
+
+    def _write(self, layouts: Sequence[Layout], paths: Sequence[str], files: list[list[_Piece]]) -> list[str]:
+        """Writes the pieces of this rank. Returns their digests. Takes part in all exchanges, also after an error."""
+        hashes: list[str] = []
+        failed: BaseException | None = None
+        for planned, path, pieces in zip(layouts, paths, files, strict=True):
+            own = [piece for piece in pieces if piece.rank == dist.get_rank()]
+            file = _RankFile(path, planned.nbytes)
+            held = [(piece.at, _elements(piece)) for piece in own if piece.part.region is not None]
+            rounds = _rounds(pieces)
+            for number in range(len(rounds) + 1):
+                chunk = self._exchanged(rounds[number - 1]) if number else held
+                if failed is None:
+                    try:
+                        hashes += file.write(chunk)
+                        if number == len(rounds):
+                            file.close()
+                    except BaseException as error:
+                        failed = error
+            file.abandon()
+        if failed is not None:
+            raise failed
+        return hashes
+
+    def _exchanged(self, pieces: Sequence[_Piece]) -> list[tuple[int, torch.Tensor | LazyTensor]]:
+        """Exchanges rows, and returns those that this rank writes."""
+        sent: list[list[torch.Tensor]] = [[] for _ in self._ranks]
+        blocks: list[list[tuple[torch.Tensor, range, _Region, int]]] = [[] for _ in self._ranks]
+        position = {rank: index for index, rank in enumerate(self._ranks)}
+        result: list[tuple[int, torch.Tensor | LazyTensor]] = []
+        for number, piece in enumerate(pieces):
+            tensor, row_elements = piece.tensor, piece.parts.row_elements
+            assert isinstance(tensor, ShardedTensor)
+            first, end = piece.part.start // row_elements, piece.part.end // row_elements
+            rows = torch.empty(0)
+            if piece.rank == dist.get_rank():
+                rows = torch.empty(end - first, row_elements * tensor.itemsize, dtype=torch.uint8)
+                result.append((piece.at, rows.view(-1)))
+            for region in piece.parts.regions:
+                sender = piece.rank if piece.rank in region.ranks else region.ranks[number % len(region.ranks)]
+                before = 0
+                for own in region.rows:
+                    overlap = range(max(own.start, first), min(own.stop, end))
+                    if overlap and sender == dist.get_rank():
+                        start = (before + overlap.start - own.start) * region.width
+                        local = _bytes(tensor.local, start, len(overlap) * region.width)
+                        sent[position[piece.rank]].append(local)
+                    if overlap and piece.rank == dist.get_rank():
+                        place = range(overlap.start - first, overlap.stop - first)
+                        blocks[position[sender]].append((rows, place, region, tensor.itemsize))
+                    before += len(own)
+        counts = [sum(len(place) * region.width * itemsize for _, place, region, itemsize in own) for own in blocks]
+        received = self._agreement.exchange(sent, counts)
+        at = 0
+        for rows, place, region, itemsize in (block for own in blocks for block in own):
+            width = region.width * itemsize
+            block = received[at : at + len(place) * width].view(len(place), width)
+            at, column = at + block.numel(), 0
+            for own in region.columns:
+                nbytes = len(own) * itemsize
+                rows[place.start : place.stop, own.start * itemsize : own.stop * itemsize] = block[
+                    :, column : column + nbytes
+                ]
+                column += nbytes
+        return result
+
+    def _finish(
+        self, layouts: Sequence[Layout], paths: Sequence[str], files: list[list[_Piece]], hashes: Sequence[str]
+    ) -> Sequence[Written]:
+        """Sends the digests to the first rank, which writes the headers."""
+        is_first = self._agreement.is_first
+        nbytes = dict.fromkeys(self._ranks, 0)
+        for piece in (piece for pieces in files for piece in pieces):
+            nbytes[piece.rank] += piece.digest_length
+        own = torch.tensor(list("".join(hashes).encode()), dtype=torch.uint8)
+        received = self._agreement.exchange(
+            [[own], *([] for _ in self._ranks[1:])], [nbytes[rank] if is_first else 0 for rank in self._ranks]
+        )
+        if not is_first:
+            return []
+        text = bytes(memory_at(received.data_ptr(), received.numel())).decode()
+        places = dict(zip(self._ranks, accumulate(nbytes.values(), initial=0), strict=False))
+        written = []
+        for planned, path, pieces in zip(layouts, paths, files, strict=True):
+            digests: dict[int, str] = {}
+            for piece in sorted(pieces, key=lambda piece: piece.part.region is None):  # as `_write` has done
+                start = places[piece.rank]
+                places[piece.rank] = end = start + piece.digest_length
+                digests[piece.at] = text[start:end]
+            by_tensor = {id(tensor): "" for _, tensor in planned.tensors}
+            for piece in pieces:
+                by_tensor[id(piece.tensor)] += digests[piece.at]
+            with _opened(path) as output:
+                written.append(write_header(output, planned, [by_tensor[id(tensor)] for _, tensor in planned.tensors]))
+                output.sync()
+        return written
+
+
+class _RankFile:
+    """A file that this rank writes a part of. It is opened when there is something to write."""
+
+    def __init__(self, path: str, nbytes: int) -> None:
+        self._path, self._nbytes = path, nbytes
+        self._opened = ExitStack()
+        self._output: Output | None = None
+
+    def write(self, chunk: Sequence[tuple[int, torch.Tensor | LazyTensor]]) -> list[str]:
+        """Writes tensors, each at an offset. Returns their digests."""
+        if not chunk:
+            return []
+        if self._output is None:
+            self._output = self._opened.enter_context(_opened(self._path))
+            self._file = self._opened.enter_context(past_page_cache(self._output, self._nbytes))
+        return write_blocks(self._file, [at for at, _ in chunk], [tensor for _, tensor in chunk])
+
+    def close(self) -> None:
+        """Flushes the file to the disk."""
+        if self._output is not None:
+            self._output.sync()
+
+    def abandon(self) -> None:
+        self._opened.close()
+
+
+@contextmanager
+def _opened(path: str) -> Iterator[Output]:
+    """Opens a file that is there, and closes it."""
+    output = Output(system.open_to_write(path, os.O_RDWR), path)
+    try:
+        yield output
+    finally:
+        with suppress(OSError):  # the sync has reported what is wrong
+            system.close(output.descriptor)
+
+
+def _check_visible(paths: Sequence[str], directory: str) -> None:
+    missing = [path for path in paths if not os.path.lexists(path)]
+    if missing:
+        raise RanksDifferError(
+            "a rank does not see the files that the first rank has created",
+            where=f"rank {dist.get_rank()}, {directory or '.'}",
+            expected=os.path.basename(missing[0]),
+            found="no such file",
+            remedy="save to a directory that all ranks share, on one file system; nothing has been changed",
+        )
+
+
+def _rounds(pieces: Sequence[_Piece]) -> list[list[_Piece]]:
+    """Groups the pieces whose rows are exchanged, so that no rank receives much in a round."""
+    rounds: list[list[_Piece]] = []
+    loads: dict[int, int] = {}
+    for piece in pieces:
+        if piece.part.region is None:
+            loads[piece.rank] = loads.get(piece.rank, 0) + piece.nbytes
+            if not rounds or loads[piece.rank] > ROUND_BYTES:
+                rounds.append([])
+                loads = {piece.rank: piece.nbytes}
+            rounds[-1].append(piece)
+    return rounds
+
+
+def _elements(piece: _Piece) -> torch.Tensor | LazyTensor:
+    """Returns the elements of a piece, which this rank holds in a row."""
+    tensor, part, region = piece.tensor, piece.part, piece.part.region
+    assert region is not None
+    count = part.end - part.start
+    if not isinstance(tensor, ShardedTensor):
+        source: Any = tensor
+        start = part.start
+    else:
+        source = tensor.local
+        row, column = divmod(part.start, piece.parts.row_elements)
+        start = _index(region.rows, row) * region.width + _index(region.columns, column)
+    if source.is_contiguous():
+        with torch.inference_mode(False), torch.no_grad():
+            flat: torch.Tensor = source.detach().view(-1)[start : start + count]
+            return flat
+
+    def make(first: int, end: int) -> torch.Tensor:
+        return in_a_row(source)[start + first : start + end]
+
+    return LazyTensor(tensor.dtype, (count,), None, make, False, source.nbytes, {})
+
+
+def _index(ranges: Sequence[range], index: int) -> int:
+    """Returns the place of an index among ranges that lie one behind the other."""
+    before = 0
+    for own in ranges:
+        if index in own:
+            return before + index - own.start
+        before += len(own)
+    raise AssertionError(f"{index} is in none of {ranges}")
+
+
+def _bytes(local: torch.Tensor, start: int, count: int) -> torch.Tensor:
+    """Returns the bytes of some elements of a local tensor, on the CPU."""
+    with torch.inference_mode(False), torch.no_grad():
+        flat = local.detach().reshape(-1)[start : start + count]
+        return flat.cpu().view(torch.uint8)
+
+
+def _make(first: int, end: int) -> torch.Tensor:
+    raise AssertionError("a part of a DTensor is written by CollectiveWriter")
+
+
+def _mesh(fields: Sequence[Sequence[int]]) -> _Mesh:
+    shape, ranks = fields
+    return tuple(shape), tuple(ranks)

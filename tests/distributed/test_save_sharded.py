@@ -1,0 +1,71 @@
+"""What `ms.save` writes for a sharded model is what it writes for the same model on one machine."""
+
+from contextlib import nullcontext
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
+
+import modelstate as ms
+from modelstate.distributed import writing
+from tests.distributed import models
+from tests.distributed.ranks import Ranks
+
+SHARD_BYTES = 300
+"""Makes several shards of each model."""
+SAVES = ("one", "shards", "held", "held shards", "state dict")
+
+
+def _save(kind: str, folder: Path, how: str) -> None:
+    """Saves the network of a kind. Called on all ranks, or, for the network that is not sharded, on one."""
+    net = models.sharded(kind, seed=3) if dist.is_initialized() else models.plain(kind, seed=3)
+    target = get_model_state_dict(net) if how == "state dict" else net
+    shard_size_bytes = SHARD_BYTES if how.endswith("shards") else None
+    report = ms.save(target, folder / how / "model.safetensors", shard_size_bytes=shard_size_bytes, extra={"epoch": 3})
+    assert report.bytes == sum(Path(file).stat().st_size for file in report.files)
+    assert report.tensors == len(net.state_dict())
+
+
+def _save_in_all_ways(kind: str, folder: Path) -> None:
+    for how in SAVES:
+        if dist.get_rank() == 0:
+            (folder / how).mkdir()
+        dist.barrier()
+        # Short runs, too, are written by the ranks that hold them.
+        with mock.patch.object(writing, "PART_BYTES", 1) if how.startswith("held") else nullcontext():
+            _save(kind, folder, how)
+        assert (folder / how / "model.safetensors.index.json").exists() == how.endswith("shards")
+    again = models.sharded(kind, seed=4)
+    ms.load(again, folder / "held" / "model.safetensors", verify=True)
+    expected = models.plain(kind, seed=3)
+    named = {**dict(expected.named_parameters(remove_duplicate=False)), **dict(expected.named_buffers())}
+    for name, tensor in models.gathered(again).items():
+        assert torch.equal(tensor, named[name]), name
+
+
+@pytest.mark.parametrize("kind", models.SHARD)
+def test_the_files_are_those_of_one_machine(kind: str, ranks: Ranks, tmp_path: Path) -> None:
+    for folder in ("ranks", "here", "here/one", "here/shards"):
+        (tmp_path / folder).mkdir()
+    ranks.values(_save_in_all_ways, kind, tmp_path / "ranks")
+    for how in ("one", "shards"):
+        _save(kind, tmp_path / "here", how)
+        assert _files(tmp_path / "ranks" / how) == _files(tmp_path / "here" / how)
+    state = models.plain(kind, seed=3).state_dict()
+    for how in SAVES:
+        with ms.open(tmp_path / "ranks" / how / "model.safetensors") as checkpoint:
+            assert checkpoint.verify() > 0
+            assert checkpoint.metadata["extra"] == {"epoch": 3}
+            for name, tensor in state.items():
+                assert torch.equal(checkpoint.tensor(name), tensor), (how, name)
+    with safe_open(tmp_path / "ranks" / "held" / "model.safetensors", "pt") as file:
+        for name in file.keys():  # noqa: SIM118
+            assert torch.equal(file.get_tensor(name), state[name])
+
+
+def _files(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
