@@ -2,11 +2,13 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 
 import modelstate as ms
+from modelstate.rules import expression
 from tests.distributed import models, sources
 from tests.distributed.models import Net
 from tests.distributed.ranks import Ranks
@@ -47,10 +49,13 @@ def _compare(kind: str, form: str, folder: Path) -> list[str]:
             where = f"{case}, {target}"
             net = models.sharded(kind, dtype, meta=target != "memory")
             before = dict(net.named_parameters(remove_duplicate=False))
-            if form == "safetensors" and target == "meta, mapped":
-                ms.load(net, ms.plan(net, source(), **options, **more))
-            else:
-                ms.load(net, source(), **options, **more)
+            # The tensors here are small. In one of the targets, shards of many runs are read as those of large ones.
+            least = 1 if target == "memory" else expression._LEAST_RUN_BYTES
+            with mock.patch.object(expression, "_LEAST_RUN_BYTES", least):
+                if form == "safetensors" and target == "meta, mapped":
+                    ms.load(net, ms.plan(net, source(), **options, **more))
+                else:
+                    ms.load(net, source(), **options, **more)
             after = dict(net.named_parameters(remove_duplicate=False))
             wrong += [f"{where}: {name}: another object" for name in before if after[name] is not before[name]]
             same_forward = kind in SAME_FORWARD and case == "fp32"

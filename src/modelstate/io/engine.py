@@ -58,6 +58,9 @@ _LEAST_BLOCK_BYTES = 64 << 10
 _SCRATCH_BYTES = 64 << 20
 """What is read at once of tensors that are needed whole, unless a single one is larger."""
 
+ROWS_BYTES = 256 << 10
+"""The part of a file that a thread reads at once to take rows from it: it fits into a cache of the processor."""
+
 Piece = tuple[int | None, int]
 """The destination of a part of a file: an address, or None for bytes that are discarded, and a length in bytes."""
 _Item = TypeVar("_Item")
@@ -350,6 +353,38 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True)
+class Rows:
+    """Runs of equal length at equal distances in a file, and in memory: a part of the columns of a matrix."""
+
+    source: ByteRange
+    """The first run."""
+    address: int
+    """Of the first run in memory. The caller keeps the memory alive until the read has ended."""
+    count: int
+    file_step: int
+    """Bytes from the beginning of a run to that of the next one, in the file."""
+    memory_step: int
+
+    @property
+    def wanted_bytes(self) -> int:
+        """Bytes of all runs."""
+        return self.count * self.source.nbytes
+
+    def has_small_gaps(self, gap_bytes: int) -> bool:
+        """Whether the gaps are read with the runs."""
+        return 0 <= self.file_step - self.source.nbytes <= gap_bytes
+
+    def split(self, most_bytes: int) -> Iterator[Rows]:
+        """Yields groups of rows that span at most this number of bytes of the file, or one row."""
+        path, start, nbytes = self.source
+        most = max(most_bytes // max(self.file_step, nbytes), 1)
+        for first in range(0, self.count, most):
+            source = ByteRange(path, start + first * self.file_step, nbytes)
+            address = self.address + first * self.memory_step
+            yield Rows(source, address, min(most, self.count - first), self.file_step, self.memory_step)
+
+
+@dataclass(frozen=True, slots=True)
 class Batch:
     """One read call: a contiguous run of a file that is scattered to several places in memory."""
 
@@ -369,7 +404,7 @@ class Batch:
 
 
 def read_ranges(
-    requests: Iterable[Request],
+    requests: Iterable[Request | Rows],
     *,
     fingerprints: Mapping[str, FileFingerprint],
     on_read: Callable[[int], None] | None = None,
@@ -398,23 +433,43 @@ def read_ranges(
     Raises:
         ReadFailedError: The first I/O error, a short read, or a file that has changed.
     """
-    batches = coalesce(requests, batch_bytes=batch_bytes or BATCH_BYTES, gap_bytes=gap_bytes)
-    threads = threads or (uncached_threads(read_threads()) if uncached else read_threads())
+    single, rows = list[Request](), list[Rows]()
+    for request in requests:
+        if isinstance(request, Request):
+            single.append(request)
+        else:
+            rows.extend(request.split(ROWS_BYTES))
+    items: list[Batch | Rows] = [*coalesce(single, batch_bytes=batch_bytes or BATCH_BYTES, gap_bytes=gap_bytes), *rows]
+    threads = min(threads or (uncached_threads(read_threads()) if uncached else read_threads()), len(items))
     filler = UffdFiller() if is_fresh else None
+    # The buffers are there before memory is written to that must not be left half written.
+    span = max((entry.count * entry.file_step for entry in rows if entry.has_small_gaps(gap_bytes)), default=0)
+    buffers = [memoryview(bytearray(span)) for _ in range(threads)] if span else []
 
     @contextmanager
-    def worker() -> Iterator[Callable[[Batch], None]]:
-        read = _reader(uncached, filler)
-        yield lambda batch: read(files[batch.path], batch)
+    def worker() -> Iterator[Callable[[Batch | Rows], None]]:
+        read, buffer = _reader(uncached, filler), buffers.pop() if buffers else None
 
-    def on_done(batch: Batch, _: float) -> None:
+        def process(item: Batch | Rows) -> None:
+            if isinstance(item, Batch):
+                read(files[item.path], item)
+            else:
+                _read_rows(files[item.source.path], item, buffer if item.has_small_gaps(gap_bytes) else None)
+
+        try:
+            yield process
+        finally:
+            buffers.extend([buffer] if buffer is not None else [])  # for the caller's thread, where this one has failed
+
+    def on_done(item: Batch | Rows, _: float) -> None:
         if on_read is not None:
-            on_read(batch.wanted_bytes)
+            on_read(item.wanted_bytes)
 
+    paths = (item.path if isinstance(item, Batch) else item.source.path for item in items)
     try:
-        with _opened((batch.path for batch in batches), fingerprints, uncached, held) as files:
+        with _opened(paths, fingerprints, uncached, held) as files:
             process = for_each if held is None else for_all
-            process(batches, worker, min(threads, len(batches)), on_done)
+            process(items, worker, threads, on_done, with_torch=bool(span))
     finally:
         if filler is not None:
             filler.close()
@@ -503,6 +558,25 @@ def _reader(uncached: Collection[str], filler: UffdFiller | None = None) -> Call
             read_fully(file, views, part.start, part.nbytes)
 
     return read
+
+
+def _read_rows(file: RangeFile, rows: Rows, buffer: memoryview | None) -> None:
+    """Reads rows one by one; or all of them with the gaps between them, into a buffer, and copies them from there."""
+    _, start, nbytes = rows.source
+    if buffer is None:
+        for index in range(rows.count):
+            view = memory_at(rows.address + index * rows.memory_step, nbytes)
+            read_fully(file, [view], start + index * rows.file_step, nbytes)
+        return
+    import torch
+
+    span = (rows.count - 1) * rows.file_step + nbytes
+    read_fully(file, [buffer[:span]], start, span)
+    memory = memory_at(rows.address, (rows.count - 1) * rows.memory_step + nbytes)
+    target, source = (torch.frombuffer(view, dtype=torch.uint8) for view in (memory, buffer))
+    shape = (rows.count, nbytes)
+    with torch.inference_mode(False), torch.no_grad():
+        target.as_strided(shape, (rows.memory_step, 1)).copy_(source.as_strided(shape, (rows.file_step, 1)))
 
 
 def read_fully(file: RangeFile, views: list[memoryview], offset: int, left: int) -> None:

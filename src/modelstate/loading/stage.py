@@ -5,14 +5,13 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import cycle
-from operator import attrgetter
 from typing import TypeVar
 
 import torch
 from torch.autograd.graph import increment_version
 
 from modelstate.errors import ModelStateError, PlacementError
-from modelstate.io.engine import Request, block_reads, read_ranges, read_threads
+from modelstate.io.engine import block_reads, read_ranges, read_threads
 from modelstate.io.held import HeldFiles
 from modelstate.io.memory import HeapTrim, aligned, fresh_tensors
 from modelstate.io.tensors import compute, elements
@@ -27,6 +26,7 @@ from modelstate.planning.assignment import (
     as_target,
     called,
 )
+from modelstate.planning.memory import placed_bytes
 from modelstate.planning.transforms import Transform
 from modelstate.process import prefetch_one
 from modelstate.rules.expression import Derived, values_of
@@ -70,7 +70,7 @@ def stage(staging: Staging, assignments: Iterable[Assignment], progress: Progres
                 (together if assignment.is_read_together else alone).append(assignment)
     progress(sum(assignment.nbytes for assignment in shown))
     for group in (straight, streamed, together):
-        group.sort(key=attrgetter("stored.extent"))
+        group.sort(key=lambda assignment: assignment.extents[0])
     alone.sort(key=lambda assignment: getattr(assignment.stored, "extent", _NOT_IN_A_FILE))
     if straight:
         # Values that are copied into their slots give their memory back, and the others are what the slots get.
@@ -101,7 +101,7 @@ def read_in_place(staging: Staging, assignments: Iterable[Assignment], progress:
     ]
     if not direct:
         return
-    from_file, rest = _split(direct, lambda assignment: assignment.is_run_of_bytes)
+    from_file, rest = _split(direct, lambda assignment: assignment.is_read_into_place)
     straight, cast = _split(
         from_file,
         lambda assignment: assignment.value.dtype == assignment.param.dtype and is_plain_memory(assignment.param),
@@ -256,7 +256,7 @@ def _is_as_wanted(assignment: Assignment, value: torch.Tensor) -> bool:
 
 def _own_value(staging: Staging, assignment: Assignment) -> torch.Tensor:
     """Returns the value in memory that nothing else refers to. Reads it if it is in a file."""
-    if assignment.is_run_of_bytes:
+    if assignment.is_read_into_place:
         fresh = _memory_for(assignment)
         _read(staging, [(assignment, fresh)], lambda _: None, alone=True)
         return fresh
@@ -482,17 +482,22 @@ def _read(
     is_fresh: bool = False,
     held: HeldFiles | None = None,
 ) -> None:
-    requests = []
-    for assignment, tensor in pairs:
-        assert isinstance(assignment.stored, StoredTensor)
-        requests.append(Request(assignment.stored.extent, tensor.data_ptr()))
     started = time.perf_counter()
     uncached = frozenset[str]() if alone or held is not None else staging.strategy.uncached
-    with staging.held.during(staging.strategy.uncached_bytes if uncached else 0):
-        fingerprints = staging.checkpoint.fingerprints
-        read_ranges(
-            requests, fingerprints=fingerprints, on_read=progress, uncached=uncached, is_fresh=is_fresh, held=held
-        )
+    # Runs of a strided tensor go through the page cache: past it, neighbouring runs would read their pages again.
+    runs, placed = _split(pairs, lambda pair: not (uncached and pair[0].placed))
+    buffer_bytes = placed_bytes(assignment for assignment, _ in pairs)
+    with staging.held.during(buffer_bytes + (staging.strategy.uncached_bytes if uncached else 0)):
+        for some, past_cache in [(runs, uncached), *[(placed, frozenset[str]())] * bool(placed)]:
+            requests = [request for assignment, tensor in some for request in assignment.requests(tensor.data_ptr())]
+            read_ranges(
+                requests,
+                fingerprints=staging.checkpoint.fingerprints,
+                on_read=progress,
+                uncached=past_cache,
+                is_fresh=is_fresh,
+                held=held,
+            )
     seconds, total = time.perf_counter() - started, sum(assignment.nbytes for assignment, _ in pairs)
     for assignment, _ in pairs:
         assignment.seconds += seconds * assignment.nbytes / max(total, 1)

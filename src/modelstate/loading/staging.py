@@ -112,9 +112,9 @@ def prefetch_range(staging: Staging, assignments: Sequence[Assignment]) -> list[
     runs: list[ByteRange] = []
     others: list[ByteRange] = []
     for assignment in assignments:
-        if isinstance(assignment.stored, StoredTensor) and not assignment.placement.mapped:
-            may_be_uncached = assignment.is_read_together and not assignment.placement.leased
-            (runs if may_be_uncached else others).append(assignment.stored.extent)
+        if (assignment.placed or isinstance(assignment.stored, StoredTensor)) and not assignment.placement.mapped:
+            is_run = assignment.is_run_of_bytes and assignment.is_read_together
+            (runs if is_run and not assignment.placement.leased else others).extend(assignment.extents)
     if files := files_to_read_uncached(runs, checkpoint.fingerprints):
         strategy, budget = staging.strategy, staging.max_memory_bytes
         staging.strategy = uncached_strategy(assignments, strategy, budget, files)

@@ -9,10 +9,11 @@ import torch
 from torch import nn
 
 from modelstate.errors import ModelStateError, TransformError
+from modelstate.io.engine import Request, Rows
 from modelstate.io.memory import Layout, fresh_tensors
 from modelstate.planning.sharded import ShardedSlot
 from modelstate.planning.transforms import Bound, Transform
-from modelstate.rules.expression import Derived, Source
+from modelstate.rules.expression import Derived, PlacedTensor, Source, placed_tensors
 from modelstate.spec import ByteRange, Combined, StoredComposite, StoredTensor, contiguous_stride
 from modelstate.torch_compat.dtypes import Overflows, nonfinite
 from modelstate.torch_compat.plain import has_its_memory, is_dense, is_plain
@@ -206,6 +207,8 @@ class Assignment:
     """Bytes to read: the sum of the parts for a value that is computed from several tensors."""
     is_run_of_bytes: bool = field(init=False)
     """Whether the value is one contiguous range of a file."""
+    placed: tuple[PlacedTensor, ...] = field(init=False, default=())
+    """The parts of files that the value consists of, where it is several ranges; empty for other values."""
     on_cpu: bool = field(init=False)
     own_stride: tuple[int, ...] | None = field(init=False)
     """The stride of a slot whose elements are dense in memory and in another order than a new tensor's; else None."""
@@ -217,8 +220,11 @@ class Assignment:
         if isinstance(stored, StoredTensor):
             self.nbytes = stored.nbytes
             self.is_run_of_bytes = stored.is_contiguous and stored.nbytes > 0
+            if not stored.is_contiguous:
+                self.placed = placed_tensors(stored)
         elif isinstance(stored, (StoredComposite, Derived)):
             self.nbytes = stored.nbytes
+            self.placed = placed_tensors(stored)
         else:
             parts = sum(part.numel() * part.itemsize for part in payload_of(self.value))
             self.nbytes = parts or self.value.numel() * self.value.itemsize
@@ -241,15 +247,28 @@ class Assignment:
             self.route = ReadRoute.IN_MEMORY
         elif self.combined is not None and self._is_computed_into_place:
             self.route = ReadRoute.COMPUTED
-        elif not self.is_run_of_bytes or self.transform is not None or self.placement.by_handler:
+        elif not self.is_read_into_place or self.transform is not None or self.placement.by_handler:
             self.route = ReadRoute.WHOLE
         elif self.value.dtype == self.dtype and self.on_cpu and self.remake is None:
             self.route = ReadRoute.DIRECT
+        elif not self.is_run_of_bytes:
+            self.route = ReadRoute.WHOLE
         elif self.placement.direct:
             self.route = ReadRoute.STREAMED if self.param.is_contiguous() else ReadRoute.WHOLE
         else:
             in_rows = self.own_stride is None and (self.remake is None or self.remake_rows > 0)
             self.route = ReadRoute.STREAMED if in_rows else ReadRoute.WHOLE
+
+    @property
+    def is_read_into_place(self) -> bool:
+        """Whether the value is ranges of files that can be read to where its elements belong."""
+        return self.is_run_of_bytes or bool(self.placed)
+
+    def requests(self, address: int) -> list[Request | Rows]:
+        """Returns the reads of a value that is read into place, to contiguous memory at an address."""
+        if isinstance(self.stored, StoredTensor) and self.is_run_of_bytes:
+            return [Request(self.stored.extent, address)]
+        return [request for part in self.placed for request in part.requests(address)]
 
     @property
     def combined(self) -> Combined | None:
@@ -268,12 +287,16 @@ class Assignment:
         """The ranges of files that a value is read from which can be read at the commit."""
         if isinstance(self.stored, StoredTensor):
             return [self.stored.extent]
+        if self.placed:
+            return [part.stored.extent for part in self.placed]
         parts = () if self.combined is None else self.combined.parts
         return [part.extent for part in parts if isinstance(part, StoredTensor)]
 
     @property
     def buffer_bytes(self) -> int:
         """Bytes of the temporary memory that the value is read into."""
+        if self.is_read_into_place:
+            return self.nbytes
         if isinstance(self.stored, Derived):
             return self.stored.result_bytes + self.stored.scratch_bytes
         if isinstance(self.stored, StoredTensor) and not self.stored.is_contiguous:
@@ -302,7 +325,7 @@ class Assignment:
         if self.placement.mapped or isinstance(self.stored, torch.Tensor):
             return False
         changes = self.value.dtype != self.dtype or self.remake is not None or self.own_stride is not None
-        return changes or not self.on_cpu or not self.is_run_of_bytes
+        return changes or not self.on_cpu or not self.is_read_into_place
 
     @property
     def passing_bytes(self) -> int:
@@ -350,7 +373,7 @@ class Assignment:
     def is_read_together(self) -> bool:
         """Whether the value is read in one batch with others, not separately."""
         alone = self.transform is not None or self.placement.by_handler or self.placement.mapped
-        return self.is_run_of_bytes and not alone
+        return self.is_read_into_place and not alone
 
 
 def leased(assignments: Iterable[Assignment]) -> list[Assignment]:

@@ -61,8 +61,15 @@ def peak_bytes(assignments: Iterable[Assignment], strategy: ReadStrategy) -> int
     # These reads follow each other, and each frees its memory.
     read = strategy.uncached_bytes if any(assignment.is_run_of_bytes for assignment in whole) else 0
     read += max(_scratch(whole, strategy), _alone(whole, strategy))
+    read += placed_bytes(whole)
     computing = max((assignment.combined.thread_bytes for assignment in computed if assignment.combined), default=0)
     return staged + max(_streaming(streamed, strategy), read_threads() * computing, read)
+
+
+def placed_bytes(assignments: Iterable[Assignment]) -> int:
+    """The memory of the threads that read runs together with the gaps between them."""
+    parts = (part.buffer_bytes for assignment in assignments for part in assignment.placed)
+    return read_threads() * max(parts, default=0)
 
 
 def _streaming(streamed: Sequence[Assignment], strategy: ReadStrategy) -> int:

@@ -48,8 +48,8 @@ from modelstate.problems import (
     wrong_shape,
 )
 from modelstate.process import cached_attribute
-from modelstate.rules.expression import Derived, Source, lacks_values, read_bytes
-from modelstate.spec import GAP_BYTES, ByteRange, StoredTensor, overlapping
+from modelstate.rules.expression import Derived, Source, lacks_values, placed_tensors, read_bytes
+from modelstate.spec import GAP_BYTES, ByteRange, Described, StoredComposite, StoredTensor, overlapping
 from modelstate.text_format import count, size
 from modelstate.torch_compat.dtypes import Overflows, cast_between, short
 from modelstate.torch_compat.plain import has_its_memory, is_fake, is_plain, is_quantized, is_sharded, same_place
@@ -331,14 +331,17 @@ class Preparation:
         """
         if self.options.in_place is None:
             is_run = isinstance(stored, StoredTensor) and stored.is_contiguous and stored.nbytes > 0
-            if isinstance(stored, Derived):
-                is_run = stored.dtype == param.dtype and stored.read_in_blocks is not None
+            if not is_run and isinstance(stored, Described | Derived) and stored.dtype == param.dtype:
+                in_blocks = stored.read_in_blocks if isinstance(stored, Derived) else None
+                is_run = in_blocks is not None or bool(placed_tensors(stored))
             return None if is_run and device == _CPU and not param.is_meta and param.is_contiguous() else False
         if not self.options.in_place:
             return False
         if isinstance(stored, Derived):
             return stored.is_certain and stored.of_files
-        return isinstance(stored, torch.Tensor) or (isinstance(stored, StoredTensor) and stored.is_contiguous)
+        if isinstance(stored, StoredTensor | StoredComposite):
+            return bool(placed_tensors(stored)) or (isinstance(stored, StoredTensor) and stored.is_contiguous)
+        return isinstance(stored, torch.Tensor)
 
     @staticmethod
     def _measure_remaking(assignment: Assignment, last: ModuleTransform) -> None:

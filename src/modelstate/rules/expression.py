@@ -13,12 +13,17 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import accumulate, product
 
 import torch
 
+from modelstate.io.engine import ROWS_BYTES, Request, Rows
 from modelstate.spec import (
+    GAP_BYTES,
+    Assemble,
     Blocks,
     Box,
+    ByteRange,
     Combined,
     Stored,
     StoredComposite,
@@ -452,6 +457,98 @@ class Constant(Operation):
 def constant(dtype: torch.dtype, shape: tuple[int, ...], value: float | complex) -> Derived:
     """Returns a tensor whose elements are all equal."""
     return Derived(dtype, shape, (), Constant(dtype, shape, value))
+
+
+# Parts of files that are read into their places in the result.
+
+_LEAST_RUN_BYTES = 64
+"""Shorter runs are read together into memory of their own, and copied from there element by element."""
+_LONG_RUN_BYTES = 256 << 10
+"""Runs that are requested one by one, so that several threads share a run."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedTensor:
+    """A stored tensor whose bytes are read into a region of a contiguous result."""
+
+    stored: StoredTensor
+    first: int
+    """Elements from the beginning of the result to the first element of the region."""
+    stride: tuple[int, ...]
+    """The stride of the region, in elements of the result."""
+
+    def requests(self, address: int) -> Iterator[Request | Rows]:
+        """Yields the reads of the tensor, for a result at an address."""
+        stored, outer = self.stored, self._outer_dims
+        path, start, _ = stored.extent
+        itemsize, nbytes = stored.dtype.itemsize, self.run_bytes
+        in_rows = outer > 0 and nbytes < _LONG_RUN_BYTES
+        for index in product(*map(range, stored.shape[: outer - in_rows])):
+            at = sum(i * step for i, step in zip(index, stored.stride, strict=False))
+            to = self.first + sum(i * step for i, step in zip(index, self.stride, strict=False))
+            source = ByteRange(path, start + at * itemsize, nbytes)
+            if in_rows:
+                count, steps = stored.shape[outer - 1], (stored.stride[outer - 1], self.stride[outer - 1])
+                yield Rows(source, address + to * itemsize, count, *(step * itemsize for step in steps))
+            else:
+                yield Request(source, address + to * itemsize)
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Memory of each thread that reads runs together with the gaps between them."""
+        if not self._outer_dims or self.run_bytes >= _LONG_RUN_BYTES:
+            return 0
+        gap = self.stored.stride[self._outer_dims - 1] * self.stored.dtype.itemsize - self.run_bytes
+        return ROWS_BYTES if 0 <= gap <= GAP_BYTES else 0
+
+    @property
+    def run_bytes(self) -> int:
+        """The length of a run, which is contiguous in the file and in the result."""
+        return math.prod(self.stored.shape[self._outer_dims :]) * self.stored.dtype.itemsize
+
+    @property
+    def _outer_dims(self) -> int:
+        """The number of dimensions that the runs are repeated in."""
+        run = 1
+        for dim in range(len(self.stored.shape) - 1, -1, -1):
+            size = self.stored.shape[dim]
+            if size != 1 and not self.stored.stride[dim] == self.stride[dim] == run:
+                return dim + 1
+            run *= size
+        return 0
+
+
+def placed_tensors(source: Source) -> tuple[PlacedTensor, ...]:
+    """Returns the stored tensors that a source consists of, in whatever order their bytes go to the result.
+
+    Returns nothing for a source without elements, for one that is computed, and for one with very short runs of bytes.
+    """
+    found = _placed(source, 0, contiguous_stride(source.shape))
+    if found is None or sum(part.stored.nbytes for part in found) != math.prod(source.shape) * source.dtype.itemsize:
+        return ()
+    return tuple(found) if all(part.run_bytes >= _LEAST_RUN_BYTES for part in found) else ()
+
+
+def _placed(source: Source, first: int, stride: tuple[int, ...]) -> list[PlacedTensor] | None:
+    parts: list[tuple[Source, int]]
+    if isinstance(source, StoredTensor):
+        return [PlacedTensor(source, first, stride)] if source.nbytes else []
+    if isinstance(source, StoredComposite) and isinstance(source.build, Assemble):
+        firsts = [sum(run.start * step for run, step in zip(box, stride, strict=True)) for box in source.build.boxes]
+        parts = list(zip(source.parts, firsts, strict=True))
+    elif isinstance(source, Derived) and isinstance(source.change, Concatenation):
+        dim = source.change.dim
+        starts = accumulate((part.shape[dim] for part in source.parts), initial=0)
+        parts = [(part, start * stride[dim]) for part, start in zip(source.parts, starts, strict=False)]
+    else:
+        return None
+    found: list[PlacedTensor] = []
+    for part, at in parts:
+        inner = _placed(part, first + at, stride)
+        if inner is None or part.dtype != source.dtype:
+            return None
+        found += inner
+    return found
 
 
 # Tensors without values.
