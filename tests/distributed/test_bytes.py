@@ -71,8 +71,10 @@ def test_the_ranks_read_the_model_and_its_replicas(kind: str, meta: bool, ranks:
     by_kernel, by_calls, reported = (sum(result[at] for result in results) for at in (1, 2, 3))
     # Narrow columns are read with the rows around them.
     assert reported > held if kind == "shard1" else reported == held
-    assert reported <= by_kernel <= SURPLUS * reported, results
-    assert reported <= by_calls <= SURPLUS * reported, results
+    # A thread reads a block of such rows, which ends without the gap behind its last row.
+    least = 0.99 * reported if kind == "shard1" else reported
+    assert least <= by_kernel <= SURPLUS * reported, results
+    assert least <= by_calls <= SURPLUS * reported, results
     if kind in MESHES:
         net = _plain()
         plan = plan_for_mesh(ms.plan(net, path), net, *MESHES[kind])
