@@ -151,8 +151,12 @@ def test_some_names_alone(state: dict[str, torch.Tensor], tmp_path: Path) -> Non
     assert stats.read_bytes == 2 * 64
     with pytest.raises(OptionError, match="no name matches only="):
         ms.inspect(tmp_path / "m.safetensors").stats(only=["x.*"])
-    with pytest.raises(OptionError, match="only= must be patterns"):
-        ms.inspect(tmp_path / "m.safetensors").stats(only="x.*")
+    for only in ("x.*", 5, [1], None):
+        with pytest.raises(OptionError, match="only= must be glob patterns"):
+            ms.inspect(tmp_path / "m.safetensors").stats(only=only)  # type: ignore[arg-type]
+    for budget in ("1 GB", 0, -1, 1.5, True):
+        with pytest.raises(OptionError, match="max_memory_bytes= must be a number of bytes"):
+            ms.inspect(tmp_path / "m.safetensors").stats(max_memory_bytes=budget)  # type: ignore[arg-type]
 
 
 def test_tensors_in_other_layouts(tmp_path: Path) -> None:

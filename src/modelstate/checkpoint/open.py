@@ -18,7 +18,7 @@ import os
 import re
 import stat
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from functools import partial, wraps
 from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, TypeVar, cast
 
@@ -338,6 +338,38 @@ def is_source(value: object) -> bool:
 def is_objects(value: object) -> bool:
     """Whether a value can be a mapping of objects, like those that a store saves."""
     return isinstance(value, Mapping) and not isinstance(value, Checkpoint)
+
+
+def check_budget_option(max_memory_bytes: object, minimum: int = 0) -> None:
+    """Raises `OptionError` unless the budget is None or an integer of at least `minimum`."""
+    given = max_memory_bytes
+    if given is not None and not (isinstance(given, int) and not isinstance(given, bool) and given >= minimum):
+        raise OptionError(
+            "max_memory_bytes= must be a number of bytes", expected=f"an integer >= {minimum}", found=repr(given)
+        )
+
+
+def patterns_of(option: str, patterns: object) -> tuple[str, ...]:
+    """Returns the glob patterns of an option, those of a set in an order that is the same in each process.
+
+    Raises `OptionError`.
+    """
+    items = tuple(patterns) if isinstance(patterns, Iterable) and not isinstance(patterns, str) else None
+    if items is not None and all(isinstance(pattern, str) for pattern in items):
+        return tuple(sorted(items)) if isinstance(patterns, Set) else items
+    if isinstance(patterns, str):
+        remedy = f"{option}=[{patterns!r}]"
+    elif isinstance(patterns, bool):
+        every = f'{option}=["head.*"]; for all of them {option}=["*"]'
+        remedy = f"list the names: {every}" if patterns else "leave it out"
+    else:
+        remedy = f'{option}=["head.*"]'
+    raise OptionError(
+        f"{option}= must be glob patterns of names",
+        expected="a list of strings",
+        found=repr(patterns),
+        remedy=remedy,
+    )
 
 
 NO_PICKLE = "leave it out: no code of a pickle is ever run here"

@@ -19,6 +19,7 @@ from time import perf_counter
 import torch
 
 from modelstate.checkpoint.checkpoint import Checkpoint
+from modelstate.checkpoint.open import check_budget_option, patterns_of
 from modelstate.checkpoint.reduction import (
     CONVERTIBLE,
     Chunk,
@@ -264,15 +265,14 @@ def statistics_of(
 ) -> CheckpointStatistics:
     """Implements `Inspection.stats`."""
     begin = perf_counter()
-    if isinstance(only, str):
-        raise OptionError("only= must be patterns of names", expected="a list of strings", found=repr(only))
-    only = tuple(only)
-    specs = [spec for name, spec in checkpoint.items() if not only or any(fnmatchcase(name, p) for p in only)]
-    if only and not specs:
+    check_budget_option(max_memory_bytes, minimum=1)
+    patterns = patterns_of("only", only)
+    specs = [spec for name, spec in checkpoint.items() if not patterns or any(fnmatchcase(name, p) for p in patterns)]
+    if patterns and not specs:
         raise OptionError(
             "no name matches only=",
             where=checkpoint.source,
-            found=", ".join(only),
+            found=", ".join(patterns),
             remedy=f"patterns are those of whole names, such as {next(iter(checkpoint), '*')!r}",
         )
     _check_values(checkpoint, specs)

@@ -21,7 +21,7 @@ from torch import nn
 
 from modelstate.checkpoint.checkpoint import Checkpoint
 from modelstate.checkpoint.inspect import plain_value
-from modelstate.checkpoint.open import Source
+from modelstate.checkpoint.open import Source, check_budget_option, patterns_of
 from modelstate.checkpoint.open import open as open_checkpoint
 from modelstate.checkpoint.reduction import Chunk, Operand, Region, operand_of, reduce
 from modelstate.comparison.difference import Accumulator, Difference, equal_unread, is_comparable
@@ -39,7 +39,6 @@ from modelstate.html.page import Kind, Page, Shown, bar_chart, heat_chart
 from modelstate.io.engine import read_ranges
 from modelstate.io.files import FileFingerprint
 from modelstate.io.tensors import read_tensor
-from modelstate.loading.options import check_budget_option, patterns_of
 from modelstate.planning.matching import DecodeFailure, matching_part
 from modelstate.problems import IdlePattern, Problem, explain
 from modelstate.rules.expression import Derived, lacks_values, leaves, region, to_be_computed, values_of

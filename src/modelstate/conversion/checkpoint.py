@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from modelstate.checkpoint.checkpoint import Checkpoint
-from modelstate.checkpoint.open import Source, argument_order, is_path, is_source
+from modelstate.checkpoint.open import Source, argument_order, check_budget_option, is_path, is_source
 from modelstate.checkpoint.open import open as open_checkpoint
 from modelstate.checkpoint.write import (
     LazyStateBuilder,
@@ -27,7 +27,7 @@ from modelstate.errors import CodecError, RuleError
 from modelstate.formats.block_writer import storages_of, whole
 from modelstate.formats.sharded import check_both
 from modelstate.io.atomic import LOCK_TIMEOUT_SECONDS
-from modelstate.loading.options import check_budget_option, check_model
+from modelstate.loading.options import check_model
 from modelstate.planning.matching import DecodeFailure, ModelSchemaView, renamed_versions
 from modelstate.problems import IdlePattern, Problem, explain
 from modelstate.rules.expression import Derived, to_be_computed, values_of

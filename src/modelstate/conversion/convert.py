@@ -7,12 +7,12 @@ from functools import partial
 import torch
 from torch import nn
 
-from modelstate.checkpoint.open import argument_order, is_module
+from modelstate.checkpoint.open import argument_order, check_budget_option, is_module
 from modelstate.conversion.conversion import Conversion
 from modelstate.conversion.reference_keeping import replaced_apply
 from modelstate.conversion.tensors import ByFunction, CastAndMove, Target, takes_name
 from modelstate.errors import OptionError
-from modelstate.loading.options import check_budget_option, device_of
+from modelstate.loading.options import device_of
 from modelstate.loading.report import LoadReport
 from modelstate.problems import model_errors
 from modelstate.process import gc_paused

@@ -12,7 +12,14 @@ import torch
 from torch import nn
 
 from modelstate.checkpoint.checkpoint import Checkpoint
-from modelstate.checkpoint.open import NO_PICKLE, argument_order, foreign_arguments, is_module, is_source
+from modelstate.checkpoint.open import (
+    NO_PICKLE,
+    argument_order,
+    check_budget_option,
+    foreign_arguments,
+    is_module,
+    is_source,
+)
 from modelstate.checkpoint.open import open as open_checkpoint
 from modelstate.distributed.agreement import NOTHING_CHANGED, TIMEOUT_SECONDS, Agreement, agreement_of
 from modelstate.errors import OptionError, ReadFailedError
@@ -27,7 +34,7 @@ from modelstate.loading.collective import (
     rank_reports,
 )
 from modelstate.loading.commit import Place, commit, held_for_commit, place_fallible
-from modelstate.loading.options import AnyTransform, check_budget_option, check_model, check_timeout, options_of
+from modelstate.loading.options import AnyTransform, check_model, check_timeout, options_of
 from modelstate.loading.replicas import broadcast, connect, notes_on_shared, shared_reads, to_read_here
 from modelstate.loading.report import LoadReport, progress_bar
 from modelstate.loading.stage import read_in_place, stage

@@ -1,12 +1,13 @@
 """Checks the arguments of loads and conversions."""
 
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
 from modelstate.checkpoint.mapped import check_map_option
+from modelstate.checkpoint.open import patterns_of
 from modelstate.errors import OptionError
 from modelstate.planning.plan import Options
 from modelstate.planning.transforms import ModuleTransform, Pairs, Transform
@@ -14,15 +15,6 @@ from modelstate.rules.rule import Rule
 from modelstate.rules.schema import Schema, check_rules
 from modelstate.torch_compat.dtypes import floating_dtype
 from modelstate.torch_compat.modules import unwrapped
-
-
-def check_budget_option(max_memory_bytes: object, minimum: int = 0) -> None:
-    """Raises `OptionError` unless the budget is None or an integer of at least `minimum`."""
-    given = max_memory_bytes
-    if given is not None and not (isinstance(given, int) and not isinstance(given, bool) and given >= minimum):
-        raise OptionError(
-            "max_memory_bytes= must be a number of bytes", expected=f"an integer >= {minimum}", found=repr(given)
-        )
 
 
 def check_timeout(timeout_seconds: object) -> float:
@@ -145,26 +137,3 @@ def _transforms(given: Any) -> AnyTransform | Pairs | None:
         raise OptionError("transform= must be a function", expected=expected, found=repr(given))
     transform_function: AnyTransform | None = given
     return transform_function
-
-
-def patterns_of(option: str, patterns: object) -> tuple[str, ...]:
-    """Returns the glob patterns of an option, those of a set in an order that is the same in each process.
-
-    Raises `OptionError`.
-    """
-    items = tuple(patterns) if isinstance(patterns, Iterable) and not isinstance(patterns, str) else None
-    if items is not None and all(isinstance(pattern, str) for pattern in items):
-        return tuple(sorted(items)) if isinstance(patterns, Set) else items
-    if isinstance(patterns, str):
-        remedy = f"{option}=[{patterns!r}]"
-    elif isinstance(patterns, bool):
-        every = f'{option}=["head.*"]; for all of them {option}=["*"]'
-        remedy = f"list the names: {every}" if patterns else f"leave it out: without {option}= no name is allowed"
-    else:
-        remedy = f'{option}=["head.*"]'
-    raise OptionError(
-        f"{option}= must be glob patterns of names",
-        expected="a list of strings",
-        found=repr(patterns),
-        remedy=remedy,
-    )

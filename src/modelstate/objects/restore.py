@@ -18,7 +18,7 @@ from typing import Any, Literal
 import torch
 
 from modelstate.checkpoint.checkpoint import Checkpoint
-from modelstate.checkpoint.open import argument_order, is_objects, is_source
+from modelstate.checkpoint.open import argument_order, is_objects, is_source, patterns_of
 from modelstate.checkpoint.open import open as open_checkpoint
 from modelstate.distributed.agreement import Agreement, agreement_of
 from modelstate.errors import (
@@ -30,7 +30,7 @@ from modelstate.errors import (
 )
 from modelstate.loading.collective import PLANNING
 from modelstate.loading.load import load_then
-from modelstate.loading.options import options_of, patterns_of
+from modelstate.loading.options import options_of
 from modelstate.loading.report import LoadReport
 from modelstate.objects.loaders import load_state, own_generator, rewind
 from modelstate.objects.objects import (

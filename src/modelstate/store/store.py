@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal, Self, overload
 import torch
 
 from modelstate.checkpoint.checkpoint import Checkpoint
-from modelstate.checkpoint.open import argument_order, is_objects
+from modelstate.checkpoint.open import argument_order, is_objects, patterns_of
 from modelstate.comparison.diff import Diff
 from modelstate.comparison.diff import diff as diff_checkpoints
 from modelstate.distributed.agreement import TIMEOUT_SECONDS, Agreement, Digest, agreement_of
@@ -35,7 +35,7 @@ from modelstate.io import system
 from modelstate.io.atomic import new_file, sync_directory, write_errors
 from modelstate.io.files import local_path
 from modelstate.io.lock import WriterLock, check_directory
-from modelstate.loading.options import check_timeout, patterns_of
+from modelstate.loading.options import check_timeout
 from modelstate.objects.loaders import preserved_generators
 from modelstate.objects.objects import Target, capture, modules_of, targets_of
 from modelstate.objects.parts import Kind, Part

@@ -1,6 +1,6 @@
 """Options mean the same in every process."""
 
-from modelstate.loading.options import patterns_of
+from modelstate.checkpoint.open import patterns_of
 
 
 def test_patterns_of_a_set_come_in_the_same_order_in_every_process() -> None:
