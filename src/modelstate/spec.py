@@ -460,6 +460,16 @@ class StoredTensors(Mapping[str, StoredTensor]):
             self._created[name] = stored
         return stored
 
+    def spec(self, name: str) -> TensorSpec:
+        """Describes a tensor. Its `StoredTensor` is created when it is first accessed."""
+        row, columns = self._rows[name], self._columns
+        spec: Any = _UnfrozenSpec()
+        spec.name, spec.shape, spec.dtype_name = name, tuple(columns.shapes[row]), columns.dtype_names[row]
+        spec._tensors = self
+        spec.__class__ = TensorSpec
+        frozen: TensorSpec = spec
+        return frozen
+
     def __contains__(self, name: object) -> bool:
         return name in self._rows
 
@@ -639,11 +649,13 @@ class TensorSpec:
     dtype_name: str
     """The name that torch has for the dtype: "float32"."""
     stored: Stored = field(compare=False)
+    _tensors: Mapping[str, StoredTensor] | None = field(default=None, compare=False)
+    """Has `stored` where that has not been set yet."""
 
     @property
     def dtype(self) -> torch.dtype:
         """The dtype. Imports torch, unlike `dtype_name`."""
-        return self.stored.dtype
+        return _DTYPES.get(self.dtype_name) or self.stored.dtype
 
     def __repr__(self) -> str:
         return f"TensorSpec(name={self.name!r}, shape={self.shape}, dtype=torch.{self.dtype_name})"
@@ -688,6 +700,7 @@ def spec_of(name: str, stored: StoredTensor) -> TensorSpec:
     """Describes a stored tensor, in a third of the time that the constructor takes."""
     spec: Any = _UnfrozenSpec()
     spec.name, spec.stored, spec.shape, spec.dtype_name = name, stored, stored.shape, stored.dtype_name
+    spec._tensors = None
     spec.__class__ = TensorSpec
     frozen: TensorSpec = spec
     return frozen
@@ -703,7 +716,12 @@ def _spec_error(spec: TensorSpec, used: str) -> TensorSpecError:
     )
 
 
-def _refuse_attribute(self: TensorSpec, name: str) -> NoReturn:
+def _stored_or_refused(self: TensorSpec, name: str) -> Stored:
+    """Runs for an attribute that is not set: looks up `stored`, and refuses the attributes of a tensor."""
+    if name == "stored" and self._tensors is not None:
+        stored = self._tensors[self.name]
+        object.__setattr__(self, "stored", stored)
+        return stored
     if not name.startswith("_"):
         import torch
 
@@ -755,7 +773,7 @@ def _as_array(self: TensorSpec, dtype: np.dtype | None = None, copy: bool | None
 
 for _name in _REFUSED:  # set here and not in the class, so that type checkers report these uses
     setattr(TensorSpec, _name, _refusal(_name))
-TensorSpec.__getattr__ = _refuse_attribute  # type: ignore[attr-defined]
+TensorSpec.__getattr__ = _stored_or_refused  # type: ignore[attr-defined]
 TensorSpec.__array__ = _as_array  # type: ignore[attr-defined]
 TensorSpec.__bool__ = lambda self: True  # type: ignore[attr-defined]  # Python would call __len__ otherwise
 TensorSpec.__torch_function__ = classmethod(_refuse_function)  # type: ignore[attr-defined]

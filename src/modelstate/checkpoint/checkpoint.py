@@ -50,6 +50,7 @@ from modelstate.spec import (
     Stored,
     StoredComposite,
     StoredTensor,
+    StoredTensors,
     TensorSpec,
     bytes_key,
     dtype_name,
@@ -114,6 +115,9 @@ class Checkpoint(Mapping[str, TensorSpec], Shown):
     # The mapping.
 
     def __getitem__(self, name: str) -> TensorSpec:
+        tensors = self.flat.tensors
+        if isinstance(tensors, StoredTensors) and name in tensors:
+            return tensors.spec(name)
         return _spec(name, self.stored(name), self.source)
 
     def __iter__(self) -> Iterator[str]:

@@ -36,7 +36,7 @@ from modelstate.formats.unpickle import (
     check_key,
     damaged,
 )
-from modelstate.spec import Refused, StoredTensor
+from modelstate.spec import Refused, StoredTensor, contiguous_stride
 from modelstate.torch_compat.private import wrapper_subclass
 
 STORAGE_DTYPES = {
@@ -341,7 +341,16 @@ def _strided(
         grad = _typed(requires_grad, bool, "requires_grad is neither True nor False")
         if grad and not (dtype.is_floating_point or dtype.is_complex):
             raise DamagedFileError("a tensor of integers that requires a gradient", found=str(dtype))
-        stored = StoredTensor(dtype, shape, steps, storage.region, storage.offset + first, grad)
+        is_whole = (
+            not (first or storage.offset or grad)
+            and min(shape, default=1) > 0
+            and math.prod(shape) * dtype.itemsize == storage.region.nbytes
+            and steps == contiguous_stride(shape)
+        )
+        if is_whole:
+            stored = StoredTensor.whole(dtype, shape, storage.region)
+        else:
+            stored = StoredTensor(dtype, shape, steps, storage.region, storage.offset + first, grad)
     except OpenError as error:
         return InvalidTensor(error)
     return _with_bits(stored, metadata) if metadata else stored

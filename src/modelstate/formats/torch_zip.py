@@ -37,7 +37,7 @@ from modelstate.formats.zip_directory import ZipDirectory
 from modelstate.io import system
 from modelstate.io.atomic import LOCK_TIMEOUT_SECONDS, Output, unfinished_file, write_errors
 from modelstate.io.files import SourceFile
-from modelstate.spec import ByteRange, Checksum, Contents, Refused
+from modelstate.spec import ByteRange, Checksum, Contents, LazyMapping, Refused
 from modelstate.text_format import excerpt
 from modelstate.torch_compat.plain import remedies_for, why_not_plain
 from modelstate.torch_compat.values import set_version_metadata, version_metadata
@@ -107,7 +107,10 @@ def read_archive(file: SourceFile, names: TorchGlobals) -> Archive:
     data = directory.read(f"{prefix}/data.pkl")
     storages = _Storages(directory, prefix)
     value, _ = unpickle(data, 0, storages.find, names)
-    return Archive(value, len(data), storages.checksums)
+    checksums = LazyMapping(
+        lambda: {region: Checksum("crc32", 0, f"{crc32:08x}") for region, crc32 in storages.crc32.items() if crc32}
+    )
+    return Archive(value, len(data), checksums)
 
 
 def _prefix(directory: ZipDirectory) -> str:
@@ -188,7 +191,7 @@ class _Storages:
         self.directory = directory
         self.prefix = prefix
         self.storages: dict[tuple[object, ...], Storage] = {}
-        self.checksums: dict[ByteRange, Checksum] = {}
+        self.crc32: dict[ByteRange, int] = {}
 
     def find(self, key: tuple[object, ...]) -> object:
         """The storage that a persistent id names."""
@@ -212,11 +215,9 @@ class _Storages:
                         found=f"{region.nbytes} bytes in data/{name}",
                     )
                 )
-            crc32 = self.directory.records[record].crc32
-            if crc32:
-                self.checksums[region] = Checksum("crc32", 0, f"{crc32:08x}")
+            self.crc32[region] = self.directory.records[record].crc32
             region = region if nbytes == region.nbytes else region._replace(nbytes=nbytes)
-            self.storages[short] = Storage(kind.dtype, region, numel=numel)
+            self.storages[short] = Storage(kind.dtype, region, 0, numel)
         return self.storages[short]
 
 

@@ -124,9 +124,9 @@ class DeferredTensor:
     is_parameter: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Storage:
-    """A storage that a pickle refers to."""
+    """A storage that a pickle refers to. (Not frozen: there are very many of them, and freezing triples their time.)"""
 
     dtype: torch.dtype
     region: ByteRange
