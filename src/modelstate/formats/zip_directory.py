@@ -4,9 +4,12 @@ The reader of the standard library takes a second for 20,000 records, accepts si
 not tell where the data of a record begins.
 """
 
+import re
 import struct
 import zlib
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterable
+from typing import NamedTuple
 
 from modelstate.errors import (
     DamagedFileError,
@@ -24,14 +27,17 @@ _LOCAL = struct.Struct("<4s2x2H8x2I2H")
 _MAX_COMMENT = 0xFFFF
 _MAX16, _MAX32 = 0xFFFF, 0xFFFFFFFF
 _ENCRYPTED, _SIZES_FOLLOW = 0x1, 0x8
+_LEADS_OUT = re.compile(r"[\\\0]|\.\.|(?:\A|\n)(?:/|.:)", re.DOTALL)
+"""Matches in names that are joined by line breaks where one of them may lead out of the archive."""
 _TOGETHER_BYTES, _SMALL_BYTES = 1 << 16, 1 << 10
 """Headers that lie close together are read in one call, with the small records between them."""
 
 
-@dataclass(slots=True)
-class Record:
+class Record(NamedTuple):
     """A record of the archive, as its entry in the directory describes it."""
 
+    header: int
+    """Bytes from the beginning of the archive to the local header."""
     name: str
     raw_name: bytes
     method: int
@@ -40,12 +46,6 @@ class Record:
     """The checksum of the data; torch writes 0 if it was configured not to compute it."""
     packed_nbytes: int
     nbytes: int
-    header: int
-    """Bytes from the beginning of the archive to the local header."""
-    start: int = -1
-    """Bytes from the beginning of the archive to the data."""
-    end: int = -1
-    """Bytes from the beginning of the archive to the next record, or to the directory."""
 
 
 class ZipDirectory:
@@ -58,8 +58,10 @@ class ZipDirectory:
         """
         self.file = file
         count, start, nbytes = self._end()
-        self.records = self._entries(file.read(start, nbytes, "the archive's directory"), count)
-        self._local_headers(start)
+        entries = self._entries(file.read(start, nbytes, "the archive's directory"), count)
+        self.starts = self._local_headers(sorted(entries), start)
+        """Bytes from the beginning of the archive to the data of each record."""
+        self.records = {entry.name: entry for entry in entries}
 
     def region(self, name: str) -> ByteRange:
         """The place of a record's data. Raises `DamagedFileError`."""
@@ -72,12 +74,12 @@ class ZipDirectory:
                 where=f"{self.file.path}: {name}",
                 remedy="unpack the archive and pack it again without compression (zip -0), or save it anew",
             )
-        return ByteRange(self.file.path, self.file.start + record.start, record.nbytes)
+        return ByteRange(self.file.path, self.file.start + self.starts[name], record.nbytes)
 
     def read(self, name: str) -> bytes:
         """The data of a record. Raises `DamagedFileError` where it does not match its checksum."""
         nbytes = self.region(name).nbytes
-        data = self.file.read(self.records[name].start, nbytes, name)
+        data = self.file.read(self.starts[name], nbytes, name)
         stated = self.records[name].crc32
         if stated and zlib.crc32(data) != stated:
             raise DamagedFileError(
@@ -128,48 +130,45 @@ class ZipDirectory:
             raise self._damaged("its directory is too short", f"{nbytes} bytes for {count} entries")
         return count, start, nbytes
 
-    def _entries(self, data: bytes, count: int) -> dict[str, Record]:
-        records: dict[str, Record] = {}
-        pos = 0
+    def _entries(self, data: bytes, count: int) -> list[Record]:
+        entries: list[Record] = []
+        pos, size = 0, len(data)
         for _ in range(count):
-            if pos + _ENTRY.size > len(data):
-                raise self._damaged("its directory is too short", f"{len(data)} bytes")
+            if pos + _ENTRY.size > size:
+                raise self._damaged("its directory is too short", f"{size} bytes")
             magic, flags, method, crc32, packed, nbytes, name_size, extra_size, comment, disk, header = (
                 _ENTRY.unpack_from(data, pos)
             )
             name_end = pos + _ENTRY.size + name_size
             raw_name = data[pos + _ENTRY.size : name_end]
             pos = name_end + extra_size + comment
-            if magic != b"PK\1\2" or pos > len(data):
+            if magic != b"PK\1\2" or pos > size:
                 raise self._damaged("an entry of its directory is not valid")
-            name = self._name(raw_name, flags)
+            try:
+                name = raw_name.decode("utf-8")
+            except UnicodeDecodeError as error:
+                raise self._damaged("the name of a record is not UTF-8", raw_name[:100]) from error
             if _MAX32 in (packed, nbytes, header) or disk == _MAX16:
                 extra = data[name_end : name_end + extra_size]
                 nbytes, packed, header = self._zip64(name, extra, nbytes, packed, header)
-            if name in records:
-                raise DamagedFileError("a record stands twice in the archive", where=self.file.path, found=name)
-            records[name] = Record(name, raw_name, method, flags, crc32, packed, nbytes, header)
-        return records
+            entries.append(Record(header, name, raw_name, method, flags, crc32, packed, nbytes))
+        names = [entry.name for entry in entries]
+        if len(set(names)) < count:
+            twice = next(name for name, times in Counter(names).items() if times > 1)
+            raise DamagedFileError("a record stands twice in the archive", where=self.file.path, found=twice)
+        if _LEADS_OUT.search("\n".join(names)):
+            self._check_names(names)
+        return entries
 
-    def _name(self, raw: bytes, flags: int) -> str:
-        try:
-            name = raw.decode("utf-8")
-        except UnicodeDecodeError as error:
-            raise self._damaged("the name of a record is not UTF-8", raw[:100]) from error
-        if (
-            "\\" in name
-            or name[:1] == "/"
-            or name[1:2] == ":"
-            or "\0" in name
-            or (".." in name and ".." in name.split("/"))
-        ):
-            raise UnsafePathError(
-                "a record of the archive has a name that leads out of it",
-                where=self.file.path,
-                found=repr(name[:200]),
-                remedy="do not trust this file, and do not unpack it",
-            )
-        return name
+    def _check_names(self, names: Iterable[str]) -> None:
+        for name in names:
+            if "\\" in name or name[:1] == "/" or name[1:2] == ":" or "\0" in name or ".." in name.split("/"):
+                raise UnsafePathError(
+                    "a record of the archive has a name that leads out of it",
+                    where=self.file.path,
+                    found=repr(name[:200]),
+                    remedy="do not trust this file, and do not unpack it",
+                )
 
     def _zip64(self, name: str, extra: bytes, *fields: int) -> list[int]:
         """The fields of an entry, with those that exceed 32 bits from its extra field, where they are in this order."""
@@ -190,59 +189,50 @@ class ZipDirectory:
                 raise self._size_error(name, "a size of 64 bits", "none")
         return result
 
-    def _local_headers(self, directory: int) -> None:
-        """Reads the local headers, the only place that tells where the data begins; they repeat all other fields."""
-        ordered = sorted(self.records.values(), key=lambda record: record.header)
-        headers = _Headers(self.file, directory)
-        for record in ordered:
-            self._check_local(record, headers)
-        begins = [record.header for record in ordered[1:]] + [directory]
-        for record, begin in zip(ordered, begins, strict=False):
-            # A header that is off by a few bytes would shift the data; only the bytes left over reveal that.
-            if record.end != begin:
+    def _local_headers(self, ordered: list[Record], directory: int) -> dict[str, int]:
+        """Reads the local headers, the only place that tells where the data begins; they repeat all other fields.
+
+        Returns the beginnings of the data, in bytes from the beginning of the archive.
+        """
+        starts: dict[str, int] = {}
+        ends: list[int] = []
+        block, first = b"", 0
+        for entry in ordered:
+            header, name, true_name, method, true_flags, _, true_packed, true_nbytes = entry
+            at = header - first
+            if at + _LOCAL.size > len(block):
+                block, first, at = self._headers(entry, _LOCAL.size, directory), header, 0
+            magic, flags, stated_method, packed, nbytes, name_size, extra_size = _LOCAL.unpack_from(block, at)
+            header_bytes = _LOCAL.size + name_size + extra_size
+            if at + header_bytes > len(block):
+                block, first, at = self._headers(entry, header_bytes, directory), header, 0
+            raw_name = block[at + _LOCAL.size : at + _LOCAL.size + name_size]
+            if magic != b"PK\3\4" or raw_name != true_name or stated_method != method:
+                raise self._size_error(name, "the same name and method in front of the data", raw_name[:100])
+            for stated, true in ((packed, true_packed), (nbytes, true_nbytes)):
+                if stated != true and not (stated == _MAX32 or (stated == 0 and flags & _SIZES_FOLLOW)):
+                    raise self._size_error(name, f"{true} bytes, as the directory says", f"{stated} bytes")
+            starts[name] = start = header + header_bytes
+            end = start + true_packed
+            if true_flags & _SIZES_FOLLOW:
+                is_wide = _MAX32 in (packed, nbytes) or max(header, true_packed, true_nbytes) >= _MAX32
+                end += 24 if is_wide else 16
+            ends.append(end)
+        # A header that is off by a few bytes would shift the data; only the bytes left over reveal that.
+        for entry, end, begin in zip(
+            ordered, ends, [entry.header for entry in ordered[1:]] + [directory], strict=False
+        ):
+            if end != begin:
                 raise self._size_error(
-                    record.name, f"an end at byte {begin}, where the next record or the directory begins", record.end
+                    entry.name, f"an end at byte {begin}, where the next record or the directory begins", end
                 )
+        return starts
 
-    def _check_local(self, record: Record, headers: "_Headers") -> None:
-        block, at = headers.get(record, _LOCAL.size)
-        if block is None:
-            raise self._size_error(record.name, "a header before the directory", f"one at byte {record.header}")
-        magic, flags, method, packed, nbytes, name_size, extra_size = _LOCAL.unpack_from(block, at)
-        block, at = headers.get(record, _LOCAL.size + name_size + extra_size)
-        if block is None:
-            raise self._size_error(record.name, "a header before the directory", f"{name_size} + {extra_size} bytes")
-        name_at = at + _LOCAL.size
-        extra_at = name_at + name_size
-        raw_name = block[name_at:extra_at]
-        if magic != b"PK\3\4" or raw_name != record.raw_name or method != record.method:
-            raise self._size_error(record.name, "the same name and method in front of the data", raw_name[:100])
-        wide = _MAX32 in (packed, nbytes) or max(record.header, record.packed_nbytes, record.nbytes) >= _MAX32
-        record.start = record.header + extra_at + extra_size - at
-        record.end = record.start + record.packed_nbytes
-        if record.flags & _SIZES_FOLLOW:
-            record.end += 24 if wide else 16
-        for stated, true in ((packed, record.packed_nbytes), (nbytes, record.nbytes)):
-            if stated != true and not (stated == _MAX32 or (stated == 0 and flags & _SIZES_FOLLOW)):
-                raise self._size_error(record.name, f"{true} bytes, as the directory says", f"{stated} bytes")
-
-
-class _Headers:
-    """Reads local headers in ascending order, several at once where they lie close together."""
-
-    def __init__(self, file: SourceFile, limit: int) -> None:
-        self.file = file
-        self.limit = limit
-        self.block = b""
-        self.start = 0
-
-    def get(self, record: Record, nbytes: int) -> tuple[bytes | None, int]:
-        """Bytes that contain the record's header, and its offset in them; None if it would reach into the directory."""
-        at = record.header - self.start
-        if at < 0 or at + nbytes > len(self.block):
-            if record.header + nbytes > self.limit:
-                return None, 0
-            ahead = _TOGETHER_BYTES if record.nbytes < _SMALL_BYTES else 256
-            self.start, at = record.header, 0
-            self.block = self.file.read(self.start, min(max(ahead, nbytes), self.limit - self.start), "a header")
-        return self.block, at
+    def _headers(self, entry: Record, nbytes: int, directory: int) -> bytes:
+        """Reads the local header of an entry, of at least `nbytes`, with those that lie close behind it."""
+        if entry.header + nbytes > directory:
+            raise self._size_error(
+                entry.name, "a header before the directory", f"one of {nbytes} bytes at byte {entry.header}"
+            )
+        ahead = _TOGETHER_BYTES if entry.nbytes < _SMALL_BYTES else 256
+        return self.file.read(entry.header, min(max(ahead, nbytes), directory - entry.header), "a header")

@@ -348,13 +348,13 @@ def _chunks(archive: ZipDirectory, name: str) -> Iterator[bytes]:
     """Yields the bytes of a record in chunks."""
     record = archive.records[name]
     for start in range(0, record.nbytes, _CHUNK_BYTES):
-        yield archive.file.read(record.start + start, min(_CHUNK_BYTES, record.nbytes - start), name)
+        yield archive.file.read(archive.starts[name] + start, min(_CHUNK_BYTES, record.nbytes - start), name)
 
 
 def _read_tensor(archive: ZipDirectory, name: str) -> torch.Tensor:
     """Reads a tensor from a record, which is itself a file of `torch.save`."""
     nbytes = archive.region(name).nbytes
-    section = archive.file.section(archive.records[name].start, nbytes, name)
+    section = archive.file.section(archive.starts[name], nbytes, name)
     if recognise(section.read(0, min(4, nbytes), name)) is Format.TORCH_ZIP:
         _check_stored(ZipDirectory(section))
     tensor: torch.Tensor = torch.load(io.BytesIO(b"".join(_chunks(archive, name))), weights_only=True)
