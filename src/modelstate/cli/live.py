@@ -58,7 +58,8 @@ def follow(
     Each one is verified first. It goes on until a signal ends it. A checkpoint that is damaged, or that the app
     refuses, is skipped and reported once. Exit codes: 0 a signal has ended it; 1 the app does not take the token, or
     nothing from this directory; 2 the command line is wrong. With --once: 0 the app serves the checkpoint that was
-    wanted; 1 it does not, or one was skipped."""
+    wanted; 1 it does not, or one was skipped.
+    """
 
     from modelstate.serve.app import ServingApp
 

@@ -276,7 +276,8 @@ def restore(
     """Write one object of a checkpoint as a file of its own.
 
     By default it is from the newest checkpoint that is whole. Its bytes are compared with their digests first. A file
-    that is there already is left as it is, unless --overwrite is given."""
+    that is there already is left as it is, unless --overwrite is given.
+    """
     with reported(debug):
         options: dict[str, Any] = {"dtype": parse_dtype(dtype), "shard_size_bytes": parse_size(shard_size)}
         options["format"] = parse_format(format, target)
