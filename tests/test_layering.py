@@ -15,7 +15,7 @@ import modelstate
 SOURCE = Path(modelstate.__file__).parent
 
 ROOMS = (
-    {"version", "lazy", "text_format", "errors", "spec", "problems", "process", "background"},
+    {"version", "lazy", "text_format", "errors", "spec", "problems", "process", "background", "progress"},
     {"html"},
     {"torch_compat"},
     {"io"},

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import weakref
 from collections import OrderedDict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -582,6 +583,22 @@ def test_a_progress_bar_on_request(source: Any, capfd: pytest.CaptureFixture[str
     assert capfd.readouterr().err == ""
     ms.load(made("materialised"), source, progress=True)
     assert "loading" in capfd.readouterr().err
+
+
+def test_other_long_calls_have_a_progress_bar(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    ms.save({"w": torch.ones(1000)}, tmp_path / "a.safetensors")
+    other = {"w": torch.zeros(1000)}
+    calls: dict[str, Callable[[bool | None], object]] = {
+        "verifying": lambda progress: ms.verify(tmp_path / "a.safetensors", progress=progress),
+        "comparing": lambda progress: ms.diff(tmp_path / "a.safetensors", other, progress=progress),
+        "reading": lambda progress: ms.inspect(tmp_path / "a.safetensors").stats(progress=progress),
+    }
+    for what, call in calls.items():
+        for quiet in (None, False):  # a pipe is quiet
+            call(quiet)
+            assert capfd.readouterr().err == ""
+        call(True)
+        assert what in capfd.readouterr().err
 
 
 @pytest.mark.slow

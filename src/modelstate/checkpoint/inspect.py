@@ -10,12 +10,13 @@ from dataclasses import dataclass, field, replace
 from time import perf_counter
 from typing import TYPE_CHECKING
 
-from modelstate.checkpoint.checkpoint import Checkpoint
+from modelstate.checkpoint.checkpoint import Checkpoint, what_to_verify
 from modelstate.checkpoint.open import Source
 from modelstate.checkpoint.open import open as open_checkpoint
 from modelstate.errors import CodecError
 from modelstate.formats.tree import leaves
 from modelstate.html.page import Page, Shown
+from modelstate.progress import progress_bar
 from modelstate.spec import Refused, StoredTensor, TensorSpec
 from modelstate.text_format import columns, count, printable, seconds, shorten, size
 from modelstate.torch_compat.values import is_tensor, is_uninitialised
@@ -57,7 +58,12 @@ class Verification:
 
 
 def verify(
-    source: Source, *, key: str | None = None, allow: Sequence[object] = (), skip_forbidden: bool = False
+    source: Source,
+    *,
+    key: str | None = None,
+    progress: bool | None = None,
+    allow: Sequence[object] = (),
+    skip_forbidden: bool = False,
 ) -> Verification:
     """Reads every tensor of a checkpoint, and compares its bytes with the digests in the files.
 
@@ -66,6 +72,7 @@ def verify(
     Args:
         source: What `modelstate.open` accepts; usually a path.
         key: The dotted path of the part that is verified, such as "model_state".
+        progress: Whether to show a progress bar. None shows one on a terminal after half a second.
         allow: Classes and functions that a pickle may use, as for `modelstate.open`.
         skip_forbidden: Whether other classes and functions are left out, instead of raising.
 
@@ -85,7 +92,9 @@ def verify(
     """
     with open_checkpoint(source, key=key, allow=allow, skip_forbidden=skip_forbidden) as checkpoint:
         begin = perf_counter()
-        nbytes = checkpoint.verify()
+        total_bytes = sum(storage.nbytes for storage in what_to_verify(checkpoint))
+        with progress_bar(progress, total_bytes, "verifying") as advance:
+            nbytes = checkpoint.verify(advance)
         algorithms = tuple(sorted({checksum.algorithm for checksum in checkpoint.checksums.values()}))
         return Verification(
             checkpoint.source, checkpoint.format, len(checkpoint), nbytes, algorithms, perf_counter() - begin
@@ -161,7 +170,9 @@ class Inspection(Shown):
         elements = ("Elements", f"{self.elements:,}")
         return replace(page, facts=(*page.facts, elements, ("Files", f"{len(self.files):,}")), text=details)
 
-    def stats(self, *, only: Iterable[str] = (), max_memory_bytes: int | None = None) -> CheckpointStatistics:
+    def stats(
+        self, *, only: Iterable[str] = (), max_memory_bytes: int | None = None, progress: bool | None = None
+    ) -> CheckpointStatistics:
         """Reads the tensors, and returns the statistics of each: least and greatest value, mean, zeros, NaN, ...
 
         The tensors are read block by block on several threads, with a few megabytes of memory.
@@ -169,6 +180,7 @@ class Inspection(Shown):
         Args:
             only: Patterns of names; other tensors are left out.
             max_memory_bytes: The most memory for buffers and temporary tensors.
+            progress: Whether to show a progress bar. None shows one on a terminal after half a second.
 
         Returns:
             The statistics; `print` shows them, and `to_json` returns them for other programs.
@@ -186,7 +198,7 @@ class Inspection(Shown):
         """
         from modelstate.checkpoint.statistics import statistics_of
 
-        return statistics_of(self.checkpoint, only=only, max_memory_bytes=max_memory_bytes)
+        return statistics_of(self.checkpoint, only=only, max_memory_bytes=max_memory_bytes, progress=progress)
 
     def to_json(self) -> str:
         """All fields as JSON, with every tensor by itself."""

@@ -34,6 +34,7 @@ from modelstate.errors import MissingValuesError, OptionError
 from modelstate.html.page import Kind, Page, Shown, area_chart
 from modelstate.io.engine import read_ranges
 from modelstate.io.tensors import read_tensor
+from modelstate.progress import progress_bar
 from modelstate.spec import Assemble, Combined, Stored, StoredComposite, StoredTensor, TensorSpec, bytes_key, pieces
 from modelstate.text_format import columns, count, folded, listed, printable, seconds, size
 from modelstate.torch_compat.dtypes import short
@@ -262,6 +263,7 @@ def statistics_of(
     *,
     only: Iterable[str] = (),
     max_memory_bytes: int | None = None,
+    progress: bool | None = None,
 ) -> CheckpointStatistics:
     """Implements `Inspection.stats`."""
     begin = perf_counter()
@@ -286,11 +288,15 @@ def statistics_of(
     def fold(chunk: Chunk) -> None:
         accumulators[chunk.item].add(chunk.values[0])
 
-    def on_read(nbytes: int) -> None:
-        nonlocal read_bytes
-        read_bytes += nbytes
+    total_bytes = sum(math.prod(operand.shape) * operand.dtype.itemsize for (operand,) in operands)
+    with progress_bar(progress, total_bytes, "reading") as advance:
 
-    reduce(operands, fold, fingerprints=checkpoint.fingerprints, max_memory_bytes=max_memory_bytes, on_read=on_read)
+        def on_read(nbytes: int) -> None:
+            nonlocal read_bytes
+            read_bytes += nbytes
+            advance(nbytes)
+
+        reduce(operands, fold, fingerprints=checkpoint.fingerprints, max_memory_bytes=max_memory_bytes, on_read=on_read)
     found = {key: accumulator.result() for key, accumulator in zip(first, accumulators, strict=True)}
     counted: set[object] = set()
     tensors = []

@@ -41,6 +41,7 @@ from modelstate.io.files import FileFingerprint
 from modelstate.io.tensors import read_tensor
 from modelstate.planning.matching import DecodeFailure, matching_part
 from modelstate.problems import IdlePattern, Problem, explain
+from modelstate.progress import progress_bar
 from modelstate.rules.expression import Derived, lacks_values, leaves, region, to_be_computed, values_of
 from modelstate.rules.expression import Source as TensorSource
 from modelstate.rules.rule import Entries, Entry, Rule, Value, as_code
@@ -331,6 +332,7 @@ def diff(
     values: bool = True,
     guess: bool = True,
     max_memory_bytes: int | None = None,
+    progress: bool | None = None,
     allow: Sequence[object] = (),
     skip_forbidden: bool = False,
 ) -> Diff:
@@ -351,6 +353,7 @@ def diff(
         guess: Whether rules are guessed for names that are left over on both sides. No rules are guessed where some
             are given.
         max_memory_bytes: The most memory for buffers and temporary tensors.
+        progress: Whether to show a progress bar. None shows one on a terminal after half a second.
         allow: Classes and functions that a pickle may use, as for `modelstate.open`.
         skip_forbidden: Whether other classes and functions are left out, instead of raising.
 
@@ -383,7 +386,7 @@ def diff(
     if key is None and not first.keys() & second.keys():
         first, second = matching_part(first, [*second], [str]), matching_part(second, [*first], [str])
     comparison = _Comparison(first, second, rules, guess, patterns)
-    tensors, read_bytes, skipped_bytes = comparison.compared(values, max_memory_bytes)
+    tensors, read_bytes, skipped_bytes = comparison.compared(values, max_memory_bytes, progress)
     return Diff(
         _label(a, first),
         _label(b, second),
@@ -525,14 +528,16 @@ class _Comparison:
 
     # Comparing.
 
-    def compared(self, values: bool, max_memory_bytes: int | None) -> tuple[tuple[TensorDiff, ...], int, int]:
+    def compared(
+        self, values: bool, max_memory_bytes: int | None, progress: bool | None
+    ) -> tuple[tuple[TensorDiff, ...], int, int]:
         """The differences of the matched tensors, the bytes that were read, and those that need not be."""
         parts = [part for pair in self.pairs for part in _parts(pair)]
         if values:
             self._check_values()
         reads = _Reads(self.first, self.second)
         planned = [reads.add(part) if values else None for part in parts]
-        reads.run(max_memory_bytes)
+        reads.run(max_memory_bytes, progress)
         tensors = [_tensor_diff(part, values, reads, number) for part, number in zip(parts, planned, strict=True)]
         skipped = sum(tensor.bytes for tensor in tensors if not tensor.is_read and tensor.status is Status.EQUAL)
         return tuple(tensors), reads.read_bytes, skipped
@@ -689,22 +694,26 @@ class _Reads:
             self.accumulators.append(Accumulator(*part.dtypes))
         return self.known[key]
 
-    def run(self, max_memory_bytes: int | None) -> None:
+    def run(self, max_memory_bytes: int | None, progress: bool | None) -> None:
         """Reads and compares everything. Raises `ReadFailedError` and `MemoryBudgetError`."""
 
         def fold(chunk: Chunk) -> None:
             self.accumulators[chunk.item].add(*chunk.values)
 
-        def on_read(nbytes: int) -> None:
-            self.read_bytes += nbytes
+        total_bytes = sum(math.prod(side.shape) * side.dtype.itemsize for pair in self.items for side in pair)
+        with progress_bar(progress, total_bytes, "comparing") as advance:
 
-        reduce(
-            self.items,
-            fold,
-            fingerprints=self._fingerprints(),
-            max_memory_bytes=max_memory_bytes,
-            on_read=on_read,
-        )
+            def on_read(nbytes: int) -> None:
+                self.read_bytes += nbytes
+                advance(nbytes)
+
+            reduce(
+                self.items,
+                fold,
+                fingerprints=self._fingerprints(),
+                max_memory_bytes=max_memory_bytes,
+                on_read=on_read,
+            )
 
     def is_equal_unread(self, part: _Part) -> bool:
         """Whether two tensors are known to be equal without reading them."""

@@ -9,11 +9,12 @@ import torch
 from modelstate.background import AtExit, BackgroundTask
 from modelstate.checkpoint.checkpoint import what_to_verify
 from modelstate.errors import BackgroundCancelledError, OptionError
-from modelstate.loading.report import LoadReport, progress_bar
+from modelstate.loading.report import LoadReport
 from modelstate.loading.stage import Progress, stage
 from modelstate.loading.staging import Staging, bring_in, prefetch_range
 from modelstate.planning.assignment import Assignment
 from modelstate.planning.plan import LoadPlan
+from modelstate.progress import progress_bar
 from modelstate.rules.expression import Derived, Source
 from modelstate.torch_compat.plain import is_plain
 
@@ -144,7 +145,7 @@ class LoadHandle:
                 task.check()
                 advance(nbytes)
 
-            with torch.set_grad_enabled(grad_enabled), progress_bar(progress, staged.nbytes) as advance:
+            with torch.set_grad_enabled(grad_enabled), progress_bar(progress, staged.nbytes, "loading") as advance:
                 staged.read(on_progress)
 
         # The task does not refer to the handle, so that a handle can be dropped.

@@ -36,7 +36,7 @@ from modelstate.loading.collective import (
 from modelstate.loading.commit import Place, commit, held_for_commit, place_fallible
 from modelstate.loading.options import AnyTransform, check_model, check_timeout, options_of
 from modelstate.loading.replicas import broadcast, connect, notes_on_shared, shared_reads, to_read_here
-from modelstate.loading.report import LoadReport, progress_bar
+from modelstate.loading.report import LoadReport
 from modelstate.loading.stage import read_in_place, stage
 from modelstate.loading.staging import Staging, bring_in, prefault_async, prefetch_range, stage_unleased
 from modelstate.planning.assignment import Assignment
@@ -45,6 +45,7 @@ from modelstate.planning.plan import LoadPlan, Options
 from modelstate.planning.preparation import Preparation
 from modelstate.planning.record import bind, record
 from modelstate.process import gc_paused
+from modelstate.progress import progress_bar
 from modelstate.rules.rule import Rule
 from modelstate.rules.schema import Schema
 from modelstate.torch_compat.plain import is_plain
@@ -415,7 +416,7 @@ def _execute(
             staging.limit_memory(assignments)
     to_stage = [*preparation.moves, *to_read_here(assignments, staging.shared)]
     nbytes = sum(assignment.nbytes for assignment in to_stage)
-    with progress_bar(load_options.progress, nbytes) as advance, ExitStack() as held:
+    with progress_bar(load_options.progress, nbytes, "loading") as advance, ExitStack() as held:
         with agreement.phase(READING):
             connect(staging.shared, agreement)
             if staged is None:

@@ -1,12 +1,7 @@
 """The report of a load, with a step for each slot; and the progress bar."""
 
 import json
-import sys
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from typing import Any
 
 from modelstate.html.page import Page, Shown
 from modelstate.planning.plan import Step, placements, steps_page
@@ -182,54 +177,3 @@ class LoadReport(Shown):
             },
             indent=1,
         )
-
-
-_DELAY_SECONDS = 0.5
-
-
-@contextmanager
-def progress_bar(wanted: bool | None, total_bytes: int) -> Iterator[Callable[[int], None]]:
-    """Shows a progress bar, and yields a function that adds a number of bytes to it.
-
-    True shows the bar at once, False never. None shows it on a terminal after half a second.
-    """
-    if wanted is False or (wanted is None and not sys.stderr.isatty()):
-        yield lambda _: None
-        return
-    bar = _Bar(wanted, total_bytes)
-    try:
-        yield bar.advance
-    finally:
-        bar.close()
-
-
-class _Bar:
-    def __init__(self, wanted: bool | None, total_bytes: int) -> None:
-        self._delay_seconds = _DELAY_SECONDS if wanted is None else 0.0
-        self._total, self._done = total_bytes, 0
-        self._started = time.monotonic()
-        self._shown: Any = None
-        if wanted:
-            self.advance(0)
-
-    def advance(self, nbytes: int) -> None:
-        self._done += nbytes
-        if self._shown is None and time.monotonic() - self._started >= self._delay_seconds:
-            self._shown = self._show()
-        if self._shown is not None:
-            self._shown.update(self._shown.task_ids[0], completed=self._done)
-
-    def _show(self) -> Any:
-        from rich.console import Console
-        from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
-
-        bar = Progress(
-            TextColumn("loading"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), console=Console(stderr=True)
-        )
-        bar.add_task("loading", total=self._total)
-        bar.start()
-        return bar
-
-    def close(self) -> None:
-        if self._shown is not None:
-            self._shown.stop()
