@@ -12,6 +12,7 @@ from torch import nn
 
 import modelstate as ms
 from modelstate.errors import ModelStateError
+from tests.distributed import models
 from tests.distributed.ranks import Ranks
 
 pytestmark = pytest.mark.slow
@@ -235,3 +236,58 @@ def test_a_signal_to_one_rank_stops_all_of_them(ranks: Ranks, tmp_path: Path, ba
     for first, second, expected in zip(stopped, resumed, whole, strict=True):
         assert first[3] + second[3] == expected[3]
     assert ms.Store(tmp_path / "store").steps() == (8, 10)
+
+
+# Sharded models.
+
+
+def train(objects: dict[str, Any], step: int) -> None:
+    """A step whose gradients depend on the step and the parameters, in every layout alike."""
+    for parameter in objects["model"].parameters():
+        parameter.grad = parameter.detach() * 0.1 + step
+    objects["optimizer"].step()
+    objects["scheduler"].step()
+
+
+def bits(net: models.Net, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    state = models.gathered(net)
+    for name, parameter in net.named_parameters():
+        for key, value in optimizer.state[parameter].items():
+            state[f"{name}.{key}"] = models.whole(value).clone()
+    return state
+
+
+def sharded_objects(kind: str, seed: int, meta: bool = False) -> dict[str, Any]:
+    net = models.sharded(kind, meta=meta, seed=seed)
+    torch.manual_seed(dist.get_rank())
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 20)
+    return {"model": net, "optimizer": optimizer, "scheduler": scheduler, "rng": ms.RNG()}
+
+
+def resumed_bits(folder: Path, kind: str, background: bool) -> list[str]:
+    """What differs between a run of six steps, and one that is resumed after three."""
+    objects = sharded_objects(kind, seed=1)
+    store = ms.Store(folder / "store")
+    for step in range(6):
+        train(objects, step)
+        if step == 2:
+            saved = store.save(3, objects, background=background)
+            numbers = [float(torch.rand(()))]
+    store.close()
+    assert saved is not None
+    expected = bits(objects["model"], objects["optimizer"])
+    other = sharded_objects(kind, seed=2, meta=True)
+    assert ms.Store(folder / "store").restore(other).step == 3
+    numbers.append(float(torch.rand(())))
+    for step in range(3, 6):
+        train(other, step)
+    found = bits(other["model"], other["optimizer"])
+    assert found.keys() == expected.keys()
+    wrong = [name for name, value in expected.items() if not torch.equal(found[name], value)]
+    return wrong if numbers[0] == numbers[1] else [*wrong, "random numbers"]
+
+
+@pytest.mark.parametrize("kind", ["fsdp", "hsdp", "tp", "fsdp+tp", "shard1", "uneven", "tied"])
+def test_a_resumed_run_equals_one_without_an_interruption(ranks: Ranks, tmp_path: Path, kind: str) -> None:
+    assert ranks.values(resumed_bits, tmp_path, kind, kind == "fsdp") == [[]] * 4

@@ -7,22 +7,24 @@ it, and stays complete when the old one is removed. Tensors that change and tens
 
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 import torch
 
 from modelstate.background import AtExit, BackgroundTask
+from modelstate.distributed.writing import CollectiveWriter, ShardedTensor
 from modelstate.errors import ModelStateError, OpenError, UnsavableError
 from modelstate.formats import safetensors, sharded
-from modelstate.formats.block_writer import write_blocks
+from modelstate.formats.block_writer import LazyTensor, write_blocks
 from modelstate.formats.manifest import KEY, digest
-from modelstate.formats.safetensors import layout, nbytes_of, write
+from modelstate.formats.safetensors import Layout, Written, layout, nbytes_of, write
 from modelstate.formats.serialize import SerializedState
 from modelstate.formats.sharded import INDEX_SUFFIX, SHARD_METADATA, SUFFIX, in_shards, index_of
 from modelstate.io import system
-from modelstate.io.atomic import new_file, sync_directory
+from modelstate.io.atomic import Output, new_file, sync_directory
 from modelstate.io.engine import for_each, read_threads
 from modelstate.io.files import SourceFile
 from modelstate.io.memory import empty_cpu
@@ -116,7 +118,16 @@ class Job:
     @property
     def nbytes(self) -> int:
         """The size of the tensors."""
-        return sum(nbytes_of(tensor) for state in self.states.values() for tensor in state.live.values())
+        return sum(nbytes_of(tensor) for state in self.states.values() for tensor in state.tensors.values())
+
+    @property
+    def spread(self) -> list[str]:
+        """The objects whose tensors are spread over several ranks."""
+        return [
+            path
+            for path, state in self.states.items()
+            if any(isinstance(tensor, ShardedTensor) for tensor in state.tensors.values())
+        ]
 
 
 class NewStep:
@@ -124,6 +135,7 @@ class NewStep:
 
     Args:
         directory: the directory of the store.
+        name: the temporary name: the result of `unfinished_name`.
         record: the record of the checkpoint, without its objects.
         job: the objects.
         revisions: the checkpoints of the same step.
@@ -136,6 +148,7 @@ class NewStep:
     def __init__(
         self,
         directory: str,
+        name: str,
         record: Record,
         job: Job,
         revisions: Sequence[StepEntry],
@@ -155,17 +168,31 @@ class NewStep:
         if replaced is not None:
             with suppress(OSError):
                 self._mode = os.stat(replaced.path).st_mode & 0o777
-        self.path = os.path.join(directory, unfinished_name(record.step))
+        self.path = os.path.join(directory, name)
         """The directory until the checkpoint is committed."""
 
     def write(self) -> None:
-        """Writes the objects whose tensors this process holds. Raises `OSError` and `UnsavableError`."""
+        """Creates the directory, and writes the objects that this process holds whole.
+
+        Raises `OSError` and `UnsavableError`.
+        """
         system.mkdir(self.path, self._mode)
+        spread = self._job.spread
         for path in self._job.states:
             self._check()
+            if path in spread:
+                continue
             self._objects[path] = _write_object(
                 self.path, path, self._job, self._before, self._shard_bytes, self._doubtful
             )
+
+    def add(self, files: "Sequence[SpreadFile]") -> None:
+        """Adds the objects that several ranks have written. Raises `OSError` and `UnsavableError`."""
+        of_objects = {path: _Files(self.path) for path in self._job.spread}
+        for file in files:
+            _name_file(of_objects[file.key], file.key, file.at, file.planned, file.written)
+        for path, of_object in of_objects.items():
+            self._objects[path] = _finish_object(path, self._job, of_object), of_object
 
     def commit(self) -> tuple[str, int, int]:
         """Makes the checkpoint visible and durable.
@@ -177,7 +204,7 @@ class NewStep:
             OSError: An I/O error. The checkpoint is not visible then.
             UnsavableError: The values are too large.
         """
-        entries = {path: replace(entry, ranks=self._job.ranks[path]) for path, (entry, _) in self._objects.items()}
+        entries = {path: replace(self._objects[path][0], ranks=ranks) for path, ranks in self._job.ranks.items()}
         text = replace(self._record, entries=entries).text()
         if len(text) > MAX_RECORD_BYTES:
             raise _unsavable(
@@ -202,6 +229,9 @@ class NewStep:
     def discard(self) -> None:
         """Removes the directory, unless the checkpoint has been committed."""
         remove_directory(self.path)
+
+
+_Tensor = TypeVar("_Tensor", torch.Tensor, torch.Tensor | LazyTensor)
 
 
 @dataclass(slots=True)
@@ -240,27 +270,102 @@ def _write_object(
             files.bytes_written += planned.nbytes
             return ObjectEntry(kind, name, {name: _record_of(directory, name)}), files
         unwritten: dict[str, torch.Tensor] = state.live
-        constant: Set[str] = job.frozen.get(path, frozenset())
+        constant: Set[str] = job.frozen[path]
         old = before.record.entries.get(path) if before is not None and before.record is not None else None
         if before is not None and old is not None and old.index:
             linkable = _linkable(before.place.path, old, doubtful)
             # The tensors that have not changed since the checkpoint before go into files of their own.
             constant = constant if linkable is None else _link_unchanged(files, unwritten, linkable)
-        for is_constant in (True, False):
-            group = {name: tensor for name, tensor in unwritten.items() if (name in constant) == is_constant}
-            for shard in in_shards(group, shard_bytes) if group and shard_bytes else [group]:
-                if shard:
-                    _write_file(files, path, shard)
+        for group in _groups(unwritten, constant, shard_bytes):
+            planned = layout(group, lambda _: SHARD_METADATA)
+            unnamed = os.path.join(directory, f".{len(files.tensors)}{SUFFIX}")  # no object has such a name
+            with new_file(unnamed) as output:
+                written = write(output, planned)
+            _name_file(files, path, unnamed, planned, written)
+    return _finish_object(path, job, files), files
+
+
+def _groups(
+    tensors: Mapping[str, _Tensor], constant: Set[str], shard_bytes: int | None
+) -> Iterator[Mapping[str, _Tensor]]:
+    """Yields the tensors of each file. Those that are `constant` are in files of their own."""
+    for is_constant in (True, False):
+        group = {name: tensor for name, tensor in tensors.items() if (name in constant) == is_constant}
+        if group:
+            yield from in_shards(group, shard_bytes) if shard_bytes else [group]
+
+
+def _name_file(files: _Files, key: str, unnamed: str, planned: Layout, written: Written) -> None:
+    """Names a file by its content."""
+    name = f"{key}-{written.content[:16]}{SUFFIX}"
+    system.replace(unnamed, os.path.join(files.directory, name))
+    files.tensors[name] = tuple(name for name, _ in planned.tensors)
+    files.digests |= written.digests
+    files.bytes_written += planned.nbytes
+
+
+def _finish_object(path: str, job: Job, files: _Files) -> ObjectEntry:
+    """Writes the index of the files of an object."""
+    state = job.states[path]
+    index = f"{path}{SUFFIX}{INDEX_SUFFIX}"
+    with size_errors(path), new_file(os.path.join(files.directory, index)) as output:
         total = sum(map(nbytes_of, state.tensors.values()))
-        index = f"{path}{SUFFIX}{INDEX_SUFFIX}"
-        with new_file(os.path.join(directory, index)) as output:
-            output.append(index_of(files.tensors, total, state.manifest(None, files.digests)))
-            files.bytes_written += output.nbytes
-    records = {name: files.linked_records.get(name) or _record_of(directory, name) for name in (*files.tensors, index)}
-    return ObjectEntry(kind, index, records), files
+        output.append(index_of(files.tensors, total, state.manifest(None, files.digests)))
+        files.bytes_written += output.nbytes
+    names = (*files.tensors, index)
+    records = {name: files.linked_records.get(name) or _record_of(files.directory, name) for name in names}
+    return ObjectEntry(job.kinds[path], index, records)
 
 
-_Layout = tuple[torch.dtype, tuple[int, ...]]
+@dataclass(frozen=True, slots=True)
+class SpreadFile:
+    """A file that several ranks have written."""
+
+    key: str
+    """The path of the object."""
+    at: str
+    planned: Layout
+    written: Written
+
+
+def write_spread(directory: str, job: Job, writer: CollectiveWriter, shard_bytes: int | None) -> Sequence[SpreadFile]:
+    """Writes the objects whose tensors are spread over the ranks: a call of all ranks.
+
+    Args:
+        directory: the directory of the new step, as this rank names it.
+        job: the objects.
+        writer: the ranks.
+        shard_bytes: the most bytes of tensors in a file; None for no limit.
+
+    Returns:
+        The files, whose bytes are durable; nothing on other ranks than the first one.
+
+    Raises what `CollectiveWriter.write` raises.
+    """
+    keys: list[str] = []
+    layouts: list[Layout] = []
+    with writer.planning():
+        for path in job.spread:
+            with size_errors(path):
+                for group in _groups(job.states[path].tensors, job.frozen[path], shard_bytes):
+                    keys.append(path)
+                    layouts.append(layout(group, lambda _: SHARD_METADATA))
+    paths = [os.path.join(directory, f".{number}{SUFFIX}") for number in range(len(layouts))]
+
+    def outputs() -> Generator[Output]:
+        for path in paths:
+            with new_file(path) as output:
+                yield output
+
+    def compared() -> list[object]:
+        return [job.states[path].manifest(None, {}) for path in job.spread]
+
+    written = writer.write(layouts, outputs, compared)
+    files = zip(keys, paths, layouts, written, strict=True) if written else ()
+    return [SpreadFile(*file) for file in files]
+
+
+_DtypeAndShape = tuple[torch.dtype, tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,7 +376,7 @@ class _Linkable:
     """The names of the tensors in each file, by its path."""
     records: Mapping[str, FileRecord]
     """The record of each file, by its path."""
-    layouts: Mapping[str, _Layout]
+    layouts: Mapping[str, _DtypeAndShape]
     """The dtype and shape of each tensor."""
     digests: Mapping[str, str]
     """The digest of each tensor."""
@@ -285,7 +390,7 @@ def _linkable(directory: str, entry: ObjectEntry, doubtful: Set[tuple[int, int]]
     try:
         weight_map, metadata = sharded.read_index(os.path.join(directory, entry.index))
         digests = json.loads(metadata[KEY])["digests"]["tensors"]
-        layouts: dict[str, _Layout] = {}
+        layouts: dict[str, _DtypeAndShape] = {}
         files, records = {}, {}
         for name in dict.fromkeys(weight_map.values()):
             path = os.path.join(directory, name)
@@ -336,18 +441,6 @@ def _link_unchanged(files: _Files, unwritten: dict[str, torch.Tensor], before: _
             files.digests[tensor_name] = digests[tensor_name]
             del unwritten[tensor_name]
     return unchanged & set(unwritten)
-
-
-def _write_file(files: _Files, key: str, tensors: Mapping[str, torch.Tensor]) -> None:
-    planned = layout(tensors, lambda _: SHARD_METADATA)
-    unnamed = os.path.join(files.directory, f".{len(files.tensors)}{SUFFIX}")  # no object has such a name
-    with new_file(unnamed) as output:
-        written = write(output, planned)
-    name = f"{key}-{written.content[:16]}{SUFFIX}"
-    system.replace(unnamed, os.path.join(files.directory, name))
-    files.tensors[name] = tuple(tensors)
-    files.digests |= written.digests
-    files.bytes_written += planned.nbytes
 
 
 def _record_of(directory: str, name: str) -> FileRecord:
@@ -467,12 +560,15 @@ class Staging:
         Raises torch's error where there is not enough memory; then no tensor is replaced.
         """
         states = list(states)
-        tensors = [tensor for state in states for tensor in state.live.values()]
+        tensors = [_local(tensor) for state in states for tensor in state.tensors.values()]
         copies = self._allocate(tensors)
         _copy_all(tensors, copies)
         remaining = iter(copies)
         for state in states:
-            state.tensors = {name: next(remaining) for name in state.tensors}
+            state.tensors = {
+                name: tensor.with_local(next(remaining)) if isinstance(tensor, ShardedTensor) else next(remaining)
+                for name, tensor in state.tensors.items()
+            }
 
     def _allocate(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         starts, end = [], 0
@@ -496,6 +592,13 @@ class Staging:
                 )
                 for tensor, start in zip(tensors, starts, strict=True)
             ]
+
+
+def _local(tensor: torch.Tensor | LazyTensor) -> torch.Tensor:
+    """Returns what this rank holds of a tensor of a live state."""
+    held = tensor.local if isinstance(tensor, ShardedTensor) else tensor
+    assert isinstance(held, torch.Tensor)
+    return held
 
 
 def _copy_all(tensors: Sequence[torch.Tensor], copies: Sequence[torch.Tensor]) -> None:

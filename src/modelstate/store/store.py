@@ -17,6 +17,7 @@ from modelstate.checkpoint.open import argument_order, is_objects, patterns_of
 from modelstate.comparison.diff import Diff
 from modelstate.comparison.diff import diff as diff_checkpoints
 from modelstate.distributed.agreement import TIMEOUT_SECONDS, Agreement, Digest, agreement_of
+from modelstate.distributed.writing import CollectiveWriter
 from modelstate.errors import (
     BackgroundCancelledError,
     LockedError,
@@ -52,6 +53,7 @@ from modelstate.store.directory import (
     StepIndex,
     name_of,
     store_file_problem,
+    unfinished_name,
 )
 from modelstate.store.retention import CheckpointInfo, Keep, as_keep, infos_page, metric_value
 from modelstate.store.saving import (
@@ -65,8 +67,10 @@ from modelstate.store.saving import (
     make_directory,
     probe,
     size_errors,
+    write_spread,
 )
 from modelstate.text_format import size
+from modelstate.torch_compat.sharding import reshard
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup  # which torch may have been built without
@@ -244,7 +248,11 @@ class Store(Shown):
             options = step, background, pin, overwrite, when_busy
             with agreement.phase("beginning", lambda: [Digest.of("the arguments", f"step {step}", options)]):
                 pass
-            job = _job(targets, agreement, pin, begin_seconds)
+            # The thread votes over connections of its own, while this thread may load, or save again.
+            writing = agreement.on_channel("saving") if background else agreement
+            name = writing.decided("naming the directory", lambda: unfinished_name(step))
+            writer = _writer(writing, os.path.join(self.directory, name))
+            job = _job(targets, agreement, writer, pin, begin_seconds)
             record = Record("", step, time.time(), checked_metrics, {})
             index = self.index.cached()
             with agreement.phase("opening the store"):
@@ -254,11 +262,11 @@ class Store(Shown):
                 if background:
                     self._staging.copy(job.states.values())
             if not background:
-                return self._write(index, record, job, agreement)
-            # The thread votes over connections of its own, while this thread may load, or save again.
-            agreement = agreement.on_channel("saving")
+                return self._write(index, record, job, writing, writer, name)
             blocked_seconds = time.perf_counter() - begin_seconds
-            write = partial(self._write, index, record, job, agreement, self._staging.nbytes, blocked_seconds)
+            write = partial(
+                self._write, index, record, job, writing, writer, name, self._staging.nbytes, blocked_seconds
+            )
             self._pending = pending = PendingSave(step, self._staging.nbytes, write)
             pending.start()
             return pending
@@ -319,7 +327,8 @@ class Store(Shown):
         targets = targets_of(objects)
         generators = [target.obj for target in targets.values() if target.is_restored_last]
         with preserved_generators(generators):
-            return _job(targets, self.agreement(targets, "Store.check_state")).nbytes
+            agreement = self.agreement(targets, "Store.check_state")
+            return _job(targets, agreement, _writer(agreement, self.directory)).nbytes
 
     def wait(self, timeout_seconds: float | None = None) -> None:
         """Waits until the save in the background is durable.
@@ -391,11 +400,16 @@ class Store(Shown):
         record: Record,
         job: Job,
         agreement: Agreement,
+        writer: CollectiveWriter | None,
+        name: str,
         staging_bytes: int = 0,
         blocked_seconds: float | None = None,
         check_cancelled: Callable[[], None] = lambda: None,
     ) -> SavedStep:
-        """Writes a checkpoint, which is durable on return, and prunes. On several ranks the first one writes."""
+        """Writes a checkpoint under a temporary name, commits it, and prunes.
+
+        Of several ranks the first one does this, but for the tensors that are spread over the ranks.
+        """
         new_step: NewStep | None = None
         entries: list[StepEntry] = []
         revisions: list[StepEntry] = []
@@ -404,7 +418,7 @@ class Store(Shown):
             check_cancelled()
             self._lock.check_directory()
 
-        def write() -> str:
+        def write() -> None:
             nonlocal new_step, entries, revisions
             with self._errors(record):
                 clear(self.directory)
@@ -414,6 +428,7 @@ class Store(Shown):
                 serial = 1 + max((entry.record.serial for entry in entries if entry.record is not None), default=0)
                 new_step = NewStep(
                     self.directory,
+                    name,
                     replace(record, store=index.ensure_name(), serial=serial),
                     job,
                     revisions,
@@ -423,11 +438,11 @@ class Store(Shown):
                     check=check,
                 )
                 new_step.write()
-            return os.path.basename(new_step.path)
 
         def commit() -> tuple[tuple[str, int, int], float, tuple[int, ...]]:
             assert new_step is not None
             with self._errors(record):
+                new_step.add(files)
                 published = new_step.commit()
                 index.note_whole(published[0])
             seconds = time.perf_counter() - job.begin_seconds
@@ -439,6 +454,11 @@ class Store(Shown):
 
         try:
             agreement.decided(f"writing step {record.step}", write)
+            files = (
+                write_spread(os.path.join(self.directory, name), job, writer, self._shard_bytes)
+                if writer is not None and job.spread
+                else ()
+            )
             (path, bytes_written, bytes_linked), seconds, pruned = agreement.decided(
                 f"committing step {record.step}", commit
             )
@@ -887,23 +907,49 @@ def _not_shared(directory: str, expected: str, found: object) -> RanksDifferErro
     )
 
 
-def _job(targets: Mapping[str, Target], agreement: Agreement, pin: bool = False, begin_seconds: float = 0.0) -> Job:
+def _writer(agreement: Agreement, directory: str) -> CollectiveWriter | None:
+    """Returns the writer of DTensors; None where one process saves alone."""
+    return CollectiveWriter(agreement, os.path.join(directory, RECORD_FILE)) if agreement.ranks else None
+
+
+def _job(
+    targets: Mapping[str, Target],
+    agreement: Agreement,
+    writer: CollectiveWriter | None,
+    pin: bool = False,
+    begin_seconds: float = 0.0,
+) -> Job:
     """Encodes the state of the objects. Raises the error for which it cannot be saved."""
     with agreement.phase("capturing the state"):
+        for target in targets.values():
+            if agreement.is_collective and target.kind is Kind.MODULE:
+                reshard(target.obj)
         parts = capture(targets)
     parts = gathered(parts, agreement)
     with agreement.phase("encoding the state"):
-        return _encoded(parts, targets, pin, begin_seconds)
+        return _encoded(parts, targets, writer, pin, begin_seconds)
 
 
-def _encoded(parts: Mapping[str, Part], targets: Mapping[str, Target], pin: bool, begin_seconds: float) -> Job:
-    states = {path: serialize(part.tree, path, as_tree=part.kind is not Kind.MODULE) for path, part in parts.items()}
+def _encoded(
+    parts: Mapping[str, Part],
+    targets: Mapping[str, Target],
+    writer: CollectiveWriter | None,
+    pin: bool,
+    begin_seconds: float,
+) -> Job:
+    states = {
+        path: serialize(
+            part.tree, path, as_tree=part.kind is not Kind.MODULE, of_shard=None if writer is None else writer.of_shard
+        )
+        for path, part in parts.items()
+    }
     frozen = {
         path: frozenset(
             name for name, param in target.obj.named_parameters(remove_duplicate=False) if not param.requires_grad
         )
-        for path, target in targets.items()
         if target.kind is Kind.MODULE
+        else frozenset()
+        for path, target in targets.items()
     }
     for path, state in states.items():
         with size_errors(path):
