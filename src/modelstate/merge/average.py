@@ -17,8 +17,8 @@ from modelstate.formats.tree import FlatTree, same_tensor
 from modelstate.spec import Allocate, Blocks, Combined, Fill, Stored, bytes_key
 from modelstate.text_format import listed
 
-_CHUNK = 1 << 17
-"""Elements that are summed at once."""
+_CHUNK_BYTES = 1 << 18
+"""The bytes of the sums that are computed at once, so that they stay in the second-level cache of a processor."""
 _COMPUTED_IN = {
     torch.float16: torch.float32,
     torch.bfloat16: torch.float32,
@@ -157,7 +157,7 @@ class Average(Combination):
         wide = _COMPUTED_IN[dtype]
         factors = [weight for _, weight in used]
         keeps_equal = self.weights is None and wide == dtype
-        chunk = min(_CHUNK, math.prod(shape))
+        chunk = min(_CHUNK_BYTES // wide.itemsize, math.prod(shape))
 
         def begin(_: Sequence[torch.Tensor], allocate: Allocate) -> Fill:
             return partial(_sum, weights=factors, scratch=allocate((2, chunk), wide), keeps_equal=keeps_equal)
@@ -182,8 +182,9 @@ def _sum(
     if not blocks:
         out.zero_()
         return
-    for start in range(0, out.numel(), _CHUNK):
-        chunk, *pieces = (tensor[start : start + _CHUNK] for tensor in (out, *blocks))
+    count = scratch.shape[1]
+    for start in range(0, out.numel(), count):
+        chunk, *pieces = (tensor[start : start + count] for tensor in (out, *blocks))
         total, widened = scratch[:, : chunk.numel()]
         total.copy_(pieces[0]).mul_(weights[0])
         for piece, weight in zip(pieces[1:], weights[1:], strict=True):
