@@ -95,8 +95,6 @@ class Conversion:
         self._returned: list[torch.Tensor] = []
         """Keeps what functions returned alive, so that no other tensor gets the id or the memory of a dropped one."""
         self._grads: dict[int, torch.Tensor] = {}
-        self._deferred_casts: dict[torch.dtype, torch.Tensor | None] = {}
-        """What `Target.deferred_cast` returns for each dtype."""
         self._swapped: set[int] = set()
         """The ids of the returned tensors that are swapped with tensors of the module."""
         self._unshared: list[list[Slot]] = []
@@ -199,45 +197,47 @@ class Conversion:
                 plain = [slot for slot in plain if id(slot.tensor) not in together]
         else:
             self._unshared += sharing(plain)
-        for slot in plain:
-            if not self._defer_cast(slot):
-                self._make_one(slot, None, True)
+        for slot in self._defer_casts(plain):
+            self._make_one(slot, None, True)
         for slot, fn in others:
             self._make_one(slot, fn, False)
 
-    def _defer_cast(self, slot: Slot) -> bool:
-        """Leaves a cast that is certain to succeed to the commit, where the old memory can be freed at once.
+    def _defer_casts(self, plain: Sequence[Slot]) -> list[Slot]:
+        """Leaves casts that are certain to succeed to the commit, where each frees the old memory at once.
 
-        Returns whether the tensor needs nothing else: also where the cast would not change its dtype.
+        Returns the slots of all other tensors, but for those that have the dtype already.
         """
-        tensor = slot.tensor
-        dtype = tensor.dtype
-        if not tensor.is_cpu or tensor.is_inference():
-            return False
-        if dtype not in self._deferred_casts:
-            self._deferred_casts[dtype] = self.target.deferred_cast(dtype)
-        empty = self._deferred_casts[dtype]
-        if empty is None or not has_its_memory(tensor):
-            return False
-        grad = tensor.grad if tensor.is_leaf else None
-        # The cast of the gradient must be as certain to succeed as that of its tensor.
-        if grad is not None and not (
-            is_plain(grad) and not grad.is_nested and grad.is_cpu and not grad.is_inference() and grad.dtype == dtype
-        ):
-            return False
-        if empty.dtype == dtype:
-            return True
-        change = Change(slot, empty, DATA, grad, deferred=True)
-        if self.overflows is not None and can_overflow(dtype, empty.dtype):
-            change.overflows = self.overflows
-        old = tensor.nbytes if grad is None else tensor.nbytes + grad.nbytes
-        new = old // dtype.itemsize * empty.dtype.itemsize
-        self._reserve += new
-        self.peak_bytes = max(self.peak_bytes, self._now + new)
-        self._now += new - old
-        self._check_budget()
-        self._add(change)
-        return True
+        others: list[Slot] = []
+        casts: dict[torch.dtype, tuple[torch.Tensor | None, Overflows | None]] = {}
+        for slot in plain:
+            tensor = slot.tensor
+            dtype = tensor.dtype
+            if dtype not in casts:
+                empty = self.target.deferred_cast(dtype)
+                is_counted = empty is not None and can_overflow(dtype, empty.dtype)
+                casts[dtype] = empty, self.overflows if is_counted else None
+            empty, overflows = casts[dtype]
+            if empty is None or not tensor.is_cpu or tensor.is_inference() or not has_its_memory(tensor):
+                others.append(slot)
+                continue
+            grad = tensor.grad if tensor.is_leaf else None
+            # The cast of the gradient must be as certain to succeed as that of its tensor.
+            if grad is not None and (
+                not is_plain(grad) or grad.is_nested or not grad.is_cpu or grad.is_inference() or grad.dtype != dtype
+            ):
+                others.append(slot)
+                continue
+            if empty.dtype == dtype:
+                continue
+            old = tensor.nbytes if grad is None else tensor.nbytes + grad.nbytes
+            new = old // dtype.itemsize * empty.dtype.itemsize
+            self._reserve += new
+            if self._now + new > self.peak_bytes:
+                self.peak_bytes = self._now + new
+                self._check_budget()
+            self._now += new - old
+            self._add(Change(slot, empty, DATA, grad, deferred=True, overflows=overflows))
+        return others
 
     def _make_one(self, slot: Slot, fn: Apply | None, plain: bool) -> None:
         tensor, target = slot.tensor, self.target

@@ -262,6 +262,7 @@ class Change(Write):
         old_grad: torch.Tensor | None,
         grad: torch.Tensor | None = None,
         deferred: bool = False,
+        overflows: Overflows | None = None,
     ) -> None:
         self.target, self.value, self.done = slot.tensor, value, False
         self.slot, self.placement = slot, placement
@@ -269,7 +270,7 @@ class Change(Write):
         """The gradient before and after. `grad` is None if there is none, or if the new tensor cannot have it."""
         self.deferred = deferred
         """Whether the value is a cast that `run` makes; until then `value` only has its dtype."""
-        self.overflows: Overflows | None = None
+        self.overflows = overflows
         """Counts values that become infinite or NaN in a deferred cast."""
 
     @property
