@@ -66,6 +66,12 @@ class _Arithmetic(Enum):
     BITS = None
     """The values have no differences: booleans, packed values."""
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the values whose sums are taken: float64 for integers of 64 bits."""
+        assert self.value is not None
+        return torch.float64 if self is _Arithmetic.INT64 else self.value
+
 
 def _arithmetic(a: torch.dtype, b: torch.dtype) -> _Arithmetic | None:
     """None where the values cannot be compared."""
@@ -192,7 +198,7 @@ class Accumulator:
         """Adds a chunk whose bits are equal on both sides."""
         if self._arithmetic is _Arithmetic.BITS:
             return
-        values = _converted(a, self._arithmetic)
+        values = _cast(a, self._arithmetic.dtype, "first values")
         squares = _dot(values, values)
         chunk.finite = len(a)
         if not math.isfinite(squares) or 0 < squares < _TINY:
@@ -210,7 +216,8 @@ class Accumulator:
         if self._arithmetic is _Arithmetic.BITS:
             chunk.changed = int(torch.count_nonzero(_raw(a) != _raw(b))) if self._counts_changes else 0
             return
-        x, y = _converted(a, self._arithmetic), _converted(b, self._arithmetic)
+        x = _cast(a, self._arithmetic.dtype, "first values")
+        y = _cast(b, self._arithmetic.dtype, "second values")
         xx, yy = _dot(x, x), _dot(y, y)
         bits = (a, b)
         if not (math.isfinite(xx) and math.isfinite(yy)):
@@ -234,10 +241,13 @@ class Accumulator:
         """Adds the elements that are finite on both sides."""
         x, y = values
         xx, yy = squares
-        difference = _exact_difference(*bits) if self._arithmetic is _Arithmetic.INT64 else _subtracted(x, y)
-        absolute = difference.abs()
-        chunk.largest, total = float(torch.amax(absolute)), float(absolute.sum())
+        if self._arithmetic is _Arithmetic.INT64:
+            difference = _exact_difference(*bits)
+        else:
+            difference = torch.sub(x, y, out=scratch("difference", len(x), x.dtype))
         dd, xy = _dot(difference, difference), _dot(x, y)
+        absolute = difference.abs() if difference.is_complex() else difference.abs_()
+        chunk.largest, total = float(torch.amax(absolute)), float(absolute.sum())
         is_wide = x.dtype in (torch.float64, torch.complex128)
         is_in_range = math.isfinite(total + dd) and min(xx, yy) > _TINY and (chunk.largest > _SMALL or dd == 0)
         if not is_wide and not (is_in_range and abs(xy) > _TINY):
@@ -248,7 +258,10 @@ class Accumulator:
             dd, xy, xx, yy = _dot(difference, difference), _dot(x, y), _dot(x, x), _dot(y, y)
         chunk.sums = {"aa": xx, "bb": yy, "ab": xy, "dd": dd, "abs": total}
         if self._ulp_dtype is not None:
-            chunk.ulps = _ulp_histogram(*(_rounded(side, self._ulp_dtype) for side in bits))
+            a, b = bits
+            chunk.ulps = _ulp_histogram(
+                _cast(a, self._ulp_dtype, "first rounded"), _cast(b, self._ulp_dtype, "second rounded")
+            )
         if self._same_dtype and self._ulp_dtype is not None:
             chunk.changed += chunk.finite - chunk.ulps[0]
         elif self._same_dtype:
@@ -304,9 +317,8 @@ def _differing(a: torch.Tensor, b: torch.Tensor) -> int:
     return int(torch.count_nonzero(_raw(a) != _raw(b)))
 
 
-def _converted(tensor: torch.Tensor, arithmetic: _Arithmetic) -> torch.Tensor:
-    dtype = torch.float64 if arithmetic is _Arithmetic.INT64 else arithmetic.value
-    return tensor if tensor.dtype == dtype else tensor.to(dtype)
+def _cast(tensor: torch.Tensor, dtype: torch.dtype, slot: str) -> torch.Tensor:
+    return tensor if tensor.dtype == dtype else scratch(slot, len(tensor), dtype).copy_(tensor)
 
 
 def _widened(tensor: torch.Tensor) -> torch.Tensor:
@@ -318,10 +330,6 @@ def _dot(x: torch.Tensor, y: torch.Tensor) -> float:
     if x.is_complex():
         x, y = torch.view_as_real(x).view(-1), torch.view_as_real(y).view(-1)
     return float(torch.dot(x, y))
-
-
-def _subtracted(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    return torch.sub(x, y, out=scratch("difference", len(x), x.dtype))
 
 
 def _exact_difference(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -337,29 +345,27 @@ def _exact_difference(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return (a_high - b_high).double() * 2.0**32 + (a_low - b_low).double()
 
 
-def _rounded(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return tensor if tensor.dtype == dtype else tensor.to(dtype)
-
-
-def _ordered(bits: torch.Tensor, itemsize: int) -> torch.Tensor:
+def _ordered(bits: torch.Tensor, itemsize: int, slot: str) -> torch.Tensor:
     """Integers in the order of the floats with these bits, one apart for neighbouring floats."""
-    magnitude = (1 << (itemsize * 8 - 1)) - 1
-    return bits ^ ((bits >> (bits.itemsize * 8 - 1)) & magnitude)
+    ordered = torch.bitwise_right_shift(bits, bits.itemsize * 8 - 1, out=scratch(slot, len(bits), bits.dtype))
+    ordered &= (1 << (itemsize * 8 - 1)) - 1
+    ordered ^= bits
+    return ordered
 
 
 def _distances(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """How many floats apart the elements are: integers without a sign, in tensors of integers with a sign."""
     itemsize = a.itemsize
-    first, second = (side.view(_RAW[itemsize]) for side in (a, b))
+    first, second = a.view(_RAW[itemsize]), b.view(_RAW[itemsize])
     if itemsize < 4:
-        first, second = first.to(torch.int32), second.to(torch.int32)
-    distances = torch.sub(first, second, out=scratch("distances", len(first), first.dtype)).abs_()
-    signs = torch.bitwise_xor(first, second, out=scratch("signs", len(first), first.dtype))
-    if int(torch.amin(signs)) < 0:
-        crossing = (signs < 0).nonzero().view(-1)
-        x, y = _ordered(first[crossing], itemsize), _ordered(second[crossing], itemsize)
-        distances[crossing] = torch.maximum(x, y) - torch.minimum(x, y)
-    return distances
+        first, second = _cast(first, torch.int32, "first bits"), _cast(second, torch.int32, "second bits")
+    dtype, count = first.dtype, len(first)
+    signs = torch.bitwise_xor(first, second, out=scratch("signs", count, dtype))
+    distances = scratch("distances", count, dtype)
+    if int(torch.amin(signs)) >= 0:
+        return torch.sub(first, second, out=distances).abs_()
+    first, second = _ordered(first, itemsize, "first ordered"), _ordered(second, itemsize, "second ordered")
+    return torch.maximum(first, second, out=distances).sub_(torch.minimum(first, second, out=signs))
 
 
 def _ulp_histogram(a: torch.Tensor, b: torch.Tensor) -> list[int]:
