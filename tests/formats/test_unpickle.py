@@ -37,7 +37,7 @@ def no_storage(key: tuple[Any, ...]) -> object:
 def loads(data: bytes, allow: tuple[object, ...] = (), skip_forbidden: bool = False) -> Any:
     """The tree of a pickle, as the readers make it."""
     names = TorchGlobals(allow)
-    value, _ = unpickle(data, 0, no_storage, names)
+    value, _ = unpickle(data, 0, no_storage, names.find)
     return construct(value, path="x.pt", data_nbytes=len(data), names=names, skip_forbidden=skip_forbidden)
 
 

@@ -2,7 +2,7 @@
 
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -36,22 +36,6 @@ Path = tuple[Any, ...]
 """The path of the parent and a key; the root is empty. It is converted to text only for an error."""
 
 
-@dataclass(slots=True)
-class Audit:
-    """The findings in a value."""
-
-    refused: list[tuple[str, Path]] = field(default_factory=list)
-    flawed: list[tuple[OpenError, Path]] = field(default_factory=list)
-    holds: dict[int, int] = field(default_factory=dict)
-    """The flags of each container, by its id."""
-    keep: list[object] = field(default_factory=list)
-    """The audited objects, so that no id is used again."""
-
-    def flags(self, node: object) -> int:
-        """What a node contains."""
-        return self.holds.get(id(node), TENSOR if type(node) is StoredTensor else 0)
-
-
 def dotted(path: Path) -> str:
     """The path as text: keys joined with dots."""
     names: list[str] = []
@@ -61,28 +45,33 @@ def dotted(path: Path) -> str:
     return ".".join(reversed(names))
 
 
-def audit(value: object, data_nbytes: int) -> Audit:
-    """Audits the value of a pickle of `data_nbytes` bytes.
+class Audit:
+    """The findings in the value of a pickle of `data_nbytes` bytes.
 
     Raises `DamagedFileError` where containers contain themselves, are nested deeper than 100 levels, or are shared so
     often that the value stands for far more than the file has bytes.
     """
-    walker = _Walker()
-    nodes, characters, _ = walker.visit(value, (), 0)
-    if nodes > 100_000 + data_nbytes or characters > 1_000_000 + 16 * data_nbytes:
-        raise DamagedFileError(
-            "the pickle stands for more than any memory: it holds the same containers again and again",
-            found=f"{nodes:.3g} values, {characters:.3g} characters of names, from {data_nbytes} bytes",
-            remedy="do not trust this file",
-        )
-    return walker.audit
 
-
-class _Walker:
-    def __init__(self) -> None:
-        self.audit = Audit()
+    def __init__(self, value: object, data_nbytes: int) -> None:
+        self.refused: list[tuple[str, Path]] = []
+        self.flawed: list[tuple[OpenError, Path]] = []
+        self.keep: list[object] = []
+        """The audited objects, so that no id is used again."""
         self.sizes: dict[int, tuple[int, int, int]] = {}
+        """What `visit` has returned for each container, by its id."""
         self.open: set[int] = set()
+        nodes, characters, _ = self.visit(value, (), 0)
+        if nodes > 100_000 + data_nbytes or characters > 1_000_000 + 16 * data_nbytes:
+            raise DamagedFileError(
+                "the pickle stands for more than any memory: it holds the same containers again and again",
+                found=f"{nodes:.3g} values, {characters:.3g} characters of names, from {data_nbytes} bytes",
+                remedy="do not trust this file",
+            )
+
+    def flags(self, node: object) -> int:
+        """What a node contains."""
+        sizes = self.sizes.get(id(node))
+        return sizes[2] if sizes is not None else TENSOR if type(node) is StoredTensor else 0
 
     def visit(self, node: Any, path: Path, depth: int, bare: bool = False) -> tuple[int, int, int]:
         """Returns the nodes, the characters of names and the flags below a node, with shared parts counted each time.
@@ -121,17 +110,16 @@ class _Walker:
             flags |= below[2]
         self.open.discard(key)
         self.sizes[key] = nodes, characters, flags
-        self.audit.holds[key] = flags
-        self.audit.keep.append(node)
+        self.keep.append(node)
         return nodes, characters, flags
 
     def own_flags(self, node: Any, path: Path) -> int:
         kind = type(node)
         if kind is Refused:
-            self.audit.refused.append((node.name, path))
+            self.refused.append((node.name, path))
             return INERT if node.module_fields is None else INERT | UNFINISHED
         if kind is InvalidTensor:
-            self.audit.flawed.append((node.error, path))
+            self.flawed.append((node.error, path))
             return INERT
         if kind is StoredTensor:
             return TENSOR
@@ -139,7 +127,7 @@ class _Walker:
             if node.dtype in QUANTIZED:
                 remedy = "save the dequantize()d form of its tensor"
                 error = UnsupportedTensorError(f"a quantized storage ({node.dtype}) is not supported", remedy=remedy)
-                self.audit.flawed.append((error, path))
+                self.flawed.append((error, path))
             return TENSOR | UNFINISHED
         if kind is DeferredTensor:
             return TENSOR | UNFINISHED
@@ -171,8 +159,7 @@ def _children(node: Any, bare: bool) -> Iterator[tuple[object, object]]:
     elif kind is DeferredTensor:
         yield _SAME, node.parts
     elif kind is DeferredCall:
-        for piece in (node.args, node.kwargs, node.states, node.appended, node.inserted):
-            yield _SAME, piece
+        yield from ((_SAME, piece) for piece in node.pieces)
 
 
 def construct(value: object, *, path: str, data_nbytes: int, names: TorchGlobals, skip_forbidden: bool) -> object:
@@ -197,7 +184,7 @@ def construct(value: object, *, path: str, data_nbytes: int, names: TorchGlobals
 
 
 def _constructed(value: object, path: str, data_nbytes: int, names: TorchGlobals, skip_forbidden: bool) -> object:
-    findings = audit(value, data_nbytes)
+    findings = Audit(value, data_nbytes)
     if not skip_forbidden:
         _raise_refused(findings, path, names)
     for error, place in findings.flawed:
@@ -310,8 +297,13 @@ class _Constructor:
                 where=f"{self.path}: {dotted(path)}",
                 remedy="leave it out of what is allowed, and open with skip_forbidden=True to read the rest",
             )
-        pieces = (node.args, node.kwargs, node.states, node.appended, node.inserted)
-        return self.run(node, tuple(self.make(piece, path) for piece in pieces), path)
+        pieces = tuple(self.make(piece, path) for piece in node.pieces)
+        try:
+            return _execute(node, pieces)
+        except ModelStateError:
+            raise
+        except Exception as error:  # an allowed class may raise anything for damaged values
+            raise self.failed(node.name, path, error) from error
 
     def mapping(self, node: Any, path: Path) -> Any:
         items = [(self.hashable(key, path), self.make(value, (path, key))) for key, value in node.items()]
@@ -354,15 +346,6 @@ class _Constructor:
         except Exception as error:
             raise self.failed(type(value).__name__, path, error) from error
         return value
-
-    def run(self, recipe: DeferredCall, pieces: Sequence[object], path: Path) -> object:
-        try:
-            return _execute(recipe, pieces)
-        except ModelStateError:
-            raise
-        except Exception as error:
-            # An allowed class may raise anything for damaged values.
-            raise self.failed(recipe.name, path, error) from error
 
     def failed(self, name: str, path: Path, error: Exception) -> DamagedFileError:
         return DamagedFileError(
@@ -440,8 +423,7 @@ class _Constructor:
                 below(recipe.parts),
             )
         if kind is DeferredCall:
-            pieces = (node.args, node.kwargs, node.states, node.appended, node.inserted)
-            return _Call(partial(_execute, node), tuple(below(piece) for piece in pieces))
+            return _Call(partial(_execute, node), tuple(below(piece) for piece in node.pieces))
         raise DamagedFileError("the pickle is damaged: tensors where none can be", found=kind.__name__)
 
 

@@ -114,7 +114,7 @@ def read_metadata(path: str, *, allow: Sequence[object] = (), skip_forbidden: bo
     others = ((_StandIn, entry) if isinstance(entry, str) else entry for entry in allow)
     names = TorchGlobals([*others, *((stand_in, name) for name, stand_in in _STAND_INS.items())])
     try:
-        value, end = unpickle(data, 0, _no_storage, names)
+        value, end = unpickle(data, 0, _no_storage, names.find)
         if names.refused and not skip_forbidden:
             raise _forbidden(names)
         if end != len(data):

@@ -70,15 +70,15 @@ def _tree(file: SourceFile, allow: Sequence[object], skip_forbidden: bool) -> ob
     storages.locate(keys, end)
     # The places of the storages are known only now.
     names = TorchGlobals(allow)
-    value, stop = unpickle(data, start, storages.find, names)
+    value, stop = unpickle(data, start, storages.find, names.find)
     return construct(value, path=file.path, data_nbytes=stop - start, names=names, skip_forbidden=skip_forbidden)
 
 
 def _pickles(data: bytes, storages: "_Storages") -> tuple[int, object, int]:
     """The start of the main pickle, the keys of the storages in their order, and the start of the first storage."""
     names = TorchGlobals()
-    magic, pos = unpickle(data, 0, _no_storage, names)
-    version, pos = unpickle(data, pos, _no_storage, names)
+    magic, pos = unpickle(data, 0, _no_storage, names.find)
+    version, pos = unpickle(data, pos, _no_storage, names.find)
     if magic != LEGACY_MAGIC or version != VERSION:
         raise UnknownFormatError(
             "not the stream that torch.save wrote before 1.6",
@@ -87,9 +87,9 @@ def _pickles(data: bytes, storages: "_Storages") -> tuple[int, object, int]:
             remedy="load and save it once with a current PyTorch",
         )
     # The next pickle describes the machine that wrote the file; the numbers of tensors are always little-endian.
-    _, start = unpickle(data, pos, _no_storage, names)
-    _, pos = unpickle(data, start, storages.declare, names)
-    keys, end = unpickle(data, pos, _no_storage, names)
+    _, start = unpickle(data, pos, _no_storage, names.find)
+    _, pos = unpickle(data, start, storages.declare, names.find)
+    keys, end = unpickle(data, pos, _no_storage, names.find)
     return start, keys, end
 
 

@@ -106,7 +106,7 @@ def read_archive(file: SourceFile, names: TorchGlobals) -> Archive:
     _check_byteorder(directory, prefix)
     data = directory.read(f"{prefix}/data.pkl")
     storages = _Storages(directory, prefix)
-    value, _ = unpickle(data, 0, storages.find, names)
+    value, _ = unpickle(data, 0, storages.find, names.find)
     checksums = LazyMapping(
         lambda: {region: Checksum("crc32", 0, f"{crc32:08x}") for region, crc32 in storages.crc32.items() if crc32}
     )

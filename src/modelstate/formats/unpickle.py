@@ -1,7 +1,7 @@
 """A pickle machine that creates plain values and descriptions, and runs no code of the pickle.
 
-The machine implements the opcodes, and creates the types that opcodes create themselves. It looks up names in a
-`Globals`, whose answers never run anything that the pickle could choose. A class or function becomes a placeholder or a
+The machine implements the opcodes, and creates the types that opcodes create themselves. It looks up names with a
+`Find`, whose answers never run anything that the pickle could choose. A class or function becomes a placeholder or a
 description of the call. Every step costs time and memory in proportion to the bytes that it consumes, or counts against
 a budget.
 
@@ -15,8 +15,8 @@ import struct
 from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
 from collections import Counter, OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -39,74 +39,55 @@ def damaged(what: str, found: object = "") -> DamagedFileError:
     return DamagedFileError(f"the pickle is damaged: {what}", found=found)
 
 
+@dataclass(slots=True, eq=False)
 class InvalidTensor:
     """An inert placeholder for a tensor that is not supported, or whose description contradicts itself."""
 
-    __slots__ = ("error",)
-
-    def __init__(self, error: OpenError) -> None:
-        self.error = error
-        """Raised when the place in the tree is known."""
+    error: OpenError
+    """Raised when the place in the tree is known."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class SafeGlobal:
     """A function of modelstate that replaces the one that the pickle names."""
 
-    __slots__ = ("call", "copies", "name", "real", "takes_inert")
-
-    def __init__(
-        self,
-        name: str,
-        call: Callable[..., object] | None = None,
-        *,
-        real: object = None,
-        copies: bool = False,
-        takes_inert: bool = False,
-    ) -> None:
-        self.name = name
-        self.call = call
-        """None if the pickle may name it, but not call it."""
-        self.real = real
-        """The value of the name, if it is a value."""
-        self.copies = copies
-        """Whether a call takes time in proportion to its arguments."""
-        self.takes_inert = takes_inert
-        """Whether it may be called with placeholders among its arguments."""
+    name: str
+    call: Callable[..., object] | None = None
+    """None if the pickle may name it, but not call it."""
+    real: object = None
+    """The value of the name, if it is a value."""
+    copies: bool = False
+    """Whether a call takes time in proportion to its arguments."""
+    takes_inert: bool = False
+    """Whether it may be called with placeholders among its arguments."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class Allowed:
     """A class or function that torch's safe-globals list or the caller allows."""
 
-    __slots__ = ("name", "real")
-
-    def __init__(self, name: str, real: Any) -> None:
-        self.name = name
-        self.real = real
+    name: str
+    real: Any
 
 
+@dataclass(slots=True, eq=False)
 class DeferredCall:
     """The description of an allowed object, which is created after the whole pickle has been read and checked."""
 
-    __slots__ = ("appended", "args", "inserted", "kwargs", "make", "name", "new", "states")
+    name: str
+    make: Callable[..., object]
+    args: tuple[object, ...]
+    kwargs: dict[str, object] = field(default_factory=dict)
+    new: bool = False
+    """Whether `make.__new__` is called instead of `make`."""
+    states: list[object] = field(default_factory=list)
+    appended: list[object] = field(default_factory=list)
+    inserted: list[tuple[object, object]] = field(default_factory=list)
 
-    def __init__(
-        self,
-        name: str,
-        make: Callable[..., object],
-        args: tuple[object, ...],
-        kwargs: dict[str, object] | None = None,
-        *,
-        new: bool = False,
-    ) -> None:
-        self.name = name
-        self.make = make
-        self.args = args
-        self.kwargs = kwargs or {}
-        self.new = new
-        """Whether `make.__new__` is called instead of `make`."""
-        self.states: list[object] = []
-        self.appended: list[object] = []
-        self.inserted: list[tuple[object, object]] = []
+    @property
+    def pieces(self) -> tuple[object, ...]:
+        """The values that the object is created from, in the order in which they are used."""
+        return self.args, self.kwargs, self.states, self.appended, self.inserted
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -135,12 +116,8 @@ class Storage:
     numel: int = 0
 
 
-class Globals(Protocol):
-    """Looks up the names in a pickle."""
-
-    def find(self, name: str) -> object:
-        """Returns a `SafeGlobal`, an `Allowed`, a `Refused`, or a plain value such as a dtype."""
-
+Find = Callable[[str], object]
+"""Looks up a name in a pickle: returns a `SafeGlobal`, an `Allowed`, a `Refused`, or a plain value such as a dtype."""
 
 _PLAIN_KEYS = frozenset({str, int, float, bool, bytes, type(None), torch.dtype, torch.device, torch.layout})
 _KEYS = _PLAIN_KEYS | {Refused, Allowed, DeferredCall, SafeGlobal}
@@ -174,7 +151,7 @@ _i32 = struct.Struct("<i").unpack_from
 
 
 def unpickle(
-    data: bytes, start: int, persistent: Callable[[tuple[object, ...]], object], names: Globals
+    data: bytes, start: int, persistent: Callable[[tuple[object, ...]], object], find: Find
 ) -> tuple[object, int]:
     """Returns the value of the pickle that begins at `start`, and the position behind it.
 
@@ -185,13 +162,13 @@ def unpickle(
         data: The bytes.
         start: Where the pickle begins.
         persistent: Converts the tuples by which torch identifies storages to descriptions of them.
-        names: Looks up the names of classes and functions.
+        find: Looks up the names of classes and functions.
 
     Raises:
         DamagedFileError: The pickle is damaged.
         TruncatedFileError: The data ends before the pickle does.
     """
-    machine = _Machine(data, start, persistent, names)
+    machine = _Machine(data, start, persistent, find)
     try:
         with gc_paused():
             return machine.run(), machine.pos
@@ -215,13 +192,11 @@ def _ends_early(pos: int) -> TruncatedFileError:
 
 
 class _Machine:
-    def __init__(
-        self, data: bytes, start: int, persistent: Callable[[tuple[object, ...]], object], names: Globals
-    ) -> None:
+    def __init__(self, data: bytes, start: int, persistent: Callable[[tuple[object, ...]], object], find: Find) -> None:
         self.data = data
         self.pos = start
         self.persistent = persistent
-        self.names = names
+        self.find = find
         self.stack: list[Any] = []
         self.marks: list[list[Any]] = []
         self.memo: dict[int, object] = {}
@@ -364,7 +339,7 @@ class _Machine:
                 module = IMPORT_MAPPING.get(module, module)
         whole = f"{module}.{name}"
         if whole not in self.globals:
-            self.globals[whole] = self.names.find(whole)
+            self.globals[whole] = self.find(whole)
         self.push(self.globals[whole])
 
     def stack_global(self) -> None:
