@@ -129,7 +129,7 @@ class Checkpoint(Mapping[str, TensorSpec], Shown):
     def __contains__(self, name: object) -> bool:
         return name in self.flat.tensors
 
-    def get(self, name: str, default: Any = None) -> Any:
+    def get(self, name: str, default: object = None) -> Any:
         """Returns the `TensorSpec` of a name, or a default.
 
         Args:

@@ -449,12 +449,8 @@ def _measure(node: Node, known: dict[object, int], tied: frozenset[str]) -> None
     node.shape = known.setdefault((own, below), len(known))
 
 
-def rows(root: Node) -> Iterator[Row]:
-    """The rows of the tree, from top to bottom."""
-    yield from _below(root, 0)
-
-
-def _below(node: Node, depth: int) -> Iterator[Row]:
+def rows(node: Node, depth: int = 0) -> Iterator[Row]:
+    """The rows below a node, from top to bottom."""
     for alike in _runs(node):
         prefix, group = _follow(alike)
         first, last = group[0], group[-1]
@@ -464,7 +460,7 @@ def _below(node: Node, depth: int) -> Iterator[Row]:
             to = f"{prefix[prefix[:-1].rfind('.') + 1 :]}{last.name} " if is_consecutive else ""
             label += f" … {to}({len(group)} ×)"
         yield Row(depth, label, first.spec, sum(child.nbytes for child in group), len(group))
-        yield from _below(first, depth + 1)
+        yield from rows(first, depth + 1)
 
 
 def _follow(group: list[Node]) -> tuple[str, list[Node]]:

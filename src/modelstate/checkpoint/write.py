@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from modelstate.checkpoint.checkpoint import Checkpoint
+from modelstate.checkpoint.combine import is_plain
 from modelstate.errors import KeyNotFoundError, OptionError, SaveTargetError, SourceTypeError
 from modelstate.formats.block_writer import LazyTensor, OnCast, lazy_tensor, storages_of, threads_within, whole
 from modelstate.formats.serialize import serialize
@@ -23,7 +24,7 @@ from modelstate.formats.tree import empty_like, is_container, leaves, rebuild, s
 from modelstate.io.atomic import LOCK_TIMEOUT_SECONDS
 from modelstate.io.engine import read_ranges
 from modelstate.io.files import local_path
-from modelstate.spec import Encoded, Refused, Stored, StoredComposite, bytes_key
+from modelstate.spec import Encoded, Refused, Stored, bytes_key
 from modelstate.text_format import size
 from modelstate.torch_compat.dtypes import Overflows
 from modelstate.torch_compat.plain import is_quantized
@@ -99,7 +100,7 @@ class LazyStateBuilder:
 
     def tensor(self, stored: Stored, path: str) -> object:
         """The lazy tensor for a stored one. A tensor that consists of several parts is read at once."""
-        if not _is_plain(stored):
+        if not is_plain(stored):
             if id(stored) not in self._in_memory:
                 value = stored if isinstance(stored, torch.Tensor) else self._checkpoint.read(stored)
                 self._in_memory[id(stored)] = self._cast_now(value, path)
@@ -156,7 +157,7 @@ class LazyStateBuilder:
     def cast_of(self, tensor: Any, path: str) -> torch.dtype | None:
         """The dtype that a tensor is cast to, or None. Raises `OptionError` where torch does not support the cast."""
         to = self._cast
-        if to is None or tensor.dtype == to or not tensor.dtype.is_floating_point or not _is_plain(tensor):
+        if to is None or tensor.dtype == to or not tensor.dtype.is_floating_point or not is_plain(tensor):
             return None
         try:
             torch.zeros(tensor.dtype.itemsize, dtype=torch.uint8).view(tensor.dtype).to(to)
@@ -182,12 +183,6 @@ _SPARSE = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bs
 def _elements(tensor: torch.Tensor) -> torch.Tensor:
     """The elements that a sparse tensor stores."""
     return tensor._values() if tensor.layout is torch.sparse_coo else tensor.values()
-
-
-def _is_plain(tensor: Any) -> bool:
-    if isinstance(tensor, torch.Tensor):
-        return type(tensor) in _PLAIN and tensor.layout is torch.strided
-    return not isinstance(tensor, StoredComposite) or tensor.kind == "dcp shards"
 
 
 def _root(checkpoint: Checkpoint) -> Mapping[Any, object]:

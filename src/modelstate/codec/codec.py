@@ -74,7 +74,7 @@ _ALL = (*values.KINDS.values(), *(kind for _, kind in _RULES))
 KINDS = Kinds(values.KINDS, {kind.tag: kind for kind in _ALL}, _RULES)
 
 
-def encode(value: Any, where: str = "", *, leaf: Leaf | None = None) -> Tree:
+def encode(value: object, where: str = "", *, leaf: Leaf | None = None) -> Tree:
     """Encodes a value as a tree of JSON types, in which the only other leaves are plain tensors.
 
     The tree shares no memory with the value: its tensors are detached copies, on the same devices, of the elements that

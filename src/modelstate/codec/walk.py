@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import struct
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -169,26 +169,26 @@ class Encoder(Walk):
         self._snapshots: dict[int, tuple[torch.Tensor, Tree]] = {}
         self._states: dict[int, tuple[object, torch.Tensor]] = {}
 
-    def child(self, value: Any, step: Step) -> Tree:
+    def child(self, value: object, step: Step) -> Tree:
         self.enter(step)
         tree = self.value(value)
         self.leave()
         return tree
 
-    def children(self, values: Iterable[Any]) -> list[Tree]:
+    def children(self, values: Iterable[object]) -> list[Tree]:
         trees = []
         for index, value in enumerate(values):
             trees.append(self.child(value, (ITEM, index)))
         return trees
 
-    def named(self, values: dict[str, Any]) -> dict[str, Tree]:
+    def named(self, values: Mapping[str, object]) -> dict[str, Tree]:
         """Encodes the fields of an object by name."""
         trees = {}
         for name, value in values.items():
             trees[name] = self.child(value, (FIELD, name))
         return trees
 
-    def pairs(self, mapping: dict[Any, Any]) -> list[list[Tree]]:
+    def pairs(self, mapping: Mapping[Any, object]) -> list[list[Tree]]:
         trees, collisions = [], Collisions(len(mapping), self.fail)
         for key, value in mapping.items():
             tree = self.key(key)
@@ -196,7 +196,7 @@ class Encoder(Walk):
             trees.append([tree, self.child(value, (ITEM, key))])
         return trees
 
-    def key(self, key: Any) -> Tree:
+    def key(self, key: object) -> Tree:
         """Encodes a key, which is hashed when it is decoded."""
         before = self.own_hashes
         tree = self.child(key, (KEY, key))
@@ -227,7 +227,7 @@ class Encoder(Walk):
             entry = self._snapshots[id(tensor)] = tensor, tree
         return entry[1]
 
-    def state_of(self, value: Any, state: Callable[[], torch.Tensor]) -> Tree:
+    def state_of(self, value: object, state: Callable[[], torch.Tensor]) -> Tree:
         """Encodes an object by a tensor of its state. The same object becomes the same tree, and one object again."""
         entry = self._states.get(id(value))
         if entry is None:
@@ -391,8 +391,8 @@ class Decoder(Walk):
                 remedy="save them as tensors with memory of their own",
             )
 
-    def _referred(self, reference: Any, leaf: Leaf) -> object:
-        if type(reference) not in (str, int):
+    def _referred(self, reference: object, leaf: Leaf) -> object:
+        if not isinstance(reference, str | int) or isinstance(reference, bool):
             raise self.fail("this refers to no tensor", found=_shown(reference))
         if reference not in self._leaves:
             try:
@@ -442,7 +442,7 @@ def is_unicode(text: str) -> bool:
     return text.isascii() or not any("\ud800" <= char <= "\udfff" for char in text)
 
 
-def looks_like_tag(tree: dict[Any, Any]) -> bool:
+def looks_like_tag(tree: Mapping[Any, object]) -> bool:
     return len(tree) == 1 and all(type(key) is str and key.startswith("$") for key in tree)
 
 

@@ -14,7 +14,7 @@ from modelstate.io import linux
 
 # Reads.
 
-open, stat, fstat, pread = os.open, os.stat, os.fstat, os.pread
+open, stat, fstat, pread, userfaultfd = os.open, os.stat, os.fstat, os.pread, linux.userfaultfd
 
 _RWF_NOWAIT = getattr(os, "RWF_NOWAIT", 0)
 
@@ -52,14 +52,10 @@ def mmap(descriptor: int, nbytes: int, flags: int, offset: int = 0) -> _mmap.mma
     return _mmap.mmap(descriptor, nbytes, flags=flags, offset=offset)
 
 
-def userfaultfd() -> int:
-    """`linux.userfaultfd`."""
-    return linux.userfaultfd()
-
-
 # Writes.
 
 fchmod, close, replace, unlink, mkdir, rmdir = os.fchmod, os.close, os.replace, os.unlink, os.mkdir, os.rmdir
+pwritev = os.pwritev
 
 
 def open_to_write(path: str, flags: int, mode: int = 0o666) -> int:
@@ -71,11 +67,6 @@ def fallocate(descriptor: int, nbytes: int) -> None:
     """`os.posix_fallocate` from the beginning of the file. Does nothing where the system lacks the call."""
     if hasattr(os, "posix_fallocate") and nbytes:
         os.posix_fallocate(descriptor, 0, nbytes)
-
-
-def pwritev(descriptor: int, buffers: Sequence[memoryview | bytes], offset: int) -> int:
-    """`os.pwritev`."""
-    return os.pwritev(descriptor, buffers, offset)
 
 
 def fsync(descriptor: int) -> None:
