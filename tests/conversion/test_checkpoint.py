@@ -441,6 +441,22 @@ def test_a_source_that_is_cut_meanwhile(tmp_path: Path, format: str) -> None:
     assert os.listdir(tmp_path) == ["a.safetensors"]
 
 
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize("dim", [0, 1])
+def test_a_tensor_in_chunks_is_converted_in_pieces(dim: int, dtype: torch.dtype | None, tmp_path: Path) -> None:
+    """With less memory than the tensor takes. Chunks of columns, and rows that no block ends with."""
+    tensor = torch.randn(5001, 1201) if dim else torch.randn(6_000_001)
+    offsets = 500 if dim else 2_000_000
+    second = (0, offsets) if dim else (offsets,)
+    chunks = {
+        (0,) * tensor.ndim: tensor.narrow(dim, 0, offsets),
+        second: tensor.narrow(dim, offsets, tensor.shape[dim] - offsets),
+    }
+    write_dcp(tmp_path / "dcp", {"a": {at: chunk.clone() for at, chunk in chunks.items()}})
+    ms.convert_checkpoint(tmp_path / "dcp", tmp_path / "b", dtype=dtype, max_memory_bytes=21 << 20)
+    assert torch.equal(ms.open(tmp_path / "b").tensor("a"), tensor.to(dtype or torch.float32))
+
+
 PROGRAM = """
 import sys, threading, time, torch, modelstate as ms
 

@@ -28,7 +28,7 @@ from modelstate.io.engine import ALIGN_BYTES, UNSUPPORTED, Buffer, for_each, mem
 from modelstate.io.linux import O_DIRECT
 from modelstate.io.memory import empty_cpu
 from modelstate.io.tensors import ReadAll, elements, read_tensor
-from modelstate.spec import Stored, StoredTensor, own_bytes, pieces
+from modelstate.spec import Assemble, Stored, StoredComposite, StoredTensor, own_bytes, pieces
 from modelstate.text_format import size
 from modelstate.torch_compat.plain import is_plain_memory
 
@@ -140,6 +140,14 @@ def lazy_tensor(
         return LazyTensor(
             to, shape, key, partial(_piece, stored, read_all, to, on_cast), True, taken, storages_of(stored)
         )
+    row = math.prod(shape[1:])
+    is_in_chunks = isinstance(stored, StoredComposite) and isinstance(stored.build, Assemble)
+    if isinstance(stored, StoredComposite) and is_in_chunks and 0 < row * stored.dtype.itemsize <= BLOCK_BYTES:
+        rows = min(-(-BLOCK_BYTES // (row * to.itemsize)) + 1, shape[0])
+        read = rows * row * stored.dtype.itemsize
+        taken = 2 * read + (rows * row * to.itemsize if dtype else 0)  # the chunks, and the rows made of them
+        make = partial(_piece_of_chunks, stored, row, read_all, to, on_cast)
+        return LazyTensor(to, shape, key, make, True, taken, storages_of(stored))
     values = partial(read_tensor, stored, read_all)
     return whole(to, shape, key, values, own_bytes(stored), storages_of(stored), on_cast)
 
@@ -208,6 +216,18 @@ def _piece(
 ) -> torch.Tensor:
     with torch.inference_mode(False), torch.no_grad():
         return _cast(elements(stored, first, end - first, read_all), dtype, on_cast)
+
+
+def _piece_of_chunks(
+    stored: StoredComposite, row: int, read_all: ReadAll, dtype: torch.dtype, on_cast: OnCast, first: int, end: int
+) -> torch.Tensor:
+    """Reads the rows around some elements, which several chunks may hold. `row` is the number of elements of a row."""
+    start = first // row
+    rows = stored.region([slice(start, -(-end // row))])
+    assert rows is not None
+    with torch.inference_mode(False), torch.no_grad():
+        elements_of_rows = read_tensor(rows, read_all).view(-1)
+        return _cast(elements_of_rows[first - start * row : end - start * row], dtype, on_cast)
 
 
 def _whole(
