@@ -161,3 +161,69 @@ def test_each_rank_reads_the_bytes_of_its_shards(ranks: Ranks, tmp_path: Path) -
     ms.save(models.plain("fsdp", seed=5), tmp_path / "x.safetensors")
     for local, counted in ranks.values(read_here, str(tmp_path / "x.safetensors")):
         assert counted == local
+
+
+# Saving.
+
+
+def save_training(kind: str, path: str, way: str) -> bool:
+    """Saves a model and an optimizer, and compares the file with the whole state on rank 0."""
+    net, optimizer = trained(kind, seed=1)
+    model_state, optimizer_state = get_state_dict(net, optimizer)
+    rank = dist.get_rank()
+    state: dict[str, Any] = {"model": model_state, "optimizer": optimizer_state, "step": 5, "losses": [0.5, 0.25]}
+    state["loader"] = {f"rank_{rank}": {"position": 10 * rank}}  # names that only one rank has
+    if way == "async":
+        dcp.async_save(state, storage_writer=ms.dcp.Writer(path)).result()
+    else:
+        dcp.save(state, checkpoint_id=path, storage_writer=ms.dcp.Writer(shard_size_bytes=2000))
+    whole = whole_state(net, optimizer)
+    dist.barrier()
+    found = ms.open(path)
+    assert found.extra["step"] == 5
+    assert found.extra["losses"] == [0.5, 0.25]
+    assert [found.extra[f"loader.rank_{number}.position"] for number in range(4)] == [0, 10, 20, 30]
+    return rank > 0 or all(equal(value, found.value(part)) for part, value in whole.items())
+
+
+@pytest.mark.parametrize("way", ["sync", "async"])
+@pytest.mark.parametrize("kind", ["fsdp", "fsdp+tp", "shard1"])
+def test_a_save_has_the_whole_state(ranks: Ranks, kind: str, way: str, tmp_path: Path) -> None:
+    path = tmp_path / ("x.safetensors" if way == "async" else "step-5")
+    assert ranks.values(save_training, kind, str(path), way) == [True] * 4
+    assert ranks.values(load_saved, kind, str(path)) == [True] * 4
+    files = sorted(file.name for file in path.iterdir()) if path.is_dir() else [path.name]
+    assert len(files) > 2 if way == "sync" else files == ["x.safetensors"]
+
+
+def load_saved(kind: str, path: str) -> bool:
+    net, optimizer = trained(kind, seed=2)
+    model_state, optimizer_state = get_state_dict(net, optimizer)
+    state = {"model": model_state, "optimizer": optimizer_state}
+    dcp.load(state, storage_reader=ms.dcp.Reader(path, verify=True))
+    set_state_dict(net, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    whole = whole_state(net, optimizer)
+    return dist.get_rank() > 0 or all(equal(value, ms.open(path).value(part)) for part, value in whole.items())
+
+
+def save_wrongly(path: str, what: str) -> None:
+    net = models.sharded("fsdp")
+    state: dict[str, Any] = {"model": net.state_dict(), "step": 5}
+    if dist.get_rank() == 2:
+        if what == "a value":
+            state["step"] = 6
+        elif what == "a tensor":
+            state["more"] = torch.zeros(3)
+        else:
+            path = f"{path}/elsewhere/x.safetensors"
+    dcp.save(state, storage_writer=ms.dcp.Writer(path))
+
+
+@pytest.mark.parametrize("what", ["a value", "a tensor", "a directory"])
+def test_ranks_that_differ_save_nothing(ranks: Ranks, what: str, tmp_path: Path) -> None:
+    path = tmp_path / "x.safetensors"
+    ms.save({"old": torch.ones(1)}, path)
+    for outcome in ranks.run(save_wrongly, str(path), what):
+        message(outcome)
+    assert list(ms.open(path)) == ["old"]
+    assert [file.name for file in tmp_path.iterdir()] == ["x.safetensors"]

@@ -153,3 +153,48 @@ def test_a_missing_file() -> None:
         dcp.load({"a": torch.zeros(1)}, storage_reader=ms.dcp.Reader("missing.safetensors"))
     with pytest.raises(errors.SourceNotFoundError):
         ms.dcp.Reader("missing.safetensors").read_metadata()
+
+
+# Saving.
+
+
+def test_a_save_is_a_file_that_is_opened_as_the_state(tmp_path: Path) -> None:
+    state = training()
+    dcp.save(state, storage_writer=ms.dcp.Writer(tmp_path / "x.safetensors"))
+    dcp.async_save(state, checkpoint_id=tmp_path / "step-3", storage_writer=ms.dcp.Writer(), no_dist=True).result()
+    assert [file.name for file in (tmp_path / "step-3").iterdir()] == ["model.safetensors"]
+    for path in (tmp_path / "x.safetensors", tmp_path / "step-3"):
+        assert same(text_keys(state), text_keys(ms.open(path).value()))
+        model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
+        ms.load(model, path, key="model", verify=True)
+        assert same(dict(model.state_dict()), dict(state["model"]))
+
+
+def test_lists_of_tensors_and_dicts_stay_lists(tmp_path: Path) -> None:
+    state = {"a": [torch.ones(1), torch.zeros(2)], "b": [{"c": 1}, {"c": [2]}], "d": {"e": []}}
+    dcp.save(state, storage_writer=ms.dcp.Writer(tmp_path / "x.safetensors"))
+    assert same(ms.open(tmp_path / "x.safetensors").value(), state)
+
+
+class Halving(dcp.DefaultSavePlanner):
+    def transform_object(self, write_item: Any, object: Any) -> Any:
+        return object / 2
+
+
+@pytest.mark.parametrize(
+    ("options", "planner", "text"),
+    [
+        ({"path": "x.safetensors"}, Halving(), "the planner of dcp.save changes what is saved"),
+        ({}, None, "dcp.save has no path"),
+        ({"path": "old.safetensors", "overwrite": False}, None, "old.safetensors"),
+    ],
+)
+def test_what_is_not_saved(
+    options: dict[str, Any], planner: Any, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    ms.save({"a": torch.ones(1)}, "old.safetensors")
+    with pytest.raises(CheckpointException, match=text):
+        dcp.save({"a": torch.zeros(2)}, storage_writer=ms.dcp.Writer(**options), planner=planner)
+    assert [file.name for file in tmp_path.iterdir()] == ["old.safetensors"]
+    assert torch.equal(ms.open("old.safetensors").tensor("a"), torch.ones(1))

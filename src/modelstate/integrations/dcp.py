@@ -1,17 +1,21 @@
 """`ms.dcp`: storage for `torch.distributed.checkpoint`.
 
-`Reader` has `dcp.load` read every checkpoint that `modelstate.open` opens:
+`Reader` has `dcp.load` read every checkpoint that `modelstate.open` opens, `Writer` has `dcp.save` write the files of
+`modelstate.save`:
 
 >>> dcp.load(state_dict, storage_reader=ms.dcp.Reader("model.safetensors"))
+>>> dcp.save(state_dict, storage_writer=ms.dcp.Writer("run.safetensors"))
 """
 
 import io
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -19,17 +23,20 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner
-from torch.distributed.checkpoint.storage import StorageReader
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
 from modelstate.checkpoint.checkpoint import Checkpoint, verify
 from modelstate.checkpoint.open import Source, is_path
 from modelstate.checkpoint.open import open as open_checkpoint
-from modelstate.distributed.agreement import Digest
-from modelstate.errors import ProcessGroupError, RanksDifferError, RuleError
+from modelstate.distributed.agreement import TIMEOUT_SECONDS, Digest
+from modelstate.errors import OptionError, ProcessGroupError, RanksDifferError, RuleError
+from modelstate.io.atomic import sync_directory, write_errors
 from modelstate.io.engine import Request, read_ranges
+from modelstate.io.files import local_path
 from modelstate.loading.collective import digest_of_source
+from modelstate.objects.save import save
 from modelstate.planning.matching import DecodeFailure, Patterns, entries_of
 from modelstate.problems import IdlePattern, NotATensor, Problem, Unexpected, WrongDtype, explain, plan_error
 from modelstate.rules.expression import Source as TensorSource
@@ -230,6 +237,154 @@ class Reader(StorageReader):
         problems += allowed.idle()
         if problems:
             raise plan_error(_TARGET, self._checkpoint.source, problems)
+
+
+class Writer(StorageWriter):
+    """Writes what `torch.distributed.checkpoint.save` and `async_save` save, as `modelstate.save` does.
+
+    All ranks write their regions straight into the final safetensors files, with digests, and one rank commits: the
+    path has the old checkpoint or the new one, in full and durable, whichever rank fails. The files have the names of
+    the flattened state dict; every tool for safetensors reads them, and `modelstate.open` gives back the tree.
+
+    Tensors that are no DTensors, and other values, must be equal on all ranks, unless they have names of their own on
+    each rank: such values are saved from all ranks. Tensors must be on all ranks, so ranks of a pipeline with different
+    layers cannot save together. Errors are raised on all ranks, as `CheckpointException`.
+
+    Args:
+        path: The file to write, which ends in ".safetensors"; or a directory, for the file `model.safetensors` in it.
+            None for the `checkpoint_id` of `dcp.save`, which replaces the path.
+        shard_size_bytes, overwrite: As in `modelstate.save`.
+        process_group: The `process_group` of `dcp.save`; None for all ranks.
+        timeout_seconds: How long a rank waits for the others.
+
+    Example:
+        >>> dcp.save({"model": model, "optimizer": optimizer}, storage_writer=ms.dcp.Writer("run.safetensors"))
+        >>> future = dcp.async_save(state, storage_writer=ms.dcp.Writer("run.safetensors"))
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str] | None = None,
+        *,
+        shard_size_bytes: int | None = None,
+        overwrite: bool = True,
+        process_group: dist.ProcessGroup | None = None,
+        timeout_seconds: float = TIMEOUT_SECONDS,
+    ) -> None:
+        self._path, self._group = path, process_group
+        self._options: dict[str, Any] = {"shard_size_bytes": shard_size_bytes, "overwrite": overwrite}
+        self._timeout_seconds = timeout_seconds
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Takes the `checkpoint_id` of `dcp.save`, if there is one, as the path."""
+        if checkpoint_id is not None:
+            self._path = checkpoint_id
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Whether a path can be given by this value."""
+        return is_path(checkpoint_id)
+
+    def set_up_storage_writer(self, is_coordinator: bool, *_: object, **__: object) -> None:
+        """Does nothing: the files are created when all ranks write."""
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Returns the plan as it is: what each rank writes follows from the placements of its tensors."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Tells each rank how many of them save."""
+        return [replace(plan, storage_data=len(plans)) for plan in plans]
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Writes and commits the state of the planner, with all ranks."""
+        state, group = _state_of(planner), None
+        if plan.storage_data > 1:
+            group = dist.group.WORLD if self._group is None else self._group
+            if dist.get_world_size(group) != plan.storage_data:
+                raise ProcessGroupError(
+                    "the ranks of the writer are not those of dcp.save",
+                    expected=f"{plan.storage_data} ranks",
+                    found=f"{dist.get_world_size(group)} ranks",
+                    remedy="modelstate.dcp.Writer(process_group=) with the process_group of dcp.save",
+                )
+            state = _with_values_of_all(state, group)
+        save(_tree(state), self._file(), process_group=group, timeout_seconds=self._timeout_seconds, **self._options)
+        done: Future[list[WriteResult]] = Future()
+        done.set_result([])
+        return done
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Does nothing: `write_data` has committed."""
+
+    def _file(self) -> str:
+        if self._path is None:
+            raise OptionError("dcp.save has no path", remedy="ms.dcp.Writer(path); or dcp.save(checkpoint_id=path)")
+        path = local_path(os.fspath(self._path))
+        if path.endswith(".safetensors"):
+            return path
+        if not os.path.isdir(path):
+            with write_errors(path):
+                os.makedirs(path, exist_ok=True)
+                sync_directory(os.path.dirname(path))
+        return os.path.join(path, "model.safetensors")
+
+
+_Path = tuple[str | int, ...]
+
+
+def _state_of(planner: SavePlanner) -> dict[_Path, object]:
+    """Returns the values of a planner's state dict by their paths."""
+    changed = [
+        name
+        for name in ("resolve_data", "lookup_object", "transform_object")
+        if getattr(type(planner), name, None) is not getattr(DefaultSavePlanner, name)
+    ]
+    if changed or not isinstance(planner, DefaultSavePlanner):
+        raise OptionError(
+            "the planner of dcp.save changes what is saved",
+            expected="a DefaultSavePlanner, or one that only plans otherwise",
+            found=f"{type(planner).__name__}, with its own {', '.join(changed)}",
+            remedy="change the state dict before dcp.save",
+        )
+    return {planner.mappings.get(name, (name,)): value for name, value in planner.state_dict.items()}
+
+
+def _with_values_of_all(state: dict[_Path, object], group: dist.ProcessGroup | None) -> dict[_Path, object]:
+    """Returns the state with the values that only other ranks have. Its order is then the same on all ranks."""
+    numbers: list[int] = [0] * dist.get_world_size(group)
+    dist.all_gather_object(numbers, Digest.of("", "", state).number, group)
+    if len(set(numbers)) == 1:
+        return state
+    values: list[dict[_Path, object]] = [{}] * len(numbers)
+    own = {path: value for path, value in state.items() if not isinstance(value, torch.Tensor)}
+    dist.all_gather_object(values, own, group)
+    for others in values:
+        state = {**others, **state}
+    return {path: state[path] for path in sorted(state, key=lambda path: [str(step) for step in path])}
+
+
+def _tree(state: Mapping[_Path, object]) -> dict[Any, object]:
+    """Returns the containers of a flattened state: dicts, and lists where the keys are integers."""
+    root: dict[Any, Any] = {}
+    for path, value in state.items():
+        node = root
+        for step in path[:-1]:
+            node = node.setdefault(step, _Node())
+        node[path[-1]] = value
+    return {key: _finished(value) for key, value in root.items()}
+
+
+class _Node(dict[Any, Any]):
+    """A container of the state dict, in contrast to a dict that is a value."""
+
+
+def _finished(node: object) -> object:
+    if type(node) is not _Node:
+        return node
+    if all(type(key) is int for key in node):
+        return [_finished(node[index]) for index in sorted(node)]
+    return {key: _finished(value) for key, value in node.items()}
 
 
 def _leaves(name: str, value: object) -> Iterator[tuple[str, object]]:
