@@ -1,0 +1,268 @@
+"""A fault on one rank of a save is an error on all of them, and the path has the checkpoint of before."""
+
+import errno
+import os
+import signal
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from torch import nn
+
+import modelstate as ms
+from modelstate.testing import faulty_writes
+from modelstate.testing.faults import Request
+from tests.distributed import models
+from tests.distributed.ranks import Outcome, Ranks
+
+TIMEOUT_SECONDS = 2.0
+NAME = "model.safetensors"
+OLD, NEW = 7, 3
+"""Seeds of the models."""
+Fault = AbstractContextManager[object]
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What a save left, as one rank sees it."""
+
+    error: str
+    """The class of the error; empty where there was none."""
+    text: str
+    is_ours: bool
+    files: tuple[str, ...]
+    """The files in the directory, when all ranks have ended."""
+    seed: int
+    """The seed of the model that is at the path."""
+
+
+def _seed_at(path: Path) -> int:
+    with ms.open(path) as checkpoint:
+        checkpoint.verify()
+        return int(checkpoint.tensor("steps"))
+
+
+def _put_old(folder: Path, shard_size_bytes: int | None) -> None:
+    """Puts the old checkpoint at the path, with the first rank."""
+    if dist.get_rank() == 0:
+        folder.mkdir(exist_ok=True)
+        ms.save(models.plain("fsdp", seed=OLD), folder / NAME, shard_size_bytes=shard_size_bytes)
+    dist.barrier()
+
+
+def _attempt(
+    folder: Path, save: Callable[[nn.Module], object], fault: Callable[[], Fault], rank: int, alone: bool = False
+) -> Result:
+    """Saves a new model, with the fault on one rank; `alone` where other ranks may be dead afterwards."""
+    net = models.sharded("fsdp", seed=NEW)
+    dist.barrier()
+    error: Exception | None = None
+    with fault() if dist.get_rank() == rank else nullcontext():
+        try:
+            save(net)
+        except Exception as raised:
+            error = raised
+    if not alone:
+        dist.barrier()
+    files = tuple(sorted(os.listdir(folder)))
+    seed = _seed_at(folder / NAME) if not alone else -1
+    if not alone:
+        dist.barrier()
+    kind = type(error).__name__ if error else ""
+    return Result(kind, str(error or ""), isinstance(error, ms.ModelStateError), files, seed)
+
+
+# Errors of writes.
+
+
+def _fail_at_each_call(folder: Path, rank: int, shard_size_bytes: int | None, step: int) -> list[tuple[str, Result]]:
+    def save(net: nn.Module) -> None:
+        ms.save(net, folder / NAME, shard_size_bytes=shard_size_bytes)
+
+    _put_old(folder, shard_size_bytes)
+    calls: list[Any] = [None]
+    with faulty_writes() as seen:
+        save(models.sharded("fsdp", seed=OLD))
+    calls[0] = [(request.number, request.call) for request in seen.requests]
+    dist.broadcast_object_list(calls, src=rank)
+    results = []
+    for number, call in calls[0][::step]:
+        error = OSError(errno.ENOSPC if number % 2 else errno.EIO, "as asked")
+        fault = _fault(at=number, error=error)
+        results.append((call, _attempt(folder, save, fault, rank)))
+        if results[-1][1].seed == NEW:
+            _put_old(folder, shard_size_bytes)
+    return results
+
+
+def _fault(**options: Any) -> Callable[[], Fault]:
+    return lambda: faulty_writes(**options)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("shard_size_bytes", "step"), [(None, 1), (1500, 3)])
+@pytest.mark.parametrize("rank", [0, 2])
+def test_an_io_error_at_each_call_in_turn(
+    rank: int, shard_size_bytes: int | None, step: int, ranks: Ranks, tmp_path: Path
+) -> None:
+    by_rank = ranks.values(_fail_at_each_call, tmp_path / "run", rank, shard_size_bytes, step)
+    failed = set()
+    for attempts in zip(*by_rank, strict=True):
+        call = attempts[0][0]
+        results = [result for _, result in attempts]
+        if call != "unlink":  # what is not removed now is removed by the next save
+            assert not any(".unfinished" in file for file in results[0].files), (call, results[0])
+        if {result.error for result in results} == {""}:
+            assert call in ("close", "unlink", "fallocate", "link"), call
+            assert {result.seed for result in results} == {NEW}
+            continue
+        failed.add(call)
+        assert {result.error for result in results} == {"WriteFailedError"}, (call, results)
+        assert all(f"rank {rank}" in result.text or result is results[rank] for result in results)
+        assert {result.seed for result in results} == {OLD}, call
+        assert len(set(results[0].files)) == len(by_rank[0][0][1].files), call
+    assert {"open_to_write", "pwritev", "fsync"} <= failed
+    if rank == 0:
+        assert {"fallocate", "replace"} <= failed
+
+
+# Ranks that die, or come too late.
+
+
+def _die(_: Request) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _sleep(_: Request) -> None:
+    time.sleep(3 * TIMEOUT_SECONDS)
+
+
+def _at(call: str, number: int, do: Callable[[Request], object]) -> Callable[[], Fault]:
+    """Calls a function before a system call of a kind is made the given time."""
+    seen = 0
+
+    def before(request: Request) -> None:
+        nonlocal seen
+        seen += request.call == call
+        if request.call == call and seen == number:
+            do(request)
+
+    return lambda: faulty_writes(before=before)
+
+
+def _attempt_with_stop(folder: Path, rank: int, call: str, number: int, kill: bool) -> Result:
+    def save(net: nn.Module) -> None:
+        ms.save(net, folder / NAME, timeout_seconds=TIMEOUT_SECONDS)
+
+    _put_old(folder, None)
+    save(models.sharded("fsdp", seed=OLD))  # connections are made by the first save
+    return _attempt(folder, save, _at(call, number, _die if kill else _sleep), rank, alone=True)
+
+
+KILLED = {
+    "while the first rank creates the file": (0, "fallocate", 1, OLD),
+    "while another rank writes": (2, "pwritev", 1, OLD),
+    "before another rank has synced": (1, "fsync", 1, OLD),
+    "while the first rank writes the header": (0, "pwritev", 2, OLD),
+    "before the first rank commits": (0, "replace", 1, OLD),
+    "when the first rank has committed": (0, "unlink", 1, NEW),
+}
+
+
+def _survivors(outcomes: list[Outcome]) -> list[Result]:
+    assert not any(outcome.failure for outcome in outcomes), [outcome.failure for outcome in outcomes]
+    return [outcome.value for outcome in outcomes if not outcome.died]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("when", KILLED)
+def test_a_rank_that_is_killed(when: str, ranks: Ranks, tmp_path: Path) -> None:
+    rank, call, number, seed = KILLED[when]
+    folder = tmp_path / "run"
+    outcomes = ranks.run(_attempt_with_stop, folder, rank, call, number, True)
+    assert [outcome.died for outcome in outcomes] == [other == rank for other in range(4)]
+    assert {result.error for result in _survivors(outcomes)} == {"RankLostError"}
+    assert _seed_at(folder / NAME) == seed
+    ms.save(models.plain("fsdp", seed=NEW), folder / NAME)
+    assert os.listdir(folder) == [NAME]
+    assert _seed_at(folder / NAME) == NEW
+
+
+def _late(folder: Path, rank: int) -> tuple[Result, Result]:
+    first = _attempt_with_stop(folder, rank, "pwritev", 1, False)
+    dist.barrier()
+    return first, _attempt(folder, lambda net: ms.save(net, folder / NAME), nullcontext, rank)
+
+
+@pytest.mark.slow
+def test_a_first_rank_that_comes_too_late(ranks: Ranks, tmp_path: Path) -> None:
+    for late, after in ranks.values(_late, tmp_path / "run", 0):
+        assert late.error == "RankLostError", late
+        assert after.error == "", after
+        assert after.files == (NAME,)
+        assert after.seed == NEW
+
+
+# Ranks that save something else.
+
+
+def _save_something_else(folder: Path) -> dict[str, Result]:
+    here = dist.get_rank() == 1
+    path = folder / NAME
+    _put_old(folder, None)
+    (folder.parent / "elsewhere").mkdir(exist_ok=True)
+
+    def with_other_model(net: nn.Module) -> object:
+        if here:
+            net = models.plain("uneven")
+            models.SHARD["fsdp"](net)
+        return ms.save(net, path)
+
+    def with_other_buffer(net: Any) -> object:
+        net.steps.fill_(NEW + here)
+        return ms.save(net, path)
+
+    saves: dict[str, Callable[[nn.Module], object]] = {
+        "directory": lambda net: ms.save(net, (folder.parent / "elsewhere" if here else folder) / NAME),
+        "no directory": lambda net: ms.save(net, (folder / "none" if here else folder) / NAME),
+        "name": lambda net: ms.save(net, folder / ("other.safetensors" if here else NAME)),
+        "suffix": lambda net: ms.save(net, folder / ("other.zip" if here else NAME)),
+        "model": with_other_model,
+        "buffer": with_other_buffer,
+        "extra": lambda net: ms.save(net, path, extra={"rank": int(here)}),
+        "option": lambda net: ms.save(net, path, shard_size_bytes=1500 if here else None),
+        "argument": lambda net: ms.save(net, path, shard_size_bytes=-1 if here else None),
+        "codec": lambda net: ms.save({"model": net, "x": object() if here else 1}, path),
+        "exists": lambda net: ms.save(net, path, overwrite=False),
+        "torch": lambda net: ms.save(net, folder / "x.pt"),
+    }
+    return {name: _attempt(folder, save, nullcontext, 0) for name, save in saves.items()}
+
+
+def test_a_rank_that_saves_something_else(ranks: Ranks, tmp_path: Path) -> None:
+    by_rank = ranks.values(_save_something_else, tmp_path / "run")
+    expected = {
+        "directory": "RanksDifferError",
+        "no directory": "RanksDifferError",
+        "name": "RanksDifferError",
+        "suffix": "SaveTargetError",
+        "model": "RanksDifferError",
+        "buffer": "RanksDifferError",
+        "extra": "RanksDifferError",
+        "option": "RanksDifferError",
+        "argument": "OptionError",
+        "codec": "CodecError",
+        "exists": "TargetExistsError",
+        "torch": "UnsavableError",
+    }
+    for results in by_rank:
+        assert {name: result.error for name, result in results.items()} == expected, results
+        assert {result.files for result in results.values()} == {(NAME,)}
+        assert {result.seed for result in results.values()} == {OLD}
+    assert "directory that all ranks share" in by_rank[0]["directory"].text
+    assert "no DTensors" in by_rank[2]["buffer"].text
