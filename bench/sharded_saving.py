@@ -1,0 +1,226 @@
+"""Saves an FSDP2 model of four ranks in each of the usual ways, and prints a table.
+
+Every run has four fresh processes, which share a gloo group on the CPU. A save counts when its bytes are on the disk:
+what does not flush its files itself is followed by a flush of them. `--rank` is one rank of a contender.
+"""
+
+import argparse
+import hashlib
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+import modelstate as ms
+from bench.measure import MeasurementError, Stage, Stages, run
+from bench.pages import InPage, milliseconds, ratio
+from bench.sharded import LAYERS, RANKS, WIDTH, Model, on_meta
+from modelstate.text_format import size
+
+RUNS = 5
+
+
+def _flush(folder: Path) -> None:
+    """Flushes the files of a folder, and their names."""
+    for path in (*folder.rglob("*"), folder):
+        descriptor = os.open(path, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.close(descriptor)
+
+
+def ours(model: Model, folder: Path) -> None:
+    ms.save(model, folder / "model.safetensors")
+
+
+def dcp(model: Model, folder: Path) -> None:
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_model_state_dict
+
+    dcp.save(get_model_state_dict(model), storage_writer=dcp.FileSystemWriter(folder, sync_files=True))
+
+
+def dcp_consolidated(model: Model, folder: Path) -> None:
+    import torch.distributed as dist
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_model_state_dict
+
+    state = get_model_state_dict(model)
+    writer = dcp.HuggingFaceStorageWriter(
+        str(folder), dict.fromkeys(state, 1), save_distributed=True, enable_consolidation=True
+    )
+    dcp.save(state, storage_writer=writer)
+    if dist.get_rank() == 0:
+        _flush(folder)
+    dist.barrier()
+
+
+def gathered(model: Model, folder: Path) -> None:
+    import torch.distributed as dist
+    from safetensors.torch import save_file
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+    state: dict[str, Any] = dict(
+        get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    )
+    if dist.get_rank() == 0:
+        save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+        _flush(folder)
+    dist.barrier()
+
+
+OURS = "modelstate.save"
+CONTENDERS: Mapping[str, Callable[[Model, Path], None]] = {
+    OURS: ours,
+    "dcp.save, which leaves files of its own": dcp,
+    "dcp.save, HuggingFaceStorageWriter with consolidation": dcp_consolidated,
+    "get_model_state_dict(full_state_dict=True), save_file on rank 0": gathered,
+}
+HEAD = ("", "ms", "×", "own memory of all ranks", "of the rank with the most", "bytes on the disk")
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """What a contender took in one run."""
+
+    seconds: float
+    """Of the slowest rank."""
+    own_bytes: int
+    most_bytes: int
+    """Of the rank whose memory grew most."""
+    disk_bytes: int
+    digest: str
+    """Of the tensors that were read back."""
+
+
+def rank_main(rank: int, contender: str, folder: Path, width: int, layers: int) -> None:
+    """One rank: saves a tiny model first, so that imports and connections do not count."""
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=RANKS)
+    save = CONTENDERS[contender]
+    for name in ("tiny", "saved"):
+        (folder / name).mkdir(exist_ok=True)
+    save(_filled(64, 2), folder / "tiny")
+    model = _filled(width, layers)
+    stages = Stages()
+    dist.barrier()
+    begun = time.perf_counter()
+    save(model, folder / "saved")
+    stages.end("saved", seconds=time.perf_counter() - begun)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _filled(width: int, layers: int) -> Model:
+    """The model with values that depend on nothing but the rank."""
+    import torch.distributed as dist
+
+    model = on_meta(width, layers).to_empty(device="cpu")
+    torch.manual_seed(dist.get_rank())
+    for param in model.parameters():
+        shard: Any = param.detach()
+        local = shard.to_local()
+        local.copy_(torch.randint(-(2**15), 2**15, local.shape, dtype=torch.int16).view(torch.bfloat16).nan_to_num_())
+    return model
+
+
+def _digest(folder: Path) -> str:
+    digest = hashlib.sha256()
+    files = [path for path in folder.iterdir() if path.suffix == ".safetensors"]
+    with ms.open(files[0] if files else folder) as checkpoint:
+        for name in sorted(checkpoint):
+            data: Any = checkpoint.tensor(name).contiguous().view(torch.uint8).numpy()
+            digest.update(data)
+    return digest.hexdigest()
+
+
+def measure(contender: str, folder: Path, width: int, layers: int) -> Saved:
+    """Runs a contender once, with a fresh process for each rank."""
+    with tempfile.TemporaryDirectory(dir=folder) as own:
+        command = ["-m", "bench.sharded_saving", "--contender", contender, "--folder", own]
+        command += ["--width", str(width), "--layers", str(layers), "--rank"]
+        start = partial(run, environment={"OMP_NUM_THREADS": "1"}, timeout_seconds=120)
+        with ThreadPoolExecutor(RANKS) as pool:
+            results = list(pool.map(start, [[*command, str(rank)] for rank in range(RANKS)]))
+        saved = Path(own) / "saved"
+        disk_bytes = sum(path.stat().st_size for path in saved.rglob("*") if path.is_file())
+        digest = _digest(saved)
+    stages: list[Stage] = [result["saved"] for result in results]
+    memory = [stage.anonymous_bytes for stage in stages]
+    return Saved(max(stage.facts["seconds"] for stage in stages), sum(memory), max(memory), disk_bytes, digest)
+
+
+def measured(runs: int, width: int, layers: int, folder: Path) -> dict[str, list[Saved]]:
+    """Runs the contenders in alternation. One that fails is left out, and its error is printed."""
+    results: dict[str, list[Saved]] = {}
+    failed: set[str] = set()
+    for turn in range(runs):
+        names = list(CONTENDERS)
+        for name in names[turn % len(names) :] + names[: turn % len(names)]:
+            if name in failed:
+                continue
+            try:
+                results.setdefault(name, []).append(measure(name, folder, width, layers))
+            except MeasurementError as error:
+                print(f"{name}: {str(error)[-400:]}", file=sys.stderr)
+                failed.add(name)
+    for name in failed:
+        results.pop(name, None)
+    if len({saved.digest for found in results.values() for saved in found}) != 1:
+        raise MeasurementError("the contenders have saved different weights")
+    return {name: results[name] for name in CONTENDERS if name in results}
+
+
+def table_rows(results: Mapping[str, Sequence[Saved]]) -> Iterator[tuple[str, ...]]:
+    """Medians of each contender."""
+    first = median(saved.seconds for saved in results[OURS])
+    for name, found in results.items():
+        seconds = median(saved.seconds for saved in found)
+        fields = ("own_bytes", "most_bytes", "disk_bytes")
+        sizes = (median(getattr(saved, field) for saved in found) for field in fields)
+        yield name, milliseconds(seconds), ratio(seconds, first), *map(size, sizes)
+
+
+def rows(runs: int = RUNS, width: int = WIDTH, layers: int = LAYERS) -> list[tuple[str, ...]]:
+    """Measures, and returns the rows of the table."""
+    parent = os.environ.get("TMPDIR") or Path(__file__).resolve().parent.parent / ".venv"
+    with tempfile.TemporaryDirectory(prefix="modelstate-bench-", dir=parent) as folder:
+        return list(table_rows(measured(runs, width, layers, Path(folder))))
+
+
+TABLE = InPage(
+    Path(__file__).resolve().parent.parent / "docs" / "sharded.md",
+    "<!-- The table: python -m bench.sharded_saving --write -->",
+    "<!-- End of the table of saves -->",
+    HEAD,
+    rows,
+)
+
+
+def main() -> None:
+    """Prints or writes the table, or is one rank."""
+    if "--rank" not in sys.argv:
+        TABLE.main(__doc__)
+        return
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rank", type=int)
+    parser.add_argument("--contender", choices=CONTENDERS)
+    parser.add_argument("--folder", type=Path)
+    parser.add_argument("--width", type=int)
+    parser.add_argument("--layers", type=int)
+    options = parser.parse_args()
+    rank_main(options.rank, options.contender, options.folder, options.width, options.layers)
+
+
+if __name__ == "__main__":
+    main()
