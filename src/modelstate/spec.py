@@ -62,8 +62,12 @@ def moved(box: Box, origin: Sequence[int]) -> Box:
 
 
 def overlapping(first: ByteRange, second: ByteRange) -> bool:
-    """Whether two ranges of one file have bytes in common."""
-    return first.start < second.start + second.nbytes and second.start < first.start + first.nbytes
+    """Whether two ranges of files have bytes in common."""
+    return (
+        first.path == second.path
+        and first.start < second.start + second.nbytes
+        and second.start < first.start + first.nbytes
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -412,6 +416,11 @@ class TensorColumns:
     """Bytes from the beginning of the file to the first element."""
     nbytes: Sequence[int]
 
+    def selected(self, rows: Sequence[int]) -> TensorColumns:
+        """Returns some rows, in this order."""
+        columns = (getattr(self, name) for name in TensorColumns.__slots__)
+        return TensorColumns(*([column[row] for row in rows] for column in columns))
+
 
 class StoredTensors(Mapping[str, StoredTensor]):
     """Tensors in files by name: rows of `TensorColumns`.
@@ -422,7 +431,7 @@ class StoredTensors(Mapping[str, StoredTensor]):
 
     def __init__(self, rows: dict[str, int], columns: TensorColumns) -> None:
         """The mapping takes over `rows`, the row of each name."""
-        self._rows, self._columns = rows, columns
+        self.rows, self.columns = rows, columns
         self._created: dict[str, StoredTensor] = {}
 
     @classmethod
@@ -430,31 +439,31 @@ class StoredTensors(Mapping[str, StoredTensor]):
         """The tensors of several files, whose names differ."""
         rows, rows_before = dict[str, int](), 0
         for table in tables:
-            rows.update((name, rows_before + row) for name, row in table._rows.items())
-            rows_before += len(table._columns.starts)
+            rows.update((name, rows_before + row) for name, row in table.rows.items())
+            rows_before += len(table.columns.starts)
         columns = (
-            [value for table in tables for value in getattr(table._columns, column)]
+            [value for table in tables for value in getattr(table.columns, column)]
             for column in TensorColumns.__slots__
         )
         return cls(rows, TensorColumns(*columns))
 
     def under_names(self, names: Mapping[str, str]) -> StoredTensors:
         """Some of the tensors under other names; `names` has the name here for each new name."""
-        return StoredTensors({new: self._rows[old] for new, old in names.items()}, self._columns)
+        return StoredTensors({new: self.rows[old] for new, old in names.items()}, self.columns)
 
     def nbytes_of(self, names: Iterable[str]) -> list[int]:
         """The bytes of tensors. Does not create a `StoredTensor`."""
-        rows, nbytes = self._rows, self._columns.nbytes
+        rows, nbytes = self.rows, self.columns.nbytes
         return [nbytes[rows[name]] for name in names]
 
     def keys(self) -> KeysView[str]:
         """The names."""
-        return self._rows.keys()
+        return self.rows.keys()
 
     def __getitem__(self, name: str) -> StoredTensor:
         stored = self._created.get(name)
         if stored is None:
-            row, columns = self._rows[name], self._columns
+            row, columns = self.rows[name], self.columns
             storage = ByteRange(columns.paths[row], columns.starts[row], columns.nbytes[row])
             stored = StoredTensor.whole(columns.dtype_names[row], tuple(columns.shapes[row]), storage)
             self._created[name] = stored
@@ -471,13 +480,13 @@ class StoredTensors(Mapping[str, StoredTensor]):
         return frozen
 
     def __contains__(self, name: object) -> bool:
-        return name in self._rows
+        return name in self.rows
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._rows)
+        return iter(self.rows)
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return len(self.rows)
 
     def __repr__(self) -> str:
         return f"<{len(self)} stored tensors>"

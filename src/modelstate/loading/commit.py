@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from itertools import product
 
 import torch
 
@@ -11,9 +10,9 @@ from modelstate.errors import ModelStateError, PlacementError, ReadFailedError
 from modelstate.io.held import HeldFiles, held_files
 from modelstate.loading.stage import Progress, read_leased, stage, stage_one
 from modelstate.loading.staging import Staging
-from modelstate.planning.assignment import Assignment, copy_cannot_fail, leased, stage_instead
+from modelstate.planning.assignment import Assignment, copy_cannot_fail
+from modelstate.planning.copies import PlainCopies, Planned, leased
 from modelstate.planning.plan import Options
-from modelstate.spec import ByteRange, overlapping
 from modelstate.torch_compat.plain import is_plain
 from modelstate.torch_compat.private import module_load
 from modelstate.torch_compat.sharding import dtensor_like
@@ -48,7 +47,7 @@ class Place(Write):
         if assignment.final is None:
             if transaction is not None:
                 if assignment.placement.leased:
-                    stage_instead([assignment], "code of the model uses it")
+                    assignment.stage_instead("code of the model uses it")
                 assignment.placement = replace(assignment.placement, mapped=False)  # model code uses the value
                 assignment.choose_route()
             stage_one(self.staging, assignment)
@@ -164,9 +163,7 @@ def place_fallible(transaction: Transaction, options: Options) -> None:
 
 
 @contextmanager
-def held_for_commit(
-    staging: Staging, assignments: Sequence[Assignment], advance: Progress
-) -> Iterator[HeldFiles | None]:
+def held_for_commit(staging: Staging, planned: Sequence[Planned], advance: Progress) -> Iterator[HeldFiles | None]:
     """Holds the files that are read at the commit. Where they cannot be held, their values are staged now.
 
     Yields:
@@ -176,27 +173,28 @@ def held_for_commit(
         ReadFailedError: A file cannot be read, or has changed.
         MemoryBudgetError: The values have to be staged, and need too much memory.
     """
-    waiting = leased(assignments)
+    waiting = leased(planned)
     if not waiting:
         yield None
         return
     # Progress may be shown in a way that fails, so it comes before the commit.
-    extents = [extent for assignment in waiting for extent in assignment.extents]
+    extents = [extent for item in waiting for extent in item.extents]
     with held_files(extents, staging.checkpoint.fingerprints, lambda _: advance(0)) as files:
         if not files.refusal:
-            advance(sum(assignment.nbytes for assignment in waiting))
+            advance(sum(item.nbytes for item in waiting))
             yield files
             return
-    stage_instead(waiting, files.refusal)
-    staging.limit_memory(assignments)
-    stage(staging, assignments, advance)
+    for item in waiting:
+        item.stage_instead(files.refusal)
+    staging.limit_memory([item for item in planned if isinstance(item, Assignment)])
+    stage(staging, planned, advance)
     yield None
 
 
 def commit(
     transaction: Transaction,
     staging: Staging,
-    assignments: Sequence[Assignment],
+    planned: Sequence[Planned],
     files: HeldFiles | None,
     last: Sequence[Callable[[], None]],
 ) -> None:
@@ -205,21 +203,28 @@ def commit(
     Args:
         transaction: The transaction of the load.
         staging: How the values are read.
-        assignments: All assignments of the load.
+        planned: Everything that the load reads.
         files: The files that `held_for_commit` holds.
         last: Called at the end of the commit; they must not raise.
 
     Raises:
         ReadFailedError: After the commit, where a read failed that should not have: with the names of the tensors.
     """
-    if files is None:
-        transaction.commit(*last)
-        return
-    waiting, errors = leased(assignments), list[Exception]()
-    transaction.commit(*last, first=lambda: errors.extend(read_leased(staging, waiting, files)))
-    if errors:
-        damaged = [one for one in waiting if any(_share(*pair) for pair in product(one.extents, files.failed))]
-        names = [assignment.name for assignment in damaged or waiting]
+    waiting, errors = [] if files is None else leased(planned), list[Exception]()
+    staged = [item for item in planned if isinstance(item, PlainCopies) and item.final is not None]
+
+    @torch.no_grad()
+    def first() -> None:
+        if files is not None:
+            errors.extend(read_leased(staging, waiting, files))
+        for item in staged:
+            for param, value in zip(item.params, item.final or (), strict=True):
+                param.copy_(value)
+
+    transaction.commit(*last, first=first if waiting or staged else None)
+    if errors and files is not None:
+        names = [name for item in waiting for name in item.names_in(files.failed)]
+        names = names or [name for item in waiting for name in item.names_in(item.extents)]
         more = f" and {len(names) - 8} more" if len(names) > 8 else ""
         raise ReadFailedError(
             "bytes that had just been read could not be read again: the values of these tensors are old or damaged, "
@@ -228,7 +233,3 @@ def commit(
             found=errors[0],
             remedy="load again from a file that can be read; in_place=False keeps the old values until all is read",
         ) from errors[0]
-
-
-def _share(first: ByteRange, second: ByteRange) -> bool:
-    return first.path == second.path and overlapping(first, second)

@@ -40,6 +40,7 @@ from modelstate.loading.report import LoadReport
 from modelstate.loading.stage import read_in_place, stage
 from modelstate.loading.staging import Staging, bring_in, prefault_async, prefetch_range, stage_unleased
 from modelstate.planning.assignment import Assignment
+from modelstate.planning.copies import PlainCopies, Planned
 from modelstate.planning.matching import ModelSchemaView, match
 from modelstate.planning.plan import LoadPlan, Options
 from modelstate.planning.preparation import Preparation
@@ -406,7 +407,16 @@ def _execute(
     before = placed(optimizers) if optimizers else {}
     with agreement.phase(PLANNING, lambda: digests_of(preparation)):
         preparation, staging = _prepare(
-            transaction, source, options, load_options, call_extra_state=True, staged=staged
+            transaction,
+            source,
+            options,
+            load_options,
+            call_extra_state=True,
+            staged=staged,
+            takes_copies=staged is None
+            and then is None
+            and load_options.max_memory_bytes is None
+            and not agreement.is_collective,
         )
         preparation.check()
         assignments, notes = preparation.assignments, preparation.notes
@@ -414,8 +424,9 @@ def _execute(
             _check_optimizers(assignments, optimizers)
         if staged is None:
             staging.limit_memory(assignments)
-    to_stage = [*preparation.moves, *to_read_here(assignments, staging.shared)]
-    nbytes = sum(assignment.nbytes for assignment in to_stage)
+    planned = preparation.planned
+    to_stage = [*preparation.moves, *to_read_here(planned, staging.shared)]
+    nbytes = sum(item.nbytes for item in to_stage)
     with progress_bar(load_options.progress, nbytes, "loading") as advance, ExitStack() as held:
         with agreement.phase(READING):
             connect(staging.shared, agreement)
@@ -432,7 +443,7 @@ def _execute(
                 broadcast(staging.shared, agreement)
         effect = "values that are read in place are overwritten" if staging.options.in_place else NOTHING_CHANGED
         with agreement.phase(LAST_CHECKS, decides=True, effect=effect):
-            new_state = following_state(optimizers, _final_values(assignments), before) if optimizers else []
+            new_state = following_state(optimizers, _final_values(planned), before) if optimizers else []
             place_fallible(transaction, staging.options)
             if any(assignment.sharded is not None for assignment in assignments):
                 transaction.register_undo(refresh_shards(preparation.slots.modules.values()))
@@ -442,13 +453,13 @@ def _execute(
             if is_mapped:
                 preparation.incoming.maps.check_unchanged()  # mapped values are not read, so no read notices a change
             if staging.options.in_place:
-                _read_in_place(staging, assignments, advance)
+                _read_in_place(staging, planned, advance)
             if then is not None:
                 then(preparation.initialised)
-            files = held.enter_context(held_for_commit(staging, assignments, advance))
+            files = held.enter_context(held_for_commit(staging, planned, advance))
         with agreement.phase(COMMIT, effect="all other ranks have loaded"):
             last = [partial(state.__setitem__, *item) for state, *item in new_state]
-            commit(transaction, staging, assignments, files, last)
+            commit(transaction, staging, planned, files, last)
     if is_mapped and load_options.prefault is None and staged is None:
         notes += prefault_async(staging, assignments)
     ranks, reread_bytes = rank_reports(preparation, staging, agreement) if agreement.is_collective else ((), 0)
@@ -478,6 +489,7 @@ def _prepare(
     call_extra_state: bool,
     staged: StagedLoad | None = None,
     in_use: str = "",
+    takes_copies: bool = False,
 ) -> tuple[Preparation, Staging]:
     """Plans a load, or binds a plan that was made before, and returns with it how its values are read.
 
@@ -497,7 +509,11 @@ def _prepare(
     else:
         staging = replace(staged.staging)  # the memory of the model is looked up again
     write = partial(Place, staging)
-    preparation = Preparation(transaction, view, matched, staging.overflows, write, call_extra_state=call_extra_state)
+    preparation = Preparation(
+        *(transaction, view, matched, staging.overflows, write),
+        call_extra_state=call_extra_state,
+        takes_copies=takes_copies,
+    )
     if isinstance(source, LoadPlan):
         bind(preparation, source, "make the plan again" if staged is None else LOAD_AGAIN)
     else:
@@ -506,7 +522,7 @@ def _prepare(
         agreement = agreement_of(transaction.root) if load_options is None else load_options.agreement
         staging.shared = shared_reads(preparation.assignments, agreement)
         preparation.notes += notes_on_shared(staging.shared)
-    stage_unleased(matched.part, preparation.assignments, in_use)
+    stage_unleased(matched.part, preparation.planned, in_use)
     return preparation, staging
 
 
@@ -528,18 +544,20 @@ def _check_optimizers(assignments: Iterable[Assignment], optimizers: tuple[torch
             )
 
 
-def _final_values(assignments: Iterable[Assignment]) -> dict[torch.Tensor, torch.Tensor]:
+def _final_values(planned: Iterable[Planned]) -> dict[torch.Tensor, torch.Tensor]:
     """The final value of each parameter, before the commit. Parameters of tensor subclasses have theirs already."""
-    return {
-        assignment.slot_tensor: assignment.final
-        for assignment in assignments
-        if assignment.final is not None and is_plain(assignment.final)
-    }
+    finals: dict[torch.Tensor, torch.Tensor] = {}
+    for item in planned:
+        if isinstance(item, PlainCopies):
+            finals.update(zip(item.params, item.final or (), strict=False))
+        elif item.final is not None and is_plain(item.final):
+            finals[item.slot_tensor] = item.final
+    return finals
 
 
-def _read_in_place(staging: Staging, assignments: Iterable[Assignment], advance: Callable[[int], None]) -> None:
+def _read_in_place(staging: Staging, planned: Iterable[Planned], advance: Callable[[int], None]) -> None:
     try:
-        read_in_place(staging, assignments, advance)
+        read_in_place(staging, planned, advance)
     except ReadFailedError as error:
         raise ReadFailedError(
             "reading failed while the model was read in place: its values are partly overwritten",

@@ -2,7 +2,7 @@
 
 import warnings
 import weakref
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import partial
 from typing import Any
 
@@ -104,6 +104,9 @@ class _TorchSink:
     def __init__(self, transaction: Transaction) -> None:
         self._transaction = transaction
         self._swaps = torch.__future__.get_swap_module_params_on_conversion()
+
+    def take_copies(self) -> Collection[str]:
+        return ()
 
     def extra_state(self, module: nn.Module, key: str, value: Any) -> None:
         module.set_extra_state(value)

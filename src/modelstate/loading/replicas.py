@@ -7,17 +7,20 @@ user computes are read by every rank, and so are those for other devices than th
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
 from modelstate.distributed.agreement import Agreement
 from modelstate.io.memory import fresh_tensors
-from modelstate.planning.assignment import Assignment, stage_instead
+from modelstate.planning.assignment import Assignment
 from modelstate.rules.expression import Derived
 from modelstate.spec import AT_ONCE_BYTES
 from modelstate.text_format import count, size
 from modelstate.torch_compat.sharding import replicas_of
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +56,7 @@ def shared_reads(assignments: Sequence[Assignment], agreement: Agreement) -> lis
         turns[ranks][reader] += assignment.nbytes
         found.append(SharedRead(assignment, ranks, reader))
         if assignment.placement.name == "copy":
-            stage_instead([assignment], f"rank {reader} reads it for {len(ranks)} ranks")
+            assignment.stage_instead(f"rank {reader} reads it for {len(ranks)} ranks")
     return found
 
 
@@ -76,7 +79,7 @@ def notes_on_shared(shared: Sequence[SharedRead]) -> list[str]:
     ]
 
 
-def to_read_here(assignments: Sequence[Assignment], shared: Sequence[SharedRead]) -> list[Assignment]:
+def to_read_here(assignments: Sequence[_T], shared: Sequence[SharedRead]) -> list[_T]:
     """Returns the assignments that this rank reads itself."""
     if not shared:
         return list(assignments)

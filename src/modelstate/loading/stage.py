@@ -26,6 +26,7 @@ from modelstate.planning.assignment import (
     as_target,
     called,
 )
+from modelstate.planning.copies import PlainCopies, Planned
 from modelstate.planning.memory import placed_bytes
 from modelstate.planning.transforms import Transform
 from modelstate.process import prefetch_one
@@ -42,8 +43,8 @@ _T = TypeVar("_T")
 _NOT_IN_A_FILE = ByteRange("", 0, 0)
 
 
-def stage(staging: Staging, assignments: Iterable[Assignment], progress: Progress) -> None:
-    """Computes the final value of every assignment that is not read in place. The model is not changed.
+def stage(staging: Staging, planned: Iterable[Planned], progress: Progress) -> None:
+    """Computes every final value that is not read in place. The model is not changed.
 
     Raises `ReadFailedError` and `TransformError`.
     """
@@ -53,8 +54,14 @@ def stage(staging: Staging, assignments: Iterable[Assignment], progress: Progres
     computed: list[Assignment] = []
     together: list[Assignment] = []
     alone: list[Assignment] = []
-    for assignment in assignments:
+    for assignment in planned:
         if assignment.final is not None or assignment.placement.direct:
+            continue
+        if isinstance(assignment, PlainCopies):
+            staging.held.take(assignment.nbytes)
+            memory = staging.temporary([(param.size(), None, param.dtype) for param in assignment.params])
+            _read_copies(staging, assignment, memory, progress, is_fresh=staging.strategy.cached)
+            assignment.final = memory
             continue
         match assignment.route:
             case ReadRoute.MAPPED if not assignment.placement.by_handler:
@@ -92,15 +99,13 @@ def stage(staging: Staging, assignments: Iterable[Assignment], progress: Progres
         _stage_alone(staging, alone, progress)
 
 
-def read_in_place(staging: Staging, assignments: Iterable[Assignment], progress: Progress) -> None:
-    """Reads the assignments whose bytes go straight to the memory of their slots. Raises `ReadFailedError`."""
-    direct = [
-        assignment
-        for assignment in assignments
-        if assignment.placement.direct and not assignment.placement.leased and assignment.final is None
-    ]
-    if not direct:
-        return
+def read_in_place(staging: Staging, planned: Iterable[Planned], progress: Progress) -> None:
+    """Reads the values whose bytes go straight to the memory of their slots. Raises `ReadFailedError`."""
+    direct: list[Assignment] = []
+    copies: list[PlainCopies] = []
+    for item in planned:
+        if item.placement.direct and not item.placement.leased and item.final is None:
+            copies.append(item) if isinstance(item, PlainCopies) else direct.append(item)
     from_file, rest = _split(direct, lambda assignment: assignment.is_read_into_place)
     straight, cast = _split(
         from_file,
@@ -120,28 +125,35 @@ def read_in_place(staging: Staging, assignments: Iterable[Assignment], progress:
         with staging.held.during(assignment.buffer_bytes):
             _finish_in_place(assignment, _own_value(staging, assignment))
         progress(assignment.nbytes)
-    _read(staging, [(assignment, assignment.param) for assignment in straight], progress)
-    increment_version([assignment.param for assignment in straight])  # autograd has not seen the writes
+    if straight:
+        _read(staging, [(assignment, assignment.param) for assignment in straight], progress)
+        increment_version([assignment.param for assignment in straight])  # autograd has not seen the writes
     for assignment in straight:
         assignment.final = assignment.param
+    for item in copies:
+        _read_copies(staging, item, item.params, progress)
+        increment_version(item.params)
 
 
-def read_leased(staging: Staging, waiting: Sequence[Assignment], files: HeldFiles) -> list[Exception]:
-    """Reads the assignments that are read at the commit, from files that are held.
+def read_leased(staging: Staging, planned: Sequence[Planned], files: HeldFiles) -> list[Exception]:
+    """Reads what is read at the commit, from files that are held.
 
     Returns the errors, which there should not be: everything that can be read is in place also then.
     """
+    waiting = [item for item in planned if isinstance(item, Assignment)]
+    copies = [item for item in planned if isinstance(item, PlainCopies)]
     straight, rest = _split(waiting, lambda assignment: assignment.route is ReadRoute.DIRECT)
     computed, cast = _split(rest, lambda assignment: assignment.route is ReadRoute.COMPUTED)
     params = [assignment.param for assignment in computed]
     errors: list[Exception] = []
-    reads = (
+    reads = [
         partial(read_streamed, staging, cast, lambda _: None, held=files),
         partial(_compute, staging, computed, params, lambda _: None, held=files),
         partial(
             _read, staging, [(assignment, assignment.param) for assignment in straight], lambda _: None, held=files
         ),
-    )
+        *(partial(_read_copies, staging, item, item.params, lambda _: None, held=files) for item in copies),
+    ]
     for read in reads:
         try:
             try:
@@ -152,7 +164,8 @@ def read_leased(staging: Staging, waiting: Sequence[Assignment], files: HeldFile
             errors.append(error)
     for assignment in waiting:
         assignment.final = assignment.param
-    increment_version([assignment.param for assignment in straight])  # autograd has not seen the writes
+    # Autograd has not seen the writes.
+    increment_version([*(item.param for item in straight), *(param for item in copies for param in item.params)])
     return errors
 
 
@@ -501,6 +514,38 @@ def _read(
     seconds, total = time.perf_counter() - started, sum(assignment.nbytes for assignment, _ in pairs)
     for assignment, _ in pairs:
         assignment.seconds += seconds * assignment.nbytes / max(total, 1)
+
+
+def _read_copies(
+    staging: Staging,
+    copies: PlainCopies,
+    targets: Sequence[torch.Tensor],
+    progress: Progress,
+    *,
+    is_fresh: bool = False,
+    held: HeldFiles | None = None,
+) -> None:
+    copies.seconds += _read_requests(staging, copies.requests(targets), progress, is_fresh=is_fresh, held=held)
+
+
+def _read_requests(
+    staging: Staging,
+    requests: Sequence[Request],
+    progress: Progress,
+    *,
+    alone: bool = False,
+    is_fresh: bool,
+    held: HeldFiles | None,
+) -> float:
+    """Executes read requests, and returns the seconds that they took."""
+    started = time.perf_counter()
+    uncached = frozenset[str]() if alone or held is not None else staging.strategy.uncached
+    with staging.held.during(staging.strategy.uncached_bytes if uncached else 0):
+        fingerprints = staging.checkpoint.fingerprints
+        read_ranges(
+            requests, fingerprints=fingerprints, on_read=progress, uncached=uncached, is_fresh=is_fresh, held=held
+        )
+    return time.perf_counter() - started
 
 
 def _split(items: Sequence[_T], goes_first: Callable[[_T], bool]) -> tuple[list[_T], list[_T]]:

@@ -22,7 +22,8 @@ from modelstate.io.prefetch import (
     read_ahead,
 )
 from modelstate.loading.replicas import SharedRead
-from modelstate.planning.assignment import Assignment, leased, stage_instead
+from modelstate.planning.assignment import Assignment
+from modelstate.planning.copies import PlainCopies, Planned, leased
 from modelstate.planning.memory import peak_bytes, strategy_within, uncached_strategy
 from modelstate.planning.plan import Options
 from modelstate.process import cached_attribute
@@ -80,24 +81,24 @@ class Staging:
         )
 
 
-def stage_unleased(checkpoint: Checkpoint, assignments: Iterable[Assignment], in_use: str) -> None:
+def stage_unleased(checkpoint: Checkpoint, planned: Iterable[Planned], in_use: str) -> None:
     """Has values staged that are planned to be read at the commit, where it is known that their files cannot be held.
 
     `in_use` is another reason to stage them; empty without one.
     """
-    waiting = leased(assignments)
+    waiting = leased(planned)
     if not waiting:
         return
-    extents = [extent for assignment in waiting for extent in assignment.extents]
+    extents = [extent for item in waiting for extent in item.extents]
     if sum(extent.nbytes for extent in extents) < _LEAST_LEASED_BYTES:
         reason = "they are small"
     else:
         reason = why_not_held(extents, checkpoint.fingerprints) or in_use
-    if reason:
-        stage_instead(waiting, reason)
+    for item in waiting if reason else ():
+        item.stage_instead(reason)
 
 
-def prefetch_range(staging: Staging, assignments: Sequence[Assignment]) -> list[str]:
+def prefetch_range(staging: Staging, planned: Sequence[Planned]) -> list[str]:
     """Brings in what is read and not in the page cache, and does not wait. Returns remarks for the report.
 
     Large runs are read past the page cache, where that is possible; anything else is read ahead.
@@ -111,12 +112,15 @@ def prefetch_range(staging: Staging, assignments: Sequence[Assignment]) -> list[
     notes = []
     runs: list[ByteRange] = []
     others: list[ByteRange] = []
-    for assignment in assignments:
-        if (assignment.placed or isinstance(assignment.stored, StoredTensor)) and not assignment.placement.mapped:
-            is_run = assignment.is_run_of_bytes and assignment.is_read_together
-            (runs if is_run and not assignment.placement.leased else others).extend(assignment.extents)
+    for item in planned:
+        if isinstance(item, PlainCopies):
+            (others if item.placement.leased else runs).extend(item.extents)
+        elif (item.placed or isinstance(item.stored, StoredTensor)) and not item.placement.mapped:
+            is_run = item.is_run_of_bytes and item.is_read_together
+            (runs if is_run and not item.placement.leased else others).extend(item.extents)
     if files := files_to_read_uncached(runs, checkpoint.fingerprints):
         strategy, budget = staging.strategy, staging.max_memory_bytes
+        assignments = [item for item in planned if isinstance(item, Assignment)]
         staging.strategy = uncached_strategy(assignments, strategy, budget, files)
     uncached = staging.strategy.uncached
     if past := sum(extent.nbytes for extent in runs if extent.path in uncached):

@@ -1,9 +1,11 @@
 """Assignments of values to slots: where the bytes go, how they are read, and how transforms change them."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import cache
+from itertools import product
 
 import torch
 from torch import nn
@@ -14,7 +16,7 @@ from modelstate.io.memory import Layout, fresh_tensors
 from modelstate.planning.sharded import ShardedSlot
 from modelstate.planning.transforms import Bound, Transform
 from modelstate.rules.expression import Derived, PlacedTensor, Source, placed_tensors
-from modelstate.spec import ByteRange, Combined, StoredComposite, StoredTensor, contiguous_stride
+from modelstate.spec import ByteRange, Combined, StoredComposite, StoredTensor, contiguous_stride, overlapping
 from modelstate.torch_compat.dtypes import Overflows, nonfinite
 from modelstate.torch_compat.plain import has_its_memory, is_dense, is_plain
 from modelstate.torch_compat.private import payload_of, storage_id, storage_owners
@@ -54,11 +56,17 @@ CALL = Placement("call", "passed to set_extra_state")
 """The placement of extra state."""
 _MAPPED = Placement("swap", "was on meta: becomes a map of the file", mapped=True)
 _NEW_MEMORY = Placement("swap", "was on meta: gets memory")
-_DIRECT = Placement("copy", "into the existing memory, directly", direct=True)
-_LEASED = Placement(
+DIRECT = Placement("copy", "into the existing memory, directly", direct=True)
+LEASED = Placement(
     "copy", "into the existing memory, directly, while a read lease holds the file", direct=True, leased=True
 )
-_STAGED = Placement("copy", "into the existing memory, after all reads")
+STAGED = Placement("copy", "into the existing memory, after all reads")
+
+
+@cache
+def staged_because(reason: str) -> Placement:
+    """The placement of values that were planned to be read at the commit, and are not."""
+    return Placement("copy", f"{STAGED.why}: {reason}")
 
 
 def choose(
@@ -96,10 +104,10 @@ def choose(
         return Placement("data", f"moves to {device}")
     if in_place is not False and not transformed and _copy_cannot_fail(param, value):
         if in_place is None:  # the value is a map of a file, and shares no memory with the slot
-            return _LEASED
+            return LEASED
         if storage_id(param) != storage_id(value):
-            return _DIRECT
-    return _STAGED
+            return DIRECT
+    return STAGED
 
 
 def after_transform(planned: Placement, param: torch.Tensor, result: torch.Tensor, value: torch.Tensor) -> Placement:
@@ -259,6 +267,15 @@ class Assignment:
             in_rows = self.own_stride is None and (self.remake is None or self.remake_rows > 0)
             self.route = ReadRoute.STREAMED if in_rows else ReadRoute.WHOLE
 
+    def stage_instead(self, reason: str) -> None:
+        """Has the value read before the commit that was planned to be read at the commit."""
+        self.placement = staged_because(reason)
+        self.choose_route()
+
+    def names_in(self, ranges: Sequence[ByteRange]) -> list[str]:
+        """Returns the name in a list where the value is read from one of these ranges, else an empty list."""
+        return [self.name] * any(overlapping(*pair) for pair in product(self.extents, ranges))
+
     @property
     def is_read_into_place(self) -> bool:
         """Whether the value is ranges of files that can be read to where its elements belong."""
@@ -374,19 +391,6 @@ class Assignment:
         """Whether the value is read in one batch with others, not separately."""
         alone = self.transform is not None or self.placement.by_handler or self.placement.mapped
         return self.is_read_into_place and not alone
-
-
-def leased(assignments: Iterable[Assignment]) -> list[Assignment]:
-    """Returns the assignments whose values are read at the commit, from files that are held."""
-    return [assignment for assignment in assignments if assignment.placement.leased and assignment.final is None]
-
-
-def stage_instead(assignments: Iterable[Assignment], reason: str) -> None:
-    """Has values read before the commit that were planned to be read at the commit."""
-    placement = Placement("copy", f"{_STAGED.why}: {reason}")
-    for assignment in assignments:
-        assignment.placement = placement
-        assignment.choose_route()
 
 
 BY_TRANSFORM = "transform="

@@ -1,5 +1,6 @@
 """`MappedState`: the part of a checkpoint that is loaded, as a state dict of mapped tensors."""
 
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -9,6 +10,7 @@ from modelstate.checkpoint.mapped import Maps
 from modelstate.io.engine import read_ranges
 from modelstate.io.tensors import same_bytes
 from modelstate.planning.initialise import Initialiser
+from modelstate.planning.matching import StoredEntries
 from modelstate.planning.plan import MatchedCheckpoint
 from modelstate.rules.expression import Derived, Source, values_of
 from modelstate.rules.rule import Entry, Value
@@ -36,10 +38,11 @@ class DeferredValue(Write):
 _NO_ORIGIN: tuple[str, Source | None] = ("", None)
 
 
-class MappedState:
-    """A matched checkpoint as a state dict of mapped tensors, for the model's loading protocol.
+class MappedState(Mapping[str, Any]):
+    """A matched checkpoint as a state dict of mapped tensors and other values, for the model's loading protocol.
 
     Results of rules, and tensors that the file does not align, get their values when code of the model uses them.
+    A tensor that no rule changes is mapped when it is accessed.
     """
 
     def __init__(self, matched: MatchedCheckpoint, transaction: Transaction) -> None:
@@ -47,31 +50,48 @@ class MappedState:
         self.maps = Maps(matched.part.fingerprints)
         self._deferred: dict[int, DeferredValue] = {}
         self._deferred_by_source: dict[object, DeferredValue] = {}
-        self.entries = dict(matched.applied.entries)
-        """Entries by the names of the model: results of rules, and tensors that the model's own code initialises."""
+        self.entries = matched.applied.entries
+        """Entries by the names of the model."""
+        self._initialised: dict[str, Entry] = {}
+        """Entries of tensors that the checkpoint lacks, and that the model's own code initialises."""
         self.quantized: list[str] = []
         """Names of tensors that are quantized by a wrapper subclass."""
-        self.state: dict[str, Any] = {}
-        """Tensors and other values, by the names of the model."""
+        self._values: dict[str, Any] = {}
         self._origins: dict[int, tuple[str, Source | None]] = {}
         """Names and sources by the ids of the tensors of the state dict."""
-        handed_out: list[torch.Tensor] = []
-        for name, entry in self.entries.items():
-            content = entry.content
-            if isinstance(content, Value):
-                self.state[name] = content.value
-                continue
-            if isinstance(content, StoredTensor):
-                is_unaligned = content.extent.start % content.dtype.itemsize and content.is_contiguous
-                value = self._deferred_value(content) if is_unaligned else self.maps.tensor(content)
-            else:
-                value = self._deferred_value(content) if isinstance(content, Derived) else self.maps.tensor(content)
-            self.state[name] = value
-            if type(value) is not torch.Tensor and is_quantized(value):
-                self.quantized.append(name)
-            handed_out.append(value)
-            self._origins[id(value)] = name, content
-        transaction.protect(handed_out)
+        if not isinstance(self.entries, StoredEntries):
+            for name in self.entries:
+                value = self[name]
+                if isinstance(value, torch.Tensor) and type(value) is not torch.Tensor and is_quantized(value):
+                    self.quantized.append(name)
+
+    def __getitem__(self, name: str) -> Any:
+        if name in self._values:
+            return self._values[name]
+        content = self.entries[name].content
+        if isinstance(content, Value):
+            self._values[name] = content.value
+            return content.value
+        if isinstance(content, Derived) or (
+            isinstance(content, StoredTensor)
+            and content.is_contiguous
+            and content.extent.start % content.dtype.itemsize
+        ):
+            value = self._deferred_value(content)
+        else:
+            value = self.maps.tensor(content)
+        self._values[name], self._origins[id(value)] = value, (name, content)
+        self._transaction.protect([value])
+        return value
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.entries
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.entries)
+
+    def __len__(self) -> int:
+        return len(self.entries)
 
     def settle(self) -> None:
         """Ends the walk: from now on, deferred values are computed only for their slots."""
@@ -86,9 +106,13 @@ class MappedState:
         origin, used = self._origins.get(id(value), _NO_ORIGIN), self._transaction.used_storages
         return (origin[0], None) if used and storage_id(value) in used else origin
 
+    def entry_of(self, name: str) -> Entry | None:
+        """Returns the entry for a name of the model; None for an unknown name."""
+        return self._initialised.get(name) or self.entries.get(name)
+
     def source_of(self, name: str) -> str:
         """Returns the name in the checkpoint for a name of the model; several names for a result of several tensors."""
-        entry = self.entries.get(name)
+        entry = self.entry_of(name)
         return name if entry is None else ", ".join(entry.sources)
 
     def _deferred_value(self, stored: Derived | StoredTensor) -> torch.Tensor:
@@ -109,7 +133,7 @@ class MappedState:
     def initialised(self, name: str, param: torch.Tensor, initialiser: Initialiser) -> torch.Tensor:
         """Returns a deferred initial value for a missing tensor, which the model's own code computes."""
         stored = Derived(param.dtype, tuple(param.shape), (), initialiser.make, is_certain=False)
-        self.entries[name] = Entry(stored, (), (initialiser.how,))
+        self._initialised[name] = Entry(stored, (), (initialiser.how,))
         value = self._deferred_value(stored)
         self._origins[id(value)] = name, stored
         return value

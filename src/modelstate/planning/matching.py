@@ -8,7 +8,7 @@ compares more than names and reports its confidence.
 
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, KeysView, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
@@ -33,7 +33,7 @@ from modelstate.rules.names import Prefix, Rename
 from modelstate.rules.rule import Entries, Entry, Rule, Value, Wanted, as_code, describe
 from modelstate.rules.schema import Applied, apply_rules, renamed_by, way_back
 from modelstate.rules.transformers_mapping import from_transformers, is_transformers_model, notes_of
-from modelstate.spec import Stored, StoredTensor
+from modelstate.spec import Stored, StoredTensor, StoredTensors
 from modelstate.torch_compat.modules import named_modules_of
 from modelstate.transaction.slots import HIDDEN, Slots, slots_of
 
@@ -93,8 +93,33 @@ class DecodeFailure:
     error: CodecError
 
 
+class StoredEntries(Mapping[str, Entry]):
+    """The entries of tensors in files, before rules. An entry is created when it is accessed."""
+
+    def __init__(self, tensors: StoredTensors) -> None:
+        self.tensors = tensors
+
+    def keys(self) -> KeysView[str]:
+        """The names."""
+        return self.tensors.keys()
+
+    def __getitem__(self, name: str) -> Entry:
+        return Entry(self.tensors[name], (name,))
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.tensors
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.tensors)
+
+    def __len__(self) -> int:
+        return len(self.tensors)
+
+
 def entries_of(checkpoint: Checkpoint) -> Entries:
     """Returns the entries of a checkpoint by their names, before rules."""
+    if isinstance(checkpoint.flat.tensors, StoredTensors) and not checkpoint.flat.values:
+        return StoredEntries(checkpoint.flat.tensors)
     computed: dict[Stored, Derived] = {}
     entries = {
         name: Entry(stored if type(stored) is StoredTensor else to_be_computed(stored, computed), (name,))

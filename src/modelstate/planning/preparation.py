@@ -1,6 +1,6 @@
 """`Preparation`: the assignments of a load, and every problem that keeps a value from its slot."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import Any
 
@@ -11,9 +11,19 @@ from torch.nn.parameter import is_lazy
 from modelstate.checkpoint.mapped import UNALIGNED
 from modelstate.errors import CodecError, ExtraStateError
 from modelstate.io.engine import ReadStrategy
-from modelstate.planning.assignment import CALL, COPYABLE, Assignment, Placement, choose
+from modelstate.planning.assignment import (
+    CALL,
+    COPYABLE,
+    DIRECT,
+    LEASED,
+    STAGED,
+    Assignment,
+    Placement,
+    choose,
+)
+from modelstate.planning.copies import PlainCopies, Planned, plain_copies
 from modelstate.planning.mapped_state import MappedState
-from modelstate.planning.matching import DecodeFailure, ModelSchemaView
+from modelstate.planning.matching import DecodeFailure, ModelSchemaView, StoredEntries
 from modelstate.planning.memory import peak_bytes
 from modelstate.planning.plan import Binding, LoadPlan, MatchedCheckpoint, Step
 from modelstate.planning.recorder import Owner
@@ -87,6 +97,7 @@ class Preparation:
         overflows: Counts values that casts make infinite or NaN.
         make_write: Returns the write that executes an assignment.
         call_extra_state: Whether `set_extra_state` is called; a plan only checks values.
+        takes_copies: Whether values that are only copied may be planned together, as `PlainCopies`.
     """
 
     def __init__(
@@ -98,6 +109,7 @@ class Preparation:
         make_write: Callable[[Assignment], Write],
         *,
         call_extra_state: bool,
+        takes_copies: bool = False,
     ) -> None:
         self.transaction, self.model = transaction, transaction.root
         self.matched, self.view = matched, view
@@ -111,6 +123,8 @@ class Preparation:
         self.notes: list[str] = []
         self.overflows = overflows
         self.assignments: list[Assignment] = []
+        self.copies: PlainCopies | None = None
+        """The values that have no assignment of their own."""
         self.moves: list[Assignment] = []
         """Tensors that get no value, and only move to another device."""
         self.used: set[str] = set()
@@ -122,8 +136,8 @@ class Preparation:
         self.extra_states: list[str] = []
         self.compared: list[str] = []
         """Names of non-persistent buffers that equal the checkpoint's values."""
-        self.filled: dict[int, Assignment] = {}
-        """By the ids of the tensors that get a value, under whatever name."""
+        self.filled: dict[int, Assignment | None] = {}
+        """By the ids of the tensors that get a value, under whatever name. None stands for a row of `copies`."""
         self._by_storage: dict[int, list[Assignment]] = {}
         self._shown: dict[ByteRange, list[ByteRange]] = {}
         """The ranges that slots map, by their storages."""
@@ -137,7 +151,7 @@ class Preparation:
         cannot change that dtype."""
         self.not_mapped = 0
         """The number of tensors that are read although the plan that is executed maps them."""
-        self._make_write, self._call_extra_state = make_write, call_extra_state
+        self._make_write, self._call_extra_state, self._takes_copies = make_write, call_extra_state, takes_copies
         self._cause: Exception | None = None
         self._has_shards = False
         # Code of the model may change a lazy parameter before `plan` is called.
@@ -173,7 +187,26 @@ class Preparation:
         text = f"{self.not_mapped} tensors are read into memory; when the plan was made, the file could be mapped"
         return [text] * bool(self.not_mapped)
 
+    @property
+    def planned(self) -> list[Planned]:
+        """Everything that is read."""
+        return [*self.assignments] if self.copies is None else [*self.assignments, self.copies]
+
     # The methods of `LoadSink`.
+
+    def take_copies(self) -> Collection[str]:
+        options, entries = self.options, self.incoming.entries
+        is_changed = options.dtype is not None or options.transform is not None or options.device not in (None, _CPU)
+        if is_changed or not (self._takes_copies and isinstance(entries, StoredEntries)):
+            return ()
+        placement = {None: LEASED, True: DIRECT, False: STAGED}[options.in_place]
+        self.copies = plain_copies(self.slots.tensors, entries.tensors, placement)
+        if self.copies is None:
+            return ()
+        names = [slot.name for slot in self.copies.slots]
+        self.used.update(names)
+        self.filled.update(dict.fromkeys(map(id, self.copies.params)))
+        return self.used
 
     def device_after(self, param: torch.Tensor) -> torch.device:
         return self.options.device or (_CPU if param.is_meta else param.device)
@@ -366,7 +399,7 @@ class Preparation:
 
     def hidden_buffer(self, slot: Slot, name: str) -> bool:
         """Fills a non-persistent buffer on meta; elsewhere the value must equal the buffer. Returns whether it does."""
-        value: Any = self.incoming.state.get(name)
+        value: Any = self.incoming.get(name)
         buffer = slot.tensor
         if is_lazy(value):
             self.problems.append(NotYetInitialised(name))
@@ -554,9 +587,9 @@ class Preparation:
         """
         tied = [slot.names for slot in self.slots.tensors if len(slot.names) > 1]
         ties = {name: tuple(other for other in names if other != name) for names in tied for name in names}
-        steps, entries = [], self.incoming.entries
+        steps = []
         for assignment in self.assignments:
-            entry = entries.get(assignment.given)
+            entry = self.incoming.entry_of(assignment.given)
             sources = (assignment.given,) if entry is None else entry.sources
             step = Step(
                 assignment.name,
@@ -576,6 +609,10 @@ class Preparation:
                 assignment.seconds,
             )
             steps.append(step)
+        if self.copies is not None:
+            steps += self.copies.steps()
+            positions = {name: position for position, name in enumerate(self.slots.by_name)}
+            steps.sort(key=lambda step: positions.get(step.name, len(positions)))
         return (*steps, *(Step(name, EXTRA, self.incoming.source_of(name), CALL) for name in self.extra_states))
 
 

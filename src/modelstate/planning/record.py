@@ -53,7 +53,7 @@ def record(preparation: Preparation) -> None:
         walk(
             preparation.model,
             preparation.slots,
-            preparation.incoming.state,
+            preparation.incoming,
             preparation.matched.versions,
             assign=False,
             transaction=preparation.transaction,
@@ -104,7 +104,7 @@ def bind(preparation: Preparation, plan: LoadPlan, stale_remedy: str) -> None:
     preparation.notes += plan.notes
     for step in plan.steps:
         slot = slots.by_name[step.name]
-        value = next((incoming.state[name] for name in slot.names if name in incoming.state), None)
+        value = next((incoming[name] for name in slot.names if name in incoming), None)
         if value is None:
             preparation.initialise(slot)
         else:
@@ -195,7 +195,7 @@ class _Coverage:
         ]
         allowed = {name for name in missing if self.may_miss.allow(name)}
         unexpected = self._unexpected()
-        has_matches = bool(self.preparation.assignments or self.preparation.uninitialised)
+        has_matches = bool(self.preparation.planned or self.preparation.uninitialised)
         initialised = self._initialised(missing, allowed) if self.preparation.options.init_missing else {}
         problems += self._differences([name for name in missing if name not in allowed], unexpected)
         problems += [Complaint("", message) for message in self.outcome.errors]
@@ -397,7 +397,7 @@ class _Coverage:
         return tuple(slot.tensor.shape)
 
     def _value_shape(self, name: str) -> tuple[int, ...] | None:
-        value = self.preparation.incoming.state.get(name)
+        value = self.preparation.incoming.get(name)
         return tuple(value.shape) if isinstance(value, torch.Tensor) and not is_lazy(value) else None
 
     def _note(self, names: Collection[str], what: str) -> None:

@@ -9,7 +9,7 @@ module with many children.
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from copy import copy
 from dataclasses import dataclass, field
@@ -46,6 +46,12 @@ class LoadSink(Protocol):
         """Receives `value`, which is `state_dict[key]`, for the tensor that is `param` before the load.
 
         `owner` is None unless the value itself is to be registered instead of `param`, as with `assign=True`.
+        """
+
+    def take_copies(self) -> Collection[str]:
+        """Takes values all at once that are only copied, and returns their names: `tensor` is not called for them.
+
+        Called where a load runs no code of the model.
         """
 
     def extra_state(self, module: nn.Module, key: str, value: Any) -> None:
@@ -86,16 +92,16 @@ def walk(
 
     Passes on every exception of the model's own code.
     """
-    modules, copied = list(slots.modules.values()), dict(state_dict)
+    modules = list(slots.modules.values())
     if (
         not (assign or _ask_for_assigning(versions) or runs_code(modules))
-        and {str}.issuperset(map(type, copied))
+        and {str}.issuperset(map(type, state_dict))
         and have_plain_names(modules)
     ):
-        _compare_names(slots, copied, sink, outcome)
+        _compare_names(slots, state_dict, sink, outcome)
         return
     recording = _Recording(transaction, sink, outcome, set(map(id, modules)), _Overriding())
-    ordered = OrderedDict(copied)
+    ordered = OrderedDict(state_dict)
     if versions is not None:
         set_version_metadata(ordered, versions)
     with _patched(recording) if any(map(recording.overriding.has, modules)) else nullcontext():
@@ -114,14 +120,19 @@ def _compare_names(slots: Slots, state_dict: Mapping[str, Any], sink: LoadSink, 
 
     Missing and unexpected keys are recorded in torch's order.
     """
-    left_out = slots.left_out
-    for key, slot in slots.by_name.items():
-        if key in state_dict:
-            if key not in left_out:
+    left_out, copied = slots.left_out, sink.take_copies()
+    given = state_dict.keys()
+    if len(copied) < len(slots.by_name):
+        for key, slot in slots.by_name.items():
+            if key in left_out or key in copied:
+                continue
+            if key in given:
                 sink.tensor(key, slot.tensor, state_dict[key], None, outcome.errors)
-        elif key not in left_out:
-            outcome.missing.append(key)
-    left = [key for key in state_dict if key not in slots.by_name or key in left_out]
+            else:
+                outcome.missing.append(key)
+    if len(copied) == len(given):
+        return
+    left = [key for key in given if key not in slots.by_name or key in left_out]
     if not left:
         return
     positions = {prefix: position for position, prefix in enumerate(slots.modules)}

@@ -62,9 +62,9 @@ def apply_to_optimizer(
     return result, sources
 
 
-def _elementwise_entries(state: State) -> dict[str, Entries]:
+def _elementwise_entries(state: State) -> dict[str, dict[str, Entry]]:
     """Returns the elementwise tensors as entries, by key and by the name of the parameter."""
-    entries: dict[str, Entries] = {}
+    entries: dict[str, dict[str, Entry]] = {}
     for name, values in state.items():
         for key, value in values.items():
             if isinstance(value, torch.Tensor) and _is_elementwise(value):

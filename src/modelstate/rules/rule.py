@@ -6,7 +6,7 @@ it keeps or makes into the `RuleContext`. An entry that `apply` does not put the
 """
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, replace
 from functools import lru_cache
 from typing import NamedTuple, Protocol, runtime_checkable
@@ -66,7 +66,7 @@ class Entry(NamedTuple):
         return "it is not a tensor" if isinstance(self.content, Value) else why_not_plain(self.content)
 
 
-Entries = dict[str, Entry]
+Entries = Mapping[str, Entry]
 NamedEntry = tuple[str, Entry]
 
 
@@ -96,7 +96,7 @@ class RuleContext:
         """Rules that applied to nothing."""
         self.rule: object = None
         self._read = read
-        self._results: Entries = {}
+        self._results: dict[str, Entry] = {}
         self._hits = 0
 
     def run(self, rule: Rule) -> None:

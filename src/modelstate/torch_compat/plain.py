@@ -29,6 +29,19 @@ def is_plain_memory(tensor: torch.Tensor) -> bool:
     )
 
 
+def writable_storage(tensor: torch.Tensor) -> int:
+    """Returns the address of the storage of a tensor whose elements can be overwritten by one read.
+
+    0 for a tensor that is no plain memory (`is_plain_memory`), is empty, was created in inference mode, or has lost its
+    memory (`has_its_memory`).
+    """
+    if not is_plain_memory(tensor) or tensor.is_inference():
+        return 0
+    storage, nbytes = tensor.untyped_storage(), tensor.nbytes
+    is_whole = nbytes > 0 and storage.nbytes() >= tensor.storage_offset() * tensor.itemsize + nbytes
+    return storage.data_ptr() if is_whole else 0
+
+
 def same_place(tensor: torch.Tensor, alias: torch.Tensor) -> bool:
     """Whether two tensors are the same view of the same storage, with the same lazy conjugation and negation."""
     if (tensor.layout, tensor.device, tensor.dtype) != (alias.layout, alias.device, alias.dtype):

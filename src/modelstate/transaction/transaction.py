@@ -129,7 +129,7 @@ class Transaction:
         All that still waits has been checked: each write is a copy between existing memory. `first` must not raise.
         """
         waiting = [write for write in self.writes if not write.done]
-        with deferred_signals() if waiting or last else nullcontext():
+        with deferred_signals() if waiting or last or first else nullcontext():
             self._waiting.clear()
             if first is not None:
                 first()
