@@ -343,9 +343,11 @@ def for_all(
 # Reading ranges to addresses.
 
 
-@dataclass(frozen=True, slots=True)
-class Request:
-    """A byte range of a file, and the memory address that it is read to."""
+class Request(NamedTuple):
+    """A byte range of a file, and the memory address that it is read to.
+
+    A named tuple, because a load may have very many.
+    """
 
     source: ByteRange
     address: int
@@ -514,9 +516,8 @@ def coalesce(requests: Iterable[Request], *, batch_bytes: int, gap_bytes: int) -
             pieces.clear()
 
     # An empty request must not open a gap: the request behind it would count that gap again.
-    for request in sorted((r for r in requests if r.source.nbytes), key=lambda r: (r.source.path, r.source.start)):
-        source, taken = request.source, 0
-        gap = source.start - end
+    for source, address in sorted(request for request in requests if request.source.nbytes):
+        taken, gap = 0, source.start - end
         if source.path != path or not 0 <= gap <= gap_bytes or end - start + gap >= batch_bytes:
             close()
         elif gap and pieces:
@@ -526,7 +527,7 @@ def coalesce(requests: Iterable[Request], *, batch_bytes: int, gap_bytes: int) -
                 path, start = source.path, source.start + taken
                 end = start
             length = min(source.nbytes - taken, max(batch_bytes - (source.start + taken - start), 1))
-            pieces.append((request.address + taken, length))
+            pieces.append((address + taken, length))
             taken += length
             end = source.start + taken
             if end - start >= batch_bytes or len(pieces) >= _IOV_MAX - 1:
@@ -591,11 +592,13 @@ def read_fully(file: RangeFile, views: list[memoryview], offset: int, left: int)
                 remedy="open the checkpoint again, when nothing writes to it any more",
             )
         offset, left = offset + count, left - count
-        while views and count >= len(views[0]):
-            count -= len(views[0])
-            views = views[1:]
-        if count:
-            views = [views[0][count:], *views[1:]]
+        if left <= 0:
+            return
+        done = 0
+        while count >= len(views[done]):
+            count -= len(views[done])
+            done += 1
+        views = [views[done][count:], *views[done + 1 :]]
 
 
 def _fill(filler: UffdFiller, file: LocalFile, batch: Batch) -> list[Batch]:

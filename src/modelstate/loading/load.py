@@ -464,10 +464,10 @@ def _execute(
         notes += prefault_async(staging, assignments)
     ranks, reread_bytes = rank_reports(preparation, staging, agreement) if agreement.is_collective else ((), 0)
     target, source_name = preparation.names
-    return LoadReport(
+    return LoadReport.with_later_steps(
+        preparation.steps_later(with_sources=False),
         target=target,
         source=source_name,
-        steps=preparation.steps(with_sources=False),
         notes=(*notes, *staging.overflows.notes()),
         slots=preparation.slot_count,
         seconds=time.perf_counter() - load_options.started,

@@ -1,7 +1,9 @@
 """The report of a load, with a step for each slot; and the progress bar."""
 
 import json
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from typing import Any, Self
 
 from modelstate.html.page import Page, Shown
 from modelstate.planning.plan import Step, placements, steps_page
@@ -81,6 +83,35 @@ class LoadReport(Shown):
     rank."""
     reread_bytes: int = 0
     """Bytes that more than one rank read, since the model has replicas of them, counted for each further rank."""
+
+    _make_steps: Callable[[], tuple[Step, ...]] | None = field(default=None, init=False, repr=False, compare=False)
+
+    @classmethod
+    def with_later_steps(cls, make_steps: Callable[[], tuple[Step, ...]], **fields: Any) -> Self:
+        """Returns a report that creates its steps when they are first used: a model may have very many.
+
+        Args:
+            make_steps: Returns the steps.
+            fields: The other fields.
+
+        Example:
+            >>> report = LoadReport.with_later_steps(lambda: (), target="Model", source="model.safetensors", notes=(),
+            ...     slots=0, seconds=0.0, peak_memory_bytes=0)
+        """
+        report = cls(steps=(), **fields)
+        object.__setattr__(report, "_make_steps", make_steps)
+        object.__delattr__(report, "steps")
+        return report
+
+    def __getattr__(self, name: str) -> Any:
+        """Creates `steps`. Called for a slot that is not set."""
+        if name != "steps":
+            raise AttributeError(f"'LoadReport' object has no attribute {name!r}", name=name, obj=self)
+        make_steps = self._make_steps
+        if make_steps is not None:
+            object.__setattr__(self, "steps", make_steps())
+            object.__setattr__(self, "_make_steps", None)
+        return object.__getattribute__(self, "steps")
 
     @property
     def bytes(self) -> int:

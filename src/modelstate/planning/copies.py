@@ -6,7 +6,7 @@ are rows of one table, with one placement. Every other value has an `Assignment`
 """
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,7 +22,7 @@ from modelstate.torch_compat.private import address_range
 from modelstate.transaction.slots import HIDDEN, Slot
 
 _CPU = torch.device("cpu")
-_DTYPE_NAMES = {dtype: short(dtype) for dtype in COPYABLE}
+_DTYPES = {short(dtype): dtype for dtype in COPYABLE}
 
 
 @dataclass(slots=True, eq=False)
@@ -63,23 +63,29 @@ class PlainCopies:
         runs = zip(paths[first].tolist(), starts[first].tolist(), ends[last].tolist(), strict=True)
         return [ByteRange(names[path], start, end - start) for path, start, end in runs]
 
-    def steps(self) -> list[Step]:
-        """Returns a step for each slot, with its part of the time."""
-        seconds = self.seconds / (self.nbytes or 1)
-        return [
-            Step(
-                *(slot.name, slot.kind, slot.name, self.placement, slot.tensor.shape, slot.tensor.dtype),
-                *(slot.tensor.dtype, _CPU, nbytes, (), (), ReadRoute.DIRECT),
-                seconds=seconds * nbytes,
-            )
-            for slot, nbytes in zip(self.slots, self.columns.nbytes, strict=True)
-        ]
+    def steps(self) -> Callable[[], list[Step]]:
+        """Returns a function that makes a step for each slot, with its part of the time. It holds no tensor."""
+        slots, columns, placement = [(slot.name, slot.kind) for slot in self.slots], self.columns, self.placement
+        seconds = self.seconds / self.nbytes
+
+        def make() -> list[Step]:
+            rows = zip(slots, columns.dtype_names, columns.shapes, columns.nbytes, strict=True)
+            return [
+                Step(
+                    *(name, kind, name, placement, torch.Size(shape), (dtype := _DTYPES[dtype_name]), dtype, _CPU),
+                    *(nbytes, (), (), ReadRoute.DIRECT),
+                    seconds=seconds * nbytes,
+                )
+                for (name, kind), dtype_name, shape, nbytes in rows
+            ]
+
+        return make
 
     def requests(self, targets: Iterable[torch.Tensor]) -> list[Request]:
         """Returns the read of each value into a tensor."""
         columns = self.columns
-        rows = zip(columns.paths, columns.starts, columns.nbytes, targets, strict=True)
-        return [Request(ByteRange(path, start, nbytes), target.data_ptr()) for path, start, nbytes, target in rows]
+        sources = map(ByteRange, columns.paths, columns.starts, columns.nbytes)
+        return [*map(Request, sources, [target.data_ptr() for target in targets])]
 
     def stage_instead(self, reason: str) -> None:
         """Has the values read before the commit that were planned to be read at the commit."""
@@ -120,7 +126,7 @@ def plain_copies(slots: Iterable[Slot], tensors: StoredTensors, placement: Place
             and kind != HIDDEN
             and (storage := writable_storage(param))
             and param.shape == tuple(columns.shapes[row])
-            and _DTYPE_NAMES.get(param.dtype) == columns.dtype_names[row]
+            and param.dtype == _DTYPES.get(columns.dtype_names[row])
         ):
             copied.append(slot)
             chosen.append(row)

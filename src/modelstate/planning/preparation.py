@@ -580,10 +580,14 @@ class Preparation:
         tensors = sum(1 for slot in self.slots.tensors if slot.kind != HIDDEN or id(slot.tensor) in self.filled)
         return tensors + len(self.slots.extra) - len({id(param) for param in self.uninitialised.values()})
 
-    def steps(self, *, with_sources: bool = True) -> tuple[Step, ...]:
-        """Returns a step for each assignment, with its time, and one for each extra state.
+    def steps(self) -> tuple[Step, ...]:
+        """Returns the steps of a plan, with their sources."""
+        return self.steps_later(with_sources=True)()
 
-        Steps without their sources hold no tensor.
+    def steps_later(self, *, with_sources: bool) -> Callable[[], tuple[Step, ...]]:
+        """Returns a function that returns a step for each value, with its time, and one for each extra state.
+
+        Without the sources, neither the function nor the steps hold a tensor.
         """
         tied = [slot.names for slot in self.slots.tensors if len(slot.names) > 1]
         ties = {name: tuple(other for other in names if other != name) for names in tied for name in names}
@@ -609,11 +613,16 @@ class Preparation:
                 assignment.seconds,
             )
             steps.append(step)
-        if self.copies is not None:
-            steps += self.copies.steps()
-            positions = {name: position for position, name in enumerate(self.slots.by_name)}
-            steps.sort(key=lambda step: positions.get(step.name, len(positions)))
-        return (*steps, *(Step(name, EXTRA, self.incoming.source_of(name), CALL) for name in self.extra_states))
+        extra = [Step(name, EXTRA, self.incoming.source_of(name), CALL) for name in self.extra_states]
+        if self.copies is None:
+            return lambda: (*steps, *extra)
+        copies, names = self.copies.steps(), [*self.slots.by_name] if steps else []
+
+        def merged() -> tuple[Step, ...]:
+            positions = {name: position for position, name in enumerate(names)}
+            return (*sorted((*steps, *copies()), key=lambda step: positions.get(step.name, len(names))), *extra)
+
+        return merged
 
 
 def _are_equal(value: torch.Tensor, buffer: torch.Tensor) -> bool:
