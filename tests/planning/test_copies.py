@@ -1,0 +1,108 @@
+"""`PlainCopies`: which values are only copied, and what a report says about them."""
+
+import pickle
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+import modelstate as ms
+from modelstate.checkpoint.open import open as open_checkpoint
+from modelstate.planning.assignment import STAGED
+from modelstate.planning.copies import PlainCopies, plain_copies
+from modelstate.spec import StoredTensors
+from modelstate.transaction.slots import slots_of
+
+
+class Mixed(nn.Module):
+    """Two plain slots, and one of each kind that needs an assignment of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        flat = torch.zeros(8)
+        buffers = {
+            "first_half": flat[:4],
+            "plain_buffer": torch.zeros(3),
+            "second_half": flat[4:],
+            "transposed": torch.zeros(2, 3).T,
+            "other_dtype": torch.zeros(2, dtype=torch.float64),
+            "conjugate": torch.zeros(2, dtype=torch.complex64).conj(),
+            "empty": torch.zeros(0),
+        }
+        for name, buffer in buffers.items():
+            self.register_buffer(name, buffer)
+        self.register_buffer("hidden", torch.zeros(2), persistent=False)
+        self.plain = nn.Parameter(torch.zeros(2, 2))
+        self.tied = self.also_tied = nn.Parameter(torch.zeros(2))
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    state = {name: torch.randn_like(value).contiguous().resolve_conj() for name, value in Mixed().state_dict().items()}
+    state |= {"other_dtype": torch.randn(2), "also_tied": state["tied"].clone()}
+    save_file(state, tmp_path / "mixed.safetensors")
+    return tmp_path / "mixed.safetensors"
+
+
+def copies_of(model: nn.Module, path: Path) -> PlainCopies | None:
+    tensors = open_checkpoint(path).flat.tensors
+    assert isinstance(tensors, StoredTensors)
+    return plain_copies(slots_of(model).tensors, tensors, STAGED)
+
+
+def test_only_plain_slots_of_their_own_memory_are_copied(path: Path) -> None:
+    copies = copies_of(Mixed(), path)
+    assert copies is not None
+    assert [slot.name for slot in copies.slots] == ["plain", "plain_buffer"]
+    assert copies.nbytes == 4 * 4 + 3 * 4
+
+
+def test_other_shapes_and_inference_tensors_are_not_copied(path: Path) -> None:
+    model = Mixed()
+    model.plain = nn.Parameter(torch.zeros(4))
+    with torch.inference_mode():
+        model.plain_buffer = torch.zeros(3)
+    assert copies_of(model, path) is None
+
+
+def test_adjoining_values_are_one_range(tmp_path: Path) -> None:
+    path = tmp_path / "three.safetensors"
+    save_file({name: torch.randn(4) for name in "abc"}, path)
+    model = nn.Module()
+    model.register_buffer("a", torch.zeros(4))
+    model.register_buffer("c", torch.zeros(4))
+    apart = copies_of(model, path)
+    model.register_buffer("b", torch.zeros(4))
+    together = copies_of(model, path)
+    assert apart is not None
+    assert together is not None
+    assert [apart.names_in([extent]) for extent in apart.extents] == [["a"], ["c"]]
+    (extent,) = together.extents
+    assert extent.nbytes == together.nbytes == 48
+    assert together.names_in([extent]) == ["a", "c", "b"]
+
+
+@pytest.mark.parametrize("in_place", [None, True, False])
+def test_the_steps_are_those_of_the_plan_in_its_order(path: Path, in_place: bool | None) -> None:
+    model = Mixed()
+    planned = ms.plan(model, path, in_place=in_place)
+    report = ms.load(model, path, in_place=in_place)
+    assert report.steps == planned.steps
+    assert report.coverage == 1.0
+    assert report.bytes == planned.bytes
+    loaded = model.state_dict()
+    for name, value in load_file(path).items():
+        assert torch.equal(loaded[name], value.to(loaded[name].dtype)), name
+
+
+def test_a_report_holds_no_tensor_before_its_steps_are_used(path: Path) -> None:
+    model = Mixed()
+    report = ms.load(model, path)
+    references = [weakref.ref(tensor) for tensor in (model.plain, model.tied, *model.buffers())]
+    del model
+    assert all(reference() is None for reference in references)
+    assert pickle.loads(pickle.dumps(report)) == report
+    assert {step.name for step in report.steps} >= {"plain", "tied"}
