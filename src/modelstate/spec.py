@@ -471,7 +471,7 @@ class StoredTensors(Mapping[str, StoredTensor]):
 
     def spec(self, name: str) -> TensorSpec:
         """Describes a tensor. Its `StoredTensor` is created when it is first accessed."""
-        row, columns = self._rows[name], self._columns
+        row, columns = self.rows[name], self.columns
         spec: Any = _UnfrozenSpec()
         spec.name, spec.shape, spec.dtype_name = name, tuple(columns.shapes[row]), columns.dtype_names[row]
         spec._tensors = self

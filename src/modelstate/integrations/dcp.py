@@ -41,7 +41,7 @@ from modelstate.planning.matching import DecodeFailure, Patterns, entries_of
 from modelstate.problems import IdlePattern, NotATensor, Problem, Unexpected, WrongDtype, explain, plan_error
 from modelstate.rules.expression import Source as TensorSource
 from modelstate.rules.expression import region, values_of
-from modelstate.rules.rule import Entry, Rule, Value
+from modelstate.rules.rule import Entries, Rule, Value
 from modelstate.rules.schema import Schema, apply_rules, check_rules
 from modelstate.spec import Refused, StoredTensor
 from modelstate.torch_compat.dtypes import cast_between, short
@@ -195,7 +195,7 @@ class Reader(StorageReader):
         done.set_result(None)
         return done
 
-    def _after_rules(self, checkpoint: Checkpoint) -> dict[str, Entry]:
+    def _after_rules(self, checkpoint: Checkpoint) -> Entries:
         rules = self._rules.rules_for(checkpoint) if isinstance(self._rules, Schema) else check_rules(self._rules)
         applied = apply_rules(rules, entries_of(checkpoint), checkpoint.read)
         problems = [*applied.problems, *(IdlePattern(rule, option="rules") for rule in applied.idle)]

@@ -525,27 +525,18 @@ def _read_copies(
     is_fresh: bool = False,
     held: HeldFiles | None = None,
 ) -> None:
-    copies.seconds += _read_requests(staging, copies.requests(targets), progress, is_fresh=is_fresh, held=held)
-
-
-def _read_requests(
-    staging: Staging,
-    requests: Sequence[Request],
-    progress: Progress,
-    *,
-    alone: bool = False,
-    is_fresh: bool,
-    held: HeldFiles | None,
-) -> float:
-    """Executes read requests, and returns the seconds that they took."""
     started = time.perf_counter()
-    uncached = frozenset[str]() if alone or held is not None else staging.strategy.uncached
+    uncached = frozenset[str]() if held is not None else staging.strategy.uncached
     with staging.held.during(staging.strategy.uncached_bytes if uncached else 0):
-        fingerprints = staging.checkpoint.fingerprints
         read_ranges(
-            requests, fingerprints=fingerprints, on_read=progress, uncached=uncached, is_fresh=is_fresh, held=held
+            copies.requests(targets),
+            fingerprints=staging.checkpoint.fingerprints,
+            on_read=progress,
+            uncached=uncached,
+            is_fresh=is_fresh,
+            held=held,
         )
-    return time.perf_counter() - started
+    copies.seconds += time.perf_counter() - started
 
 
 def _split(items: Sequence[_T], goes_first: Callable[[_T], bool]) -> tuple[list[_T], list[_T]]:
