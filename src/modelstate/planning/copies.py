@@ -122,6 +122,7 @@ def plain_copies(slots: Iterable[Slot], tensors: StoredTensors, placement: Place
         row = rows.get(names[0])
         if (
             row is not None
+            and not param.is_meta
             and len(names) == 1
             and kind != HIDDEN
             and (storage := writable_storage(param))
@@ -131,7 +132,7 @@ def plain_copies(slots: Iterable[Slot], tensors: StoredTensors, placement: Place
             copied.append(slot)
             chosen.append(row)
             storages.append(storage)
-        else:
+        elif not param.is_meta:
             others.append(slot)
     slots_of_storage = Counter(storages)
     slots_of_storage.update(address_range(slot.tensor)[0] for slot in others if is_plain(slot.tensor))

@@ -1,6 +1,6 @@
 """`MappedState`: the part of a checkpoint that is loaded, as a state dict of mapped tensors."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, KeysView, Mapping
 from functools import partial
 from typing import Any
 
@@ -68,7 +68,9 @@ class MappedState(Mapping[str, Any]):
     def __getitem__(self, name: str) -> Any:
         if name in self._values:
             return self._values[name]
-        content = self.entries[name].content
+        # An entry of a tensor that no rule changes has nothing but the tensor.
+        entries = self.entries
+        content = entries.tensors[name] if isinstance(entries, StoredEntries) else entries[name].content
         if isinstance(content, Value):
             self._values[name] = content.value
             return content.value
@@ -83,6 +85,10 @@ class MappedState(Mapping[str, Any]):
         self._values[name], self._origins[id(value)] = value, (name, content)
         self._transaction.protect([value])
         return value
+
+    def keys(self) -> KeysView[str]:
+        """The names."""
+        return self.entries.keys()
 
     def __contains__(self, name: object) -> bool:
         return name in self.entries
@@ -107,8 +113,9 @@ class MappedState(Mapping[str, Any]):
         return (origin[0], None) if used and storage_id(value) in used else origin
 
     def entry_of(self, name: str) -> Entry | None:
-        """Returns the entry for a name of the model; None for an unknown name."""
-        return self._initialised.get(name) or self.entries.get(name)
+        """Returns the entry for a name of the model; None for an unknown name, or a tensor that no rule changes."""
+        known = None if isinstance(self.entries, StoredEntries) else self.entries.get(name)
+        return self._initialised.get(name, known)
 
     def source_of(self, name: str) -> str:
         """Returns the name in the checkpoint for a name of the model; several names for a result of several tensors."""
