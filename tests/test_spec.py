@@ -51,6 +51,10 @@ def test_tables_of_tensors_are_mappings(sizes: dict[str, int], new_names: list[s
     assert table.nbytes_of(table) == list(sizes.values())
     assert all(name in table for name in sizes)
     assert all(table[name] is table[name] for name in sizes)
+    for name in sizes:
+        spec = table.spec(name)
+        assert pickle.loads(pickle.dumps(spec)) == spec == ms.TensorSpec(name, (sizes[name],), "uint8", described[name])
+        assert (spec.stored, spec.dtype, spec.nbytes) == (described[name], torch.uint8, sizes[name])
     names = {new: old for new, old in zip(new_names, "abcdef", strict=True) if old in sizes}
     assert under_names(table, names) == under_names(described, names)
     with pytest.raises(KeyError):

@@ -661,6 +661,10 @@ class TensorSpec:
     _tensors: Mapping[str, StoredTensor] | None = field(default=None, compare=False)
     """Has `stored` where that has not been set yet."""
 
+    def __reduce__(self) -> tuple[object, ...]:
+        """Copies and pickles the tensor without the others of its file."""
+        return TensorSpec, (self.name, self.shape, self.dtype_name, self.stored)
+
     @property
     def dtype(self) -> torch.dtype:
         """The dtype. Imports torch, unlike `dtype_name`."""

@@ -413,7 +413,7 @@ class Decoder(Walk):
             return self._tagged(tree) if looks_like_tag(tree) else self._dict(tree)
         if is_tensor(tree):
             return self.tensor(tree)
-        raise self.fail("this is nothing that an encoded value holds", found=_shown(tree))
+        raise self.fail("an encoded value cannot hold this", found=_shown(tree))
 
     def _dict(self, tree: dict[str, Tree]) -> dict[str, Any]:
         values = {}

@@ -299,7 +299,7 @@ def _parse(text: str, where: str) -> dict[str, Any]:
 def _names(names: list[str], known: Mapping[str, object], where: str) -> list[str]:
     for name in names:
         if type(name) is not str or name not in known:
-            raise damaged(where, f"it speaks of a tensor {quote(str(name))}, which is not there")
+            raise damaged(where, f"it names the tensor {quote(str(name))}, which the file lacks")
     return names
 
 

@@ -28,7 +28,7 @@ _UFFD_USER_MODE_ONLY = 1
 
 
 class Advice(IntEnum):
-    """What `madvise` is told about a range of memory."""
+    """The advice about a range of memory that `madvise` passes to the kernel."""
 
     HUGEPAGE = 14
     POPULATE_READ = 22

@@ -95,7 +95,7 @@ def files_to_read_uncached(ranges: Iterable[ByteRange], fingerprints: Mapping[st
 
 
 def _cold_ranges(ranges: Iterable[ByteRange], fingerprints: Mapping[str, FileFingerprint]) -> list[ByteRange]:
-    """The ranges of which less than half is in the page cache."""
+    """The ranges that are less than half in the page cache."""
     return [span for span in ranges if is_cold(span, fingerprints.get(span.path))]
 
 
