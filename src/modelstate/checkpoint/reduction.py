@@ -67,6 +67,11 @@ class Operand:
     memory: torch.Tensor | None = None
     """The elements in their order, where they are in memory of the CPU: a tensor of one dimension."""
 
+    @property
+    def is_streamed(self) -> bool:
+        """Whether the elements lie in their order in a file or in memory; the others are read region by region."""
+        return self.extent is not None or self.memory is not None
+
 
 def operand_of(stored: Stored, read: Callable[[Stored], torch.Tensor]) -> Operand:
     """Returns the operand for a stored tensor, or for a tensor in memory.
@@ -158,7 +163,7 @@ def reduce(
         ReadFailedError: A file cannot be read, or has changed.
     """
     filled = [index for index, operands in enumerate(items) if math.prod(operands[0].shape)]
-    streamed = [index for index in filled if all(_is_streamed(operand) for operand in items[index])]
+    streamed = [index for index in filled if all(operand.is_streamed for operand in items[index])]
     by_region = sorted(set(filled) - set(streamed))
     extents = [operand.extent for index in streamed for operand in items[index] if operand.extent is not None]
     uncached = files_to_read_uncached(extents, fingerprints)
@@ -190,10 +195,6 @@ def reduce(
             threads = min(threads, max_memory_bytes // (needed + _chunk_bytes(chunk_elements)))
         strategy = ReadStrategy(threads, _BLOCK_BYTES)
         stream([], consume, strategy=strategy, fingerprints=fingerprints, on_block=on_block, blocks=blocks)
-
-
-def _is_streamed(operand: Operand) -> bool:
-    return operand.extent is not None or operand.memory is not None
 
 
 def _chunk_elements(block_bytes: int) -> int:

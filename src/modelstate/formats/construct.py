@@ -178,19 +178,15 @@ def construct(value: object, *, path: str, data_nbytes: int, names: TorchGlobals
         DamagedFileError: An allowed class raised.
     """
     try:
-        return _constructed(value, path, data_nbytes, names, skip_forbidden)
+        findings = Audit(value, data_nbytes)
+        if not skip_forbidden:
+            _raise_refused(findings, path, names)
+        for error, place in findings.flawed:
+            error.where = f"{path}: {dotted(place)}" if place else path
+            raise error
+        return _Constructor(findings, path).make(value, ())
     except RecursionError as error:
         raise DamagedFileError("containers in the pickle are nested too deep for Python's stack", where=path) from error
-
-
-def _constructed(value: object, path: str, data_nbytes: int, names: TorchGlobals, skip_forbidden: bool) -> object:
-    findings = Audit(value, data_nbytes)
-    if not skip_forbidden:
-        _raise_refused(findings, path, names)
-    for error, place in findings.flawed:
-        error.where = f"{path}: {dotted(place)}" if place else path
-        raise error
-    return _Constructor(findings, path).make(value, ())
 
 
 def _raise_refused(findings: Audit, path: str, names: TorchGlobals) -> None:

@@ -477,11 +477,6 @@ def _sparse(layout: object, data: object) -> Described:
     return DeferredTensor(str(layout).removeprefix("torch."), parts[-1].dtype, size, parts, make)
 
 
-def _wrapper(cls: object = None, *_: object) -> Described:
-    """A subclass without a storage of its own, which has no content by itself."""
-    return unsupported(f"a tensor of class {_class_name(cls)} without its contents")
-
-
 def _from_type(function: object, cls: object, args: object, state: object) -> Described:
     """`torch._tensor._rebuild_from_type_v2`: tensors with attributes, and subclasses."""
     for name in (cls, function):
@@ -591,20 +586,9 @@ def _from_numpy(data: object, dtype: object, device: object, requires_grad: obje
     return DeferredCall("torch.from_numpy", lambda array: torch.from_numpy(array).to(target), (data,))
 
 
-def _meta(dtype: object, size: object, *_: object) -> Described:
-    return unsupported(
-        f"a tensor on the meta device ({dtype}, shape {str(size)[:100]}), which has no values,",
-        "save the tensors after they were given values",
-    )
-
-
 def _quantized(*args: object) -> Described:
     dtype = args[0].dtype if args and type(args[0]) is Storage else "quantized"
     return unsupported(f"a quantized tensor ({dtype})", "save its dequantize()d form")
-
-
-def _nested(*_: object) -> Described:
-    return unsupported("a nested tensor", "save the tensors that it is made of")
 
 
 def old_tensor(*_: object) -> Described:
@@ -619,13 +603,21 @@ FUNCTIONS: dict[str, Callable[..., object]] = {
     "torch._utils._rebuild_parameter": _parameter,
     "torch._utils._rebuild_parameter_with_state": _parameter,
     "torch._utils._rebuild_sparse_tensor": _sparse,
-    "torch._utils._rebuild_wrapper_subclass": _wrapper,
+    # A subclass without a storage of its own has no content by itself.
+    "torch._utils._rebuild_wrapper_subclass": lambda cls=None, *_: unsupported(
+        f"a tensor of class {_class_name(cls)} without its contents"
+    ),
     "torch._utils._rebuild_device_tensor_from_cpu_tensor": _from_cpu,
     "torch._utils._rebuild_device_tensor_from_numpy": _from_numpy,
     "torch._utils._rebuild_xla_tensor": _from_numpy,
-    "torch._utils._rebuild_meta_tensor_no_storage": _meta,
+    "torch._utils._rebuild_meta_tensor_no_storage": lambda dtype, size, *_: unsupported(
+        f"a tensor on the meta device ({dtype}, shape {str(size)[:100]}), which has no values,",
+        "save the tensors after they were given values",
+    ),
     "torch._utils._rebuild_qtensor": _quantized,
-    "torch._utils._rebuild_nested_tensor": _nested,
+    "torch._utils._rebuild_nested_tensor": lambda *_: unsupported(
+        "a nested tensor", "save the tensors that it is made of"
+    ),
     "torch._tensor._rebuild_from_type_v2": _from_type,
     "torch._tensor._rebuild_from_type": _from_type,
     "torch.tensor._rebuild_from_type_v2": _from_type,
