@@ -3,7 +3,7 @@
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Set
-from contextlib import ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, overload
@@ -287,9 +287,10 @@ def load(
         1.0
     """
     model = check_model(model)
-    agreement = agreement_of(model, process_group, check_timeout(timeout_seconds))
+    ranks = agreement_of(model, process_group, check_timeout(timeout_seconds))
+    agreement = ranks if ranks.is_collective else None
     started = time.perf_counter()
-    with agreement.before(PLANNING):
+    with nullcontext() if agreement is None else agreement.before(PLANNING):
         checked_optimizers = () if optimizers == () else check_optimizers(optimizers, model)
         if max_memory_bytes is not None:
             check_budget_option(max_memory_bytes)
@@ -304,7 +305,7 @@ def load(
                 where="background=True",
                 remedy="leave one of them out; without in_place=True the values are read into new memory",
             )
-        if background and agreement.is_collective:
+        if background and agreement is not None:
             raise OptionError(
                 "a load on several ranks cannot go on in the background",
                 where="background=True",
@@ -336,8 +337,8 @@ class _LoadOptions:
     progress: bool | None
     max_memory_bytes: int | None
     prefault: bool | None
-    agreement: Agreement
-    """The ranks that load together."""
+    agreement: Agreement | None
+    """The ranks that load together; None for a load on one rank."""
     started: float
 
 
@@ -361,13 +362,19 @@ def load_then(
     each of its changes with the transaction.
     """
     check_budget_option(max_memory_bytes)
-    if agreement is None:
-        agreement = agreement_of(transaction.root)
+    agreement = agreement or agreement_of(transaction.root)
     load_options = _LoadOptions(
-        tuple(optimizers), verify, progress, max_memory_bytes, None, agreement, time.perf_counter()
+        *(tuple(optimizers), verify, progress, max_memory_bytes, None),
+        agreement if agreement.is_collective else None,
+        time.perf_counter(),
     )
     with exclusive(transaction.root), gc_paused():
         return _execute(transaction, checkpoint, options, load_options, then=then)
+
+
+def _alone(*_: object, **__: object) -> AbstractContextManager[None]:
+    """The phase of a load on one rank."""
+    return nullcontext()
 
 
 def _stage_in_background(
@@ -405,7 +412,9 @@ def _execute(
     """
     optimizers, agreement = load_options.optimizers, load_options.agreement
     before = placed(optimizers) if optimizers else {}
-    with agreement.phase(PLANNING, lambda: digests_of(preparation)):
+    preparation: Preparation
+    phase: Callable[..., AbstractContextManager[None]] = _alone if agreement is None else agreement.phase
+    with phase(PLANNING, lambda: digests_of(preparation)):
         preparation, staging = _prepare(
             transaction,
             source,
@@ -416,7 +425,7 @@ def _execute(
             takes_copies=staged is None
             and then is None
             and load_options.max_memory_bytes is None
-            and not agreement.is_collective,
+            and agreement is None,
         )
         preparation.check()
         assignments, notes = preparation.assignments, preparation.notes
@@ -425,11 +434,12 @@ def _execute(
         if staged is None:
             staging.limit_memory(assignments)
     planned = preparation.planned
-    to_stage = [*preparation.moves, *to_read_here(planned, staging.shared)]
+    to_stage = [*preparation.moves, *(to_read_here(planned, staging.shared) if staging.shared else planned)]
     nbytes = sum(item.nbytes for item in to_stage)
     with progress_bar(load_options.progress, nbytes, "loading") as advance, ExitStack() as held:
-        with agreement.phase(READING):
-            connect(staging.shared, agreement)
+        with phase(READING):
+            if agreement is not None:
+                connect(staging.shared, agreement)
             if staged is None:
                 verified = staging.checkpoint.verify() if load_options.verify else 0
                 notes += preparation.notes_on_mapping()  # staged values are not read again
@@ -438,11 +448,11 @@ def _execute(
                 verified = staged.verified_bytes
                 notes += staged.hand_over(staging, assignments)
             stage(staging, to_stage, advance)
-        if staging.shared:
-            with agreement.phase(SHARING):
+        if agreement is not None and staging.shared:
+            with phase(SHARING):
                 broadcast(staging.shared, agreement)
         effect = "values that are read in place are overwritten" if staging.options.in_place else NOTHING_CHANGED
-        with agreement.phase(LAST_CHECKS, decides=True, effect=effect):
+        with phase(LAST_CHECKS, decides=True, effect=effect):
             new_state = following_state(optimizers, _final_values(planned), before) if optimizers else []
             place_fallible(transaction, staging.options)
             if any(assignment.sharded is not None for assignment in assignments):
@@ -457,12 +467,12 @@ def _execute(
             if then is not None:
                 then(preparation.initialised)
             files = held.enter_context(held_for_commit(staging, planned, advance))
-        with agreement.phase(COMMIT, effect="all other ranks have loaded"):
+        with phase(COMMIT, effect="all other ranks have loaded"):
             last = [partial(state.__setitem__, *item) for state, *item in new_state]
             commit(transaction, staging, planned, files, last)
     if is_mapped and load_options.prefault is None and staged is None:
         notes += prefault_async(staging, assignments)
-    ranks, reread_bytes = rank_reports(preparation, staging, agreement) if agreement.is_collective else ((), 0)
+    ranks, reread_bytes = ((), 0) if agreement is None else rank_reports(preparation, staging, agreement)
     target, source_name = preparation.names
     return LoadReport.with_later_steps(
         preparation.steps_later(with_sources=False),
@@ -519,8 +529,8 @@ def _prepare(
     else:
         record(preparation)
     if matched.asked.read_once:
-        agreement = agreement_of(transaction.root) if load_options is None else load_options.agreement
-        staging.shared = shared_reads(preparation.assignments, agreement)
+        agreement = None if load_options is None else load_options.agreement
+        staging.shared = shared_reads(preparation.assignments, agreement or agreement_of(transaction.root))
         preparation.notes += notes_on_shared(staging.shared)
     stage_unleased(matched.part, preparation.planned, in_use)
     return preparation, staging
