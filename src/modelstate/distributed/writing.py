@@ -13,6 +13,7 @@ Invariant: between two collectives of a phase no rank raises, except where a ran
 """
 
 import os
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -99,6 +100,17 @@ class _Parts:
     row_elements: int
     regions: tuple[_Region, ...]
     parts: tuple[_Part, ...]
+    rows: tuple[tuple[range, int, _Region], ...] = ()
+    """For parts that are exchanged: the rows of the regions by their starts, each with its first row in the local
+    tensor."""
+    reach: tuple[int, ...] = ()
+    """The greatest end of these rows and those before them."""
+
+    def overlapping(self, first: int, end: int) -> Iterator[tuple[range, int, _Region]]:
+        """Yields the rows that overlap with those from `first` to before `end`. Of many ranks, few hold such rows."""
+        for rows in self.rows[bisect_right(self.reach, first) : bisect_left(self.rows, end, key=_start)]:
+            if rows[0].stop > first:
+                yield rows
 
 
 @lru_cache(maxsize=4096)
@@ -138,7 +150,18 @@ def _parts_of(shape: tuple[int, ...], placements: tuple[Any, ...], mesh: _Mesh, 
     step = max(1, max(BLOCK_BYTES, least) // (row_elements * itemsize)) * row_elements
     starts = range(0, prod(shape), step)
     exchanged = (_Part(start, min(start + step, prod(shape)), ranks, None) for start in starts)
-    return _Parts(row_elements, tuple(regions), tuple(exchanged))
+    placed = [
+        (own, before, region)
+        for region in regions
+        for own, before in zip(region.rows, accumulate(map(len, region.rows), initial=0), strict=False)
+    ]
+    placed.sort(key=_start)
+    reach = accumulate((own.stop for own, _, _ in placed), max)
+    return _Parts(row_elements, tuple(regions), tuple(exchanged), tuple(placed), tuple(reach))
+
+
+def _start(rows: tuple[range, int, _Region]) -> int:
+    return rows[0].start
 
 
 def _within(rows: Sequence[range], size: int, runs: Sequence[range]) -> list[range]:
@@ -388,19 +411,16 @@ class CollectiveWriter:
             if piece.rank == dist.get_rank():
                 rows = torch.empty(end - first, row_elements * tensor.itemsize, dtype=torch.uint8)
                 result.append((piece.at, rows.view(-1)))
-            for region in piece.parts.regions:
+            for own, before, region in piece.parts.overlapping(first, end):
                 sender = piece.rank if piece.rank in region.ranks else region.ranks[number % len(region.ranks)]
-                before = 0
-                for own in region.rows:
-                    overlap = range(max(own.start, first), min(own.stop, end))
-                    if overlap and sender == dist.get_rank():
-                        start = (before + overlap.start - own.start) * region.width
-                        local = _bytes(tensor.local, start, len(overlap) * region.width)
-                        sent[position[piece.rank]].append(local)
-                    if overlap and piece.rank == dist.get_rank():
-                        place = range(overlap.start - first, overlap.stop - first)
-                        blocks[position[sender]].append((rows, place, region, tensor.itemsize))
-                    before += len(own)
+                overlap = range(max(own.start, first), min(own.stop, end))
+                if sender == dist.get_rank():
+                    start = (before + overlap.start - own.start) * region.width
+                    local = _bytes(tensor.local, start, len(overlap) * region.width)
+                    sent[position[piece.rank]].append(local)
+                if piece.rank == dist.get_rank():
+                    place = range(overlap.start - first, overlap.stop - first)
+                    blocks[position[sender]].append((rows, place, region, tensor.itemsize))
         counts = [sum(len(place) * region.width * itemsize for _, place, region, itemsize in own) for own in blocks]
         received = self._agreement.exchange(sent, counts)
         at = 0
