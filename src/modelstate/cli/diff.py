@@ -29,7 +29,7 @@ from modelstate.cli.common import (
 )
 
 if TYPE_CHECKING:
-    from modelstate.comparison.diff import Diff
+    from modelstate.comparison.result import Diff
 
 Only = Annotated[
     list[str] | None,

@@ -5,22 +5,22 @@ from typing import TYPE_CHECKING
 from modelstate.lazy import attach
 
 if TYPE_CHECKING:
-    from modelstate.comparison.diff import Diff as Diff
-    from modelstate.comparison.diff import Match as Match
-    from modelstate.comparison.diff import Status as Status
-    from modelstate.comparison.diff import TensorDiff as TensorDiff
-    from modelstate.comparison.diff import ValueDiff as ValueDiff
     from modelstate.comparison.difference import Difference as Difference
+    from modelstate.comparison.result import Diff as Diff
+    from modelstate.comparison.result import Match as Match
+    from modelstate.comparison.result import Status as Status
+    from modelstate.comparison.result import TensorDiff as TensorDiff
+    from modelstate.comparison.result import ValueDiff as ValueDiff
 else:
     __getattr__, __dir__ = attach(
         __name__,
         {
-            "Diff": "modelstate.comparison.diff",
+            "Diff": "modelstate.comparison.result",
             "Difference": "modelstate.comparison.difference",
-            "Match": "modelstate.comparison.diff",
-            "Status": "modelstate.comparison.diff",
-            "TensorDiff": "modelstate.comparison.diff",
-            "ValueDiff": "modelstate.comparison.diff",
+            "Match": "modelstate.comparison.result",
+            "Status": "modelstate.comparison.result",
+            "TensorDiff": "modelstate.comparison.result",
+            "ValueDiff": "modelstate.comparison.result",
         },
     )
 

@@ -5,12 +5,9 @@ on both sides, by rules that are guessed from names and shapes. The values of th
 block (`checkpoint.reduction`), and measured (`difference`). Bytes whose digests agree are not read.
 """
 
-import json
 import math
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
 from fnmatch import fnmatchcase
 from functools import partial
 from time import perf_counter
@@ -24,33 +21,28 @@ from modelstate.checkpoint.inspect import plain_value
 from modelstate.checkpoint.open import Source, check_budget_option, patterns_of
 from modelstate.checkpoint.open import open as open_checkpoint
 from modelstate.checkpoint.reduction import Chunk, Operand, Region, operand_of, reduce
-from modelstate.comparison.difference import Accumulator, Difference, equal_unread, is_comparable
+from modelstate.comparison.difference import Accumulator, equal_unread, is_comparable
+from modelstate.comparison.result import Diff, Match, Status, TensorDiff, ValueDiff
 from modelstate.errors import (
-    CodecError,
     MissingValuesError,
     NothingInCommonError,
     OptionError,
     ReadFailedError,
-    RuleError,
 )
 from modelstate.formats.manifest import ALGORITHM
 from modelstate.formats.tree import same_value
-from modelstate.html.page import Kind, Page, Shown, bar_chart, heat_chart
 from modelstate.io.engine import read_ranges
 from modelstate.io.files import FileFingerprint
 from modelstate.io.tensors import read_tensor
-from modelstate.planning.matching import DecodeFailure, matching_part
-from modelstate.problems import IdlePattern, Problem, explain
+from modelstate.planning.matching import DecodeFailure, entries_of, matching_part
 from modelstate.progress import progress_bar
-from modelstate.rules.expression import Derived, lacks_values, leaves, region, to_be_computed, values_of
+from modelstate.rules.expression import Derived, lacks_values, leaves, region, values_of
 from modelstate.rules.expression import Source as TensorSource
-from modelstate.rules.rule import Entries, Entry, Rule, Value, as_code
+from modelstate.rules.rule import Entries, Rule, Value, as_code
 from modelstate.rules.schema import Schema, apply_rules, check_rules
 from modelstate.spec import (
     Assemble,
     Combined,
-    Refused,
-    Stored,
     StoredComposite,
     StoredTensor,
     TensorSpec,
@@ -59,265 +51,8 @@ from modelstate.spec import (
     own_bytes,
 )
 from modelstate.suggestion.suggest import suggest_between
-from modelstate.text_format import columns, count, folded, listed, printable, seconds, shorten, size
-from modelstate.torch_compat.dtypes import short
+from modelstate.text_format import count, listed, printable
 from modelstate.torch_compat.plain import is_plain, remedies_for, same_place
-
-_TEXT_WIDTH = 72
-_LISTED = 12
-"""The number of names of a list that are printed."""
-_TOP = 30
-"""The number of rows of the table that are printed."""
-
-
-class Match(Enum):
-    """How two tensors were matched."""
-
-    NAME = "name"
-    """Their names are equal."""
-    RULE = "rule"
-    """A rule that was given leads from one name to the other."""
-    GUESS = "guess"
-    """A rule that was guessed from names and shapes does."""
-
-
-class Status(Enum):
-    """What a comparison of two tensors has found."""
-
-    EQUAL = "equal"
-    """All bits are equal."""
-    CHANGED = "changed"
-    """Values differ."""
-    OTHER_DTYPE = "other dtype"
-    OTHER_SHAPE = "other shape"
-    OTHER_KIND = "other kind"
-    """One is a plain tensor and the other one is not, or they are of two classes."""
-    NOT_COMPARED = "not compared"
-    """Shapes and dtypes are equal, and `values=False` was given."""
-
-
-@dataclass(frozen=True, slots=True)
-class TensorDiff:
-    """Two tensors that were matched, or the same part of each: of quantized tensors, the payload and the scales."""
-
-    name: str
-    """The name in the second checkpoint."""
-    source_names: tuple[str, ...]
-    """The names in the first checkpoint. Several where a rule joins tensors."""
-    match: Match
-    part: str
-    """Which part of a tensor that consists of several; empty for a plain tensor."""
-    status: Status
-    shapes: tuple[tuple[int, ...], tuple[int, ...]]
-    """The shapes in the first and in the second checkpoint, after the rules."""
-    dtypes: tuple[torch.dtype, torch.dtype]
-    kinds: tuple[str, str]
-    """ "strided" for a plain tensor; otherwise the layout or the class."""
-    bytes: int
-    """Bytes of both tensors."""
-    is_read: bool
-    """Whether the bytes were read. Bytes whose digests agree are not."""
-    difference: Difference | None
-    """The measures; None where the shapes or kinds differ, and where values of such dtypes cannot be compared."""
-
-    @property
-    def change(self) -> float:
-        """The measure that tensors are sorted by: the relative L2 difference, or else the share that has changed."""
-        found = self.difference
-        if found is None:
-            return 0.0 if self.status in (Status.EQUAL, Status.NOT_COMPARED) else math.inf
-        if found.relative_l2 is None:
-            return found.changed or 0.0 if not found.max_abs else math.inf
-        return max(found.relative_l2, 1e-30 * (found.changed or 0.0))
-
-
-@dataclass(frozen=True, slots=True)
-class ValueDiff:
-    """A value other than a tensor that differs. Values are given with JSON types, or as text."""
-
-    path: str
-    """The path in the second checkpoint."""
-    is_in: tuple[bool, bool]
-    """Whether the first and the second checkpoint have it."""
-    values: tuple[object, object]
-
-
-@dataclass(frozen=True, slots=True, repr=False)
-class Diff(Shown):
-    """The differences of two checkpoints. Returned by `modelstate.diff`.
-
-    `print` shows a summary, and the tensors that differ, the largest change first.
-
-    Example:
-        >>> diff = modelstate.diff({"w": torch.ones(4)}, {"w": torch.tensor([1.0, 1.0, 1.0, 2.0])})
-        >>> diff.is_equal, diff.tensors[0].difference.changed
-        (False, 0.25)
-    """
-
-    a: str
-    """The first checkpoint: its path, with the key of the part that was compared."""
-    b: str
-    """The second checkpoint."""
-    tensors: tuple[TensorDiff, ...]
-    """The tensors of both, in the order of the second checkpoint."""
-    removed: tuple[TensorSpec, ...]
-    """The tensors that only the first checkpoint has."""
-    added: tuple[TensorSpec, ...]
-    """The tensors that only the second checkpoint has."""
-    values: tuple[ValueDiff, ...]
-    """The values other than tensors that differ."""
-    guessed_rules: tuple[str, ...]
-    """The rules that were guessed, as Python code."""
-    read_bytes: int
-    """Bytes that were read and compared."""
-    skipped_bytes: int
-    """Bytes that were not read: their digests agree, or both are the same bytes of one file."""
-    seconds: float
-
-    @property
-    def is_equal(self) -> bool:
-        """Whether names, shapes, dtypes, bits and values are equal. A guessed name is a difference."""
-        same = (Status.EQUAL, Status.NOT_COMPARED)
-        matched = all(tensor.status in same and tensor.match is not Match.GUESS for tensor in self.tensors)
-        return matched and not (self.removed or self.added or self.values)
-
-    def __repr__(self) -> str:
-        found = "equal" if self.is_equal else ", ".join(self._counts())
-        return f"<{type(self).__name__} of {self.a!r} and {self.b!r}: {found}>"
-
-    def __str__(self) -> str:
-        return self.text()
-
-    def text(self, *, top: int | None = _TOP, fold: bool = True) -> str:
-        """Returns what `print` shows.
-
-        Args:
-            top: The number of rows of the table of tensors; None for all.
-            fold: Whether tensors whose names differ in numbers only are one row.
-
-        Example:
-            >>> print(modelstate.diff({"w": torch.ones(2)}, {"w": torch.ones(2)}).text(top=5).splitlines()[0])
-            mapping and mapping: equal
-        """
-        found = "equal" if self.is_equal else ", ".join(self._counts())
-        parts = ["\n".join([printable(f"{self.a} and {self.b}: {found}"), self._cost()])]
-        parts += [self._rules()] if self.guessed_rules else []
-        for what, specs in (("only in the first", self.removed), ("only in the second", self.added)):
-            parts += [_names(what, specs)] if specs else []
-        parts += [_table(self.tensors, top, fold), _values(self.values)]
-        return "\n\n".join(part for part in parts if part)
-
-    def to_json(self) -> str:
-        """Returns everything as JSON, with every tensor by itself.
-
-        Example:
-            >>> json.loads(modelstate.diff({"w": torch.ones(2)}, {"w": torch.ones(2)}).to_json())["equal"]
-            True
-        """
-        return json.dumps(
-            {
-                "a": self.a,
-                "b": self.b,
-                "equal": self.is_equal,
-                "tensors": [_tensor_json(tensor) for tensor in self.tensors],
-                "removed": [_spec_json(spec) for spec in self.removed],
-                "added": [_spec_json(spec) for spec in self.added],
-                "values": [
-                    {"path": value.path, "in_a": value.is_in[0], "in_b": value.is_in[1]}
-                    | {"a": value.values[0], "b": value.values[1]}
-                    for value in self.values
-                ],
-                "guessed_rules": list(self.guessed_rules),
-                "totals": {
-                    "statuses": {
-                        status.value: number
-                        for status in Status
-                        if (number := sum(tensor.status is status for tensor in self.tensors))
-                    },
-                    "read_bytes": self.read_bytes,
-                    "skipped_bytes": self.skipped_bytes,
-                    "seconds": self.seconds,
-                },
-            },
-            indent=1,
-        )
-
-    def _page(self) -> Page:
-        measures = ("changed", "max_abs", "mean_abs", "relative_l2", "cosine")
-        rows: list[list[str | int | float | None]] = []
-        for tensor in self.tensors:
-            a, b = tensor.shapes
-            matched = "" if tensor.match is Match.NAME else f"{listed(tensor.source_names)} ({tensor.match.value})"
-            rows.append(
-                [
-                    f"{tensor.name}.{tensor.part}".rstrip("."),
-                    tensor.status.value,
-                    str(list(b)) if a == b else f"{list(a)} -> {list(b)}",
-                    " -> ".join(dict.fromkeys(short(dtype) for dtype in tensor.dtypes)),
-                    tensor.bytes,
-                    *[getattr(tensor.difference, measure, None) for measure in measures],
-                    matched,
-                ]
-            )
-        for status, specs in (("removed", self.removed), ("added", self.added)):
-            rows += [[spec.name, status, str(list(spec.shape)), spec.dtype_name, spec.nbytes] for spec in specs]
-        ulps: Counter[int] = Counter()
-        for tensor in self.tensors:
-            if tensor.difference is not None:
-                ulps.update(dict(enumerate(tensor.difference.ulps or ())))
-        labels = {0: "equal", 1: "1", **{i: f"{2 ** (i - 1):,} to {2**i - 1:,}" for i in range(2, 66)}}
-        return Page(
-            f"{self.a} and {self.b}",
-            (
-                ("Result", "equal" if self.is_equal else ", ".join(self._counts())),
-                ("Read", size(self.read_bytes)),
-                ("Time", seconds(self.seconds)),
-            ),
-            (
-                ("Name", Kind.TEXT),
-                ("Status", Kind.TEXT),
-                ("Shape", Kind.TEXT),
-                ("Dtype", Kind.TEXT),
-                ("Bytes", Kind.BYTES),
-                *[(name, Kind.MEASURE) for name in ("Changed", "Max abs", "Mean abs", "Rel. L2", "Cosine")],
-                ("Matched with", Kind.TEXT),
-            ),
-            rows,
-            text="\n\n".join(filter(None, [self._rules() if self.guessed_rules else "", _values(self.values)])),
-            charts=(
-                heat_chart(
-                    "Relative change by layer",
-                    [
-                        (tensor.name, None if tensor.status is Status.NOT_COMPARED else tensor.change)
-                        for tensor in self.tensors
-                    ],
-                ),
-                bar_chart(
-                    "Elements by distance in units in the last place",
-                    [(labels[i], number, f"{number:,}") for i, number in sorted(ulps.items()) if number],
-                ),
-            ),
-        )
-
-    def _counts(self) -> list[str]:
-        numbers = Counter(tensor.status for tensor in self.tensors)
-        counts = [f"{numbers[status]:,} {status.value}" for status in Status if numbers[status]]
-        guessed = sum(tensor.match is Match.GUESS for tensor in self.tensors)
-        counts += [f"{guessed:,} renamed by guess"] if guessed else []
-        counts += [f"{len(self.removed):,} removed"] if self.removed else []
-        counts += [f"{len(self.added):,} added"] if self.added else []
-        return counts + ([f"{count(len(self.values), 'other value')} changed"] if self.values else [])
-
-    def _cost(self) -> str:
-        skipped = f", {size(self.skipped_bytes)} not read, since it is known to be equal" if self.skipped_bytes else ""
-        return f"{count(len(self.tensors), 'tensor')} compared, {size(self.read_bytes)} read{skipped}, " + seconds(
-            self.seconds
-        )
-
-    def _rules(self) -> str:
-        lines = [f"  {printable(rule)}" for rule in self.guessed_rules]
-        return "\n".join(["renamed by these rules, which are a guess by names and shapes:", *lines])
-
 
 Key = str | tuple[str | None, str | None] | None
 
@@ -444,11 +179,13 @@ class _Comparison:
     guessed_rules: list[str] = field(default_factory=list)
     entries: Entries = field(default_factory=dict)
     """What the first checkpoint holds, by the names of the second one."""
+    others: Entries = field(default_factory=dict)
+    """What the second checkpoint holds."""
 
     def __post_init__(self) -> None:
         first, second, given = self.first, self.second, self.given_rules
         rules = given.rules_for(first) if isinstance(given, Schema) else check_rules(given)
-        self.entries = _applied(first, rules)
+        self.entries, self.others = _applied(first, rules), entries_of(second, with_refused=False)
         matched = {name: Match.RULE if self.entries[name].rules else Match.NAME for name in self._tensors()}
         matched = {name: how for name, how in matched.items() if name in second}
         found = {name: self.entries[name] for name in matched}
@@ -468,11 +205,11 @@ class _Comparison:
             )
         self.added = [spec for name, spec in second.items() if name not in found and self._is_asked(name)]
         self.removed = [self._removed(name) for name in self._tensors() if name in left and self._is_asked(name)]
-        computed: dict[Stored, Derived] = {}
         for name in second:
             if name in found and self._is_asked(name):
-                entry, b = found[name], to_be_computed(second.stored(name), computed)
+                entry, b = found[name], self.others[name].tensor
                 assert entry.tensor is not None
+                assert b is not None
                 self.pairs.append(_Pair(name, entry.sources, matched[name], entry.tensor, b))
         if self.patterns and not (self.pairs or self.added or self.removed or [*self.values()]):
             raise OptionError(
@@ -515,14 +252,17 @@ class _Comparison:
 
     def values(self) -> Iterable[ValueDiff]:
         """The values other than tensors that differ."""
-        others = {name: entry.content for name, entry in self.entries.items() if isinstance(entry.content, Value)}
-        second = _values_of(self.second)
-        for path in [*others, *(path for path in second if path not in others)]:
+        first, second = (
+            {path: entry.content.value for path, entry in entries.items() if isinstance(entry.content, Value)}
+            for entries in (self.entries, self.others)
+        )
+        for path in dict.fromkeys([*first, *second]):
             if not self._is_asked(path):
                 continue
-            is_in = path in others, path in second
-            a, b = others[path].value if is_in[0] else None, second.get(path)
-            if is_in == (True, True) and not _is_undecoded(a, b) and same_value(a, b):
+            is_in = path in first, path in second
+            a, b = first.get(path), second.get(path)
+            are_decoded = not isinstance(a, DecodeFailure) and not isinstance(b, DecodeFailure)
+            if is_in == (True, True) and are_decoded and same_value(a, b):
                 continue
             yield ValueDiff(path, is_in, (_shown(a), _shown(b)))
 
@@ -560,32 +300,10 @@ class _Comparison:
 
 def _applied(checkpoint: Checkpoint, rules: Iterable[Rule], checked: bool = True) -> Entries:
     """What a checkpoint holds, after rules. Raises `RuleError`."""
-    computed: dict[Stored, Derived] = {}
-    entries = {
-        name: Entry(to_be_computed(stored, computed), (name,)) for name, stored in checkpoint.flat.tensors.items()
-    }
-    entries |= {path: Entry(Value(value), (path,)) for path, value in _values_of(checkpoint).items()}
-    applied = apply_rules(rules, entries, checkpoint.read)
-    problems: list[Problem] = [*applied.problems, *(IdlePattern(rule, option="rules") for rule in applied.idle)]
-    if problems and checked:
-        raise RuleError(f"the rules cannot be applied\n{explain(problems)}", where=checkpoint.source)
+    applied = apply_rules(rules, entries_of(checkpoint, with_refused=False), checkpoint.read)
+    if checked:
+        applied.check("the rules cannot be applied", where=checkpoint.source)
     return applied.entries
-
-
-def _values_of(checkpoint: Checkpoint) -> dict[str, object]:
-    values: dict[str, object] = {}
-    for path in checkpoint.extra:
-        try:
-            value = checkpoint.extra[path]
-        except CodecError as error:
-            value = DecodeFailure(error)
-        if not isinstance(value, Refused):
-            values[path] = value
-    return values
-
-
-def _is_undecoded(*values: object) -> bool:
-    return any(isinstance(value, DecodeFailure) for value in values)
 
 
 def _shown(value: object) -> object:
@@ -795,157 +513,3 @@ def _tensor_diff(part: _Part, values: bool, reads: _Reads, number: int | None) -
         number is not None,
         found,
     )
-
-
-# The text.
-
-
-def _names(what: str, specs: Sequence[TensorSpec]) -> str:
-    groups: dict[tuple[str, tuple[int, ...], torch.dtype], list[TensorSpec]] = {}
-    for spec in specs:
-        groups.setdefault((folded([spec.name])[0], spec.shape, spec.dtype), []).append(spec)
-    rows = [
-        (f"  {_times(pattern, [spec.name for spec in group])}", str(list(shape)), short(dtype))
-        for (pattern, shape, dtype), group in groups.items()
-    ]
-    more = [f"  and {len(rows) - _LISTED:,} more"] if len(rows) > _LISTED else []
-    return "\n".join([f"{what} ({len(specs):,}):", columns(rows[:_LISTED]), *more])
-
-
-def _times(pattern: str, names: Sequence[str]) -> str:
-    return names[0] if len(names) == 1 else f"{pattern} ({len(names)} ×)"
-
-
-def _values(values: Sequence[ValueDiff]) -> str:
-    if not values:
-        return ""
-    rows = []
-    for value in values[:_LISTED]:
-        sides = [
-            shorten(repr(side), _TEXT_WIDTH) if is_in else "none"
-            for side, is_in in zip(value.values, value.is_in, strict=True)
-        ]
-        rows.append((f"  {value.path}", sides[0], "->", sides[1]))
-    more = [f"  and {len(values) - _LISTED:,} more"] if len(values) > _LISTED else []
-    return "\n".join([f"values that are not tensors ({len(values):,}):", columns(rows), *more])
-
-
-_HEADS = ("name", "shape", "dtype", "changed", "max abs", "mean abs", "rel. L2", "cosine", "ULPs", "")
-
-
-def _table(tensors: Sequence[TensorDiff], top: int | None, fold: bool) -> str:
-    """The tensors that differ, those with the largest change first."""
-    differing = [
-        tensor
-        for tensor in tensors
-        if tensor.status not in (Status.EQUAL, Status.NOT_COMPARED) or _has_nonfinite(tensor)
-    ]
-    groups: dict[object, list[TensorDiff]] = {}
-    for tensor in differing:
-        pattern = folded([tensor.name])[0] if fold else tensor.name
-        groups.setdefault((pattern, tensor.part, tensor.status, tensor.shapes, tensor.dtypes), []).append(tensor)
-    if not groups:
-        return ""
-    ordered = sorted(groups.values(), key=lambda group: -max(tensor.change for tensor in group))
-    shown = ordered if top is None else ordered[:top]
-    more = [f"and {len(ordered) - len(shown):,} more rows"] if len(ordered) > len(shown) else []
-    worst = "; of folded tensors, the largest difference" if any(len(group) > 1 for group in shown) else ""
-    heading = f"tensors that differ, the largest change first{worst}:"
-    return "\n".join([heading, columns([_HEADS, *map(_row, shown)], right=range(3, 9)), *more])
-
-
-def _has_nonfinite(tensor: TensorDiff) -> bool:
-    found = tensor.difference
-    return found is not None and any((*(found.nan or ()), *(found.infinite or ())))
-
-
-def _row(group: Sequence[TensorDiff]) -> tuple[str, ...]:
-    first = group[0]
-    pattern = folded([first.name])[0]
-    name = _times(pattern, [tensor.name for tensor in group])
-    if first.part:
-        name += f", {first.part}"
-    found = [tensor.difference for tensor in group if tensor.difference is not None]
-    shares = [difference.changed for difference in found if difference.changed is not None]
-    changed = f"{100 * math.fsum(shares) / len(shares):.3g}%" if shares else ""
-    return (
-        name,
-        _both(first.shapes, lambda shape: str(list(shape))),
-        _both(first.dtypes, short),
-        changed,
-        _most(found, "max_abs"),
-        _most(found, "mean_abs"),
-        _most(found, "relative_l2"),
-        _cosine([difference.cosine for difference in found if difference.cosine is not None]),
-        _ulps(found),
-        "; ".join(_remarks(group, found)),
-    )
-
-
-def _both(sides: tuple[Any, Any], text: Callable[[Any], str]) -> str:
-    return text(sides[0]) if sides[0] == sides[1] else f"{text(sides[0])} -> {text(sides[1])}"
-
-
-def _most(found: Sequence[Difference], name: str) -> str:
-    values = [value for difference in found if (value := getattr(difference, name)) is not None]
-    return f"{max(values):.3g}" if values else ""
-
-
-def _cosine(values: Sequence[float]) -> str:
-    return f"{min(values):.6f}" if values else ""
-
-
-def _ulps(found: Sequence[Difference]) -> str:
-    """The median distance of the elements, as an interval of the histogram."""
-    histograms = [difference.ulps for difference in found if difference.ulps is not None]
-    total = Counter[int]()
-    for histogram in histograms:
-        total.update(dict(enumerate(histogram)))
-    elements, seen = total.total(), 0
-    for bucket in sorted(total):
-        seen += total[bucket]
-        if elements and seen * 2 >= elements:
-            return "0" if bucket == 0 else f"<{2**bucket}" if bucket < 20 else f"<2^{bucket}"
-    return ""
-
-
-def _remarks(group: Sequence[TensorDiff], found: Sequence[Difference]) -> list[str]:
-    first = group[0]
-    remarks = [first.status.value] if first.status is not Status.CHANGED else []
-    if first.kinds[0] != first.kinds[1]:
-        remarks.append(f"{first.kinds[0]} -> {first.kinds[1]}")
-    if first.source_names != (first.name,):
-        by = " by guess" if first.match is Match.GUESS else ""
-        remarks.append(f"from {listed(first.source_names, 3)}{by}")
-    for what, name in (("NaN", "nan"), ("infinite", "infinite")):
-        counts = [getattr(difference, name) or (0, 0) for difference in found]
-        a, b = (sum(side) for side in zip(*counts, strict=True)) if counts else (0, 0)
-        if a or b:
-            remarks.append(f"{what}: {a:,} -> {b:,}")
-    return remarks
-
-
-def _tensor_json(tensor: TensorDiff) -> dict[str, object]:
-    found = tensor.difference
-    measures = {} if found is None else {name: _plain(getattr(found, name)) for name in found.__slots__}
-    return {
-        "name": tensor.name,
-        "source_names": list(tensor.source_names),
-        "match": tensor.match.value,
-        "part": tensor.part,
-        "status": tensor.status.value,
-        "shapes": [list(shape) for shape in tensor.shapes],
-        "dtypes": [short(dtype) for dtype in tensor.dtypes],
-        "kinds": list(tensor.kinds),
-        "bytes": tensor.bytes,
-        "read": tensor.is_read,
-        "difference": measures or None,
-    }
-
-
-def _plain(value: object) -> object:
-    return list(value) if isinstance(value, tuple) else value
-
-
-def _spec_json(spec: TensorSpec) -> dict[str, object]:
-    return {"name": spec.name, "shape": list(spec.shape), "dtype": short(spec.dtype)}

@@ -23,18 +23,15 @@ from modelstate.checkpoint.write import (
     target_path,
     write_state,
 )
-from modelstate.errors import CodecError, RuleError
 from modelstate.formats.block_writer import storages_of, whole
 from modelstate.formats.sharded import check_both
 from modelstate.io.atomic import LOCK_TIMEOUT_SECONDS
 from modelstate.loading.options import check_model
-from modelstate.planning.matching import DecodeFailure, ModelSchemaView, renamed_versions
-from modelstate.problems import IdlePattern, Problem, explain
-from modelstate.rules.expression import Derived, to_be_computed, values_of
+from modelstate.planning.matching import DecodeFailure, ModelSchemaView, entries_of, renamed_versions
+from modelstate.rules.expression import Derived, values_of
 from modelstate.rules.expression import Source as DerivedSource
 from modelstate.rules.rule import Entry, Rule, Value
 from modelstate.rules.schema import Schema, apply_rules, check_rules
-from modelstate.spec import Refused, Stored
 from modelstate.torch_compat.dtypes import floating_dtype
 from modelstate.torch_compat.modules import unwrapped
 from modelstate.torch_compat.values import set_version_metadata
@@ -122,27 +119,12 @@ def _changed_by_rules(
     checkpoint: Checkpoint, rules: Sequence[Rule], dtype: torch.dtype | None, model: nn.Module | None
 ) -> StateToWrite:
     """Returns the result of the rules on a checkpoint, by name."""
-    computed: dict[Stored, Derived] = {}
-    entries = {
-        name: Entry(to_be_computed(stored, computed), (name,)) for name, stored in checkpoint.flat.tensors.items()
-    }
-    for name in checkpoint.extra:
-        try:
-            value = checkpoint.extra[name]
-        except CodecError as error:
-            value = DecodeFailure(error)  # a rule may leave it out
-        if not isinstance(value, Refused):
-            entries[name] = Entry(Value(value), (name,))
     wanted = None
     if model is not None:
         model = unwrapped(check_model(model))
         wanted = ModelSchemaView(model).before
-    applied = apply_rules(rules, entries, checkpoint.read, wanted)
-    problems: list[Problem] = [*applied.problems, *(IdlePattern(rule, option="rules") for rule in applied.idle)]
-    if problems:
-        raise RuleError(
-            f"the rules cannot be applied; nothing has been written\n{explain(problems)}", where=checkpoint.source
-        )
+    applied = apply_rules(rules, entries_of(checkpoint, with_refused=False), checkpoint.read, wanted)
+    applied.check("the rules cannot be applied; nothing has been written", where=checkpoint.source)
     builder = LazyStateBuilder(checkpoint, dtype)
     state = OrderedDict((name, _to_write(builder, checkpoint, name, entry)) for name, entry in applied.entries.items())
     if checkpoint.versions is not None:

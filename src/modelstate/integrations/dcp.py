@@ -31,14 +31,14 @@ from modelstate.checkpoint.checkpoint import Checkpoint, verify
 from modelstate.checkpoint.open import Source, is_path
 from modelstate.checkpoint.open import open as open_checkpoint
 from modelstate.distributed.agreement import TIMEOUT_SECONDS, Digest
-from modelstate.errors import OptionError, ProcessGroupError, RanksDifferError, RuleError
+from modelstate.errors import OptionError, ProcessGroupError, RanksDifferError
 from modelstate.io.atomic import sync_directory, write_errors
 from modelstate.io.engine import Request, read_ranges
 from modelstate.io.files import local_path
 from modelstate.loading.collective import digest_of_source
 from modelstate.objects.save import save
 from modelstate.planning.matching import DecodeFailure, Patterns, entries_of
-from modelstate.problems import IdlePattern, NotATensor, Problem, Unexpected, WrongDtype, explain, plan_error
+from modelstate.problems import NotATensor, Problem, Unexpected, WrongDtype, plan_error
 from modelstate.rules.expression import Source as TensorSource
 from modelstate.rules.expression import region, values_of
 from modelstate.rules.rule import Entries, Rule, Value
@@ -198,11 +198,7 @@ class Reader(StorageReader):
     def _after_rules(self, checkpoint: Checkpoint) -> Entries:
         rules = self._rules.rules_for(checkpoint) if isinstance(self._rules, Schema) else check_rules(self._rules)
         applied = apply_rules(rules, entries_of(checkpoint), checkpoint.read)
-        problems = [*applied.problems, *(IdlePattern(rule, option="rules") for rule in applied.idle)]
-        if problems:
-            raise RuleError(
-                f"the rules cannot be applied; nothing has been changed\n{explain(problems)}", where=checkpoint.source
-            )
+        applied.check("the rules cannot be applied; nothing has been changed", where=checkpoint.source)
         return applied.entries
 
     def _tensor(self, name: str) -> TensorSource:

@@ -33,7 +33,7 @@ from modelstate.rules.names import Prefix, Rename
 from modelstate.rules.rule import Entries, Entry, Rule, Value, Wanted, as_code, describe
 from modelstate.rules.schema import Applied, apply_rules, renamed_by, way_back
 from modelstate.rules.transformers_mapping import from_transformers, is_transformers_model, notes_of
-from modelstate.spec import Stored, StoredTensor, StoredTensors
+from modelstate.spec import Refused, Stored, StoredTensor, StoredTensors
 from modelstate.torch_compat.modules import named_modules_of
 from modelstate.transaction.slots import HIDDEN, Slots, slots_of
 
@@ -116,8 +116,13 @@ class StoredEntries(Mapping[str, Entry]):
         return len(self.tensors)
 
 
-def entries_of(checkpoint: Checkpoint) -> Entries:
-    """Returns the entries of a checkpoint by their names, before rules."""
+def entries_of(checkpoint: Checkpoint, *, with_refused: bool = True) -> Entries:
+    """Returns the entries of a checkpoint by their names, before rules.
+
+    Args:
+        checkpoint: the checkpoint.
+        with_refused: whether the placeholders of values that were skipped as forbidden are among the entries.
+    """
     if isinstance(checkpoint.flat.tensors, StoredTensors) and not checkpoint.flat.values:
         return StoredEntries(checkpoint.flat.tensors)
     computed: dict[Stored, Derived] = {}
@@ -130,7 +135,8 @@ def entries_of(checkpoint: Checkpoint) -> Entries:
             value = checkpoint.extra[name]
         except CodecError as error:
             value = DecodeFailure(error)
-        entries[name] = Entry(Value(value), (name,))
+        if with_refused or not isinstance(value, Refused):
+            entries[name] = Entry(Value(value), (name,))
     return entries
 
 

@@ -74,9 +74,7 @@ class Rules(tuple[Rule, ...]):
             for name, value in state.items()
         }
         applied = apply_rules(self, entries, in_memory)
-        problems: list[Problem] = [*applied.problems, *(IdlePattern(rule, option="rules") for rule in applied.idle)]
-        if problems:
-            raise RuleError(f"the rules cannot be applied; nothing has been changed\n{explain(problems)}")
+        applied.check("the rules cannot be applied; nothing has been changed")
         try:
             return {
                 name: entry.content.value if isinstance(entry.content, Value) else values_of(entry.content, in_memory)
@@ -103,6 +101,12 @@ class Applied:
     idle: tuple[str, ...] = ()
     """Rules that applied to nothing."""
     problems: tuple[Problem, ...] = ()
+
+    def check(self, what: str, where: str = "") -> None:
+        """Raises `RuleError` with every problem, and with the rules that applied to nothing."""
+        problems: list[Problem] = [*self.problems, *(IdlePattern(rule, option="rules") for rule in self.idle)]
+        if problems:
+            raise RuleError(f"{what}\n{explain(problems)}", where=where)
 
 
 def apply_rules(

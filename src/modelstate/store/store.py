@@ -14,8 +14,8 @@ import torch
 
 from modelstate.checkpoint.checkpoint import Checkpoint
 from modelstate.checkpoint.open import argument_order, is_objects, patterns_of
-from modelstate.comparison.diff import Diff
 from modelstate.comparison.diff import diff as diff_checkpoints
+from modelstate.comparison.result import Diff
 from modelstate.distributed.agreement import TIMEOUT_SECONDS, Agreement, Digest, agreement_of
 from modelstate.distributed.writing import CollectiveWriter
 from modelstate.errors import (
