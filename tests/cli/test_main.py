@@ -152,6 +152,26 @@ class TestSuggest:
         assert found["complete"]
         assert found["explained"] == found["total"] == 7
 
+    def test_a_plan_with_the_rules_that_it_works_out(self) -> None:
+        assert run("plan", "ZOO:tiny", "renamed.safetensors").exit_code == 1
+        done = run("plan", "ZOO:tiny", "renamed.safetensors", "--suggest")
+        assert done.exit_code == 0, done.output
+        rules, plan = done.stdout.split("\n\n", 1)
+        scope: dict[str, object] = {"ms": ms}
+        exec(rules, scope)
+        with ms.skeleton():
+            model = tiny()
+        assert plan == f"{ms.plan(model, 'renamed.safetensors', rules=scope['rules'])}\n"  # type: ignore[arg-type]
+
+    def test_a_plan_with_these_rules_as_json(self) -> None:
+        done = run("plan", "ZOO:tiny", "nested.pt", "--suggest", "--key", "model_state", "--json")
+        assert json.loads(done.stdout)["ok"]
+
+    def test_a_plan_with_other_rules_too(self) -> None:
+        done = run("plan", "ZOO:tiny", "renamed.safetensors", "--suggest", "--strip-prefix", "net.")
+        assert done.exit_code == 2
+        assert "leave out the options that change names" in done.stderr
+
     def test_a_file_that_is_not_there(self) -> None:
         done = run("suggest", "ZOO:tiny", "no.safetensors")
         assert done.exit_code == 1

@@ -99,6 +99,9 @@ InitMissing = Annotated[
     bool, typer.Option("--init-missing", help="Have the model initialise what the file lacks, as its constructor does.")
 ]
 Verify = Annotated[bool, typer.Option("--verify", help="Compare the bytes with their digests.")]
+Suggested = Annotated[
+    bool, typer.Option("--suggest", help="Plan with the rules that `modelstate suggest` works out, and print them.")
+]
 NoSkeleton = Annotated[
     bool, typer.Option("--no-skeleton", help="Build the model with values in its parameters; needs the memory.")
 ]
@@ -285,6 +288,7 @@ def plan(
     html: Html = None,
     mesh: Mesh = None,
     parallel: Parallel = "",
+    suggest: Suggested = False,
 ) -> None:
     """Show what a load would do, and every problem.
 
@@ -296,8 +300,16 @@ def plan(
 
     if html is not None and mesh is not None:
         raise typer.BadParameter("--html shows the plan of one process: leave out --mesh")
+    if suggest and request.options["rules"]:
+        raise typer.BadParameter("--suggest works out all rules: leave out the options that change names")
+
+    rules = ""
 
     def planned(model: torch.nn.Module, source: ms.Checkpoint, **options: Any) -> ms.LoadPlan | MeshPlan:
+        if suggest:
+            nonlocal rules
+            options["rules"] = suggestion = ms.suggest(model, source, key=options["key"])
+            rules = f"{suggestion}\n\n"
         load_plan = ms.plan(model, source, **options)
         if mesh is None or not load_plan.ok:
             return load_plan
@@ -309,7 +321,7 @@ def plan(
     problems = result.problems if isinstance(result, ms.LoadPlan) else ()
     if isinstance(result, ms.LoadPlan):
         write_page(html, result)
-    typer.echo(result.to_json() if as_json else f"{result}{spelling.as_text(spelling.of_problems(problems))}")
+    typer.echo(result.to_json() if as_json else f"{rules}{result}{spelling.as_text(spelling.of_problems(problems))}")
     if problems:
         raise typer.Exit(PROBLEMS)
 
