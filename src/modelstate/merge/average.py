@@ -49,7 +49,9 @@ class Average(Combination):
             tensors. "equal" requires that all checkpoints agree, which is checked for tensors when they are read;
             "first", "last" or an index takes them from that checkpoint.
 
-    Raises `OptionError` for anything else, and `CombineError` for weights that are not finite.
+    Raises:
+        OptionError: The weights are not numbers, or `others` is none of these.
+        CombineError: A weight is not finite.
 
     Example:
         >>> average = ms.open(["a.safetensors", "b.safetensors"], combine=ms.merge.Average(weights=[0.7, 0.3]))

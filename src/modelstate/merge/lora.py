@@ -58,7 +58,8 @@ class LoRA(Combination):
             of modules, the first that matches. Other shapes are unambiguous. None decides for square weights by the
             other weights and by the adapter's configuration; if these contradict each other, it is required.
 
-    Raises `OptionError` for anything else.
+    Raises:
+        OptionError: An argument has another type, or is out of range.
 
     Example:
         >>> merged = ms.open(["base.safetensors", "adapter_model.safetensors"], combine=ms.merge.LoRA())

@@ -15,7 +15,8 @@ class Prefix(CodeRepr):
         strip: the prefix to remove. The rule applies to the names that begin with it.
         add: the prefix to add. Without `strip`, the rule applies to all names.
 
-    Raises `RuleError` if both are empty, or not text.
+    Raises:
+        RuleError: Both are empty, or one is not text.
 
     Example:
         >>> ms.load(model, "ddp.pt", rules=ms.rules.Prefix(strip="module."))
@@ -51,7 +52,9 @@ class Rename(CodeRepr):
 
     A rule with a text pattern can be reversed; one with a regular expression cannot.
 
-    Raises `RuleError` if the wildcards or groups of the two do not correspond, or both are equal.
+    Raises:
+        RuleError: The two have different numbers of `*`, or the replacement names a group that the expression lacks, or
+            both are equal.
 
     Example:
         >>> ms.rules.Rename("encoder.layer.*.query.*", "blocks.*.q.*").rename("encoder.layer.0.query.weight")
@@ -101,7 +104,8 @@ class Ignore(CodeRepr):
     Args:
         pattern: a name in which each `*` matches any run of characters.
 
-    Raises `RuleError` if the pattern is empty, or not text.
+    Raises:
+        RuleError: The pattern is empty, or not text.
 
     Example:
         >>> ms.load(model, "pretrained.pt", rules=ms.rules.Ignore("classifier.*"), allow_missing="classifier.*")

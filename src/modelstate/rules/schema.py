@@ -22,7 +22,8 @@ class Rules(tuple[Rule, ...]):
     Args:
         rules: rules, or nested lists of rules.
 
-    Raises `OptionError` for anything that is not a rule.
+    Raises:
+        OptionError: An item is not a rule.
 
     Example:
         >>> rules = ms.rules.Rules([ms.rules.Prefix(strip="module."), ms.rules.Rename("fc.*", "head.*")])
@@ -47,7 +48,8 @@ class Rules(tuple[Rule, ...]):
         They undo what these rules did to a checkpoint, unless a name that these rules left alone looks like one that
         they made.
 
-        Raises `RuleError` for a rule that has no reverse.
+        Raises:
+            RuleError: A rule has no reverse.
         """
         reverses = []
         for rule in reversed(self):
@@ -62,8 +64,11 @@ class Rules(tuple[Rule, ...]):
         Args:
             state: names to tensors or other values. It is not changed.
 
-        Returns a new dict. Tensors that are parts or views of tensors of `state` share their memory.
-        Raises `RuleError` with every problem.
+        Returns:
+            A new dict. Tensors that are parts or views of tensors of `state` share their memory.
+
+        Raises:
+            RuleError: The rules cannot be applied; the error has every problem.
 
         Example:
             >>> ms.rules.Rules([ms.rules.Prefix(strip="module.")]).apply({"module.step": 3})
@@ -178,7 +183,8 @@ class Migration(CodeRepr):
         version: the version that the rules lead to.
         rules: rules, in order.
 
-    Raises `OptionError` if the version is not text, or for anything that is not a rule.
+    Raises:
+        OptionError: The version is not text, or an item is not a rule.
 
     Example:
         >>> ms.rules.Migration("2.0", [ms.rules.Rename("fc.*", "head.*")])
@@ -222,7 +228,8 @@ class Schema:
         recognise: a predicate by version. It gets a mapping from name to `TensorSpec` with the part of the checkpoint
             that is loaded, and nothing else of the file.
 
-    Raises `OptionError` for versions that are not text, or are listed twice.
+    Raises:
+        OptionError: A version is not text, or is listed twice.
 
     Example:
         >>> schema = ms.rules.Schema("1.0", [ms.rules.Migration("2.0", [ms.rules.Rename("fc.*", "head.*")])])
@@ -261,7 +268,9 @@ class Schema:
             since: the version to begin with.
             to: the version to end with, by default the current one. For an older version, the rules are reversed.
 
-        Raises `SchemaError` for an unknown version, and `RuleError` for a rule that has no reverse.
+        Raises:
+            SchemaError: A version is unknown.
+            RuleError: A rule has no reverse.
         """
         begin, end = self._index(since), self._index(self.version if to is None else to)
         if end < begin:
@@ -281,7 +290,8 @@ class Schema:
         Args:
             checkpoint: one state dict; of a file with several, the part that is loaded.
 
-        Raises `SchemaError` if no version is noted and not exactly one predicate recognises the checkpoint.
+        Raises:
+            SchemaError: No version is noted, and no predicate or several recognise the checkpoint.
         """
         noted = self._noted(checkpoint)
         if noted is not None:

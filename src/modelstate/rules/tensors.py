@@ -97,7 +97,8 @@ class Reshape(_TensorRule):
         shape: the new shape; one size can be -1.
         before: the shape before, which is checked. A rule without it cannot be reversed.
 
-    Raises `RuleError` for anything but sizes.
+    Raises:
+        RuleError: `shape` or `before` is not a sequence of sizes.
 
     Example:
         >>> ms.load(model, "old.pt", rules=ms.rules.Reshape("pos_embed", [196, 768], before=[1, 196, 768]))
@@ -134,7 +135,8 @@ class Cast(_TensorRule):
         dtype: a dtype of torch, or its name: `torch.bfloat16`, "bfloat16" or "bf16".
         before: the dtype before, which is checked. A rule without it, or one that loses values, cannot be reversed.
 
-    Raises `RuleError` for anything but dtypes.
+    Raises:
+        RuleError: `dtype` or `before` is not a dtype.
 
     Example:
         >>> ms.load(model, "fp32.pt", rules=ms.rules.Cast("*", torch.bfloat16))
@@ -179,7 +181,8 @@ class Apply(_TensorRule):
         moves: declares that `fn` only moves elements, so that the per-element state of an optimizer can be moved in
             the same way.
 
-    Raises `RuleError` for anything but functions.
+    Raises:
+        RuleError: `fn` or `inverse` is not a function.
 
     Example:
         >>> ms.load(model, "old.pt", rules=ms.rules.Apply("*.scale", torch.exp, inverse=torch.log))
@@ -248,7 +251,8 @@ class Split(CodeRepr):
         dim: the dimension to cut.
         sizes: the sizes of the parts in that dimension; equal by default.
 
-    Raises `RuleError` if names or sizes do not correspond.
+    Raises:
+        RuleError: The names have different numbers of `*`, or there are more or fewer sizes than parts.
 
     Example:
         >>> ms.load(model, "fused.pt", rules=ms.rules.Split("*.qkv.*", ["*.q.*", "*.k.*", "*.v.*"]))
@@ -309,7 +313,8 @@ class Concat(CodeRepr):
         dim: the dimension to join.
         sizes: the sizes of the parts in that dimension, which are checked; equal by default.
 
-    Raises `RuleError` if names or sizes do not correspond.
+    Raises:
+        RuleError: The names have different numbers of `*`, or there are more or fewer sizes than parts.
 
     Example:
         >>> ms.load(model, "separate.pt", rules=ms.rules.Concat(["*.q.*", "*.k.*", "*.v.*"], "*.qkv.*"))

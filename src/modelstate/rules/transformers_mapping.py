@@ -54,8 +54,12 @@ def from_transformers(model: nn.Module) -> Rules:
     Args:
         model: a `transformers.PreTrainedModel`, with memory or on the meta device.
 
-    Returns rules for `rules=`. They work in one direction, and can be applied any number of times.
-    Raises `OptionError` for any other model, and `PackageError` if transformers has no conversion mapping.
+    Returns:
+        Rules for `rules=`. They work in one direction, and can be applied any number of times.
+
+    Raises:
+        OptionError: The model is not one of transformers.
+        PackageError: This version of transformers has no conversion mapping.
 
     Example:
         >>> rules = [ms.rules.Prefix(strip="module."), ms.rules.from_transformers(model)]

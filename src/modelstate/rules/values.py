@@ -21,7 +21,8 @@ class Copy(CodeRepr):
         pattern: a name in which each `*` matches any run of characters.
         to: the second name, with as many `*`.
 
-    Raises `RuleError` if the wildcards do not correspond.
+    Raises:
+        RuleError: The two names have different numbers of `*`.
 
     Example:
         >>> ms.load(model, "tied.pt", rules=ms.rules.Copy("wte.weight", "head.weight"))
@@ -54,7 +55,8 @@ class Same(CodeRepr):
         pattern: the name that stays, in which each `*` matches any run of characters.
         other: the second name of the same values, with as many `*`.
 
-    Raises `RuleError` if the wildcards do not correspond.
+    Raises:
+        RuleError: The two names have different numbers of `*`.
 
     Example:
         >>> ms.load(model, "untied.pt", rules=ms.rules.Same("wte.weight", "head.weight"))
@@ -101,7 +103,8 @@ class Fill(CodeRepr):
     Shapes and dtypes are those of the model. Without a model, as in `Rules.apply`, only a tensor under a name without
     `*` can be filled in; `convert_checkpoint` takes `model=`.
 
-    Raises `RuleError` if the value is neither a number nor a tensor.
+    Raises:
+        RuleError: The value is neither a number nor a tensor.
 
     Example:
         >>> ms.load(model, "old.pt", rules=ms.rules.Fill("*.num_batches_tracked", 0))

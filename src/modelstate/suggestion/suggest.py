@@ -175,9 +175,14 @@ def suggest(
         source: what `modelstate.open` opens, or a `Checkpoint`.
         key: the part of the source to use ("model_state"); by default the part that fits the model.
 
-    Returns a list of rules, with what they explain and what stays open.
-    Raises what `modelstate.open` raises, `AmbiguousCheckpointError`, `KeyNotFoundError` and `OptionError`. Names
-    without an answer are reported, and do not raise.
+    Returns:
+        A list of rules, with what they explain and what stays open: names without an answer do not raise.
+
+    Raises:
+        OpenError: The source cannot be opened as a checkpoint; a subclass says why.
+        AmbiguousCheckpointError: Several parts of the source fit the model.
+        KeyNotFoundError: The source has no part `key`.
+        OptionError: `model` is not a module.
 
     Example:
         >>> suggestion = ms.suggest(model, "other_names.safetensors")

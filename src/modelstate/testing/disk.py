@@ -100,7 +100,8 @@ class LossyDisk:
             keep: "synced" for only what is safe, "everything" for everything that was written, or a number, the seed of
                 a random choice of what is not safe.
 
-        Raises `OptionError` for another value of `keep`.
+        Raises:
+            OptionError: `keep` has another value.
         """
         if keep not in ("synced", "everything") and not isinstance(keep, int):
             raise OptionError("keep= is unknown", expected='"synced", "everything" or a seed', found=repr(keep))
