@@ -211,8 +211,9 @@ def _ambiguous(sources: Iterable[Leaf], targets: Iterable[Leaf]) -> list[Ambiguo
     groups = []
     first, second = (buckets(units(side, Level.WHOLE, owners=False), False) for side in (sources, targets))
     for signature, left in first.items():
-        right = [unit for unit in second.get(signature, []) if any(_could_match(unit, other) for other in left)]
-        left = [unit for unit in left if any(_could_match(unit, other) for other in right)]
+        right = second.get(signature, [])
+        right = [unit for unit in right if not all(contradict(unit.means, other.means) for other in left)]
+        left = [unit for unit in left if not all(contradict(unit.means, other.means) for other in right)]
         if left and right:
             names, candidates = (
                 tuple(
@@ -222,10 +223,6 @@ def _ambiguous(sources: Iterable[Leaf], targets: Iterable[Leaf]) -> list[Ambiguo
             )
             groups.append(Ambiguous(names, candidates))
     return groups
-
-
-def _could_match(unit: Unit, other: Unit) -> bool:
-    return not contradict(unit.means, other.means)
 
 
 # Shapes.
