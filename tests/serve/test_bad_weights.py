@@ -216,3 +216,47 @@ def test_an_io_error_at_any_request_leaves_what_serves(mode: Any, tmp_path: Path
             assert live(X).unique().tolist() == [1.0]
         live.swap(path, mode=mode)
         assert live(X).unique().tolist() == [2.0]
+
+
+class Odd(nn.Module):
+    """Weights of which none begins where an element of the next dtype would."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("a", torch.ones(3, dtype=torch.int8))
+        self.weights = nn.ParameterList([nn.Parameter(torch.ones(37)), nn.Parameter(torch.ones(5).half())])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.weights[0][0]
+
+
+@pytest.mark.parametrize("source", ["file", "dict"])
+@pytest.mark.parametrize("mode", ["available", "in_place"])
+def test_a_value_that_is_not_finite_is_found_wherever_reads_end(
+    mode: Any, source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("modelstate.io.engine.BATCH_BYTES", 10)
+    monkeypatch.setattr("modelstate.loading.stage.BATCH_BYTES", 10)
+    live, x = ms.Live(Odd().eval()), torch.ones(1)
+    for index in range(37):
+        new = Odd().state_dict()
+        new["weights.0"] = torch.full((37,), 2.0)
+        new["weights.0"][index] = float("nan")
+        path = tmp_path / "new.safetensors"
+        ms.save(new, path, overwrite=True)
+        with pytest.raises(errors.WeightsError, match="1 of 37") as caught:
+            live.swap(path if source == "file" else new, mode=mode)
+        assert caught.value.names == ("weights.0",)
+        assert live(x) == 1
+    live.swap({**new, "weights.0": torch.full((37,), 2.0)}, mode=mode)
+    assert live(x) == 2
+
+
+def test_values_that_code_of_the_model_changes_after_the_read_are_checked() -> None:
+    def spoil(module: nn.Module, _: object) -> None:
+        module.get_parameter("weight").data.fill_(float("inf"))
+
+    module = nn.Linear(2, 2).eval()
+    module.register_load_state_dict_post_hook(spoil)
+    with pytest.raises(errors.WeightsError, match="weight: 4 of 4"):
+        ms.Live(module).swap(nn.Linear(2, 2).state_dict())

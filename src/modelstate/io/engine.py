@@ -416,6 +416,7 @@ def read_ranges(
     batch_bytes: int | None = None,
     gap_bytes: int = GAP_BYTES,
     held: Mapping[str, RangeFile] | None = None,
+    on_piece: Callable[[int, int], None] | None = None,
 ) -> None:
     """Executes read requests on several threads. No thread writes to memory any more when this returns or raises.
 
@@ -431,6 +432,8 @@ def read_ranges(
         gap_bytes: The largest gap between two ranges of one call.
         held: Files that are read instead of those at the paths (`HeldFiles`). Then an error does not end the read:
             everything that can be read is there when the error is raised.
+        on_piece: Called by each thread with the address and the length of each contiguous piece that it has read. It
+            may compute with torch.
 
     Raises:
         ReadFailedError: The first I/O error, a short read, or a file that has changed.
@@ -455,6 +458,10 @@ def read_ranges(
         def process(item: Batch | Rows) -> None:
             if isinstance(item, Batch):
                 read(files[item.path], item)
+                if on_piece is not None:
+                    for address, nbytes in item.pieces:
+                        if address is not None:
+                            on_piece(address, nbytes)
             else:
                 _read_rows(files[item.source.path], item, buffer if item.has_small_gaps(gap_bytes) else None)
 
@@ -470,8 +477,8 @@ def read_ranges(
     paths = (item.path if isinstance(item, Batch) else item.source.path for item in items)
     try:
         with _opened(paths, fingerprints, uncached, held) as files:
-            process = for_each if held is None else for_all
-            process(items, worker, threads, on_done, with_torch=bool(span))
+            run = for_each if held is None else for_all
+            run(items, worker, threads, on_done, with_torch=bool(span) or on_piece is not None)
     finally:
         if filler is not None:
             filler.close()
@@ -552,7 +559,10 @@ def _reader(uncached: Collection[str], filler: UffdFiller | None = None) -> Call
                         ctypes.memmove(address, buffer.address + at, nbytes)
                 return
             file.use_page_cache()
-        for part in _fill(filler, file, batch) if filler and isinstance(file, LocalFile) else [batch]:
+        parts = [batch]
+        if filler is not None and filler.is_able and isinstance(file, LocalFile):
+            parts = _fill(filler, file, batch)
+        for part in parts:
             largest_gap = max((length for address, length in part.pieces if address is None), default=0)
             scratch = memoryview(bytearray(largest_gap))
             views = [memory_at(a, n) if a is not None else scratch[:n] for a, n in part.pieces]

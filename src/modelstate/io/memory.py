@@ -322,11 +322,12 @@ class UffdFiller:
         self._maps: dict[str, _Source | None] = {}
         self._lock = threading.Lock()
         self._descriptor = -1
-        self._is_able = True
+        self.is_able = True
+        """False once a range could not be filled: then the others cannot be either."""
 
     def close(self) -> None:
         """Releases the descriptor and the maps."""
-        self._is_able = False
+        self.is_able = False
         descriptor, self._descriptor = self._descriptor, -1
         if descriptor >= 0:
             os.close(descriptor)
@@ -347,18 +348,18 @@ class UffdFiller:
         with self._registered(address + first, last - first) as is_registered:
             done = self._copy(address + first, source.address + start + first, last - first) if is_registered else 0
         if not done:
-            self._is_able = False  # the first page is there already: the memory was used before, and so is the rest
+            self.is_able = False  # the first page is there already: the memory was used before, and so is the rest
         source.forget(start + first, last - first)
         return first, first + done
 
     def _is_ready(self) -> bool:
         with self._lock:
-            if self._is_able and self._descriptor < 0:
+            if self.is_able and self._descriptor < 0:
                 try:
                     self._descriptor = _open_userfaultfd()
                 except OSError:  # a container, a kernel or an operating system without userfaultfd
-                    self._is_able = False
-            return self._is_able
+                    self.is_able = False
+            return self.is_able
 
     def _source(self, descriptor: int, path: str, end: int) -> _Source | None:
         """A map of the file, if it reaches to `end`."""

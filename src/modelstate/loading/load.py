@@ -38,7 +38,7 @@ from modelstate.loading.options import AnyTransform, check_model, check_timeout,
 from modelstate.loading.replicas import broadcast, connect, notes_on_shared, shared_reads, to_read_here
 from modelstate.loading.report import LoadReport
 from modelstate.loading.stage import read_in_place, stage
-from modelstate.loading.staging import Staging, bring_in, prefault_async, prefetch_range, stage_unleased
+from modelstate.loading.staging import Inspect, Staging, bring_in, prefault_async, prefetch_range, stage_unleased
 from modelstate.planning.assignment import Assignment
 from modelstate.planning.copies import PlainCopies, Planned
 from modelstate.planning.matching import ModelSchemaView, match
@@ -132,7 +132,7 @@ def plan(
     model = check_model(model)
     checkpoint = open_checkpoint(source)
     with exclusive(model), Transaction(model) as transaction, gc_paused(), torch.random.fork_rng(devices=[]):
-        preparation, _ = _prepare(transaction, checkpoint, options, call_extra_state=False)
+        preparation, _ = prepare(transaction, checkpoint, options, call_extra_state=False)
         return preparation.plan()
 
 
@@ -353,6 +353,8 @@ def load_then(
     progress: bool | None = None,
     max_memory_bytes: int | None = None,
     agreement: Agreement | None = None,
+    check: Callable[[Preparation], None] | None = None,
+    inspect: Inspect | None = None,
 ) -> LoadReport:
     """Loads into the root of a transaction that the caller has entered, together with other changes of the caller.
 
@@ -369,7 +371,7 @@ def load_then(
         time.perf_counter(),
     )
     with exclusive(transaction.root), gc_paused():
-        return _execute(transaction, checkpoint, options, load_options, then=then)
+        return _execute(transaction, checkpoint, options, load_options, then=then, check=check, inspect=inspect)
 
 
 def _alone(*_: object, **__: object) -> AbstractContextManager[None]:
@@ -383,7 +385,7 @@ def _stage_in_background(
     """Plans and checks a load, and returns the object that reads its values while the model is in use."""
     with Transaction(model) as transaction:
         with torch.random.fork_rng(devices=[]):
-            preparation, staging = _prepare(
+            preparation, staging = prepare(
                 transaction,
                 source,
                 options,
@@ -405,6 +407,8 @@ def _execute(
     load_options: _LoadOptions,
     staged: StagedLoad | None = None,
     then: Callable[[Set[str]], None] | None = None,
+    check: Callable[[Preparation], None] | None = None,
+    inspect: Inspect | None = None,
 ) -> LoadReport:
     """Loads into the root of a transaction. `staged` holds values that have been read in the background.
 
@@ -415,7 +419,7 @@ def _execute(
     preparation: Preparation
     phase: Callable[..., AbstractContextManager[None]] = _alone if agreement is None else agreement.phase
     with phase(PLANNING, lambda: digests_of(preparation)):
-        preparation, staging = _prepare(
+        preparation, staging = prepare(
             transaction,
             source,
             options,
@@ -424,9 +428,13 @@ def _execute(
             staged=staged,
             takes_copies=staged is None
             and then is None
+            and check is None
             and load_options.max_memory_bytes is None
             and agreement is None,
         )
+        staging.inspect = inspect
+        if check is not None:
+            check(preparation)
         preparation.check()
         assignments, notes = preparation.assignments, preparation.notes
         if optimizers:
@@ -490,7 +498,7 @@ def _execute(
     )
 
 
-def _prepare(
+def prepare(
     transaction: Transaction,
     source: Source | LoadPlan,
     options: Options,

@@ -2,20 +2,23 @@
 
 import sys
 import time
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
-from itertools import cycle
+from itertools import cycle, repeat
+from operator import itemgetter
 from typing import TypeVar
 
 import torch
 from torch.autograd.graph import increment_version
 
 from modelstate.errors import ModelStateError, PlacementError
-from modelstate.io.engine import block_reads, read_ranges, read_threads
+from modelstate.io.engine import BATCH_BYTES, block_reads, for_each, read_ranges, read_threads
 from modelstate.io.held import HeldFiles
 from modelstate.io.memory import HeapTrim, aligned, fresh_tensors
 from modelstate.io.tensors import compute, elements
-from modelstate.loading.staging import Staging
+from modelstate.loading.staging import Inspect, Staging
 from modelstate.loading.stream import read_streamed
 from modelstate.planning.assignment import (
     BY_TRANSFORM,
@@ -86,7 +89,7 @@ def stage(staging: Staging, planned: Iterable[Planned], progress: Progress) -> N
         memory = staging.temporary([(assignment.param.size(), None, assignment.dtype) for assignment in copied])
         memory += fresh_tensors([(assignment.param.size(), None, assignment.dtype) for assignment in kept])
         finals = list(zip([*copied, *kept], memory, strict=True))
-        _read(staging, finals, progress, is_fresh=staging.strategy.cached)
+        _read(staging, finals, progress, is_fresh=staging.strategy.cached, inspect=staging.inspect)
         for assignment, final in finals:
             assignment.final = final
     if streamed:
@@ -126,7 +129,7 @@ def read_in_place(staging: Staging, planned: Iterable[Planned], progress: Progre
             _finish_in_place(assignment, _own_value(staging, assignment))
         progress(assignment.nbytes)
     if straight:
-        _read(staging, [(assignment, assignment.param) for assignment in straight], progress)
+        _read(staging, [(assignment, assignment.param) for assignment in straight], progress, inspect=staging.inspect)
         increment_version([assignment.param for assignment in straight])  # autograd has not seen the writes
     for assignment in straight:
         assignment.final = assignment.param
@@ -365,7 +368,7 @@ def _stage_alone(staging: Staging, assignments: Sequence[Assignment], progress: 
     """Computes values one after the other. While a transform runs, the next value is read."""
     transformed, rest = _split(assignments, lambda assignment: assignment.transform is not None)
     copied, rest = _split(rest, _is_copied)
-    _copy_live(copied, progress)
+    _copy_live(staging, copied, progress)
     trim = HeapTrim()
     for assignment in rest:
         stage_one(staging, assignment)
@@ -404,16 +407,39 @@ def _is_copied(assignment: Assignment) -> bool:
 
 @torch.inference_mode(False)
 @torch.no_grad()
-def _copy_live(assignments: Sequence[Assignment], progress: Progress) -> None:
+def _copy_live(staging: Staging, assignments: Sequence[Assignment], progress: Progress) -> None:
     """Copies tensors to new memory. Small ones share mappings: one of its own takes a tensor at least a page."""
     finals = fresh_tensors([assignment.layout for assignment in assignments])
+    inspected: list[tuple[Assignment, torch.Tensor, torch.Tensor]] = []
     for assignment, final in zip(assignments, finals, strict=True):
-        started = time.perf_counter()
-        final.copy_(assignment.value)
-        assignment.overflows.check(assignment.name, assignment.value, final)
+        started, value = time.perf_counter(), assignment.value
+        is_plain_copy = value.dtype == final.dtype and value.is_contiguous() and final.is_contiguous()
+        if staging.inspect is not None and is_plain_copy:
+            step = max(BATCH_BYTES // final.itemsize, 1)
+            pieces = torch.split(value.view(-1), step), torch.split(final.view(-1), step)
+            inspected += zip(repeat(assignment), *pieces, strict=False)
+        else:
+            final.copy_(value)
+            assignment.overflows.check(assignment.name, value, final)
         assignment.final = final
         assignment.seconds += time.perf_counter() - started
         progress(assignment.nbytes)
+    inspect = staging.inspect
+    if inspect is None or not inspected:
+        return
+
+    @contextmanager
+    def worker() -> Iterator[Callable[[tuple[Assignment, torch.Tensor, torch.Tensor]], None]]:
+        def copy(piece: tuple[Assignment, torch.Tensor, torch.Tensor]) -> None:
+            assignment, value, final = piece
+            final.copy_(value)
+            inspect(assignment, final)
+
+        with torch.inference_mode(False), torch.no_grad():
+            yield copy
+
+    is_large = sum(final.nbytes for _, _, final in inspected) > BATCH_BYTES
+    for_each(inspected, worker, read_threads() if is_large else 1, with_torch=True)
 
 
 def _memory_for(assignment: Assignment) -> torch.Tensor:
@@ -494,6 +520,7 @@ def _read(
     alone: bool = False,
     is_fresh: bool = False,
     held: HeldFiles | None = None,
+    inspect: Inspect | None = None,
 ) -> None:
     started = time.perf_counter()
     uncached = frozenset[str]() if alone or held is not None else staging.strategy.uncached
@@ -510,6 +537,7 @@ def _read(
                 uncached=past_cache,
                 is_fresh=is_fresh,
                 held=held,
+                on_piece=None if inspect is None else _piece_inspector(some, inspect),
             )
     seconds, total = time.perf_counter() - started, sum(assignment.nbytes for assignment, _ in pairs)
     for assignment, _ in pairs:
@@ -537,6 +565,24 @@ def _read_copies(
             held=held,
         )
     copies.seconds += time.perf_counter() - started
+
+
+def _piece_inspector(pairs: Pairs, inspect: Inspect) -> Callable[[int, int], None]:
+    """Returns the function that inspects the whole elements of a piece of memory, by its address and length."""
+    flat = [
+        (tensor.data_ptr(), assignment, tensor.detach().as_strided((tensor.numel(),), (1,)))
+        for assignment, tensor in pairs
+        if tensor.numel()
+    ]
+    flat.sort(key=itemgetter(0))
+    starts = [start for start, _, _ in flat]
+
+    def on_piece(address: int, nbytes: int) -> None:
+        start, assignment, tensor = flat[bisect_right(starts, address) - 1]
+        first = -(-(address - start) // tensor.itemsize)
+        inspect(assignment, tensor[first : (address - start + nbytes) // tensor.itemsize])
+
+    return on_piece
 
 
 def _split(items: Sequence[_T], goes_first: Callable[[_T], bool]) -> tuple[list[_T], list[_T]]:

@@ -32,6 +32,8 @@ from modelstate.text_format import size
 from modelstate.torch_compat.dtypes import Overflows
 from modelstate.transaction.slots import Addresses, slots_of
 
+Inspect = Callable[[Assignment, torch.Tensor], None]
+"""Looks at a piece of the final values of an assignment, as a flat tensor. Several threads call it at the same time."""
 _LEAST_LEASED_BYTES = 1 << 20
 """Fewer bytes are staged: it takes no longer than to hold their files."""
 
@@ -52,6 +54,9 @@ class Staging:
     held: MemoryTracker = field(default_factory=MemoryTracker)
     shared: list[SharedRead] = field(default_factory=list)
     """The values that one rank reads for several."""
+    inspect: Inspect | None = None
+    """Called with the values that are read or copied to where they stay, by the threads that read or copy them. Values
+    that take another route are not inspected."""
     in_background: bool = False
     """Whether values are read while the model is in use: they may wait for long, and their memory is not kept."""
 

@@ -157,22 +157,31 @@ def renamed_versions(
     return renamed
 
 
+def select_part(
+    checkpoint: Checkpoint, asked: Options, wanted: Callable[[], Collection[str]]
+) -> tuple[Checkpoint, Options]:
+    """Selects the part of a checkpoint that has these names after the rules, and the rules of its schema.
+
+    Raises `AmbiguousCheckpointError`, `KeyNotFoundError` and the errors of schemas.
+    """
+    part, schema = checkpoint, asked.schema
+    if asked.key is not None:
+        part = checkpoint.select(asked.key)
+    elif not checkpoint or len({"", *checkpoint.containers}) > 1:
+        renamings = [partial(renamed_by, asked.rules)] if schema is None else schema.renamings(checkpoint)
+        part = matching_part(checkpoint, wanted(), renamings)
+    # The rules follow from the version of the selected part, not from other parts of the file.
+    return part, asked if schema is None else replace(asked, rules=schema.rules_for(part), schema=None)
+
+
 def match(checkpoint: Checkpoint, asked: Options, view: ModelSchemaView) -> MatchedCheckpoint:
     """Selects the part of a checkpoint, and applies rules to it that lead to the names of the model.
 
     Reads no tensor bytes but for rules that look at values. Raises `AmbiguousCheckpointError`, `KeyNotFoundError` and
     the errors of rules.
     """
-    slots, options, part = view.slots, asked, checkpoint
-    if options.key is not None:
-        part = checkpoint.select(options.key)
-    elif not checkpoint or len({"", *checkpoint.containers}) > 1:
-        schema = options.schema
-        renamings = [partial(renamed_by, options.rules)] if schema is None else schema.renamings(checkpoint)
-        part = matching_part(checkpoint, [*slots.by_name, *slots.extra, *slots.lazy], renamings)
-    if options.schema is not None:
-        # The rules follow from the version of the selected part, not from other parts of the file.
-        options = replace(options, rules=options.schema.rules_for(part), schema=None)
+    slots = view.slots
+    part, options = select_part(checkpoint, asked, lambda: {*slots.by_name, *slots.extra, *slots.lazy})
     rest = 0 if part is checkpoint or options.key is not None else len(checkpoint) - len(part)
     notes = [f"{rest} tensors of other parts of the checkpoint are not loaded"] if rest else []
     applied, names, fits_in_part = Applied(entries_of(part)), slots.by_name.keys(), False

@@ -19,6 +19,7 @@ from modelstate.io.files import local_path
 from modelstate.io.memory import MemoryPool
 from modelstate.loading.load import Source
 from modelstate.loading.report import LoadReport
+from modelstate.process import gc_paused
 from modelstate.rules.rule import Rule
 from modelstate.rules.schema import Schema
 from modelstate.serve.canary import Calls, Canary, run_canary
@@ -510,7 +511,7 @@ class Live:
         assert serving is not None
         with self._pool.lending() as memory:
             try:
-                with clock("staged"):
+                with clock("staged"), gc_paused():
                     incoming = SwapSource(self._target, swap.source, swap.options)
                     program, loaded = incoming.stage(serving)
             except BaseException:

@@ -10,7 +10,7 @@ import dis
 import functools
 import types
 import weakref
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Container, Iterable, Iterator, Mapping
 from itertools import pairwise
 from typing import Any
@@ -58,6 +58,11 @@ def meta_clone(module: nn.Module) -> nn.Module:
             )
         if is_plain(tensor) and id(tensor) not in hidden:
             memo[id(tensor)] = _on_meta(tensor)
+    # Each module has a dozen dictionaries of hooks, most of them empty: `deepcopy` takes long to copy one.
+    for submodule in module.modules():
+        for value in vars(submodule).values():
+            if type(value) in (dict, OrderedDict) and not value:
+                memo[id(value)] = type(value)()
     try:
         clone = copy.deepcopy(module, memo)
     except Exception as error:

@@ -10,19 +10,19 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from typing import Literal, NamedTuple
 
 import torch
 from torch import nn
 
-from modelstate.checkpoint.checkpoint import Checkpoint
 from modelstate.checkpoint.open import open as open_checkpoint
 from modelstate.errors import LiveTargetError, OptionError, PlanError, QuarantinedError, ReadFailedError, WeightsError
-from modelstate.loading.load import Source, load, plan
+from modelstate.loading.load import Source, load_then, prepare
 from modelstate.loading.report import LoadReport
-from modelstate.planning.matching import matching_part, wrapper_rule
-from modelstate.planning.plan import Step
+from modelstate.planning.assignment import Assignment
+from modelstate.planning.matching import select_part, wrapper_rule
+from modelstate.planning.plan import Options
+from modelstate.planning.preparation import Preparation
 from modelstate.problems import Missing, Problem, Unexpected, WrongDtype, plan_error
 from modelstate.rules.rule import Rule
 from modelstate.rules.schema import Schema, check_rules, renamed_by
@@ -30,9 +30,11 @@ from modelstate.serve.meta_clone import runtime_state
 from modelstate.serve.targets import Program, Target, buffer_restorer
 from modelstate.spec import StoredComposite, StoredTensor
 from modelstate.text_format import size
+from modelstate.torch_compat.dtypes import nonfinite, short
 from modelstate.torch_compat.modules import without_state_dict_hooks
 from modelstate.torch_compat.plain import is_plain, remedies_for
 from modelstate.torch_compat.private import payload_of, storage_id, storage_of, storage_owners
+from modelstate.transaction.transaction import Transaction, exclusive
 
 Buffers = Literal["carry", "reset"]
 State = Callable[[], Mapping[str, torch.Tensor]]
@@ -162,48 +164,34 @@ _REMEDIES: dict[type[Problem], str] = {
 
 
 class SwapSource:
-    """An opened source of weights for a target. Making one checks names and layouts, and reads no tensor bytes.
+    """An opened source of weights for a target. Making one reads no tensor bytes.
 
-    Raises what `modelstate.open` raises, and the errors of `check_kinds` and `check_layout`.
+    Raises what `modelstate.open` raises.
     """
 
     def __init__(self, target: Target, source: Source, options: SwapOptions) -> None:
-        checkpoint = open_checkpoint(source)
+        given = options.rules
+        asked = Options(schema=given) if isinstance(given, Schema) else Options(rules=check_rules(given))
         self._target, self._options = target, options
         own_names = target.names()
-        if isinstance(options.rules, Schema):
-            self.part = matching_part(checkpoint, own_names, options.rules.renamings(checkpoint))
-            rules: tuple[Rule, ...] = options.rules.rules_for(self.part)
-        else:
-            rules = check_rules(options.rules)
-            self.part = matching_part(checkpoint, own_names, [partial(renamed_by, rules)])
+        self.part, asked = select_part(open_checkpoint(source), asked, lambda: own_names)
+        self.source, self._has_rules, rules = self.part.source, bool(asked.rules), asked.rules
         names = {renamed_by(rules, name) for name in self.part}
         wrappers = wrapper_rule(names, own_names)
-        renames = rules if wrappers is None else (*rules, wrappers)
-        names = names if wrappers is None else {renamed_by(renames, name) for name in self.part}
+        if wrappers is not None:
+            rules = (*rules, wrappers)
+            names = {renamed_by(rules, name) for name in self.part}
         self._skeleton, own_rules, without_hooks = target.read_plan(names)
-        self._rules = (*renames, *own_rules)
+        self._rules = (*rules, *own_rules)
         self._without_hooks: Callable[[nn.Module], AbstractContextManager[None]] = (
             without_state_dict_hooks if without_hooks else lambda module: nullcontext()
         )
-        self.source = self.part.source
-        state = runtime_state(self._skeleton)
-        slots = {name: state.get(renamed_by(self._rules, name)) for name in self.part}
-        if not rules:  # rules may turn other kinds of tensors into plain ones
-            kinds = {name: kind_of(slot) for name, slot in slots.items() if slot is not None}
-            check_kinds({name: spec.stored for name, spec in self.part.items()}, kinds, self.source)
-        if options.exact:
-            check_layout(self.part, slots, self.source)
 
     def stage(self, serving: Program) -> tuple[Program, LoadReport]:
         """Loads the weights into a new program. Raises what `load` and the checks raise."""
-        skeleton = self._skeleton
-        kinds = _kinds(skeleton)
-        with self._swap_errors(), self._without_hooks(skeleton):
-            verify = self._options.verify
-            report = load(skeleton, self.part, rules=self._rules, map=False, verify=verify, progress=False)
-        self._check_loaded(report, skeleton, kinds, lambda: runtime_state(serving.weights_module))
-        return self._target.program(skeleton), report
+        with self._swap_errors():
+            report = self._load(self._skeleton, lambda: runtime_state(serving.weights_module))
+        return self._target.program(self._skeleton), report
 
     def check(self, serving: Program) -> None:
         """Checks a swap in place before any bytes are read. Raises `PlanError` and what the checks raise."""
@@ -217,33 +205,57 @@ class SwapSource:
                 where=self._target.name,
                 remedy="swap with mode='available'; or, where hooks only rename, give names=NameMap.of(module)",
             )
-        with self._swap_errors(), self._without_hooks(skeleton):
-            planned = plan(skeleton, self.part, rules=self._rules, map=False)
-            if not planned.ok:
-                raise plan_error(planned.target, planned.source, list(planned.problems))
-        if self._options.exact:
-            check_casts(planned.steps, self.source)
+        with (
+            self._swap_errors(),
+            self._without_hooks(skeleton),
+            Transaction(skeleton) as transaction,
+            torch.random.fork_rng(devices=[]),
+        ):
+            preparation, _ = prepare(
+                transaction, self.part, Options(rules=self._rules, map=False), call_extra_state=False
+            )
+            self._check_planned(preparation)
 
     def overwrite(self, serving: Program, before: Mapping[str, torch.Tensor]) -> LoadReport:
         """Reads the weights into the memory of a program. After any exception the caller must restore that memory."""
-        module = serving.weights_module
-        kinds = _kinds(module)
         try:
-            with self._without_hooks(module):
-                report = load(
-                    module,
-                    self.part,
-                    rules=self._rules,
-                    map=False,
-                    in_place=True,
-                    verify=self._options.verify,
-                    progress=False,
-                )
+            return self._load(serving.weights_module, lambda: before, in_place=True)
         except ReadFailedError as error:
             # The outer error says that values are partly overwritten. The undo makes that untrue.
             raise (error.__cause__ if isinstance(error.__cause__, ReadFailedError) else error) from None
-        self._check_loaded(report, module, kinds, lambda: before)
+
+    def _load(self, module: nn.Module, serving: State, *, in_place: bool | None = None) -> LoadReport:
+        """Loads into a module, and checks the result. `serving` returns the weights that serve."""
+        kinds = {name: kind_of(tensor) for name, tensor in runtime_state(module).items()}
+        check = FiniteCheck() if self._options.check_finite else None
+        options = Options(rules=self._rules, map=False, in_place=in_place)
+        with self._without_hooks(module), exclusive(module), Transaction(module) as transaction:
+            report = load_then(
+                transaction,
+                self.part,
+                options,
+                lambda _: None,
+                verify=self._options.verify,
+                progress=False,
+                check=self._check_planned,
+                inspect=check,
+            )
+        state = runtime_state(module)
+        check_kinds(state, kinds, self.source)
+        if check is not None:
+            check.check(state, serving, self.source)
         return report
+
+    def _check_planned(self, preparation: Preparation) -> None:
+        assignments = preparation.assignments
+        if not self._has_rules:  # rules may turn other kinds of tensors into plain ones
+            kinds = {assignment.name: kind_of(assignment.param) for assignment in assignments}
+            check_kinds({assignment.name: assignment.stored for assignment in assignments}, kinds, self.source)
+        if self._options.exact:
+            check_layout(assignments, self.source)
+        preparation.check()
+        if self._options.exact:
+            check_casts(assignments, self.source)
 
     @contextmanager
     def _swap_errors(self) -> Iterator[None]:
@@ -261,17 +273,6 @@ class SwapSource:
                 raise plan_error(self._target.name, self.source, error.problems, _REMEDIES) from error.__cause__
             raise own from error
 
-    def _check_loaded(self, report: LoadReport, filled: nn.Module, kinds: Mapping[str, Kind], serving: State) -> None:
-        check_kinds(runtime_state(filled), kinds, self.source)
-        if self._options.exact:
-            check_casts(report.steps, self.source)
-        if self._options.check_finite:
-            check_finite(filled, serving, self.source)
-
-
-def _kinds(module: nn.Module) -> dict[str, Kind]:
-    return {name: kind_of(tensor) for name, tensor in runtime_state(module).items()}
-
 
 # Checks of the weights.
 
@@ -280,7 +281,7 @@ _LISTED = 8
 _EXACT = "give the weights as the program has them, or swap with exact=False, which copies and converts what it can"
 
 
-def check_layout(part: Checkpoint, slots: Mapping[str, torch.Tensor | None], where: str) -> None:
+def check_layout(assignments: Iterable[Assignment], where: str) -> None:
     """Requires contiguous tensors, or the strides of the slot, and a storage for each tensor.
 
     A compiled library reads weights by pointer, and would read views of a flat buffer and transposed views incorrectly.
@@ -289,22 +290,20 @@ def check_layout(part: Checkpoint, slots: Mapping[str, torch.Tensor | None], whe
     """
     strided: list[tuple[str, str]] = []
     shared: list[tuple[str, str]] = []
-    for name, spec in part.items():
-        stored = spec.stored
-        if isinstance(stored, torch.Tensor):
-            if stored.layout is not torch.strided or len(payload_of(stored)) > 1:
-                continue
-            is_contiguous, storage_bytes = stored.is_contiguous(), storage_of(stored).nbytes() if stored.numel() else 0
-        elif isinstance(stored, StoredTensor):
-            is_contiguous, storage_bytes = stored.is_contiguous, stored.storage.nbytes if stored.nbytes else 0
+    for assignment in assignments:
+        stored, name, slot = assignment.stored, assignment.given, assignment.param
+        if isinstance(stored, StoredTensor):
+            stride, is_contiguous, nbytes = stored.stride, stored.is_contiguous, stored.nbytes
+            storage_bytes = stored.storage.nbytes if nbytes else 0
+        elif isinstance(stored, torch.Tensor) and stored.layout is torch.strided and len(payload_of(stored)) == 1:
+            stride, is_contiguous, nbytes = stored.stride(), stored.is_contiguous(), stored.nbytes
+            storage_bytes = storage_of(stored).nbytes() if nbytes else 0
         else:
             continue
-        slot = slots.get(name)
-        as_slot = slot is not None and slot.layout is torch.strided and tuple(slot.stride()) == spec.stride
-        if not is_contiguous and not as_slot:
-            strided.append((name, f"stride {spec.stride} of shape {spec.shape}"))
-        if storage_bytes and storage_bytes != spec.nbytes:
-            shared.append((name, f"{spec.nbytes:,} bytes of a storage of {storage_bytes:,}"))
+        if not is_contiguous and not (slot.layout is torch.strided and tuple(slot.stride()) == tuple(stride)):
+            strided.append((name, f"stride {tuple(stride)} of shape {tuple(stored.shape)}"))
+        if storage_bytes and storage_bytes != nbytes:
+            shared.append((name, f"{nbytes:,} bytes of a storage of {storage_bytes:,}"))
     if strided:
         raise _error("elements of weights lie in another order", strided, where, "contiguous tensors")
     if shared:
@@ -335,9 +334,13 @@ def check_kinds(weights: Mapping[str, object], kinds: Mapping[str, Kind], where:
         raise _error(what, wrong, where, "the kind that the program has", remedy)
 
 
-def check_casts(steps: Iterable[Step], where: str) -> None:
-    """Raises `WeightsError` where a step casts, or would cast, a weight."""
-    cast = [(step.name, step.cast) for step in steps if step.cast]
+def check_casts(assignments: Iterable[Assignment], where: str) -> None:
+    """Raises `WeightsError` where an assignment casts a weight."""
+    cast = [
+        (assignment.name, f"{short(assignment.value.dtype)} to {short(assignment.dtype)}")
+        for assignment in assignments
+        if assignment.value.dtype != assignment.dtype
+    ]
     if cast:
         what = "weights have another dtype than the program"
         raise _error(what, cast, where, "the dtype of the program")
@@ -354,39 +357,55 @@ def dtype_error(problems: Sequence[Problem], where: str) -> WeightsError | None:
     return _error(what, found, where, "the dtype of the program", remedy)
 
 
-def check_finite(new: nn.Module, serving: Callable[[], Mapping[str, torch.Tensor]], where: str) -> None:
-    """Raises `WeightsError` for elements that are not finite, unless the serving ones are not finite either."""
-    suspects = {name: tensor for name, tensor in runtime_state(new).items() if not _is_finite(tensor)}
-    if not suspects:
-        return
-    before = serving()
-    found = []
-    for name, tensor in suspects.items():
-        wrong = ~torch.isfinite(_comparable(tensor))
-        old = before.get(name)
-        if old is not None and old.shape == tensor.shape:
-            wrong &= torch.isfinite(_comparable(old))
-        count = int(wrong.sum())
-        if count:
-            found.append((name, f"{count} of {tensor.numel()} elements"))
-    if found:
-        expected = "finite values wherever those that serve are finite"
-        remedy = "look at the training run; check_finite=False lets them through"
-        raise _error("weights are NaN or infinite", found, where, expected, remedy)
+class FiniteCheck:
+    """Checks that the values of new weights are finite. Threads that read weights call it with what they have read.
+
+    Code of the model runs while a load is planned, so it changes no value that has been read.
+    """
+
+    def __init__(self) -> None:
+        self._finite: list[tuple[torch.Tensor, int]] = []
+        """The weights that pieces belong to, and the bytes of these pieces; all of them are finite."""
+
+    def __call__(self, assignment: Assignment, piece: torch.Tensor) -> None:
+        if not nonfinite(piece):
+            self._finite.append((assignment.param, piece.nbytes))
+
+    def check(self, new: Mapping[str, torch.Tensor], serving: State, where: str) -> None:
+        """Raises `WeightsError` for elements that are not finite, unless the serving ones are not finite either.
+
+        Args:
+            new: the new weights by name.
+            serving: returns the weights that serve.
+            where: the source, for the error.
+        """
+        finite_bytes: dict[int, int] = {}
+        for tensor, nbytes in self._finite:
+            finite_bytes[id(tensor)] = finite_bytes.get(id(tensor), 0) + nbytes
+        suspects = {
+            name: tensor
+            for name, tensor in new.items()
+            if finite_bytes.get(id(tensor)) != tensor.numel() * tensor.itemsize and nonfinite(tensor)
+        }
+        before = serving() if suspects else {}
+        found = []
+        for name, tensor in suspects.items():
+            wrong = ~_is_finite(tensor)
+            old = before.get(name)
+            if old is not None and old.shape == tensor.shape:
+                wrong &= _is_finite(old)
+            count = int(wrong.sum())
+            if count:
+                found.append((name, f"{count} of {tensor.numel()} elements"))
+        if found:
+            expected = "finite values wherever those that serve are finite"
+            remedy = "look at the training run; check_finite=False lets them through"
+            raise _error("weights are NaN or infinite", found, where, expected, remedy)
 
 
-def _is_finite(tensor: torch.Tensor) -> bool:
-    """Whether all elements are finite. The sum is cheap, and finite only if every element is."""
-    if not (tensor.is_floating_point() or tensor.is_complex()) or tensor.is_meta:
-        return True
-    with torch.no_grad():
-        plain = _comparable(tensor)
-        return bool(torch.isfinite(plain.sum())) or bool(torch.isfinite(plain).all())
-
-
-def _comparable(tensor: torch.Tensor) -> torch.Tensor:
+def _is_finite(tensor: torch.Tensor) -> torch.Tensor:
     tensor = tensor.detach()
-    return tensor.float() if tensor.is_floating_point() and tensor.itemsize == 1 else tensor
+    return torch.isfinite(tensor.float() if tensor.is_floating_point() and tensor.itemsize == 1 else tensor)
 
 
 def _error(

@@ -6,7 +6,7 @@ packages of AOTInductor in `aoti.py`.
 
 import types
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Set
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -15,6 +15,7 @@ from torch import nn
 
 from modelstate.errors import LiveTargetError
 from modelstate.problems import REAL
+from modelstate.process import cached_attribute
 from modelstate.rules.rule import Rule
 from modelstate.serve.meta_clone import check_captured_references, meta_clone, runtime_state, state_module
 from modelstate.serve.state_names import NameMap
@@ -105,7 +106,7 @@ class Target(ABC):
         return first
 
     @abstractmethod
-    def names(self) -> Collection[str]:
+    def names(self) -> Set[str]:
         """The names that a checkpoint of the target has."""
 
     @abstractmethod
@@ -159,11 +160,19 @@ class ModuleTarget(Target):
         self._compiled = None if compiled is None else compiled_like(module, self._skeleton)
         self._first = ModuleProgram(original, module)
 
-    def names(self) -> Collection[str]:
-        return list(self._skeleton.state_dict())
+    def names(self) -> Set[str]:
+        return self._saved_names
+
+    @cached_attribute
+    def _saved_names(self) -> Set[str]:
+        return self._skeleton.state_dict().keys()
+
+    @cached_attribute
+    def _runtime_names(self) -> Set[str]:
+        return runtime_state(self._skeleton).keys()
 
     def read_plan(self, names: Collection[str]) -> ReadPlan:
-        saved, runtime = set(self._skeleton.state_dict()), set(runtime_state(self._skeleton))
+        saved, runtime = self._saved_names, self._runtime_names
         are_runtime = not (runtime - saved).isdisjoint(names) and (saved - runtime).isdisjoint(names)
         return ReadPlan(meta_clone(self._skeleton), without_hooks=are_runtime)
 
@@ -236,10 +245,10 @@ class GraphTarget(Target):
         self._map = names if isinstance(names, NameMap) else None
         self._module = meta_clone(names) if isinstance(names, nn.Module) else None
 
-    def names(self) -> Collection[str]:
+    def names(self) -> Set[str]:
         if self._module is not None:
-            return list(self._module.state_dict())
-        return list(self._state if self._map is None else self._map.runtime)
+            return self._module.state_dict().keys()
+        return self._state.keys() if self._map is None else self._map.runtime.keys()
 
     def read_plan(self, names: Collection[str]) -> ReadPlan:
         # The module's loading code is for the names that it saves. The program's own names do not need it.
