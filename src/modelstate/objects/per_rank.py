@@ -43,8 +43,6 @@ def gathered(parts: Mapping[str, Part], agreement: Agreement) -> dict[str, Part]
         UnsavableError: The states that differ are too large.
     """
     own = {path: part for path, part in parts.items() if part.kind not in (Kind.MODULE, Kind.OPTIMIZER)}
-    if not agreement.is_collective:
-        return dict(parts)
     kinds = {path: part.kind for path, part in parts.items()}
     texts = {path: _text(path, part.tree, with_values=False) for path, part in own.items()}
     with agreement.phase("capturing states", lambda: [Digest.of("the objects", ", ".join(kinds), kinds.items())]):

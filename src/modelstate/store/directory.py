@@ -618,16 +618,15 @@ class StepIndex:
             for saved in entries.values():
                 saved.verify(directory, share)
             self.note_whole(directory)
-        return {
-            path: Part(
-                saved.kind,
-                saved.open(directory)
-                if saved.kind is Kind.MODULE and saved.index
-                else saved.decode(directory, map=map and saved.kind is Kind.OPTIMIZER),
-                saved.ranks,
-            )
-            for path, saved in entries.items()
-        }
+        parts = {}
+        for path, saved in entries.items():
+            is_module = saved.kind is Kind.MODULE and saved.index
+            is_mapped = map and saved.kind is Kind.OPTIMIZER
+            tree = saved.open(directory) if is_module else saved.decode(directory, map=is_mapped)
+            if saved.ranks and not (isinstance(tree, list) and len(tree) == saved.ranks):
+                raise damaged(directory, f"{path}: not the states of {saved.ranks} ranks")
+            parts[path] = Part(saved.kind, tree, saved.ranks)
+        return parts
 
     def problem_of(self, entry: StepEntry) -> str | None:
         """Reads all of a checkpoint. Returns what is wrong with it, or empty text; None where it was removed."""

@@ -15,12 +15,13 @@ from typing import TypeVar
 import torch
 
 from modelstate.background import AtExit, BackgroundTask
+from modelstate.distributed.agreement import Agreement
 from modelstate.distributed.writing import CollectiveWriter, ShardedTensor
 from modelstate.errors import ModelStateError, OpenError, UnsavableError
 from modelstate.formats import safetensors, sharded
 from modelstate.formats.block_writer import LazyTensor, write_blocks
 from modelstate.formats.manifest import KEY, digest
-from modelstate.formats.safetensors import Layout, Written, layout, nbytes_of, write
+from modelstate.formats.safetensors import Layout, Written, layout, nbytes_of, parts_of, write
 from modelstate.formats.serialize import SerializedState
 from modelstate.formats.sharded import INDEX_SUFFIX, SHARD_METADATA, SUFFIX, in_shards, index_of
 from modelstate.io import system
@@ -186,11 +187,35 @@ class NewStep:
                 self.path, path, self._job, self._before, self._shard_bytes, self._doubtful
             )
 
+    def can_link(self, file: "SpreadFile") -> bool:
+        """Whether the last checkpoint has a file, as it was written."""
+        before = self._before
+        if before is None or before.record is None or file.key not in before.record.entries:
+            return False
+        record = before.record.entries[file.key].files.get(file.name)
+        with suppress(OSError, OpenError):
+            path = os.path.join(before.place.path, file.name)
+            return record is not None and _is_untouched(path, record, self._doubtful)
+        return False
+
     def add(self, files: "Sequence[SpreadFile]") -> None:
-        """Adds the objects that several ranks have written. Raises `OSError` and `UnsavableError`."""
+        """Adds the objects that several ranks have written: names new files, and links those of the last checkpoint.
+
+        Raises `OSError` and `UnsavableError`.
+        """
         of_objects = {path: _Files(self.path) for path in self._job.spread}
         for file in files:
-            _name_file(of_objects[file.key], file.key, file.at, file.planned, file.written)
+            of_object = of_objects[file.key]
+            if file.is_new:
+                system.replace(os.path.join(self.path, file.unnamed), os.path.join(self.path, file.name))
+                of_object.bytes_written += file.nbytes
+            else:
+                assert self._before is not None
+                system.link(os.path.join(self._before.place.path, file.name), os.path.join(self.path, file.name))
+                of_object.bytes_linked += file.nbytes
+            digests = {} if file.written is None else file.written.digests
+            of_object.tensors[file.name] = tuple(digests)
+            of_object.digests |= digests
         for path, of_object in of_objects.items():
             self._objects[path] = _finish_object(path, self._job, of_object), of_object
 
@@ -323,46 +348,99 @@ class SpreadFile:
 
     key: str
     """The path of the object."""
-    at: str
-    planned: Layout
-    written: Written
+    nbytes: int
+    unnamed: str
+    """The name of the file while it is written."""
+    local_digest: str
+    """The digest of what this rank holds of tensors that training does not change; empty for other tensors."""
+    written: Written | None = None
+    """The digests; None on other ranks than the first one."""
+    is_new: bool = True
+    """Whether the file was written for this checkpoint."""
+
+    @property
+    def name(self) -> str:
+        """The name of the file, by its content. For the first rank."""
+        assert self.written is not None
+        return f"{self.key}-{self.written.content[:16]}{SUFFIX}"
 
 
-def write_spread(directory: str, job: Job, writer: CollectiveWriter, shard_bytes: int | None) -> Sequence[SpreadFile]:
-    """Writes the objects whose tensors are spread over the ranks: a call of all ranks.
+class SpreadWriter:
+    """Writes the objects whose tensors are spread over the ranks.
 
-    Args:
-        directory: the directory of the new step, as this rank names it.
-        job: the objects.
-        writer: the ranks.
-        shard_bytes: the most bytes of tensors in a file; None for no limit.
-
-    Returns:
-        The files, whose bytes are durable; nothing on other ranks than the first one.
-
-    Raises what `CollectiveWriter.write` raises.
+    Tensors that training does not change have files of their own. Such a file is not written again where no rank's part
+    of it has changed since the last save of this process: the first rank links it.
     """
-    keys: list[str] = []
-    layouts: list[Layout] = []
-    with writer.planning():
-        for path in job.spread:
-            with size_errors(path):
+
+    def __init__(self) -> None:
+        self._last: dict[object, SpreadFile] = {}
+        """The files of the last save that may be linked, by the object and the layout of the tensors."""
+
+    def write(
+        self,
+        directory: str,
+        job: Job,
+        agreement: Agreement,
+        writer: CollectiveWriter,
+        shard_bytes: int | None,
+        can_link: Callable[[SpreadFile], bool],
+    ) -> Sequence[SpreadFile]:
+        """Writes the files: a call of all ranks.
+
+        Args:
+            directory: the directory of the new step, as this rank names it.
+            job: the objects.
+            agreement: the ranks.
+            writer: their writer.
+            shard_bytes: the most bytes of tensors in a file; None for no limit.
+            can_link: whether the first rank can link a file of the last save.
+
+        Returns:
+            The files that were written, whose bytes are durable, and those to link, for the first rank.
+
+        Raises what `CollectiveWriter.write` raises.
+        """
+        files: dict[object, SpreadFile] = {}
+        layouts: list[Layout] = []
+        with writer.planning():
+            for path in job.spread:
                 for group in _groups(job.states[path].tensors, job.frozen[path], shard_bytes):
-                    keys.append(path)
-                    layouts.append(layout(group, lambda _: SHARD_METADATA))
-    paths = [os.path.join(directory, f".{number}{SUFFIX}") for number in range(len(layouts))]
+                    with size_errors(path):
+                        layouts.append(layout(group, lambda _: SHARD_METADATA))
+                    local = ""
+                    if job.frozen[path].issuperset(group):
+                        hashes = write_blocks(None, 0, [_local(tensor) for tensor in group.values()])
+                        local = digest("".join(hashes).encode())
+                    described = [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in group.items()]
+                    parts = tuple(map(parts_of, group.values()))
+                    unnamed = f".{len(files)}{SUFFIX}"  # no object has such a name
+                    files[path, *described, parts] = SpreadFile(path, layouts[-1].nbytes, unnamed, local)
+        flags = ""
+        for key, file in files.items() if any(file.local_digest for file in files.values()) else ():
+            last = self._last.get(key)
+            is_same = last is not None and bool(last.local_digest) and last.local_digest == file.local_digest
+            flags += "1" if is_same and last is not None and (not agreement.is_first or can_link(last)) else "0"
+        of_ranks = agreement.texts("comparing tensors that training does not change", flags)
+        linked = {key for key, *own in zip(files, *of_ranks, strict=False) if set(own) == {"1"}}
+        new = [file for key, file in files.items() if key not in linked]
 
-    def outputs() -> Generator[Output]:
-        for path in paths:
-            with new_file(path) as output:
-                yield output
+        def outputs() -> Generator[Output]:
+            for file in new:
+                with new_file(os.path.join(directory, file.unnamed)) as output:
+                    yield output
 
-    def compared() -> list[object]:
-        return [job.states[path].manifest(None, {}) for path in job.spread]
+        def compared() -> list[object]:
+            return [job.states[path].manifest(None, {}) for path in job.spread]
 
-    written = writer.write(layouts, outputs, compared)
-    files = zip(keys, paths, layouts, written, strict=True) if written else ()
-    return [SpreadFile(*file) for file in files]
+        of_new = [planned for key, planned in zip(files, layouts, strict=True) if key not in linked]
+        written = iter(writer.write(of_new, outputs, compared))
+        for key, file in files.items():
+            if key in linked:
+                files[key] = replace(self._last[key], is_new=False)
+            elif agreement.is_first:
+                files[key] = replace(file, written=next(written))
+        self._last = {key: file for key, file in files.items() if file.local_digest}
+        return list(files.values())
 
 
 _DtypeAndShape = tuple[torch.dtype, tuple[int, ...]]

@@ -4,13 +4,14 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import TYPE_CHECKING, Literal, Self, overload
 
 import torch
+import torch.distributed as dist
 
 from modelstate.checkpoint.checkpoint import Checkpoint
 from modelstate.checkpoint.open import argument_order, is_objects, patterns_of
@@ -61,16 +62,18 @@ from modelstate.store.saving import (
     NewStep,
     PendingSave,
     SavedStep,
+    SpreadFile,
+    SpreadWriter,
     Staging,
     clear,
     discard,
     make_directory,
     probe,
     size_errors,
-    write_spread,
 )
 from modelstate.text_format import size
 from modelstate.torch_compat.sharding import reshard
+from modelstate.version import __version__
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup  # which torch may have been built without
@@ -150,6 +153,7 @@ class Store(Shown):
         self._is_writing = False
         """Whether the thread that has the lock is writing: a signal handler runs in the same thread."""
         self._staging = Staging()
+        self._spread = SpreadWriter()
         self._pending: PendingSave | None = None
 
     def __repr__(self) -> str:
@@ -245,8 +249,7 @@ class Store(Shown):
             if not is_acquired:
                 return None
             self.wait()
-            options = step, background, pin, overwrite, when_busy
-            with agreement.phase("beginning", lambda: [Digest.of("the arguments", f"step {step}", options)]):
+            with agreement.phase("beginning", _same(f"step {step}", step, background, pin, overwrite, when_busy)):
                 pass
             # The thread votes over connections of its own, while this thread may load, or save again.
             writing = agreement.on_channel("saving") if background else agreement
@@ -413,6 +416,7 @@ class Store(Shown):
         new_step: NewStep | None = None
         entries: list[StepEntry] = []
         revisions: list[StepEntry] = []
+        files: Sequence[SpreadFile] = ()
 
         def check() -> None:
             check_cancelled()
@@ -454,11 +458,15 @@ class Store(Shown):
 
         try:
             agreement.decided(f"writing step {record.step}", write)
-            files = (
-                write_spread(os.path.join(self.directory, name), job, writer, self._shard_bytes)
-                if writer is not None and job.spread
-                else ()
-            )
+            if writer is not None and job.spread:
+                files = self._spread.write(
+                    os.path.join(self.directory, name),
+                    job,
+                    agreement,
+                    writer,
+                    self._shard_bytes,
+                    can_link=lambda file: new_step is not None and new_step.can_link(file),
+                )
             (path, bytes_written, bytes_linked), seconds, pruned = agreement.decided(
                 f"committing step {record.step}", commit
             )
@@ -528,7 +536,7 @@ class Store(Shown):
         self.wait()
         targets = targets_of(objects)
         agreement = self.agreement(targets, "Store.restore")
-        with agreement.phase("beginning", lambda: [Digest.of("the steps", f"step {step}", [step])]):
+        with agreement.phase("beginning", _same(f"step {step}", step)):
             may_miss = patterns_of("allow_missing", allow_missing)
             may_exceed = patterns_of("allow_unexpected", allow_unexpected)
             kept_options = patterns_of("keep_options", keep_options)
@@ -820,7 +828,12 @@ class Store(Shown):
             if self._in_use is not None:
                 check_directory(self.directory, self._in_use)
             make_directory(self.directory)
-            self._lock.acquire()
+            try:
+                self._lock.acquire()
+            except LockedError as error:
+                if self._process_group is None and dist.is_available() and dist.is_initialized():
+                    error.remedy = f"if the other writer is a rank of this run: Store(process_group=); {error.remedy}"
+                raise
             try:
                 # Before anything is removed: a store of a newer version is refused here.
                 self.index.ensure_name()
@@ -862,7 +875,7 @@ class Store(Shown):
         finally:
             self._lock.release()
             self._in_use = None
-            self._staging = Staging()
+            self._staging, self._spread = Staging(), SpreadWriter()
 
     def __enter__(self) -> Self:
         return self
@@ -897,6 +910,14 @@ def _opened(index: StepIndex, entry: StepEntry, verify: bool, agreement: Agreeme
         return record, index.read_parts(entry, verify, share, map=True)
 
 
+def _same(text: str, *arguments: object) -> Callable[[], list[Digest]]:
+    """Returns the digests of what all ranks must call a method with, in the same version of modelstate."""
+    return lambda: [
+        Digest.of("the arguments", text, arguments),
+        Digest.of("the versions of modelstate", __version__, [__version__]),
+    ]
+
+
 def _not_shared(directory: str, expected: str, found: object) -> RanksDifferError:
     return RanksDifferError(
         "the ranks do not see the same store; nothing has been changed",
@@ -925,7 +946,8 @@ def _job(
             if agreement.is_collective and target.kind is Kind.MODULE:
                 reshard(target.obj)
         parts = capture(targets)
-    parts = gathered(parts, agreement)
+    if agreement.is_collective:
+        parts = gathered(parts, agreement)
     with agreement.phase("encoding the state"):
         return _encoded(parts, targets, writer, pin, begin_seconds)
 
