@@ -423,6 +423,9 @@ def resumable(
     This call checks that the objects can be saved and the directory can be written to. The objects are checked again
     after the first step, when optimizers and loaders have their state. Nothing is checked where all steps are done.
 
+    On several ranks, as of a model that is sharded, all ranks call it and run the loop. They take the same steps, and
+    the deadline of one rank, or a signal to it, ends the loop on all of them. The metrics are those of the first rank.
+
     A data loader that a resumed run would iterate in another way is a `ResumeWarning`: one with persistent workers that
     start in a step, and one among the objects that is left in the middle of its data.
 
@@ -445,6 +448,8 @@ def resumable(
     Raises:
         OptionError: An argument cannot be used; or, in the loop, a later loop uses the same store; or the loop ends and
             no checkpoint has the metric of `Keep(best=...)`.
+        RanksDifferError: The ranks have different arguments.
+        RankLostError: A rank did not take part in time.
 
     This call raises what `Store.restore` and `Store.check` raise, and the loop raises what `Store.save` raises. An I/O
     error, or a directory that does not exist any more, in a save that the loop does not wait for is a

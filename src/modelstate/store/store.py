@@ -109,6 +109,10 @@ class Store(Shown):
     writes removes the unfinished files of a killed one. A directory that is renamed, removed or replaced after a
     restore from it or a save to it is not created again until `close`; a save raises `StoreMovedError`.
 
+    On several ranks `save`, `restore`, `check` and `check_state` are calls of all ranks of the meshes of the objects'
+    DTensors, or of `process_group`: all ranks succeed, or each of them raises. The first rank locks the directory,
+    which all of them need to see. Every other method is a call of one rank: those that write are for the first one.
+
     Args:
         directory: the directory, which need not exist yet.
         keep: the checkpoints that stay when another one has been saved: a `Keep`, or the number of the last ones; None
@@ -226,6 +230,8 @@ class Store(Shown):
             LockedError: Another process writes to the store.
             StoreMovedError: The directory was renamed, removed or replaced.
             OptionError: An argument cannot be used.
+            RanksDifferError: The ranks save different objects or steps, or do not see the same directory.
+            RankLostError: A rank did not take part in time. The checkpoint is complete, or does not exist.
             ObjectStateError: The own code of an object raised.
             OptimizerStateError: An optimizer has parameters of a module that is not among the objects.
             UnsavableError: The format does not have the kind of a tensor or a name.
@@ -525,6 +531,8 @@ class Store(Shown):
             StepNotFoundError: There is no such checkpoint, or none that is whole.
             DamagedCheckpointError: The checkpoint is not what was saved, or is of another store or step.
             NewerManifestError: A newer version of modelstate wrote it.
+            RanksDifferError: The ranks see different checkpoints, or have different arguments.
+            RankLostError: A rank did not take part in time.
 
         It raises what `modelstate.restore` raises, and the error of a save in the background.
 
