@@ -556,7 +556,7 @@ def _unsavable(where: str, found: object) -> UnsavableError:
 
 
 def probe(directory: str) -> None:
-    """Writes a small directory with the steps of `publish`, and removes it. Raises `OSError`."""
+    """Writes a small directory as a save writes a checkpoint, and removes it. Raises `OSError`."""
     beside, renamed = (os.path.join(directory, unfinished_name(0)) for _ in range(2))
     try:
         system.mkdir(beside)
