@@ -244,9 +244,10 @@ class Store(Shown):
             >>> store.save(1000, {"model": model, "optimizer": optimizer}, metrics={"loss": 0.3})
         """
         begin_seconds = time.perf_counter()
-        checked_metrics = _check_save(step, metrics, when_busy)
         targets = targets_of(objects)
         agreement = self.agreement(targets, "Store.save")
+        with agreement.phase("beginning", _same(f"step {step}", step, background, pin, overwrite, when_busy)):
+            checked_metrics = _check_save(step, metrics, when_busy)
         if when_busy == "skip":
             is_busy = self._pending is not None and not self._pending.done
             if any(agreement.texts("looking for an earlier save", "busy" if is_busy else "")):
@@ -255,8 +256,6 @@ class Store(Shown):
             if not is_acquired:
                 return None
             self.wait()
-            with agreement.phase("beginning", _same(f"step {step}", step, background, pin, overwrite, when_busy)):
-                pass
             # The thread votes over connections of its own, while this thread may load, or save again.
             writing = agreement.on_channel("saving") if background else agreement
             name = writing.decided("naming the directory", lambda: unfinished_name(step))
