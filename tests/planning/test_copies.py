@@ -106,3 +106,15 @@ def test_a_report_holds_no_tensor_before_its_steps_are_used(path: Path) -> None:
     assert all(reference() is None for reference in references)
     assert pickle.loads(pickle.dumps(report)) == report
     assert {step.name for step in report.steps} >= {"plain", "tied"}
+
+
+@pytest.mark.parametrize("in_place", [None, True, False])
+def test_a_conjugate_view_gets_the_values(tmp_path: Path, in_place: bool | None) -> None:
+    """Its memory has the conjugates of them, so no bytes of the file may be read into it."""
+    model = nn.Module()
+    model.register_buffer("view", torch.zeros(200_000, dtype=torch.complex64).conj())
+    values = torch.randn(200_000, dtype=torch.complex64)
+    save_file({"view": values}, tmp_path / "complex.safetensors")
+    ms.load(model, tmp_path / "complex.safetensors", in_place=in_place)
+    assert model.view.is_conj()
+    assert torch.equal(model.view, values)

@@ -367,7 +367,8 @@ class Preparation:
             if not is_run and isinstance(stored, Described | Derived) and stored.dtype == param.dtype:
                 in_blocks = stored.read_in_blocks if isinstance(stored, Derived) else None
                 is_run = in_blocks is not None or bool(placed_tensors(stored))
-            return None if is_run and device == _CPU and not param.is_meta and param.is_contiguous() else False
+            in_order = param.is_contiguous() and not (param.is_conj() or param.is_neg())
+            return None if is_run and device == _CPU and not param.is_meta and in_order else False
         if not self.options.in_place:
             return False
         if isinstance(stored, Derived):
