@@ -54,7 +54,10 @@ def _initialisation_remedies(tensors: Sequence[tuple[str, str]]) -> list[str]:
     remedies = ["to have the model initialise them: init_missing=True"] if any(how for _, how in tensors) else []
     if name := next((name for name, how in tensors if not how), ""):
         rule = f"ms.rules.Fill({name!r}, value)"
-        remedies.append(f"the model has no method that initialises {name}: rules=[{rule}] without allow_missing")
+        remedies.append(
+            f"no method of the model initialises {name} (for DTensors they are not called): rules=[{rule}] without "
+            "allow_missing"
+        )
     return remedies
 
 
@@ -295,6 +298,8 @@ class ShardedTransform(Problem):
     """A transform of modules, such as a quantizer, for a module whose parameters are DTensors."""
 
     transform: str = ""
+    shard: str = ""
+    """The part of the parameter that this rank holds."""
 
     title: ClassVar = "parameters that a transform of modules would replace, and that are DTensors"
     remedy: ClassVar = (
@@ -302,7 +307,7 @@ class ShardedTransform(Problem):
         "called with the whole tensor, and each rank keeps its part"
     )
     page: ClassVar = "sharded-models"
-    template: ClassVar = "{0.name}: {0.transform}"
+    template: ClassVar = "{0.name}: {0.transform} takes the whole tensor, and this rank holds {0.shard}"
 
 
 @dataclass(frozen=True, slots=True)

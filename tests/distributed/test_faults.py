@@ -227,6 +227,30 @@ def test_a_rank_that_is_killed_in_the_commit_does_not_keep_the_others_from_their
     assert all(result.changed for result in results)
 
 
+def _interrupted_at_the_commit(folder: Path) -> tuple[str, bool]:
+    """The error of a rank with Ctrl-C behind the vote that decides, and whether the rank has loaded."""
+    path = folder / "whole" / "model.safetensors"
+    net = models.sharded("fsdp")
+    fault = _before_call(loading, "commit", 1, lambda: signal.raise_signal(signal.SIGINT))
+    error = ""
+    try:
+        with fault if dist.get_rank() == FAULTY else nullcontext():
+            ms.load(net, path)
+    except KeyboardInterrupt:
+        error = "KeyboardInterrupt"
+    loaded = models.sharded("fsdp")
+    ms.load(loaded, path)
+    return error, all(
+        torch.equal(_local(a), _local(b)) for a, b in zip(net.parameters(), loaded.parameters(), strict=True)
+    )
+
+
+def test_an_interrupt_behind_the_decision_waits_for_the_commit(ranks: Ranks, tmp_path: Path) -> None:
+    ranks.values(_write, tmp_path)
+    outcomes = ranks.values(_interrupted_at_the_commit, tmp_path)
+    assert outcomes == [("KeyboardInterrupt" if rank == FAULTY else "", True) for rank in range(4)]
+
+
 def _sleep() -> None:
     time.sleep(3 * TIMEOUT_SECONDS)
 

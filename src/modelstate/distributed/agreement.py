@@ -430,10 +430,12 @@ def agreement_of(
     rank, all_of_meshes = dist.get_rank(), {rank for mesh in meshes for rank in mesh}
     if not all_of_meshes <= set(ranks) or rank not in ranks:
         raise ProcessGroupError(
-            f"a mesh of a DTensor has ranks that do not take part in {call}",
+            f"a mesh of a DTensor has ranks that do not take part in {call}"
+            if rank in ranks
+            else f"this rank is not among the ranks that take part in {call}",
             where=f"rank {rank}, {where}",
             expected=f"meshes within the ranks {_numbers(ranks)}" + ("" if process_group else ", those of one mesh"),
-            found=f"meshes over the ranks {_numbers(sorted({rank, *all_of_meshes}))}",
+            found=f"meshes over the ranks {_numbers(sorted(all_of_meshes))}",
             remedy=f"{call}(process_group=) with a group that has all ranks of all meshes, such as group.WORLD",
         )
     ordered = tuple(sorted(ranks))

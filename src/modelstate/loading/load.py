@@ -45,7 +45,7 @@ from modelstate.planning.matching import ModelSchemaView, match
 from modelstate.planning.plan import LoadPlan, Options
 from modelstate.planning.preparation import Preparation
 from modelstate.planning.record import bind, record
-from modelstate.process import gc_paused
+from modelstate.process import deferred_signals, gc_paused
 from modelstate.progress import progress_bar
 from modelstate.rules.rule import Rule
 from modelstate.rules.schema import Schema
@@ -475,12 +475,14 @@ def _execute(
             if then is not None:
                 then(preparation.initialised)
             files = held.enter_context(held_for_commit(staging, planned, advance))
+            if agreement is not None:  # a rank that is interrupted behind the vote would not commit, and others would
+                held.enter_context(deferred_signals())
         with phase(COMMIT, effect="all other ranks have loaded"):
             last = [partial(state.__setitem__, *item) for state, *item in new_state]
             commit(transaction, staging, planned, files, last)
+        ranks, reread_bytes = ((), 0) if agreement is None else rank_reports(preparation, staging, agreement)
     if is_mapped and load_options.prefault is None and staged is None:
         notes += prefault_async(staging, assignments)
-    ranks, reread_bytes = ((), 0) if agreement is None else rank_reports(preparation, staging, agreement)
     target, source_name = preparation.names
     return LoadReport.with_later_steps(
         preparation.steps_later(with_sources=False),

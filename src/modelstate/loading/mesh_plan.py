@@ -1,16 +1,19 @@
 """`plan_for_mesh`: what each rank of a device mesh reads and holds in a load, computed without a process group."""
 
 import json
+import math
 import os
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from itertools import groupby, product
+from typing import NamedTuple
 
+import torch
 from torch import nn
 
-from modelstate.distributed.shards import local_shard
+from modelstate.distributed.shards import LocalShard, runs_of_all
 from modelstate.errors import OptionError
 from modelstate.io.files import read_whole
 from modelstate.planning.plan import LoadPlan, Step
@@ -19,6 +22,7 @@ from modelstate.spec import StoredTensor, pieces
 from modelstate.text_format import columns, count, listed, size
 
 _STYLES = ("colwise", "rowwise", "replicate")
+_MOST_RANKS = 1 << 16
 _MOST_FILE_BYTES = 1 << 20
 """The largest file with patterns of tensor parallelism."""
 
@@ -162,21 +166,26 @@ def plan_for_mesh(
             expected=f"1 to {most} positive integers {'for FSDP' if parallel is None else 'for tensor parallelism'}",
             found=repr(mesh),
         )
+    if math.prod(mesh) > _MOST_RANKS:
+        raise OptionError("mesh= has too many ranks", expected=f"at most {_MOST_RANKS:,}", found=f"{math.prod(mesh):,}")
     styles = {} if parallel is None else _styles(model, parallel)
     alike: dict[object, list[Step]] = {}  # a large model has hundreds of tensors, and few different ones
     for step in plan.steps:
         source = step.expression
         layout = (source.dtype, source.shape, source.stride) if isinstance(source, StoredTensor) else step.name
         alike.setdefault((_splits(step, styles, mesh, fsdp_dims), step.shape, step.dtype, layout), []).append(step)
+    # By the mesh dimensions that split a tensor, and the positions of a rank along them.
+    totals: dict[tuple[int, ...], dict[tuple[int, ...], _Cost]] = {(): {(): _NO_COST}}
+    for steps in alike.values():
+        splits = _splits(steps[0], styles, mesh, fsdp_dims)
+        total = totals.setdefault(tuple(at for at, _ in splits), {})
+        for positions, cost in _costs(steps[0], splits, mesh):
+            before = total.get(positions, _NO_COST)
+            total[positions] = _Cost(*(a + len(steps) * b for a, b in zip(before, cost, strict=True)))
     ranks = []
     for rank, coordinate in enumerate(product(*map(range, mesh))):
-        held_bytes = bytes_read = requests = 0
-        for steps in alike.values():
-            held, read, runs = _cost(steps[0], _splits(steps[0], styles, mesh, fsdp_dims), mesh, coordinate)
-            held_bytes += held * len(steps)
-            bytes_read += read * len(steps)
-            requests += runs * len(steps)
-        ranks.append(RankPlan(rank, coordinate, held_bytes, bytes_read, requests))
+        costs = [total[tuple(coordinate[at] for at in dims)] for dims, total in totals.items()]
+        ranks.append(RankPlan(rank, coordinate, *map(sum, zip(*costs, strict=True))))
     return MeshPlan(plan, tuple(mesh), parallel, tuple(ranks))
 
 
@@ -251,21 +260,46 @@ def _matches(path: str, pattern: str) -> bool:
     return len(parts) == len(patterns) and all(map(fnmatchcase, parts, patterns))
 
 
-def _cost(step: Step, splits: Splits, mesh: Sequence[int], coordinate: Sequence[int]) -> tuple[int, int, int]:
-    """Returns the bytes that a rank holds and reads of a tensor, and its requests."""
-    if step.dtype is None:  # an extra state
-        return 0, step.nbytes, 0
+class _Cost(NamedTuple):
+    held_bytes: int
+    read_bytes: int
+    requests: int
+
+
+_NO_COST = _Cost(0, 0, 0)
+
+
+def _costs(step: Step, splits: Splits, mesh: Sequence[int]) -> Iterator[tuple[tuple[int, ...], _Cost]]:
+    """Yields what the ranks hold and read of a tensor, by their positions along the mesh dimensions that split it."""
     from torch.distributed.tensor import Shard
 
-    placements = [Shard(dim) for _, dim in splits]
-    shard = local_shard(step.shape, placements, [mesh[at] for at, _ in splits], [coordinate[at] for at, _ in splits])
-    held_bytes = shard.numel * step.dtype.itemsize
+    if step.dtype is None:  # an extra state
+        yield (), _Cost(0, step.nbytes, 0)
+        return
+    of_dims = []
+    for dim, size_of_dim in enumerate(step.shape):
+        split_by = [index for index, (_, split_dim) in enumerate(splits) if split_dim == dim]
+        placements = tuple((Shard(dim), mesh[splits[index][0]]) for index in split_by)
+        of_dims.append((split_by, runs_of_all(size_of_dim, placements)))
+    # What a part of a stored tensor costs depends on its shape alone. There may be very many ranks.
+    is_stored = isinstance(step.expression, StoredTensor)
+    known: dict[object, _Cost] = {}
+    for positions in product(*(range(mesh[at]) for at, _ in splits)):
+        runs = tuple(found[tuple(positions[index] for index in split_by)] for split_by, found in of_dims)
+        key = tuple(sum(map(len, of_dim)) for of_dim in runs) if is_stored else runs
+        if key not in known:
+            known[key] = _cost(step, step.dtype, LocalShard(step.shape, runs))
+        yield positions, known[key]
+
+
+def _cost(step: Step, dtype: torch.dtype, shard: LocalShard) -> _Cost:
+    held_bytes = shard.numel * dtype.itemsize
     if step.expression is None:  # the model's code computes it, on every rank as a whole
-        return held_bytes, step.nbytes, 0
+        return _Cost(held_bytes, step.nbytes, 0)
     part = shard.of(step.expression)
     stored = [piece for leaf in leaves(part) for piece in pieces(leaf) if isinstance(piece, StoredTensor)]
     runs = [piece.runs() for piece in stored if piece.nbytes]
-    return held_bytes, read_bytes(part), sum(run.nbytes // run.run_bytes for run in runs)
+    return _Cost(held_bytes, read_bytes(part), sum(run.nbytes // run.run_bytes for run in runs))
 
 
 def read_parallel(path: str | os.PathLike[str]) -> dict[str, str]:

@@ -7,7 +7,7 @@ the state goes to the wrong parameters, without an error where the shapes allow 
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -302,19 +302,21 @@ def plan_by_name(
     problems = [*([other.text] if other else []), *problems, *option_problems, *value_problems]
 
     def load(copying: AbstractContextManager[None] | None = None) -> None:
-        with copying or nullcontext():
-            try:
-                new_state: dict[torch.Tensor, dict[str, object]] = {
-                    param: _placed(values, param, layout) for param, values in by_param.items()
-                }
-                new_options = [(group, deepcopy(options)) for group, options in matched]
-            except Exception as error:
-                raise OptimizerStateError(
-                    "a value of the state cannot be copied; nothing has been changed",
-                    where=type(optimizer).__name__,
-                    found=error,
-                ) from error
-        with deferred_signals():
+        with ExitStack() as uninterrupted:
+            with copying or nullcontext():
+                try:
+                    new_state: dict[torch.Tensor, dict[str, object]] = {
+                        param: _placed(values, param, layout) for param, values in by_param.items()
+                    }
+                    new_options = [(group, deepcopy(options)) for group, options in matched]
+                except Exception as error:
+                    raise OptimizerStateError(
+                        "a value of the state cannot be copied; nothing has been changed",
+                        where=type(optimizer).__name__,
+                        found=error,
+                    ) from error
+                # A rank that is interrupted behind the vote would be the only one that keeps its old state.
+                uninterrupted.enter_context(deferred_signals())
             for param in names:
                 optimizer.state.pop(param, None)
             optimizer.state.update(new_state)
@@ -687,7 +689,10 @@ def _unfit_for_shard(value: torch.Tensor, param: torch.Tensor) -> str:
     if not is_sharded(param):
         return "is a DTensor, and the parameter is not"
     if value.shape != param.shape:
-        return f"has the shape {list(value.shape)}, the parameter {list(param.shape)}"
+        text = f"has the shape {list(value.shape)}, the parameter {list(param.shape)}"
+        if value.dim() == param.dim() and all(a in (1, b) for a, b in zip(value.shape, param.shape, strict=True)):
+            text += ": one value for each row or column, which is not split over the ranks of a DTensor"
+        return text
     slot = sharded_slot("", param, value, None)
     return "" if isinstance(slot, ShardedSlot) else f"cannot be split over the ranks: {slot.title}"
 

@@ -347,7 +347,7 @@ class Preparation:
         self._has_shards = True
         slot: ShardedSlot | Problem = sharded_slot(name, param, value, self.options.device)
         if isinstance(slot, ShardedSlot) and choice.last is not None:
-            slot = ShardedTransform(name, str(choice.last))
+            slot = ShardedTransform(name, str(choice.last), str(slot.shard))
         if isinstance(slot, Problem):
             self.problems.append(slot)
             return None
