@@ -227,3 +227,41 @@ def test_ranks_that_differ_save_nothing(ranks: Ranks, what: str, tmp_path: Path)
         message(outcome)
     assert list(ms.open(path)) == ["old"]
     assert [file.name for file in tmp_path.iterdir()] == ["x.safetensors"]
+
+
+# Converting what ranks have saved, without ranks.
+
+
+def save_with_positions(folder: str, kind: str) -> None:
+    """Saves the state of an optimizer by the positions of its parameters: by DCP, and by `ms.save`."""
+    net, optimizer = trained(kind, seed=1)
+    state = {"model": net.state_dict(), "optim": optimizer.state_dict(), "step": 3}
+    dcp.save(state, checkpoint_id=f"{folder}/dcp")
+    ms.save(state, f"{folder}/ours.safetensors", shard_size_bytes=2000)
+    whole = models.gathered(net)
+    moments = {index: models.whole(values["exp_avg"]) for index, values in enumerate(optimizer.state.values())}
+    if dist.get_rank() == 0:
+        torch.save((whole, moments), f"{folder}/whole.pt")
+
+
+@pytest.mark.parametrize("kind", ["fsdp+tp", "shard1"])
+def test_conversion_of_what_ranks_have_saved(ranks: Ranks, kind: str, tmp_path: Path) -> None:
+    ranks.values(save_with_positions, str(tmp_path), kind)
+    whole, moments = torch.load(tmp_path / "whole.pt")
+    del whole["table"]  # is not persistent
+    for name in ("dcp", "ours.safetensors"):
+        one, shards, back = (tmp_path / f"{name}-{form}.safetensors" for form in ("one", "shards", "back"))
+        limit = 64 << 10
+        ms.convert_checkpoint(tmp_path / name, one, max_memory_bytes=limit)
+        ms.convert_checkpoint(one, shards, shard_size_bytes=2000, max_memory_bytes=limit)
+        ms.convert_checkpoint(shards, back, max_memory_bytes=limit)
+        assert one.read_bytes() == back.read_bytes()
+        for path in (one, shards):
+            state = ms.open(path).value()
+            assert equal(dict(state["model"]), whole)
+            assert state["step"] == 3
+            net = models.plain(kind, seed=3)
+            optimizer = torch.optim.AdamW(net.parameters())
+            optimizer.load_state_dict(state["optim"])
+            assert equal({index: values["exp_avg"] for index, values in enumerate(optimizer.state.values())}, moments)
+            ms.load(net, path, key="model", verify=True)

@@ -164,7 +164,7 @@ def test_a_save_is_a_file_that_is_opened_as_the_state(tmp_path: Path) -> None:
     dcp.async_save(state, checkpoint_id=tmp_path / "step-3", storage_writer=ms.dcp.Writer(), no_dist=True).result()
     assert [file.name for file in (tmp_path / "step-3").iterdir()] == ["model.safetensors"]
     for path in (tmp_path / "x.safetensors", tmp_path / "step-3"):
-        assert same(text_keys(state), text_keys(ms.open(path).value()))
+        assert same(state, ms.open(path).value())
         model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
         ms.load(model, path, key="model", verify=True)
         assert same(dict(model.state_dict()), dict(state["model"]))

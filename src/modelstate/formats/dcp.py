@@ -521,7 +521,7 @@ def _tree(values: Mapping[str, object], metadata: Metadata, where: str) -> dict[
         if path[-1] in node:
             raise _conflict(where, name)
         node[path[-1]] = values[name]
-    return _with_positions({key: _finished(value, where, name=str(key)) for key, value in root.items()})
+    return with_positions({key: _finished(value, where, name=str(key)) for key, value in root.items()})
 
 
 def _conflict(where: str, name: str) -> DamagedFileError:
@@ -533,7 +533,7 @@ def _finished(node: object, where: str, name: str) -> object:
         return node
     steps = list(node)
     if all(type(step) is str for step in steps):
-        return _with_positions({step: _finished(value, where, f"{name}.{step}") for step, value in node.items()})
+        return with_positions({step: _finished(value, where, f"{name}.{step}") for step, value in node.items()})
     if not all(type(step) is int for step in steps):
         raise DamagedFileError(
             "the metadata is damaged: a list with keys, or a dict with indices", where=where, found=name
@@ -541,7 +541,7 @@ def _finished(node: object, where: str, name: str) -> object:
     return list(_items(node, where, name))
 
 
-def _with_positions(node: dict[object, object]) -> dict[object, object]:
+def with_positions(node: dict[object, object]) -> dict[object, object]:
     """The state of an optimizer by the positions of its parameters, which are integers; any other dict as it is.
 
     The writer turns all keys of dicts into text. `Optimizer.load_state_dict` ignores the state of a parameter "0", so

@@ -32,6 +32,7 @@ from modelstate.checkpoint.open import Source, is_path
 from modelstate.checkpoint.open import open as open_checkpoint
 from modelstate.distributed.agreement import TIMEOUT_SECONDS, Digest
 from modelstate.errors import OptionError, ProcessGroupError, RanksDifferError
+from modelstate.formats.dcp import with_positions
 from modelstate.io.atomic import sync_directory, write_errors
 from modelstate.io.engine import Request, read_ranges
 from modelstate.io.files import local_path
@@ -361,14 +362,17 @@ def _with_values_of_all(state: dict[_Path, object], group: dist.ProcessGroup | N
 
 
 def _tree(state: Mapping[_Path, object]) -> dict[Any, object]:
-    """Returns the containers of a flattened state: dicts, and lists where the keys are integers."""
+    """Returns the containers of a flattened state: dicts, and lists where the keys are integers.
+
+    DCP turns the positions in the state of an optimizer into text; they become integers again.
+    """
     root: dict[Any, Any] = {}
     for path, value in state.items():
         node = root
         for step in path[:-1]:
             node = node.setdefault(step, _Node())
         node[path[-1]] = value
-    return {key: _finished(value) for key, value in root.items()}
+    return with_positions({key: _finished(value) for key, value in root.items()})
 
 
 class _Node(dict[Any, Any]):
@@ -380,7 +384,7 @@ def _finished(node: object) -> object:
         return node
     if all(type(key) is int for key in node):
         return [_finished(node[index]) for index in sorted(node)]
-    return {key: _finished(value) for key, value in node.items()}
+    return with_positions({key: _finished(value) for key, value in node.items()})
 
 
 def _leaves(name: str, value: object) -> Iterator[tuple[str, object]]:
