@@ -236,7 +236,6 @@ def test_a_value_that_is_not_finite_is_found_wherever_reads_end(
     mode: Any, source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("modelstate.io.engine.BATCH_BYTES", 10)
-    monkeypatch.setattr("modelstate.loading.stage.BATCH_BYTES", 10)
     live, x = ms.Live(Odd().eval()), torch.ones(1)
     for index in range(37):
         new = Odd().state_dict()

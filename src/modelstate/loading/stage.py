@@ -4,9 +4,8 @@ import sys
 import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from functools import partial
-from itertools import cycle, repeat
+from itertools import cycle
 from operator import itemgetter
 from typing import TypeVar
 
@@ -14,7 +13,7 @@ import torch
 from torch.autograd.graph import increment_version
 
 from modelstate.errors import ModelStateError, PlacementError
-from modelstate.io.engine import BATCH_BYTES, block_reads, for_each, read_ranges, read_threads
+from modelstate.io.engine import block_reads, read_ranges, read_threads
 from modelstate.io.held import HeldFiles
 from modelstate.io.memory import HeapTrim, aligned, fresh_tensors
 from modelstate.io.tensors import compute, elements
@@ -368,7 +367,7 @@ def _stage_alone(staging: Staging, assignments: Sequence[Assignment], progress: 
     """Computes values one after the other. While a transform runs, the next value is read."""
     transformed, rest = _split(assignments, lambda assignment: assignment.transform is not None)
     copied, rest = _split(rest, _is_copied)
-    _copy_live(staging, copied, progress)
+    _copy_live(copied, progress)
     trim = HeapTrim()
     for assignment in rest:
         stage_one(staging, assignment)
@@ -407,39 +406,16 @@ def _is_copied(assignment: Assignment) -> bool:
 
 @torch.inference_mode(False)
 @torch.no_grad()
-def _copy_live(staging: Staging, assignments: Sequence[Assignment], progress: Progress) -> None:
+def _copy_live(assignments: Sequence[Assignment], progress: Progress) -> None:
     """Copies tensors to new memory. Small ones share mappings: one of its own takes a tensor at least a page."""
     finals = fresh_tensors([assignment.layout for assignment in assignments])
-    inspected: list[tuple[Assignment, torch.Tensor, torch.Tensor]] = []
     for assignment, final in zip(assignments, finals, strict=True):
-        started, value = time.perf_counter(), assignment.value
-        is_plain_copy = value.dtype == final.dtype and value.is_contiguous() and final.is_contiguous()
-        if staging.inspect is not None and is_plain_copy:
-            step = max(BATCH_BYTES // final.itemsize, 1)
-            pieces = torch.split(value.view(-1), step), torch.split(final.view(-1), step)
-            inspected += zip(repeat(assignment), *pieces, strict=False)
-        else:
-            final.copy_(value)
-            assignment.overflows.check(assignment.name, value, final)
+        started = time.perf_counter()
+        final.copy_(assignment.value)
+        assignment.overflows.check(assignment.name, assignment.value, final)
         assignment.final = final
         assignment.seconds += time.perf_counter() - started
         progress(assignment.nbytes)
-    inspect = staging.inspect
-    if inspect is None or not inspected:
-        return
-
-    @contextmanager
-    def worker() -> Iterator[Callable[[tuple[Assignment, torch.Tensor, torch.Tensor]], None]]:
-        def copy(piece: tuple[Assignment, torch.Tensor, torch.Tensor]) -> None:
-            assignment, value, final = piece
-            final.copy_(value)
-            inspect(assignment, final)
-
-        with torch.inference_mode(False), torch.no_grad():
-            yield copy
-
-    is_large = sum(final.nbytes for _, _, final in inspected) > BATCH_BYTES
-    for_each(inspected, worker, read_threads() if is_large else 1, with_torch=True)
 
 
 def _memory_for(assignment: Assignment) -> torch.Tensor:

@@ -55,8 +55,8 @@ class Staging:
     shared: list[SharedRead] = field(default_factory=list)
     """The values that one rank reads for several."""
     inspect: Inspect | None = None
-    """Called with the values that are read or copied to where they stay, by the threads that read or copy them. Values
-    that take another route are not inspected."""
+    """Called with the values that are read from a file to where they stay, by the threads that read them. Values that
+    take another route are not inspected."""
     in_background: bool = False
     """Whether values are read while the model is in use: they may wait for long, and their memory is not kept."""
 

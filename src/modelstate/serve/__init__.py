@@ -19,7 +19,7 @@ else:
             "Manifest": "modelstate.serve.program_file",
             "NameMap": "modelstate.serve.state_names",
             "SwapReport": "modelstate.serve.swap_pipeline",
-            "runtime_state": "modelstate.serve.state_names",
+            "runtime_state": "modelstate.serve.meta_clone",
             "without_state_dict_hooks": "modelstate.torch_compat.modules",
         },
     )
