@@ -1,6 +1,7 @@
 """What `ms.save` writes for a sharded model is what it writes for the same model on one machine."""
 
 from contextlib import nullcontext
+from itertools import product
 from pathlib import Path
 from unittest import mock
 
@@ -9,6 +10,7 @@ import torch
 import torch.distributed as dist
 from safetensors import safe_open
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import modelstate as ms
 from modelstate.distributed import writing
@@ -69,3 +71,43 @@ def test_the_files_are_those_of_one_machine(kind: str, ranks: Ranks, tmp_path: P
 
 def _files(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def _in_every_layout(folder: Path) -> None:
+    """Saves tensors of several ranks and dtypes in every combination of placements. Called on all ranks."""
+    torch.manual_seed(5)
+    meshes = [models.mesh(4), models.mesh(2, 2), models.mesh(2, 2)["inner"]]
+    choices = [Replicate(), Shard(0), Shard(1), Shard(2), Shard(-1)]
+    dtypes = [torch.bfloat16, torch.bool, torch.complex64, torch.float8_e4m3fn, torch.int64, torch.float32]
+    state: dict[str, torch.Tensor] = {}
+    whole: dict[str, torch.Tensor] = {}
+    for shape in ((7,), (1, 9), (6, 5), (3, 4, 6), (0, 4)):
+        for mesh in meshes:
+            for placements in product(choices, repeat=mesh.ndim):
+                if all(placement.is_replicate() or placement.dim < len(shape) for placement in placements):
+                    name = str(len(state))
+                    whole[name] = torch.randint(0, 2, shape).to(dtypes[len(state) % len(dtypes)])
+                    state[name] = distribute_tensor(whole[name], mesh, placements, src_data_rank=None)
+    whole["transposed"] = torch.arange(24.0).view(6, 4)
+    column = whole["transposed"][:, dist.get_rank() :][:, :1]  # not contiguous
+    state["transposed"] = DTensor.from_local(column, models.mesh(4), [Shard(1)], run_check=False)
+    whole["scalar"] = torch.tensor(2.5)
+    state["scalar"] = distribute_tensor(whole["scalar"], models.mesh(4), [Replicate()], src_data_rank=None)
+    for least_bytes, round_bytes in ((1, 16), (8, 1 << 20), (1 << 20, 16), (1 << 20, 1 << 20)):
+        with mock.patch.multiple(writing, PART_BYTES=least_bytes, ROUND_BYTES=round_bytes):
+            ms.save(state, folder / "all.safetensors")
+        with ms.open(folder / "all.safetensors") as checkpoint:
+            assert checkpoint.verify()
+            for name, tensor in whole.items():
+                read = checkpoint.tensor(name)
+                assert (read.shape, read.dtype) == (tensor.shape, tensor.dtype)
+                assert torch.equal(_bits(read), _bits(tensor)), (name, state[name], least_bytes)
+        dist.barrier()
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(-1).view(torch.uint8)
+
+
+def test_tensors_in_every_layout(ranks: Ranks, tmp_path: Path) -> None:
+    ranks.values(_in_every_layout, tmp_path)

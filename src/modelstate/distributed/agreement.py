@@ -295,9 +295,17 @@ class Agreement:
     ) -> None:
         try:
             use(_connections(ranks, self.timeout_seconds, self._channel))
-        except Exception as cause:
+        except BaseException as cause:
             error_of_torch = _without_frames(cause)
-            raise self._lost(_Phase(name, NOTHING_CHANGED, False), error_of_torch, ranks) from error_of_torch
+            lost_rank = self._lost(_Phase(name, NOTHING_CHANGED, False), error_of_torch, ranks)
+            if not isinstance(cause, Exception):
+                raise  # an interrupt: the others wait no longer, since the connections are closed
+            raise lost_rank from error_of_torch
+
+    def abandon(self) -> None:
+        """Closes the connections within a phase, so that ranks which wait for this one in a collective end."""
+        if connections := _made.pop((self.ranks, self._channel), None):
+            connections.abandon()
 
     def _end(self, phase: "_Phase", error: BaseException | None, own: Sequence[Digest]) -> None:
         """Votes. Returns where all ranks have ended the phase, and where `error` says it all."""
@@ -566,7 +574,7 @@ class _Connections:
         return found.decode()
 
 
-def _without_frames(error: Exception) -> Exception:
+def _without_frames(error: BaseException) -> Exception:
     """Returns an error with the same text. The frames of the original refer to the group, which could not be closed."""
     return RuntimeError(f"{type(error).__name__}: {error}")
 

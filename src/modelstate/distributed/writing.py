@@ -15,7 +15,7 @@ Invariant: between two collectives of a phase no rank raises, except where a ran
 import os
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import accumulate, product
@@ -263,7 +263,7 @@ class CollectiveWriter:
         """
         shard_of(tensor)
         held: Any = tensor
-        local = local_tensor(tensor).detach()
+        local = local_tensor(tensor).detach().resolve_conj().resolve_neg()
         if problem := why_not_plain(local):
             return f"a DTensor whose local tensor is {problem}"
         mesh = tuple(held.device_mesh.shape), tuple(map(int, held.device_mesh.mesh.flatten()))
@@ -368,10 +368,11 @@ class CollectiveWriter:
     def _create(self, layouts: Sequence[Layout], outputs: Outputs) -> list[str]:
         """Creates the files at their full size, so that a full disk is an error before anything is written."""
         names = []
-        for planned, output in zip(layouts, outputs(), strict=True):
-            output.reserve(planned.nbytes)
-            output.nbytes = planned.nbytes
-            names.append(os.path.relpath(output.path, os.path.dirname(self._path)))
+        with closing(outputs()) as opened:
+            for planned, output in zip(layouts, opened, strict=True):
+                output.reserve(planned.nbytes)
+                output.nbytes = planned.nbytes
+                names.append(os.path.relpath(output.path, os.path.dirname(self._path)))
         return names
 
     def _write(self, layouts: Sequence[Layout], paths: Sequence[str], files: list[list[_Piece]]) -> list[str]:
@@ -384,7 +385,11 @@ class CollectiveWriter:
             held = [(piece.at, _elements(piece)) for piece in own if piece.part.region is not None]
             rounds = _rounds(pieces)
             for number in range(len(rounds) + 1):
-                chunk = self._exchanged(rounds[number - 1]) if number else held
+                try:
+                    chunk = self._exchanged(rounds[number - 1]) if number else held
+                except BaseException:
+                    self._agreement.abandon()  # the other ranks wait for this one
+                    raise
                 if failed is None:
                     try:
                         hashes += file.write(chunk)
@@ -459,11 +464,16 @@ class CollectiveWriter:
                 start = places[piece.rank]
                 places[piece.rank] = end = start + piece.digest_length
                 digests[piece.at] = text[start:end]
-            by_tensor = {id(tensor): "" for _, tensor in planned.tensors}
-            for piece in pieces:
-                by_tensor[id(piece.tensor)] += digests[piece.at]
+            remaining, of_tensors = iter(pieces), []
+            for _, tensor in planned.tensors:
+                of_tensors.append("")
+                left = nbytes_of(tensor)
+                while left:
+                    piece = next(remaining)
+                    of_tensors[-1] += digests[piece.at]
+                    left -= piece.nbytes
             with _opened(path) as output:
-                written.append(write_header(output, planned, [by_tensor[id(tensor)] for _, tensor in planned.tensors]))
+                written.append(write_header(output, planned, of_tensors))
                 output.sync()
         return written
 
@@ -568,7 +578,7 @@ def _bytes(local: torch.Tensor, start: int, count: int) -> torch.Tensor:
     """Returns the bytes of some elements of a local tensor, on the CPU."""
     with torch.inference_mode(False), torch.no_grad():
         flat = local.detach().reshape(-1)[start : start + count]
-        return flat.cpu().view(torch.uint8)
+        return flat.cpu().contiguous().view(torch.uint8)
 
 
 def _make(first: int, end: int) -> torch.Tensor:
