@@ -129,7 +129,7 @@ serve: $(VENV)/.serve
 	$(BIN)/python -m examples.serve $(SERVE)
 
 docs: $(VENV)/.docs
-	$(BIN)/mkdocs build --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 clean:
 	rm -rf $(VENV) dist .mypy_cache .pytest_cache .ruff_cache .hypothesis

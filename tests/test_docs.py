@@ -1,5 +1,6 @@
 """Every code block of the README and of the pages runs."""
 
+import importlib
 import re
 import shlex
 import socket
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+import modelstate
 from tests.programs import run_program
 from tests.serve.packages import needs_a_compiler
 
@@ -142,6 +144,20 @@ def test_links_lead_somewhere() -> None:
                 if anchor not in {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}:
                     dead.append(f"{path.name}: {target}")
     assert not dead
+
+
+def test_the_reference_has_each_public_name_once() -> None:
+    listed = [
+        name
+        for page in (ROOT / "docs" / "reference").glob("*.md")
+        for name in re.findall(r"^::: modelstate\.([\w.]+)$", page.read_text(), re.MULTILINE)
+    ]
+    rooms = {path.parent.name for path in (ROOT / "src" / "modelstate").glob("*/__init__.py")}
+    public = {name for name in modelstate.__all__ if name not in rooms and not hasattr(modelstate.errors, name)}
+    for room in rooms:
+        names = getattr(importlib.import_module(f"modelstate.{room}"), "__all__", ())
+        public |= {f"{room}.{name}" for name in names if name not in modelstate.__all__}
+    assert sorted(listed) == sorted(public)
 
 
 def test_make_targets_that_are_named_exist() -> None:

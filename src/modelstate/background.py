@@ -150,7 +150,7 @@ class BackgroundTask(Generic[_Result]):
 
         The error of the task is raised too.
 
-        Example:
+        Examples:
             >>> pending = store.save(1000, {"model": model}, background=True)
             >>> pending.result(timeout_seconds=60).path
             'checkpoints/step-000001000'
@@ -192,7 +192,7 @@ class BackgroundTask(Generic[_Result]):
         Returns:
             Whether the task had not ended; with `wait`, whether it has ended without a result.
 
-        Example:
+        Examples:
             >>> pending = store.save(1000, {"model": model}, background=True)
             >>> pending.cancel()
             True

@@ -102,7 +102,7 @@ class ModelStateError(Exception):
         remedy: what to do next; empty for the remedy of the class.
         names: the names of the tensors, attributes or values that are wrong.
 
-    Example:
+    Examples:
         >>> try:
         ...     ms.load(model, "missing.pt")
         ... except ms.ModelStateError as error:

@@ -646,7 +646,7 @@ class TensorSpec:
     `checkpoint.tensor(name)` reads the values. Operators, functions of torch and methods of `torch.Tensor` raise
     `TensorSpecError`.
 
-    Example:
+    Examples:
         >>> import modelstate, torch
         >>> spec = modelstate.open({"bias": torch.zeros(4)})["bias"]
         >>> spec.nbytes

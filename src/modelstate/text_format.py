@@ -79,7 +79,7 @@ def columns(rows: Iterable[Sequence[str]], *, right: Sequence[int] = (), gap: in
         right: The indices of the columns that are aligned to the right.
         gap: The number of blanks between two columns.
 
-    Example:
+    Examples:
         >>> print(columns([["weight", "4"], ["bias", "16"]], right=[1]))
         weight   4
         bias    16

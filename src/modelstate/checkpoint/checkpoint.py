@@ -75,7 +75,7 @@ class Checkpoint(Mapping[str, TensorSpec], Shown):
     Opening reads names, shapes and offsets, and no tensor bytes. A checkpoint holds no file open; `close` and `with`
     exist for symmetry, and drop the maps that `tensor` has created.
 
-    Example:
+    Examples:
         >>> checkpoint = modelstate.open({"layer.weight": torch.zeros(2, 3)})
         >>> list(checkpoint)
         ['layer.weight']
@@ -357,7 +357,7 @@ class Checkpoint(Mapping[str, TensorSpec], Shown):
         Raises:
             KeyNotFoundError: The checkpoint has no container at the path.
 
-        Example:
+        Examples:
             >>> checkpoint = modelstate.open({"model": {"weight": torch.ones(2)}})
             >>> list(checkpoint.select("model"))
             ['weight']
@@ -395,7 +395,7 @@ class Checkpoint(Mapping[str, TensorSpec], Shown):
             CombineError: The tensor cannot be computed from the checkpoints that it is combined from.
             OptionError: `map` is not None, True or False.
 
-        Example:
+        Examples:
             >>> checkpoint = modelstate.open({"weight": torch.ones(2)})
             >>> checkpoint.tensor("weight")
             tensor([1., 1.])
@@ -426,7 +426,7 @@ class Checkpoint(Mapping[str, TensorSpec], Shown):
             OptionError: `out` does not fit. Nothing has been written.
             ReadFailedError: The file cannot be read. The content of `out` is then undefined.
 
-        Example:
+        Examples:
             >>> checkpoint = modelstate.open({"w": torch.arange(6.0).reshape(3, 2)})
             >>> out = torch.empty(1, 2)
             >>> checkpoint.read_into("w", out, start=1, stop=2)

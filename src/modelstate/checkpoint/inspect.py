@@ -84,7 +84,7 @@ def verify(
         OpenError: The source cannot be opened.
         ReadFailedError: A file cannot be read.
 
-    Example:
+    Examples:
         >>> import modelstate, torch
         >>> _ = modelstate.save({"weight": torch.zeros(4)}, "weight.safetensors")
         >>> modelstate.verify("weight.safetensors").bytes
@@ -191,7 +191,7 @@ class Inspection(Shown):
             MemoryBudgetError: The budget is too small.
             OptionError: No name matches `only`, or an argument is not valid.
 
-        Example:
+        Examples:
             >>> stats = modelstate.inspect({"w": torch.tensor([0.0, 3.0])}).stats()
             >>> stats.tensors[0].statistics.std
             1.5
@@ -242,7 +242,7 @@ def inspect(
         OpenError: The source cannot be opened.
         KeyNotFoundError: There is nothing under `key`.
 
-    Example:
+    Examples:
         >>> import modelstate, torch
         >>> print(modelstate.inspect({"layer.weight": torch.zeros(2, 3)}))
         mapping

@@ -421,7 +421,7 @@ def open(
         OptionError: An argument is not valid.
         ReadFailedError: An I/O error.
 
-    Example:
+    Examples:
         >>> checkpoint = modelstate.open({"layer.weight": torch.zeros(2, 3)})
         >>> checkpoint["layer.weight"]
         TensorSpec(name='layer.weight', shape=(2, 3), dtype=torch.float32)

@@ -114,7 +114,7 @@ class CheckpointStatistics(Shown):
 
     `print` shows a row for each tensor, folded where layers repeat, and one for the whole.
 
-    Example:
+    Examples:
         >>> stats = modelstate.inspect({"a.w": torch.tensor([0.0, 4.0]), "a.b": torch.ones(2)}).stats()
         >>> stats.tensors[0].statistics.mean, stats.module("a").statistics.max
         (2.0, 4.0)
@@ -135,7 +135,7 @@ class CheckpointStatistics(Shown):
         Raises:
             OptionError: No tensor is below this path.
 
-        Example:
+        Examples:
             >>> modelstate.inspect({"a.w": torch.ones(2), "b.w": torch.ones(3)}).stats().module("b").tensors
             1
         """
@@ -150,7 +150,7 @@ class CheckpointStatistics(Shown):
         Args:
             depth: The number of parts of the names of the modules; shorter names of tensors are rows of their own.
 
-        Example:
+        Examples:
             >>> stats = modelstate.inspect({"a.w": torch.ones(2), "b": torch.ones(1)}).stats()
             >>> [module.name for module in stats.modules(1)]
             ['a', 'b']
@@ -177,7 +177,7 @@ class CheckpointStatistics(Shown):
         Raises:
             OptionError: `sort` is none of the orders.
 
-        Example:
+        Examples:
             >>> print(modelstate.inspect({"w": torch.ones(2)}).stats().text(sort="size").splitlines()[0])
             mapping: 1 tensor, 8 B read
         """

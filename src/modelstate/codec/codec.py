@@ -92,7 +92,7 @@ def encode(value: object, where: str = "", *, leaf: Leaf | None = None) -> Tree:
         CodecError: A value has no encoding, contains itself, is nested too deeply, or would take too long to
             decode (see `modelstate.codec.walk`).
 
-    Example:
+    Examples:
         >>> encode({"shape": (2, 3)})
         {'shape': {'$tuple': [2, 3]}}
     """
@@ -119,7 +119,7 @@ def decode(tree: Tree, where: str = "", *, leaf: Leaf | None = None) -> Any:
         CodecError: The tree is not an encoded value.
         UnknownClassError: A class does not exist, is of another kind, or has other fields.
 
-    Example:
+    Examples:
         >>> decode({"shape": {"$tuple": [2, 3]}})
         {'shape': (2, 3)}
     """
@@ -149,7 +149,7 @@ def register_codec(
         CodecError: The name belongs to another class.
         OptionError: An argument is not valid, or the class has an encoding already.
 
-    Example:
+    Examples:
         >>> class Celsius:
         ...     def __init__(self, degrees): self.degrees = degrees
         >>> register_codec(Celsius, lambda value: value.degrees, Celsius, name="celsius")

@@ -105,7 +105,7 @@ def diff(
         MemoryBudgetError: The budget is too small.
         OptionError: An argument is not valid.
 
-    Example:
+    Examples:
         >>> import modelstate, torch
         >>> diff = modelstate.diff({"w": torch.tensor([3.0, 4.0])}, {"w": torch.tensor([3.0, 4.5])})
         >>> diff.tensors[0].difference.max_abs, diff.tensors[0].difference.relative_l2

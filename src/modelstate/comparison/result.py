@@ -103,7 +103,7 @@ class Diff(Shown):
 
     `print` shows a summary, and the tensors that differ, the largest change first.
 
-    Example:
+    Examples:
         >>> diff = modelstate.diff({"w": torch.ones(4)}, {"w": torch.tensor([1.0, 1.0, 1.0, 2.0])})
         >>> diff.is_equal, diff.tensors[0].difference.changed
         (False, 0.25)
@@ -150,7 +150,7 @@ class Diff(Shown):
             top: The number of rows of the table of tensors; None for all.
             fold: Whether tensors whose names differ in numbers only are one row.
 
-        Example:
+        Examples:
             >>> print(modelstate.diff({"w": torch.ones(2)}, {"w": torch.ones(2)}).text(top=5).splitlines()[0])
             mapping and mapping: equal
         """
@@ -165,7 +165,7 @@ class Diff(Shown):
     def to_json(self) -> str:
         """Returns everything as JSON, with every tensor by itself.
 
-        Example:
+        Examples:
             >>> json.loads(modelstate.diff({"w": torch.ones(2)}, {"w": torch.ones(2)}).to_json())["equal"]
             True
         """

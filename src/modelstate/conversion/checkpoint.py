@@ -89,7 +89,7 @@ def convert_checkpoint(
 
     On any error the path is as before.
 
-    Example:
+    Examples:
         >>> ms.convert_checkpoint("model.pt", "model.safetensors", dtype="bf16")
     """
     begin = perf_counter()

@@ -68,7 +68,7 @@ def convert(
         MemoryBudgetError: The conversion takes more than `max_memory_bytes`.
         ModelCodeError: An `_apply` of the model's own raised.
 
-    Example:
+    Examples:
         >>> report = modelstate.convert(model, torch.bfloat16, optimizers=[optimizer])
         >>> report.references_lost
         ()

@@ -37,7 +37,7 @@ class reference_keeping:
     Args:
         on: whether references are kept.
 
-    Example:
+    Examples:
         >>> with modelstate.reference_keeping():
         ...     model.to(torch.bfloat16)
     """
@@ -71,7 +71,7 @@ class reference_keeping:
         Returns:
             The value of the last switch that has not been left.
 
-        Example:
+        Examples:
             >>> with ms.reference_keeping():
             ...     ms.reference_keeping.holds()
             True

@@ -92,7 +92,7 @@ class Agreement:
         call: The function that all ranks call, for errors.
         channel: The name of the connections. Two threads need different ones.
 
-    Example:
+    Examples:
         >>> with agreement.phase("reading"):
         ...     read()
         >>> # all ranks have read, or each of them has raised

@@ -91,7 +91,7 @@ def local_shard(
     Raises:
         ShardingError: A placement is `Partial`, or neither splits nor replicates; or it does not fit the shape.
 
-    Example:
+    Examples:
         >>> local_shard((8, 8), [Shard(0)], mesh_shape=(4,), coordinate=(1,)).runs
         ((range(2, 4),), (range(0, 8),))
     """

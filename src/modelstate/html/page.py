@@ -148,7 +148,7 @@ class Shown:
     def to_html(self) -> str:
         """Returns a page for a browser, in one file that loads nothing from elsewhere.
 
-        Example:
+        Examples:
             >>> _ = pathlib.Path("checkpoint.html").write_text(modelstate.inspect({"w": torch.ones(2)}).to_html())
         """
         return self._page().to_html()

@@ -71,7 +71,7 @@ class Reader(StorageReader):
         verify: Compares the checkpoint with its digests first; each rank reads an equal share of it for that.
         process_group: The `process_group` of `dcp.load`, for `verify`; None for all ranks.
 
-    Example:
+    Examples:
         >>> state = {"model": get_model_state_dict(model)}
         >>> dcp.load(state, storage_reader=ms.dcp.Reader("training.pt"))
         >>> set_model_state_dict(model, state["model"])
@@ -254,7 +254,7 @@ class Writer(StorageWriter):
         process_group: The `process_group` of `dcp.save`; None for all ranks.
         timeout_seconds: How long a rank waits for the others.
 
-    Example:
+    Examples:
         >>> dcp.save({"model": model, "optimizer": optimizer}, storage_writer=ms.dcp.Writer("run.safetensors"))
         >>> future = dcp.async_save(state, storage_writer=ms.dcp.Writer("run.safetensors"))
     """

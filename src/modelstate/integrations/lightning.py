@@ -38,7 +38,7 @@ class StoreCheckpointIO(CheckpointIO):  # type: ignore[misc]
     Args:
         verify: whether everything is compared with its digests before it is used.
 
-    Example:
+    Examples:
         >>> trainer = Trainer(max_epochs=3, plugins=[StoreCheckpointIO()])
         >>> trainer.fit(module, ckpt_path="last")
     """

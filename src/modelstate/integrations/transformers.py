@@ -64,7 +64,7 @@ class StoreCallback(TrainerCallback):  # type: ignore[misc]
     Raises:
         OptionError: `store` is not a `Store`, or `objects` has a name that the callback uses.
 
-    Example:
+    Examples:
         >>> saving = StoreCallback(ms.Store("run", keep=3), deadline=ms.Deadline(hours=4))
         >>> trainer = Trainer(model, args, callbacks=[saving])
         >>> saving.train(trainer)
@@ -124,7 +124,7 @@ class StoreCallback(TrainerCallback):  # type: ignore[misc]
         more, in a save in the background is a `SaveFailedWarning`, and the next save writes everything. The last save
         is waited for, and raises its error.
 
-        Example:
+        Examples:
             >>> output = saving.train(trainer)
             >>> output.global_step
             1000

@@ -257,7 +257,7 @@ def set_spare_bytes(nbytes: int) -> None:
     Raises:
         OptionError: `nbytes` is not an integer of 0 or more.
 
-    Example:
+    Examples:
         >>> modelstate.loading.set_spare_bytes(2 << 30)  # a process that loads one checkpoint of 2 GB after the other
     """
     global _spare_bytes

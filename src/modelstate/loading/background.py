@@ -131,7 +131,7 @@ class LoadHandle:
     without a result, is cancelled; so is one that is not done when the program ends. All methods may be called from
     any thread.
 
-    Example:
+    Examples:
         >>> with modelstate.load(model, "model.safetensors", background=True) as handle:
         ...     tokenizer = Tokenizer.from_file("tokenizer.json")
         ...     report = handle.result()
@@ -197,7 +197,7 @@ class LoadHandle:
         It raises what `load` raises while it reads and puts in place. An interrupt cancels the load. After any error
         the model is what it was.
 
-        Example:
+        Examples:
             >>> handle = modelstate.load(model, "model.safetensors", background=True)
             >>> report = handle.result(timeout_seconds=60)
         """
@@ -232,7 +232,7 @@ class LoadHandle:
         Args:
             wait: whether to return when the thread has ended.
 
-        Example:
+        Examples:
             >>> modelstate.load(model, "model.safetensors", background=True).cancel()
             True
         """

@@ -120,7 +120,7 @@ def plan(
         OptionError: An argument is invalid.
         ModelCodeError: The model's own code raises.
 
-    Example:
+    Examples:
         >>> plan = modelstate.plan(model, "model.safetensors")
         >>> plan.ok
         True
@@ -279,7 +279,7 @@ def load(
         RanksDifferError: The ranks load different models, sources or rules.
         RankLostError: A rank has not taken part within `timeout_seconds`.
 
-    Example:
+    Examples:
         >>> with modelstate.skeleton():
         ...     model = Model(config)
         >>> report = modelstate.load(model, "model.safetensors", dtype="bfloat16")

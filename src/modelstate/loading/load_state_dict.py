@@ -55,7 +55,7 @@ def load_state_dict(
         RuntimeError: The state dict does not fit the module. The error lists everything that does not fit.
         Exception: Any exception of the model's own code is passed on.
 
-    Example:
+    Examples:
         >>> modelstate.load_state_dict(model, torch.load("model.pt"))
         <All keys matched successfully>
     """

@@ -148,7 +148,7 @@ def plan_for_mesh(
     Raises:
         OptionError: The mesh or a pattern is invalid, or the plan has problems.
 
-    Example:
+    Examples:
         >>> plan = modelstate.plan(model, "model.safetensors")
         >>> print(modelstate.loading.plan_for_mesh(plan, model, (4, 2), {"layers.*.q": "colwise"}))
     """
@@ -315,7 +315,7 @@ def read_parallel(path: str | os.PathLike[str]) -> dict[str, str]:
         OpenError: The file cannot be opened.
         OptionError: The file has other contents.
 
-    Example:
+    Examples:
         >>> parallel = modelstate.loading.read_parallel("parallel.toml")
     """
     expected = 'lines such as "model.layers.*.q_proj" = "colwise"'

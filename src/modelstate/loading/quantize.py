@@ -108,7 +108,7 @@ class Quantize(ModuleTransform):
         PackageError: torchao is not installed.
         OptionError: The config is not a config of weights.
 
-    Example:
+    Examples:
         >>> from torchao.quantization import Int8WeightOnlyConfig
         >>> quantize = modelstate.loading.Quantize(Int8WeightOnlyConfig())
         >>> report = modelstate.load(model, "model.safetensors", transform={"*.mlp.*": quantize})

@@ -44,7 +44,7 @@ class LoadReport(Shown):
         ranks: What each rank of a load into a sharded model did.
         reread_bytes: Bytes that more than one rank read, counted for each further rank.
 
-    Example:
+    Examples:
         >>> report = modelstate.load(model, "model.safetensors")
         >>> report.coverage, report.references_lost
         (1.0, ())
@@ -94,7 +94,7 @@ class LoadReport(Shown):
             make_steps: Returns the steps.
             fields: The other fields.
 
-        Example:
+        Examples:
             >>> report = LoadReport.with_later_steps(lambda: (), target="Model", source="model.safetensors", notes=(),
             ...     slots=0, seconds=0.0, peak_memory_bytes=0)
         """

@@ -39,7 +39,7 @@ def skeleton() -> Iterator[None]:
     Raises:
         Exception: Only exceptions of the constructors within the context are passed on.
 
-    Example:
+    Examples:
         >>> with modelstate.skeleton():
         ...     model = nn.Linear(4096, 4096)
         >>> model.weight.device

@@ -53,7 +53,7 @@ class Average(Combination):
         OptionError: The weights are not numbers, or `others` is none of these.
         CombineError: A weight is not finite.
 
-    Example:
+    Examples:
         >>> average = ms.open(["a.safetensors", "b.safetensors"], combine=ms.merge.Average(weights=[0.7, 0.3]))
         >>> ms.load(model, average)
     """
@@ -96,7 +96,7 @@ class Average(Combination):
         Raises:
             CombineError: the checkpoints, or the weights, cannot be averaged.
 
-        Example:
+        Examples:
             >>> checkpoint = ms.open(["a.safetensors", "b.safetensors"], combine=ms.merge.Average())
         """
         weights = self._weights(sources)

@@ -61,7 +61,7 @@ class LoRA(Combination):
     Raises:
         OptionError: An argument has another type, or is out of range.
 
-    Example:
+    Examples:
         >>> merged = ms.open(["base.safetensors", "adapter_model.safetensors"], combine=ms.merge.LoRA())
         >>> ms.load(model, merged)
     """
@@ -101,7 +101,7 @@ class LoRA(Combination):
         Raises:
             CombineError: the checkpoints are not a base and its adapters.
 
-        Example:
+        Examples:
             >>> checkpoint = ms.open(["base.safetensors", "adapter/"], combine=ms.merge.LoRA())
         """
         base = sources[0]

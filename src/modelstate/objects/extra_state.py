@@ -86,7 +86,7 @@ def extra_state(
     Saving and loading raise `ExtraStateError`; `modelstate.plan` and `modelstate.load` report it with all other
     problems.
 
-    Example:
+    Examples:
         >>> @ms.extra_state("epoch", defaults={"epoch": 0})
         ... class Net(nn.Linear):
         ...     epoch = 0
@@ -125,7 +125,7 @@ def declare_extra_state(
     Raises:
         OptionError: As in `extra_state`, and where the class has another declaration already.
 
-    Example:
+    Examples:
         >>> ms.declare_extra_state(Net, "epoch", optional=True)
     """
     _declare(cls, Declaration(names, optional, version, {} if defaults is None else defaults, upgrade))

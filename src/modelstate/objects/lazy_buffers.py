@@ -53,7 +53,7 @@ def register_lazy_buffer(module: nn.Module, name: str) -> None:
         BufferNameError: The name is not an identifier, or the module has something under it.
         OptionError: `module` is not an initialised module, or `name` is not a string.
 
-    Example:
+    Examples:
         >>> class Cache(nn.Module):
         ...     def __init__(self):
         ...         super().__init__()

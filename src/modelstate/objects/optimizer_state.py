@@ -72,7 +72,7 @@ def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[
         OptionError: An argument is of another type.
         OptimizerStateError: A parameter is not the model's, or the optimizer keeps state beside that of parameters.
 
-    Example:
+    Examples:
         >>> state = ms.optimizer_state(model, optimizer)
         >>> state["param_groups"][0]["params"]
         ['weight', 'bias']
@@ -138,7 +138,7 @@ def load_optimizer_state(
         SchemaError: The version of the state cannot be found.
         OptionError: An argument is of another type, or a pattern matches no option.
 
-    Example:
+    Examples:
         >>> optimizer = torch.optim.AdamW(model.parameters())
         >>> ms.load_optimizer_state(model, optimizer, state_of_adam, keep_options=["*"])
     """

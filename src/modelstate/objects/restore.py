@@ -60,7 +60,7 @@ RulesOf = Iterable[Rule] | Schema | Mapping[str, Iterable[Rule] | Schema]
 class Restored(Mapping[str, Any]):
     """The result of a restore: a mapping from the paths of the plain values that were asked for to their values.
 
-    Example:
+    Examples:
         >>> restored = ms.restore({"model": model, "epoch": 0}, "run.safetensors")
         >>> restored["epoch"]
         3
@@ -87,7 +87,7 @@ class Restored(Mapping[str, Any]):
         Raises:
             ObjectStateError: An `RNG` or another generator does not take its state.
 
-        Example:
+        Examples:
             >>> restored = store.restore({"model": model, "rng": ms.RNG()})
             >>> validate(model)
             >>> restored.rewind_generators()
@@ -168,7 +168,7 @@ def restore(
     The rules and options raise `RuleError`, `SchemaError` and `OptionError`; the load raises what `modelstate.load`
     raises.
 
-    Example:
+    Examples:
         >>> ms.save({"model": model, "optimizer": optimizer, "epoch": 3}, "run.safetensors")
         >>> ms.restore({"model": model, "optimizer": optimizer, "epoch": 0}, "run.safetensors")["epoch"]
         3

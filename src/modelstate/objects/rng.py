@@ -52,7 +52,7 @@ class RNG:
     Raises:
         OptionError: A value is not a generator, or has no state, as `random.SystemRandom`.
 
-    Example:
+    Examples:
         >>> rng = ms.RNG()
         >>> state = rng.state_dict()
         >>> first = torch.rand(3)
@@ -81,7 +81,7 @@ class RNG:
         Returns:
             Tuples, numbers, arrays and tensors on the CPU, which modelstate's codec encodes.
 
-        Example:
+        Examples:
             >>> state = ms.RNG().state_dict()
         """
         used_cuda = self._cuda and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
@@ -102,7 +102,7 @@ class RNG:
             ObjectStateError: The state lacks a generator, has an unknown one, or has a state that its generator does
                 not take. The error has all problems.
 
-        Example:
+        Examples:
             >>> ms.RNG().load_state_dict(state)
         """
         message = "this is no state of random generators"

@@ -85,7 +85,7 @@ def save(
     On any error the old checkpoint is as it was and no new file is left. An interrupt (Ctrl-C) that comes when the new
     checkpoint is in place leaves the new one, in full.
 
-    Example:
+    Examples:
         >>> ms.save(model, "model.safetensors")
         >>> ms.save({"model": model, "optimizer": optimizer, "epoch": 3}, "run.safetensors")
     """

@@ -196,7 +196,7 @@ class LoadPlan(Shown):
         extra_bytes: The most memory that the load needs in addition to the final tensors.
         binding: The matched checkpoint, and the slots that a model must have.
 
-    Example:
+    Examples:
         >>> plan = modelstate.plan(model, "model.safetensors")
         >>> if plan.ok:
         ...     report = modelstate.load(model, plan)

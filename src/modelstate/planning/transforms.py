@@ -27,7 +27,7 @@ class RowsWriter(NamedTuple):
         like: A transformed tensor of some rows.
         write: The function that transforms rows and writes them.
 
-    Example:
+    Examples:
         >>> def write(rows, parts):
         ...     parts[""].copy_(rows.mul_(2))
         >>> writer = modelstate.loading.RowsWriter(torch.empty(1, 8), write)
@@ -49,7 +49,7 @@ class ModuleTransform(ABC):
     the dtype of the result. A result that is an `nn.Parameter` without `requires_grad` clears `requires_grad` of the
     slot.
 
-    Example:
+    Examples:
         >>> class Doubled(modelstate.loading.ModuleTransform):
         ...     def applies_to(self, name, module):
         ...         return isinstance(module, nn.Linear)

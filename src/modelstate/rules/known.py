@@ -24,7 +24,7 @@ def unwrapped(wrappers: Collection[str] = WRAPPERS) -> Rules:
 
     The rules have no reverse.
 
-    Example:
+    Examples:
         >>> ms.load(model, "compiled_ddp.pt", rules=ms.rules.known.unwrapped())
     """
     parts = "|".join(map(re.escape, wrappers))
@@ -38,7 +38,7 @@ def weight_norm(owner: str = "*", name: str = "weight") -> Rules:
         owner: the modules. The old `spectral_norm` has a `weight_v` too: in a model with both, name the modules.
         name: the name of the parameter.
 
-    Example:
+    Examples:
         >>> ms.load(model, "old.pt", rules=ms.rules.known.weight_norm("encoder.conv*"))
     """
     old, new = _below(owner, name), _below(owner, f"parametrizations.{name}")
@@ -52,7 +52,7 @@ def spectral_norm(owner: str = "*", name: str = "weight") -> Rules:
         owner: the modules.
         name: the name of the parameter.
 
-    Example:
+    Examples:
         >>> ms.load(model, "old.pt", rules=ms.rules.known.spectral_norm())
     """
     old, new = _below(owner, name), _below(owner, f"parametrizations.{name}")
@@ -71,7 +71,7 @@ def batch_norm_counter(owner: str = "*") -> Rules:
     Args:
         owner: the batch norms.
 
-    Example:
+    Examples:
         >>> ms.load(model, "from_0.4.0.pt", rules=ms.rules.known.batch_norm_counter())
     """
     return Rules([Fill(_below(owner, "num_batches_tracked"), 0)])
@@ -89,7 +89,7 @@ def separate_qkv(fused: str, parts: Sequence[str], sizes: Sequence[int] | None =
         parts: the paths of query, key and value, with as many `*`.
         sizes: the rows of each; equal by default. With grouped queries they differ.
 
-    Example:
+    Examples:
         >>> ms.load(model, "gpt.pt", rules=ms.rules.known.separate_qkv("*.qkv", ["*.q", "*.k", "*.v"]))
     """
     rows = None if sizes is None else tuple(sizes)
@@ -106,7 +106,7 @@ def separate_qkv_by_head(fused: str, parts: Sequence[str], heads: int, head_size
         head_size: the rows of one head in one part.
         bias: whether the projections have a bias.
 
-    Example:
+    Examples:
         >>> parts = ["h.*.q", "h.*.k", "h.*.v"]
         >>> rules = ms.rules.known.separate_qkv_by_head("h.*.query_key_value", parts, heads=16, head_size=64)
     """
@@ -126,7 +126,7 @@ def conv1d_to_linear(pattern: str) -> Rules:
     Args:
         pattern: the modules.
 
-    Example:
+    Examples:
         >>> ms.load(model, "gpt2.safetensors", rules=ms.rules.known.conv1d_to_linear("h.*.c_attn"))
     """
     return Rules([Transpose(f"{pattern}.weight")])
@@ -139,7 +139,7 @@ def untied_head(embedding: str, head: str) -> Rules:
         embedding: the name of the embedding's weight.
         head: the name of the head's weight.
 
-    Example:
+    Examples:
         >>> ms.load(model, "tied.pt", rules=ms.rules.known.untied_head("wte.weight", "lm_head.weight"))
     """
     return Rules([Copy(embedding, head)])
@@ -152,7 +152,7 @@ def tied_head(embedding: str, head: str) -> Rules:
         embedding: the name of the embedding's weight.
         head: the name of the head's weight.
 
-    Example:
+    Examples:
         >>> ms.load(model, "untied.pt", rules=ms.rules.known.tied_head("wte.weight", "lm_head.weight"))
     """
     return Rules([Same(embedding, head)])

@@ -18,7 +18,7 @@ class Prefix(CodeRepr):
     Raises:
         RuleError: Both are empty, or one is not text.
 
-    Example:
+    Examples:
         >>> ms.load(model, "ddp.pt", rules=ms.rules.Prefix(strip="module."))
     """
 
@@ -56,7 +56,7 @@ class Rename(CodeRepr):
         RuleError: The two have different numbers of `*`, or the replacement names a group that the expression lacks, or
             both are equal.
 
-    Example:
+    Examples:
         >>> ms.rules.Rename("encoder.layer.*.query.*", "blocks.*.q.*").rename("encoder.layer.0.query.weight")
         'blocks.0.q.weight'
         >>> ms.rules.Rename(re.compile(r"layer_(\\d+)"), r"layers.\\1").rename("layer_3.bias")
@@ -107,7 +107,7 @@ class Ignore(CodeRepr):
     Raises:
         RuleError: The pattern is empty, or not text.
 
-    Example:
+    Examples:
         >>> ms.load(model, "pretrained.pt", rules=ms.rules.Ignore("classifier.*"), allow_missing="classifier.*")
     """
 

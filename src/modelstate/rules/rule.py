@@ -24,7 +24,7 @@ from modelstate.transaction.slots import same_values
 class Rule(Protocol):
     """A change of names. A user's own class can be a rule.
 
-    Example:
+    Examples:
         >>> class Lower:
         ...     def rename(self, name):
         ...         return name.lower() if name != name.lower() else None

@@ -25,7 +25,7 @@ class Rules(tuple[Rule, ...]):
     Raises:
         OptionError: An item is not a rule.
 
-    Example:
+    Examples:
         >>> rules = ms.rules.Rules([ms.rules.Prefix(strip="module."), ms.rules.Rename("fc.*", "head.*")])
         >>> rules.reverse()
         Rules([Rename('head.*', 'fc.*'), Prefix(add='module.')])
@@ -70,7 +70,7 @@ class Rules(tuple[Rule, ...]):
         Raises:
             RuleError: The rules cannot be applied; the error has every problem.
 
-        Example:
+        Examples:
             >>> ms.rules.Rules([ms.rules.Prefix(strip="module.")]).apply({"module.step": 3})
             {'step': 3}
         """
@@ -186,7 +186,7 @@ class Migration(CodeRepr):
     Raises:
         OptionError: The version is not text, or an item is not a rule.
 
-    Example:
+    Examples:
         >>> ms.rules.Migration("2.0", [ms.rules.Rename("fc.*", "head.*")])
         Migration('2.0', Rules([Rename('fc.*', 'head.*')]))
     """
@@ -231,7 +231,7 @@ class Schema:
     Raises:
         OptionError: A version is not text, or is listed twice.
 
-    Example:
+    Examples:
         >>> schema = ms.rules.Schema("1.0", [ms.rules.Migration("2.0", [ms.rules.Rename("fc.*", "head.*")])])
         >>> ms.load(model, "old.safetensors", rules=schema)
     """

@@ -73,7 +73,7 @@ class Transpose(_TensorRule):
         dim0: the first dimension.
         dim1: the second dimension.
 
-    Example:
+    Examples:
         >>> ms.load(model, "gpt2.safetensors", rules=ms.rules.Transpose("h.*.attn.c_attn.weight"))
     """
 
@@ -100,7 +100,7 @@ class Reshape(_TensorRule):
     Raises:
         RuleError: `shape` or `before` is not a sequence of sizes.
 
-    Example:
+    Examples:
         >>> ms.load(model, "old.pt", rules=ms.rules.Reshape("pos_embed", [196, 768], before=[1, 196, 768]))
     """
 
@@ -138,7 +138,7 @@ class Cast(_TensorRule):
     Raises:
         RuleError: `dtype` or `before` is not a dtype.
 
-    Example:
+    Examples:
         >>> ms.load(model, "fp32.pt", rules=ms.rules.Cast("*", torch.bfloat16))
     """
 
@@ -184,7 +184,7 @@ class Apply(_TensorRule):
     Raises:
         RuleError: `fn` or `inverse` is not a function.
 
-    Example:
+    Examples:
         >>> ms.load(model, "old.pt", rules=ms.rules.Apply("*.scale", torch.exp, inverse=torch.log))
     """
 
@@ -254,7 +254,7 @@ class Split(CodeRepr):
     Raises:
         RuleError: The names have different numbers of `*`, or there are more or fewer sizes than parts.
 
-    Example:
+    Examples:
         >>> ms.load(model, "fused.pt", rules=ms.rules.Split("*.qkv.*", ["*.q.*", "*.k.*", "*.v.*"]))
     """
 
@@ -316,7 +316,7 @@ class Concat(CodeRepr):
     Raises:
         RuleError: The names have different numbers of `*`, or there are more or fewer sizes than parts.
 
-    Example:
+    Examples:
         >>> ms.load(model, "separate.pt", rules=ms.rules.Concat(["*.q.*", "*.k.*", "*.v.*"], "*.qkv.*"))
     """
 

@@ -61,7 +61,7 @@ def from_transformers(model: nn.Module) -> Rules:
         OptionError: The model is not one of transformers.
         PackageError: This version of transformers has no conversion mapping.
 
-    Example:
+    Examples:
         >>> rules = [ms.rules.Prefix(strip="module."), ms.rules.from_transformers(model)]
         >>> ms.load(model, "training.pt", rules=rules)
     """

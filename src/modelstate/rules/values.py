@@ -24,7 +24,7 @@ class Copy(CodeRepr):
     Raises:
         RuleError: The two names have different numbers of `*`.
 
-    Example:
+    Examples:
         >>> ms.load(model, "tied.pt", rules=ms.rules.Copy("wte.weight", "head.weight"))
     """
 
@@ -58,7 +58,7 @@ class Same(CodeRepr):
     Raises:
         RuleError: The two names have different numbers of `*`.
 
-    Example:
+    Examples:
         >>> ms.load(model, "untied.pt", rules=ms.rules.Same("wte.weight", "head.weight"))
     """
 
@@ -106,7 +106,7 @@ class Fill(CodeRepr):
     Raises:
         RuleError: The value is neither a number nor a tensor.
 
-    Example:
+    Examples:
         >>> ms.load(model, "old.pt", rules=ms.rules.Fill("*.num_batches_tracked", 0))
     """
 

@@ -53,7 +53,7 @@ class ServingApp:
     Raises:
         OptionError: the URL is invalid, or a header cannot contain the token.
 
-    Example:
+    Examples:
         >>> app = ServingApp("http://127.0.0.1:8000", token)
         >>> app.swap("/checkpoints/step-2000/model.safetensors").version
         2

@@ -36,7 +36,7 @@ class Canary:
     Raises:
         OptionError: an argument is invalid.
 
-    Example:
+    Examples:
         >>> live.swap("step-2000.safetensors", canary=modelstate.Canary((x,), atol=0.1))
     """
 
@@ -76,7 +76,7 @@ class Canary:
         Raises:
             CanaryError: the version that serves raises on the inputs.
 
-        Example:
+        Examples:
             >>> canary = modelstate.Canary((x,), atol=0.1).prepared(live)
         """
         if self.expected is not None or (self.check is not None and not self._is_bounded):
@@ -92,7 +92,7 @@ class Canary:
         Raises:
             CanaryError: the new version raises, or its answer is refused.
 
-        Example:
+        Examples:
             >>> modelstate.Canary((x,), expected=y, atol=0.1).try_out(module)
         """
         answer = self._answer_of(new, "the new version")

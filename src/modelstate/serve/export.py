@@ -98,7 +98,7 @@ def export(
         OptionError: an argument is invalid.
         SaveTargetError: the path cannot be written to; see `modelstate.save`.
 
-    Example:
+    Examples:
         >>> manifest = modelstate.export(model.eval(), (x,), "model.pt2")
         >>> live = modelstate.Live("model.pt2")
     """

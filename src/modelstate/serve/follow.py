@@ -114,7 +114,7 @@ def follow(
         SaveTargetError: the path cannot be a store.
         CanaryError: the version that serves does not answer the inputs of the `Canary`, so no checkpoint could pass it.
 
-    Example:
+    Examples:
         >>> with modelstate.follow(live, "runs/checkpoints", select="best:loss") as following:
         ...     following.wait(timeout_seconds=3600)
     """
@@ -171,7 +171,7 @@ Outcome = Literal["taken", "skipped", "later", "again"]
 class Following:
     """A store that is followed: the value of `modelstate.follow`. Any thread may call every method.
 
-    Example:
+    Examples:
         >>> following = modelstate.follow(live, "runs/checkpoints", background=False)
         >>> [event.action for event in following.poll()]
         ['swapped']
@@ -230,7 +230,7 @@ class Following:
             OptionError: the target refuses the options of the swap.
             AppError: a serving app refuses the token. Every other error is an event.
 
-        Example:
+        Examples:
             >>> following = modelstate.follow(live, "runs/checkpoints", background=False)
             >>> [event.action for event in following.poll()]
             ['swapped']
@@ -255,7 +255,7 @@ class Following:
         Returns:
             Whether the thread has ended. It has not after a timeout, or where the thread itself calls this.
 
-        Example:
+        Examples:
             >>> following.stop(timeout_seconds=60)
             True
         """
@@ -274,7 +274,7 @@ class Following:
         Returns:
             Whether the thread has ended.
 
-        Example:
+        Examples:
             >>> following.wait(timeout_seconds=3600)
             False
         """
@@ -291,7 +291,7 @@ class Following:
     def start(self) -> None:
         """Starts a daemon thread that polls at once, and then every `poll_seconds` seconds, unless one is running.
 
-        Example:
+        Examples:
             >>> following = modelstate.follow(live, "runs/checkpoints", background=False)
             >>> following.start()
         """

@@ -179,7 +179,7 @@ class Live:
         OptionError: an argument is invalid.
         OpenError: the file cannot be opened.
 
-    Example:
+    Examples:
         >>> live = modelstate.Live(model.eval())
         >>> live(x)
         >>> live.swap("step-2000.safetensors")
@@ -244,7 +244,7 @@ class Live:
         Raises:
             Exception: what a call of the `Live` raises.
 
-        Example:
+        Examples:
             >>> value, version = live.answer(x)
         """
         with self.pin() as version:
@@ -269,7 +269,7 @@ class Live:
             OptionError: every `nn.Module` has the method; it changes the module or exposes its weights.
             LiveTargetError: the target is an exported program or a compiled package.
 
-        Example:
+        Examples:
             >>> generate = live.method("generate")
             >>> ids = generate(prompt)
         """
@@ -283,7 +283,7 @@ class Live:
         Returns:
             The context; its value is a `Pin`, which is called as the `Live` is.
 
-        Example:
+        Examples:
             >>> with live.pin() as version:
             ...     ids = version.generate(prompt)
             ...     score = version(ids)
@@ -323,7 +323,7 @@ class Live:
         Returns:
             The events, the oldest first.
 
-        Example:
+        Examples:
             >>> [event.action for event in live.history()]
             ['started', 'swapped']
         """
@@ -387,7 +387,7 @@ class Live:
             OptionError: an argument is invalid.
             QuarantinedError: an undo of the mode "in_place" failed. Every request is refused until a swap succeeds.
 
-        Example:
+        Examples:
             >>> report = live.swap("step-2000.safetensors", canary=modelstate.Canary((x,)))
             >>> report.version
             2
@@ -461,7 +461,7 @@ class Live:
             SwapBusyError: a swap calls this, by its canary or by code of the model.
             SwapTimeoutError: a swap or requests did not end in time.
 
-        Example:
+        Examples:
             >>> live.swap("step-2000.safetensors").version
             2
             >>> live.rollback()

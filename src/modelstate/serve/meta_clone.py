@@ -125,7 +125,7 @@ def runtime_state(
         PlanError: the source does not fit; `modelstate.load` lists its other errors.
         LiveTargetError: with a source, the module cannot be copied.
 
-    Example:
+    Examples:
         >>> state = modelstate.serve.runtime_state(module)
         >>> state.keys() == torch.export.export(module, (x,)).state_dict.keys()
         True

@@ -69,7 +69,7 @@ class ProgramTensor:
 class Manifest:
     """The description of a program that `modelstate.export` writes and returns. Each weight in it can be swapped.
 
-    Example:
+    Examples:
         >>> manifest = modelstate.export(model.eval(), (x,), "model.pt2")
         >>> [tensor.name for tensor in manifest.tensors]
         ['weight', 'bias']
@@ -104,7 +104,7 @@ class Manifest:
         Returns:
             The text that `modelstate.export` writes into the file.
 
-        Example:
+        Examples:
             >>> modelstate.serve.Manifest.from_json(manifest.to_json(), "program.pt2") == manifest
             True
         """
@@ -140,7 +140,7 @@ class Manifest:
             DamagedFileError: the text is damaged.
             NewerManifestError: a newer version of modelstate wrote it.
 
-        Example:
+        Examples:
             >>> manifest = modelstate.serve.Manifest.from_json(text, "program.pt2")
         """
         try:

@@ -43,7 +43,7 @@ class NameMap:
     `to_json` saves them beside it, so that the module's code is not needed later. A map is also a rule:
     `rules=[name_map]` renames a checkpoint with either kind of names to the runtime names.
 
-    Example:
+    Examples:
         >>> names = modelstate.serve.NameMap.of(module)
         >>> live = modelstate.Live(torch.export.export(module, (x,)), names=names)
         >>> live.swap("checkpoint.pt")
@@ -92,7 +92,7 @@ class NameMap:
                 `modelstate.serve.runtime_state(module, checkpoint)` follows such hooks.
             ModelCodeError: a hook raises.
 
-        Example:
+        Examples:
             >>> names = modelstate.serve.NameMap.of(module)
         """
         state = runtime_state(module)
@@ -126,7 +126,7 @@ class NameMap:
         Raises:
             NameMapError: names are unknown or missing, or two names of one tensor have different values.
 
-        Example:
+        Examples:
             >>> names.to_runtime(module.state_dict()).keys() == names.eager.keys()
             True
         """
@@ -157,7 +157,7 @@ class NameMap:
         Raises:
             NameMapError: names are unknown or missing, or two names of one tensor have different values.
 
-        Example:
+        Examples:
             >>> module.load_state_dict(names.to_eager(program.state_dict))
         """
         renamed = self.to_runtime(state)
@@ -169,7 +169,7 @@ class NameMap:
         Returns:
             The text that `from_json` reads.
 
-        Example:
+        Examples:
             >>> Path("names.json").write_text(names.to_json())
         """
         return json.dumps(
@@ -197,7 +197,7 @@ class NameMap:
         Raises:
             NameMapError: the text is not a map.
 
-        Example:
+        Examples:
             >>> names = modelstate.serve.NameMap.from_json(Path("names.json").read_text())
         """
         try:
@@ -234,7 +234,7 @@ class NameMap:
         Returns:
             None where the name does not change or is ambiguous.
 
-        Example:
+        Examples:
             >>> names.rename("layers.0.weight")
             'layers.0.layer.weight'
         """
@@ -250,7 +250,7 @@ class NameMap:
         Raises:
             NameMapError: nothing tells which kind of names the entries have.
 
-        Example:
+        Examples:
             >>> live.swap("checkpoint.pt", rules=[names])
         """
         before, renamed = course.entries, dict[str, Entry]()

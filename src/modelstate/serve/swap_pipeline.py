@@ -68,7 +68,7 @@ def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
 class SwapReport:
     """The result of `Live.swap`. Printing it shows the versions, sizes and times.
 
-    Example:
+    Examples:
         >>> report = live.swap("step-2000.safetensors")
         >>> report.version, report.previous
         (2, 1)

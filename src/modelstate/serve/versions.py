@@ -197,7 +197,7 @@ class Pin:
     Attributes:
         id: the id of the version.
 
-    Example:
+    Examples:
         >>> with live.pin() as version:
         ...     first = version(x)
         ...     second = version.generate(first)
@@ -232,7 +232,7 @@ class Pin:
             OptionError: every `nn.Module` has the method; it changes the module or exposes its weights.
             LiveTargetError: the target is an exported program or a compiled package.
 
-        Example:
+        Examples:
             >>> with live.pin() as version:
             ...     ids = version.method("generate")(prompt)
         """
@@ -273,7 +273,7 @@ class Pin:
 class Method:
     """A method of the module that serves: the value of `Live.method`. Each call uses one version from start to end.
 
-    Example:
+    Examples:
         >>> generate = live.method("generate")
         >>> ids = generate(prompt)
     """

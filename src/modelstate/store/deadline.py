@@ -54,7 +54,7 @@ class Deadline:
     Raises:
         OptionError: An argument cannot be used.
 
-    Example:
+    Examples:
         >>> with ms.Deadline(hours=4) as deadline:
         ...     for step in range(1000):
         ...         train_step()
@@ -148,7 +148,7 @@ class Deadline:
         Raises:
             OptionError: It is not a number from 0.
 
-        Example:
+        Examples:
             >>> deadline.saved(store.save(1000, objects).seconds)
         """
         self._longest_save = max(self._longest_save or 0.0, _checked_seconds(seconds))
@@ -162,7 +162,7 @@ class Deadline:
         Raises:
             OptionError: It is not a number from 0.
 
-        Example:
+        Examples:
             >>> deadline.stepped(2.5)
         """
         self._longest_step = max(self._longest_step, _checked_seconds(seconds))

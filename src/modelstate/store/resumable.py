@@ -137,7 +137,7 @@ class Resumable:
         metrics: a dict of numbers that are saved with each checkpoint.
         store: the `Store` that the loop saves to.
 
-    Example:
+    Examples:
         >>> loop = ms.resumable("checkpoints", {"model": model}, steps=1000, save_every=100)
         >>> for step in loop:
         ...     loop.metrics["loss"] = train_step()
@@ -297,7 +297,7 @@ class Resumable:
         Returns:
             False also where only some of the objects are the loop's.
 
-        Example:
+        Examples:
             >>> loop.has_all({"model": model})
             True
         """
@@ -312,7 +312,7 @@ class Resumable:
         Returns:
             False also where a generator between them asked for the step.
 
-        Example:
+        Examples:
             >>> loop.is_in_step()
             True
         """
@@ -455,7 +455,7 @@ def resumable(
     error, or a directory that does not exist any more, in a save that the loop does not wait for is a
     `SaveFailedWarning`, and the next save writes everything.
 
-    Example:
+    Examples:
         >>> objects = {"model": model, "optimizer": optimizer, "rng": ms.RNG()}
         >>> for step in ms.resumable("checkpoints", objects, steps=1000, save_every=100, keep=3):
         ...     train_step()

@@ -46,7 +46,7 @@ class CheckpointInfo:
 
     Raises `OptionError` for a step, a time or metrics of another type.
 
-    Example:
+    Examples:
         >>> info = store.infos()[-1]
         >>> info.step, info.metrics, info.intact
         (1000, {'loss': 0.3}, True)
@@ -138,7 +138,7 @@ class Keep:
     Raises:
         OptionError: A rule cannot be used, or there is none.
 
-    Example:
+    Examples:
         >>> store = ms.Store("checkpoints", keep=ms.Keep(last=3, best=2, metric="loss"))
     """
 

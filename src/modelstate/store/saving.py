@@ -51,7 +51,7 @@ from modelstate.text_format import size
 class SavedStep:
     """A checkpoint that is complete and durable: the result of `Store.save`.
 
-    Example:
+    Examples:
         >>> saved = store.save(1000, {"model": model})
         >>> saved.step, saved.pruned
         (1000, ())
@@ -84,7 +84,7 @@ class PendingSave(BackgroundTask[SavedStep]):
         step: the number of the checkpoint.
         staging_bytes: the memory that the state was copied to.
 
-    Example:
+    Examples:
         >>> pending = store.save(1000, {"model": model}, background=True)
         >>> pending.result().step
         1000

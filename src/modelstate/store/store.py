@@ -87,7 +87,7 @@ _ALONE = Agreement((), TIMEOUT_SECONDS)
 class RestoredStep(Restored):
     """The result of `Store.restore`: a mapping from names to the plain values that were asked for, and the step.
 
-    Example:
+    Examples:
         >>> restored = store.restore({"model": model, "epoch": 0})
         >>> restored.step, restored["epoch"]
         (3000, 3)
@@ -125,7 +125,7 @@ class Store(Shown):
         SaveTargetError: The path cannot be a directory.
         OptionError: An option cannot be used.
 
-    Example:
+    Examples:
         >>> with ms.Store("checkpoints", keep=3) as store:
         ...     saved = store.save(1000, {"model": model, "optimizer": optimizer})
         ...     restored = store.restore({"model": model, "optimizer": optimizer})
@@ -240,7 +240,7 @@ class Store(Shown):
 
         The error of an earlier save in the background is raised too. No earlier checkpoint is changed by an error.
 
-        Example:
+        Examples:
             >>> store.save(1000, {"model": model, "optimizer": optimizer}, metrics={"loss": 0.3})
         """
         begin_seconds = time.perf_counter()
@@ -292,7 +292,7 @@ class Store(Shown):
         Raises:
             ModelStateError: The error that `save` would raise.
 
-        Example:
+        Examples:
             >>> store = ms.Store("checkpoints")
             >>> store.check({"model": model, "optimizer": optimizer})
         """
@@ -328,7 +328,7 @@ class Store(Shown):
         Raises:
             ModelStateError: The error that `save` would raise for the objects.
 
-        Example:
+        Examples:
             >>> store.check_state({"model": model})
             440
         """
@@ -349,7 +349,7 @@ class Store(Shown):
 
         The error of the save in the background is raised too, once.
 
-        Example:
+        Examples:
             >>> pending = store.save(1000, {"model": model}, background=True)
             >>> store.wait()
         """
@@ -535,7 +535,7 @@ class Store(Shown):
 
         It raises what `modelstate.restore` raises, and the error of a save in the background.
 
-        Example:
+        Examples:
             >>> restored = store.restore({"model": model, "optimizer": optimizer})
             >>> restored.step
             1000
@@ -593,7 +593,7 @@ class Store(Shown):
             DamagedCheckpointError: The checkpoint is not what was saved, or is of another store or step.
             NewerManifestError: A newer version of modelstate wrote it.
 
-        Example:
+        Examples:
             >>> ms.load(model, store.open("model", 1000))
         """
         self.wait()
@@ -645,7 +645,7 @@ class Store(Shown):
 
         It raises what `modelstate.diff` raises, too.
 
-        Example:
+        Examples:
             >>> store.diff(1000, 2000, only=["model.*"]).is_equal
             False
         """
@@ -667,7 +667,7 @@ class Store(Shown):
         Raises:
             ProcessGroupError: There are DTensors, and no process group of all ranks of their mesh.
 
-        Example:
+        Examples:
             >>> store.agreement(targets, "Store.save").is_collective
             False
         """
@@ -678,7 +678,7 @@ class Store(Shown):
     def steps(self) -> tuple[int, ...]:
         """Returns the steps of all checkpoints that are whole, as far as is known without reading them, in order.
 
-        Example:
+        Examples:
             >>> store.steps()
             (1000, 2000)
         """
@@ -689,7 +689,7 @@ class Store(Shown):
 
         It is the highest step, unless training has gone back to an earlier one and on from there.
 
-        Example:
+        Examples:
             >>> store.latest()
             2000
         """
@@ -702,7 +702,7 @@ class Store(Shown):
             by_age: False orders them by step; True by the time of saving, where one that cannot be used follows the
                 step before it.
 
-        Example:
+        Examples:
             >>> [info.step for info in store.infos() if info.intact]
             [1000, 2000]
         """
@@ -721,7 +721,7 @@ class Store(Shown):
         Raises:
             StepNotFoundError: There is no such step.
 
-        Example:
+        Examples:
             >>> damaged = {step: problem for step, problem in store.verify().items() if problem}
         """
         self.wait()
@@ -754,7 +754,7 @@ class Store(Shown):
             OptionError: The rules cannot be used, or no checkpoint has their metric.
             WriteFailedError: An I/O error, after which the other checkpoints are still there.
 
-        Example:
+        Examples:
             >>> store.prune(keep=2, dry_run=True)
             (1000,)
         """
@@ -778,7 +778,7 @@ class Store(Shown):
             StepNotFoundError: There is no such checkpoint.
             LockedError: Another process writes to the store.
 
-        Example:
+        Examples:
             >>> store.pin(1000)
         """
         self._set_pin(step, True)
@@ -793,7 +793,7 @@ class Store(Shown):
             StepNotFoundError: There is no such checkpoint.
             LockedError: Another process writes to the store.
 
-        Example:
+        Examples:
             >>> store.unpin(1000)
         """
         self._set_pin(step, False)
@@ -874,7 +874,7 @@ class Store(Shown):
 
         Raises the error of the save in the background. A store that is closed can be used again.
 
-        Example:
+        Examples:
             >>> store.close()
         """
         try:

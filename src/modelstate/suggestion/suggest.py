@@ -43,7 +43,7 @@ _SHOWN = 12
 class Suggestion(list[Rule], Shown):
     """A list of suggested rules. Printing it shows the Python code that makes them, and what stays open.
 
-    Example:
+    Examples:
         >>> suggestion = ms.suggest(model, path)
         >>> if suggestion.complete:
         ...     ms.load(model, path, rules=suggestion)
@@ -184,7 +184,7 @@ def suggest(
         KeyNotFoundError: The source has no part `key`.
         OptionError: `model` is not a module.
 
-    Example:
+    Examples:
         >>> suggestion = ms.suggest(model, "other_names.safetensors")
         >>> print(suggestion)
         >>> ms.load(model, "other_names.safetensors", rules=suggestion)

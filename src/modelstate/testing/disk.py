@@ -236,7 +236,7 @@ def lossy_disk(directory: str | os.PathLike[str]) -> Iterator[LossyDisk]:
     Args:
         directory: the directory to record.
 
-    Example:
+    Examples:
         >>> with modelstate.testing.lossy_disk(folder) as disk:
         ...     modelstate.save(model, folder / "model.safetensors")
         >>> for point in range(len(disk.calls) + 1):

@@ -110,7 +110,7 @@ def faulty_reads(
     Raises:
         OptionError: An argument cannot be used.
 
-    Example:
+    Examples:
         >>> with modelstate.testing.faulty_reads(at=3, error=OSError(errno.EIO, "bad sector")) as faults:
         ...     modelstate.load(model, path)
     """
@@ -147,7 +147,7 @@ def faulty_writes(
     Raises:
         OptionError: An argument cannot be used.
 
-    Example:
+    Examples:
         >>> with modelstate.testing.faulty_writes(at=5, error=OSError(errno.ENOSPC, "disk full")):
         ...     modelstate.save(model, path)
     """

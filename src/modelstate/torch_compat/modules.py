@@ -188,7 +188,7 @@ def without_state_dict_hooks(module: nn.Module) -> Iterator[None]:
     Raises:
         Exception: Only exceptions of the block are passed on.
 
-    Example:
+    Examples:
         >>> with without_state_dict_hooks(module):
         ...     state = module.state_dict()
     """

@@ -62,7 +62,7 @@ class Overrides:
         methods: the methods.
         holds: returns whether they are also replaced while no thread uses them. Call `update` when it changes.
 
-    Example:
+    Examples:
         >>> overrides = Overrides(MethodOverride(torch.nn.Module, "_apply", function))
         >>> with overrides.used():
         ...     module.to(torch.bfloat16)

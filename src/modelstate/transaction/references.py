@@ -88,7 +88,7 @@ def identity(module: nn.Module, optimizers: Iterable[torch.optim.Optimizer] = ()
     Raises:
         AttributeError: `module` is not a module, or an item of `optimizers` has no `param_groups`.
 
-    Example:
+    Examples:
         >>> before = modelstate.identity(model, [optimizer])
         >>> model.bfloat16()
         >>> print(before.differences(modelstate.identity(model, [optimizer])))

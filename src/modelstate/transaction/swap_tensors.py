@@ -207,7 +207,7 @@ def swap_tensors(a: torch.Tensor, b: torch.Tensor) -> None:
             and reducers of distributed training would keep using the old tensor; the error names them and where Python
             refers to them.
 
-    Example:
+    Examples:
         >>> modelstate.swap_tensors(model.weight, nn.Parameter(torch.zeros(2, 2)))
     """
     for tensor in (a, b):

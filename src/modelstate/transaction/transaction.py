@@ -71,7 +71,7 @@ class Transaction:
     Args:
         root: The model, or a container of several models. Model code may change every object that it refers to.
 
-    Example:
+    Examples:
         >>> with exclusive(model), Transaction(model) as transaction:
         ...     transaction.add(write)
         ...     transaction.commit()
