@@ -150,6 +150,7 @@ def test_the_reference_has_each_public_name_once() -> None:
     listed = [
         name
         for page in (ROOT / "docs" / "reference").glob("*.md")
+        if page.name != "integrations.md"  # other libraries would be imported
         for name in re.findall(r"^::: modelstate\.([\w.]+)$", page.read_text(), re.MULTILINE)
     ]
     rooms = {path.parent.name for path in (ROOT / "src" / "modelstate").glob("*/__init__.py")}
