@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import sys
 from base64 import b64encode
 from hashlib import sha256
 from pathlib import Path
@@ -65,6 +66,20 @@ def test_a_heat_map_has_a_cell_for_each_layer() -> None:
     cells = [box for box in chart.boxes if box.css in ("cell", "heat")]
     assert [box.title for box in cells] == ["layers.0.w: 0", "layers.1.w: 0.001", "layers.2.w: inf"]
     assert [box.opacity for box in cells] == [None, 1.0, 1.0]
+
+
+def test_a_frame_has_the_rows_of_the_page() -> None:
+    frame = ms.diff({"w": torch.ones(4), "a": torch.ones(2)}, {"w": torch.zeros(4), "b": torch.ones(3)}).to_frame()
+    rows = dict(zip(frame.Name, frame.Status, strict=True))
+    assert rows == {"w": "changed", "a": "removed", "b": "added"}
+    assert frame.set_index("Name").Bytes["w"] == 32
+    assert math.isnan(frame.set_index("Name").Changed["a"])
+
+
+def test_without_pandas_the_error_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    with pytest.raises(ms.errors.PackageError, match="pip install pandas"):
+        ms.inspect({"w": torch.ones(2)}).to_frame()
 
 
 def test_values_that_json_lacks_are_text() -> None:

@@ -15,9 +15,13 @@ from functools import cache
 from hashlib import sha256
 from html import escape
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from modelstate.errors import PackageError
 from modelstate.text_format import printable, shorten, size
+
+if TYPE_CHECKING:
+    import pandas
 
 Cell = str | int | float | None
 
@@ -152,6 +156,29 @@ class Shown:
             >>> _ = pathlib.Path("checkpoint.html").write_text(modelstate.inspect({"w": torch.ones(2)}).to_html())
         """
         return self._page().to_html()
+
+    def to_frame(self) -> "pandas.DataFrame":
+        """Returns the table of the page as a pandas DataFrame: a row for each tensor, step or checkpoint.
+
+        Sizes are in bytes. What a row does not have is None or NaN.
+
+        Raises:
+            PackageError: pandas is not installed.
+
+        Examples:
+            >>> frame = modelstate.inspect({"w": torch.ones(2), "b": torch.ones(1)}).to_frame()
+            >>> frame.sort_values("Bytes").Name.tolist()
+            ['b', 'w']
+        """
+        try:
+            import pandas
+        except ImportError as error:
+            raise PackageError("to_frame() needs pandas", remedy="pip install pandas") from error
+        page = self._page()
+        width = len(page.columns)
+        return pandas.DataFrame(
+            [_filled(row, width) for row in page.rows], columns=[title for title, _ in page.columns]
+        )
 
     def _repr_html_(self) -> str:
         return self._page().fragment()
