@@ -592,6 +592,8 @@ def test_other_long_calls_have_a_progress_bar(tmp_path: Path, capfd: pytest.Capt
         "verifying": lambda progress: ms.verify(tmp_path / "a.safetensors", progress=progress),
         "comparing": lambda progress: ms.diff(tmp_path / "a.safetensors", other, progress=progress),
         "reading": lambda progress: ms.inspect(tmp_path / "a.safetensors").stats(progress=progress),
+        "writing": lambda progress: ms.save(other, tmp_path / "b.safetensors", progress=progress),
+        "wri": lambda progress: ms.convert_checkpoint(tmp_path / "a.safetensors", tmp_path / "c.pt", progress=progress),
     }
     for what, call in calls.items():
         for quiet in (None, False):  # a pipe is quiet

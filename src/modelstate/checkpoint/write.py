@@ -17,6 +17,7 @@ from modelstate.checkpoint.checkpoint import Checkpoint
 from modelstate.checkpoint.combine import is_plain
 from modelstate.errors import KeyNotFoundError, OptionError, SaveTargetError, SourceTypeError
 from modelstate.formats.block_writer import LazyTensor, OnCast, lazy_tensor, storages_of, threads_within, whole
+from modelstate.formats.safetensors import nbytes_of
 from modelstate.formats.serialize import serialize
 from modelstate.formats.sharded import INDEX_SUFFIX, LocalWriter, Writer, write_checkpoint
 from modelstate.formats.torch_zip import write_torch_file
@@ -24,6 +25,7 @@ from modelstate.formats.tree import empty_like, is_container, leaves, rebuild, s
 from modelstate.io.atomic import LOCK_TIMEOUT_SECONDS
 from modelstate.io.engine import read_ranges
 from modelstate.io.files import local_path
+from modelstate.progress import progress_bar
 from modelstate.spec import Encoded, Refused, Stored, bytes_key
 from modelstate.text_format import size
 from modelstate.torch_compat.dtypes import Overflows
@@ -252,34 +254,40 @@ def write_state(
     max_memory_bytes: int | None = None,
     lock_timeout_seconds: float = LOCK_TIMEOUT_SECONDS,
     writer: Writer | None = None,
+    progress: bool | None = False,
 ) -> SaveReport:
     """Writes a state whose options have been checked. Raises what `save` raises, and `MemoryBudgetError`.
 
     All ranks of a `writer` write it together.
     """
     if format == "torch":
-        files = write_torch_file(
-            source.state,
-            where,
-            overwrite=overwrite,
-            max_memory_bytes=max_memory_bytes,
-            lock_timeout_seconds=lock_timeout_seconds,
-        )
-        tensors = sum(isinstance(leaf, torch.Tensor | LazyTensor) for _, leaf in leaves(source.state))
+        written = [leaf for _, leaf in leaves(source.state) if isinstance(leaf, torch.Tensor | LazyTensor)]
+        with progress_bar(progress, sum(map(nbytes_of, written)), "writing") as advance:
+            files = write_torch_file(
+                source.state,
+                where,
+                overwrite=overwrite,
+                max_memory_bytes=max_memory_bytes,
+                lock_timeout_seconds=lock_timeout_seconds,
+                on_written=advance,
+            )
+        tensors = len(written)
     else:
         with writer.planning() if writer else nullcontext():
             of_shard = writer.of_shard if writer else None
             serialized = serialize(source.state, where, source.attached, of_shard=of_shard)
-        files = write_checkpoint(
-            serialized,
-            where,
-            schema=source.schema,
-            shard_bytes=shard_bytes,
-            overwrite=overwrite,
-            writer=writer or LocalWriter(threads_within(serialized.tensors, max_memory_bytes, where)),
-            metadata=source.metadata,
-            lock_timeout_seconds=lock_timeout_seconds,
-        )
+        with progress_bar(progress, sum(map(nbytes_of, serialized.tensors.values())), "writing") as advance:
+            threads = threads_within(serialized.tensors, max_memory_bytes, where)
+            files = write_checkpoint(
+                serialized,
+                where,
+                schema=source.schema,
+                shard_bytes=shard_bytes,
+                overwrite=overwrite,
+                writer=writer or LocalWriter(threads, on_written=advance),
+                metadata=source.metadata,
+                lock_timeout_seconds=lock_timeout_seconds,
+            )
         tensors = serialized.names
     notes = (*source.notes, *source.overflows.notes())
     return SaveReport(where, tuple(files), tensors, sum(files.values()), perf_counter() - begin, notes)

@@ -49,6 +49,7 @@ def convert_checkpoint(
     format: str | None = None,
     shard_size_bytes: int | None = None,
     max_memory_bytes: int | None = None,
+    progress: bool | None = None,
     overwrite: bool = True,
     lock_timeout_seconds: float = LOCK_TIMEOUT_SECONDS,
 ) -> SaveReport:
@@ -73,6 +74,7 @@ def convert_checkpoint(
             the format. For a file of `torch.save` the tensors are put into a file beside the path first, which takes
             as much room on the disk again.
         max_memory_bytes: the most memory that tensors may take at once. If it is small, fewer threads work.
+        progress: whether to show a progress bar. None shows one on a terminal after half a second.
 
     Returns:
         A report of what was written.
@@ -112,6 +114,7 @@ def convert_checkpoint(
         overwrite=overwrite,
         max_memory_bytes=max_memory_bytes,
         lock_timeout_seconds=lock_timeout_seconds,
+        progress=progress,
     )
 
 

@@ -274,6 +274,7 @@ def write_blocks(
     start: int | Sequence[int],
     tensors: Sequence[torch.Tensor | LazyTensor],
     threads: int | None = None,
+    on_written: Callable[[int], None] = lambda _: None,
 ) -> list[str]:
     """Writes the elements of each tensor, in their order.
 
@@ -285,6 +286,8 @@ def write_blocks(
         start: The offset of the first tensor, which the others follow one behind the other; or that of each tensor.
         tensors: The tensors.
         threads: The number of threads; by default one for each processor, up to 8.
+        on_written: Called with numbers of bytes that were written, by one thread at a time; may raise to end the
+            write.
 
     Returns:
         The digest of each tensor: the concatenated hexadecimal digests of its blocks.
@@ -311,7 +314,14 @@ def write_blocks(
 
     starts = [*accumulate(map(_nbytes, tensors), initial=start)][:-1] if isinstance(start, int) else start
     jobs = _jobs(starts, tensors)
-    for_each(jobs, worker, min(threads or read_threads(), len(jobs)), with_torch=True)
+
+    def on_done(job: _Job | _LazyJob, _: float) -> None:
+        if isinstance(job, _Job):
+            on_written(job.nbytes)
+        else:
+            on_written((job.end - job.first) * tensors[job.number].itemsize)
+
+    for_each(jobs, worker, min(threads or read_threads(), len(jobs)), on_done, with_torch=True)
     return ["".join(blocks) for blocks in digests]
 
 

@@ -527,13 +527,17 @@ class Written:
     """A digest of the whole file."""
 
 
-def write(output: Output, planned: Layout, threads: int | None = None) -> Written:
-    """Writes the file. The caller syncs it."""
+def write(
+    output: Output, planned: Layout, threads: int | None = None, on_written: Callable[[int], None] = lambda _: None
+) -> Written:
+    """Writes the file, and calls `on_written` with numbers of bytes of tensors. The caller syncs it."""
     from modelstate.formats.block_writer import past_page_cache, write_blocks
 
     output.reserve(planned.nbytes)
     with past_page_cache(output, planned.nbytes) as file:
-        hashes = write_blocks(file, planned.header_bytes, [tensor for _, tensor in planned.tensors], threads)
+        hashes = write_blocks(
+            file, planned.header_bytes, [tensor for _, tensor in planned.tensors], threads, on_written
+        )
     return write_header(output, planned, hashes)
 
 

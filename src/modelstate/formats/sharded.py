@@ -479,6 +479,8 @@ class LocalWriter:
 
     threads: int | None = None
     of_shard: OfShard | None = None
+    on_written: Callable[[int], None] = lambda _: None
+    """Called with numbers of bytes of tensors that were written."""
 
     def planning(self) -> AbstractContextManager[None]:
         return nullcontext()
@@ -489,7 +491,7 @@ class LocalWriter:
         written = []
         with closing(outputs()) as opened:
             for planned, output in zip(layouts, opened, strict=True):
-                written.append(write_tensors(output, planned, self.threads))
+                written.append(write_tensors(output, planned, self.threads, self.on_written))
         return written
 
     def commit(self, put: Callable[[], Files]) -> Files:

@@ -7,7 +7,7 @@ nothing has changed.
 import io
 import mmap
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -231,10 +231,12 @@ def write_torch_file(
     overwrite: bool,
     max_memory_bytes: int | None = None,
     lock_timeout_seconds: float = LOCK_TIMEOUT_SECONDS,
+    on_written: Callable[[int], None] = lambda _: None,
 ) -> dict[str, int]:
     """Saves a state with `torch.save`, and returns the path of the file and its size.
 
-    Lazy tensors are written to a temporary file first, which is mapped, so that they need no memory.
+    Lazy tensors are written to a temporary file first, which is mapped, so that they need no memory; `on_written` is
+    called with numbers of their bytes.
 
     Raises:
         UnsavableError: A value cannot be pickled, or `torch.load(weights_only=True)` does not read it.
@@ -243,7 +245,7 @@ def write_torch_file(
     Also raises what `write_file` raises.
     """
     _check_tensors(state, path)
-    with _without_lazy_tensors(state, path, max_memory_bytes, lock_timeout_seconds) as complete:
+    with _without_lazy_tensors(state, path, max_memory_bytes, lock_timeout_seconds, on_written) as complete:
         return write_file(
             path,
             lambda output: _save(complete, output, path),
@@ -321,7 +323,11 @@ def _values_in(node: object, name: str = "") -> Iterator[tuple[str, object]]:
 
 @contextmanager
 def _without_lazy_tensors(
-    state: Mapping[object, object], path: str, max_memory_bytes: int | None, lock_timeout_seconds: float
+    state: Mapping[object, object],
+    path: str,
+    max_memory_bytes: int | None,
+    lock_timeout_seconds: float,
+    on_written: Callable[[int], None],
 ) -> Iterator[Mapping[object, object]]:
     """Yields the state with tensors that are mapped from a temporary file in place of the lazy tensors.
 
@@ -344,7 +350,7 @@ def _without_lazy_tensors(
     # Only this process reads the file.
     with write_errors(path), unfinished_file(path, 0o600, lock_timeout_seconds) as output:
         output.reserve(end)
-        write_blocks(output, 0, [tensor for _, tensor in ordered], threads)
+        write_blocks(output, 0, [tensor for _, tensor in ordered], threads, on_written)
         memory = mmap.mmap(output.descriptor, end, mmap.MAP_PRIVATE) if end else b""
         system.unlink(output.path)
         output.is_synced = True  # the file is not needed after a crash

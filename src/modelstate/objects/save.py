@@ -36,6 +36,7 @@ def save(
     schema: str | None = None,
     overwrite: bool = True,
     lock_timeout_seconds: float = LOCK_TIMEOUT_SECONDS,
+    progress: bool | None = None,
     process_group: "dist.ProcessGroup | None" = None,
     timeout_seconds: float = TIMEOUT_SECONDS,
 ) -> SaveReport:
@@ -64,6 +65,8 @@ def save(
         schema: a name, not empty, for the naming scheme of the state; it comes back in `Checkpoint.metadata`.
         overwrite: whether an existing checkpoint may be replaced.
         lock_timeout_seconds: how long to wait for the lock of the directory, by which processes that save take turns.
+        progress: whether to show a progress bar, which a save on one rank has. None shows one on a terminal after half
+            a second.
         process_group: the ranks that save together, where the target has DTensors. None stands for the ranks of their
             mesh.
         timeout_seconds: how long a rank waits for the other ranks.
@@ -114,6 +117,7 @@ def save(
         overwrite=overwrite,
         lock_timeout_seconds=lock_timeout_seconds,
         writer=CollectiveWriter(agreement, where) if agreement.ranks else None,
+        progress=progress if not agreement.ranks else False,
     )
 
 
