@@ -10,6 +10,7 @@ from torch.nn.utils.prune import l1_unstructured
 from torch.overrides import TorchFunctionMode
 
 import modelstate as ms
+from modelstate.loading import staging
 
 
 class Rotary(nn.Module):
@@ -224,6 +225,19 @@ def test_a_load_under_inference_mode_can_be_trained_afterwards(tmp_path: Any) ->
         optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
         module(torch.ones(1, 3, dtype=module.weight.dtype)).sum().backward()
         optimizer.step()
+
+
+@pytest.mark.parametrize("in_place", [None, True, False])
+def test_columns_of_a_matrix_are_loaded_under_inference_mode(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch, in_place: bool | None
+) -> None:
+    monkeypatch.setattr(staging, "_LEAST_LEASED_BYTES", 0)
+    columns = torch.randn(32, 64)[:, :32]  # so few that the thread of the caller reads them
+    torch.save({"weight": columns}, tmp_path / "x.pt")
+    module = nn.Linear(32, 32, bias=False)
+    with torch.inference_mode():
+        ms.load(module, tmp_path / "x.pt", in_place=in_place)
+    assert torch.equal(module.weight, columns)
 
 
 @pytest.mark.parametrize("default", ["meta", "cpu"])

@@ -584,9 +584,9 @@ def _read_rows(file: RangeFile, rows: Rows, buffer: memoryview | None) -> None:
     span = (rows.count - 1) * rows.file_step + nbytes
     read_fully(file, [buffer[:span]], start, span)
     memory = memory_at(rows.address, (rows.count - 1) * rows.memory_step + nbytes)
-    target, source = (torch.frombuffer(view, dtype=torch.uint8) for view in (memory, buffer))
     shape = (rows.count, nbytes)
-    with torch.inference_mode(False), torch.no_grad():
+    with torch.inference_mode(False), torch.no_grad():  # also for `frombuffer`: an inference tensor is read-only here
+        target, source = (torch.frombuffer(view, dtype=torch.uint8) for view in (memory, buffer))
         target.as_strided(shape, (rows.memory_step, 1)).copy_(source.as_strided(shape, (rows.file_step, 1)))
 
 
