@@ -2,9 +2,12 @@
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -235,3 +238,29 @@ def test_every_rank_has_the_texts_of_all(ranks: Ranks) -> None:
 def test_threads_vote_on_channels_of_their_own(ranks: Ranks) -> None:
     expected = [f"{where} {rank}" for where in ("main", "thread") for rank in range(4)]
     assert ranks.values(on_two_channels) == [expected] * 4
+
+
+VOTE_AND_END = """
+import atexit, os, sys
+
+def count_threads_of_gloo():
+    names = [open(f"/proc/self/task/{task}/comm").read() for task in os.listdir("/proc/self/task")]
+    os.write(1, b"%d\\n" % sum("gloo" in name for name in names))
+
+atexit.register(count_threads_of_gloo)  # first, so that it runs last
+import torch.distributed as dist
+from modelstate.distributed.agreement import Agreement
+
+other = os.fork()
+dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}", rank=int(other == 0), world_size=2)
+with Agreement((0, 1), 20).phase("the last vote"):
+    pass
+dist.destroy_process_group()
+"""
+
+
+def test_no_thread_of_gloo_is_left_when_the_interpreter_ends(tmp_path: Path) -> None:
+    # Such a thread may have a tensor, and aborts the process where it releases it at that moment.
+    command = [sys.executable, "-c", VOTE_AND_END, str(tmp_path / "store")]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert ended.stdout.split() == ["0", "0"]

@@ -13,6 +13,7 @@ CPU tensors, and a rank that comes too late breaks these connections and no othe
 in another thread, as of a save in the background, have a channel of their own, with its own connections.
 """
 
+import atexit
 import json
 import sys
 import time
@@ -581,6 +582,9 @@ def _without_frames(error: BaseException) -> Exception:
 
 _made: dict[tuple[tuple[int, ...], str], _Connections] = {}
 """The connections by their ranks and channel."""
+# A thread of gloo may still hold a tensor of the last vote. Where it releases it while the interpreter ends, the
+# process aborts. The end of the connections waits for their threads.
+atexit.register(_made.clear)
 
 
 def _connections(ranks: tuple[int, ...], timeout_seconds: float, channel: str = "") -> _Connections:
