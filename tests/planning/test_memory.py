@@ -53,3 +53,18 @@ def test_a_budget_is_kept_or_refused_with_the_least_that_is_enough(
         assert peak(least) <= least
         with pytest.raises(MemoryBudgetError):
             peak(least - 1)
+
+
+class Labelled(nn.Parameter):
+    """A class of parameters without behaviour of its own."""
+
+
+def test_a_read_in_place_of_a_class_of_parameters_counts_its_buffer(tmp_path: Path) -> None:
+    save_file({"weight": torch.randn(300, 200)}, tmp_path / "x.safetensors")
+    module = nn.Module()
+    module.weight = Labelled(torch.zeros(300, 200))
+    planned = ms.plan(module, tmp_path / "x.safetensors", in_place=True)
+    report = ms.load(module, tmp_path / "x.safetensors", in_place=True)
+    assert report.peak_memory_bytes == planned.extra_bytes == 240_000
+    with pytest.raises(MemoryBudgetError):
+        ms.load(module, tmp_path / "x.safetensors", in_place=True, max_memory_bytes=1000)

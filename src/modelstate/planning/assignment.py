@@ -18,7 +18,7 @@ from modelstate.planning.transforms import Bound, Transform
 from modelstate.rules.expression import Derived, PlacedTensor, Source, placed_tensors
 from modelstate.spec import ByteRange, Combined, StoredComposite, StoredTensor, contiguous_stride, overlapping
 from modelstate.torch_compat.dtypes import Overflows, nonfinite
-from modelstate.torch_compat.plain import has_its_memory, is_dense, is_plain
+from modelstate.torch_compat.plain import has_its_memory, is_dense, is_plain, is_plain_memory
 from modelstate.torch_compat.private import payload_of, storage_id, storage_owners
 
 COPYABLE = frozenset(
@@ -342,6 +342,8 @@ class Assignment:
         if self.placement.mapped or isinstance(self.stored, torch.Tensor):
             return False
         changes = self.value.dtype != self.dtype or self.remake is not None or self.own_stride is not None
+        # A read for `in_place=True` goes straight to plain memory only.
+        changes = changes or (self.placement == DIRECT and not is_plain_memory(self.param))
         return changes or not self.on_cpu or not self.is_read_into_place
 
     @property
