@@ -9,14 +9,17 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
 from torch import nn
 
 from modelstate import errors
+from modelstate.distributed import agreement as agreement_module
 from modelstate.distributed.agreement import Agreement, Digest, agreement_of
 from modelstate.problems import Missing, WrongShape, plan_error
+from modelstate.torch_compat import sharding
 from tests.distributed import models
 from tests.distributed.ranks import Outcome, Ranks
 
@@ -257,6 +260,29 @@ with Agreement((0, 1), 20).phase("the last vote"):
     pass
 dist.destroy_process_group()
 """
+
+
+def abandoned_without_a_sign() -> str:
+    """Rank 2 abandons the connections and keeps them open, as gloo does where it misses that a rank has died."""
+    ranks = agreement(timeout_seconds=60)
+    with ranks.phase("planning"):
+        pass
+    with mock.patch.object(sharding, "CHECK_SECONDS", 0.2):
+        if dist.get_rank() == 2:
+            connections = agreement_module._made.pop((ranks.ranks, ""))
+            group = connections._group
+            connections.abandon()
+            time.sleep(2)
+            del group
+            return "abandoned"
+        with pytest.raises(errors.RankLostError, match="abandoned the connections"), ranks.phase("reading"):
+            pass
+    return "ended"
+
+
+def test_ranks_that_wait_notice_connections_that_another_one_has_abandoned(ranks: Ranks) -> None:
+    assert ranks.values(abandoned_without_a_sign) == ["ended", "ended", "abandoned", "ended"]
+    assert ranks.values(good) == [["committed"] * 5] * 4
 
 
 def test_no_thread_of_gloo_is_left_when_the_interpreter_ends(tmp_path: Path) -> None:

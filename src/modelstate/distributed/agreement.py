@@ -450,7 +450,7 @@ def agreement_of(
     ordered = tuple(sorted(ranks))
     for of_ranks, channel in [key for key in _made if key[0] == ordered]:
         known = _made[of_ranks, channel]
-        if known.store is default_store() and known.is_abandoned:
+        if known.store is default_store() and known.is_abandoned():
             del _made[of_ranks, channel]  # this rank did not take part when the others gave them up
     return Agreement(ordered, timeout_seconds, call=call)
 
@@ -523,7 +523,7 @@ class _Connections:
     def maximum(self, numbers: Sequence[int], timeout_seconds: float) -> list[int]:
         """Returns the largest of the numbers of all ranks, for each place. Raises what torch raises."""
         tensor = torch.tensor(numbers, dtype=torch.int64)
-        all_reduce_maximum(self._group, tensor, timeout_seconds)
+        all_reduce_maximum(self._group, tensor, timeout_seconds, self.is_abandoned)
         return [int(number) for number in tensor.tolist()]
 
     def gathered(self, text: bytes, longest: int, timeout_seconds: float) -> list[bytes]:
@@ -532,13 +532,13 @@ class _Connections:
         data = len(text).to_bytes(8, "little") + text
         tensor[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         tensors = [torch.empty_like(tensor) for _ in range(self._size)]
-        all_gather(self._group, tensors, tensor, timeout_seconds)
+        all_gather(self._group, tensors, tensor, timeout_seconds, self.is_abandoned)
         found = [bytes(tensor.tolist()) for tensor in tensors]
         return [data[8 : 8 + int.from_bytes(data[:8], "little")] for data in found]
 
     def broadcast(self, tensor: torch.Tensor, source: int, timeout_seconds: float) -> None:
         """Copies a contiguous tensor from the rank at a position of the group to the others. Raises as torch does."""
-        broadcast(self._group, tensor, source, timeout_seconds)
+        broadcast(self._group, tensor, source, timeout_seconds, self.is_abandoned)
 
     def exchange(
         self,
@@ -549,7 +549,7 @@ class _Connections:
         timeout_seconds: float,
     ) -> None:
         """Sends parts of a tensor to all ranks, and receives theirs. Raises as torch does."""
-        all_to_all(self._group, output, tensor, counts, own_counts, timeout_seconds)
+        all_to_all(self._group, output, tensor, counts, own_counts, timeout_seconds, self.is_abandoned)
 
     def decide(self, commit: bool) -> bool:
         """Proposes whether to commit; returns what the first rank has proposed. Without the store: its own proposal."""
@@ -565,7 +565,6 @@ class _Connections:
         with suppress(Exception):
             self._compare_set("generation", str(self._generation), str(self._generation + 1))
 
-    @property
     def is_abandoned(self) -> bool:
         """Whether another rank has abandoned these connections. Asks the store."""
         return self._compare_set("generation", "", "0") != str(self._generation)

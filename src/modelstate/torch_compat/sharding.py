@@ -1,7 +1,9 @@
 """DTensors from the inside: the split of a dimension by a placement, and the local tensors."""
 
+import ctypes
 import datetime
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
@@ -151,31 +153,59 @@ def gloo_group(store: Any, rank: int, size: int, timeout_seconds: float) -> Any:
     return ProcessGroupGloo(store, rank, size, datetime.timedelta(seconds=timeout_seconds))
 
 
-def all_reduce_maximum(group: Any, tensor: torch.Tensor, timeout_seconds: float) -> None:
+IsAbandoned = Callable[[], bool]
+"""Whether another rank has abandoned the connections of a group. Asked while this rank waits."""
+CHECK_SECONDS = 5.0
+"""The time between two such questions."""
+
+
+def _wait(group: Any, work: Any, timeout_seconds: float, is_abandoned: IsAbandoned) -> None:
+    """Waits for a collective of a group. Raises `RuntimeError` where a rank is missing for too long.
+
+    gloo can miss that the connection to another rank has been closed, and would wait until the timeout.
+    """
+    end = time.monotonic() + timeout_seconds
+    while True:
+        left = end - time.monotonic()
+        try:
+            work.wait(datetime.timedelta(seconds=max(min(left, CHECK_SECONDS), 0.001)))
+            return
+        except RuntimeError:
+            if work.is_completed() or left <= CHECK_SECONDS:
+                raise
+        if is_abandoned():
+            # A thread of the group waits on, and the destructor of the group would wait for the thread.
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+            raise RuntimeError("another rank has abandoned the connections")
+
+
+def all_reduce_maximum(group: Any, tensor: torch.Tensor, timeout_seconds: float, is_abandoned: IsAbandoned) -> None:
     """Replaces each element by the largest of all ranks. Raises `RuntimeError` where a rank is missing for too long."""
     from torch.distributed import AllreduceOptions, ReduceOp
 
     options: Any = AllreduceOptions()
     options.reduceOp, options.timeout = ReduceOp.MAX, datetime.timedelta(seconds=timeout_seconds)
-    group.allreduce([tensor], options).wait(options.timeout)
+    _wait(group, group.allreduce([tensor], options), timeout_seconds, is_abandoned)
 
 
-def all_gather(group: Any, tensors: list[torch.Tensor], tensor: torch.Tensor, timeout_seconds: float) -> None:
+def all_gather(
+    group: Any, tensors: list[torch.Tensor], tensor: torch.Tensor, timeout_seconds: float, is_abandoned: IsAbandoned
+) -> None:
     """Copies the tensors of all ranks. Raises `RuntimeError` where a rank is missing for too long."""
     from torch._C._distributed_c10d import AllgatherOptions
 
     options: Any = AllgatherOptions()
     options.timeout = datetime.timedelta(seconds=timeout_seconds)
-    group.allgather([tensors], [tensor], options).wait(options.timeout)
+    _wait(group, group.allgather([tensors], [tensor], options), timeout_seconds, is_abandoned)
 
 
-def broadcast(group: Any, tensor: torch.Tensor, source: int, timeout_seconds: float) -> None:
+def broadcast(group: Any, tensor: torch.Tensor, source: int, timeout_seconds: float, is_abandoned: IsAbandoned) -> None:
     """Copies a contiguous tensor of one rank of a group to the others. Raises `RuntimeError` as `all_gather` does."""
     from torch.distributed import BroadcastOptions
 
     options: Any = BroadcastOptions()
     options.rootRank, options.timeout = source, datetime.timedelta(seconds=timeout_seconds)
-    group.broadcast([tensor], options).wait(options.timeout)
+    _wait(group, group.broadcast([tensor], options), timeout_seconds, is_abandoned)
 
 
 def all_to_all(
@@ -185,6 +215,7 @@ def all_to_all(
     counts: Sequence[int],
     own_counts: Sequence[int],
     timeout_seconds: float,
+    is_abandoned: IsAbandoned,
 ) -> None:
     """Sends parts of a tensor to the ranks of a group, in their order. Raises `RuntimeError` as `all_gather` does.
 
@@ -195,12 +226,14 @@ def all_to_all(
         counts: The elements that come from each rank.
         own_counts: The elements that go to each rank.
         timeout_seconds: How long to wait for the other ranks.
+        is_abandoned: Whether another rank has abandoned the connections.
     """
     from torch._C._distributed_c10d import AllToAllOptions
 
     options: Any = AllToAllOptions()
     options.timeout = datetime.timedelta(seconds=timeout_seconds)
-    group.alltoall_base(output, tensor, list(counts), list(own_counts), options).wait()
+    work = group.alltoall_base(output, tensor, list(counts), list(own_counts), options)
+    _wait(group, work, timeout_seconds, is_abandoned)
 
 
 # Modules of FSDP2.
