@@ -25,7 +25,7 @@ from modelstate.text_format import size
 Shapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
 VOTES = 6
-"""The phases of a save, each of which ends with one all-reduce."""
+"""The number of phases of a save. Each phase ends with one all-reduce."""
 VOTE_BYTES = 64
 BROADCASTS = 4
 """The first rank tells the others the files that it has created, and what it has committed, each after a length."""
@@ -60,7 +60,7 @@ class SaveCost:
     most_received_bytes: int
     """Of rows that are exchanged, on the rank that receives the most, its own included."""
     rounds: int
-    """Exchanges of rows, in each of which every rank sends to all others."""
+    """The number of exchanges of rows. In an exchange every rank sends to all others."""
     planning_steps: int
     """How often a rank compares a part with a region, for the rows that are exchanged."""
     digest_bytes: int

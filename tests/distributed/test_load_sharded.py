@@ -226,7 +226,7 @@ class BetweenShards(nn.Module):
 
 
 def replicas_between_shards(path: str) -> tuple[bool, bool]:
-    """Whether the values are right that one rank reads for all ranks, and those of which half of them hold nothing."""
+    """Whether the replicas that one rank reads for all are right, and shards that half of the ranks do not have."""
     net, state = BetweenShards(), torch.load(path)
     ms.load(net, path, read_once=True, timeout_seconds=10)
     row = local_tensor(net.row)

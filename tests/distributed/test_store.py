@@ -32,7 +32,7 @@ pytestmark = pytest.mark.slow
 
 
 def plain_objects() -> dict[str, Any]:
-    """A model that all ranks hold whole, and random generators of which each rank has its own."""
+    """A model that is whole on all ranks, and random generators that differ between the ranks."""
     rank = dist.get_rank()
     torch.manual_seed(rank)
     return {

@@ -219,7 +219,7 @@ def test_an_io_error_at_any_request_leaves_what_serves(mode: Any, tmp_path: Path
 
 
 class Odd(nn.Module):
-    """Weights of which none begins where an element of the next dtype would."""
+    """Weights at offsets that are not multiples of the sizes of the next dtype."""
 
     def __init__(self) -> None:
         super().__init__()

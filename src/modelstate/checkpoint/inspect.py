@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from time import perf_counter
 from typing import TYPE_CHECKING
 
-from modelstate.checkpoint.checkpoint import Checkpoint, what_to_verify
+from modelstate.checkpoint.checkpoint import Checkpoint
 from modelstate.checkpoint.open import Source
 from modelstate.checkpoint.open import open as open_checkpoint
 from modelstate.errors import CodecError
@@ -92,8 +92,7 @@ def verify(
     """
     with open_checkpoint(source, key=key, allow=allow, skip_forbidden=skip_forbidden) as checkpoint:
         begin = perf_counter()
-        total_bytes = sum(storage.nbytes for storage in what_to_verify(checkpoint))
-        with progress_bar(progress, total_bytes, "verifying") as advance:
+        with progress_bar(progress, sum(storage.nbytes for storage in checkpoint.checksums), "verifying") as advance:
             nbytes = checkpoint.verify(advance)
         algorithms = tuple(sorted({checksum.algorithm for checksum in checkpoint.checksums.values()}))
         return Verification(

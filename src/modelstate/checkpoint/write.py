@@ -277,14 +277,15 @@ def write_state(
             of_shard = writer.of_shard if writer else None
             serialized = serialize(source.state, where, source.attached, of_shard=of_shard)
         with progress_bar(progress, sum(map(nbytes_of, serialized.tensors.values())), "writing") as advance:
-            threads = threads_within(serialized.tensors, max_memory_bytes, where)
+            if writer is None:
+                writer = LocalWriter(threads_within(serialized.tensors, max_memory_bytes, where), on_written=advance)
             files = write_checkpoint(
                 serialized,
                 where,
                 schema=source.schema,
                 shard_bytes=shard_bytes,
                 overwrite=overwrite,
-                writer=writer or LocalWriter(threads, on_written=advance),
+                writer=writer,
                 metadata=source.metadata,
                 lock_timeout_seconds=lock_timeout_seconds,
             )

@@ -88,7 +88,7 @@ class _Part:
     start: int
     end: int
     ranks: tuple[int, ...]
-    """The ranks of which any may write it."""
+    """The ranks that hold it. Any of them may write it."""
     region: _Region | None
     """The region that it is part of; None where whole rows are exchanged."""
 

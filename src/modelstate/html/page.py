@@ -9,7 +9,7 @@ import json
 import math
 from base64 import b64encode
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cache
 from hashlib import sha256
@@ -90,7 +90,7 @@ class Page:
     table: str = "Tensors"
     text: str = ""
     notes: tuple[str, ...] = ()
-    charts: tuple[Chart, ...] = field(default=())
+    charts: tuple[Chart, ...] = ()
 
     def to_html(self) -> str:
         """Returns the page as HTML."""
@@ -196,29 +196,26 @@ def area_chart(title: str, sizes: Iterable[tuple[str, int]], width: int = 1000, 
         width: In pixels.
         height: In pixels.
     """
-    groups: dict[tuple[str, ...], list[tuple[tuple[str, ...], int]]] = {(): []}
-    for name, nbytes in sizes:
-        if nbytes > 0:
-            groups[()].append((tuple(name.split(".")), nbytes))
-    total = sum(nbytes for _, nbytes in groups[()])
+    leaves = [(tuple(name.split(".")), nbytes) for name, nbytes in sizes if nbytes > 0]
+    total = sum(nbytes for _, nbytes in leaves)
     if not total:
         return Chart(title, width, height, ())
-    done: set[tuple[str, ...]] = set()
-    while len(groups) < 60:
-        open_groups = [path for path in groups if path not in done]
-        if not open_groups:
-            break
-        path = max(open_groups, key=lambda path: sum(nbytes for _, nbytes in groups[path]))
+    groups: dict[tuple[str, ...], list[tuple[tuple[str, ...], int]]] = {(): leaves}
+    totals: dict[tuple[str, ...], int] = {(): total}
+    whole: set[tuple[str, ...]] = set()
+    while len(groups) < 60 and (divisible := groups.keys() - whole):
+        path = max(divisible, key=lambda path: (totals[path], path))
         parts: dict[tuple[str, ...], list[tuple[tuple[str, ...], int]]] = {}
-        for parts_of_name, nbytes in groups[path]:
-            parts.setdefault(parts_of_name[: len(path) + 1], []).append((parts_of_name, nbytes))
+        for leaf, nbytes in groups[path]:
+            parts.setdefault(leaf[: len(path) + 1], []).append((leaf, nbytes))
         if set(parts) == {path} or len(groups) + len(parts) > 120:
-            done.add(path)
+            whole.add(path)
             continue
         del groups[path]
         groups.update(parts)
+        totals.update({part: sum(nbytes for _, nbytes in members) for part, members in parts.items()})
     tops = {top: i for i, top in enumerate(dict.fromkeys(path[:1] for path in groups))}
-    areas = sorted(((sum(nbytes for _, nbytes in members), path) for path, members in groups.items()), reverse=True)
+    areas = sorted(((totals[path], path) for path in groups), reverse=True)
     boxes = []
     for (nbytes, path), (x, y, w, h) in zip(
         areas, _squarified([nbytes * width * height / total for nbytes, _ in areas], width, height), strict=True

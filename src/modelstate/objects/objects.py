@@ -54,8 +54,8 @@ def capture(targets: Mapping[str, Target]) -> dict[str, Part]:
     another object may draw from them.
 
     Args:
-        targets: what `targets_of` returns. The modules of the optimizers have to be among them, since the optimizers'
-            state goes by the names of their parameters in them.
+        targets: what `targets_of` returns. The modules of the optimizers have to be among them: their parameter names
+            are the keys of the optimizers' states.
 
     Returns:
         The state of each object by its path, in the order of `targets`.

@@ -135,7 +135,7 @@ def _agreement_of(target: object, process_group: "dist.ProcessGroup | None", tim
 
 
 def _values(target: object) -> Iterator[object]:
-    """Yields what is within containers, each of which is visited once."""
+    """Yields the values within nested containers. A container that occurs twice is visited once."""
     seen: set[int] = set()
     stack = [target]
     while stack:
