@@ -12,12 +12,13 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import median
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -26,6 +27,8 @@ import modelstate as ms
 from bench.measure import MeasurementError, Stage, Stages, run
 from bench.pages import InPage, milliseconds, ratio
 from modelstate.text_format import size
+
+Result = TypeVar("Result")
 
 RANKS = 4
 RUNS = 5
@@ -198,28 +201,29 @@ def measure(contender: str, folder: Path, width: int, layers: int) -> Loaded:
     )
 
 
-def measured(runs: int, width: int, layers: int, folder: Path) -> dict[str, list[Loaded]]:
+def alternated(names: Sequence[str], measure: Callable[[str], Result], runs: int) -> dict[str, list[Result]]:
     """Runs the contenders in alternation. One that fails is left out, and its error is printed."""
-    write(folder / "tiny", 64, 2)
-    write(folder / "model", width, layers)
-    results: dict[str, list[Loaded]] = {}
+    results: dict[str, list[Result]] = {}
     failed: set[str] = set()
     for turn in range(runs):
-        names = list(CONTENDERS)
-        for name in names[turn % len(names) :] + names[: turn % len(names)]:
+        for name in (*names[turn % len(names) :], *names[: turn % len(names)]):
             if name in failed:
                 continue
             try:
-                results.setdefault(name, []).append(measure(name, folder, width, layers))
+                results.setdefault(name, []).append(measure(name))
             except MeasurementError as error:
                 print(f"{name}: {str(error)[-400:]}", file=sys.stderr)
                 failed.add(name)
-    for name in failed:
-        results.pop(name, None)
-    digests = {loaded.digests for found in results.values() for loaded in found}
-    if len(digests) != 1:
+    return {name: results[name] for name in names if name in results and name not in failed}
+
+
+def measured(runs: int, width: int, layers: int, folder: Path) -> dict[str, list[Loaded]]:
+    write(folder / "tiny", 64, 2)
+    write(folder / "model", width, layers)
+    results = alternated(list(CONTENDERS), lambda name: measure(name, folder, width, layers), runs)
+    if len({loaded.digests for found in results.values() for loaded in found}) != 1:
         raise MeasurementError("the contenders end with different weights")
-    return {name: results[name] for name in CONTENDERS if name in results}
+    return results
 
 
 def table_rows(results: Mapping[str, Sequence[Loaded]]) -> Iterator[tuple[str, ...]]:
@@ -236,10 +240,16 @@ def table_rows(results: Mapping[str, Sequence[Loaded]]) -> Iterator[tuple[str, .
 
 def rows(runs: int = RUNS, width: int = WIDTH, layers: int = LAYERS) -> list[tuple[str, ...]]:
     """Measures, and returns the rows of the table."""
+    with temporary_folder() as folder:
+        return list(table_rows(measured(runs, width, layers, folder)))
+
+
+@contextmanager
+def temporary_folder() -> Iterator[Path]:
+    """Yields a folder on the disk of `TMPDIR`, or of the checkout."""
     parent = os.environ.get("TMPDIR") or Path(__file__).resolve().parent.parent / ".venv"
     with tempfile.TemporaryDirectory(prefix="modelstate-bench-", dir=parent) as folder:
-        results = measured(runs, width, layers, Path(folder))
-    return list(table_rows(results))
+        yield Path(folder)
 
 
 TABLE = InPage(
@@ -251,14 +261,19 @@ TABLE = InPage(
 )
 
 
-def main() -> None:
-    """Prints or writes the table, or is one rank."""
+def main(
+    table: InPage,
+    doc: str | None,
+    contenders: Mapping[str, object],
+    rank_main: Callable[[int, str, Path, int, int], None],
+) -> None:
+    """Prints or writes the table of a benchmark, or is one rank of a contender."""
     if "--rank" not in sys.argv:
-        TABLE.main(__doc__)
+        table.main(doc)
         return
     parser = argparse.ArgumentParser()
     parser.add_argument("--rank", type=int)
-    parser.add_argument("--contender", choices=CONTENDERS)
+    parser.add_argument("--contender", choices=contenders)
     parser.add_argument("--folder", type=Path)
     parser.add_argument("--width", type=int)
     parser.add_argument("--layers", type=int)
@@ -267,4 +282,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(TABLE, __doc__, CONTENDERS, rank_main)

@@ -4,10 +4,8 @@ Every run has four fresh processes, which share a gloo group on the CPU. A save 
 what does not flush its files itself is followed by a flush of them. `--rank` is one rank of a contender.
 """
 
-import argparse
 import hashlib
 import os
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,7 +21,7 @@ import torch
 import modelstate as ms
 from bench.measure import MeasurementError, Stage, Stages, run
 from bench.pages import InPage, milliseconds, ratio
-from bench.sharded import LAYERS, RANKS, WIDTH, Model, on_meta
+from bench.sharded import LAYERS, RANKS, WIDTH, Model, alternated, main, on_meta, temporary_folder
 from modelstate.text_format import size
 
 RUNS = 5
@@ -161,24 +159,10 @@ def measure(contender: str, folder: Path, width: int, layers: int) -> Saved:
 
 
 def measured(runs: int, width: int, layers: int, folder: Path) -> dict[str, list[Saved]]:
-    """Runs the contenders in alternation. One that fails is left out, and its error is printed."""
-    results: dict[str, list[Saved]] = {}
-    failed: set[str] = set()
-    for turn in range(runs):
-        names = list(CONTENDERS)
-        for name in names[turn % len(names) :] + names[: turn % len(names)]:
-            if name in failed:
-                continue
-            try:
-                results.setdefault(name, []).append(measure(name, folder, width, layers))
-            except MeasurementError as error:
-                print(f"{name}: {str(error)[-400:]}", file=sys.stderr)
-                failed.add(name)
-    for name in failed:
-        results.pop(name, None)
+    results = alternated(list(CONTENDERS), lambda name: measure(name, folder, width, layers), runs)
     if len({saved.digest for found in results.values() for saved in found}) != 1:
         raise MeasurementError("the contenders have saved different weights")
-    return {name: results[name] for name in CONTENDERS if name in results}
+    return results
 
 
 def table_rows(results: Mapping[str, Sequence[Saved]]) -> Iterator[tuple[str, ...]]:
@@ -193,9 +177,8 @@ def table_rows(results: Mapping[str, Sequence[Saved]]) -> Iterator[tuple[str, ..
 
 def rows(runs: int = RUNS, width: int = WIDTH, layers: int = LAYERS) -> list[tuple[str, ...]]:
     """Measures, and returns the rows of the table."""
-    parent = os.environ.get("TMPDIR") or Path(__file__).resolve().parent.parent / ".venv"
-    with tempfile.TemporaryDirectory(prefix="modelstate-bench-", dir=parent) as folder:
-        return list(table_rows(measured(runs, width, layers, Path(folder))))
+    with temporary_folder() as folder:
+        return list(table_rows(measured(runs, width, layers, folder)))
 
 
 TABLE = InPage(
@@ -207,20 +190,5 @@ TABLE = InPage(
 )
 
 
-def main() -> None:
-    """Prints or writes the table, or is one rank."""
-    if "--rank" not in sys.argv:
-        TABLE.main(__doc__)
-        return
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--rank", type=int)
-    parser.add_argument("--contender", choices=CONTENDERS)
-    parser.add_argument("--folder", type=Path)
-    parser.add_argument("--width", type=int)
-    parser.add_argument("--layers", type=int)
-    options = parser.parse_args()
-    rank_main(options.rank, options.contender, options.folder, options.width, options.layers)
-
-
 if __name__ == "__main__":
-    main()
+    main(TABLE, __doc__, CONTENDERS, rank_main)
