@@ -62,6 +62,18 @@ def test_modules_fold_and_unfold_by_keyboard(opened: Any) -> None:
 
 
 @pytest.mark.slow
+def test_a_tensor_whose_name_begins_other_names_has_a_line(browser: Any, tmp_path: Path) -> None:
+    path = tmp_path / "page.html"
+    path.write_text(ms.inspect({"a": torch.zeros(1), "a.b": torch.zeros(2), "c": torch.zeros(3)}).to_html())
+    page = browser.new_page()
+    page.goto(path.as_uri())
+    page.get_by_role("button", name="▸ a").click()
+    assert names(page) == ["▾ a", "a", "b", "c"]
+    assert page.locator("#body tr").first.locator("td").nth(3).inner_text() == "12 B"
+    page.close()
+
+
+@pytest.mark.slow
 def test_rows_are_searched_sorted_and_added(opened: Any) -> None:
     opened.fill("#search", "layers.12.w")
     assert opened.inner_text("#count") == "20 of 10,000"

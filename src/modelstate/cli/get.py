@@ -35,16 +35,16 @@ def get(
         from modelstate.io.atomic import atomic_file
         from modelstate.io.files import local_path
         from modelstate.torch_compat.dtypes import short
+        from modelstate.torch_compat.plain import is_plain
 
         with user_code(), ms.open(path, key=key, allow=allow or (), skip_forbidden=skip_forbidden) as checkpoint:
             tensor = checkpoint.tensor(name, map=False).detach()
-        is_plain = tensor.layout is torch.strided and type(tensor) in (torch.Tensor, torch.nn.Parameter)
-        if not is_plain or tensor.dtype not in CONVERTIBLE:
+        if not is_plain(tensor) or tensor.dtype not in CONVERTIBLE:
             raise ms.errors.UnsupportedTensorError(
                 "NumPy has no array for a tensor of this kind",
                 where=f"{path}: {name}",
                 expected="a plain tensor",
-                found=short(tensor.dtype) if is_plain else checkpoint[name].kind,
+                found=short(tensor.dtype) if is_plain(tensor) else checkpoint[name].kind,
                 remedy="read it in Python: modelstate.open(path).tensor(name)",
             )
         dtype = tensor.dtype

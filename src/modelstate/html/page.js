@@ -47,6 +47,10 @@ function treeOf(rows) {
       const [child] = node.children;
       return { ...child, label: `${node.label}.${child.label}` };
     }
+    if (node.row && node.children.length) {
+      // A tensor whose name begins the names of others is a line of its own among them.
+      node.children.unshift({ path: node.path, label: node.label, children: [], total: node.row });
+    }
     node.total = node.children.length ? total(node) : node.row;
     return node;
   };
@@ -55,7 +59,7 @@ function treeOf(rows) {
 
 // What a module shows: the sum of sizes and counts, the greatest measure, and text that all its parts have in common.
 function total(node) {
-  const parts = node.children.map((child) => child.total).concat(node.row ? [node.row] : []);
+  const parts = node.children.map((child) => child.total);
   return columns.map(({ kind }, i) => {
     if (i === 0) return node.path;
     const values = parts.map((part) => part[i]);
