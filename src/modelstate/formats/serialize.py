@@ -112,6 +112,9 @@ def _is_tensor(value: object) -> TypeGuard[torch.Tensor | LazyTensor]:
     return isinstance(value, LazyTensor) or (isinstance(value, torch.Tensor) and not is_lazy(value))
 
 
+_TWO_VALUES = "two values have this name when their keys are joined with dots"
+
+
 class _Serializer:
     def __init__(self, where: str, names: Iterable[str], of_shard: OfShard | None) -> None:
         self.state, self._of_shard = SerializedState(), of_shard
@@ -122,6 +125,8 @@ class _Serializer:
         self._by_bytes: dict[object, str] = {}
         self._kept: list[torch.Tensor] = []
         self._open: set[int] = set()
+        self._leaves: set[str] = set()
+        """The paths of the tensors and of the other values of a tree."""
         self._nodes = 0
         self._holds: dict[int, bool] = {}
         self._prefix = "_modelstate_extra."
@@ -147,11 +152,17 @@ class _Serializer:
 
     def node(self, value: Any, path: str, depth: int) -> object:
         """The manifest's node for a part of a tree."""
+        kind = _kind(value)
+        is_leaf = kind is None or not self._holds_tensors(value)
+        if is_leaf or path.rpartition(".")[2] == EXTRA_STATE:
+            if path in self._leaves:
+                self._wrong[path] = _TWO_VALUES
+                return {}
+            self._leaves.add(path)
         if _is_tensor(value):
             self.state.names += 1
-            return self.add(path or "tensor", value)
-        kind = _kind(value)
-        if kind is None or not self._holds_tensors(value):
+            return self.add(path if depth else "tensor", value)
+        if is_leaf:
             return {"value": self.encode(value, self._at(path))}
         self._nodes += len(value)
         if depth > _MAX_DEPTH or id(value) in self._open or self._nodes > _MAX_NODES:
@@ -162,7 +173,7 @@ class _Serializer:
             )
         self._open.add(id(value))
         pairs = list(value.items() if kind == "dict" else enumerate(value))
-        nodes = [(key, self.node(item, f"{path}.{key}" if path else str(key), depth + 1)) for key, item in pairs]
+        nodes = [(key, self.node(item, f"{path}.{key}" if depth else str(key), depth + 1)) for key, item in pairs]
         self._open.discard(id(value))
         if kind != "dict":
             return {kind: [node for _, node in nodes]}
@@ -176,7 +187,7 @@ class _Serializer:
     def add(self, name: Any, tensor: torch.Tensor | LazyTensor) -> str:
         """Adds a tensor. Returns the name that its bytes are stored under: this one, or that of a tied tensor."""
         if type(name) is str and (name in self.state.tensors or name in self.state.subclasses):
-            self._wrong[name] = "two values have this name when their keys are joined with dots"
+            self._wrong[name] = _TWO_VALUES
             return name
         if isinstance(tensor, torch.Tensor) and _is_wrapper(tensor):
             return self._add_subclass(name, tensor)
