@@ -141,6 +141,7 @@ def test_keys_that_look_like_names_of_ours(tmp_path: Path) -> None:
 @pytest.mark.parametrize("target", [{"a": 1}, {"a": {}}, {"a": None, "b": []}, {"a": [[[]]]}])
 def test_trees_without_tensors(tmp_path: Path, target: Any) -> None:
     assert same(again(tmp_path, target), target)
+    assert same(dict(ms.open(tmp_path / NAME).extra), target)
 
 
 def test_extra(tmp_path: Path) -> None:

@@ -153,7 +153,7 @@ class _Serializer:
     def node(self, value: Any, path: str, depth: int) -> object:
         """The manifest's node for a part of a tree."""
         kind = _kind(value)
-        is_leaf = kind is None or not self._holds_tensors(value)
+        is_leaf = kind is None or (depth > 0 and not self._holds_tensors(value))
         if is_leaf or path.rpartition(".")[2] == EXTRA_STATE:
             if path in self._leaves:
                 self._wrong[path] = _TWO_VALUES
