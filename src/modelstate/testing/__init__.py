@@ -1,4 +1,4 @@
-"""Tools for tests: system calls that fail on demand, and the state of a disk after a power cut."""
+"""Tools for tests: system calls and HTTP requests that fail on demand, and the state of a disk after a power cut."""
 
 from modelstate.testing.disk import LossyDisk as LossyDisk
 from modelstate.testing.disk import lossy_disk as lossy_disk
@@ -6,3 +6,7 @@ from modelstate.testing.faults import Faults as Faults
 from modelstate.testing.faults import Request as Request
 from modelstate.testing.faults import faulty_reads as faulty_reads
 from modelstate.testing.faults import faulty_writes as faulty_writes
+from modelstate.testing.proxy import Fault as Fault
+from modelstate.testing.proxy import FaultProxy as FaultProxy
+from modelstate.testing.proxy import HttpRequest as HttpRequest
+from modelstate.testing.proxy import fault_proxy as fault_proxy

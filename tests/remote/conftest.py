@@ -1,0 +1,63 @@
+"""The servers that the tests of remote checkpoints use."""
+
+import secrets
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from modelstate.testing import FaultProxy, fault_proxy
+from tests.remote.servers import file_server, moto_server
+
+
+@pytest.fixture(scope="session")
+def moto() -> Iterator[str]:
+    """The URL of moto's server, without a proxy."""
+    pytest.importorskip("moto")
+    with moto_server() as url:
+        yield url
+
+
+@pytest.fixture(scope="session")
+def s3_client(moto: str) -> Callable[[], Any]:
+    """Another implementation of a client, to look at buckets: returns a client of boto3."""
+    boto3 = pytest.importorskip("boto3")
+
+    def client() -> Any:
+        keys = {"aws_access_key_id": "test", "aws_secret_access_key": "test", "region_name": "us-east-1"}
+        return boto3.client("s3", endpoint_url=moto, **keys)
+
+    return client
+
+
+@pytest.fixture
+def proxy(moto: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[FaultProxy]:
+    """A proxy before moto's server, and the environment variables by which clients find the proxy."""
+    with fault_proxy(moto) as running:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", running.url)
+        monkeypatch.setenv("AWS_ALLOW_HTTP", "true")
+        monkeypatch.setenv("AWS_ACCESS_KEY_ID", "test")
+        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "test")
+        monkeypatch.setenv("AWS_REGION", "us-east-1")
+        monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "no-such-config"))
+        monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "no-such-credentials"))
+        yield running
+
+
+@pytest.fixture
+def bucket(proxy: FaultProxy, s3_client: Callable[[], Any]) -> Iterator[str]:
+    """The name of a new bucket of moto's server."""
+    name = f"test-{secrets.token_hex(6)}"
+    s3_client().create_bucket(Bucket=name)
+    proxy.reset()
+    return name
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> Iterator[tuple[Path, str]]:
+    """A directory, and the URL under which its files are served."""
+    directory = tmp_path / "served"
+    directory.mkdir()
+    with file_server(directory) as url:
+        yield directory, url
