@@ -18,6 +18,7 @@ ROOMS = (
     {"version", "lazy", "text_format", "errors", "spec", "problems", "process", "background", "progress"},
     {"html"},
     {"torch_compat"},
+    {"remote"},
     {"io"},
     {"codec"},
     {"formats"},

@@ -1,0 +1,304 @@
+"""Locations outside this machine: URLs, the clients that reach them, and what the errors of the clients mean.
+
+Credentials, regions and endpoints come from where the tools of each provider take them:
+
+- `s3://BUCKET/KEY`: the variables `AWS_*`; without `AWS_ACCESS_KEY_ID` what boto3 finds, if it is installed (profiles,
+  single sign-on, roles), otherwise the metadata services of containers and machines.
+- `gs://BUCKET/KEY`: `GOOGLE_APPLICATION_CREDENTIALS`, the default credentials of gcloud, the metadata service;
+  `STORAGE_EMULATOR_HOST` for an emulator.
+- `az://CONTAINER/KEY`: `AZURE_STORAGE_CONNECTION_STRING`, or `AZURE_STORAGE_ACCOUNT` with `AZURE_STORAGE_KEY` or
+  `AZURE_STORAGE_SAS_TOKEN`, and the other variables that obstore reads.
+- `http://HOST/PATH`, `https://HOST/PATH`: the user, the password and the query of the URL.
+
+No secret is in a `Location`, so that its URL can be printed and stored: the whole address of a URL with a user or a
+query stays in this module.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from dataclasses import dataclass
+from datetime import timedelta
+from enum import Enum
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, NamedTuple
+from urllib.parse import quote, unquote, urlsplit
+
+from modelstate.errors import PackageError, SourceAccessError, SourceTypeError
+
+if TYPE_CHECKING:
+    from obstore.store import ObjectStore
+
+_REMOTE = re.compile(r"(s3|gs|az|http|https|hf)://")
+_SECRET = re.compile(r"(?<=://)[^/@\s]*@|(?<=\?)[^\s),]+")
+"""The user of a URL, and its query, which may be a signature."""
+_KEY = re.compile(r"(?!.*(?:^|/)\.{0,2}(?:/|$))[^\0]+", re.DOTALL)
+"""The names that a client takes: without empty parts, `.` and `..`."""
+
+RETRIES = 5
+"""How often a request is repeated after an answer of 5xx, a connection that is reset, or a body that is cut short."""
+FIRST_WAIT, LONGEST_WAIT = timedelta(milliseconds=100), timedelta(seconds=5)
+"""The waits before the first and before the last repetition. Each is twice the one before, with jitter."""
+_RETRY_FOR = timedelta(minutes=2)
+_CLIENT = {"connect_timeout": "10s", "read_timeout": "60s", "timeout": "1h", "user_agent": "modelstate"}
+
+
+def is_remote(path: object) -> bool:
+    """Whether a path is the URL of something outside this machine that modelstate reads."""
+    return isinstance(path, str) and _REMOTE.match(path) is not None
+
+
+@dataclass(frozen=True, slots=True)
+class Location:
+    """A place outside this machine."""
+
+    scheme: str
+    """s3, gs, az, http, https or hf."""
+    root: str
+    """The bucket, the container, or the host with its port."""
+    key: str
+    """The name in the bucket, or the path of a web address with its quotes removed. It does not begin with `/`."""
+    mark: str = ""
+    """A digest of the secret part of a web address; empty without one."""
+
+    @property
+    def url(self) -> str:
+        """The URL without secrets, which names the location everywhere. `locate` accepts it in this process."""
+        key = quote(self.key) if self.scheme.startswith("http") else self.key
+        return f"{self.scheme}://{self.root}/{key}" + (f"?{self.mark}" if self.mark else "")
+
+    def below(self, name: str) -> Location:
+        """The location of a name in this directory."""
+        return Location(self.scheme, self.root, f"{self.key.rstrip('/')}/{name}".lstrip("/"))
+
+
+_secrets: dict[str, tuple[Location, str]] = {}
+"""The locations with a secret, and their whole addresses, by their `url`."""
+
+
+def locate(url: str) -> Location:
+    """The location that a URL names. Raises `SourceTypeError` for a URL that names none."""
+    if url in _secrets:
+        return _secrets[url][0]
+    scheme, _, rest = url.partition("://")
+    if not scheme.startswith("http"):
+        root, _, key = rest.partition("/")
+        if not root or (key.rstrip("/") and not _KEY.fullmatch(key.rstrip("/"))):
+            raise _not_valid(url, f"{scheme}://BUCKET/NAME, and no empty part, `.` or `..` in the name")
+        return Location(scheme, root, key)
+    try:
+        parts = urlsplit(url)
+        host, _ = parts.hostname, parts.port
+    except ValueError:
+        host = None
+    if not host or not rest.isprintable() or " " in rest:
+        raise _not_valid(url, f"{scheme}://HOST/PATH")
+    root, key = parts.netloc.rpartition("@")[2], unquote(parts.path.lstrip("/"))
+    if not (parts.query or "@" in parts.netloc or (key and not _KEY.fullmatch(key))):
+        return Location(scheme, root, key)
+    whole = url.partition("#")[0]
+    location = Location(scheme, root, key, hashlib.sha256(whole.encode()).hexdigest()[:12])
+    _secrets[location.url] = location, whole
+    return location
+
+
+def redacted(text: object) -> str:
+    """A text without the users and the queries of the URLs in it."""
+    return _SECRET.sub("...", str(text))
+
+
+def _not_valid(url: str, expected: str) -> SourceTypeError:
+    return SourceTypeError("this URL names nothing that can be read", where=redacted(url), expected=expected)
+
+
+# Clients.
+
+
+def store_of(location: Location) -> tuple[ObjectStore, str]:
+    """The client of obstore for a location, and the name that it has there. Clients are kept: they own connections.
+
+    Raises:
+        PackageError: The extra `remote` is not installed.
+        SourceAccessError: There are no credentials.
+        SourceTypeError: The client refuses its settings.
+    """
+    settings = tuple(sorted(item for item in os.environ.items() if item[0].startswith(_VARIABLES)))
+    if location.mark:
+        return _store(location.scheme, location.root, _secrets[location.url][1], settings), ""
+    return _store(location.scheme, location.root, "", settings), location.key
+
+
+_VARIABLES = ("AWS_", "AZURE_", "GOOGLE_", "STORAGE_EMULATOR_HOST")
+"""The beginnings of the environment variables that a client is made from."""
+
+
+@lru_cache(maxsize=256)
+def _store(scheme: str, root: str, whole: str, settings: tuple[tuple[str, str], ...]) -> ObjectStore:
+    try:
+        from obstore import store
+        from obstore.exceptions import BaseError
+    except ImportError as error:
+        raise PackageError(
+            f"{scheme}:// is read with obstore, which is not installed",
+            remedy="pip install 'modelstate[remote]'",
+        ) from error
+    retry: Any = {
+        "max_retries": RETRIES,
+        "backoff": {"init_backoff": FIRST_WAIT, "max_backoff": LONGEST_WAIT, "base": 2},
+        "retry_timeout": _RETRY_FOR,
+    }
+    client: Any = dict(_CLIENT)
+    try:
+        match scheme:
+            case "s3":
+                config, provider = _s3_config()
+                client["allow_http"] = _is_plain_http("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
+                return store.S3Store(
+                    root, config=config, client_options=client, retry_config=retry, credential_provider=provider
+                )
+            case "gs":
+                config = _gcs_config()
+                client["allow_http"] = config.get("base_url", "").startswith("http://")
+                return store.GCSStore(root, config=config, client_options=client, retry_config=retry)
+            case "az":
+                config = _azure_config()
+                client["allow_http"] = config.get("endpoint", "").startswith("http://")
+                return store.AzureStore(root, config=config, client_options=client, retry_config=retry)
+        client["allow_http"] = scheme == "http"
+        return store.HTTPStore(whole or f"{scheme}://{root}", client_options=client, retry_config=retry)
+    except BaseError as error:
+        raise SourceTypeError(
+            f"the settings for {scheme}:// are not valid",
+            where=f"{scheme}://{root}",
+            found=first_line(error),
+            remedy="check the variables of the environment for this provider",
+        ) from error
+
+
+def _is_plain_http(*variables: str) -> bool:
+    return any(os.environ.get(name, "").startswith("http://") for name in variables)
+
+
+def _s3_config() -> tuple[Any, Any]:
+    """The settings of a client for S3, and the source of its credentials where they are not in the environment."""
+    if {"AWS_ACCESS_KEY_ID", "AWS_SKIP_SIGNATURE", "AWS_WEB_IDENTITY_TOKEN_FILE"} & os.environ.keys():
+        return {}, None
+    try:
+        from obstore.auth.boto3 import Boto3CredentialProvider
+    except ImportError as error:
+        if "AWS_PROFILE" in os.environ or os.path.exists(os.path.expanduser("~/.aws/credentials")):
+            raise PackageError(
+                "the profiles of AWS are read with boto3, which is not installed",
+                remedy="pip install boto3, or set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY",
+            ) from error
+        return {}, None
+    try:
+        provider = Boto3CredentialProvider()
+    except Exception as error:  # of botocore: an unknown profile, a damaged file, or no credentials
+        raise SourceAccessError(
+            "there are no credentials for s3://",
+            found="none in the environment, in ~/.aws, and from the machine"
+            if isinstance(error, ValueError)
+            else first_line(error),
+            remedy="aws configure, or set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY; for a public bucket set "
+            "AWS_SKIP_SIGNATURE=true",
+        ) from error
+    return {}, provider
+
+
+def _gcs_config() -> Any:
+    emulator = os.environ.get("STORAGE_EMULATOR_HOST", "")
+    if not emulator:
+        return {}
+    return {"base_url": emulator if "://" in emulator else f"http://{emulator}", "skip_signature": True}
+
+
+def _azure_config() -> Any:
+    """The settings that the command `az storage` takes from the environment."""
+    text = os.environ.get("AZURE_STORAGE_CONNECTION_STRING", "")
+    given = dict(part.split("=", 1) for part in text.split(";") if "=" in part)
+    config = {
+        "account_name": given.get("AccountName") or os.environ.get("AZURE_STORAGE_ACCOUNT"),
+        "account_key": given.get("AccountKey") or os.environ.get("AZURE_STORAGE_KEY"),
+        "sas_key": given.get("SharedAccessSignature") or os.environ.get("AZURE_STORAGE_SAS_TOKEN"),
+        "endpoint": given.get("BlobEndpoint") or os.environ.get("AZURE_STORAGE_ENDPOINT"),
+    }
+    return {key: value for key, value in config.items() if value}
+
+
+# Errors.
+
+
+class Cause(Enum):
+    """What an error of a client means."""
+
+    NO_OBJECT = "there is no such object"
+    NO_BUCKET = "there is no such bucket"
+    NO_CREDENTIALS = "there are no credentials"
+    REFUSED = "the access is refused"
+    CHANGED = "the object is not the one that was expected"
+    EXISTS = "there is an object already"
+    NO_RANGES = "the server answers with the whole object where a part was asked for"
+    NO_SUCH_RANGE = "the object is shorter"
+    REDIRECTED = "the server redirects to an address of another scheme"
+    OTHER_REGION = "the bucket is in another region"
+    FAILED = "the server does not answer, or answers with errors"
+
+
+_LOGIN = {
+    "s3": "aws configure, or set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY; for a public bucket set "
+    "AWS_SKIP_SIGNATURE=true",
+    "gs": "gcloud auth application-default login, or set GOOGLE_APPLICATION_CREDENTIALS",
+    "az": "set AZURE_STORAGE_ACCOUNT, and AZURE_STORAGE_KEY or AZURE_STORAGE_SAS_TOKEN",
+    "hf": "hf auth login, or set HF_TOKEN; a gated repository must be accepted on its page first",
+}
+
+
+class Failure(NamedTuple):
+    """An error of a client."""
+
+    cause: Cause
+    found: str
+    """What the client or the server says, in one line without secrets."""
+    remedy: str
+
+
+def failure_of(error: BaseException, location: Location) -> Failure:
+    """What an exception of obstore for this location means."""
+    from obstore import exceptions
+
+    text, found = str(error), first_line(error)
+    login = _LOGIN.get(location.scheme, "open the URL in a browser: a login or another address may be needed")
+    match error:
+        case FileNotFoundError():
+            if "NoSuchBucket" in text or "ContainerNotFound" in text or "bucket does not exist" in text:
+                return Failure(Cause.NO_BUCKET, found, f"check the name {location.root!r}, the region and the endpoint")
+            return Failure(Cause.NO_OBJECT, found, "check the name; names are case-sensitive")
+        case exceptions.PermissionDeniedError():
+            return Failure(Cause.REFUSED, found, f"ask for the right to read it; or {login}")
+        case exceptions.UnauthenticatedError():
+            return Failure(Cause.NO_CREDENTIALS, found, login)
+        case exceptions.PreconditionError():
+            return Failure(Cause.CHANGED, found, "open it again, when nothing writes to it any more")
+        case exceptions.AlreadyExistsError():
+            return Failure(Cause.EXISTS, found, "overwrite=True replaces it")
+        case exceptions.NotSupportedError():
+            remedy = "open the URL in a browser, to see what the server sends; or download the file first"
+            return Failure(Cause.NO_RANGES, found, remedy)
+    if "builder error" in text or "URL scheme is not allowed" in text:
+        return Failure(Cause.REDIRECTED, found, "give the address that it redirects to, if you trust it")
+    if "Wanted range starting at" in text or "416" in found:
+        return Failure(Cause.NO_SUCH_RANGE, found, "open it again, when nothing writes to it any more")
+    if "169.254." in text or "metadata.google" in text or "Credentials" in text:
+        return Failure(Cause.NO_CREDENTIALS, found, login)
+    if "301" in found or "PermanentRedirect" in text or "missing region" in text:
+        return Failure(Cause.OTHER_REGION, found, "set AWS_REGION to the region of the bucket")
+    return Failure(Cause.FAILED, found, "try again; check the address and the network")
+
+
+def first_line(error: object) -> str:
+    """The first line of an error, without secrets and without the structure of the client behind it."""
+    text = str(error).partition("\n\nDebug source")[0]
+    return redacted(" ".join(text.split()))[:300]

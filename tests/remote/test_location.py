@@ -1,0 +1,67 @@
+"""URLs: what they name, what they show, and which settings their clients take."""
+
+import pytest
+
+from modelstate.errors import SourceAccessError, SourceTypeError
+from modelstate.remote.location import is_remote, locate, redacted, store_of
+
+pytest.importorskip("obstore")
+
+
+@pytest.mark.parametrize(
+    ("url", "scheme", "root", "key"),
+    [
+        ("s3://bucket/a/b.safetensors", "s3", "bucket", "a/b.safetensors"),
+        ("gs://bucket", "gs", "bucket", ""),
+        ("az://container/a dir/", "az", "container", "a dir/"),
+        ("https://host:8080/a%20b", "https", "host:8080", "a b"),
+    ],
+)
+def test_a_url_names_a_location(url: str, scheme: str, root: str, key: str) -> None:
+    location = locate(url)
+    assert (location.scheme, location.root, location.key) == (scheme, root, key)
+    assert locate(location.url) == location
+
+
+@pytest.mark.parametrize("url", ["s3:///key", "s3://b/a//b", "s3://b/../x", "https://", "http://a b/c", "http://h:x/"])
+def test_a_url_that_names_nothing_is_refused(url: str) -> None:
+    with pytest.raises(SourceTypeError, match="names nothing"):
+        locate(url)
+
+
+@pytest.mark.parametrize("url", ["https://user:word@host/x", "https://host/x?signature=word"])
+def test_secrets_stay_out_of_names(url: str) -> None:
+    location = locate(url)
+    assert "word" not in location.url
+    assert "word" not in repr(location)
+    assert "word" not in redacted(f"GET {url} failed")
+    assert locate(location.url) == location
+    assert locate(url + "2") != location
+    store, key = store_of(location)
+    assert key == ""
+    assert "word" in store.url  # type: ignore[union-attr]
+
+
+def test_only_urls_are_remote() -> None:
+    assert is_remote("hf://org/name")
+    assert not is_remote("file:///x")
+    assert not is_remote("s3:/x")
+
+
+def test_missing_credentials_are_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
+    pytest.importorskip("boto3")
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SKIP_SIGNATURE", "AWS_PROFILE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "none"))
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    with pytest.raises(SourceAccessError, match="no credentials"):
+        store_of(locate("s3://bucket/key"))
+
+
+def test_azure_takes_a_connection_string(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "DefaultEndpointsProtocol=http;AccountName=me;AccountKey=a2V5;BlobEndpoint=http://127.0.0.1:1/me"
+    monkeypatch.setenv("AZURE_STORAGE_CONNECTION_STRING", text)
+    store, key = store_of(locate("az://box/a"))
+    assert key == "a"
+    assert store.config["account_name"] == "me"  # type: ignore[union-attr]
