@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -145,6 +146,57 @@ def test_a_rank_that_is_killed(ranks: Ranks, phase: str) -> None:
     assert outcomes[2].died
     texts = failures([outcome for outcome in outcomes if not outcome.died], errors.RankLostError)
     assert all(f"did not end {phase}" in text for text in texts)
+
+
+def lost_before_the_first_vote(connecting: bool) -> list[str]:
+    """Rank 2 dies before the ranks meet, or when they have met. Returns the error, and what the others do then."""
+
+    def die(*_: object) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    if dist.get_rank() == 2 and not connecting:
+        die()
+    dying = mock.patch.object(agreement_module, "gloo_group", die) if dist.get_rank() == 2 else nullcontext()
+    said = []
+    with mock.patch.object(agreement_module, "CONNECT_SECONDS", -3.0), dying:
+        try:
+            with Agreement(range(4), 60 if connecting else 1, channel="new").phase("planning"):
+                said.append("committed")
+        except errors.RankLostError as error:
+            said.append(str(error.found))
+    with Agreement((0, 1, 3), 20).phase("planning"):
+        said.append("committed")
+    return said
+
+
+@pytest.mark.parametrize("connecting", [False, True])
+def test_a_rank_that_dies_before_the_first_vote(ranks: Ranks, connecting: bool) -> None:
+    outcomes = ranks.run(lost_before_the_first_vote, connecting, timeout=30)
+    assert outcomes[2].died
+    for outcome in (outcomes[0], outcomes[1], outcomes[3]):
+        error, later = outcome.value
+        assert connecting or error == "RuntimeError: nothing from the ranks 2"
+        assert later == "committed"  # the other ranks can go on with a mesh of their own
+
+
+def interrupted_in_the_wait() -> str:
+    """Rank 0 does not come, and rank 1 is interrupted while it waits for it."""
+    if dist.get_rank() == 0:
+        return ""
+    if dist.get_rank() == 1:
+        threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+    try:
+        with Agreement(range(4), 60, channel="interrupted").phase("planning"):
+            return "committed"
+    except KeyboardInterrupt:
+        return "interrupted"
+    except errors.RankLostError as error:
+        return str(error.found)
+
+
+def test_an_interrupt_in_the_wait_for_a_rank_ends_the_wait_of_the_others(ranks: Ranks) -> None:
+    stopped = "RuntimeError: another rank has stopped waiting"
+    assert ranks.values(interrupted_in_the_wait, timeout=30) == ["", "interrupted", stopped, stopped]
 
 
 def split_votes() -> str:

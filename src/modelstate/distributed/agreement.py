@@ -11,6 +11,8 @@ the default process group. The store keeps the first proposal, and all ranks fol
 The votes go over gloo connections of their own, which are made once for a set of ranks: with NCCL there is no group for
 CPU tensors, and a rank that comes too late breaks these connections and no others. The next load makes new ones. Votes
 in another thread, as of a save in the background, have a channel of their own, with its own connections.
+
+Ranks meet in the store before they connect, because gloo waits for a rank that is missing without saying which one.
 """
 
 import atexit
@@ -52,6 +54,8 @@ from modelstate.torch_compat.sharding import (
 
 TIMEOUT_SECONDS = 1800.0
 """How long a rank waits for the others by default: as long as the collectives of torch."""
+CONNECT_SECONDS = 60.0
+"""How long ranks that have met may take to connect, and a second more for each of them."""
 NOTHING_CHANGED = "nothing has been changed"
 
 
@@ -514,11 +518,32 @@ class _Connections:
         self._size = len(ranks)
         self._decisions = 0
         try:
+            self._meet(store, ranks, timeout_seconds)
+            timeout_seconds = min(timeout_seconds, CONNECT_SECONDS + len(ranks))
             self._group = gloo_group(store, ranks.index(dist.get_rank()), self._size, timeout_seconds)
             self.maximum([0], timeout_seconds)  # all ranks are connected to each other when it returns
-        except Exception:
+        except BaseException:
             self.abandon()
             raise
+
+    def _meet(self, store: Any, ranks: tuple[int, ...], timeout_seconds: float) -> None:
+        """Waits until all ranks are here. Raises `RuntimeError` where one does not come, or another one has given up.
+
+        The last rank sets the key that the others wait for, so that no rank waits for a key of each other rank.
+        """
+        store.set(f"here/{dist.get_rank()}", "")
+        if store.add("here", 1) == len(ranks):
+            store.set("all", "")
+        started = time.monotonic()
+        # `store.wait` would block the other threads that use the store.
+        while not store.check(["all"]):
+            waited_seconds = time.monotonic() - started
+            if waited_seconds > timeout_seconds:
+                missing = [rank for rank in ranks if not store.check([f"here/{rank}"])]
+                raise RuntimeError(f"nothing from the ranks {_numbers(missing)}")
+            if self.is_abandoned():
+                raise RuntimeError("another rank has stopped waiting")
+            time.sleep(min(max(waited_seconds / 5, 0.001), 0.5))
 
     def maximum(self, numbers: Sequence[int], timeout_seconds: float) -> list[int]:
         """Returns the largest of the numbers of all ranks, for each place. Raises what torch raises."""
