@@ -53,6 +53,9 @@ def _write(folder: Path) -> None:
         sources.write(dict(models.plain("fsdp", seed=seed).state_dict()), folder / name, "safetensors")
     if dist.get_rank() == 0:
         ms.save({"model": models.plain("fsdp", seed=7)}, folder / "run.safetensors", overwrite=True)
+    data = (folder / "whole" / "model.safetensors").read_bytes()
+    if dist.get_rank() == 0:
+        (folder / "short.safetensors").write_bytes(data[: len(data) * 2 // 3])
     fine_tuned = dict(models.plain("fsdp", seed=7).state_dict())
     fine_tuned["head.weight"] = fine_tuned["head.weight"] + 1
     sources.write(fine_tuned, folder / "fine-tuned", "safetensors")
@@ -345,6 +348,7 @@ def _raise_on_its_rank(name: str, tensor: torch.Tensor) -> torch.Tensor:
 def _load_something_else(folder: Path) -> dict[str, Result]:
     path = folder / "whole" / "model.safetensors"
     here = dist.get_rank() == FAULTY
+    pair = dist.new_group([0, FAULTY])
     state = dict(models.plain("fsdp").state_dict())
 
     def with_other_model(net: Net) -> object:
@@ -359,9 +363,13 @@ def _load_something_else(folder: Path) -> dict[str, Result]:
         "model": with_other_model,
         "rules": lambda net: ms.load(net, path, rules=[ms.rules.Cast("*.bias", torch.float32)] if here else []),
         "options": lambda net: ms.load(net, path, dtype=torch.bfloat16 if here else None),
+        "short": lambda net: ms.load(net, folder / "short.safetensors" if here else path),
+        "timeout": lambda net: ms.load(net, path, timeout_seconds="soon" if here else 20),  # type: ignore[arg-type]
+        "group": lambda net: ms.load(net, path, process_group=pair if here else None),
         "argument": lambda net: ms.load(net, path, max_memory_bytes=-1 if here else None),
         "background": lambda net: ms.load(net, path, background=here),
         "restore": lambda net: ms.restore({"model": net}, folder / ("none" if here else "run.safetensors")),
+        "objects": lambda net: ms.restore({"model": net, **({"a..b": 1} if here else {})}, folder / "run.safetensors"),
         "restored names": lambda net: ms.restore({"model": net}, folder / "run.safetensors", allow_missing=here or ()),
         "transform": lambda net: ms.load(net, path, transform=_raise_on_its_rank),
         "unfit": lambda net: ms.load(net, {"embed.weight": torch.ones(3)}),
@@ -385,9 +393,13 @@ def test_a_rank_that_loads_something_else(ranks: Ranks, tmp_path: Path) -> None:
         "model": "PlanError",
         "rules": "RanksDifferError",
         "options": "RanksDifferError",
+        "short": "TruncatedFileError",
+        "timeout": "OptionError",
+        "group": "ProcessGroupError",
         "argument": "OptionError",
         "background": "OptionError",
         "restore": "SourceNotFoundError",
+        "objects": "OptionError",
         "restored names": "OptionError",
         "transform": "TransformError",
         "unfit": "PlanError",
@@ -399,3 +411,5 @@ def test_a_rank_that_loads_something_else(ranks: Ranks, tmp_path: Path) -> None:
         assert not any(result.changed for result in results.values())
     for name in ("file", "another head", "rules", "options"):
         assert f"ranks {FAULTY}: " in by_rank[0][name].text, by_rank[0][name].text
+    for name in ("no file", "short", "timeout", "group", "objects"):
+        assert f"rank {FAULTY}: " in by_rank[0][name].text, by_rank[0][name].text

@@ -34,6 +34,7 @@ from modelstate import errors, problems
 from modelstate.errors import (
     DistributedError,
     ModelStateError,
+    OptionError,
     PlanError,
     ProcessGroupError,
     RankLostError,
@@ -378,9 +379,8 @@ class Agreement:
             new = [_problem(*entry) for entry in report["problems"]]
             found += [problem for problem in new if problem not in found]
             texts.append(f"{where}: {report['what']}" if not new else f"{where}:\n{explain(new)}")
-        fields = {"found": first["found"], "expected": first["expected"], "remedy": first["remedy"]}
-        if len(groups) > 1:
-            fields = {}
+        common = [name for name in _FIELDS if len({report[name] for report in failed.values()}) == 1]
+        fields = {name: first[name] for name in common}
         where = first["where"] if len(groups) == 1 else ""
         what = f"{phase.name} failed on {len(failed)} of {len(self.ranks)} ranks; {phase.effect}"
         more = {"problems": found} if issubclass(kind, PlanError) else {"names": first["names"]}
@@ -406,6 +406,16 @@ class Agreement:
         )
 
 
+def check_timeout(timeout_seconds: object) -> float:
+    """Returns the timeout of a call on several ranks. Raises `OptionError` unless it is a positive number."""
+    given = timeout_seconds
+    if not (isinstance(given, int | float) and not isinstance(given, bool) and 0 < given < float("inf")):
+        raise OptionError(
+            "timeout_seconds= must be a number of seconds", expected="a positive number", found=repr(given)
+        )
+    return float(given)
+
+
 def agreement_of(
     model: "nn.Module | Iterable[torch.Tensor]",
     process_group: "dist.ProcessGroup | None" = None,
@@ -413,6 +423,8 @@ def agreement_of(
     call: str = "modelstate.load",
 ) -> Agreement:
     """Returns the ranks that load or save a model together: those of the mesh of its DTensors.
+
+    An error of an argument is an error on all ranks of the mesh, also where it is wrong on one of them.
 
     Args:
         model: The model, or its tensors.
@@ -422,6 +434,7 @@ def agreement_of(
 
     Raises:
         ProcessGroupError: The model has DTensors, and there is no process group, or one that lacks ranks of a mesh.
+        OptionError: `timeout_seconds` is not a positive number.
     """
     # A program without DTensors has not imported their module, and its models are not searched.
     sharded: list[Any] = []
@@ -429,7 +442,7 @@ def agreement_of(
         tensors = tensors_of(modules_of(model)) if isinstance(model, nn.Module) else model
         sharded = [tensor for tensor in tensors if is_sharded(tensor)]
     if not sharded and process_group is None:
-        return Agreement((), timeout_seconds, call=call)
+        return Agreement((), check_timeout(timeout_seconds), call=call)
     where = type(model).__name__ if isinstance(model, nn.Module) else "the state"
     if not (dist.is_available() and dist.is_initialized()):
         raise ProcessGroupError(
@@ -439,27 +452,44 @@ def agreement_of(
             remedy=f"torch.distributed.init_process_group() before {call}",
         )
     meshes = ranks_of_meshes(sharded)
-    ranks = max(meshes, key=len) if process_group is None else tuple(dist.get_process_group_ranks(process_group))
-    rank, all_of_meshes = dist.get_rank(), {rank for mesh in meshes for rank in mesh}
+    rank, of_mesh = dist.get_rank(), max(meshes, key=len, default=())
+    ranks = of_mesh if process_group is None else _ranks_of(process_group)
+    all_of_meshes = {rank for mesh in meshes for rank in mesh}
+    # The ranks that wait for this one where it raises: without an argument they are those of the mesh.
+    waiting = Agreement(tuple(sorted(of_mesh)) if rank in of_mesh else (), TIMEOUT_SECONDS, call=call)
     if not all_of_meshes <= set(ranks) or rank not in ranks:
-        raise ProcessGroupError(
-            f"a mesh of a DTensor has ranks that do not take part in {call}"
-            if rank in ranks
-            else f"this rank is not among the ranks that take part in {call}",
-            where=f"rank {rank}, {where}",
-            expected=f"meshes within the ranks {_numbers(ranks)}" + ("" if process_group else ", those of one mesh"),
-            found=f"meshes over the ranks {_numbers(sorted(all_of_meshes))}",
-            remedy=f"{call}(process_group=) with a group that has all ranks of all meshes, such as group.WORLD",
-        )
+        with waiting.before("planning"):
+            raise ProcessGroupError(
+                f"a mesh of a DTensor has ranks that do not take part in {call}"
+                if rank in ranks
+                else f"this rank is not among the ranks that take part in {call}",
+                where=where,
+                expected=f"meshes within the ranks {_numbers(ranks)}"
+                + ("" if process_group else ", those of one mesh"),
+                found=f"meshes over the ranks {_numbers(sorted(all_of_meshes))}",
+                remedy=f"{call}(process_group=) with a group that has all ranks of all meshes, such as group.WORLD",
+            )
     ordered = tuple(sorted(ranks))
     for of_ranks, channel in [key for key in _made if key[0] == ordered]:
         known = _made[of_ranks, channel]
         if known.store is default_store() and known.is_abandoned():
             del _made[of_ranks, channel]  # this rank did not take part when the others gave them up
-    return Agreement(ordered, timeout_seconds, call=call)
+    agreement = Agreement(ordered, TIMEOUT_SECONDS, call=call)
+    with agreement.before("planning"):
+        agreement.timeout_seconds = check_timeout(timeout_seconds)
+    return agreement
+
+
+def _ranks_of(process_group: Any) -> tuple[int, ...]:
+    """Returns the ranks of a group; none where this rank is not in it: torch has no group for it then."""
+    is_member = process_group is not dist.GroupMember.NON_GROUP_MEMBER
+    return tuple(dist.get_process_group_ranks(process_group)) if is_member else ()
 
 
 # Reports of ranks.
+
+_FIELDS = ("expected", "found", "remedy")
+"""The fields of an error that stay where they are equal on all ranks."""
 
 
 def _report(error: BaseException | None, digests: Sequence[Digest]) -> dict[str, Any]:
@@ -468,12 +498,12 @@ def _report(error: BaseException | None, digests: Sequence[Digest]) -> dict[str,
         return {"digests": [[digest.what, digest.text, digest.number] for digest in digests]}
     if not isinstance(error, ModelStateError) or not error.has_fields:
         text = " ".join(f"{type(error).__name__}: {error}".split())
-        blank = dict.fromkeys(("where", "expected", "found", "remedy"), "")
+        blank = dict.fromkeys(("where", *_FIELDS), "")
         return {"error": "DistributedError", "what": text, **blank, "names": [], "problems": []}
     own: Any = error
     return {
         "error": type(error).__name__,
-        **{name: getattr(own, name) for name in ("what", "where", "expected", "found", "remedy")},
+        **{name: getattr(own, name) for name in ("what", "where", *_FIELDS)},
         "names": list(own.names),
         "problems": [[type(problem).__name__, asdict(problem)] for problem in getattr(own, "problems", ())],
     }

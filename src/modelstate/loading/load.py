@@ -34,7 +34,7 @@ from modelstate.loading.collective import (
     rank_reports,
 )
 from modelstate.loading.commit import Place, commit, held_for_commit, place_fallible
-from modelstate.loading.options import AnyTransform, check_model, check_timeout, options_of
+from modelstate.loading.options import AnyTransform, check_model, options_of
 from modelstate.loading.replicas import broadcast, connect, notes_on_shared, shared_reads, to_read_here
 from modelstate.loading.report import LoadReport
 from modelstate.loading.stage import read_in_place, stage
@@ -287,7 +287,7 @@ def load(
         1.0
     """
     model = check_model(model)
-    ranks = agreement_of(model, process_group, check_timeout(timeout_seconds))
+    ranks = agreement_of(model, process_group, timeout_seconds)
     agreement = ranks if ranks.is_collective else None
     started = time.perf_counter()
     with nullcontext() if agreement is None else agreement.before(PLANNING):

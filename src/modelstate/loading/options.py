@@ -17,16 +17,6 @@ from modelstate.torch_compat.dtypes import floating_dtype
 from modelstate.torch_compat.modules import unwrapped
 
 
-def check_timeout(timeout_seconds: object) -> float:
-    """Returns the timeout of a load on several ranks. Raises `OptionError` unless it is a positive number."""
-    given = timeout_seconds
-    if not (isinstance(given, int | float) and not isinstance(given, bool) and 0 < given < float("inf")):
-        raise OptionError(
-            "timeout_seconds= must be a number of seconds", expected="a positive number", found=repr(given)
-        )
-    return float(given)
-
-
 def device_of(device: Any) -> torch.device | None:
     """Returns the device with its index. Raises `OptionError` for an invalid device, or a device that is missing."""
     try:

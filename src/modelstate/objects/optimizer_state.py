@@ -20,7 +20,7 @@ from modelstate.checkpoint.open import argument_order, is_module, patterns_of
 from modelstate.distributed.agreement import TIMEOUT_SECONDS, agreement_of
 from modelstate.errors import OptimizerStateError, OptionError
 from modelstate.loading.collective import digest_of_state, text_of
-from modelstate.loading.options import check_model, check_timeout
+from modelstate.loading.options import check_model
 from modelstate.planning.matching import wrapper_rule
 from modelstate.planning.sharded import ShardedSlot, sharded_slot
 from modelstate.process import deferred_signals
@@ -142,7 +142,7 @@ def load_optimizer_state(
         >>> optimizer = torch.optim.AdamW(model.parameters())
         >>> ms.load_optimizer_state(model, optimizer, state_of_adam, keep_options=["*"])
     """
-    agreement = agreement_of(check_model(model), process_group, check_timeout(timeout_seconds))
+    agreement = agreement_of(check_model(model), process_group, timeout_seconds)
     text = f"state of {type(optimizer).__name__}"
     with agreement.phase("planning", lambda: [digest_of_state("the states and options", text, given)]):
         patterns = patterns_of("keep_options", keep_options)

@@ -16,6 +16,7 @@ from keyword import iskeyword
 from typing import Any, Literal
 
 import torch
+from torch import nn
 
 from modelstate.checkpoint.checkpoint import Checkpoint
 from modelstate.checkpoint.open import argument_order, is_objects, is_source, patterns_of
@@ -173,7 +174,7 @@ def restore(
         >>> ms.restore({"model": model, "optimizer": optimizer, "epoch": 0}, "run.safetensors")["epoch"]
         3
     """
-    targets = targets_of(objects)
+    targets = _targets_of(objects)
     with agreement_of(modules_of(targets)).before(PLANNING):
         checkpoint = open_checkpoint(source)
         if verify:
@@ -197,6 +198,16 @@ def restore(
         source_name="" if isinstance(source, str | os.PathLike) else "source",
         init_missing=init_missing,
     )
+
+
+def _targets_of(objects: Mapping[str, object]) -> dict[str, Target]:
+    """Returns the targets. An error is an error on all ranks of the modules' meshes."""
+    try:
+        return targets_of(objects)
+    except OptionError:
+        values = objects.values() if isinstance(objects, Mapping) else [objects]
+        with agreement_of(nn.ModuleList(value for value in values if isinstance(value, nn.Module))).before(PLANNING):
+            raise
 
 
 def _part(checkpoint: Checkpoint, path: str, target: Target) -> Part | None:
@@ -294,7 +305,7 @@ def restore_objects(
 
     Raises what `restore` raises.
     """
-    targets = targets_of(objects)
+    targets = _targets_of(objects)
     modules = modules_of(targets)
     if agreement is None:
         agreement = agreement_of(modules)

@@ -18,7 +18,6 @@ from modelstate.distributed.writing import PLANNING, CollectiveWriter
 from modelstate.errors import ModelCodeError, ModelStateError, SaveTargetError, UnsavableError
 from modelstate.formats.sharded import check_both
 from modelstate.io.atomic import LOCK_TIMEOUT_SECONDS
-from modelstate.loading.options import check_timeout
 from modelstate.objects.objects import capture, holds_stateful, targets_of
 from modelstate.problems import GATHER
 from modelstate.torch_compat.modules import modules_of, tensors_of, unwrapped
@@ -93,7 +92,7 @@ def save(
         >>> ms.save({"model": model, "optimizer": optimizer, "epoch": 3}, "run.safetensors")
     """
     begin = perf_counter()
-    agreement = _agreement_of(target, process_group, check_timeout(timeout_seconds))
+    agreement = _agreement_of(target, process_group, timeout_seconds)
     with agreement.before(PLANNING):
         where = target_path(path)
         chosen = check_options(where, format, shard_size_bytes, lock_timeout_seconds, extra, schema)

@@ -17,7 +17,7 @@ from modelstate.checkpoint.checkpoint import Checkpoint
 from modelstate.checkpoint.open import argument_order, is_objects, patterns_of
 from modelstate.comparison.diff import diff as diff_checkpoints
 from modelstate.comparison.result import Diff
-from modelstate.distributed.agreement import TIMEOUT_SECONDS, Agreement, Digest, agreement_of
+from modelstate.distributed.agreement import TIMEOUT_SECONDS, Agreement, Digest, agreement_of, check_timeout
 from modelstate.distributed.writing import CollectiveWriter
 from modelstate.errors import (
     BackgroundCancelledError,
@@ -37,7 +37,6 @@ from modelstate.io import system
 from modelstate.io.atomic import new_file, sync_directory, write_errors
 from modelstate.io.files import local_path
 from modelstate.io.lock import WriterLock, check_directory
-from modelstate.loading.options import check_timeout
 from modelstate.objects.loaders import preserved_generators
 from modelstate.objects.objects import Target, capture, modules_of, targets_of
 from modelstate.objects.parts import Kind, Part
