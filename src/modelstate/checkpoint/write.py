@@ -26,6 +26,8 @@ from modelstate.io.atomic import LOCK_TIMEOUT_SECONDS
 from modelstate.io.engine import read_ranges
 from modelstate.io.files import local_path
 from modelstate.progress import progress_bar
+from modelstate.remote.location import is_remote, locate
+from modelstate.remote.upload import check_writable
 from modelstate.spec import Encoded, Refused, Stored, bytes_key
 from modelstate.text_format import size
 from modelstate.torch_compat.dtypes import Overflows
@@ -277,6 +279,7 @@ def write_state(
             of_shard = writer.of_shard if writer else None
             serialized = serialize(source.state, where, source.attached, of_shard=of_shard)
         with progress_bar(progress, sum(map(nbytes_of, serialized.tensors.values())), "writing") as advance:
+            counted = dict(source.overflows.counts)
             if writer is None:
                 writer = LocalWriter(threads_within(serialized.tensors, max_memory_bytes, where), on_written=advance)
             files = write_checkpoint(
@@ -289,6 +292,9 @@ def write_state(
                 metadata=source.metadata,
                 lock_timeout_seconds=lock_timeout_seconds,
             )
+        if is_remote(where):  # lazy tensors are computed twice there
+            counts = source.overflows.counts
+            counts |= {key: (count + counted.get(key, 0)) // 2 for key, count in counts.items()}
         tensors = serialized.names
     notes = (*source.notes, *source.overflows.notes())
     return SaveReport(where, tuple(files), tensors, sum(files.values()), perf_counter() - begin, notes)
@@ -317,6 +323,12 @@ def check_options(
     if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 <= seconds < inf:
         raise OptionError("lock_timeout_seconds= is a number of seconds", expected="0 or more", found=repr(seconds))
     chosen = format_of(where, format)
+    if chosen == "torch" and is_remote(where):
+        raise SaveTargetError(
+            "a file of torch.save is not written into a bucket, since its bytes are not written in their order",
+            where=where,
+            remedy="give a path that ends in .safetensors; or save to a local path, and copy it: modelstate cp",
+        )
     if chosen == "torch" and (shard_size_bytes, extra, schema) != (None, None, None):
         raise OptionError(
             "a file of torch.save has no shards, no extra= and no schema=",
@@ -374,6 +386,9 @@ def target_path(path: object) -> str:
             remedy="give the path of a file",
         )
     try:
+        if is_remote(given):
+            check_writable(location := locate(given))
+            return location.url
         return local_path(given)
     except SourceTypeError as error:
         remedy = "give the path of a file; save there, and copy it to its place"

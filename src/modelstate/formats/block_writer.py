@@ -28,6 +28,7 @@ from modelstate.io.engine import ALIGN_BYTES, UNSUPPORTED, Buffer, for_each, mem
 from modelstate.io.linux import O_DIRECT
 from modelstate.io.memory import empty_cpu
 from modelstate.io.tensors import ReadAll, elements, read_tensor
+from modelstate.remote.upload import ObjectWriter
 from modelstate.spec import Assemble, Stored, StoredComposite, StoredTensor, own_bytes, pieces
 from modelstate.text_format import size
 from modelstate.torch_compat.plain import is_plain_memory
@@ -270,7 +271,7 @@ class _LazyJob:
 
 
 def write_blocks(
-    output: Output | Uncached | None,
+    output: Output | Uncached | ObjectWriter | None,
     start: int | Sequence[int],
     tensors: Sequence[torch.Tensor | LazyTensor],
     threads: int | None = None,
@@ -282,7 +283,7 @@ def write_blocks(
     copied whole, one at a time in each thread, unless the `LazyTensor` is computed in pieces.
 
     Args:
-        output: The file; None only computes the digests.
+        output: The file; None only computes the digests. With one thread, the bytes are written in their order.
         start: The offset of the first tensor, which the others follow one behind the other; or that of each tensor.
         tensors: The tensors.
         threads: The number of threads; by default one for each processor, up to 8.
@@ -353,7 +354,9 @@ def _jobs(starts: Sequence[int], tensors: Sequence[torch.Tensor | LazyTensor]) -
     return jobs
 
 
-def _write(job: _Job, digests: list[list[str]], output: Output | Uncached | None, buffer: Buffer | None) -> None:
+def _write(
+    job: _Job, digests: list[list[str]], output: Output | Uncached | ObjectWriter | None, buffer: Buffer | None
+) -> None:
     at = first = job.start % ALIGN_BYTES  # so that pages of memory are pages of the file
     for number, which, address, nbytes in job.blocks:
         block = memory_at(address, nbytes)

@@ -21,6 +21,7 @@ import json
 import struct
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import chain
 from math import prod
@@ -34,11 +35,13 @@ from modelstate.errors import (
     OpenError,
     TruncatedFileError,
     UnsupportedTensorError,
+    WriteFailedError,
 )
 from modelstate.formats import manifest
 from modelstate.formats.manifest import BLOCK_BYTES, HEX, OPEN_SEAL, SEAL, check_seal, digest, sealed
 from modelstate.io.atomic import Output
 from modelstate.io.files import SourceFile
+from modelstate.remote.upload import ObjectWriter
 from modelstate.spec import Contents, StoredTensors, TensorColumns
 from modelstate.text_format import excerpt, listed, printable, quote
 from modelstate.torch_compat.values import is_tensor
@@ -543,11 +546,52 @@ def write(
 
 def write_header(output: Output, planned: Layout, hashes: Sequence[str]) -> Written:
     """Writes the header of a file, whose tensors have these digests, in the order of their bytes."""
+    header, written = _finished(planned, hashes)
+    output.write_at(0, header)
+    return written
+
+
+def _finished(planned: Layout, hashes: Sequence[str]) -> tuple[bytes, Written]:
     digests = {name: value for (name, _), value in zip(planned.tensors, hashes, strict=True)}
     header = _header(planned.tensors, planned.metadata(digests))
     assert len(header) == planned.header_bytes
-    output.write_at(0, header)
-    return Written(digests, digest(header + "".join(hashes).encode()))
+    return header, Written(digests, digest(header + "".join(hashes).encode()))
+
+
+def write_in_order(
+    upload: Callable[[Written], AbstractContextManager[ObjectWriter]],
+    planned: Layout,
+    threads: int | None = None,
+    on_written: Callable[[int], None] = lambda _: None,
+) -> Written:
+    """Writes a file from its first byte to its last one, for places that take no other order.
+
+    The header, which comes first, has the digests of the tensors. So the tensors are read twice, and lazy ones are
+    computed twice.
+
+    Args:
+        upload: returns the object to write to, which may be named by its content.
+        planned: what the file holds.
+        threads: the number of threads that compute digests.
+        on_written: called with numbers of bytes of tensors that were handed to the upload.
+
+    Raises:
+        WriteFailedError: A tensor was changed between the two times; the file is not written.
+    """
+    from modelstate.formats.block_writer import write_blocks
+
+    tensors = [tensor for _, tensor in planned.tensors]
+    hashes = write_blocks(None, 0, tensors, threads)
+    header, written = _finished(planned, hashes)
+    with upload(written) as output:
+        output.append(header)
+        if write_blocks(output, len(header), tensors, 1, on_written) != hashes:
+            raise WriteFailedError(
+                "tensors were changed while they were saved; nothing is written",
+                where=output.location.url,
+                remedy="save when no other thread changes them",
+            )
+    return written
 
 
 def _header(tensors: Iterable[tuple[str, torch.Tensor | LazyTensor]], metadata: Mapping[str, str]) -> bytes:

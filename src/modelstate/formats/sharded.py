@@ -22,10 +22,11 @@ from __future__ import annotations
 import json
 import os
 import re
+import secrets
 import stat
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import PurePosixPath, PureWindowsPath
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -34,9 +35,12 @@ from modelstate.errors import (
     DamagedFileError,
     ModelStateError,
     ReadFailedError,
+    SaveTargetError,
     SourceNotFoundError,
+    TargetExistsError,
     UnsafePathError,
     UnsavableError,
+    WriteFailedError,
 )
 from modelstate.formats import manifest
 from modelstate.formats.manifest import KEY, OPEN_SEAL, SEAL, check_seal, check_size, digest, sealed
@@ -52,6 +56,7 @@ from modelstate.formats.safetensors import (
     strings_of,
 )
 from modelstate.formats.safetensors import write as write_tensors
+from modelstate.formats.safetensors import write_in_order as write_tensors_in_order
 from modelstate.io import system
 from modelstate.io.atomic import (
     LOCK_TIMEOUT_SECONDS,
@@ -68,6 +73,8 @@ from modelstate.io.atomic import (
 )
 from modelstate.io.files import SourceFile, forget_fingerprint
 from modelstate.io.lock import is_at
+from modelstate.remote.location import Location, is_remote, locate
+from modelstate.remote.upload import ObjectWriter, exists, get, head, new_object, remove
 from modelstate.spec import Contents, Described, LazyMapping, StoredTensor, StoredTensors
 from modelstate.text_format import listed, quote
 from modelstate.torch_compat.values import set_version_metadata, version_metadata
@@ -536,6 +543,14 @@ def write_checkpoint(
     with writer.planning():
         planned = _planned(state, path, schema, text)
         layouts = [layout(group, lambda _: text) for group in groups] or [planned]
+        if is_remote(path) and not isinstance(writer, LocalWriter):
+            raise SaveTargetError(
+                "several ranks write into one file, which an object in a bucket does not allow",
+                where=path,
+                remedy="save to a directory that the ranks share, and copy it: modelstate cp",
+            )
+    if is_remote(path) and isinstance(writer, LocalWriter):
+        return _upload(path, layouts, groups, writer, overwrite, lambda digests: state.manifest(schema, digests))
     with write_errors(path), ExitStack() as opened:
         output: Output | None = None
         unfinished: list[str] = []
@@ -635,8 +650,81 @@ def _put_shards(
 
 def check_both(path: str, overwrite: bool) -> None:
     """Raises `SaveTargetError` or `TargetExistsError` where no file, or no index, can be put at the path."""
+    if is_remote(path):
+        return  # the upload asks the server
     check_target(path, overwrite=overwrite)
     check_target(path + INDEX_SUFFIX, overwrite=overwrite)
+
+
+def _upload(
+    path: str,
+    layouts: Sequence[Layout],
+    groups: Sequence[Mapping[str, torch.Tensor | LazyTensor]],
+    writer: LocalWriter,
+    overwrite: bool,
+    manifest_of: Callable[[Mapping[str, str]], str],
+) -> Files:
+    """Writes a file, or shards and then their index, into a bucket.
+
+    The object that a reader opens is written last. The shards of another save have other names.
+    """
+    where, index = locate(path), locate(path + INDEX_SUFFIX)
+    old_index = get(index)
+    is_single = old_index is not None or not overwrite or bool(groups)
+    is_single = is_single and head(where) is not None
+    if not overwrite and (old_index is not None or is_single):
+        raise exists(where)
+
+    def write(location: Location, planned: Layout, overwrite: bool) -> Written:
+        def upload(_: Written) -> AbstractContextManager[ObjectWriter]:
+            return new_object(location, planned.nbytes, overwrite=overwrite)
+
+        return write_tensors_in_order(upload, planned, writer.threads, writer.on_written)
+
+    files: Files = {}
+    if not groups:
+        write(where, layouts[0], overwrite)
+        files[path] = layouts[0].nbytes
+    else:
+        directory = path.rpartition("/")[0]
+        names = shard_names(path, [secrets.token_hex(16)] * len(groups))
+        shards = [locate(f"{directory}/{name}") for name in names]
+        is_unknown = False
+        try:
+            digests: dict[str, str] = {}
+            for shard, planned in zip(shards, layouts, strict=True):
+                digests |= write(shard, planned, True).digests
+            total_bytes = sum(nbytes_of(tensor) for group in groups for tensor in group.values())
+            text = index_of(dict(zip(names, groups, strict=True)), total_bytes, manifest_of(digests))
+            is_unknown = True
+            with new_object(index, len(text), overwrite=overwrite) as output:
+                output.append(text)
+            if is_single:
+                remove([where])  # readers prefer it to the index
+        except BaseException as error:
+            # Without an answer of the server the index may be there, and may name the shards.
+            if not is_unknown or isinstance(error, TargetExistsError):
+                with suppress(WriteFailedError):
+                    remove(shards)
+            raise
+        files = {index.url: len(text)} | {
+            shard.url: planned.nbytes for shard, planned in zip(shards, layouts, strict=True)
+        }
+    if old_index is not None:
+        with suppress(WriteFailedError):  # the new checkpoint is complete
+            remove(_own_shards(path, old_index) + ([] if groups else [index]))
+    return files
+
+
+def _own_shards(path: str, index: bytes) -> list[Location]:
+    """The shards that an index of an earlier save to a path names."""
+    directory, _, name = path.rpartition("/")
+    mine = re.compile(re.escape(name.removesuffix(SUFFIX)) + _OWN)
+    try:
+        named = set(json.loads(index)[WEIGHT_MAP].values())
+    except (ValueError, LookupError, TypeError, AttributeError):
+        return []
+    return [locate(f"{directory}/{shard}") for shard in named if isinstance(shard, str) and mine.fullmatch(shard)]
 
 
 def _planned(state: SerializedState, path: str, schema: str | None, entries: Mapping[str, str]) -> Layout:

@@ -1,0 +1,292 @@
+"""Writes objects into buckets: an object appears as a whole or not at all, and a failure leaves nothing behind.
+
+- A small object is one request. A larger one is a multipart upload, whose parts are sent in parallel while the next
+  ones are produced: memory for at most `PARTS_AT_ONCE` parts is used, and no temporary file. An error ends the upload
+  with an abort, which removes the parts.
+- Where an existing object must not be replaced, a small object has the condition `If-None-Match: *`. A multipart upload
+  cannot have it: it goes to a temporary name, which is copied to the final one under the condition.
+- A request whose reply is lost may have succeeded. So after each failure the object is read back: an object with the
+  bytes of this upload is that of this upload.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from modelstate.errors import SaveTargetError, TargetExistsError, WriteFailedError
+from modelstate.remote.location import Cause, Location, failure_of, store_of
+
+if TYPE_CHECKING:
+    from datetime import datetime
+
+PART_BYTES = 8 << 20
+"""The least size of a part, and the most bytes that are sent in one request."""
+PARTS_AT_ONCE = 12
+_MOST_PARTS = 10_000
+"""The most parts of an upload to S3."""
+_COPIED_BYTES = 5 << 30
+"""The largest object that S3 copies in one request."""
+_BEGINNING_BYTES = 1 << 20
+_PUT_TRIES = 4
+SUFFIX = ".unfinished"
+WRITABLE = ("s3", "gs", "az")
+_Result = TypeVar("_Result")
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectInfo:
+    """An object in a listing."""
+
+    name: str
+    """The key, without the prefix that was listed."""
+    nbytes: int
+    time: datetime
+    """When it was written, by the clock of the server."""
+
+
+def check_writable(location: Location) -> None:
+    """Raises `SaveTargetError` for a location that is no object in a bucket."""
+    if location.scheme not in WRITABLE:
+        raise SaveTargetError(
+            f"nothing can be saved to {location.scheme}://",
+            where=location.url,
+            expected=", ".join(f"{scheme}://" for scheme in WRITABLE),
+            remedy="save to a bucket or a local path"
+            + ("; hf upload copies a saved file to the hub" if location.scheme == "hf" else ""),
+        )
+
+
+def head(location: Location) -> int | None:
+    """Returns the size of an object; None where there is none. Raises `WriteFailedError`."""
+    import obstore
+
+    store, key = store_of(location)
+    return _found(location, lambda: int(obstore.head(store, key)["size"]))
+
+
+def get(location: Location) -> bytes | None:
+    """Returns the bytes of a small object; None where there is none. Raises `WriteFailedError`."""
+    import obstore
+
+    store, key = store_of(location)
+    return _found(location, lambda: bytes(obstore.get(store, key).bytes()))
+
+
+def _found(location: Location, read: Callable[[], _Result]) -> _Result | None:
+    with client_errors(location):
+        try:
+            return read()
+        except FileNotFoundError as error:
+            if failure_of(error, location).cause is Cause.NO_OBJECT:
+                return None
+            raise
+
+
+def listing(location: Location) -> tuple[list[str], list[ObjectInfo]]:
+    """Returns the names of the directories and the objects directly below a prefix. Raises `WriteFailedError`."""
+    import obstore
+
+    store, key = store_of(location)
+    prefix = f"{key}/" if key else ""
+    with client_errors(location):
+        result: Any = obstore.list_with_delimiter(store, key or None)
+    objects = [
+        ObjectInfo(item["path"].removeprefix(prefix), item["size"], item["last_modified"]) for item in result["objects"]
+    ]
+    return [path.removeprefix(prefix) for path in result["common_prefixes"]], objects
+
+
+def remove(locations: Sequence[Location]) -> None:
+    """Removes objects of one bucket; one that does not exist counts as removed. Raises `WriteFailedError`."""
+    import obstore
+
+    for tries_left in reversed(range(_PUT_TRIES if locations else 0)):  # the client does not repeat this request
+        try:
+            with client_errors(locations[0]), suppress(FileNotFoundError):
+                obstore.delete(store_of(locations[0])[0], [location.key for location in locations])
+            return
+        except WriteFailedError:
+            if not tries_left:
+                raise
+
+
+def put(location: Location, data: bytes, *, overwrite: bool) -> None:
+    """Writes a small object in one request.
+
+    Args:
+        location: the object.
+        data: its bytes. With random bytes in it, no other writer's object is taken for this one.
+        overwrite: whether an object that exists is replaced; else it is kept, by a condition that the server checks.
+
+    Raises:
+        TargetExistsError: There is another object, and `overwrite` is false.
+        WriteFailedError: The server refuses the object, or does not answer.
+    """
+    import obstore
+
+    store, key = store_of(location)
+
+    def send() -> None:
+        obstore.put(store, key, data, mode="overwrite" if overwrite else "create", use_multipart=False)
+
+    _sent(location, send, data[:_BEGINNING_BYTES], len(data))
+
+
+def _sent(
+    location: Location, send: Callable[[], object], beginning: bytes, nbytes: int, tries: int = _PUT_TRIES
+) -> None:
+    """Calls a function that writes an object; again after a failure that leaves no object with these bytes."""
+    from obstore.exceptions import BaseError
+
+    for number in range(1, tries + 1):
+        try:
+            send()
+            return
+        except (BaseError, OSError) as error:
+            cause = failure_of(error, location).cause
+            with suppress(WriteFailedError, FileNotFoundError):
+                if _has_arrived(location, beginning, nbytes):
+                    return
+            if cause in (Cause.EXISTS, Cause.CHANGED):
+                raise exists(location) from error
+            if cause is not Cause.FAILED or number == tries:
+                raise _failed(location, error) from error
+        time.sleep(0.1 * 2**number)
+
+
+def _has_arrived(location: Location, beginning: bytes, nbytes: int) -> bool:
+    """Whether the object has these bytes at its begin, and this size."""
+    import obstore
+
+    if head(location) != nbytes:
+        return False
+    store, key = store_of(location)
+    with client_errors(location):
+        return not nbytes or bytes(obstore.get_range(store, key, start=0, end=len(beginning))) == beginning
+
+
+@dataclass(slots=True)
+class ObjectWriter:
+    """An object that is being uploaded, from its first byte to its last one."""
+
+    location: Location
+    nbytes: int
+    _writer: Any
+    _done_bytes: int = 0
+    _beginning: bytearray = field(default_factory=bytearray)
+
+    def append(self, data: bytes | memoryview) -> None:
+        """Adds bytes to the end. They are copied. Raises `WriteFailedError`."""
+        if missing := min(_BEGINNING_BYTES, self.nbytes) - len(self._beginning):
+            self._beginning += data[:missing]
+        self._done_bytes += len(data)
+        if isinstance(self._writer, bytearray):
+            self._writer += data
+            return
+        with client_errors(self.location):
+            self._writer.write(bytes(data))  # the client refers to the memory until it has sent it
+
+    def write_at(self, offset: int, data: bytes | memoryview) -> None:
+        """As `append`, for a caller that writes in order."""
+        if offset != self._done_bytes:
+            raise ValueError(f"byte {offset} is written after byte {self._done_bytes}")
+        self.append(data)
+
+
+@contextmanager
+def new_object(location: Location, nbytes: int, *, overwrite: bool) -> Iterator[ObjectWriter]:
+    """Yields a writer of an object, which appears when the block ends, and does not when the block raises.
+
+    Args:
+        location: the object.
+        nbytes: its size, which has to be known.
+        overwrite: whether an object that exists is replaced.
+
+    Raises:
+        TargetExistsError: There is another object, and `overwrite` is false.
+        SaveTargetError: Nothing can be written there.
+        WriteFailedError: The server refuses the object, or does not answer. The object that was there is untouched.
+    """
+    import obstore
+
+    check_writable(location)
+    if not overwrite and head(location) is not None:
+        raise exists(location)
+    if nbytes <= PART_BYTES:
+        whole = ObjectWriter(location, nbytes, bytearray())
+        yield whole
+        put(location, bytes(whole._writer), overwrite=overwrite)
+        return
+    if not overwrite and location.scheme == "s3" and nbytes > _COPIED_BYTES:
+        raise SaveTargetError(
+            "S3 has no upload of this size that keeps an object which another writer puts there meanwhile",
+            where=location.url,
+            expected=f"at most {_COPIED_BYTES:,} bytes in one file",
+            found=f"{nbytes:,} bytes",
+            remedy="shard_size_bytes= makes smaller files; overwrite=True needs no condition",
+        )
+    target = location
+    if not overwrite:
+        target = Location(location.scheme, location.root, f"{location.key}.{secrets.token_hex(6)}{SUFFIX}")
+    store, key = store_of(target)
+    part_bytes = max(PART_BYTES, -(-nbytes // _MOST_PARTS))
+    writer: Any = obstore.open_writer(store, key, buffer_size=part_bytes, max_concurrency=PARTS_AT_ONCE)
+    upload = ObjectWriter(target, nbytes, writer)
+    entered = writer.__enter__()
+    try:
+        yield upload
+        if upload._done_bytes != nbytes:
+            raise ValueError(f"{upload._done_bytes:,} bytes were written, not {nbytes:,}")
+    except BaseException as error:
+        with suppress(Exception):
+            writer.__exit__(type(error), error, error.__traceback__)  # aborts the upload
+        raise
+    beginning = bytes(upload._beginning)
+    try:
+        _sent(target, entered.close, beginning, nbytes, tries=1)
+        if not overwrite:
+            _sent(location, lambda: obstore.copy(store, key, location.key, overwrite=False), beginning, nbytes)
+    finally:
+        if not overwrite:
+            with suppress(WriteFailedError):
+                remove([target])
+
+
+@contextmanager
+def client_errors(location: Location) -> Iterator[None]:
+    """Raises `WriteFailedError` in place of an error of the client; a missing object stays `FileNotFoundError`."""
+    try:
+        from obstore.exceptions import BaseError
+    except ImportError:
+        yield
+        return
+    try:
+        yield
+    except FileNotFoundError as error:
+        if failure_of(error, location).cause is Cause.NO_OBJECT:
+            raise
+        raise _failed(location, error) from error
+    except BaseError as error:
+        raise _failed(location, error) from error
+
+
+def exists(location: Location) -> TargetExistsError:
+    """The error for an object that may not be replaced."""
+    return TargetExistsError(
+        "something is there already", where=location.url, remedy="take another path, or overwrite=True to replace it"
+    )
+
+
+def _failed(location: Location, error: BaseException) -> WriteFailedError:
+    failure = failure_of(error, location)
+    return WriteFailedError(
+        f"the object cannot be written: {failure.cause.value}",
+        where=location.url,
+        found=failure.found,
+        remedy=failure.remedy,
+    )
