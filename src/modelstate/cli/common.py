@@ -20,6 +20,7 @@ import typer
 
 import modelstate as ms
 from modelstate.cli import spelling
+from modelstate.remote.location import is_remote
 
 if TYPE_CHECKING:
     import torch
@@ -382,5 +383,5 @@ def write_page(path: str | None, result: Shown | Page) -> None:
 
 def make_parents(target: str) -> None:
     """Makes the directories on the way to a file that is written."""
-    if parent := os.path.dirname(target):
+    if (parent := os.path.dirname(target)) and not is_remote(target):
         os.makedirs(parent, exist_ok=True)

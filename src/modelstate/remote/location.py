@@ -154,6 +154,8 @@ def _store(scheme: str, root: str, whole: str, settings: tuple[tuple[str, str], 
         match scheme:
             case "s3":
                 config, provider = _s3_config()
+                # A copy that keeps an existing object, which R2 and others need another value for.
+                config["copy_if_not_exists"] = os.environ.get("AWS_COPY_IF_NOT_EXISTS", "multipart")
                 client["allow_http"] = _is_plain_http("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
                 return store.S3Store(
                     root, config=config, client_options=client, retry_config=retry, credential_provider=provider

@@ -33,6 +33,8 @@ _COPIED_BYTES = 5 << 30
 """The largest object that S3 copies in one request."""
 _BEGINNING_BYTES = 1 << 20
 _PUT_TRIES = 4
+FIRST_WAIT_SECONDS = 0.2
+"""The wait before the second try; each further one is twice as long."""
 SUFFIX = ".unfinished"
 WRITABLE = ("s3", "gs", "az")
 _Result = TypeVar("_Result")
@@ -156,7 +158,7 @@ def _sent(
                 raise exists(location) from error
             if cause is not Cause.FAILED or number == tries:
                 raise _failed(location, error) from error
-        time.sleep(0.1 * 2**number)
+        time.sleep(FIRST_WAIT_SECONDS * 2 ** (number - 1))
 
 
 def _has_arrived(location: Location, beginning: bytes, nbytes: int) -> bool:

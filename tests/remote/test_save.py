@@ -1,0 +1,276 @@
+"""`modelstate.save` to a bucket, before which a proxy breaks requests."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import modelstate as ms
+from modelstate.conversion.checkpoint import convert_checkpoint
+from modelstate.errors import SaveTargetError, TargetExistsError, WriteFailedError
+from modelstate.remote import location, upload
+from modelstate.testing import Fault, FaultProxy
+from tests.sweeps import sample
+
+MB = 1 << 20
+
+
+@pytest.fixture(autouse=True)
+def small_and_fast(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Parts of 5 MiB, the least that S3 takes, and clients that give up soon."""
+    monkeypatch.setattr(upload, "PART_BYTES", 5 * MB)
+    monkeypatch.setattr(location, "RETRIES", 2)
+    monkeypatch.setattr(location, "FIRST_WAIT", timedelta(milliseconds=10))
+    monkeypatch.setattr(upload, "FIRST_WAIT_SECONDS", 0.01)
+    location._store.cache_clear()
+    yield
+    location._store.cache_clear()
+
+
+@pytest.fixture
+def content(bucket: str, s3_client: Callable[[], Any], tmp_path: Path) -> Callable[[], dict[str, bytes]]:
+    """The objects of the bucket by name, read with another client."""
+
+    def read() -> dict[str, bytes]:
+        client = s3_client()
+        listed = client.list_objects_v2(Bucket=bucket).get("Contents", [])
+        return {item["Key"]: client.get_object(Bucket=bucket, Key=item["Key"])["Body"].read() for item in listed}
+
+    return read
+
+
+def state(nbytes: int, seed: int = 0) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    half = nbytes // 8
+    tensors = {name: torch.rand(half, generator=generator) for name in ("a", "b")}
+    return tensors | {"c": torch.arange(5), "empty": torch.empty(0)}
+
+
+def opened(objects: dict[str, bytes], name: str, folder: Path) -> ms.Checkpoint:
+    """Opens a checkpoint of a bucket from a copy of all objects."""
+    for key, data in objects.items():
+        (folder / key).parent.mkdir(parents=True, exist_ok=True)
+        (folder / key).write_bytes(data)
+    checkpoint = ms.open(folder / name)
+    checkpoint.verify()
+    return checkpoint
+
+
+@pytest.mark.parametrize("nbytes", [1000, 12 * MB])
+def test_the_object_is_the_file(
+    bucket: str, content: Callable[[], dict[str, bytes]], tmp_path: Path, nbytes: int
+) -> None:
+    report = ms.save(state(nbytes), f"s3://{bucket}/run/model.safetensors")
+    ms.save(state(nbytes), tmp_path / "model.safetensors")
+    objects = content()
+    assert objects == {"run/model.safetensors": (tmp_path / "model.safetensors").read_bytes()}
+    assert report.files == (f"s3://{bucket}/run/model.safetensors",)
+    assert report.bytes == len(objects["run/model.safetensors"])
+
+
+def test_a_large_object_is_sent_in_parts_of_bounded_size(bucket: str, proxy: FaultProxy) -> None:
+    ms.save(state(12 * MB), f"s3://{bucket}/model.safetensors")
+    assert [request.method for request in proxy.requests].count("PUT") == 3
+    assert max(request.nbytes for request in proxy.requests) == 5 * MB
+
+
+def test_shards_and_back_to_one_file(bucket: str, content: Callable[[], dict[str, bytes]], tmp_path: Path) -> None:
+    path = f"s3://{bucket}/model.safetensors"
+    for number, shard_bytes in enumerate([None, 1 * MB, 2 * MB, None]):
+        report = ms.save(state(3 * MB, number), path, shard_size_bytes=shard_bytes)
+        objects = content()
+        assert {f"s3://{bucket}/{name}" for name in objects} == set(report.files)
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        assert torch.equal(opened(objects, "model.safetensors", folder).tensor("b"), state(3 * MB, number)["b"])
+
+
+def test_shards_of_another_checkpoint_stay(bucket: str, content: Callable[[], dict[str, bytes]]) -> None:
+    for name in ("a", "b", "a"):
+        ms.save(state(3 * MB), f"s3://{bucket}/{name}.safetensors", shard_size_bytes=2 * MB)
+    assert sum(name.startswith("b-") for name in content()) == 2
+
+
+@pytest.mark.parametrize("nbytes", [1000, 12 * MB])
+def test_an_object_is_kept(bucket: str, content: Callable[[], dict[str, bytes]], nbytes: int) -> None:
+    path = f"s3://{bucket}/model.safetensors"
+    ms.save(state(nbytes), path, overwrite=False)
+    before = content()
+    assert len(before) == 1
+    with pytest.raises(TargetExistsError):
+        ms.save(state(nbytes, 1), path, overwrite=False)
+    with pytest.raises(TargetExistsError):
+        ms.save(state(3 * MB, 1), path, overwrite=False, shard_size_bytes=MB)
+    assert content() == before
+
+
+@pytest.mark.parametrize("nbytes", [1000, 12 * MB])
+def test_an_object_that_another_writer_puts_meanwhile_is_kept(
+    bucket: str, proxy: FaultProxy, s3_client: Callable[[], Any], content: Callable[[], dict[str, bytes]], nbytes: int
+) -> None:
+    def put_first(request: Any) -> None:
+        if request.headers.get("if-none-match"):
+            s3_client().put_object(Bucket=bucket, Key="model.safetensors", Body=b"of another writer")
+
+    proxy.fault = put_first
+    with pytest.raises(TargetExistsError):
+        ms.save(state(nbytes), f"s3://{bucket}/model.safetensors", overwrite=False)
+    assert content() == {"model.safetensors": b"of another writer"}
+
+
+CREATES_UPLOAD = "?uploads"
+FAULTS = (Fault.UNAVAILABLE, Fault.RESET, Fault.CUT, Fault.LOST_REPLY)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{}, {"overwrite": False}, {"shard_size_bytes": 3 * MB}], ids=str)
+def test_each_fault_at_each_request(
+    bucket: str,
+    proxy: FaultProxy,
+    s3_client: Callable[[], Any],
+    content: Callable[[], dict[str, bytes]],
+    tmp_path: Path,
+    options: dict[str, Any],
+) -> None:
+    """A save succeeds, or raises and leaves what was there. Nothing else is left."""
+    path, client = f"s3://{bucket}/model.safetensors", s3_client()
+    large = state(6 * MB)
+    ms.save(large, path, **options)
+    points = [(fault, number) for number in range(1, len(proxy.requests) + 1) for fault in FAULTS]
+    for fault, number in sample(points, kind=lambda point: 0, more=11):
+        for name in content():
+            client.delete_object(Bucket=bucket, Key=name)
+        if options.get("overwrite", True):
+            ms.save(state(1000, 1), path)
+        before = content()
+        proxy.reset()
+        proxy.fault = lambda request, fault=fault, number=number: fault if request.number == number else None  # type: ignore[misc]
+        try:
+            ms.save(large, path, **options)
+        except WriteFailedError:
+            assert content() == before
+            # A reply that the client could not read had the name of the upload: nothing can abort it.
+            allowed = CREATES_UPLOAD in proxy.requests[number - 1].target
+        else:
+            folder = tmp_path / f"{fault.name}-{number}"
+            folder.mkdir()
+            objects = content()
+            opened(objects, "model.safetensors", folder)
+            assert len(objects) == (3 if "shard_size_bytes" in options else 1)
+            allowed = fault in (Fault.LOST_REPLY, Fault.CUT)
+        proxy.fault = None
+        uploads = client.list_multipart_uploads(Bucket=bucket).get("Uploads", [])
+        assert not uploads or allowed
+        for item in uploads:
+            client.abort_multipart_upload(Bucket=bucket, Key=item["Key"], UploadId=item["UploadId"])
+
+
+def test_a_server_that_stays_away_is_a_clear_error(
+    bucket: str, proxy: FaultProxy, content: Callable[[], dict[str, bytes]]
+) -> None:
+    ms.save(state(1000), f"s3://{bucket}/model.safetensors")
+    before = content()
+    proxy.fault = lambda request: Fault.UNAVAILABLE if request.method in ("PUT", "POST") else None
+    with pytest.raises(WriteFailedError, match="503"):
+        ms.save(state(1000, 1), f"s3://{bucket}/model.safetensors")
+    assert content() == before
+
+
+def test_a_tensor_that_changes_meanwhile_is_not_saved(
+    bucket: str, proxy: FaultProxy, content: Callable[[], dict[str, bytes]]
+) -> None:
+    tensors = state(12 * MB)
+
+    def change(request: Any) -> None:
+        if "uploads" in request.target:
+            tensors["b"][-1] += 1
+
+    proxy.fault = change
+    with pytest.raises(WriteFailedError, match="changed while they were saved"):
+        ms.save(tensors, f"s3://{bucket}/model.safetensors")
+    assert content() == {}
+
+
+def test_an_error_of_the_program_leaves_nothing(
+    bucket: str, content: Callable[[], dict[str, bytes]], s3_client: Callable[[], Any]
+) -> None:
+    def interrupted() -> None:
+        with upload.new_object(location.locate(f"s3://{bucket}/x"), 12 * MB, overwrite=True) as output:
+            output.append(bytes(6 * MB))
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert content() == {}
+    assert not s3_client().list_multipart_uploads(Bucket=bucket).get("Uploads")
+
+
+@pytest.mark.parametrize(
+    ("path", "expected"),
+    [
+        ("https://example.com/model.safetensors", "nothing can be saved to https"),
+        ("hf://org/name/model.safetensors", "nothing can be saved to hf"),
+        ("s3://bucket/model.pt", "torch.save"),
+        ("s3:///model.safetensors", "cannot be put here"),
+        ("s3://bucket/a/../b.safetensors", "cannot be put here"),
+    ],
+)
+def test_places_that_take_no_file(path: str, expected: str) -> None:
+    with pytest.raises(SaveTargetError, match=expected):
+        ms.save(state(1000), path)
+
+
+def test_a_bucket_that_does_not_exist(proxy: FaultProxy) -> None:
+    with pytest.raises(WriteFailedError, match="no such bucket"):
+        ms.save(state(1000), "s3://there-is-no-such-bucket/model.safetensors")
+
+
+def test_convert_to_a_bucket(bucket: str, content: Callable[[], dict[str, bytes]], tmp_path: Path) -> None:
+    large = {"a": torch.tensor([1.0, 1e38, 3e38])}
+    torch.save(large, tmp_path / "model.pt")
+    report = convert_checkpoint(tmp_path / "model.pt", f"s3://{bucket}/model.safetensors", dtype="float16")
+    assert report.notes == convert_checkpoint(tmp_path / "model.pt", tmp_path / "x.safetensors", dtype="float16").notes
+    (tmp_path / "copy").mkdir()
+    assert opened(content(), "model.safetensors", tmp_path / "copy").tensor("a").dtype == torch.float16
+
+
+KILLED = """
+import os, sys
+import torch
+import modelstate as ms
+from modelstate.remote import upload
+
+upload.PART_BYTES = 5 << 20
+tensors = {"a": torch.ones(3 << 20)}
+ms.save(tensors, sys.argv[1], shard_size_bytes=8 << 20)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("at", [2, 4, 6])
+def test_kill_at_a_request(
+    bucket: str, proxy: FaultProxy, content: Callable[[], dict[str, bytes]], tmp_path: Path, at: int
+) -> None:
+    """SIGKILL in the middle of a save leaves the checkpoint that was there."""
+    path = f"s3://{bucket}/model.safetensors"
+    ms.save(state(1000), path)
+    before = content()
+    proxy.reset()
+    process: subprocess.Popen[bytes] | None = None
+
+    def kill(request: Any) -> None:
+        if request.number == at and process is not None:
+            os.kill(process.pid, signal.SIGKILL)
+
+    proxy.fault = kill
+    process = subprocess.Popen([sys.executable, "-c", KILLED, path])
+    assert process.wait(60) == -signal.SIGKILL
+    assert {name: data for name, data in content().items() if name in before} == before
+    opened(content(), "model.safetensors", tmp_path)
