@@ -77,6 +77,37 @@ def test_a_transform_sees_the_whole_tensor(ranks: Ranks, kind: str, tmp_path: Pa
     assert ranks.values(transforms, kind, str(tmp_path / "x.safetensors")) == [True] * 4
 
 
+def initialises(kind: str, path: str, meta: bool) -> list[str]:
+    """What differs from a load on one machine, where the model initialises tensors and each rank has its own seed."""
+    net, whole = models.sharded(kind, meta=meta), models.plain(kind, seed=9)
+    rank = torch.distributed.get_rank()
+    torch.manual_seed(5 + rank)
+    options: Any = {"init_missing": True}
+    report = ms.load(net, path, **options)
+    generator = torch.get_rng_state()
+    torch.manual_seed(5 + rank)
+    own = torch.get_rng_state()
+    torch.manual_seed(5)
+    of_one = ms.load(whole, path, **options)
+    wrong = [] if same(net, whole) else ["values"]
+    wrong += [] if torch.equal(generator, own if rank else torch.get_rng_state()) else ["generator"]
+    notes = [note for note in of_one.notes if "initialised by" in note]
+    return (
+        wrong if notes and [note for note in report.notes if "initialised by" in note] == notes else [*wrong, "notes"]
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "meta"),
+    [("fsdp", False), ("fsdp+tp", False), ("shard1", False), ("hsdp", True), ("tp", True), ("empty", True)],
+)
+def test_missing_tensors_are_initialised_as_on_one_machine(ranks: Ranks, kind: str, meta: bool, tmp_path: Path) -> None:
+    state = models.plain(kind, seed=5).state_dict()
+    kept = {name: value for name, value in state.items() if "blocks.1" not in name and "embed" not in name}
+    ms.save({name: value for name, value in kept.items() if "norm" not in name}, tmp_path / "x.safetensors")
+    assert ranks.values(initialises, kind, str(tmp_path / "x.safetensors"), meta) == [[]] * 4
+
+
 def train(net: nn.Module, optimizer: torch.optim.Optimizer, first: int, steps: int) -> None:
     for step in range(first, first + steps):
         optimizer.zero_grad()

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 
 import torch
 
@@ -99,6 +100,21 @@ def rank_reports(
         for rank, (nbytes, *phases) in agreement.exchanged([read_bytes_here, *times]).items()
     ]
     return tuple(ranks), max(sum(rank.read_bytes for rank in ranks) - whole_bytes, 0)
+
+
+@contextmanager
+def shared_generator(preparation: Preparation, agreement: Agreement) -> Iterator[None]:
+    """Has the initial values of missing tensors be those of the first rank's random generator, in a phase.
+
+    The generators of the other ranks do not change.
+    """
+    if not preparation.initialised:
+        yield
+        return
+    state = agreement.on_first(lambda: torch.get_rng_state().tolist())
+    with nullcontext() if agreement.is_first else torch.random.fork_rng(devices=[]):
+        torch.set_rng_state(torch.tensor(state, dtype=torch.uint8))
+        yield
 
 
 def _slots(preparation: Preparation) -> Iterator[object]:

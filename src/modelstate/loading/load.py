@@ -32,6 +32,7 @@ from modelstate.loading.collective import (
     SHARING,
     digests_of,
     rank_reports,
+    shared_generator,
 )
 from modelstate.loading.commit import Place, commit, held_for_commit, place_fallible
 from modelstate.loading.options import AnyTransform, check_model, options_of
@@ -455,7 +456,8 @@ def _execute(
             else:
                 verified = staged.verified_bytes
                 notes += staged.hand_over(staging, assignments)
-            stage(staging, to_stage, advance)
+            with nullcontext() if agreement is None else shared_generator(preparation, agreement):
+                stage(staging, to_stage, advance)
         if agreement is not None and staging.shared:
             with phase(SHARING):
                 broadcast(staging.shared, agreement)

@@ -6,7 +6,6 @@ modules above it that initialise their children. Only the requested tensors have
 changed and no large copy is allocated.
 """
 
-import copy
 import inspect
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -19,8 +18,9 @@ from torch.nn.parameter import is_lazy
 
 from modelstate.errors import ModelCodeError
 from modelstate.torch_compat.modules import own_buffers, own_modules, own_parameters
-from modelstate.torch_compat.plain import is_plain
+from modelstate.torch_compat.plain import is_plain, is_sharded
 from modelstate.torch_compat.private import recorded_fills, storage_id
+from modelstate.torch_compat.sharding import without_fsdp
 
 _METHODS = ("reset_parameters", "_reset_parameters", "_init_weights")
 _INITIALISES_CHILDREN = "_init_weights"
@@ -58,7 +58,7 @@ class Initialisers:
         path, _, attribute = name.rpartition(".")
         chain = list(_chain(self._model, path))
         tensor = _own(chain[-1][1], attribute)
-        if tensor is None or is_lazy(tensor) or not is_plain(tensor):
+        if tensor is None or is_lazy(tensor) or not (is_plain(tensor) or is_sharded(tensor)):
             return None
         initialising = [
             (above, module) for above, module in chain if _own_method(module) or _initialises_children(module)
@@ -165,13 +165,16 @@ class _Copies:
             for tensor in (*own_parameters(module).values(), *own_buffers(module).values()):
                 if tensor is not None and not is_lazy(tensor) and id(tensor) not in memo:
                     memo[id(tensor)] = _empty(tensor, id(tensor) in real)
-        return copy.deepcopy(self._top, memo)
+        return without_fsdp(self._top, memo)
 
 
 def _empty(tensor: torch.Tensor, with_memory: bool) -> torch.Tensor:
     if with_memory:
-        device = torch.device("cpu") if tensor.is_meta else tensor.device
-        fresh = torch.empty_like(tensor, device=device, requires_grad=False)
+        if is_sharded(tensor):  # whole, and on the CPU, whose random generator the ranks of a load share
+            fresh = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+        else:
+            device = torch.device("cpu") if tensor.is_meta else tensor.device
+            fresh = torch.empty_like(tensor, device=device, requires_grad=False)
         if fresh.dtype in _CAN_BE_NAN:
             fresh.fill_(float("nan"))
     else:

@@ -4,6 +4,7 @@ For the rest of a load such a slot is the local tensor, and its source is the re
 all routes of plain tensors apply. The DTensor itself gets other memory only where the local tensor cannot keep its own.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -14,7 +15,7 @@ from modelstate.distributed.shards import LocalShard, shard_of
 from modelstate.errors import ShardingError, TransformError
 from modelstate.planning.transforms import Transform
 from modelstate.problems import OtherSharding, Problem, UnloadableLayout, one_line
-from modelstate.rules.expression import Derived, Source, lacks_values
+from modelstate.rules.expression import Derived, Operation, Source, lacks_values
 from modelstate.spec import StoredTensor, slices_of
 from modelstate.torch_compat.plain import is_plain, is_sharded
 from modelstate.torch_compat.sharding import local_tensor, mesh_device_type, same_layout
@@ -44,6 +45,11 @@ class ShardedSlot:
             local = local_tensor(self.value)
             return LocalSlot(param, local, local if stored is not None else None)
         value = local_tensor(self.value) if is_sharded(self.value) else self.value
+        if isinstance(stored, Derived) and not stored.parts and not isinstance(stored.change, Operation):
+            # Initial values are computed once, and whole: they are random numbers, equal on all ranks.
+            make, shape = partial(self._part_of_initial, stored.change), self.shard.shape
+            source: Source = Derived(stored.dtype, shape, (), make, is_certain=False)
+            return LocalSlot(param, torch.empty(shape, dtype=value.dtype), source)
         source = self.shard.of(value if stored is None or is_sharded(self.value) else stored)
         if isinstance(source, torch.Tensor):
             return LocalSlot(param, source, None if stored is None else source)
@@ -75,9 +81,15 @@ class ShardedSlot:
                 expected=f"a plain tensor of shape {tuple(self.tensor.shape)}",
                 found=f"{type(result).__name__} of shape {tuple(getattr(result, 'shape', ()))}",
             )
-        local = result.new_empty(self.shard.shape)
+        return self._part_of(result)
+
+    def _part_of_initial(self, make: Callable[[], torch.Tensor]) -> torch.Tensor:
+        return self._part_of(make())
+
+    def _part_of(self, whole: torch.Tensor) -> torch.Tensor:
+        local = whole.new_empty(self.shard.shape)
         for box, place in self.shard.boxes():
-            local[slices_of(place)] = result[slices_of(box)]
+            local[slices_of(place)] = whole[slices_of(box)]
         return local
 
 

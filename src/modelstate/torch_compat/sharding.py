@@ -1,5 +1,6 @@
 """DTensors from the inside: the split of a dimension by a placement, and the local tensors."""
 
+import copy
 import ctypes
 import datetime
 import sys
@@ -260,6 +261,27 @@ def _fsdp_groups(modules: Iterable[torch.nn.Module]) -> Iterator[Any]:
                 if id(group) not in seen:
                     seen.add(id(group))
                     yield group
+
+
+def without_fsdp(module: torch.nn.Module, memo: dict[int, object]) -> torch.nn.Module:
+    """Returns a deep copy of a module, in which modules of FSDP2 have their original class, and no hooks.
+
+    Args:
+        module: The module, whose modules of FSDP2 refuse a deep copy.
+        memo: The objects that stand for others in the copy, by the ids of the others, as for `copy.deepcopy`.
+    """
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    wrapped = [part for part in module.modules() if fsdp is not None and isinstance(part, fsdp.FSDPModule)]
+    plain_classes: list[Any] = [type(part).__mro__[2] for part in wrapped]
+    copies = [plain_class.__new__(plain_class) for plain_class in plain_classes]
+    memo.update(zip(map(id, wrapped), copies, strict=True))
+    for part, result in zip(wrapped, copies, strict=True):
+        for name, value in vars(part).items():
+            if "hooks" in name:
+                vars(result)[name] = type(value)()
+            elif not name.startswith("__composable"):  # the state of FSDP2
+                vars(result)[name] = copy.deepcopy(value, memo)
+    return copy.deepcopy(module, memo)
 
 
 _OF_FSDP_PARAM = ("sharded_param", "_sharded_param_data", "_sharding_spec")
