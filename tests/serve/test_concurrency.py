@@ -15,7 +15,7 @@ from torch import nn
 
 import modelstate as ms
 from modelstate import serve as package
-from modelstate.errors import CanaryError, SwapBusyError, SwapTimeoutError
+from modelstate.errors import CanaryError, SwapBusyError
 from tests.serve.models import Constant, weights_of
 from tests.serve.targets import KINDS, target_of
 from tests.sweeps import spread
@@ -146,7 +146,7 @@ def test_a_rollback_does_not_wait_for_requests(kind: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["eager", "exported"])
+@pytest.mark.parametrize("kind", ["eager", "exported", "aoti"])
 def test_a_rollback_does_not_wait_for_a_canary(kind: str) -> None:
     """The swap that finds another version than it began with is refused."""
     live = live_of(kind)
@@ -173,30 +173,6 @@ def test_a_rollback_does_not_wait_for_a_canary(kind: str) -> None:
     assert live.version == 1
     assert [event.action for event in live.history()][-2:] == ["rolled back", "refused"]
     assert live.swap(state(4)).previous == 1
-
-
-@pytest.mark.slow
-def test_a_rollback_waits_where_a_canary_has_its_library() -> None:
-    live = live_of("aoti")
-    live.swap(state(2))
-    inside, may_end = threading.Event(), threading.Event()
-
-    def canary(_: Any) -> bool:
-        inside.set()
-        return may_end.wait(20) and False
-
-    def swap() -> None:
-        with pytest.raises(CanaryError):
-            live.swap(state(3), canary=canary)
-
-    thread = in_a_thread(swap)
-    assert inside.wait(20)
-    with pytest.raises(SwapTimeoutError):
-        live.rollback(timeout_seconds=0.05)
-    may_end.set()
-    assert live.rollback() == 1
-    thread.join(20)
-    assert live(X).unique().tolist() == [1.0]
 
 
 def test_copies_that_requests_hold_on_to_are_counted() -> None:

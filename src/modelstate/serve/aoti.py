@@ -1,10 +1,10 @@
-"""Serves packages of AOTInductor: two loaded libraries, which the versions use in turn."""
+"""Serves packages of AOTInductor: each version uses a loaded copy of the compiled library."""
 
+import os
 import tempfile
 import threading
 import weakref
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import nn
@@ -13,14 +13,13 @@ from modelstate.errors import (
     DamagedFileError,
     LiveTargetError,
     ProgramInputError,
-    VersionGoneError,
     WeightsError,
 )
 from modelstate.serve.inputs import Inputs
 from modelstate.serve.meta_clone import runtime_state, state_module
 from modelstate.serve.program_file import Manifest, ProgramFile
 from modelstate.serve.state_names import NameMap, names_by_tensor
-from modelstate.serve.targets import GraphTarget, check_names
+from modelstate.serve.targets import GraphTarget, Program, check_names
 from modelstate.torch_compat.private import (
     aoti_embedded_constants,
     aoti_loader,
@@ -53,8 +52,8 @@ class AotiTarget(GraphTarget):
     def __init__(self, file: ProgramFile, names: NameMap | nn.Module | None) -> None:
         manifest = file.manifest
         _check_machine(file)
-        self.runners = self._pool = pool = AotiRunnerPool(file)
-        runner = pool.first
+        self._runners = _Runners(file)
+        runner = self._runners.take()
         self._call = _Call(runner, manifest, file.path)
         values = _values(file, runner)
         file.check_unchanged()
@@ -74,9 +73,8 @@ class AotiTarget(GraphTarget):
         self._built_in = runtime_state(names) if isinstance(names, nn.Module) and manifest is None else {}
         self._has_manifest = manifest is not None
         super().__init__(file.path, state, _restricted(names, state))
-        first = self._new_version(state_module(state, meta=False))
-        pool.attach(first, None)
-        self._first = first
+        self._runners.give_back(runner)
+        self._first = self._new_version(state_module(state, meta=False))
 
     def program(self, filled: nn.Module) -> "AotiVersion":
         state = runtime_state(filled)
@@ -103,7 +101,7 @@ class AotiTarget(GraphTarget):
                 found="; ".join(f"{name}: {_layout_text(_layout(constants[name]))}" for name in wrong[:8]),
                 names=wrong,
             )
-        return AotiVersion(self._pool, self._call, weights, hidden, constants)
+        return AotiVersion(self._call, self._runners, constants, weights, hidden)
 
     def _fixed_error(self, names: list[str]) -> WeightsError:
         return WeightsError(
@@ -117,40 +115,29 @@ class AotiTarget(GraphTarget):
         )
 
 
-class AotiVersion:
-    """The weights of one version, and a runner while one is attached."""
+class AotiVersion(Program):
+    """One version: its weights, and the runner that uses them until the version is gone."""
 
-    __slots__ = ("__weakref__", "_call", "_hidden", "_runners", "constants", "runner", "weights_module")
-    module = None
+    __slots__ = ("_call", "_runner")
+    answers_alias_weights = False  # the library allocates its outputs
 
     def __init__(
         self,
-        runners: "AotiRunnerPool",
         call: "_Call",
+        runners: "_Runners",
+        constants: dict[str, torch.Tensor],
         weights: nn.Module,
         hidden: dict[str, torch.Tensor],
-        constants: dict[str, torch.Tensor],
     ) -> None:
-        self._runners, self._call, self._hidden = runners, call, hidden
-        self.weights_module = weights
-        self.runner: Runner | None = None
-        self.constants = constants
+        super().__init__(weights, hidden)
+        self._call, self._runner = call, runners.take()
+        self._runner.use(constants)
+        weakref.finalize(self, runners.give_back, self._runner).atexit = False
 
-    @property
-    def buffers(self) -> dict[str, torch.Tensor]:
-        return {**dict(self.weights_module.named_buffers()), **self._hidden}
-
-    def end(self) -> None:
-        self._runners.release(self)
-
-    def __call__(self, *args: object, **named: object) -> Any:
-        if self.runner is None:  # calling a library without weights crashes the process
-            raise VersionGoneError(
-                "this version has no library any more", remedy="call versions within their canary, or within their pin"
-            )
+    def __call__(self, *args: object, **named: object) -> object:
         inputs = self._call.inputs(args, named)
         with torch.no_grad():
-            return unflatten(self.runner.run(inputs), self._call.out_spec)
+            return unflatten(self._runner.run(inputs), self._call.out_spec)
 
 
 class Runner:
@@ -161,7 +148,7 @@ class Runner:
     sizes or strides would make the library read out of bounds, so `use` takes tensors that have been checked.
     """
 
-    def __init__(self, path: str, model: str) -> None:
+    def __init__(self, path: str, model: str, where: str) -> None:
         try:
             self._library = aoti_loader(path, model)
             self.names: tuple[str, ...] = tuple(self._library.get_constant_fqns())
@@ -169,21 +156,14 @@ class Runner:
         except RuntimeError as error:
             raise LiveTargetError(
                 "the package cannot be loaded",
-                where=path,
+                where=where,
                 found=str(error).splitlines()[0],
                 remedy="compile it for this machine and this version of torch",
             ) from error
-        self.owner: weakref.ref[AotiVersion] | None = None
-        """The version that uses the library."""
         self._shells: dict[str, torch.Tensor] | None = None
         # Python code of the model may release the GIL while it runs. Another request that enters the library then
         # waits there while it holds the GIL.
         self._lock = threading.Lock()
-
-    @property
-    def version(self) -> "AotiVersion | None":
-        """The version that uses the library; None where there is none, or where it has been freed."""
-        return None if self.owner is None else self.owner()
 
     def use(self, constants: Mapping[str, torch.Tensor]) -> None:
         """Makes the library use these tensors for all of its names. No call may be running."""
@@ -215,70 +195,29 @@ class Runner:
             return outputs
 
 
-class AotiRunnerPool:
-    """Two runners of one package. Both are loaded at once, since another file may replace the package later.
+class _Runners:
+    """The runners of a package: one for each version that exists, and those of versions that are gone.
 
-    A runner is attached to a version as long as the version exists, or until the runner is attached to another one.
+    A loaded library cannot be unloaded completely, so runners are used again. They are loaded from a private copy of
+    the library, since the package may be replaced or overwritten later.
     """
 
     def __init__(self, file: ProgramFile) -> None:
-        self._lock = threading.Lock()
-        """A version can be freed, by its last request, while the next version gets the other runner."""
-        self._runners = [Runner(file.path, file.model) for _ in range(2)]
+        self._file, self._descriptor = file, file.copied_library()
+        weakref.finalize(self, os.close, self._descriptor).atexit = False
+        self._idle: list[Runner] = []
 
-    @property
-    def first(self) -> Runner:
-        """A runner, to ask for the names and the call convention that both have."""
-        return self._runners[0]
+    def take(self) -> Runner:
+        """Returns a runner that no version uses. Raises `LiveTargetError`."""
+        try:
+            return self._idle.pop()
+        except IndexError:
+            return Runner(f"/dev/fd/{self._descriptor}", self._file.model, self._file.path)
 
-    def holds(self, program: object) -> bool:
-        return any(runner.version is program for runner in self._runners)
-
-    def next_evicted(self, serving: object) -> AotiVersion | None:
-        others = [version for runner in self._runners if (version := runner.version) is not serving]
-        return others[0] if others else None
-
-    def attach(self, program: AotiVersion, serving: object) -> None:
-        pool = weakref.ref(self)
-
-        def on_free(_: object) -> None:
-            alive = pool()
-            if alive is not None:
-                alive._release_freed()
-
-        with self._lock:
-            versions = [runner.version for runner in self._runners]
-            index = versions.index(None) if None in versions else int(versions[0] is serving)
-            runner, evicted = self._runners[index], versions[index]
-            if evicted is not None:
-                evicted.runner = None
-            runner.owner = None
-            runner.use(program.constants)
-            runner.owner = weakref.ref(program, on_free)
-            program.runner = runner
-
-    def release(self, program: AotiVersion) -> None:
-        """Detaches the runner of a program, if it has one."""
-        with self._lock:
-            for runner in self._runners:
-                if runner.version is program:
-                    program.runner = runner.owner = None
-                    runner.release()
-
-    def after_fork(self) -> None:
-        """Replaces the lock in the child of a fork, where the thread that held it does not exist."""
-        self._lock = threading.Lock()
-
-    def _release_freed(self) -> None:
-        """Releases the runners of versions that are gone. The garbage collector may call this at any moment."""
-        if self._lock.acquire(blocking=False):  # where `attach` or `release` has the lock, the tensors stay until later
-            try:
-                for runner in self._runners:
-                    if runner.owner is not None and runner.version is None:
-                        runner.owner = None
-                        runner.release()
-            finally:
-                self._lock.release()
+    def give_back(self, runner: Runner) -> None:
+        """Releases the tensors of a runner. The garbage collector may call this at any moment, in any thread."""
+        runner.release()
+        self._idle.append(runner)
 
 
 class _Call:

@@ -6,7 +6,7 @@ import ssl
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.client import HTTPConnection, HTTPException, HTTPSConnection
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from urllib.parse import SplitResult, urlsplit
 
 from modelstate.errors import (
@@ -119,15 +119,17 @@ class ServingApp:
         self._check_access("POST /swap", status, answer)
         if status != 200:
             raise self._swap_error(status, answer, path)
-        try:
-            swap = AppSwap(answer["version"], answer["previous"], str(answer["source"]), float(answer["seconds"]))
-        except (LookupError, TypeError, ValueError) as error:
-            raise self._invalid_answer(200, answer) from error
-        if type(swap.version) is not int or type(swap.previous) is not int:
-            raise self._invalid_answer(200, answer)
-        return swap
+        match answer:
+            case {
+                "version": int(new),
+                "previous": int(old),
+                "source": str(name),
+                "seconds": int() | float() as seconds,
+            }:
+                return AppSwap(new, old, name, float(seconds))
+        raise self._invalid_answer(200, answer)
 
-    def _check_access(self, request: str, status: int, answer: dict[str, Any]) -> None:
+    def _check_access(self, request: str, status: int, answer: dict[str, object]) -> None:
         if status in (401, 403):
             raise AppError(
                 "the app does not take the token" if status == 401 else "the app takes no checkpoints from there",
@@ -140,7 +142,7 @@ class ServingApp:
                 else "have the app's directory be the one of the store, or one above it",
             )
 
-    def _swap_error(self, status: int, answer: dict[str, Any], path: str) -> LiveError:
+    def _swap_error(self, status: int, answer: dict[str, object], path: str) -> LiveError:
         found = _answer_text(status, answer)
         if status == 409:
             return SwapBusyError("the app is at another swap", where=self.url, found=found, remedy="try again later")
@@ -157,7 +159,7 @@ class ServingApp:
             return AppError("the app refuses the checkpoint", reason="refused", status=status, where=path, found=found)
         return self._invalid_answer(status, answer)
 
-    def _invalid_answer(self, status: int, answer: dict[str, Any]) -> AppError:
+    def _invalid_answer(self, status: int, answer: dict[str, object]) -> AppError:
         return AppError(
             "the answer of the app is not valid",
             status=status,
@@ -176,7 +178,7 @@ class ServingApp:
             found = f"{type(error).__name__}: {error}"
             raise AppError(what, reason=reason, where=self.url, found=found, remedy=remedy) from error
 
-    def _request(self, method: str, path: str, body: object, timeout_seconds: float) -> tuple[int, dict[str, Any]]:
+    def _request(self, method: str, path: str, body: object, timeout_seconds: float) -> tuple[int, dict[str, object]]:
         """Returns the status, and the JSON object of the answer, which is empty where the answer has none.
 
         Raises `OSError` and `HTTPException`.
@@ -231,7 +233,7 @@ def _is_same_path(source: str, path: str) -> bool:
         return False  # the source that the app reports need not be a path
 
 
-def _answer_text(status: int, answer: dict[str, Any]) -> str:
+def _answer_text(status: int, answer: dict[str, object]) -> str:
     """Describes an answer in one line. Its text comes from the app, so it is made printable and shortened."""
     text = ": ".join(part for part in (answer.get("error"), answer.get("detail")) if isinstance(part, str) and part)
     text = "; ".join(line.strip() for line in text.splitlines())

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 
@@ -10,6 +10,7 @@ from modelstate.errors import CanaryError, OptionError
 from modelstate.serve.targets import Program, buffer_restorer
 from modelstate.torch_compat.private import flatten
 
+_T = TypeVar("_T")
 Calls = Callable[..., Any]
 _REMEDY = "the version that served goes on; look at the new weights, or at what the canary asks of them"
 
@@ -43,7 +44,7 @@ class Canary:
     args: tuple[object, ...] = ()
     kwargs: Mapping[str, object] = field(default_factory=dict)
     check: Callable[[Any], object] | None = None
-    expected: Any = None
+    expected: object = None
     atol: float | None = None
     rtol: float | None = None
 
@@ -150,7 +151,7 @@ def run_canary(canary: "Canary | Callable[[Calls], object]", new: Program) -> No
         restore()
 
 
-def run_check(check: Callable[[Any], object], value: object) -> None:
+def run_check(check: Callable[[_T], object], value: _T) -> None:
     """Runs a check of the user. Raises `CanaryError` where it returns False or raises."""
     try:
         result = check(value)

@@ -5,7 +5,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -41,13 +41,18 @@ from modelstate.torch_compat.private import (
 )
 from modelstate.torch_compat.versions import require_torch
 
+if TYPE_CHECKING:
+    from torch.export import ExportedProgram
+
+    from modelstate.torch_compat.private import TreeSpec
+
 _OPTIONS: dict[str, object] = {
     # The compiler would turn small tensors, and results of uniform tensors, into numbers in the code.
     "always_keep_tensor_constants": True,
     "joint_graph_constant_folding": False,
     "freezing": False,
     "aot_inductor.use_runtime_constant_folding": False,
-    # Serving loads two libraries: weights in them would take memory twice, and could not be freed.
+    # Serving loads the library for each version: weights in it would take memory each time, and could not be freed.
     "aot_inductor.package_constants_in_so": False,
     "aot_inductor.package_constants_on_disk_format": "pickle_weights",
     "aot_inductor.package": True,
@@ -153,7 +158,9 @@ def _names(module: nn.Module) -> tuple[NameMap | None, str]:
         return None, f"{error.what}: {error.found}"
 
 
-def _exported(module: nn.Module, args: tuple[object, ...], named: dict[str, object], shapes: Any, strict: bool) -> Any:
+def _exported(
+    module: nn.Module, args: tuple[object, ...], named: dict[str, object], shapes: Any, strict: bool
+) -> "ExportedProgram":
     import torch.export
 
     try:
@@ -178,7 +185,9 @@ def _exported(module: nn.Module, args: tuple[object, ...], named: dict[str, obje
     return program
 
 
-def _compiled(program: Any, module: nn.Module, options: Mapping[str, object]) -> tuple[list[object], dict[str, object]]:
+def _compiled(
+    program: "ExportedProgram", module: nn.Module, options: Mapping[str, object]
+) -> tuple[list[object], dict[str, object]]:
     """Compiles a program. Returns the files of the package, and the description of its inputs. Raises `ExportError`."""
     where = type(module).__name__
     inputs = ExportedTarget(program, None).inputs
@@ -220,7 +229,7 @@ def _unsupported_guards(where: str, guards: list[str]) -> ExportError:
     )
 
 
-def _specialized_sizes(program: Any, names: list[str]) -> list[str]:
+def _specialized_sizes(program: "ExportedProgram", names: list[str]) -> list[str]:
     """Returns the conditions by which the compiler has specialized the code to single sizes or multiples.
 
     Comparisons with limits are left out. The compiler makes them to choose among kernels that are all correct.
@@ -233,7 +242,7 @@ def _specialized_sizes(program: Any, names: list[str]) -> list[str]:
     return sorted(specialized)
 
 
-def _write(output: Output, program: Any, files: list[object] | None, manifest: Manifest) -> None:
+def _write(output: Output, program: "ExportedProgram", files: list[object] | None, manifest: Manifest) -> None:
     """Writes the archive, which replaces the previous content of the file."""
     extra = {NAME: manifest.to_json()}
     with open(os.dup(output.descriptor), "r+b") as file:
@@ -302,7 +311,7 @@ class _Answer:
     """The outputs of a call, and the buffers after it."""
 
     values: dict[str, object]
-    spec: Any
+    spec: "TreeSpec"
     """The structure of the outputs."""
 
 
@@ -372,7 +381,6 @@ class _Trial:
         self._target, self._inputs = target, (args, dict(named))
         self.where = type(module).__name__
         self._skeleton = meta_clone(module)
-        self._first = target.first()
         self.mutable: frozenset[str] = frozenset()
 
     def of_module(self, state: State, seed: int = 0) -> _Answer:
@@ -405,8 +413,6 @@ class _Trial:
         """Returns the answer of a version of the program. Raises `ExportError` where the program raises."""
         program = self._target.program(state_module(_copies(state), meta=False))
         try:
-            if self._target.runners is not None:
-                self._target.runners.attach(program, self._first)
             return self._answer(program, lambda: program.buffers, 0)
         except Exception as error:
             raise ExportError(
@@ -415,10 +421,8 @@ class _Trial:
                 found=f"{type(error).__name__}: {error}",
                 remedy="export it with other options, or serve the module",
             ) from error
-        finally:
-            program.end()
 
-    def _answer(self, call: Callable[..., Any], buffers: Callable[[], State], seed: int) -> _Answer:
+    def _answer(self, call: Callable[..., object], buffers: Callable[[], State], seed: int) -> _Answer:
         leaves, spec = flatten(self._inputs)
         args, named = unflatten([leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves], spec)
         with torch.no_grad(), torch.random.fork_rng(devices=[]):

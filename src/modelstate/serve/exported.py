@@ -1,7 +1,7 @@
 """Serves exported programs: all versions share one lifted graph, which is called with the weights of a version."""
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -10,8 +10,12 @@ from modelstate.errors import LiveTargetError
 from modelstate.serve.inputs import Inputs, conditions
 from modelstate.serve.meta_clone import runtime_state, state_module
 from modelstate.serve.state_names import NameMap, view_key
-from modelstate.serve.targets import GraphTarget, check_names
+from modelstate.serve.targets import GraphTarget, Program, check_names
 from modelstate.torch_compat.private import argument_names, guard_function, guards_of, unflatten
+
+if TYPE_CHECKING:
+    from torch.export import ExportedProgram
+    from torch.export.graph_signature import ExportGraphSignature
 
 _WEIGHTS = ("PARAMETER", "BUFFER")
 _WRITTEN = ("BUFFER_MUTATION", "PARAMETER_MUTATION", "USER_INPUT_MUTATION")
@@ -31,7 +35,9 @@ class ExportedTarget(GraphTarget):
 
     kind = "exported"
 
-    def __init__(self, program: Any, names: NameMap | nn.Module | None, name: str = "ExportedProgram") -> None:
+    def __init__(
+        self, program: "ExportedProgram", names: NameMap | nn.Module | None, name: str = "ExportedProgram"
+    ) -> None:
         # A program that was saved and loaded has two tensor objects with one storage for a tied tensor.
         first: dict[object, torch.Tensor] = {}
         state = {name: first.setdefault(view_key(tensor), tensor) for name, tensor in program.state_dict.items()}
@@ -42,7 +48,7 @@ class ExportedTarget(GraphTarget):
         if lacking:
             raise _unsupported(self.name, f"inputs that its state lacks: {', '.join(lacking[:8])}")
         self.fixed = tuple(self._graph.constants)
-        self._first = ExportedProgramVersion(self._graph, state_module(state, meta=False), self._graph.hidden)
+        self._first = ExportedVersion(self._graph, state_module(state, meta=False), self._graph.hidden)
         # Copies: requests may change the buffers of version 1.
         self._hidden = {name: value.clone() for name, value in self._graph.hidden.items()}
 
@@ -51,35 +57,27 @@ class ExportedTarget(GraphTarget):
         """The structure of the program's inputs, and the checks of a call."""
         return self._graph.inputs
 
-    def program(self, filled: nn.Module) -> "ExportedProgramVersion":
+    def program(self, filled: nn.Module) -> "ExportedVersion":
         weights = state_module(runtime_state(filled), meta=False)  # without the code of the exported module
         hidden = {name: value.clone() for name, value in self._hidden.items()}
-        return ExportedProgramVersion(self._graph, weights, hidden)
+        return ExportedVersion(self._graph, weights, hidden)
 
 
-class ExportedProgramVersion:
+class ExportedVersion(Program):
     """One version: the weights, and the graph that all versions share."""
 
-    __slots__ = ("_graph", "_hidden", "_weights", "weights_module")
-    module = None
+    __slots__ = ("_graph", "_weights")
 
     def __init__(self, graph: "_Graph", weights: nn.Module, hidden: dict[str, torch.Tensor]) -> None:
-        self._graph, self._hidden = graph, hidden
-        self.weights_module = weights
+        super().__init__(weights, hidden)
+        self._graph = graph
         state = hidden | runtime_state(weights)
         self._weights = tuple(value if name is None else state[name] for name, value in graph.lifted)
 
-    @property
-    def buffers(self) -> dict[str, torch.Tensor]:
-        return {**dict(self.weights_module.named_buffers()), **self._hidden}
-
-    def end(self) -> None:
-        pass
-
-    def __call__(self, *args: object, **named: object) -> Any:
+    def __call__(self, *args: object, **named: object) -> object:
         graph = self._graph
         inputs = graph.inputs.flat(args, named)
-        outputs = list(graph.run(*self._weights, *inputs))
+        outputs: list[torch.Tensor] = list(graph.run(*self._weights, *inputs))
         for index in graph.returned_weights:
             outputs[index] = outputs[index].detach()  # a swap in place moves the weight itself to other memory
         if graph.written:  # a lifted graph returns new values of buffers and inputs instead of writing them
@@ -92,9 +90,9 @@ class ExportedProgramVersion:
 class _Graph:
     """The graph of a program, its inputs and its constants, which all versions share."""
 
-    def __init__(self, program: Any, where: str) -> None:
+    def __init__(self, program: "ExportedProgram", where: str) -> None:
         signature, constants = program.graph_signature, program.constants
-        self.run: Callable[..., tuple[Any, ...]] = program.graph_module.forward
+        self.run: Callable[..., tuple[torch.Tensor, ...]] = program.graph_module.forward
         self.out_spec = program.call_spec.out_spec
         self.hidden: dict[str, torch.Tensor] = {}
         """Non-persistent buffers. Each version has a copy, since requests may change them."""
@@ -103,7 +101,7 @@ class _Graph:
         self.constants: list[str] = []
         """The names of the constants."""
         nodes = {node.name: node for node in program.graph.nodes if node.op == "placeholder"}
-        values: list[tuple[str, Any]] = []
+        values: list[tuple[str, object]] = []
         indices: dict[str, int] = {}
         for spec in signature.input_specs:
             kind, name = spec.kind.name, getattr(spec.arg, "name", "")
@@ -137,7 +135,7 @@ class _Graph:
         """The indices of outputs that are weights."""
         self.written = _written(signature, indices, [name for name, _ in values], where)
 
-    def _require_guards(self, program: Any, where: str) -> None:
+    def _require_guards(self, program: "ExportedProgram", where: str) -> None:
         """Adds the guards that `torch.export` has found to the checks of inputs: other inputs get wrong answers."""
         try:
             self.inputs.require(
@@ -150,14 +148,16 @@ class _Graph:
                 raise _unsupported(where, f"guards that cannot be checked: {error}") from error
 
 
-def _written(signature: Any, indices: Mapping[str, int], inputs: list[str], where: str) -> list[tuple[int, bool]]:
+def _written(
+    signature: "ExportGraphSignature", indices: Mapping[str, int], inputs: list[str], where: str
+) -> list[tuple[int, bool]]:
     """Returns the destination of each written output: its index, and whether it counts inputs or lifted weights."""
     written: list[tuple[int, bool]] = []
     for spec in signature.output_specs:
-        kind = spec.kind.name
+        kind, target = spec.kind.name, str(spec.target)
         if kind in _WRITTEN:
             is_input = kind == "USER_INPUT_MUTATION"
-            written.append((inputs.index(spec.target) if is_input else indices[spec.target], is_input))
+            written.append((inputs.index(target) if is_input else indices[target], is_input))
         elif kind != "USER_OUTPUT":
             raise _unsupported(where, f"an output of kind {kind}")
     return written

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, Protocol, Self
+from typing import Any, Literal, NamedTuple, Protocol, Self, TypeVar
 
 from modelstate.background import AtExit, BackgroundTask
 from modelstate.errors import (
@@ -34,6 +34,7 @@ from modelstate.store.retention import CheckpointInfo, is_number
 from modelstate.store.store import Store
 from modelstate.text_format import in_a_line
 
+_T = TypeVar("_T")
 _MAX_EVENTS = 1000
 _MAX_TRIES = 3
 _MAX_REFUSED = 10_000
@@ -525,7 +526,7 @@ class EventLog:
         self._collected.append(event)
         return event
 
-    def _call(self, callback: Callable[[Any], object], argument: FollowEvent | Exception) -> None:
+    def _call(self, callback: Callable[[_T], object], argument: _T) -> None:
         try:
             callback(argument)
         except Exception as failure:

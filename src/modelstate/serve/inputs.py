@@ -10,14 +10,17 @@ import math
 import operator
 import types
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from modelstate.errors import ProgramInputError
 from modelstate.torch_compat.private import expression_of, flatten, keyword_order, leaf_paths, text_of_size
 
-_FUNCTIONS: dict[str, Any] = {
+if TYPE_CHECKING:
+    from modelstate.torch_compat.private import TreeSpec
+
+_FUNCTIONS: dict[str, object] = {
     "__builtins__": {},
     "Max": max,
     "Min": min,
@@ -132,7 +135,7 @@ def _compiled(
     tree: ast.Expression,
     text: str,
     nodes: tuple[type[ast.AST], ...],
-    functions: dict[str, Any],
+    functions: dict[str, object],
     result: type,
 ) -> tuple[types.CodeType, frozenset[str]]:
     """Compiles an expression of allowed nodes, and returns the names of its symbols. Raises `ValueError`."""
@@ -205,7 +208,9 @@ class Inputs:
         ranges: the bounds of symbolic sizes.
     """
 
-    def __init__(self, where: str, spec: Any, values: Sequence[tuple[str, Any]], ranges: Mapping[Any, Any]) -> None:
+    def __init__(
+        self, where: str, spec: "TreeSpec", values: Sequence[tuple[str, object]], ranges: Mapping[object, Any]
+    ) -> None:
         self._where, self._spec = where, spec
         self._keywords = keyword_order(spec)
         self._inputs = [_input_of(name, value) for name, value in values]
@@ -218,7 +223,7 @@ class Inputs:
         """Torch's own check, for guards that no condition expresses; it is called with the inputs, and raises."""
 
     @classmethod
-    def described_by(cls, where: str, spec: Any, described: Mapping[str, Any]) -> "Inputs":
+    def described_by(cls, where: str, spec: "TreeSpec", described: Mapping[str, Any]) -> "Inputs":
         """Reads what `described` returns. Raises `KeyError`, `TypeError`, `ValueError` and `RuntimeError`."""
         inputs = cls(where, spec, (), {})
         inputs._inputs = [_from_json(item) for item in described["values"]]
@@ -228,7 +233,7 @@ class Inputs:
         inputs.require(described.get("conditions", ()), described.get("written", ()))
         return inputs
 
-    def described(self) -> dict[str, Any]:
+    def described(self) -> dict[str, object]:
         """Returns all requirements but the structure, as values for JSON."""
         return {
             "values": [_to_json(wanted) for wanted in self._inputs],
@@ -383,7 +388,7 @@ def _input_of(name: str, value: object) -> _Input:
     return _Constant(name, value)
 
 
-def _to_json(wanted: _Input) -> dict[str, Any]:
+def _to_json(wanted: _Input) -> dict[str, object]:
     if isinstance(wanted, _Tensor):
         return {
             "name": wanted.name,
@@ -440,7 +445,7 @@ def _order(value: torch.Tensor) -> tuple[int, ...]:
     return tuple(sorted(range(value.dim()), key=lambda dim: -int(strides[dim])))
 
 
-def _is_fixed(size: Any) -> bool:
+def _is_fixed(size: object) -> bool:
     return isinstance(size, int) or bool(getattr(size, "is_number", False))
 
 
@@ -463,7 +468,7 @@ def _tensor_text(tensor: torch.Tensor | _Tensor) -> str:
     return f"shape {list(tensor.shape)}, {tensor.dtype}, {tensor.device}"
 
 
-def conditions(guards: Sequence[str], spec: Any, arguments: Sequence[str], names: Sequence[str]) -> list[str]:
+def conditions(guards: Sequence[str], spec: "TreeSpec", arguments: Sequence[str], names: Sequence[str]) -> list[str]:
     """Translates guards, which refer to arguments of the module, into conditions on the names of a program's inputs.
 
     Expressions other than sizes stay as they are, and `Condition` refuses them.
@@ -493,7 +498,7 @@ def is_equality(condition: str) -> bool:
     return any(isinstance(op, ast.Eq | ast.NotEq) for op in ops)
 
 
-def _names_by_expression(spec: Any, arguments: Sequence[str], names: Sequence[str]) -> dict[str, str]:
+def _names_by_expression(spec: "TreeSpec", arguments: Sequence[str], names: Sequence[str]) -> dict[str, str]:
     """Returns the name of each input by the expressions that guards may use for it."""
     paths = leaf_paths(spec, arguments)
     name_of = {f"L['flat_args'][{index}]": name for index, name in enumerate(names)}  # of a strict export

@@ -449,9 +449,7 @@ class Live:
         yet, while it reads or runs its canary; that swap raises `SwapBusyError`.
 
         Args:
-            timeout_seconds: how long to wait for a swap in place; None waits without limit. Where the runner of a
-                package of AOTInductor has passed to another version, this includes the wait for other swaps and for
-                requests that use the runner.
+            timeout_seconds: how long to wait for a swap in place; None waits without limit.
 
         Returns:
             The id of the version that serves now.
@@ -467,43 +465,24 @@ class Live:
             >>> live.rollback()
             1
         """
-        deadline = _deadline(timeout_seconds)
+        _deadline(timeout_seconds)
         clock = Clock()
         self._swap_lock.check_not_nested()
         with self._flip_lock.held(True, timeout_seconds):
-            runners, old = self._target.runners, self._newest_kept()
-            assert old.program is not None
-            dropped = self._step_back(old, clock) if runners is None or runners.holds(old.program) else None
-        if dropped is None:  # the old version needs a runner, which a swap in progress may be using
-            with (
-                self._swap_lock.held(True, _remaining_seconds(deadline)),
-                self._flip_lock.held(True, _remaining_seconds(deadline)),
-            ):
-                old = self._newest_kept()
-                assert old.program is not None
-                self._attach_runner(old.program, deadline)
-                dropped = self._step_back(old, clock)
+            if not self._kept:
+                raise VersionGoneError(
+                    "there is no version to roll back to",
+                    where=repr(self),
+                    found="the first version, one that was rolled back to, or one that was swapped in place",
+                    remedy="swap in the weights that are wanted; Live(..., keep_versions=n) keeps n versions",
+                )
+            old = self._kept.pop()
+            dropped = self._gate.flip(old)
+            self._log("rolled back", old.source, clock.seconds)
         self._free(dropped)
         return old.id
 
     # How.
-
-    def _newest_kept(self) -> Version:
-        """The version that a rollback makes current. Raises `VersionGoneError`."""
-        if not self._kept:
-            raise VersionGoneError(
-                "there is no version to roll back to",
-                where=repr(self),
-                found="the first version, one that was rolled back to, or one that was swapped in place",
-                remedy="swap in the weights that are wanted; Live(..., keep_versions=n) keeps n versions",
-            )
-        return self._kept[-1]
-
-    def _step_back(self, old: Version, clock: Clock) -> Version:
-        self._kept.pop()
-        dropped = self._gate.flip(old)
-        self._log("rolled back", old.source, clock.seconds)
-        return dropped
 
     def _swap_beside(self, swap: _Swap) -> _Flip:
         old, copies, clock = self._gate.current, self._gate.programs + 1, swap.clock
@@ -518,8 +497,6 @@ class Live:
                 self._keep_memory(memory)
                 raise
         try:
-            with clock("drain"), self._flipping(old, swap.deadline):
-                self._attach_runner(program, swap.deadline)
             with clock("canary"):
                 if swap.canary is not None:
                     run_canary(self._prepared(swap.canary), program)
@@ -536,7 +513,6 @@ class Live:
                 dropped = [self._kept.popleft() for _ in range(len(self._kept) - self._keep_versions)]
         except BaseException:
             if self._gate.current.program is not program:
-                program.end()
                 self._keep_memory(memory)
             raise
         return _Flip(old, new, loaded, copies, carried, (*dropped, old) if quarantined else tuple(dropped), old.users)
@@ -557,7 +533,7 @@ class Live:
             exclusive(program.weights_module),
         ):
             touched = modified_buffers(program, old.buffer_digests) if swap.buffers == "carry" else {}
-            if self._target.runners is None:  # the answers of a compiled library have memory of their own
+            if program.answers_alias_weights:
                 detach_shared_storage(program)
             undo = Undo(program)
             self._gate.register_undo(undo)
@@ -592,16 +568,6 @@ class Live:
                 )
             yield
 
-    def _attach_runner(self, program: Program, deadline: float | None) -> None:
-        """Gives a program a runner, where programs cannot run by themselves. Raises `SwapTimeoutError`."""
-        runners, serving = self._target.runners, self._gate.current.program
-        if runners is None or serving is None or runners.holds(program):
-            return
-        evicted = runners.next_evicted(serving)
-        if evicted is not None:
-            self._gate.wait_until_left(evicted, deadline)
-        runners.attach(program, serving)
-
     def _prepared(self, canary: AnyCanary) -> AnyCanary:
         if isinstance(canary, Canary):
             return canary.prepared(self)
@@ -622,11 +588,8 @@ class Live:
         program, version.program = version.program, None
         # Version 1 is the user's module.
         module = None if program is None or version.id == 1 else weakref.ref(program.weights_module)
-        is_unused = wait_all(version.users, 0.0)
-        if program is not None and is_unused:
-            program.end()
         del program
-        if module is not None and module() is not None and is_unused:
+        if module is not None and module() is not None and wait_all(version.users, 0.0):
             gc.collect()
         memory, version.memory = version.memory, ()
         self._keep_memory(memory)
@@ -639,9 +602,8 @@ class Live:
         self._pool.keep(memory, most_bytes)
 
     def _after_fork(self) -> None:
-        for part in (self._gate, self._swap_lock, self._flip_lock, self._target.runners):
-            if part is not None:
-                part.after_fork()
+        for part in (self._gate, self._swap_lock, self._flip_lock):
+            part.after_fork()
 
     def _log(self, action: str, source: str, seconds: float, error: str = "") -> None:
         self._events.append(Event(action, self.version, source, time.time(), seconds, error))

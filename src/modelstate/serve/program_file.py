@@ -12,10 +12,12 @@ and one could expand to any size.
 import io
 import json
 import os
+import tempfile
+import zipfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -27,6 +29,9 @@ from modelstate.io.files import FileFingerprint, SourceFile, current_fingerprint
 from modelstate.serve.state_names import NameMap
 from modelstate.text_format import size
 from modelstate.version import __version__
+
+if TYPE_CHECKING:
+    from torch.export import ExportedProgram
 
 NAME = "modelstate.json"
 """The name of the manifest among the extra files of the archive."""
@@ -247,7 +252,7 @@ class ProgramFile:
                 remedy="open it again, when nothing writes to it any more",
             )
 
-    def program(self) -> Any:
+    def program(self) -> "ExportedProgram":
         """Returns the exported program. Torch reads it, and trusts the file. Raises `LiveTargetError`."""
         import torch.export
 
@@ -283,6 +288,20 @@ class ProgramFile:
                 raise
             except Exception as error:
                 raise _unreadable(self.path, error) from error
+
+    def copied_library(self) -> int:
+        """Copies the compiled model, without separate weights, to a package that has no path.
+
+        Returns the descriptor of the copy, which the caller closes. Raises `OpenError` and `ReadFailedError`.
+        """
+        with _opened(self.path) as archive, tempfile.TemporaryFile() as copy:
+            prefix = f"{_root(archive)}{_LIBRARIES}"
+            with zipfile.ZipFile(copy, "w") as package:
+                for name in archive.records:
+                    if name.startswith(prefix):
+                        with package.open(name, "w", force_zip64=True) as record:
+                            record.writelines(_chunks(archive, name))
+            return os.dup(copy.fileno())
 
     def library(self, folder: str) -> str:
         """Unpacks the library of a package into a folder, and returns its path. Raises `LiveTargetError`."""

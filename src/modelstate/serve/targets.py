@@ -7,7 +7,8 @@ packages of AOTInductor in `aoti.py`.
 import types
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Set
-from typing import Any, NamedTuple, Protocol
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import xxhash
@@ -31,48 +32,41 @@ from modelstate.torch_compat.modules import (
 from modelstate.torch_compat.plain import is_fake, is_plain, is_sharded
 from modelstate.torch_compat.private import arguments_of_node
 
+if TYPE_CHECKING:
+    from torch.export import ExportedProgram
+    from torch.fx import Node
 
-class Program(Protocol):
+
+class Program(ABC):
     """One version of a target with its weights: the callable that answers requests.
 
     A swap in place changes the weights of a program; a swap beside it makes another program.
+
+    Args:
+        weights_module: the module whose parameters and buffers are the weights; loading into it changes the program.
+        hidden: the other tensors that a request may change, by name.
     """
 
-    @property
-    def weights_module(self) -> nn.Module:
-        """The module whose parameters and buffers are the weights; loading into it changes the program."""
+    __slots__ = ("__weakref__", "_hidden", "weights_module")
+    answers_alias_weights = True
+    """Whether an answer may be a weight, a view of one, or refer to one for its gradient."""
+
+    def __init__(self, weights_module: nn.Module, hidden: Mapping[str, torch.Tensor] = MappingProxyType({})) -> None:
+        self.weights_module, self._hidden = weights_module, hidden
 
     @property
     def module(self) -> nn.Module | None:
         """The module whose methods a request may call; None for a program without methods."""
+        return None
 
     @property
     def buffers(self) -> dict[str, torch.Tensor]:
         """All tensors that a request may change, by name."""
+        return {**dict(self.weights_module.named_buffers()), **self._hidden}
 
-    def end(self) -> None:
-        """Releases what the program holds beyond its own memory. The program is not called afterwards."""
-
-    def __call__(self, *args: object, **named: object) -> Any: ...
-
-
-class RunnerPool(Protocol):
-    """The two runners of a target whose programs cannot run by themselves: one for the version that serves, one spare.
-
-    A program without a runner holds weights only, and cannot be called.
-    """
-
-    def holds(self, program: Program) -> bool:
-        """Whether a runner is attached to a program."""
-
-    def next_evicted(self, serving: Program) -> Program | None:
-        """The program that loses its runner at the next `attach`; no request may use it at that time."""
-
-    def attach(self, program: Any, serving: Program | None) -> None:
-        """Gives a program a runner that the serving program does not use."""
-
-    def after_fork(self) -> None:
-        """Replaces locks in the child of a fork, where the threads that held them do not exist."""
+    @abstractmethod
+    def __call__(self, *args: object, **named: object) -> object:
+        """Answers a request."""
 
 
 class ReadPlan(NamedTuple):
@@ -95,8 +89,6 @@ class Target(ABC):
     """The name in reports and errors: a class, or the path of a file."""
     fixed: tuple[str, ...] = ()
     """Tensors that no swap changes, as far as they are known."""
-    runners: RunnerPool | None = None
-    """None where each program runs by itself."""
     _first: Program | None
 
     def first(self) -> Program:
@@ -186,27 +178,20 @@ class ModuleTarget(Target):
         return ModuleProgram(filled, filled if self._compiled is None else compiled_like(self._compiled, filled))
 
 
-class ModuleProgram:
+class ModuleProgram(Program):
     """One version of a module: an instance, and the callable that runs it, eager or compiled."""
 
-    __slots__ = ("_call", "weights_module")
+    __slots__ = ("_call",)
 
-    def __init__(self, weights_module: nn.Module, call: Callable[..., Any]) -> None:
-        self.weights_module = weights_module
+    def __init__(self, weights_module: nn.Module, call: Callable[..., object]) -> None:
+        super().__init__(weights_module)
         self._call = call
 
     @property
     def module(self) -> nn.Module:
         return self.weights_module
 
-    @property
-    def buffers(self) -> dict[str, torch.Tensor]:
-        return dict(self.weights_module.named_buffers())
-
-    def end(self) -> None:
-        pass
-
-    def __call__(self, *args: object, **named: object) -> Any:
+    def __call__(self, *args: object, **named: object) -> object:
         return self._call(*args, **named)
 
 
@@ -420,7 +405,7 @@ def check_mode(module: nn.Module, training: object) -> None:
         )
 
 
-def check_graph_mode(program: Any, training: object, where: str) -> None:
+def check_graph_mode(program: "ExportedProgram", training: object, where: str) -> None:
     """Raises `LiveTargetError` for an exported program with operators in training mode."""
     if training:
         return
@@ -478,7 +463,7 @@ def _reads_mode(code: types.CodeType) -> bool:
     return "training" in (*code.co_names, *code.co_consts) or any(map(_reads_mode, inner))
 
 
-def _trains(node: Any) -> bool:
+def _trains(node: "Node") -> bool:
     """Whether a node of a graph is active dropout, or normalization that updates statistics."""
     arguments = arguments_of_node(node)
     if arguments is None:

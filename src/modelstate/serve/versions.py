@@ -43,7 +43,7 @@ class WeakHandle(Generic[T]):
 
     def __init__(self, target: T) -> None:
         # `SimpleQueue.put` is reentrant, so it can be called at any moment, as by the garbage collector.
-        self._gone: SimpleQueue[Any] = SimpleQueue()
+        self._gone: SimpleQueue[object] = SimpleQueue()
         self._ref: weakref.ref[T] | None = weakref.ref(target, self._gone.put)
 
     def get(self) -> T | None:
@@ -77,7 +77,7 @@ class WeakHandle(Generic[T]):
         self._gone.put(None)  # wakes the next waiting thread
 
 
-def wait_all(handles: Iterable[WeakHandle[Any]], deadline: float | None) -> bool:
+def wait_all(handles: Iterable[WeakHandle["Entry"]], deadline: float | None) -> bool:
     """Waits until all objects are gone. Returns whether they are."""
     return all(handle.wait(deadline) for handle in handles)
 
@@ -108,6 +108,10 @@ class Entry(functools.partial[Any]):
     """
 
     version: "Version"
+
+    @property
+    def program(self) -> Program:
+        return self.func  # type: ignore[return-value]  # `func` is a program
 
 
 class Answer(NamedTuple):
@@ -151,8 +155,8 @@ class Version:
     def programs(self) -> list[Program]:
         """Its program, and the programs that running requests of the version hold."""
         entries = [handle.get() for handle in tuple(self._entries)]
-        programs = [self.program, *(entry.func for entry in entries if entry is not None)]
-        return [program for program in programs if program is not None]  # type: ignore[misc]  # `func` is a program
+        programs = [self.program, *(entry.program for entry in entries if entry is not None)]
+        return [program for program in programs if program is not None]
 
     @property
     def users(self) -> tuple[WeakHandle[Entry], ...]:
@@ -236,7 +240,7 @@ class Pin:
             >>> with live.pin() as version:
             ...     ids = version.method("generate")(prompt)
         """
-        _method_of(self._entry().func, name)
+        _method_of(self._entry().program, name)
         return functools.partial(self._call_method, name)
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
@@ -250,13 +254,13 @@ class Pin:
     def _call_method(self, name: str, /, *args: object, **named: object) -> Any:
         entry = self._entry()
         try:
-            return _keep_in_use(entry, _method_of(entry.func, name)(*args, **named))
+            return _keep_in_use(entry, _method_of(entry.program, name)(*args, **named))
         finally:
             del entry  # the traceback of an error keeps this frame
 
     @property
-    def _program(self) -> Any:
-        return self._entry().func
+    def _program(self) -> Program:
+        return self._entry().program
 
     def _entry(self) -> Entry:
         context = self._context()
@@ -293,7 +297,7 @@ class Method:
             return Answer(version.method(self._name)(*args, **named), version.id)
 
 
-def _method_of(program: Any, name: str) -> Callable[..., Any]:
+def _method_of(program: Program, name: str) -> Callable[..., Any]:
     """Returns a method of a program's module. Raises as `Pin.method` does."""
     if not isinstance(name, str) or not name.isidentifier() or name[0] == "_" or hasattr(nn.Module, name):
         raise OptionError(
@@ -315,7 +319,7 @@ def _method_of(program: Any, name: str) -> Callable[..., Any]:
     return method  # type: ignore[no-any-return]
 
 
-def _keep_in_use(entry: Entry, result: Any) -> Any:
+def _keep_in_use(entry: Entry, result: object) -> object:
     """Wraps a generator or coroutine, so that it holds the version until it ends; returns other results unchanged."""
     if isinstance(result, types.GeneratorType):
         return _generator(entry, result)
@@ -333,7 +337,7 @@ def _generator(entry: Entry, generator: Generator[object, object, object]) -> Ge
         del entry
 
 
-async def _coroutine(entry: Entry, coroutine: Coroutine[object, object, object]) -> Any:
+async def _coroutine(entry: Entry, coroutine: Coroutine[object, object, object]) -> object:
     try:
         return await coroutine
     finally:
@@ -429,23 +433,6 @@ class VersionGate:
         """Whether this thread has pinned the version, so that it must not wait for the version's requests."""
         return any(context.version is version for context in self._pins.contexts)
 
-    def wait_until_left(self, program: Program, deadline: float | None) -> None:
-        """Waits until no request holds a program. Raises `SwapTimeoutError`.
-
-        It does not wait for a pin of this thread, which could not end meanwhile.
-        """
-        for version in self._versions:
-            if not any(other is program for other in version.programs):
-                continue
-            is_own_pin = self.holds(version)
-            if not wait_all(version.users, 0.0 if is_own_pin else deadline):
-                raise SwapTimeoutError(
-                    "requests of an earlier version did not end in time, and the new one needs what calls it",
-                    where=f"version {version.id}",
-                    found="requests under way" + (", one of them in this thread" if is_own_pin else ""),
-                    remedy=f"{_SLOW} hold versions for a shorter time",
-                )
-
     def flip(self, new: Version) -> Version:
         """Makes a version the current one, and returns the previous one. A closed gate stays closed."""
         previous = self.entry
@@ -490,7 +477,7 @@ class VersionGate:
             version.after_fork()
         for context in contexts:
             if context.entry is not None:
-                context.entry = context.entry.version.entry(context.entry.func)  # type: ignore[arg-type]
+                context.entry = context.entry.version.entry(context.entry.program)
         self._reopen_lock.after_fork()
         if not isinstance(entry, ClosedEntry):
             self.entry = entry.version.entry()

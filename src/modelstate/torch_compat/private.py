@@ -16,7 +16,7 @@ import torch
 
 if TYPE_CHECKING:
     from torch.export import ExportedProgram
-    from torch.utils._pytree import TreeSpec
+    from torch.utils._pytree import TreeSpec as TreeSpec
 
 without_subclasses: Any = torch._C.DisableTorchFunctionSubclass
 """A context in which tensor subclasses do not see what is done to them."""
