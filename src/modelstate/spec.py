@@ -416,6 +416,14 @@ class TensorColumns:
     """Bytes from the beginning of the file to the first element."""
     nbytes: Sequence[int]
 
+    def rows(self) -> Iterator[tuple[torch.dtype, Sequence[int], str, int, int]]:
+        """Yields dtype, shape, file, first byte and number of bytes of each tensor."""
+        import torch
+
+        dtypes = {name: getattr(torch, name) for name in {*self.dtype_names}}
+        names = (dtypes[name] for name in self.dtype_names)
+        return zip(names, self.shapes, self.paths, self.starts, self.nbytes, strict=True)
+
     def selected(self, rows: Sequence[int]) -> TensorColumns:
         """Returns some rows, in this order."""
         columns = (getattr(self, name) for name in TensorColumns.__slots__)

@@ -17,7 +17,7 @@ from modelstate.io.engine import read_ranges
 from modelstate.io.files import FileFingerprint, check_mapped, open_regular, open_unchanged
 from modelstate.io.lease import hold
 from modelstate.io.linux import MAP_NORESERVE
-from modelstate.spec import ByteRange, Combined, Stored, StoredComposite, StoredTensor
+from modelstate.spec import ByteRange, Combined, Stored, StoredComposite, StoredTensor, TensorColumns
 
 if TYPE_CHECKING:
     import torch
@@ -87,6 +87,26 @@ class Maps:
         empty = torch.empty(0, dtype=dtype, device="cpu")
         return empty.set_(shown.untyped_storage(), 0, stored.shape, stored.stride)
 
+    def tensors(self, columns: TensorColumns) -> list[torch.Tensor]:
+        """Contiguous tensors as views of their files. They have bytes, at multiples of their size, and share none.
+
+        Raises `ReadFailedError` where a file cannot be mapped, or has been truncated.
+        """
+        import torch
+
+        if torch.is_inference_mode_enabled():
+            with torch.inference_mode(False):
+                return self.tensors(columns)
+        ends = dict.fromkeys(columns.paths, 0)
+        for path, start, nbytes in zip(columns.paths, columns.starts, columns.nbytes, strict=True):
+            ends[path] = max(ends[path], start + nbytes)
+        files = {path: self._map(ByteRange(path, 0, end)) for path, end in ends.items()}
+        shown: list[torch.Tensor] = []
+        for dtype, shape, path, start, nbytes in columns.rows():
+            tensor = torch.frombuffer(files[path], dtype=dtype, count=nbytes // dtype.itemsize, offset=start)
+            shown.append(tensor if len(shape) == 1 else tensor.resize_(*shape) if shape else tensor.resize_(shape))
+        return shown
+
     def tensor_for_user(self, stored: Stored, asked: bool | None) -> torch.Tensor:
         """The tensor as a view of its file where `may_show` allows that, else in memory of its own.
 
@@ -106,7 +126,7 @@ class Maps:
                     changed_ns = system.stat(path).st_ctime_ns  # of the file, its mode or its owner
                 except OSError:
                     changed_ns = 0
-                if not shared and self.may_show(path, asked, changed_ns):
+                if not shared and self.may_show(stored.extent, asked, changed_ns):
                     return self.tensor(stored)
             return self._in_memory(stored)
         if isinstance(stored, StoredComposite):
@@ -146,20 +166,23 @@ class Maps:
             if fingerprint is not None:
                 check_mapped(path, fingerprint, mapped.size())
 
-    def may_show(self, path: str, asked: bool | None, changed_ns: int = 0) -> bool:
+    def may_show(self, extent: ByteRange, asked: bool | None, changed_ns: int = 0) -> bool:
         """Whether tensors that are kept may be mapped from this file, which is then protected while its map lives.
 
         A read lease makes other processes that open the file for writing wait until the tensors have memory of their
         own; see `modelstate.io.lease`. `notes` has the remarks about the decision.
 
         Args:
-            path: The file, which has been mapped.
+            extent: The bytes of a tensor. The file is mapped, unless there are none.
             asked: The option `map`: with None a file may be mapped only where nothing can go wrong, with True always.
             changed_ns: The time of the last change of the file's inode; with another time the answer is found anew.
         """
+        path = extent.path
         known = self._may_show.get((path, asked, changed_ns))
         if known is None:
-            if path not in self._maps:
+            if extent.nbytes:
+                self._map(extent)
+            elif path not in self._maps:
                 return True  # only tensors without bytes were requested
             known = self._may_show[path, asked, changed_ns] = self._protect(path, asked)
         return known

@@ -1,6 +1,6 @@
 """`commit`: puts staged values into slots, each by its `Place`, all or nothing."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 
@@ -11,12 +11,12 @@ from modelstate.io.held import HeldFiles, held_files
 from modelstate.loading.stage import Progress, read_leased, stage, stage_one
 from modelstate.loading.staging import Staging
 from modelstate.planning.assignment import Assignment, copy_cannot_fail
-from modelstate.planning.copies import PlainCopies, Planned, leased
+from modelstate.planning.plain_table import PlainTable, Planned, leased
 from modelstate.planning.plan import Options
 from modelstate.torch_compat.plain import is_plain
 from modelstate.torch_compat.private import module_load
 from modelstate.torch_compat.sharding import dtensor_like
-from modelstate.transaction.swap_tensors import become, give_memory, point_to, refusals
+from modelstate.transaction.swap_tensors import become, give_memory, give_memory_to_all, point_to, refusals
 from modelstate.transaction.transaction import Transaction, Write
 
 
@@ -139,8 +139,16 @@ def _take_over(name: str, param: torch.Tensor, value: torch.Tensor, transaction:
         transaction.register_undo(become(param, value, grad if fits else None))
 
 
-def place_fallible(transaction: Transaction, options: Options) -> None:
-    """Places the values that may run code of a tensor subclass, while every change can still be undone."""
+def place_fallible(transaction: Transaction, options: Options, planned: Iterable[Planned]) -> None:
+    """Gives memory to slots on meta, and places values that may run code of a tensor subclass: all can be undone."""
+    for item in planned:
+        if isinstance(item, PlainTable) and item.final is not None and item.placement.name == "swap":
+            try:
+                give_memory_to_all(item.params, item.final, transaction.register_undo)
+            except Exception as error:
+                rows = zip(item.slots, item.final, strict=True)
+                slot, value = next((slot, value) for slot, value in rows if not value.is_meta)
+                raise _placement_error(slot.name, slot.tensor, value, error) from error
     # What planning has checked holds as long as no code of a user has run.
     is_as_planned = not (transaction.armed or options.transform or options.rules)
     for write in transaction.writes:
@@ -152,14 +160,18 @@ def place_fallible(transaction: Transaction, options: Options) -> None:
             except ModelStateError:
                 raise
             except Exception as error:
-                raise PlacementError(
-                    "a value cannot be put in its place; nothing has been changed",
-                    where=write.assignment.name,
-                    expected=f"{type(write.target).__name__}, {write.target.dtype}",
-                    found=f"{type(write.value).__name__}, {write.value.dtype}: {error}",
-                    remedy="give the tensor subclass a module_load handler, or convert the value with transform=",
-                ) from error
+                raise _placement_error(write.assignment.name, write.target, write.value, error) from error
             write.done = True
+
+
+def _placement_error(name: str, target: torch.Tensor, value: torch.Tensor, error: Exception) -> PlacementError:
+    return PlacementError(
+        "a value cannot be put in its place; nothing has been changed",
+        where=name,
+        expected=f"{type(target).__name__}, {target.dtype}",
+        found=f"{type(value).__name__}, {value.dtype}: {error}",
+        remedy="give the tensor subclass a module_load handler, or convert the value with transform=",
+    )
 
 
 @contextmanager
@@ -211,14 +223,15 @@ def commit(
         ReadFailedError: After the commit, where a read failed that should not have: with the names of the tensors.
     """
     waiting, errors = [] if files is None else leased(planned), list[Exception]()
-    staged = [item for item in planned if isinstance(item, PlainCopies) and item.final is not None]
+    tables = (item for item in planned if isinstance(item, PlainTable) and item.placement.staged)
+    staged = [(table.params, table.final) for table in tables if table.final is not None]
 
     @torch.no_grad()
     def first() -> None:
         if files is not None:
             errors.extend(read_leased(staging, waiting, files))
-        for item in staged:
-            for param, value in zip(item.params, item.final or (), strict=True):
+        for params, values in staged:
+            for param, value in zip(params, values, strict=True):
                 param.copy_(value)
 
     transaction.commit(*last, first=first if waiting or staged else None)

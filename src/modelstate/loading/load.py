@@ -41,8 +41,8 @@ from modelstate.loading.report import LoadReport
 from modelstate.loading.stage import read_in_place, stage
 from modelstate.loading.staging import Inspect, Staging, bring_in, prefault_async, prefetch_range, stage_unleased
 from modelstate.planning.assignment import Assignment
-from modelstate.planning.copies import PlainCopies, Planned
 from modelstate.planning.matching import ModelSchemaView, match
+from modelstate.planning.plain_table import PlainTable, Planned
 from modelstate.planning.plan import LoadPlan, Options
 from modelstate.planning.preparation import Preparation
 from modelstate.planning.record import bind, record
@@ -427,7 +427,7 @@ def _execute(
             load_options,
             call_extra_state=True,
             staged=staged,
-            takes_copies=staged is None
+            with_tables=staged is None
             and then is None
             and check is None
             and load_options.max_memory_bytes is None
@@ -464,12 +464,12 @@ def _execute(
         effect = "values that are read in place are overwritten" if staging.options.in_place else NOTHING_CHANGED
         with phase(LAST_CHECKS, decides=True, effect=effect):
             new_state = following_state(optimizers, _final_values(planned), before) if optimizers else []
-            place_fallible(transaction, staging.options)
+            place_fallible(transaction, staging.options, planned)
             if any(assignment.sharded is not None for assignment in assignments):
                 transaction.register_undo(refresh_shards(preparation.slots.modules.values()))
-            is_mapped = any(assignment.placement.mapped for assignment in assignments)
+            is_mapped = any(item.placement.mapped for item in planned)
             if load_options.prefault and staged is None:
-                notes += bring_in(assignments, lambda _: None)
+                notes += bring_in(planned, lambda _: None)
             if is_mapped:
                 preparation.incoming.maps.check_unchanged()  # mapped values are not read, so no read notices a change
             if staging.options.in_place:
@@ -484,7 +484,7 @@ def _execute(
             commit(transaction, staging, planned, files, last)
         ranks, reread_bytes = ((), 0) if agreement is None else rank_reports(preparation, staging, agreement)
     if is_mapped and load_options.prefault is None and staged is None:
-        notes += prefault_async(staging, assignments)
+        notes += prefault_async(staging, planned)
     target, source_name = preparation.names
     return LoadReport.with_later_steps(
         preparation.steps_later(with_sources=False),
@@ -511,7 +511,7 @@ def prepare(
     call_extra_state: bool,
     staged: StagedLoad | None = None,
     in_use: str = "",
-    takes_copies: bool = False,
+    with_tables: bool = False,
 ) -> tuple[Preparation, Staging]:
     """Plans a load, or binds a plan that was made before, and returns with it how its values are read.
 
@@ -534,7 +534,7 @@ def prepare(
     preparation = Preparation(
         *(transaction, view, matched, staging.overflows, write),
         call_extra_state=call_extra_state,
-        takes_copies=takes_copies,
+        with_tables=with_tables,
     )
     if isinstance(source, LoadPlan):
         bind(preparation, source, "make the plan again" if staged is None else LOAD_AGAIN)
@@ -570,7 +570,7 @@ def _final_values(planned: Iterable[Planned]) -> dict[torch.Tensor, torch.Tensor
     """The final value of each parameter, before the commit. Parameters of tensor subclasses have theirs already."""
     finals: dict[torch.Tensor, torch.Tensor] = {}
     for item in planned:
-        if isinstance(item, PlainCopies):
+        if isinstance(item, PlainTable):
             finals.update(zip(item.params, item.final or (), strict=False))
         elif item.final is not None and is_plain(item.final):
             finals[item.slot_tensor] = item.final

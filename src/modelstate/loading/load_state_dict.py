@@ -105,7 +105,7 @@ class _TorchSink:
         self._transaction = transaction
         self._swaps = torch.__future__.get_swap_module_params_on_conversion()
 
-    def take_copies(self) -> Collection[str]:
+    def take_plain(self) -> Collection[str]:
         return ()
 
     def extra_state(self, module: nn.Module, key: str, value: Any) -> None:

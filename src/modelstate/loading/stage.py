@@ -28,8 +28,8 @@ from modelstate.planning.assignment import (
     as_target,
     called,
 )
-from modelstate.planning.copies import PlainCopies, Planned
 from modelstate.planning.memory import placed_bytes
+from modelstate.planning.plain_table import PlainTable, Planned
 from modelstate.planning.transforms import Transform
 from modelstate.process import prefetch_one
 from modelstate.rules.expression import Derived, values_of
@@ -59,11 +59,8 @@ def stage(staging: Staging, planned: Iterable[Planned], progress: Progress) -> N
     for assignment in planned:
         if assignment.final is not None or assignment.placement.direct:
             continue
-        if isinstance(assignment, PlainCopies):
-            staging.held.take(assignment.nbytes)
-            memory = staging.temporary([(param.size(), None, param.dtype) for param in assignment.params])
-            _read_copies(staging, assignment, memory, progress, is_fresh=staging.strategy.cached)
-            assignment.final = memory
+        if isinstance(assignment, PlainTable):
+            _stage_table(staging, assignment, progress)
             continue
         match assignment.route:
             case ReadRoute.MAPPED if not assignment.placement.by_handler:
@@ -101,13 +98,28 @@ def stage(staging: Staging, planned: Iterable[Planned], progress: Progress) -> N
         _stage_alone(staging, alone, progress)
 
 
+def _stage_table(staging: Staging, table: PlainTable, progress: Progress) -> None:
+    if table.placement.mapped:
+        table.final = table.maps.tensors(table.columns)
+        progress(table.nbytes)
+        return
+    layouts = [(param.size(), None, param.dtype) for param in table.params]
+    if table.placement.name == "copy":
+        staging.held.take(table.nbytes)
+        memory = staging.temporary(layouts)
+    else:
+        memory = fresh_tensors(layouts)
+    _read_table(staging, table, memory, progress, is_fresh=staging.strategy.cached)
+    table.final = memory
+
+
 def read_in_place(staging: Staging, planned: Iterable[Planned], progress: Progress) -> None:
     """Reads the values whose bytes go straight to the memory of their slots. Raises `ReadFailedError`."""
     direct: list[Assignment] = []
-    copies: list[PlainCopies] = []
+    tables: list[PlainTable] = []
     for item in planned:
         if item.placement.direct and not item.placement.leased and item.final is None:
-            copies.append(item) if isinstance(item, PlainCopies) else direct.append(item)
+            tables.append(item) if isinstance(item, PlainTable) else direct.append(item)
     from_file, rest = _split(direct, lambda assignment: assignment.is_read_into_place)
     straight, cast = _split(
         from_file,
@@ -132,8 +144,8 @@ def read_in_place(staging: Staging, planned: Iterable[Planned], progress: Progre
         increment_version([assignment.param for assignment in straight])  # autograd has not seen the writes
     for assignment in straight:
         assignment.final = assignment.param
-    for item in copies:
-        _read_copies(staging, item, item.params, progress)
+    for item in tables:
+        _read_table(staging, item, item.params, progress)
         increment_version(item.params)
 
 
@@ -143,7 +155,7 @@ def read_leased(staging: Staging, planned: Sequence[Planned], files: HeldFiles) 
     Returns the errors, which there should not be: everything that can be read is in place also then.
     """
     waiting = [item for item in planned if isinstance(item, Assignment)]
-    copies = [item for item in planned if isinstance(item, PlainCopies)]
+    tables = [item for item in planned if isinstance(item, PlainTable)]
     straight, rest = _split(waiting, lambda assignment: assignment.route is ReadRoute.DIRECT)
     computed, cast = _split(rest, lambda assignment: assignment.route is ReadRoute.COMPUTED)
     params = [assignment.param for assignment in computed]
@@ -154,7 +166,7 @@ def read_leased(staging: Staging, planned: Sequence[Planned], files: HeldFiles) 
         partial(
             _read, staging, [(assignment, assignment.param) for assignment in straight], lambda _: None, held=files
         ),
-        *(partial(_read_copies, staging, item, item.params, lambda _: None, held=files) for item in copies),
+        *(partial(_read_table, staging, item, item.params, lambda _: None, held=files) for item in tables),
     ]
     for read in reads:
         try:
@@ -167,7 +179,7 @@ def read_leased(staging: Staging, planned: Sequence[Planned], files: HeldFiles) 
     for assignment in waiting:
         assignment.final = assignment.param
     # Autograd has not seen the writes.
-    increment_version([*(item.param for item in straight), *(param for item in copies for param in item.params)])
+    increment_version([*(item.param for item in straight), *(param for item in tables for param in item.params)])
     return errors
 
 
@@ -520,9 +532,9 @@ def _read(
         assignment.seconds += seconds * assignment.nbytes / max(total, 1)
 
 
-def _read_copies(
+def _read_table(
     staging: Staging,
-    copies: PlainCopies,
+    table: PlainTable,
     targets: Sequence[torch.Tensor],
     progress: Progress,
     *,
@@ -533,14 +545,14 @@ def _read_copies(
     uncached = frozenset[str]() if held is not None else staging.strategy.uncached
     with staging.held.during(staging.strategy.uncached_bytes if uncached else 0):
         read_ranges(
-            copies.requests(targets),
+            table.requests(targets),
             fingerprints=staging.checkpoint.fingerprints,
             on_read=progress,
             uncached=uncached,
             is_fresh=is_fresh,
             held=held,
         )
-    copies.seconds += time.perf_counter() - started
+    table.seconds += time.perf_counter() - started
 
 
 def _piece_inspector(pairs: Pairs, inspect: Inspect) -> Callable[[int, int], None]:

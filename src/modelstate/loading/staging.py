@@ -23,8 +23,8 @@ from modelstate.io.prefetch import (
 )
 from modelstate.loading.replicas import SharedRead
 from modelstate.planning.assignment import Assignment
-from modelstate.planning.copies import PlainCopies, Planned, leased
 from modelstate.planning.memory import peak_bytes, strategy_within, uncached_strategy
+from modelstate.planning.plain_table import PlainTable, Planned, leased
 from modelstate.planning.plan import Options
 from modelstate.process import cached_attribute
 from modelstate.spec import ByteRange, StoredTensor
@@ -118,9 +118,11 @@ def prefetch_range(staging: Staging, planned: Sequence[Planned]) -> list[str]:
     runs: list[ByteRange] = []
     others: list[ByteRange] = []
     for item in planned:
-        if isinstance(item, PlainCopies):
+        if item.placement.mapped:
+            continue
+        if isinstance(item, PlainTable):
             (others if item.placement.leased else runs).extend(item.extents)
-        elif (item.placed or isinstance(item.stored, StoredTensor)) and not item.placement.mapped:
+        elif item.placed or isinstance(item.stored, StoredTensor):
             is_run = item.is_run_of_bytes and item.is_read_together
             (runs if is_run and not item.placement.leased else others).extend(item.extents)
     if files := files_to_read_uncached(runs, checkpoint.fingerprints):
@@ -136,9 +138,9 @@ def prefetch_range(staging: Staging, planned: Sequence[Planned]) -> list[str]:
     return notes
 
 
-def prefault_async(staging: Staging, assignments: Iterable[Assignment]) -> list[str]:
+def prefault_async(staging: Staging, planned: Iterable[Planned]) -> list[str]:
     """Brings in the mapped pages that are not in the page cache, and does not wait. Returns remarks for the report."""
-    shown = _shown(assignments)
+    shown = _shown(planned)
     if staging.strategy.cached or sum(extent.nbytes for extent, _ in shown) < LEAST_BYTES:
         return []
     shown, rest = _that_fits(shown)
@@ -146,19 +148,22 @@ def prefault_async(staging: Staging, assignments: Iterable[Assignment]) -> list[
     return ["the file was not in the page cache: its map is brought in, while the program goes on" + rest]
 
 
-def bring_in(assignments: Iterable[Assignment], progress: Callable[[int], None]) -> list[str]:
+def bring_in(planned: Iterable[Planned], progress: Callable[[int], None]) -> list[str]:
     """Brings in the mapped pages, and waits for them. Returns remarks for the report. Raises `ReadFailedError`."""
-    shown, left = _that_fits(_shown(assignments))
+    shown, left = _that_fits(_shown(planned))
     prefault(shown, progress)
     return [f"the map is brought in{left}"] if left else []
 
 
-def _shown(assignments: Iterable[Assignment]) -> list[Shown]:
-    return [
-        (assignment.stored.extent, assignment.value)
-        for assignment in assignments
-        if assignment.placement.mapped and isinstance(assignment.stored, StoredTensor)
-    ]
+def _shown(planned: Iterable[Planned]) -> list[Shown]:
+    """The mapped tensors. Those of a table are in their slots already."""
+    shown: list[Shown] = []
+    for item in planned:
+        if item.placement.mapped and isinstance(item, PlainTable):
+            shown += zip(item.sources, item.params, strict=True)
+        elif item.placement.mapped and isinstance(item, Assignment) and isinstance(item.stored, StoredTensor):
+            shown.append((item.stored.extent, item.value))
+    return shown
 
 
 def _that_fits(shown: Sequence[Shown]) -> tuple[list[Shown], str]:

@@ -54,8 +54,8 @@ class Placement:
 
 CALL = Placement("call", "passed to set_extra_state")
 """The placement of extra state."""
-_MAPPED = Placement("swap", "was on meta: becomes a map of the file", mapped=True)
-_NEW_MEMORY = Placement("swap", "was on meta: gets memory")
+MAPPED = Placement("swap", "was on meta: becomes a map of the file", mapped=True)
+NEW_MEMORY = Placement("swap", "was on meta: gets memory")
 DIRECT = Placement("copy", "into the existing memory, directly", direct=True)
 LEASED = Placement(
     "copy", "into the existing memory, directly, while a read lease holds the file", direct=True, leased=True
@@ -97,7 +97,7 @@ def choose(
         )
     if param.is_meta:
         is_mapped = map and dtype == value.dtype and device.type == "cpu" and value.stride() == param.stride()
-        return _MAPPED if is_mapped else _NEW_MEMORY
+        return MAPPED if is_mapped else NEW_MEMORY
     if dtype != param.dtype:
         return Placement("data", f"changes its dtype to {str(dtype).removeprefix('torch.')}")
     if device != param.device:

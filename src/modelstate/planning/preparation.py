@@ -14,17 +14,14 @@ from modelstate.io.engine import ReadStrategy
 from modelstate.planning.assignment import (
     CALL,
     COPYABLE,
-    DIRECT,
-    LEASED,
-    STAGED,
     Assignment,
     Placement,
     choose,
 )
-from modelstate.planning.copies import PlainCopies, Planned, plain_copies
 from modelstate.planning.mapped_state import MappedState
 from modelstate.planning.matching import DecodeFailure, ModelSchemaView, StoredEntries
 from modelstate.planning.memory import peak_bytes
+from modelstate.planning.plain_table import PlainTable, Planned, plain_tables
 from modelstate.planning.plan import Binding, LoadPlan, MatchedCheckpoint, Step
 from modelstate.planning.recorder import Owner
 from modelstate.planning.sharded import LocalSlot, ShardedSlot, sharded_slot
@@ -97,7 +94,7 @@ class Preparation:
         overflows: Counts values that casts make infinite or NaN.
         make_write: Returns the write that executes an assignment.
         call_extra_state: Whether `set_extra_state` is called; a plan only checks values.
-        takes_copies: Whether values that are only copied may be planned together, as `PlainCopies`.
+        with_tables: Whether plain values are planned together, as the rows of `PlainTable`.
     """
 
     def __init__(
@@ -109,7 +106,7 @@ class Preparation:
         make_write: Callable[[Assignment], Write],
         *,
         call_extra_state: bool,
-        takes_copies: bool = False,
+        with_tables: bool = False,
     ) -> None:
         self.transaction, self.model = transaction, transaction.root
         self.matched, self.view = matched, view
@@ -123,7 +120,7 @@ class Preparation:
         self.notes: list[str] = []
         self.overflows = overflows
         self.assignments: list[Assignment] = []
-        self.copies: PlainCopies | None = None
+        self.tables: list[PlainTable] = []
         """The values that have no assignment of their own."""
         self.moves: list[Assignment] = []
         """Tensors that get no value, and only move to another device."""
@@ -137,12 +134,10 @@ class Preparation:
         self.compared: list[str] = []
         """Names of non-persistent buffers that equal the checkpoint's values."""
         self.filled: dict[int, Assignment | None] = {}
-        """By the ids of the tensors that get a value, under whatever name. None stands for a row of `copies`."""
+        """By the ids of the tensors that get a value, under whatever name. None stands for a row of a table."""
         self._by_storage: dict[int, list[Assignment]] = {}
         self._shown: dict[ByteRange, list[ByteRange]] = {}
         """The ranges that slots map, by their storages."""
-        self._may_map: dict[str, bool] = {}
-        """By path: whether slots may be maps of the file."""
         quantized = (self.slots.by_name.get(name) for name in self.incoming.quantized)
         keeps_stored_dtypes = any(slot is not None and slot.tensor.is_meta for slot in quantized)
         self.changes_dtypes = self.options.dtype is not None or keeps_stored_dtypes
@@ -151,7 +146,7 @@ class Preparation:
         cannot change that dtype."""
         self.not_mapped = 0
         """The number of tensors that are read although the plan that is executed maps them."""
-        self._make_write, self._call_extra_state, self._takes_copies = make_write, call_extra_state, takes_copies
+        self._make_write, self._call_extra_state, self._with_tables = make_write, call_extra_state, with_tables
         self._cause: Exception | None = None
         self._has_shards = False
         # Code of the model may change a lazy parameter before `plan` is called.
@@ -190,22 +185,23 @@ class Preparation:
     @property
     def planned(self) -> list[Planned]:
         """Everything that is read."""
-        return [*self.assignments] if self.copies is None else [*self.assignments, self.copies]
+        return [*self.assignments, *self.tables]
 
     # The methods of `LoadSink`.
 
-    def take_copies(self) -> Collection[str]:
+    def take_plain(self) -> Collection[str]:
         options, entries = self.options, self.incoming.entries
         is_changed = options.dtype is not None or options.transform is not None or options.device not in (None, _CPU)
-        if is_changed or not (self._takes_copies and isinstance(entries, StoredEntries)):
+        if is_changed or not (self._with_tables and isinstance(entries, StoredEntries)):
             return ()
-        placement = {None: LEASED, True: DIRECT, False: STAGED}[options.in_place]
-        self.copies = plain_copies(self.slots.tensors, entries.tensors, placement)
-        if self.copies is None:
-            return ()
-        names = [slot.name for slot in self.copies.slots]
-        self.used.update(names)
-        self.filled.update(dict.fromkeys(map(id, self.copies.params)))
+        self.tables = plain_tables(self.slots.tensors, entries.tensors, options, self.incoming.maps)
+        for table in self.tables:
+            self.used.update(slot.name for slot in table.slots)
+            self.filled.update(dict.fromkeys(map(id, table.params)))
+        if len({*entries.tensors.rows.values()}) < len(entries.tensors):  # other names of the same bytes are not mapped
+            for table in self.tables:
+                for extent in table.sources if table.placement.mapped else ():
+                    self._shown.setdefault(extent, []).append(extent)
         return self.used
 
     def device_after(self, param: torch.Tensor) -> torch.device:
@@ -311,10 +307,7 @@ class Preparation:
         if choice.last is not None:
             placement = Placement("swap", f"made by {choice.last}")
         elif placement.mapped and isinstance(stored, StoredTensor):
-            path = stored.storage.path
-            if path not in self._may_map:
-                self._may_map[path] = self.incoming.maps.may_show(path, options.map)
-            if not self._may_map[path]:
+            if not self.incoming.maps.may_show(stored.extent, options.map):
                 placement = choose(param, value, dtype, device, map=False, in_place=False, transformed=False)
             self._shown.setdefault(stored.storage, []).append(stored.extent)
         assignment = Assignment(
@@ -442,7 +435,7 @@ class Preparation:
         is_read = (
             placement.mapped
             and isinstance(stored, StoredTensor)
-            and not self.incoming.maps.may_show(stored.storage.path, self.options.map)
+            and not self.incoming.maps.may_show(stored.extent, self.options.map)
         )
         if is_read:  # another process has opened the file for writing since
             placement = choose(param, value, step.dtype, step.device, map=False, in_place=False, transformed=False)
@@ -615,13 +608,15 @@ class Preparation:
             )
             steps.append(step)
         extra = [Step(name, EXTRA, self.incoming.source_of(name), CALL) for name in self.extra_states]
-        if self.copies is None:
+        if not self.tables:
             return lambda: (*steps, *extra)
-        copies, names = self.copies.steps(), [*self.slots.by_name] if steps else []
+        rows = [table.steps() for table in self.tables]
+        names = [*self.slots.by_name] if len(rows) > 1 or steps else []
 
         def merged() -> tuple[Step, ...]:
             positions = {name: position for position, name in enumerate(names)}
-            return (*sorted((*steps, *copies()), key=lambda step: positions.get(step.name, len(names))), *extra)
+            unordered = [*steps, *(step for make in rows for step in make())]
+            return (*sorted(unordered, key=lambda step: positions.get(step.name, len(names))), *extra)
 
         return merged
 

@@ -48,8 +48,8 @@ class LoadSink(Protocol):
         `owner` is None unless the value itself is to be registered instead of `param`, as with `assign=True`.
         """
 
-    def take_copies(self) -> Collection[str]:
-        """Takes values all at once that are only copied, and returns their names: `tensor` is not called for them.
+    def take_plain(self) -> Collection[str]:
+        """Takes plain values all at once, and returns their names: `tensor` is not called for them.
 
         Called where a load runs no code of the model.
         """
@@ -120,17 +120,17 @@ def _compare_names(slots: Slots, state_dict: Mapping[str, Any], sink: LoadSink, 
 
     Missing and unexpected keys are recorded in torch's order.
     """
-    left_out, copied = slots.left_out, sink.take_copies()
+    left_out, taken = slots.left_out, sink.take_plain()
     given = state_dict.keys()
-    if len(copied) < len(slots.by_name):
+    if len(taken) < len(slots.by_name):
         for key, slot in slots.by_name.items():
-            if key in left_out or key in copied:
+            if key in left_out or key in taken:
                 continue
             if key in given:
                 sink.tensor(key, slot.tensor, state_dict[key], None, outcome.errors)
             else:
                 outcome.missing.append(key)
-    if len(copied) == len(given):
+    if len(taken) == len(given):
         return
     left = [key for key in given if key not in slots.by_name or key in left_out]
     if not left:

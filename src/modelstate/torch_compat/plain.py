@@ -16,11 +16,14 @@ from modelstate.torch_compat.private import storage_id
 _PLAIN = frozenset([torch.Tensor, nn.Parameter, nn.Buffer])
 
 
-def is_plain_memory(tensor: torch.Tensor) -> bool:
-    """Whether the tensor's elements are one run of CPU memory in their own order, with nothing on top."""
+def is_plain_memory(tensor: torch.Tensor, *, or_meta: bool = False) -> bool:
+    """Whether the tensor's elements are one run of CPU memory in their own order, with nothing on top.
+
+    With `or_meta` the tensor may be on meta, where it has no memory yet.
+    """
     return (
         tensor.layout is torch.strided
-        and tensor.is_cpu
+        and (tensor.is_cpu or (or_meta and tensor.is_meta))
         and (type(tensor) is torch.Tensor or type(tensor) is torch.nn.Parameter)
         and tensor.is_contiguous()
         and not tensor.is_conj()
@@ -33,11 +36,14 @@ def writable_storage(tensor: torch.Tensor) -> int:
     """Returns the address of the storage of a tensor whose elements can be overwritten by one read.
 
     0 for a tensor that is no plain memory (`is_plain_memory`), is empty, was created in inference mode, or has lost its
-    memory (`has_its_memory`).
+    memory (`has_its_memory`); -1 for a tensor on meta that is none of these.
     """
-    if not is_plain_memory(tensor) or tensor.is_inference():
+    if not is_plain_memory(tensor, or_meta=True) or tensor.is_inference():
         return 0
-    storage, nbytes = tensor.untyped_storage(), tensor.nbytes
+    nbytes = tensor.nbytes
+    if tensor.is_meta:
+        return -1 if nbytes else 0
+    storage = tensor.untyped_storage()
     is_whole = nbytes > 0 and storage.nbytes() >= tensor.storage_offset() * tensor.itemsize + nbytes
     return storage.data_ptr() if is_whole else 0
 

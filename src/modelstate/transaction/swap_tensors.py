@@ -1,6 +1,6 @@
 """Changes what a tensor is while it stays the same object. Each function returns its undo."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -50,13 +50,36 @@ def give_memory(tensor: torch.Tensor, value: torch.Tensor) -> Undo:
 
     Unlike an assignment to `.data`, this works from and to the meta device.
     """
-    restore_hooks, other = keep_hooks(tensor), value.detach()
+    other = value.detach()
+    _exchange_memory(tensor, other)
+    return partial(swap_impl, tensor, other)
+
+
+def give_memory_to_all(
+    tensors: Sequence[torch.Tensor], values: Sequence[torch.Tensor], register_undo: Callable[[Undo], None]
+) -> None:
+    """Gives plain tensors on meta the memory of values, which nothing else uses: they are on meta afterwards.
+
+    The undo is registered first: an interrupt between two tensors must not lose one.
+    """
+
+    def undo() -> None:
+        for tensor, value in zip(tensors, values, strict=True):
+            if value.is_meta:
+                swap_impl(tensor, value)
+
+    register_undo(undo)
+    for tensor, value in zip(tensors, values, strict=True):
+        _exchange_memory(tensor, value)
+
+
+def _exchange_memory(tensor: torch.Tensor, value: torch.Tensor) -> None:
+    restore_hooks = keep_hooks(tensor)
     if tensor.requires_grad and (value.is_floating_point() or value.is_complex()):
-        other.requires_grad = True
-    swap_impl(tensor, other)
+        value.requires_grad = True
+    swap_impl(tensor, value)
     if restore_hooks is not None:
         restore_hooks()
-    return partial(swap_impl, tensor, other)
 
 
 def point_to(

@@ -1,4 +1,4 @@
-"""`PlainCopies`: which values are only copied, and what a report says about them."""
+"""`PlainTable`: which values are planned together, and what a report says about them."""
 
 import pickle
 import weakref
@@ -10,9 +10,10 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import modelstate as ms
+from modelstate.checkpoint.mapped import Maps
 from modelstate.checkpoint.open import open as open_checkpoint
-from modelstate.planning.assignment import STAGED
-from modelstate.planning.copies import PlainCopies, plain_copies
+from modelstate.planning.plain_table import PlainTable, plain_tables
+from modelstate.planning.plan import Options
 from modelstate.spec import StoredTensors
 from modelstate.transaction.slots import slots_of
 
@@ -47,15 +48,17 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "mixed.safetensors"
 
 
-def copies_of(model: nn.Module, path: Path) -> PlainCopies | None:
-    tensors = open_checkpoint(path).flat.tensors
+def tables_of(model: nn.Module, path: Path, options: Options | None = None) -> list[PlainTable]:
+    checkpoint = open_checkpoint(path)
+    tensors = checkpoint.flat.tensors
     assert isinstance(tensors, StoredTensors)
-    return plain_copies(slots_of(model).tensors, tensors, STAGED)
+    return plain_tables(
+        slots_of(model).tensors, tensors, options or Options(in_place=False), Maps(checkpoint.fingerprints)
+    )
 
 
 def test_only_plain_slots_of_their_own_memory_are_copied(path: Path) -> None:
-    copies = copies_of(Mixed(), path)
-    assert copies is not None
+    (copies,) = tables_of(Mixed(), path)
     assert [slot.name for slot in copies.slots] == ["plain", "plain_buffer"]
     assert copies.nbytes == 4 * 4 + 3 * 4
 
@@ -65,7 +68,7 @@ def test_other_shapes_and_inference_tensors_are_not_copied(path: Path) -> None:
     model.plain = nn.Parameter(torch.zeros(4))
     with torch.inference_mode():
         model.plain_buffer = torch.zeros(3)
-    assert copies_of(model, path) is None
+    assert tables_of(model, path) == []
 
 
 def test_adjoining_values_are_one_range(tmp_path: Path) -> None:
@@ -74,11 +77,9 @@ def test_adjoining_values_are_one_range(tmp_path: Path) -> None:
     model = nn.Module()
     model.register_buffer("a", torch.zeros(4))
     model.register_buffer("c", torch.zeros(4))
-    apart = copies_of(model, path)
+    (apart,) = tables_of(model, path)
     model.register_buffer("b", torch.zeros(4))
-    together = copies_of(model, path)
-    assert apart is not None
-    assert together is not None
+    (together,) = tables_of(model, path)
     assert [apart.names_in([extent]) for extent in apart.extents] == [["a"], ["c"]]
     (extent,) = together.extents
     assert extent.nbytes == together.nbytes == 48
@@ -106,6 +107,30 @@ def test_a_report_holds_no_tensor_before_its_steps_are_used(path: Path) -> None:
     assert all(reference() is None for reference in references)
     assert pickle.loads(pickle.dumps(report)) == report
     assert {step.name for step in report.steps} >= {"plain", "tied"}
+
+
+def test_slots_on_meta_are_maps_or_get_memory(path: Path) -> None:
+    with ms.skeleton():
+        model = Mixed()
+    for may_map in (None, False):
+        copied, on_meta = tables_of(model, path, Options(map=may_map))
+        assert [slot.name for slot in copied.slots] == ["plain_buffer"]  # the constructor has filled it
+        assert [slot.name for slot in on_meta.slots] == ["plain"]
+        assert on_meta.placement.mapped == (may_map is None)
+
+
+def test_another_name_of_mapped_bytes_gets_memory_of_its_own(tmp_path: Path) -> None:
+    """Slots that are not tied must not change each other."""
+    tied = nn.ModuleDict({"a": nn.Linear(4, 4, bias=False), "b": nn.Linear(4, 4, bias=False)})
+    tied["b"].weight = tied["a"].weight
+    ms.save(tied, tmp_path / "tied.safetensors")
+    with ms.skeleton():
+        model = nn.ModuleDict({"a": nn.Linear(4, 4, bias=False), "b": nn.Linear(4, 4, bias=False)})
+    report = ms.load(model, tmp_path / "tied.safetensors")
+    assert sorted(step.mapped for step in report.steps) == [False, True]
+    with torch.no_grad():
+        model["a"].weight.zero_()
+    assert torch.equal(model["b"].weight, tied["b"].weight)
 
 
 @pytest.mark.parametrize("in_place", [None, True, False])

@@ -1,0 +1,209 @@
+"""`PlainTable`: the values of a load that get from files into plain tensors of the CPU in the same way.
+
+Most slots of most loads are of this kind: plain tensors on the CPU or on meta, with the shape that the file has. A file
+may have tens of thousands of small ones, and to plan each by itself takes longer than to read it. So all of them are
+rows of a few tables, each with one placement and one route. Every other value has an `Assignment` of its own.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from modelstate.checkpoint.mapped import UNALIGNED, Maps
+from modelstate.io.engine import Request
+from modelstate.planning.assignment import (
+    COPYABLE,
+    DIRECT,
+    LEASED,
+    MAPPED,
+    NEW_MEMORY,
+    STAGED,
+    Assignment,
+    Placement,
+    ReadRoute,
+    staged_because,
+)
+from modelstate.planning.plan import Options, Step
+from modelstate.spec import ByteRange, StoredTensors, TensorColumns, overlapping
+from modelstate.torch_compat.dtypes import short
+from modelstate.torch_compat.plain import is_plain, writable_storage
+from modelstate.torch_compat.private import address_range
+from modelstate.transaction.slots import HIDDEN, Slot
+
+_CPU = torch.device("cpu")
+_DTYPES = {short(dtype): dtype for dtype in COPYABLE}
+
+
+@dataclass(slots=True, eq=False)
+class PlainTable:
+    """Values of files for plain slots on the CPU or on meta, with one placement and one route: a row for each slot."""
+
+    slots: list[Slot]
+    columns: TensorColumns
+    """Where the values are, in the order of the slots."""
+    placement: Placement
+    route: ReadRoute
+    maps: Maps
+    """Maps the values, where the route is to map them."""
+    final: list[torch.Tensor] | None = None
+    """The values, mapped or in memory of their own; None until they have been read, and where they are read into their
+    slots."""
+    seconds: float = 0.0
+
+    @property
+    def params(self) -> list[torch.Tensor]:
+        """The tensors of the slots."""
+        return [slot.tensor for slot in self.slots]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes to read."""
+        return sum(self.columns.nbytes)
+
+    @property
+    def sources(self) -> list[ByteRange]:
+        """The range of each value."""
+        columns = self.columns
+        return [*map(ByteRange, columns.paths, columns.starts, columns.nbytes)]
+
+    @property
+    def extents(self) -> list[ByteRange]:
+        """The ranges of files that the values are read from. Ranges that adjoin are one."""
+        columns, numbers = self.columns, dict[str, int]()
+        paths = np.array([numbers.setdefault(path, len(numbers)) for path in columns.paths])
+        starts, nbytes = np.array(columns.starts), np.array(columns.nbytes)
+        order = np.lexsort((starts, paths))
+        paths, starts, ends = paths[order], starts[order], (starts + nbytes)[order]
+        is_first = np.ones(len(order), bool)
+        is_first[1:] = (paths[1:] != paths[:-1]) | (starts[1:] != ends[:-1])
+        first = np.flatnonzero(is_first)
+        last = np.append(first[1:], len(order)) - 1
+        names = [*numbers]
+        runs = zip(paths[first].tolist(), starts[first].tolist(), ends[last].tolist(), strict=True)
+        return [ByteRange(names[path], start, end - start) for path, start, end in runs]
+
+    def steps(self) -> Callable[[], list[Step]]:
+        """Returns a function that makes a step for each slot, with its part of the time. It holds no tensor."""
+        slots, columns = [(slot.name, slot.kind) for slot in self.slots], self.columns
+        placement, route, seconds = self.placement, self.route, self.seconds / self.nbytes
+
+        def make() -> list[Step]:
+            rows = zip(slots, columns.dtype_names, columns.shapes, columns.nbytes, strict=True)
+            return [
+                Step(
+                    *(name, kind, name, placement, torch.Size(shape), (dtype := _DTYPES[dtype_name]), dtype, _CPU),
+                    *(nbytes, (), (), route),
+                    seconds=seconds * nbytes,
+                )
+                for (name, kind), dtype_name, shape, nbytes in rows
+            ]
+
+        return make
+
+    def requests(self, targets: Iterable[torch.Tensor]) -> list[Request]:
+        """Returns the read of each value into a tensor."""
+        return [*map(Request, self.sources, [target.data_ptr() for target in targets])]
+
+    def stage_instead(self, reason: str) -> None:
+        """Has the values read before the commit that were planned to be read at the commit."""
+        self.placement = staged_because(reason)
+
+    def names_in(self, ranges: Sequence[ByteRange]) -> list[str]:
+        """Returns the names of the slots whose values are in one of these ranges."""
+        rows = zip(self.slots, self.sources, strict=True)
+        return [slot.name for slot, extent in rows if any(overlapping(extent, other) for other in ranges)]
+
+
+Planned = Assignment | PlainTable
+"""What a load reads."""
+
+
+def leased(planned: Iterable[Planned]) -> list[Planned]:
+    """Returns what is read at the commit, from files that are held."""
+    return [item for item in planned if item.placement.leased and item.final is None]
+
+
+@dataclass(slots=True)
+class _Rows:
+    """Slots with the rows of their values."""
+
+    slots: list[Slot] = field(default_factory=list)
+    rows: list[int] = field(default_factory=list)
+    storages: list[int] = field(default_factory=list)
+    """The address of the storage of each slot that has memory."""
+
+    def selected(self, indices: Iterable[int]) -> "_Rows":
+        indices = [*indices]
+        return _Rows([self.slots[index] for index in indices], [self.rows[index] for index in indices])
+
+
+def plain_tables(slots: Iterable[Slot], tensors: StoredTensors, options: Options, maps: Maps) -> list[PlainTable]:
+    """Returns the tables of the slots that get the tensor of their name in a way that cannot fail.
+
+    A slot that shares its storage with another one is left out.
+    """
+    rows, columns = tensors.rows, tensors.columns
+    with_memory, on_meta = _Rows(), _Rows()
+    others: list[Slot] = []
+    for slot in slots:
+        names, kind, param = slot
+        row = rows.get(names[0])
+        if (
+            row is not None
+            and len(names) == 1
+            and kind != HIDDEN
+            and (storage := writable_storage(param))
+            and param.shape == tuple(columns.shapes[row])
+            and param.dtype == _DTYPES.get(columns.dtype_names[row])
+        ):
+            if param.is_meta:
+                chosen = on_meta
+            else:
+                chosen = with_memory
+                chosen.storages.append(storage)
+            chosen.slots.append(slot)
+            chosen.rows.append(row)
+        elif not param.is_meta:
+            others.append(slot)
+    slots_of_storage = Counter(with_memory.storages)
+    slots_of_storage.update(address_range(slot.tensor)[0] for slot in others if is_plain(slot.tensor))
+    if len(slots_of_storage) < len(with_memory.storages) + len(others):
+        storages = with_memory.storages
+        with_memory = with_memory.selected(
+            index for index, storage in enumerate(storages) if slots_of_storage[storage] == 1
+        )
+    in_place = {None: LEASED, True: DIRECT, False: STAGED}[options.in_place]
+    mapped, read = _split_by_map(on_meta, columns, options, maps)
+    parts = [
+        (with_memory, in_place, ReadRoute.DIRECT),
+        (mapped, MAPPED, ReadRoute.MAPPED),
+        (read, NEW_MEMORY, ReadRoute.DIRECT),
+    ]
+    return [
+        PlainTable(part.slots, columns.selected(part.rows), placement, route, maps)
+        for part, placement, route in parts
+        if part.slots
+    ]
+
+
+def _split_by_map(on_meta: _Rows, columns: TensorColumns, options: Options, maps: Maps) -> tuple[_Rows, _Rows]:
+    """Returns the slots that may be maps of their file, and those that get memory. No two slots map the same bytes."""
+    if options.map is False or (options.read_once and not options.map):
+        return _Rows(), on_meta
+    may_show: dict[str, bool] = {}
+    mapped: dict[int, int] = {}
+    for index, row in enumerate(on_meta.rows):
+        path, start, nbytes = columns.paths[row], columns.starts[row], columns.nbytes[row]
+        if start % _DTYPES[columns.dtype_names[row]].itemsize:
+            maps.note(UNALIGNED, path)
+            continue
+        if path not in may_show:
+            may_show[path] = maps.may_show(ByteRange(path, start, nbytes), options.map)
+        if may_show[path]:
+            mapped.setdefault(row, index)
+    is_mapped = {*mapped.values()}
+    rest = [index for index in range(len(on_meta.rows)) if index not in is_mapped]
+    return on_meta.selected(is_mapped), on_meta.selected(rest)
