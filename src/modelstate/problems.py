@@ -295,19 +295,21 @@ class OtherSharding(Problem):
 
 @dataclass(frozen=True, slots=True)
 class ShardedTransform(Problem):
-    """A transform of modules, such as a quantizer, for a module whose parameters are DTensors."""
+    """A transform of modules, such as a quantizer, that cannot be called with the parts of a DTensor."""
 
     transform: str = ""
+    needs: str = ""
+    """Why it cannot, such as "takes the whole tensor"."""
     shard: str = ""
     """The part of the parameter that this rank holds."""
 
-    title: ClassVar = "parameters that a transform of modules would replace, and that are DTensors"
+    title: ClassVar = "DTensors that a transform of modules cannot replace part by part"
     remedy: ClassVar = (
         "transform the model before it is sharded, or leave these out of transform=; a function of name and tensor is "
         "called with the whole tensor, and each rank keeps its part"
     )
     page: ClassVar = "sharded-models"
-    template: ClassVar = "{0.name}: {0.transform} takes the whole tensor, and this rank holds {0.shard}"
+    template: ClassVar = "{0.name}: {0.transform} {0.needs}, and this rank holds {0.shard}"
 
 
 @dataclass(frozen=True, slots=True)

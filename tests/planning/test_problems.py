@@ -93,7 +93,7 @@ SAMPLES: dict[Problem, str] = {
     OtherSharding("a.w"): "a.w",
     ShardsInUse("a.w", "changes its dtype to bfloat16"): "a.w: changes its dtype to bfloat16",
     ShardedTransform(
-        "a.w", "Quantize()", "[0:2, 0:8]"
+        "a.w", "Quantize()", "takes the whole tensor", "[0:2, 0:8]"
     ): "a.w: Quantize() takes the whole tensor, and this rank holds [0:2, 0:8]",
     NumPyArray("a.w", "ndarray"): "a.w: found ndarray",
     UnmergedAdapter("a.lora_A.weight"): "a.lora_A.weight",

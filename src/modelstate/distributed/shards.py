@@ -48,6 +48,14 @@ class LocalShard:
         """Whether the rank holds the whole tensor, in its order."""
         return all(runs == (range(size),) for runs, size in zip(self.runs, self.global_shape, strict=True))
 
+    def has_whole_blocks(self, block_shape: Sequence[int]) -> bool:
+        """Whether the rank holds whole blocks of this shape, of those that the whole tensor is divided into."""
+        return all(
+            run.start % step == 0 and (run.stop % step == 0 or run.stop == size)
+            for runs, step, size in zip(self.runs, block_shape, self.global_shape, strict=True)
+            for run in runs
+        )
+
     def boxes(self) -> tuple[tuple[Box, Box], ...]:
         """Returns the regions of the whole tensor that the rank holds, each with its place in the local tensor."""
         return _boxes(self.runs)

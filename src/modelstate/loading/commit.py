@@ -57,15 +57,15 @@ class Place(Write):
             return  # the value was read in place
         if transaction is None:
             param.copy_(final)
-        elif assignment.sharded is not None and (param.is_meta or not _keeps_memory(assignment)):
+        elif assignment.sharded is not None and (param.is_meta or not _keeps_memory(assignment) or not is_plain(final)):
             _rewrap(assignment.sharded.tensor, final, transaction)
         elif param.is_meta and not assignment.placement.by_handler and is_plain(final):
             transaction.register_undo(give_memory(param, final))
         else:
             with torch.no_grad():
                 self._replace(param, final, transaction)
-        if assignment.freezes and param.requires_grad:
-            _freeze(param, transaction)
+        if assignment.freezes and assignment.slot_tensor.requires_grad:
+            _freeze(assignment.slot_tensor, transaction)
 
     def _replace(self, param: torch.Tensor, final: torch.Tensor, transaction: Transaction) -> None:
         assignment = self.assignment

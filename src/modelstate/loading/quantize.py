@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -114,6 +114,8 @@ class Quantize(ModuleTransform):
         >>> report = modelstate.load(model, "model.safetensors", transform={"*.mlp.*": quantize})
     """
 
+    returns_plain: ClassVar[bool] = False
+
     config: Any
     """A config of torchao, such as `Int8WeightOnlyConfig()`."""
     _checked: dict[int, Int8Rows | None] = field(default_factory=dict, init=False, repr=False, compare=False)
@@ -206,6 +208,17 @@ class Quantize(ModuleTransform):
             return None
         most_bytes = _ROWS_BYTES if self._in_place(shape[1], dtype) is None else _ROWS_BYTES_IN_PLACE
         return min(max(most_bytes // max(shape[1] * max(dtype.itemsize, 4), 1), 1), shape[0])
+
+    def block_shape(self, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[int, ...] | None:
+        """The shape of a group of the config, or of a row; None where the config has no separate scales for rows.
+
+        Args:
+            shape: The shape of the weight.
+            dtype: The dtype of the weight.
+        """
+        if len(shape) != 2 or not _by_rows(self.config):
+            return None
+        return 1, getattr(self.config.granularity, "group_size", shape[1])
 
     def rows_writer(self, shape: tuple[int, ...], dtype: torch.dtype, module: nn.Module) -> RowsWriter | None:
         """The writer of rows, where rows are quantized in place; otherwise None.

@@ -30,6 +30,7 @@ from modelstate.planning.transforms import (
     Choice,
     ModuleTransform,
     Transforms,
+    asked_blocks,
     asked_bytes,
     asked_rows,
     bound,
@@ -61,6 +62,7 @@ from modelstate.text_format import count, size
 from modelstate.torch_compat.dtypes import Overflows, cast_between, short
 from modelstate.torch_compat.plain import has_its_memory, is_fake, is_plain, is_quantized, is_sharded, same_place
 from modelstate.torch_compat.private import shards_in_use, storage_id
+from modelstate.torch_compat.sharding import sharded_params
 from modelstate.transaction.slots import (
     BUFFER,
     EXTRA,
@@ -340,7 +342,14 @@ class Preparation:
         self._has_shards = True
         slot: ShardedSlot | Problem = sharded_slot(name, param, value, self.options.device)
         if isinstance(slot, ShardedSlot) and choice.last is not None:
-            slot = ShardedTransform(name, str(choice.last), str(slot.shard))
+            blocks = asked_blocks(choice.last, name, tuple(param.shape), param.dtype)
+            needs = ""
+            if not choice.last.returns_plain and id(param) in self._gathered:
+                needs = "makes tensors of a subclass, while FSDP2 gathers plain ones"
+            elif not slot.shard.has_whole_blocks(blocks or tuple(param.shape)):
+                needs = "takes the whole tensor" if blocks is None else f"takes blocks of {list(blocks)}"
+            if needs:
+                slot = ShardedTransform(name, str(choice.last), needs, str(slot.shard))
         if isinstance(slot, Problem):
             self.problems.append(slot)
             return None
@@ -526,6 +535,11 @@ class Preparation:
             self.problems.append(
                 WrongDtype(assignment.name, short(assignment.dtype), short(assignment.value.dtype), cast)
             )
+
+    @cached_attribute
+    def _gathered(self) -> set[int]:
+        """The ids of the parameters that FSDP2 gathers."""
+        return set(map(id, sharded_params(self.slots.modules.values())))
 
     @cached_attribute
     def _shards_are_in_use(self) -> bool:

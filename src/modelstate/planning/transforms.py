@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import nn
@@ -58,6 +58,9 @@ class ModuleTransform(ABC):
         >>> report = modelstate.load(model, "model.safetensors", transform=Doubled())
     """
 
+    returns_plain: ClassVar[bool] = True
+    """Whether the results are plain tensors. FSDP2 gathers no others."""
+
     @abstractmethod
     def applies_to(self, name: str, module: nn.Module) -> bool:
         """Whether the transform applies to a tensor. Called before any value is read.
@@ -94,6 +97,18 @@ class ModuleTransform(ABC):
             dtype: The dtype of the tensor.
         """
         return None
+
+    def block_shape(self, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[int, ...] | None:
+        """The shape of the blocks whose results do not depend on each other; None if calls need the whole tensor.
+
+        Rows, where `rows_at_once` returns a number. A rank of a sharded model transforms its part of a tensor, if it
+        holds whole blocks.
+
+        Args:
+            shape: The shape of the whole tensor.
+            dtype: The dtype of the tensor.
+        """
+        return None if self.rows_at_once(shape, dtype) is None else (1, *shape[1:])
 
     def rows_writer(self, shape: tuple[int, ...], dtype: torch.dtype, module: nn.Module) -> RowsWriter | None:
         """The writer of rows on the CPU; None if calls return the rows.
@@ -211,6 +226,17 @@ def asked_rows(transform: ModuleTransform, name: str, shape: tuple[int, ...], dt
         if rows is not None and not (_is_integer(rows) and rows > 0):
             raise TypeError(f"rows_at_once returned {rows!r}; it must return an integer >= 1, or None")
         return rows
+
+
+def asked_blocks(
+    transform: ModuleTransform, name: str, shape: tuple[int, ...], dtype: torch.dtype
+) -> tuple[int, ...] | None:
+    """Returns the checked result of `block_shape`. Raises `TransformError`."""
+    with _method_errors(name, "block_shape"):
+        blocks = transform.block_shape(shape, dtype)
+        if blocks is not None and not (len(blocks) == len(shape) and all(_is_integer(n) and n > 0 for n in blocks)):
+            raise ValueError(f"block_shape returned {blocks!r} for a tensor of shape {shape}")
+        return blocks
 
 
 def asked_writer(bound: "Bound", name: str, shape: tuple[int, ...], dtype: torch.dtype) -> RowsWriter | None:

@@ -294,6 +294,12 @@ def reshard(model: torch.nn.Module) -> None:
         group._to_sharded()
 
 
+def sharded_params(modules: Iterable[torch.nn.Module]) -> list[torch.Tensor]:
+    """Returns the parameters of FSDP2, which it gathers before a forward pass."""
+    infos = [param._module_info for group in _fsdp_groups(modules) for param in group.fsdp_params]
+    return [getattr(info.module, info.param_name) for info in infos]
+
+
 def refresh_shards(modules: Iterable[torch.nn.Module]) -> Callable[[], None]:
     """Has FSDP2 use the sharded parameters that its modules have now, and their memory. Returns the undo."""
     undos: list[tuple[Any, str, Any]] = []
