@@ -33,15 +33,16 @@ from modelstate.formats.tree import (
 )
 from modelstate.html.page import Kind, Page, Shown, area_chart, bar_chart
 from modelstate.io.engine import (
-    LocalFile,
+    RangeFile,
     Request,
     for_each,
     open_files,
     read_fully,
     read_ranges,
-    read_threads,
+    threads_for,
 )
 from modelstate.io.files import FileFingerprint, current_fingerprints
+from modelstate.remote.location import is_remote
 from modelstate.spec import (
     ByteRange,
     Checksum,
@@ -66,6 +67,8 @@ if TYPE_CHECKING:
 
 _CHUNK_BYTES = 256 << 10
 """The size of the buffer of each thread that verifies checksums."""
+_REMOTE_CHUNK_BYTES = 4 << 20
+"""The same, where each read is a request."""
 
 
 class Checkpoint(Mapping[str, TensorSpec], Shown):
@@ -645,7 +648,7 @@ def verify(checkpoint: Checkpoint, on_read: Callable[[int], None] | None = None,
 
     @contextmanager
     def worker() -> Iterator[Callable[[ByteRange], None]]:
-        buffer = memoryview(bytearray(_CHUNK_BYTES))
+        buffer = memoryview(bytearray(chunk_bytes))
 
         def compute(storage: ByteRange) -> None:
             checksum, values = expected[storage], []
@@ -660,8 +663,10 @@ def verify(checkpoint: Checkpoint, on_read: Callable[[int], None] | None = None,
         if on_read:
             on_read(storage.nbytes)
 
-    with open_files((storage.path for storage in names_of), checkpoint.fingerprints) as files:
-        for_each(names_of, worker, min(read_threads(), len(names_of)), on_done)
+    paths = {storage.path for storage in names_of}
+    chunk_bytes = _REMOTE_CHUNK_BYTES if any(map(is_remote, paths)) else _CHUNK_BYTES
+    with open_files(paths, checkpoint.fingerprints) as files:
+        for_each(names_of, worker, min(threads_for(paths), len(names_of)), on_done)
     damaged = [
         name for storage, names in names_of.items() if computed[storage] != expected[storage].value for name in names
     ]
@@ -708,7 +713,7 @@ def what_to_verify(checkpoint: Checkpoint) -> dict[ByteRange, list[str]]:
     return names_of
 
 
-def _block_checksum(file: LocalFile, block: ByteRange, algorithm: str, buffer: memoryview) -> str:
+def _block_checksum(file: RangeFile, block: ByteRange, algorithm: str, buffer: memoryview) -> str:
     crc, hashed = 0, xxhash.xxh3_128()
     for at in range(0, block.nbytes, len(buffer)):
         chunk = buffer[: min(len(buffer), block.nbytes - at)]

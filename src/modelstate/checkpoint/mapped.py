@@ -17,6 +17,7 @@ from modelstate.io.engine import read_ranges
 from modelstate.io.files import FileFingerprint, check_mapped, open_regular, open_unchanged
 from modelstate.io.lease import hold
 from modelstate.io.linux import MAP_NORESERVE
+from modelstate.remote.location import is_remote
 from modelstate.spec import ByteRange, Combined, Stored, StoredComposite, StoredTensor, TensorColumns
 
 if TYPE_CHECKING:
@@ -64,6 +65,8 @@ class Maps:
             return stored.detach()
         if stored.nbytes == 0:
             return torch.empty_strided(stored.shape, stored.stride, dtype=stored.dtype, device="cpu")
+        if is_remote(stored.extent.path):
+            return self.read(stored)
         region, dtype = stored.extent, stored.dtype
         key = region, dtype.itemsize
         shown, address = self._shown.get(key, _NOTHING_SHOWN)
@@ -118,7 +121,7 @@ class Maps:
             with torch.inference_mode(False):
                 return self.tensor_for_user(stored, asked)
         if isinstance(stored, StoredTensor) and stored.nbytes:
-            if asked is not False:
+            if asked is not False and not is_remote(stored.extent.path):
                 self._map(stored.extent)
                 path = stored.extent.path
                 shared = asked is None and self._in_use(stored) is not None
@@ -178,6 +181,10 @@ class Maps:
             changed_ns: The time of the last change of the file's inode; with another time the answer is found anew.
         """
         path = extent.path
+        if is_remote(path):
+            if asked:
+                self.note("read into memory: only files of this machine are mapped", path)
+            return False
         known = self._may_show.get((path, asked, changed_ns))
         if known is None:
             if extent.nbytes:

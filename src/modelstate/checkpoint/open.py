@@ -19,6 +19,7 @@ import re
 import stat
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from enum import Enum
 from functools import partial, wraps
 from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, TypeVar, cast
 
@@ -58,6 +59,9 @@ from modelstate.io.files import (
     special_file,
 )
 from modelstate.process import gc_paused
+from modelstate.remote import hub
+from modelstate.remote.file import listing, opened
+from modelstate.remote.location import is_remote, locate
 from modelstate.spec import Contents
 from modelstate.text_format import listed
 
@@ -73,6 +77,8 @@ _SHARD = re.compile(r"-\d{5}-of-\d{5}\.\w+$")
 _SUFFIX = re.compile(r"\.(safetensors|bin|pt|pth|ckpt|tar)$")
 _FOREIGN = re.compile(r"\.(msgpack|h5|hdf5|keras|gguf|onnx|tflite|npz|index)$")
 """Weights in formats that modelstate does not read."""
+_NAMED = re.compile(r"\.(safetensors|bin|pt|pth|ckpt|tar)(\.index\.json)?$")
+"""The names of checkpoints in a bucket: each other name would take a request to look at it."""
 _INDEX = re.compile(r"\.(safetensors|bin)\.index\.json$")
 _OTHER_TOOLS = (
     (
@@ -113,13 +119,14 @@ def find_in(directory: str) -> str:
         AmbiguousCheckpointError: The choice is not clear.
         PermissionError: The directory may not be read.
     """
-    entries = sorted(os.scandir(directory), key=lambda entry: entry.name)
-    files = [entry.name for entry in entries if _is_file(entry)]
-    candidates = [candidate for name in files if (candidate := _candidate(directory, name))]
+    entries = _entries(directory)
+    files = [name for name, kind in entries.items() if kind is _Kind.FILE]
+    looked_at = [name for name in files if _NAMED.search(name)] if is_remote(directory) else files
+    candidates = [candidate for name in looked_at if (candidate := _candidate(directory, name))]
     if not any(candidate.stem == MODEL for candidate in candidates):
         if DCP_METADATA in files and _is_dcp(directory, files):
             return os.path.join(directory, DCP_METADATA)
-        _refuse_other_tools(directory, [entry.name for entry in entries])
+        _refuse_other_tools(directory, [*entries])
     if not candidates:
         by_name = [name for name in files if _SUFFIX.search(name)]
         by_name = by_name or [name for name in files if _FOREIGN.search(name)][:1]
@@ -146,12 +153,27 @@ def find_in(directory: str) -> str:
     return os.path.join(directory, chosen[0].name)
 
 
-def _is_file(entry: os.DirEntry[str]) -> bool:
+class _Kind(Enum):
+    FILE = "file"
+    DIRECTORY = "directory"
+    OTHER = "other"
+
+
+def _entries(directory: str) -> dict[str, _Kind]:
+    """What is in a directory, or below the prefix of a bucket, by name and sorted."""
+    if is_remote(directory):
+        files, below = listing(directory)
+        return dict(sorted({**dict.fromkeys(below, _Kind.DIRECTORY), **dict.fromkeys(files, _Kind.FILE)}.items()))
+    return {entry.name: _kind_of(entry) for entry in sorted(os.scandir(directory), key=lambda entry: entry.name)}
+
+
+def _kind_of(entry: os.DirEntry[str]) -> _Kind:
     try:
-        return stat.S_ISREG(entry.stat().st_mode)
+        mode = entry.stat().st_mode
     except OSError:
         # An interrupted download leaves a link whose target is missing.
-        return entry.is_symlink()
+        return _Kind.FILE if entry.is_symlink() else _Kind.OTHER
+    return _Kind.FILE if stat.S_ISREG(mode) else _Kind.DIRECTORY if stat.S_ISDIR(mode) else _Kind.OTHER
 
 
 def _candidate(directory: str, name: str) -> _Candidate | None:
@@ -212,9 +234,9 @@ def _refuse_other_tools(directory: str, names: list[str]) -> None:
             )
 
 
-def _nothing(directory: str, entries: list[os.DirEntry[str]]) -> SourceNotFoundError:
-    below = [entry.name for entry in entries if os.path.isdir(entry.path)]
-    there = [entry.name + ("/" if entry.name in below else "") for entry in entries]
+def _nothing(directory: str, entries: Mapping[str, _Kind]) -> SourceNotFoundError:
+    below = [name for name, kind in entries.items() if kind is _Kind.DIRECTORY]
+    there = [name + ("/" if name in below else "") for name in entries]
     if "store.json" in there:
         remedy = "it is a store: modelstate.Store(path) has open, restore and verify; so has `modelstate store`"
     elif below:
@@ -441,6 +463,7 @@ def open(
     with gc_paused(), recorded_fingerprints() as fingerprints:
         contents = read_contents(source, allow=allow, skip_forbidden=skip_forbidden)
         name = "mapping" if isinstance(source, Mapping) else os.fspath(source)
+        name = locate(name).url if is_remote(name) else name
         # The fingerprints are from before the headers were read: a file that changed meanwhile is refused when read.
         fingerprints |= current_fingerprints(path for path in contents.files if path not in fingerprints)
         return Checkpoint(
@@ -453,6 +476,21 @@ def read_contents(source: Source, *, allow: Sequence[object] = (), skip_forbidde
     if isinstance(source, Mapping):
         return Contents("mapping", source)
     given = _path_of(source)
+    path = _remote_file(given) if is_remote(given) else _local_file(given)
+    read_file = partial(_read_file, allow=allow, skip_forbidden=skip_forbidden)
+    head = _head(path)
+    match recognise(head, path):
+        case Format.INDEX:
+            return sharded.read(path, read_file=read_file, allow=allow)
+        case Format.DCP:
+            from modelstate.formats import dcp
+
+            return dcp.read(path, allow=allow, skip_forbidden=skip_forbidden)
+    return read_file(path, head)
+
+
+def _local_file(given: str) -> str:
+    """The path of the file at a path, or of the checkpoint in a directory."""
     path = local_path(given)
     if not os.path.lexists(path) and os.path.exists(path + sharded.INDEX_SUFFIX):
         path += sharded.INDEX_SUFFIX  # `modelstate.save` adds this suffix to the path when it writes shards
@@ -471,16 +509,36 @@ def read_contents(source: Source, *, allow: Sequence[object] = (), skip_forbidde
             raise no_access(path, error) from error
     elif not stat.S_ISREG(mode):
         raise special_file(path, mode)
-    read_file = partial(_read_file, allow=allow, skip_forbidden=skip_forbidden)
-    head = _head(path)
-    match recognise(head, path):
-        case Format.INDEX:
-            return sharded.read(path, read_file=read_file, allow=allow)
-        case Format.DCP:
-            from modelstate.formats import dcp
+    return path
 
-            return dcp.read(path, allow=allow, skip_forbidden=skip_forbidden)
-    return read_file(path, head)
+
+def _remote_file(given: str) -> str:
+    """The URL of the object that a URL names, or of the checkpoint below a prefix; or a path of the hub's cache."""
+    path = locate(given).url
+    if not path.startswith("hf://"):
+        return _object_or_below(path)
+    path = hub.at_commit(path)
+    if not is_remote(path):
+        return _local_file(path)
+    path = _object_or_below(path) if hub.parse(path).file else find_in(path)
+    shards: Iterable[str] = ()
+    if path.endswith(sharded.INDEX_SUFFIX) and (index := hub.cached(path)):
+        shards = set(sharded.read_index(index)[0].values())
+    return hub.cached(path, shards) or path
+
+
+def _object_or_below(path: str) -> str:
+    location = locate(path)
+    if location.key and not location.key.endswith("/"):
+        try:
+            return opened(path).path
+        except SourceNotFoundError as missing:
+            try:
+                return opened(path + sharded.INDEX_SUFFIX).path  # `modelstate.save` adds this suffix to the path
+            except SourceNotFoundError:
+                if location.scheme.startswith("http") or not any(listing(path)):
+                    raise missing from missing.__cause__
+    return find_in(path.rstrip("/"))
 
 
 def _path_of(source: object) -> str:

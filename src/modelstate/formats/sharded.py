@@ -73,6 +73,7 @@ from modelstate.io.atomic import (
 )
 from modelstate.io.files import SourceFile, forget_fingerprint
 from modelstate.io.lock import is_at
+from modelstate.remote.file import open_all
 from modelstate.remote.location import Location, is_remote, locate
 from modelstate.remote.upload import ObjectWriter, exists, get, head, new_object, remove
 from modelstate.spec import Contents, Described, LazyMapping, StoredTensor, StoredTensors
@@ -246,6 +247,8 @@ def safe_paths(index_path: str, directory: str, shards: list[str]) -> list[str]:
     """
     unsafe = [quote(shard) for shard in shards if not _is_below(shard)]
     paths = [] if unsafe else [os.path.join(directory, shard) for shard in shards]
+    if paths and is_remote(directory):
+        return _check_there(index_path, directory, dict(zip(shards, paths, strict=True)))
     unsafe += _links_outside(shards, paths, _roots(index_path, directory))
     if unsafe:
         raise UnsafePathError(
@@ -258,12 +261,7 @@ def safe_paths(index_path: str, directory: str, shards: list[str]) -> list[str]:
         )
     missing = [shard for shard, path in zip(shards, paths, strict=True) if not os.path.exists(path)]
     if missing:
-        raise SourceNotFoundError(
-            f"{len(missing)} of {len(shards)} shards are missing",
-            where=index_path,
-            expected=f"in {directory or '.'}: {listed(map(quote, missing), 20)}",
-            remedy="finish the download or the copy",
-        )
+        raise _missing(index_path, directory, shards, missing)
     try:
         modes = [system.stat(path).st_mode for path in paths]
     except OSError as error:
@@ -274,6 +272,24 @@ def safe_paths(index_path: str, directory: str, shards: list[str]) -> list[str]:
             "the index names shards that are not regular files", where=index_path, found=listed(odd, 5)
         )
     return paths
+
+
+def _check_there(index_path: str, directory: str, shards: Mapping[str, str]) -> list[str]:
+    """Opens all objects that an index names, at the same time. Raises `SourceNotFoundError`."""
+    absent = open_all(shards.values())
+    missing = [shard for shard, path in shards.items() if path in absent]
+    if missing:
+        raise _missing(index_path, directory, shards, missing)
+    return list(shards.values())
+
+
+def _missing(index_path: str, directory: str, shards: Collection[str], missing: Sequence[str]) -> SourceNotFoundError:
+    return SourceNotFoundError(
+        f"{len(missing)} of {len(shards)} shards are missing",
+        where=index_path,
+        expected=f"in {directory or '.'}: {listed(map(quote, missing), 20)}",
+        remedy="finish the download or the copy",
+    )
 
 
 def _is_below(shard: str) -> bool:

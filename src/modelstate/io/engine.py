@@ -34,6 +34,8 @@ from modelstate.io import linux, system
 from modelstate.io.files import FileFingerprint, check_unchanged, open_unchanged
 from modelstate.io.memory import HUGE_PAGE_BYTES, UffdFiller, aligned, spare_tensors
 from modelstate.process import parallel_for
+from modelstate.remote.file import CONNECTIONS, RemoteFile, Version
+from modelstate.remote.location import is_remote
 from modelstate.spec import GAP_BYTES, MOST_THREADS, ByteRange
 
 if TYPE_CHECKING:
@@ -78,6 +80,13 @@ def read_threads() -> int:
 def uncached_threads(usual: int) -> int:
     """The number of threads for an O_DIRECT read, where a read through the page cache uses `usual`."""
     return max(usual, _LEAST_UNCACHED_THREADS)
+
+
+def threads_for(paths: Iterable[str], uncached: Collection[str] = ()) -> int:
+    """The number of threads for a read of these files: many where they wait for a network."""
+    if any(map(is_remote, paths)):
+        return CONNECTIONS
+    return uncached_threads(read_threads()) if uncached else read_threads()
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +151,7 @@ class ReadStrategy:
 
 
 class RangeFile(Protocol):
-    """What the engine needs of an open file. `LocalFile` implements it."""
+    """What the engine needs of an open file: `LocalFile`, `HeldFile` or `RemoteFile`."""
 
     def read_into(self, buffers: Sequence[memoryview], offset: int) -> int:
         """Reads from `offset` on into the buffers, one after the other, and returns the number of bytes, 0 at the end.
@@ -211,15 +220,19 @@ class LocalFile:
 @contextmanager
 def open_files(
     paths: Iterable[str], fingerprints: Mapping[str, FileFingerprint], uncached: Collection[str] = ()
-) -> Iterator[dict[str, LocalFile]]:
+) -> Iterator[dict[str, RangeFile]]:
     """Opens files, and yields them by path.
 
     Raises `ReadFailedError` where a file does not match its fingerprint when it is opened, or when the block ends.
     """
-    files: dict[str, LocalFile] = {}
+    files: dict[str, RangeFile] = {}
     try:
         for path in dict.fromkeys(paths):
-            files[path] = LocalFile(path, fingerprints.get(path), path in uncached)
+            known = fingerprints.get(path)
+            if is_remote(path):
+                files[path] = RemoteFile(path, known and Version(known.nbytes, known.modified_ns, known.tag))
+            else:
+                files[path] = LocalFile(path, known, path in uncached)
         yield files
         for file in files.values():
             file.check_unchanged()
@@ -445,7 +458,8 @@ def read_ranges(
         else:
             rows.extend(request.split(ROWS_BYTES))
     items: list[Batch | Rows] = [*coalesce(single, batch_bytes=batch_bytes or BATCH_BYTES, gap_bytes=gap_bytes), *rows]
-    threads = min(threads or (uncached_threads(read_threads()) if uncached else read_threads()), len(items))
+    paths = {item.path if isinstance(item, Batch) else item.source.path for item in items}
+    threads = min(threads or threads_for(paths, uncached), len(items))
     filler = UffdFiller() if is_fresh else None
     # The buffers are there before memory is written to that must not be left half written.
     span = max((entry.count * entry.file_step for entry in rows if entry.has_small_gaps(gap_bytes)), default=0)
@@ -474,7 +488,6 @@ def read_ranges(
         if on_read is not None:
             on_read(item.wanted_bytes)
 
-    paths = (item.path if isinstance(item, Batch) else item.source.path for item in items)
     try:
         with _opened(paths, fingerprints, uncached, held) as files:
             run = for_each if held is None else for_all

@@ -26,6 +26,8 @@ from modelstate.errors import (
     TruncatedFileError,
 )
 from modelstate.io import system
+from modelstate.remote.file import RemoteFile, forget, opened, opened_once
+from modelstate.remote.location import is_remote
 
 NOT_FOUND = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG)
 """The errors of the operating system that mean that there is no file at a path."""
@@ -98,7 +100,7 @@ def not_found(path: str, given: str) -> SourceNotFoundError:
     elif close:
         remedy = "did you mean " + " or ".join(os.path.join(parent, name) for name in close) + "?"
     elif _REPOSITORY.fullmatch(given) and not os.path.exists(os.path.dirname(path)):
-        remedy = f"if this is a repository of huggingface.co, open what this prints: hf download {given}"
+        remedy = f'if this is a repository of huggingface.co: modelstate.open("hf://{given}")'
     else:
         remedy = "check the path, and the directory that it is relative to"
     there = "the directory" if os.path.isdir(parent) else "the file"
@@ -198,6 +200,8 @@ class FileFingerprint(NamedTuple):
     modified_ns: int
     inode: int
     device: int
+    tag: str = ""
+    """The ETag of an object outside this machine."""
 
 
 _recorded: ContextVar[dict[str, FileFingerprint] | None] = ContextVar("_recorded", default=None)
@@ -209,7 +213,8 @@ def recorded_fingerprints() -> Iterator[dict[str, FileFingerprint]]:
     fingerprints: dict[str, FileFingerprint] = {}
     token = _recorded.set(fingerprints)
     try:
-        yield fingerprints
+        with opened_once():
+            yield fingerprints
     finally:
         _recorded.reset(token)
 
@@ -219,12 +224,13 @@ def forget_fingerprint(path: str) -> None:
     fingerprints = _recorded.get()
     if fingerprints is not None:
         fingerprints.pop(path, None)
+    forget(path)
 
 
 def current_fingerprints(paths: Iterable[str]) -> dict[str, FileFingerprint]:
     """The fingerprints of files as they are now. Raises `ReadFailedError`."""
     try:
-        return {path: _fingerprint(system.stat(path)) for path in paths}
+        return {path: _fingerprint(RemoteFile(path) if is_remote(path) else system.stat(path)) for path in paths}
     except OSError as error:
         raise ReadFailedError("the file is gone", found=error, remedy="open the checkpoint again") from error
 
@@ -289,7 +295,10 @@ def _changed(path: str, expected: FileFingerprint, found: FileFingerprint, what:
     )
 
 
-def _fingerprint(status: os.stat_result) -> FileFingerprint:
+def _fingerprint(status: os.stat_result | RemoteFile) -> FileFingerprint:
+    if isinstance(status, RemoteFile):
+        nbytes, modified_ns, tag = status.version
+        return FileFingerprint(nbytes, modified_ns, 0, 0, tag)
     return FileFingerprint(status.st_size, status.st_mtime_ns, status.st_ino, status.st_dev)
 
 
@@ -314,6 +323,10 @@ class SourceFile:
             ReadFailedError: Any other error of the operating system.
         """
         self.path = path
+        self._remote = opened(path) if is_remote(path) else None
+        if self._remote is not None:
+            self._set_status(self._remote)
+            return
         try:
             self._descriptor, status = open_regular(path)
         except PermissionError as error:
@@ -324,9 +337,13 @@ class SourceFile:
             if os.path.islink(path):
                 raise not_found(path, path) from error
             raise SourceNotFoundError("there is no such file", where=path) from error
+        self._set_status(status)
+
+    def _set_status(self, status: os.stat_result | RemoteFile) -> None:
+        fingerprint = _fingerprint(status)
         if (fingerprints := _recorded.get()) is not None:
-            fingerprints.setdefault(path, _fingerprint(status))
-        self.nbytes = status.st_size
+            fingerprints.setdefault(self.path, fingerprint)
+        self.nbytes = fingerprint.nbytes
 
     def __enter__(self) -> "SourceFile":
         return self
@@ -334,7 +351,8 @@ class SourceFile:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        os.close(self._descriptor)
+        if self._remote is None:
+            os.close(self._descriptor)
 
     def read(self, start: int, nbytes: int, what: str, most_bytes: int = MAX_STRUCTURE_BYTES) -> bytes:
         """Reads exactly `nbytes` bytes; `what` names them in errors.
@@ -351,7 +369,12 @@ class SourceFile:
                 found=f"{nbytes:,} bytes",
             )
         try:
-            data = system.pread_fully(self._descriptor, nbytes, start)
+            if self._remote is not None:
+                data = self._remote.read(start, nbytes)
+            else:
+                data = system.pread_fully(self._descriptor, nbytes, start)
+        except ReadFailedError:
+            raise
         except OSError as error:
             raise ReadFailedError(f"{what} cannot be read", where=self.path, found=error) from error
         if len(data) < nbytes:

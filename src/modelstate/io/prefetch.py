@@ -145,8 +145,9 @@ def bring_into_cache(
         ReadFailedError: A range cannot be read, or a file has changed.
     """
     wanted = _merged(ranges)
-    with open_files((span.path for span in wanted), fingerprints) as files:
-        if not all(_may_know(file.descriptor) for file in files.values()):
+    with open_files((span.path for span in wanted), fingerprints) as opened:
+        files = {path: file for path, file in opened.items() if isinstance(file, LocalFile)}
+        if len(files) < len(opened) or not all(_may_know(file.descriptor) for file in files.values()):
             return False
         missing = _missing(wanted, files)
         if not missing:

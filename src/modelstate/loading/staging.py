@@ -27,6 +27,8 @@ from modelstate.planning.memory import peak_bytes, strategy_within, uncached_str
 from modelstate.planning.plain_table import PlainTable, Planned, leased
 from modelstate.planning.plan import Options
 from modelstate.process import cached_attribute
+from modelstate.remote.file import CONNECTIONS
+from modelstate.remote.location import is_remote
 from modelstate.spec import ByteRange, StoredTensor
 from modelstate.text_format import size
 from modelstate.torch_compat.dtypes import Overflows
@@ -109,6 +111,10 @@ def prefetch_range(staging: Staging, planned: Sequence[Planned]) -> list[str]:
     Large runs are read past the page cache, where that is possible; anything else is read ahead.
     """
     checkpoint = staging.checkpoint
+    if any(map(is_remote, checkpoint.fingerprints)):
+        if staging.max_memory_bytes is None:
+            staging.strategy = replace(staging.strategy, threads=CONNECTIONS)
+        return []
     if sum(fingerprint.nbytes for fingerprint in checkpoint.fingerprints.values()) < LEAST_BYTES:
         return []
     if are_cached(checkpoint.fingerprints):

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, KeysView, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 
@@ -12,9 +12,10 @@ from modelstate.io.tensors import same_bytes
 from modelstate.planning.initialise import Initialiser
 from modelstate.planning.matching import StoredEntries
 from modelstate.planning.plan import MatchedCheckpoint
+from modelstate.remote.location import is_remote
 from modelstate.rules.expression import Derived, Source, values_of
 from modelstate.rules.rule import Entry, Value
-from modelstate.spec import StoredTensor
+from modelstate.spec import Assemble, StoredComposite, StoredTensor
 from modelstate.torch_compat.plain import is_quantized, same_place
 from modelstate.torch_compat.private import storage_id
 from modelstate.transaction.slots import same_values
@@ -26,13 +27,23 @@ class DeferredValue(Write):
 
     __slots__ = ("maps", "stored")
 
-    def __init__(self, value: torch.Tensor, stored: Derived | StoredTensor, maps: Maps) -> None:
+    def __init__(self, value: torch.Tensor, stored: Derived | StoredTensor | StoredComposite, maps: Maps) -> None:
         super().__init__(value, value)
         self.stored, self.maps = stored, maps
 
     def run(self, transaction: Transaction | None) -> None:
         with torch.no_grad():
             self.target.copy_(values_of(self.stored, self.maps.read))
+
+
+def _cannot_be_mapped(content: object) -> TypeGuard[StoredTensor | StoredComposite]:
+    """Whether the bytes of a tensor cannot be shown as a map: they are not aligned, or not on this machine."""
+    if isinstance(content, StoredComposite):
+        return isinstance(content.build, Assemble) and any(is_remote(part.extent.path) for part in content.parts)
+    if not isinstance(content, StoredTensor) or not content.is_contiguous:
+        return isinstance(content, StoredTensor) and content.nbytes > 0 and is_remote(content.extent.path)
+    path, start, nbytes = content.extent
+    return bool(start % content.dtype.itemsize) or (nbytes > 0 and is_remote(path))
 
 
 _NO_ORIGIN: tuple[str, Source | None] = ("", None)
@@ -74,11 +85,7 @@ class MappedState(Mapping[str, Any]):
         if isinstance(content, Value):
             self._values[name] = content.value
             return content.value
-        if isinstance(content, Derived) or (
-            isinstance(content, StoredTensor)
-            and content.is_contiguous
-            and content.extent.start % content.dtype.itemsize
-        ):
+        if isinstance(content, Derived) or _cannot_be_mapped(content):
             value = self._deferred_value(content)
         else:
             value = self.maps.tensor(content)
@@ -122,11 +129,11 @@ class MappedState(Mapping[str, Any]):
         entry = self.entry_of(name)
         return name if entry is None else ", ".join(entry.sources)
 
-    def _deferred_value(self, stored: Derived | StoredTensor) -> torch.Tensor:
+    def _deferred_value(self, stored: Derived | StoredTensor | StoredComposite) -> torch.Tensor:
         """Returns a tensor that gets its values when code uses them. Its pages are not allocated before."""
         if isinstance(stored, Derived) and stored.lacks_values:
             return torch.empty(stored.shape, dtype=stored.dtype, device="meta")
-        key = id(stored) if isinstance(stored, Derived) else (stored.extent, stored.dtype, stored.shape)
+        key = (stored.extent, stored.dtype, stored.shape) if isinstance(stored, StoredTensor) else id(stored)
         deferred = self._deferred_by_source.get(key)
         if deferred is not None:  # another name of a tied tensor
             value = deferred.target.detach()

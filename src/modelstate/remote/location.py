@@ -19,6 +19,8 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from enum import Enum
@@ -27,6 +29,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import quote, unquote, urlsplit
 
 from modelstate.errors import PackageError, SourceAccessError, SourceTypeError
+from modelstate.remote.hub import address_of
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
@@ -42,6 +45,8 @@ RETRIES = 5
 FIRST_WAIT, LONGEST_WAIT = timedelta(milliseconds=100), timedelta(seconds=5)
 """The waits before the first and before the last repetition. Each is twice the one before, with jitter."""
 _RETRY_FOR = timedelta(minutes=2)
+_ADDRESS_SECONDS = 600.0
+"""For how long an address that the hub gives is used without asking again."""
 _CLIENT = {"connect_timeout": "10s", "read_timeout": "60s", "timeout": "1h", "user_agent": "modelstate"}
 
 
@@ -123,7 +128,10 @@ def store_of(location: Location) -> tuple[ObjectStore, str]:
         PackageError: The extra `remote` is not installed.
         SourceAccessError: There are no credentials.
         SourceTypeError: The client refuses its settings.
+        OpenError: The hub has no such file.
     """
+    if location.scheme == "hf":
+        return hub_store(location.url, int(time.monotonic() // _ADDRESS_SECONDS)), ""
     settings = tuple(sorted(item for item in os.environ.items() if item[0].startswith(_VARIABLES)))
     if location.mark:
         return _store(location.scheme, location.root, _secrets[location.url][1], settings), ""
@@ -135,42 +143,28 @@ _VARIABLES = ("AWS_", "AZURE_", "GOOGLE_", "STORAGE_EMULATOR_HOST")
 
 
 @lru_cache(maxsize=256)
-def _store(scheme: str, root: str, whole: str, settings: tuple[tuple[str, str], ...]) -> ObjectStore:
-    try:
-        from obstore import store
-        from obstore.exceptions import BaseError
-    except ImportError as error:
-        raise PackageError(
-            f"{scheme}:// is read with obstore, which is not installed",
-            remedy="pip install 'modelstate[remote]'",
-        ) from error
-    retry: Any = {
-        "max_retries": RETRIES,
-        "backoff": {"init_backoff": FIRST_WAIT, "max_backoff": LONGEST_WAIT, "base": 2},
-        "retry_timeout": _RETRY_FOR,
-    }
-    client: Any = dict(_CLIENT)
+def _store(scheme: str, root: str, whole: str, settings: tuple[tuple[str, str], ...]) -> Any:
+    store, errors = _obstore(scheme)
+    options: Any = {"retry_config": _retry(), "client_options": dict(_CLIENT)}
+    client = options["client_options"]
     try:
         match scheme:
             case "s3":
-                config, provider = _s3_config()
                 # A copy that keeps an existing object, which R2 and others need another value for.
-                config["copy_if_not_exists"] = os.environ.get("AWS_COPY_IF_NOT_EXISTS", "multipart")
+                config = {"copy_if_not_exists": os.environ.get("AWS_COPY_IF_NOT_EXISTS", "multipart")}
+                provider = _s3_credentials()
                 client["allow_http"] = _is_plain_http("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
-                return store.S3Store(
-                    root, config=config, client_options=client, retry_config=retry, credential_provider=provider
-                )
+                return store.S3Store(root, config=config, credential_provider=provider, **options)
             case "gs":
                 config = _gcs_config()
                 client["allow_http"] = config.get("base_url", "").startswith("http://")
-                return store.GCSStore(root, config=config, client_options=client, retry_config=retry)
+                return store.GCSStore(root, config=config, **options)
             case "az":
                 config = _azure_config()
                 client["allow_http"] = config.get("endpoint", "").startswith("http://")
-                return store.AzureStore(root, config=config, client_options=client, retry_config=retry)
-        client["allow_http"] = scheme == "http"
-        return store.HTTPStore(whole or f"{scheme}://{root}", client_options=client, retry_config=retry)
-    except BaseError as error:
+                return store.AzureStore(root, config=config, **options)
+        return _web_store(whole or f"{scheme}://{root}")
+    except errors.BaseError as error:
         raise SourceTypeError(
             f"the settings for {scheme}:// are not valid",
             where=f"{scheme}://{root}",
@@ -179,14 +173,42 @@ def _store(scheme: str, root: str, whole: str, settings: tuple[tuple[str, str], 
         ) from error
 
 
+@lru_cache(maxsize=256)
+def hub_store(path: str, period: int) -> Any:
+    """A client for the place where the hub keeps a file. Asks the hub once in each period, or after `cache_clear`."""
+    return _web_store(*address_of(path))
+
+
+def _web_store(url: str, headers: Mapping[str, str] | None = None) -> Any:
+    store, _ = _obstore("http")
+    client: Any = {**_CLIENT, "allow_http": url.startswith("http://"), "default_headers": dict(headers or {})}
+    return store.HTTPStore(url, client_options=client, retry_config=_retry())
+
+
+def _retry() -> Any:
+    backoff = {"init_backoff": FIRST_WAIT, "max_backoff": LONGEST_WAIT, "base": 2}
+    return {"max_retries": RETRIES, "backoff": backoff, "retry_timeout": _RETRY_FOR}
+
+
+def _obstore(scheme: str) -> tuple[Any, Any]:
+    """The modules `store` and `exceptions` of obstore."""
+    try:
+        from obstore import exceptions, store
+    except ImportError as error:
+        raise PackageError(
+            f"{scheme}:// is read with obstore, which is not installed", remedy="pip install 'modelstate[remote]'"
+        ) from error
+    return store, exceptions
+
+
 def _is_plain_http(*variables: str) -> bool:
     return any(os.environ.get(name, "").startswith("http://") for name in variables)
 
 
-def _s3_config() -> tuple[Any, Any]:
-    """The settings of a client for S3, and the source of its credentials where they are not in the environment."""
+def _s3_credentials() -> Any:
+    """The source of credentials for S3; None where the client finds them itself."""
     if {"AWS_ACCESS_KEY_ID", "AWS_SKIP_SIGNATURE", "AWS_WEB_IDENTITY_TOKEN_FILE"} & os.environ.keys():
-        return {}, None
+        return None
     try:
         from obstore.auth.boto3 import Boto3CredentialProvider
     except ImportError as error:
@@ -195,9 +217,9 @@ def _s3_config() -> tuple[Any, Any]:
                 "the profiles of AWS are read with boto3, which is not installed",
                 remedy="pip install boto3, or set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY",
             ) from error
-        return {}, None
+        return None
     try:
-        provider = Boto3CredentialProvider()
+        return Boto3CredentialProvider()
     except Exception as error:  # of botocore: an unknown profile, a damaged file, or no credentials
         raise SourceAccessError(
             "there are no credentials for s3://",
@@ -207,7 +229,6 @@ def _s3_config() -> tuple[Any, Any]:
             remedy="aws configure, or set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY; for a public bucket set "
             "AWS_SKIP_SIGNATURE=true",
         ) from error
-    return {}, provider
 
 
 def _gcs_config() -> Any:
@@ -246,6 +267,7 @@ class Cause(Enum):
     NO_SUCH_RANGE = "the object is shorter"
     REDIRECTED = "the server redirects to an address of another scheme"
     OTHER_REGION = "the bucket is in another region"
+    CUT = "the answer of the server is cut short"
     FAILED = "the server does not answer, or answers with errors"
 
 
@@ -293,6 +315,8 @@ def failure_of(error: BaseException, location: Location) -> Failure:
         return Failure(Cause.REDIRECTED, found, "give the address that it redirects to, if you trust it")
     if "Wanted range starting at" in text or "416" in found:
         return Failure(Cause.NO_SUCH_RANGE, found, "open it again, when nothing writes to it any more")
+    if "body error" in text:
+        return Failure(Cause.CUT, found, "try again; check the network")
     if "169.254." in text or "metadata.google" in text or "Credentials" in text:
         return Failure(Cause.NO_CREDENTIALS, found, login)
     if "301" in found or "PermanentRedirect" in text or "missing region" in text:

@@ -1,0 +1,363 @@
+"""`RemoteFile`: an object, or a file of a web server, that is read by ranges.
+
+Each reply is compared with the version that was opened (its size, and its ETag or its time), so that bytes of two
+versions are never mixed. A request that fails is repeated by the client; where a body is cut short, the bytes that have
+arrived are kept, and the rest is requested again.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from modelstate.errors import (
+    OpenError,
+    ReadFailedError,
+    SourceAccessError,
+    SourceNotFoundError,
+    SourceTypeError,
+    UnknownFormatError,
+)
+from modelstate.process import parallel_for
+from modelstate.remote import location as locations
+from modelstate.remote.hub import files_of
+from modelstate.remote.location import Cause, Failure, Location, failure_of, hub_store, locate, store_of
+
+if TYPE_CHECKING:
+    from obstore import GetOptions, GetResult
+
+CONNECTIONS = 16
+"""Requests at the same time: each waits for the network most of the time."""
+_FIRST_BYTES = 64 << 10
+"""What the first request reads: the headers of most files."""
+_LEAST_TAIL_BYTES, _MOST_TAIL_BYTES, _TAIL_SHARE = 64 << 10, 4 << 20, 256
+"""What is read of the end of a file, where an archive has its directory: a small part of the file."""
+_CHUNK_BYTES = 256 << 10
+"""The memory that a reply needs on its way to its destination."""
+
+
+_LEAST_ADDRESS_SECONDS = 1.0
+"""For how long an address of the hub is valid at least: a file that is refused sooner is not asked for again."""
+
+
+class Version(NamedTuple):
+    """Tells versions of an object apart."""
+
+    nbytes: int
+    modified_ns: int
+    """0 where the server does not say."""
+    tag: str
+    """The ETag; empty where the server sends none."""
+
+
+class RemoteFile:
+    """An open object. It owns no connection: its client does.
+
+    Args:
+        path: The URL.
+        version: What the object must be; None for what the first reply says.
+
+    Raises:
+        OpenError: There is no such object, or it cannot be read.
+    """
+
+    def __init__(self, path: str, version: Version | None = None) -> None:
+        self.path = path
+        self._store, self._key = store_of(locate(path))
+        self._asked = -_LEAST_ADDRESS_SECONDS
+        self._blocks: list[tuple[int, bytes]] = []
+        self._lock = threading.Lock()
+        self._version = version
+        if version is None:
+            self._open()
+
+    @property
+    def version(self) -> Version:
+        """What the object was at the first reply."""
+        assert self._version is not None
+        return self._version
+
+    @property
+    def location(self) -> Location:
+        """The place of the object."""
+        return locate(self.path)
+
+    def _open(self) -> None:
+        """Reads the beginning, and the version."""
+        buffer = memoryview(bytearray(_FIRST_BYTES))
+        try:
+            count = self.read_into([buffer], 0)
+        except _EmptyError:
+            count = 0
+        self._blocks = [(0, bytes(buffer[:count]))]
+
+    def read(self, start: int, nbytes: int) -> bytes:
+        """Reads a part of the headers, with what is needed next: the beginning and the end are read at once.
+
+        Returns fewer bytes where the object ends.
+        """
+        end = min(start + nbytes, self.version.nbytes)
+        with self._lock:
+            found, at = bytearray(), start
+            while at < end:
+                block = next((each for each in self._blocks if each[0] <= at < each[0] + len(each[1])), None)
+                if block is None:
+                    block = self._fetch(at, end)
+                part = block[1][at - block[0] : end - block[0]]
+                found += part
+                at += len(part)
+            return bytes(found)
+
+    def _fetch(self, start: int, end: int) -> tuple[int, bytes]:
+        nbytes = self.version.nbytes
+        if end == nbytes:
+            tail = min(max(nbytes // _TAIL_SHARE, _LEAST_TAIL_BYTES), _MOST_TAIL_BYTES)
+            known = max((at + len(data) for at, data in self._blocks if at + len(data) <= start), default=0)
+            start = max(min(start, nbytes - tail), known)
+        buffer = memoryview(bytearray(end - start))
+        done = 0
+        while done < len(buffer):
+            done += self.read_into([buffer[done:]], start + done)
+        self._blocks.append((start, bytes(buffer)))
+        return self._blocks[-1]
+
+    def read_into(self, buffers: Sequence[memoryview], offset: int) -> int:
+        """Reads from `offset` on into the buffers, one after the other, and returns the number of bytes, 0 at the end.
+
+        Raises `ReadFailedError` where the object has changed, or the server does not answer; at the first reply of an
+        object what the constructor raises.
+        """
+        end = offset + sum(map(len, buffers))
+        if self._version is not None:
+            end = min(end, self._version.nbytes)
+        done, tries = 0, 0
+        while offset + done < end:
+            try:
+                for chunk in self._chunks(offset + done, end):
+                    _scatter(buffers, done, chunk)
+                    done += len(chunk)
+                    tries = 0
+                if done == 0:
+                    break
+                end = min(end, self.version.nbytes)
+            except Exception as error:
+                if isinstance(error, ReadFailedError):
+                    raise
+                failure = failure_of(error, self.location)
+                if failure.cause in (Cause.REFUSED, Cause.NO_CREDENTIALS) and self._is_new_address():
+                    continue
+                if failure.cause is not Cause.CUT or tries >= locations.RETRIES:
+                    raise self._error(failure, offset + done) from error
+                time.sleep(_wait(tries))
+                tries += 1
+        return done
+
+    def _chunks(self, start: int, end: int) -> Iterator[Any]:
+        """The bytes of a range. Compares the version first."""
+        import obstore
+
+        options: GetOptions = {"range": (start, end)}
+        if self._version is not None and self._version.tag and not self._version.tag.startswith("W/"):
+            options["if_match"] = self._version.tag
+        result = obstore.get(self._store, self._key, options=options)
+        self._check(result)
+        yield from result.stream(min_chunk_size=_CHUNK_BYTES)
+
+    def _check(self, result: GetResult) -> None:
+        meta = result.meta
+        modified_ns = int(meta["last_modified"].timestamp()) * 1_000_000_000
+        found = Version(meta["size"], modified_ns, meta["e_tag"] or "")
+        if self.location.scheme == "hf":  # the commit in its name says which version it is, on whatever host
+            found = Version(found.nbytes, 0, "")
+        if self._version is None:
+            self._version = found
+        expected = self._version
+        if found.nbytes != expected.nbytes or (
+            found.tag != expected.tag if expected.tag else found.modified_ns != expected.modified_ns
+        ):
+            raise ReadFailedError(
+                "the object has changed since it was opened",
+                where=self.path,
+                expected=f"{expected.nbytes} bytes, ETag {expected.tag or 'none'}",
+                found=f"{found.nbytes} bytes, ETag {found.tag or 'none'}",
+                remedy="open the checkpoint again, when nothing writes to it any more",
+            )
+
+    def _is_new_address(self) -> bool:
+        """Asks the hub again where it keeps the file: the signature in an address expires."""
+        if (
+            self._version is None
+            or self.location.scheme != "hf"
+            or time.monotonic() - self._asked < _LEAST_ADDRESS_SECONDS
+        ):
+            return False
+        self._asked = time.monotonic()
+        hub_store.cache_clear()
+        self._store, self._key = store_of(self.location)
+        return True
+
+    def _error(self, failure: Failure, offset: int) -> Exception:
+        if self._version is None and failure.cause is Cause.NO_SUCH_RANGE and self._is_empty():
+            return _EmptyError()
+        is_open = self._version is not None
+        where = f"{self.path}, byte {offset}" if is_open else self.path
+        if is_open:
+            what = "the object has changed since it was opened" if failure.cause is Cause.CHANGED else "reading failed"
+            return ReadFailedError(what, where=where, found=failure.found, remedy=failure.remedy)
+        if failure.cause is Cause.NO_RANGES and (page := self._page()):
+            return page
+        return _open_error(failure, self.path)
+
+    def _is_empty(self) -> bool:
+        import obstore
+
+        meta = obstore.head(self._store, self._key)
+        if meta["size"]:
+            return False
+        self._version = Version(0, int(meta["last_modified"].timestamp()) * 1_000_000_000, meta["e_tag"] or "")
+        return True
+
+    def _page(self) -> UnknownFormatError | None:
+        """The error for a web page in place of a file; None where the server sends something else."""
+        import obstore
+
+        kind = str(obstore.get(self._store, self._key).attributes.get("Content-Type", ""))
+        if not kind.startswith("text/html"):
+            return None
+        return UnknownFormatError(
+            "the server sends a web page in place of the file",
+            where=self.path,
+            found=f"Content-Type: {kind}",
+            remedy="open the URL in a browser: a login, a licence to accept or another address is needed; on "
+            "huggingface.co and github.com the address of the file has /resolve/ or /raw/, not /blob/",
+        )
+
+    def check_unchanged(self) -> None:
+        """Does nothing: each reply has been compared."""
+
+    def close(self) -> None:
+        """Does nothing: the client keeps the connections."""
+
+
+class _EmptyError(Exception):
+    """The object has no bytes."""
+
+
+_ERRORS: dict[Cause, type[OpenError]] = {
+    Cause.NO_OBJECT: SourceNotFoundError,
+    Cause.NO_BUCKET: SourceNotFoundError,
+    Cause.NO_CREDENTIALS: SourceAccessError,
+    Cause.REFUSED: SourceAccessError,
+    Cause.NO_RANGES: SourceTypeError,
+    Cause.REDIRECTED: SourceTypeError,
+    Cause.OTHER_REGION: SourceAccessError,
+}
+
+
+def _open_error(failure: Failure, where: str) -> OpenError | ReadFailedError:
+    kind = _ERRORS.get(failure.cause, ReadFailedError)
+    return kind(failure.cause.value, where=where, found=failure.found, remedy=failure.remedy)
+
+
+def _wait(tries: int) -> float:
+    return min(locations.FIRST_WAIT * 2.0**tries, locations.LONGEST_WAIT).total_seconds() * random.uniform(0.5, 1)
+
+
+def _scatter(buffers: Sequence[memoryview], done: int, chunk: Any) -> None:
+    """Copies a chunk to the buffers, behind the bytes that are there."""
+    view = memoryview(chunk)
+    for buffer in buffers:
+        if done >= len(buffer):
+            done -= len(buffer)
+            continue
+        part = view[: len(buffer) - done]
+        buffer[done : done + len(part)] = part
+        view, done = view[len(part) :], 0
+        if not view:
+            return
+
+
+# The files of one `open`: each is requested once, though several readers look at it.
+
+_opened: ContextVar[dict[str, RemoteFile] | None] = ContextVar("_opened", default=None)
+
+
+@contextmanager
+def opened_once() -> Iterator[dict[str, RemoteFile]]:
+    """Keeps the beginnings and ends that are read within the block."""
+    files: dict[str, RemoteFile] = {}
+    token = _opened.set(files)
+    try:
+        yield files
+    finally:
+        _opened.reset(token)
+
+
+def opened(path: str) -> RemoteFile:
+    """The file at a URL, from the files of this `open` where it is one of them. Raises what `RemoteFile` raises."""
+    files = _opened.get()
+    file = None if files is None else files.get(path)
+    if file is None:
+        file = RemoteFile(path)
+        if files is not None:
+            files[path] = file
+    return file
+
+
+def listing(directory: str) -> tuple[list[str], list[str]]:
+    """The names of the objects and of the directories directly below a prefix.
+
+    Raises `OpenError` where there is no such bucket, or it cannot be read, and for a web server, which has no list.
+    """
+    import obstore
+
+    location = locate(directory)
+    if location.scheme.startswith("http"):
+        raise SourceTypeError(
+            "a web server does not say what is in a directory",
+            where=directory,
+            expected="the URL of a file",
+            remedy=f"give the file itself, such as {directory.rstrip('/')}/model.safetensors",
+        )
+    if location.scheme == "hf":
+        files = files_of(directory)
+        return [name for name in files if "/" not in name], [*{name.split("/")[0] for name in files if "/" in name}]
+    store, prefix = store_of(location)
+    try:
+        found = obstore.list_with_delimiter(store, prefix or None)
+    except Exception as error:
+        raise _open_error(failure_of(error, location), directory) from error
+    names = [meta["path"].rpartition("/")[2] for meta in found["objects"] if meta["path"] != prefix.rstrip("/")]
+    return names, [path.rstrip("/").rpartition("/")[2] for path in found["common_prefixes"]]
+
+
+def forget(path: str) -> None:
+    """Has the file at a path requested again by this `open`."""
+    if files := _opened.get():
+        files.pop(path, None)
+
+
+def open_all(paths: Iterable[str]) -> set[str]:
+    """Opens files of this `open` at the same time, and returns the paths at which there is none."""
+    files = _opened.get()
+    waiting = [path for path in paths if files is None or path not in files]
+    missing: set[str] = set()
+    if files is None:
+        return missing
+
+    def work(stop: threading.Event) -> None:
+        while waiting and not stop.is_set():
+            with suppress(IndexError):
+                path = waiting.pop()
+                try:
+                    files[path] = RemoteFile(path)
+                except SourceNotFoundError:
+                    missing.add(path)
+
+    parallel_for(work, min(CONNECTIONS, len(waiting)))
+    return missing

@@ -1,0 +1,183 @@
+"""`hf://ORG/NAME[@REVISION][/FILE]`: files of the Hugging Face hub, by huggingface_hub.
+
+A revision becomes its commit when a checkpoint is opened, so that all files are of one commit, and stay those. The
+token and the endpoint are those of huggingface_hub. A checkpoint that is complete in its cache is read from there, as
+files of this machine; without a connection, what the cache has is the only source.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+from typing import NamedTuple
+
+from modelstate.errors import PackageError, ReadFailedError, SourceAccessError, SourceNotFoundError, SourceTypeError
+
+_URL = re.compile(r"hf://(?P<name>[\w.-]+/[\w.-]+)(?:@(?P<revision>[^/]+))?(?:/(?P<file>.*))?", re.DOTALL)
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+
+
+class HubFile(NamedTuple):
+    """A file of a repository, or the repository where `file` is empty."""
+
+    name: str
+    revision: str
+    """Empty for the default branch. `/` is written as `%2F`, as in the addresses of the hub."""
+    file: str
+
+    @property
+    def url(self) -> str:
+        """The name of it everywhere."""
+        return f"hf://{self.name}" + (f"@{self.revision}" if self.revision else "") + f"/{self.file}".rstrip("/")
+
+
+def parse(url: str) -> HubFile:
+    """The file that a URL names. Raises `SourceTypeError`."""
+    match = _URL.fullmatch(url)
+    file = (match["file"] or "").rstrip("/") if match else ""
+    if not match or "" in file.split("/")[1:] or {".", ".."} & {*file.split("/")}:
+        raise SourceTypeError(
+            "this URL names nothing of the hub", where=url, expected="hf://ORG/NAME, hf://ORG/NAME@REVISION/FILE"
+        )
+    return HubFile(match["name"], match["revision"] or "", file)
+
+
+def at_commit(url: str) -> str:
+    """The path of a file or of a repository at the commit that its revision names now.
+
+    A path of the cache where nothing has to be requested from the hub, otherwise a URL. Raises `OpenError`.
+    """
+    wanted = parse(url)
+    check_installed()
+    if _COMMIT.fullmatch(wanted.revision):
+        commit = wanted.revision
+    else:
+        try:
+            with _hub_errors(wanted):
+                commit = _commit(wanted)
+        except ReadFailedError:
+            directory = _cached(wanted, wanted.revision)
+            if directory is None:
+                raise
+            return os.path.join(directory, wanted.file).rstrip(os.sep)
+    return wanted._replace(revision=commit).url
+
+
+def cached(path: str, others: Iterable[str] = ()) -> str | None:
+    """The path of a file in the cache of huggingface_hub; None where it, or one of the others beside it, is missing."""
+    wanted = parse(path)
+    directory = _cached(wanted, wanted.revision)
+    if directory is None:
+        return None
+    here = os.path.join(directory, wanted.file)
+    beside = (os.path.join(os.path.dirname(here), other) for other in others)
+    return here if all(map(os.path.isfile, (here, *beside))) else None
+
+
+def files_of(path: str) -> list[str]:
+    """The files of a repository below a directory of it, by their names from there. Raises `OpenError`."""
+    wanted = parse(path)
+    with _hub_errors(wanted):
+        prefix = f"{wanted.file}/".lstrip("/")
+        return [name.removeprefix(prefix) for name in _files(wanted.name, wanted.revision) if name.startswith(prefix)]
+
+
+def address_of(path: str) -> tuple[str, dict[str, str]]:
+    """The web address where the hub keeps a file now, and the headers that it needs. Raises `OpenError`."""
+    check_installed()
+    import huggingface_hub
+
+    wanted = parse(path)
+    with _hub_errors(wanted):
+        endpoint = huggingface_hub.HfApi().endpoint
+        url = huggingface_hub.hf_hub_url(wanted.name, wanted.file, revision=wanted.revision or None, endpoint=endpoint)
+        location = huggingface_hub.get_hf_file_metadata(url, endpoint=endpoint).location
+    # Only the hub gets the token: other hosts have a signature in their addresses.
+    token = huggingface_hub.get_token() if location.startswith(f"{endpoint}/") else None
+    return location, {"Authorization": f"Bearer {token}"} if token else {}
+
+
+def _commit(wanted: HubFile) -> str:
+    import huggingface_hub
+
+    info = huggingface_hub.HfApi().model_info(wanted.name, revision=_unquoted(wanted.revision))
+    return str(info.sha)
+
+
+@lru_cache(maxsize=64)
+def _files(name: str, commit: str) -> list[str]:
+    import huggingface_hub
+
+    info = huggingface_hub.HfApi().model_info(name, revision=commit)
+    return [file.rfilename for file in info.siblings or ()]
+
+
+def _unquoted(revision: str) -> str | None:
+    return revision.replace("%2F", "/") or None
+
+
+def _cached(wanted: HubFile, revision: str) -> str | None:
+    """The directory of a commit in the cache; None where the cache lacks it."""
+    import huggingface_hub
+
+    with _hub_errors(wanted):
+        try:
+            return huggingface_hub.snapshot_download(wanted.name, revision=_unquoted(revision), local_files_only=True)
+        except FileNotFoundError:
+            return None
+
+
+@contextmanager
+def _hub_errors(wanted: HubFile) -> Iterator[None]:
+    """Turns the errors of huggingface_hub into ours."""
+    try:
+        import httpx2 as httpx  # the client of huggingface_hub from 2.0 on
+    except ImportError:
+        import httpx  # type: ignore[import-not-found, no-redef]
+    from huggingface_hub import errors
+
+    page = f"https://huggingface.co/{wanted.name}"
+    try:
+        yield
+    except errors.GatedRepoError as error:
+        raise SourceAccessError(
+            "the repository is gated", where=wanted.url, remedy=f"accept its terms at {page}, then hf auth login"
+        ) from error
+    except errors.RepositoryNotFoundError as error:
+        raise SourceNotFoundError(
+            "the hub has no such repository, or this user may not see it",
+            where=wanted.url,
+            remedy=f"check the name at {page}; for a private one hf auth login, or set HF_TOKEN",
+        ) from error
+    except errors.RevisionNotFoundError as error:
+        raise SourceNotFoundError(
+            "the repository has no such revision",
+            where=wanted.url,
+            found=wanted.revision,
+            remedy=f"see the branches and tags at {page}/tree/main; in a name with / write %2F",
+        ) from error
+    except (errors.EntryNotFoundError, errors.HFValidationError) as error:
+        raise SourceNotFoundError(
+            "the repository has no such file", where=wanted.url, remedy=f"see its files at {page}/tree/main"
+        ) from error
+    except (errors.OfflineModeIsEnabled, httpx.HTTPError, ConnectionError) as error:
+        raise ReadFailedError(
+            "the hub does not answer",
+            where=wanted.url,
+            found=str(error).partition("\n")[0][:200],
+            remedy="check the network, HF_ENDPOINT and HF_HUB_OFFLINE; `hf download` fills the cache, which is read "
+            "without a connection",
+        ) from error
+
+
+def check_installed() -> None:
+    """Raises `PackageError` where huggingface_hub is not installed."""
+    try:
+        import huggingface_hub  # noqa: F401
+    except ImportError as error:
+        raise PackageError(
+            "hf:// is read with huggingface_hub, which is not installed", remedy="pip install 'modelstate[remote]'"
+        ) from error

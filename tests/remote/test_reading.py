@@ -1,0 +1,172 @@
+"""Checkpoints on servers are the checkpoints of this machine: the same plan, tensors and errors, in few requests."""
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import modelstate as ms
+from modelstate.remote import location
+from modelstate.testing import Fault, FaultProxy, HttpRequest, fault_proxy
+from tests.remote.servers import file_server
+
+pytest.importorskip("obstore")
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(autouse=True)
+def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(location, "FIRST_WAIT", timedelta(milliseconds=2))
+
+
+def make_model(device: str = "cpu") -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*[nn.Linear(96, 96, device=device) for _ in range(8)])
+
+
+def write_safetensors(model: nn.Module, directory: Path) -> str:
+    ms.save(model, directory / "model.safetensors")
+    return "model.safetensors"
+
+
+def write_shards(model: nn.Module, directory: Path) -> str:
+    ms.save(model, directory / "model.safetensors", shard_size_bytes=100_000)
+    return "model.safetensors.index.json"
+
+
+FORMATS: dict[str, Callable[[nn.Module, Path], str]] = {"safetensors": write_safetensors, "shards": write_shards}
+
+
+class Served:
+    """A directory that a server has, behind a proxy that counts."""
+
+    def __init__(self, directory: Path, url: str, proxy: FaultProxy) -> None:
+        self.directory, self.url, self.proxy = directory, url, proxy
+
+    def publish(self) -> None:
+        """Puts the files of the directory on the server."""
+
+    def requests_by_file(self) -> Counter[str]:
+        return Counter(request.target for request in self.proxy.requests)
+
+
+@pytest.fixture
+def http(tmp_path: Path) -> Iterator[Served]:
+    directory = tmp_path / "served"
+    directory.mkdir()
+    with file_server(directory) as server, fault_proxy(server) as proxy:
+        yield Served(directory, proxy.url, proxy)
+
+
+@pytest.fixture
+def s3(tmp_path: Path, proxy: FaultProxy, bucket: str, s3_client: Callable[[], Any]) -> Served:
+    directory = tmp_path / "served"
+    directory.mkdir()
+
+    class Bucket(Served):
+        def publish(self) -> None:
+            for path in directory.rglob("*"):
+                if path.is_file():
+                    s3_client().upload_file(str(path), bucket, f"run/{path.relative_to(directory)}")
+
+    return Bucket(directory, f"s3://{bucket}/run", proxy)
+
+
+@pytest.fixture(params=["http", "s3"])
+def served(request: pytest.FixtureRequest) -> Served:
+    return request.getfixturevalue(request.param)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_remote_checkpoint_is_the_local_one(served: Served, format: str) -> None:
+    model = make_model()
+    name = FORMATS[format](model, served.directory)
+    served.publish()
+    local = ms.open(served.directory / name)
+    remote = ms.open(f"{served.url}/{name}")
+    assert max(served.requests_by_file().values()) <= 3
+    assert list(remote) == list(local)
+    assert remote.format == local.format
+    assert remote.metadata == local.metadata
+    assert [remote[each].shape for each in remote] == [local[each].shape for each in local]
+    for each in local:
+        assert torch.equal(remote.tensor(each), local.tensor(each))
+    for device in ("cpu", "meta"):
+        served.proxy.reset()
+        target = make_model(device)
+        plan = ms.plan(target, remote, map=False)
+        assert not served.proxy.requests
+        assert [(step.name, step.nbytes) for step in plan.steps] == [
+            (step.name, step.nbytes) for step in ms.plan(target, local, map=False).steps
+        ]
+        report = ms.load(target, remote)
+        assert report.bytes == local.nbytes
+        assert local.nbytes <= served.proxy.downloaded_bytes <= 1.02 * local.nbytes
+        for mine, stored in zip(target.parameters(), model.parameters(), strict=True):
+            assert torch.equal(mine, stored)
+
+
+def test_part_of_a_checkpoint_takes_the_bytes_of_the_part(served: Served) -> None:
+    name = write_safetensors(make_model(), served.directory)
+    served.publish()
+    remote = ms.open(f"{served.url}/{name}")
+    served.proxy.reset()
+    layer = nn.Linear(96, 96)
+    report = ms.load(layer, remote.select("3"))
+    assert report.bytes <= served.proxy.downloaded_bytes <= 1.02 * report.bytes
+
+
+def test_commands_take_urls(served: Served) -> None:
+    model = make_model()
+    name = write_safetensors(model, served.directory)
+    served.publish()
+    url = f"{served.url}/{name}"
+    assert ms.diff(url, served.directory / name).is_equal
+    assert ms.verify(url)
+    ms.inspect(url)
+    bf16 = make_model().bfloat16()
+    ms.load(bf16, url, dtype="bfloat16", max_memory_bytes=1 << 20)
+    assert torch.equal(bf16[0].weight, model[0].weight.bfloat16())
+
+
+def test_an_object_that_changes_is_an_error(served: Served) -> None:
+    name = write_safetensors(make_model(), served.directory)
+    served.publish()
+    remote = ms.open(f"{served.url}/{name}")
+    with torch.no_grad():
+        other = make_model()
+        other[0].weight.add_(1)
+    ms.save(other, served.directory / name)
+    served.publish()
+    target = make_model("meta")
+    with pytest.raises(ms.ModelStateError, match="has changed"):
+        ms.load(target, remote)
+    assert target[0].weight.is_meta
+
+
+@pytest.mark.parametrize("fault", [Fault.UNAVAILABLE, Fault.RESET, Fault.CUT])
+def test_a_fault_at_each_request_is_overcome(served: Served, fault: Fault) -> None:
+    model = make_model()
+    name = write_shards(model, served.directory)
+    served.publish()
+    served.proxy.reset()
+    seen: set[str] = set()
+
+    def once(request: HttpRequest) -> Fault | None:
+        key = f"{request.target} {request.headers.get('range')}"
+        if key in seen:
+            return None
+        seen.add(key)
+        return fault
+
+    served.proxy.fault = once
+    target = make_model("meta")
+    ms.load(target, f"{served.url}/{name}")
+    assert len(seen) > 5
+    for mine, stored in zip(target.parameters(), model.parameters(), strict=True):
+        assert torch.equal(mine, stored)
