@@ -111,7 +111,7 @@ class TestOnce:
     def test_no_store_and_no_checkpoint(self, app: App, tmp_path: Path) -> None:
         done = once(tmp_path / "nothing", app.url)
         assert done.exit_code == 1
-        assert "the directory of the store is not there" in done.stderr
+        assert "the directory of the store does not exist" in done.stderr
         (tmp_path / "empty").mkdir()
         done = once(tmp_path / "empty", app.url)
         assert (done.exit_code, "has no checkpoint to take" in done.stderr) == (1, True)
@@ -287,7 +287,7 @@ def test_a_signal_while_the_app_is_at_a_swap(
 def test_a_store_that_comes_later(app: App, tmp_path: Path, command: Callable[..., Command]) -> None:
     process = command(str(tmp_path / "later"), app.url)
     assert process.process.stderr is not None
-    assert "is not there" in process.process.stderr.readline()
+    assert "does not exist" in process.process.stderr.readline()
     with ms.Store(tmp_path / "later") as store:
         save(store, 1)
     assert process.line().startswith("step 1: version 2 serves")

@@ -369,7 +369,7 @@ def test_a_manifest_that_is_not_of_the_package() -> None:
         with pytest.raises(DamagedFileError):
             ms.Live(rewritten(path, edited(inputs=inputs)))
     tensor = {"name": "weight", "shape": [4, 5], "dtype": "float32", "stride": [5, 1], "role": "parameter"}
-    with pytest.raises(DamagedFileError, match="not what it has"):
+    with pytest.raises(DamagedFileError, match="differs from the weights"):
         ms.Live(rewritten(path, edited(names=None, tensors=[{**tensor, "mutable": False, "alias": "weight"}])))
 
 

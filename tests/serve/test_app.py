@@ -66,7 +66,7 @@ def test_what_serves_already_is_not_posted_again(app: App, path: str) -> None:
 
 
 def test_a_path_before_swap(app: App) -> None:
-    with raises("unreachable", match="no serving app answers there"):
+    with raises("unreachable", match="no serving app answers at this URL"):
         ServingApp(app.url + "/models/small/", TOKEN).swap("x")
     assert app.asked[0][1] == "/models/small/version"
 

@@ -159,7 +159,7 @@ def test_a_rollback_does_not_wait_for_a_canary(kind: str) -> None:
         return may_end.wait(20)
 
     def swap() -> None:
-        with pytest.raises(SwapBusyError, match="was rolled back while this swap") as caught:
+        with pytest.raises(SwapBusyError, match="was rolled back during this swap") as caught:
             live.swap(state(3), canary=canary)
         errors.append(caught.value)
 

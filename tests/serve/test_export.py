@@ -359,7 +359,7 @@ def test_the_proof_looks_at_buffers_that_are_written() -> None:
 def test_a_weight_whose_elements_share_their_memory(path: Path) -> None:
     module = nn.Linear(4, 4)
     module.bias = nn.Parameter(torch.ones(1).expand(4))
-    with pytest.raises(ExportError, match="elements of a weight share their memory") as caught:
+    with pytest.raises(ExportError, match="elements of a weight share memory") as caught:
         ms.export(module, (torch.ones(1, 4),), path)
     assert caught.value.found == "bias"
     assert not path.exists()

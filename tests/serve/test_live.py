@@ -279,9 +279,9 @@ def test_requests_raise_what_the_program_raises_and_leave_nothing_behind() -> No
 @pytest.mark.parametrize(
     ("target", "why"),
     [
-        (torch.relu, "this cannot be served"),
+        (torch.relu, "this object cannot be served"),
         (nn.LazyLinear(3), "has not run yet"),
-        (3, "this cannot be served"),
+        (3, "this object cannot be served"),
     ],
 )
 def test_what_cannot_be_served(target: Any, why: str) -> None:

@@ -59,7 +59,7 @@ def test_how_it_is_spelled(text: str, metric: str | None, highest: bool) -> None
 
 @pytest.mark.parametrize("text", ["", "best", "best:", "newest", "loss", None, 3, b"latest"])
 def test_what_means_nothing_is_refused(text: Any) -> None:
-    with pytest.raises(OptionError, match="which checkpoint is wanted"):
+    with pytest.raises(OptionError, match="select= has an unknown value"):
         selection(text)
 
 

@@ -109,8 +109,8 @@ class AotiTarget(GraphTarget):
             where=self.name,
             expected="names that the library has",
             found=", ".join(names[:8]),
-            remedy="compile with modelstate.export(..., kind='aoti'), so that every weight can be swapped; or leave "
-            "out by rules=[modelstate.rules.Ignore(name)] what is the same in every version",
+            remedy="compile with modelstate.export(..., kind='aoti'), so that every weight can be swapped; or, for "
+            "tensors that are the same in every version: rules=[modelstate.rules.Ignore(name)]",
             names=names,
         )
 
@@ -231,10 +231,10 @@ class _Call:
             self._inputs = None if described is None else Inputs.described_by(where, self._in_spec, described)
         except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
             raise DamagedFileError(
-                "what the file says of its inputs is damaged, or of classes that are not known here",
+                "the description of the inputs in the file is damaged, or has classes that are not registered",
                 where=where,
                 found=f"{type(error).__name__}: {error}",
-                remedy="import what registers the classes of the inputs; or export the program again",
+                remedy="import the modules that register the classes of the inputs, or export the program again",
             ) from error
 
     def inputs(self, args: tuple[object, ...], named: dict[str, object]) -> list[torch.Tensor]:
@@ -251,7 +251,7 @@ class _Call:
                 where=self._where,
                 expected=self._in_spec,
                 found=spec,
-                remedy="give what the program was exported for",
+                remedy="give inputs with the structure of the export",
             )
         return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
@@ -292,7 +292,7 @@ def _state_of_manifest(
             value = values[entry.name]
             if (tuple(value.shape), value.dtype, value.stride()) != (entry.shape, entry.torch_dtype, entry.stride):
                 raise DamagedFileError(
-                    "what the file says of its weights is not what it has",
+                    "the file's description of its weights differs from the weights",
                     where=where,
                     expected=f"{entry.name}: shape {entry.shape}, {entry.dtype}, stride {entry.stride}",
                     found=_layout_text(_layout(value)),

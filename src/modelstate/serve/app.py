@@ -86,13 +86,13 @@ class ServingApp:
         version, source = answer.get("version"), answer.get("source")
         if status != 200 or type(version) is not int or type(source) is not str:
             raise AppError(
-                "no serving app answers there",
+                "no serving app answers at this URL",
                 reason="unreachable",
                 status=status,
                 where=f"{self.url}/version",
                 expected='200 and {"version": int, "source": text}',
                 found=_answer_text(status, answer),
-                remedy="look at the URL: it is the one before /version and /swap",
+                remedy="check the URL: it is the part before /version and /swap",
             )
         return version, source
 
@@ -113,7 +113,7 @@ class ServingApp:
         version, served = self.version()
         if _is_same_path(served, path):
             return AppSwap(version, version, served, 0.0)
-        remedy = "look at whether it runs, and whether it has the memory for a second copy"
+        remedy = "check that it runs, and that it has memory for a second copy"
         with self._connection_errors("no answer", "the app gave no answer to a swap", remedy):
             status, answer = self._request("POST", "/swap", {"source": path}, self._timeout_seconds)
         self._check_access("POST /swap", status, answer)
@@ -132,28 +132,30 @@ class ServingApp:
     def _check_access(self, request: str, status: int, answer: dict[str, object]) -> None:
         if status in (401, 403):
             raise AppError(
-                "the app does not take the token" if status == 401 else "the app takes no checkpoints from there",
+                "the app refuses the token" if status == 401 else "the app refuses checkpoints outside its directory",
                 reason="access",
                 status=status,
                 where=f"{request} at {self.url}",
                 found=_answer_text(status, answer),
                 remedy="give the token that the app was started with"
                 if status == 401
-                else "have the app's directory be the one of the store, or one above it",
+                else "start the app with the store's directory, or a directory above it",
             )
 
     def _swap_error(self, status: int, answer: dict[str, object], path: str) -> LiveError:
         found = _answer_text(status, answer)
         if status == 409:
-            return SwapBusyError("the app is at another swap", where=self.url, found=found, remedy="try again later")
+            return SwapBusyError(
+                "another swap of the app is under way", where=self.url, found=found, remedy="try again later"
+            )
         if status == 404:
             return AppError(
-                "the app does not see the checkpoint",
+                "the app does not find the checkpoint",
                 reason="unreachable",
                 status=status,
                 where=path,
                 found=found,
-                remedy="the app has to see the store at the same path as this command",
+                remedy="mount the store at the same path for the app and for this command",
             )
         if 400 <= status < 500:
             return AppError("the app refuses the checkpoint", reason="refused", status=status, where=path, found=found)
@@ -166,7 +168,7 @@ class ServingApp:
             where=self.url,
             expected='200 and {"version": int, "previous": int, "source": text, "seconds": number}',
             found=_answer_text(status, answer),
-            remedy="look at what the app writes to its log",
+            remedy="look at the log of the app",
         )
 
     @contextmanager
@@ -215,7 +217,7 @@ def _checked_url(url: object) -> SplitResult:
         parts = urlsplit(url if isinstance(url, str) else "")
         _ = (parts.hostname or "").encode("idna"), parts.port  # both raise ValueError
         if parts.username is not None or parts.password is not None:
-            raise ValueError("a name or a password in it, which others see")
+            raise ValueError("a user name or a password in the URL, where others can read it")
         is_path = all(ord(char) in _VISIBLE for char in parts.path) and not parts.query and not parts.fragment
         if parts.scheme not in ("http", "https") or not parts.hostname or not is_path:
             raise ValueError(repr(url)[:200])

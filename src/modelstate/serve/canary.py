@@ -12,7 +12,7 @@ from modelstate.torch_compat.private import flatten
 
 _T = TypeVar("_T")
 Calls = Callable[..., Any]
-_REMEDY = "the version that served goes on; look at the new weights, or at what the canary asks of them"
+_REMEDY = "the previous version still serves; look at the new weights, or at the canary's conditions"
 
 
 @dataclass(frozen=True, slots=True)

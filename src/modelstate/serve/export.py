@@ -222,7 +222,7 @@ def _compiled(
 
 def _unsupported_guards(where: str, guards: list[str]) -> ExportError:
     return ExportError(
-        "what the inputs must fulfil cannot be written down, and AOTInductor does not check it",
+        "conditions on the inputs cannot be written into the package, and AOTInductor does not check them",
         where=where,
         found="; ".join(guards[:8]),
         remedy="export with other dynamic_shapes=, or with kind='exported'",
@@ -492,10 +492,10 @@ def _check_own_elements(state: State, where: str) -> None:
     ]
     if expanded:
         raise ExportError(
-            "elements of a weight share their memory, so that it can be given no other weight's values",
+            "elements of a weight share memory, so other values cannot be copied into it",
             where=where,
             found=", ".join(expanded[:8]),
-            remedy="give it memory of its own, as nn.Parameter(value.detach().contiguous())",
+            remedy="use a copy with its own memory: nn.Parameter(value.detach().contiguous())",
         )
 
 
@@ -506,7 +506,7 @@ def _check_random(trial: _Trial, state: State, first: _Answer, kind: str) -> Non
     """
     if kind == "aoti" and _difference(trial.of_module(state, seed=1), first):
         raise ExportError(
-            "the answers of the module are random, so that nothing can be proved of a compiled program",
+            "the answers of the module are random, so the compiled program cannot be verified",
             where=trial.where,
             remedy="call module.eval() before it is exported, or export with kind='exported'",
         )
@@ -526,7 +526,7 @@ def _difference(answer: _Answer, expected: _Answer) -> str:
             return f"{name} is {other.dtype} {list(other.shape)} and not {value.dtype} {list(value.shape)}"
         distance = _distance(value, other)
         if not distance <= 1:
-            return f"{name} differs by {distance:.3g} times what its dtype allows"
+            return f"{name} differs by {distance:.3g} times the tolerance of its dtype"
     return ""
 
 

@@ -203,7 +203,7 @@ class Following:
         self._task: BackgroundTask[None] | None = None
 
     def __repr__(self) -> str:
-        serves = "nothing taken up" if self._taken is None else f"step {self._taken.info.step}"
+        serves = "no checkpoint yet" if self._taken is None else f"step {self._taken.info.step}"
         return f"<Following {self._store.directory!r}: {serves}, {'running' if self.is_running else 'not running'}>"
 
     @property
@@ -336,9 +336,9 @@ class Following:
             infos = self._store.infos()
             if not infos and not os.path.isdir(directory):
                 raise SourceNotFoundError(
-                    "the directory of the store is not there; it is waited for",
+                    "the directory of the store does not exist; follow waits for it",
                     where=directory,
-                    remedy="nothing, if training has not saved yet; else look at the path, or at what is mounted there",
+                    remedy="nothing, if training has not saved yet; otherwise check the path and its mount",
                 )
         except Exception as error:
             self._wait_for(error, None, directory)
@@ -359,7 +359,7 @@ class Following:
                 source = checkpoint if isinstance(self._target, Live) else checkpoint.source
                 report = self._target.swap(source, **self._options)
             if report is None and isinstance(self._target, Live):
-                raise SwapBusyError("another swap is under way", remedy="nothing: it is tried again at the next poll")
+                raise SwapBusyError("another swap is under way", remedy="nothing; follow tries again at the next poll")
         except OptionError:
             raise
         except Exception as error:
@@ -389,7 +389,7 @@ class Following:
             "a checkpoint is skipped",
             where=info.path,
             found=f"{type(error).__name__}: {in_a_line(str(error))}"[:_MAX_TEXT],
-            remedy="nothing, if the next one is well; it is not tried again",
+            remedy="nothing, if a newer checkpoint is swapped in; this one is not tried again",
             step=info.step,
         )
         skipped.__cause__ = error
@@ -480,7 +480,7 @@ def selection(text: object) -> Selection:
         if metric:
             return Selection(metric, mode == "max")
     raise OptionError(
-        "select= must say which checkpoint is wanted",
+        "select= has an unknown value",
         expected='"latest", "best:METRIC" for the lowest, or "best:METRIC:max" for the highest',
         found=repr(text),
     )

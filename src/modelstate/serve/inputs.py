@@ -272,10 +272,10 @@ class Inputs:
     def _reordered(self, wanted: _Tensor, value: torch.Tensor) -> torch.Tensor:
         if wanted.name in self._written:
             raise self._error(
-                f"the program writes to {wanted.name}, which does not lie in memory as at the export",
+                f"the program writes to {wanted.name}, whose memory order differs from that of the export",
                 f"dimensions {list(wanted.order)} from the farthest apart to the nearest, without gaps",
                 f"shape {list(value.shape)}, stride {list(value.stride())}",
-                "give a tensor that lies so: another one would be copied, and the copy written to",
+                "give a tensor with that order: any other is copied, and the program would write to the copy",
             )
         inverse = sorted(range(len(wanted.order)), key=wanted.order.__getitem__)
         return value.permute(wanted.order).contiguous().permute(inverse)
@@ -312,7 +312,9 @@ class Inputs:
             try:
                 self.guard_function(*leaves)
             except Exception as error:
-                raise self._error("torch refuses them", "inputs for which its guards hold", str(error)) from error
+                raise self._error(
+                    "the guards of torch.export refuse the inputs", "inputs for which they hold", str(error)
+                ) from error
         return leaves
 
     def _check_tensor(self, wanted: _Tensor, value: object, symbols: dict[str, int], pending: list[_Pending]) -> None:
@@ -373,8 +375,7 @@ class Inputs:
             where=self._where,
             expected=expected,
             found=found,
-            remedy=remedy
-            or "give what the program was exported for, or export it with dynamic_shapes= that allow this",
+            remedy=remedy or "give inputs like those of the export, or export with dynamic_shapes= that allow these",
         )
 
 

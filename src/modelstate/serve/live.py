@@ -104,7 +104,7 @@ def target_factory(target: object, names: NameMap | nn.Module | None, training: 
             return _target_of_file(local_path(os.fspath(target)), names, training)
         case nn.Module():
             if names is not None:
-                raise OptionError("names= is for exported programs", found="a module, which has its names with it")
+                raise OptionError("names= is for exported programs", found="a module, which has its own names")
             return ModuleTarget(target, training)
     program_class = exported_program_class()
     if program_class is not None and isinstance(target, program_class):
@@ -113,10 +113,10 @@ def target_factory(target: object, names: NameMap | nn.Module | None, training: 
         check_graph_mode(target, training, "ExportedProgram")
         return ExportedTarget(target, names)
     raise LiveTargetError(
-        "this cannot be served",
+        "this object cannot be served",
         expected="a module, a compiled module, an ExportedProgram, or the path of a .pt2",
         found=f"{type(target).__module__}.{type(target).__qualname__}",
-        remedy="of a function, serve the module that it calls; of a package that was loaded, give the path",
+        remedy="for a function, serve the module that it calls; for a loaded package, give its path",
     )
 
 
@@ -474,7 +474,7 @@ class Live:
                     "there is no version to roll back to",
                     where=repr(self),
                     found="the first version, one that was rolled back to, or one that was swapped in place",
-                    remedy="swap in the weights that are wanted; Live(..., keep_versions=n) keeps n versions",
+                    remedy="swap in the wanted weights; Live(..., keep_versions=n) keeps n versions",
                 )
             old = self._kept.pop()
             dropped = self._gate.flip(old)
@@ -561,7 +561,7 @@ class Live:
         with self._flip_lock.held(True, _remaining_seconds(deadline)):
             if self._gate.current is not old:
                 raise SwapBusyError(
-                    "the version that served was rolled back while this swap was under way; nothing has been changed",
+                    "the serving version was rolled back during this swap; nothing has been changed",
                     where=repr(self),
                     found=f"version {self.version} serves, and {old.id} did when the swap began",
                     remedy="swap again, if the new weights are still wanted",

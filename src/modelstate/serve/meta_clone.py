@@ -67,10 +67,10 @@ def meta_clone(module: nn.Module) -> nn.Module:
         clone = copy.deepcopy(module, memo)
     except Exception as error:
         raise LiveTargetError(
-            "the module cannot be copied, so that no second version of it can be made",
+            "the module cannot be copied, so it cannot have a second version",
             where=type(module).__name__,
             found=f"{type(error).__name__}: {error}",
-            remedy="give the class that is named there a __deepcopy__, or keep what cannot be copied off the module",
+            remedy="define __deepcopy__ on the class in the message above, or remove the attribute from the module",
         ) from error
     del tensors
     return clone
@@ -177,10 +177,10 @@ def _check_overlaps(module: nn.Module) -> None:
     for (_, end, first), (start, _, second) in pairwise(ranges):
         if start < end:
             raise LiveTargetError(
-                "tensors of the module overlap without being tied, which a second version would not keep",
+                "tensors of the module overlap without being tied, and a copy would not preserve that",
                 where=type(module).__name__,
                 found=f"{names[first]} and {names[second]}",
-                remedy="give each of them memory of its own, or register one tensor under both names",
+                remedy="give each tensor its own memory, or register one tensor under both names",
             )
 
 

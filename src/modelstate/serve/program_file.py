@@ -179,7 +179,7 @@ class Manifest:
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             what = error.what if isinstance(error, NameMapError) else f"{type(error).__name__}: {error}"
             raise DamagedFileError(
-                "what the file says of its weights is damaged",
+                "the description of the weights in the file is damaged",
                 where=where,
                 found=what,
                 remedy="export the program again, or get another copy of the file",
@@ -207,7 +207,7 @@ def _tensors_from_json(items: list[dict[str, Any]]) -> tuple[ProgramTensor, ...]
         if tensor.role not in ("parameter", "buffer", "hidden"):
             raise ValueError(f"{tensor.name}: {tensor.role!r}")
         if (first.shape, first.dtype, first.stride) != (tensor.shape, tensor.dtype, tensor.stride):
-            raise ValueError(f"{tensor.name} is tied to {tensor.alias}, which is another kind of tensor")
+            raise ValueError(f"{tensor.name} is tied to {tensor.alias}, whose shape, dtype or stride differs")
     if len(by_name) != len(tensors):
         raise ValueError("a name twice")
     return tensors
@@ -215,13 +215,13 @@ def _tensors_from_json(items: list[dict[str, Any]]) -> tuple[ProgramTensor, ...]
 
 def _text(value: object) -> str:
     if not isinstance(value, str) or not value:
-        raise ValueError(f"{value!r} in the place of a name")
+        raise ValueError(f"{value!r} instead of a name")
     return value
 
 
 def _numbers(value: list[int]) -> tuple[int, ...]:
     if not all(type(number) is int and 0 <= number < 2**48 for number in value):
-        raise ValueError(f"{value!r} in the place of sizes")
+        raise ValueError(f"{value!r} instead of sizes")
     return tuple(value)
 
 
@@ -249,7 +249,7 @@ class ProgramFile:
             raise LiveTargetError(
                 "the program file has been replaced, or changed, while it was opened",
                 where=self.path,
-                remedy="open it again, when nothing writes to it any more",
+                remedy="open it again after the writer has finished",
             )
 
     def program(self) -> "ExportedProgram":
@@ -388,7 +388,7 @@ def _root(archive: ZipDirectory) -> str:
 
 
 def _no_program(path: str) -> LiveTargetError:
-    return LiveTargetError("this file is not a program", where=path, expected="a .pt2", remedy=_REMEDY)
+    return LiveTargetError("the file is not a program", where=path, expected="a .pt2", remedy=_REMEDY)
 
 
 def _unreadable(path: str, error: Exception) -> LiveTargetError:

@@ -218,7 +218,7 @@ class NameMap:
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise NameMapError(
                 "this is not a map of names",
-                expected="what NameMap.to_json() has written",
+                expected="the text of NameMap.to_json()",
                 found=f"{type(error).__name__}: {error}",
             ) from error
         return cls(runtime, eager, tuple(extra), ties)
@@ -277,9 +277,9 @@ class NameMap:
         if eager == runtime:
             crossed = sorted(self._crossed)
             raise NameMapError(
-                "a hook exchanges names, so that nothing tells which spelling these are",
+                "a hook exchanges names, so these names are ambiguous",
                 found=_listed(crossed),
-                remedy="rename them first, so that only one spelling has them",
+                remedy="rename them first, so that only one kind of name has them",
                 names=crossed,
             )
         return runtime > eager
@@ -335,7 +335,7 @@ class _Groups:
             self._saved[id(group)].append(name)
             return
         shared = self._by_storage.get(storage_id(value), []) if storage_id(value) else []
-        reason = f"a part of {shared[0]}" if shared else "made of others, or of nothing that the module has"
+        reason = f"a part of {shared[0]}" if shared else "computed, or no tensor of the module"
         self._computed.append((name, reason))
 
     def check(self, where: str) -> None:
@@ -345,11 +345,11 @@ class _Groups:
             return
         lines = [f"{name} is {reason}" for name, reason in self._computed[:_LISTED]]
         if lost:
-            lines.append(f"nothing saved is {_listed(lost)} as the module has it")
+            lines.append(f"no entry is {_listed(lost)} unchanged")
         raise NameMapError(
             "state-dict hooks split, fuse, compute or leave out tensors, which a map of names cannot express",
             where=where,
-            expected="each tensor of the module, as it is, under a name of the state dict",
+            expected="each tensor of the module, unchanged, under a name of the state dict",
             found="; ".join(lines),
             remedy="keep the module's code: modelstate.serve.runtime_state(module, checkpoint) follows its hooks",
             names=(*(name for name, _ in self._computed), *lost),

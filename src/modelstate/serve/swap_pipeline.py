@@ -157,7 +157,7 @@ class Clock(defaultdict[str, float]):
 
 
 _REMEDIES: dict[type[Problem], str] = {
-    Missing: "take a checkpoint that has them: a version has all of its weights. rules=[...] can make what is computed",
+    Missing: "take a checkpoint that has them, since a version needs all of its weights; rules=[...] can compute them",
     Unexpected: "if they are not needed: rules=[ms.rules.Ignore(name)]; if they are missing ones in another spelling: "
     "rules=[ms.rules.Rename(name, other)]",
 }
@@ -278,7 +278,7 @@ class SwapSource:
 
 
 _LISTED = 8
-_EXACT = "give the weights as the program has them, or swap with exact=False, which copies and converts what it can"
+_EXACT = "give weights with the layout of the program, or swap with exact=False, which converts them without loss"
 
 
 def check_layout(assignments: Iterable[Assignment], where: str) -> None:
@@ -305,7 +305,7 @@ def check_layout(assignments: Iterable[Assignment], where: str) -> None:
         if storage_bytes and storage_bytes != nbytes:
             shared.append((name, f"{nbytes:,} bytes of a storage of {storage_bytes:,}"))
     if strided:
-        raise _error("elements of weights lie in another order", strided, where, "contiguous tensors")
+        raise _error("the elements of weights have another memory order", strided, where, "contiguous tensors")
     if shared:
         what = "weights are parts of a larger storage"
         raise _error(what, shared, where, "a storage for each tensor")
@@ -328,7 +328,7 @@ def check_kinds(weights: Mapping[str, object], kinds: Mapping[str, Kind], where:
         elif isinstance(weight, torch.Tensor) and kind_of(weight) not in (None, kinds[name]):
             wrong.append((name, f"{type(weight).__name__}, {weight.layout}"))
     if wrong:
-        what = "weights are another kind of tensor than the program's: sparse, or of a class of their own"
+        what = "weights are another kind of tensor than the program's: sparse, or a tensor subclass"
         special = remedies_for(weights[name] for name, _ in wrong)
         remedy = "; ".join(special) or "give plain tensors: weight.to_dense(), weight.as_subclass(torch.Tensor)"
         raise _error(what, wrong, where, "the kind that the program has", remedy)
@@ -352,7 +352,7 @@ def dtype_error(problems: Sequence[Problem], where: str) -> WeightsError | None:
     if not wrong or len(wrong) < len(problems):
         return None
     found = [(problem.name, f"{problem.found}, which would have to be cast to {problem.expected}") for problem in wrong]
-    remedy = "give the weights as the program has them, or cast them: rules=[modelstate.rules.Cast(name, dtype)]"
+    remedy = "give weights with the dtype of the program, or cast them: rules=[modelstate.rules.Cast(name, dtype)]"
     what = "weights have another dtype than the program"
     return _error(what, found, where, "the dtype of the program", remedy)
 
@@ -399,7 +399,7 @@ class FiniteCheck:
                 found.append((name, f"{count} of {tensor.numel()} elements"))
         if found:
             expected = "finite values wherever those that serve are finite"
-            remedy = "look at the training run; check_finite=False lets them through"
+            remedy = "look at the training run; check_finite=False accepts them"
             raise _error("weights are NaN or infinite", found, where, expected, remedy)
 
 

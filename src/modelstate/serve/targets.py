@@ -256,7 +256,7 @@ def check_names(state: Collection[str], names: NameMap | nn.Module | None, where
     if set(expected) != set(state):
         differing = sorted(set(expected) ^ set(state))
         raise LiveTargetError(
-            "names= is of another module than the program",
+            "names= belongs to another module than the program",
             where=where,
             expected="the module that was exported, or NameMap.of(module)",
             found=f"names that only one of them has: {', '.join(differing[:8])}",
@@ -417,7 +417,7 @@ def check_graph_mode(program: "ExportedProgram", training: object, where: str) -
 def _mode_error(where: str, found: list[str], remedy: str) -> LiveTargetError:
     more = f", and {len(found) - _LISTED_MODULES} more" if found[_LISTED_MODULES:] else ""
     return LiveTargetError(
-        "this is in training mode: dropout would be active, and requests would change statistics",
+        "the target is in training mode: dropout would be active, and requests would change statistics",
         where=where,
         expected="eval mode",
         found=f"training mode in {', '.join(found[:_LISTED_MODULES])}{more}",

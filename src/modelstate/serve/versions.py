@@ -498,7 +498,7 @@ class VersionGate:
                 "requests did not end in time; nothing has been changed",
                 where=f"version {version.id}",
                 found="requests under way",
-                remedy=f"{_SLOW} swap with mode='available', which waits for no requests",
+                remedy=f"{_SLOW} swap with mode='available', which does not wait for requests",
             )
 
     def _closed_entry(
@@ -516,7 +516,7 @@ class VersionGate:
         while isinstance(entry := self.entry, ClosedEntry):
             if entry.drain is None:
                 raise QuarantinedError(
-                    "no version can serve: a swap in place failed, and what it had changed could not be undone",
+                    "no version can serve: a swap in place failed, and its changes could not be undone",
                     found=entry.quarantine,
                     remedy="swap in weights that are known to be good",
                 )
@@ -535,8 +535,8 @@ class VersionGate:
                 continue
             if guard.thread == threading.get_ident():
                 raise SwapBusyError(
-                    "the program was called from within a swap in place, for which all requests wait",
-                    remedy="have a canary call the version that it is given, or swap with mode='available'",
+                    "the program was called within a swap in place, and all requests wait for that swap",
+                    remedy="call the version that the canary gets as its argument, or swap with mode='available'",
                 )
             del guard  # this reference would keep the swap alive
             entry.drain.wait_once(CHECK_SECONDS)
