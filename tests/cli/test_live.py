@@ -82,10 +82,10 @@ class TestOnce:
     @pytest.mark.parametrize(
         ("status", "says"),
         [
-            (401, "does not take the token"),
-            (403, "takes no checkpoints from there"),
-            (404, "does not see the checkpoint"),
-            (409, "at another swap"),
+            (401, "refuses the token"),
+            (403, "refuses checkpoints outside"),
+            (404, "does not find the checkpoint"),
+            (409, "another swap of the app"),
             (422, "refuses the checkpoint"),
             (500, "is not valid"),
         ],
@@ -256,7 +256,7 @@ def test_an_app_that_does_not_take_the_token_ends_it(
     save(store, 1)
     code, out, err = command(store.directory, app.url).end()
     assert (code, out, err.count("error: ")) == (1, "", 1)
-    assert "does not take the token" in err
+    assert "refuses the token" in err
     assert "another-token" not in err
 
 

@@ -201,7 +201,7 @@ def test_a_package_that_computes_constants_of_its_weights_says_so(tmp_path: Path
 
 
 def test_a_package_that_was_loaded_has_no_path_any_more() -> None:
-    with pytest.raises(LiveTargetError, match="give the path"):
+    with pytest.raises(LiveTargetError, match="give its path"):
         ms.Live(torch._inductor.aoti_load_package(str(package_of(Small(), X))))
 
 

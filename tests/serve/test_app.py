@@ -72,10 +72,10 @@ def test_a_path_before_swap(app: App) -> None:
 
 
 REFUSED: list[tuple[Answer, type[Exception], str]] = [
-    ((401, {"error": "Unauthorized", "detail": "no"}), "access", "does not take the token"),
-    ((403, {"error": "Forbidden", "detail": "no"}), "access", "no checkpoints from there"),
-    ((404, {"error": "SourceNotFoundError", "detail": "no"}), "unreachable", "does not see the checkpoint"),
-    ((409, {"error": "SwapBusyError", "detail": "busy"}), SwapBusyError, "at another swap"),
+    ((401, {"error": "Unauthorized", "detail": "no"}), "access", "refuses the token"),
+    ((403, {"error": "Forbidden", "detail": "no"}), "access", "refuses checkpoints outside"),
+    ((404, {"error": "SourceNotFoundError", "detail": "no"}), "unreachable", "does not find the checkpoint"),
+    ((409, {"error": "SwapBusyError", "detail": "busy"}), SwapBusyError, "another swap of the app"),
     ((422, {"error": "WeightsError", "detail": "NaN"}), "refused", "422 WeightsError: NaN"),
     ((400, {"detail": ["a", "list"]}), "refused", "found: 400\n"),
     ((413, b"<html>"), "refused", "found: 413\n"),

@@ -74,7 +74,7 @@ def test_both_spellings_of_one_tensor_have_to_agree(way: str) -> None:
 
 @pytest.mark.parametrize(
     ("make", "why"),
-    [(Fused, r"qkv is made of others.*q\.weight, k\.weight, v\.weight"), (Halves, "one is a part of both")],
+    [(Fused, r"qkv is computed.*q\.weight, k\.weight, v\.weight"), (Halves, "one is a part of both")],
 )
 def test_split_and_fuse_are_refused_with_the_reason(make: Callable[[], nn.Module], why: str) -> None:
     with pytest.raises(NameMapError, match=why) as caught:
