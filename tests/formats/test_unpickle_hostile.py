@@ -1,11 +1,13 @@
 """Hostile pickles: input of any kind costs no more than its size, and is a value or our error."""
 
+import io
 import pickle
 import pickletools
 import struct
 import subprocess
 import sys
 import tracemalloc
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,8 @@ from modelstate import errors
 from modelstate.formats import torch_zip
 from modelstate.formats.construct import construct
 from modelstate.formats.torch_globals import TorchGlobals
-from modelstate.formats.unpickle import unpickle
+from modelstate.formats.unpickle import Storage, _Machine, unpickle
+from modelstate.spec import ByteRange, StoredTensor
 from tests.formats.test_unpickle import Point, loads
 from tests.formats.torch_files import saved, tensor
 
@@ -206,9 +209,6 @@ edits = st.lists(st.tuples(st.integers(0, 3), st.integers(0, 5000), st.integers(
 @settings(max_examples=300)
 @given(edits=edits, skip=st.booleans())
 def test_any_damage_is_a_value_or_our_error(sample: bytes, edits: list[tuple[int, int, int]], skip: bool) -> None:
-    from modelstate.formats.unpickle import Storage
-    from modelstate.spec import ByteRange
-
     def storage(key: tuple[Any, ...]) -> object:
         return Storage(torch.float32, ByteRange("x.pt", 0, 100), numel=25)
 
@@ -263,3 +263,83 @@ print("survived")
     root = Path(__file__).parent.parent.parent
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=root, timeout=120)
     assert done.stdout.strip() == "survived", done.stderr[-2000:]
+
+
+def outline(node: Any, seen: dict[int, int]) -> object:
+    """A value as plain data, with a number in place of an object that has come before."""
+    if isinstance(node, tuple):
+        return [outline(item, seen) for item in node]
+    if id(node) in seen:
+        return seen[id(node)]
+    if isinstance(node, dict | list):
+        seen[id(node)] = len(seen)
+        items = node.items() if isinstance(node, dict) else node
+        return type(node), [outline(item, seen) for item in items]
+    if isinstance(node, StoredTensor):
+        seen[id(node)] = len(seen)
+    return repr(node)
+
+
+def outcome(data: bytes) -> object:
+    def storage(key: tuple[Any, ...]) -> object:
+        kind, name, numel = key[1], key[2], key[4]
+        if name == "39":
+            raise errors.DamagedFileError("a storage is missing", found=name)
+        return Storage(kind.dtype, ByteRange("x.pt", 64 * int(name), numel * kind.dtype.itemsize), 0, numel)
+
+    try:
+        value, end = unpickle(data, 0, storage, TorchGlobals().find)
+        return outline(value, {}), end
+    except errors.OpenError as error:
+        return type(error), str(error)
+
+
+usual_shapes = st.sampled_from([(3,), (2, 300), (2, 1, 3), (1, 2, 1, 2), (), (0, 2), (70_000,)])
+usual_dtypes = st.sampled_from([torch.float32] * 4 + [torch.int64, torch.bfloat16, torch.float8_e5m2])
+
+
+@pytest.mark.slow
+@settings(max_examples=60)
+@given(
+    entries=st.lists(st.tuples(usual_shapes, usual_dtypes, st.integers(0, 9)), min_size=4, max_size=40),
+    edits=st.lists(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 9000), st.integers(0, 255)), max_size=3)),
+)
+def test_usual_tensors_are_read_as_by_their_opcodes(entries: Any, edits: Any) -> None:
+    state: dict[str, Any] = {f"layers.{number}.weight": torch.empty(number % 5) for number in range(34)}
+    for number, (shape, dtype, way) in enumerate(entries):
+        tensor = torch.empty(shape, dtype=dtype)
+        if len(shape) == 2 and way % 3:
+            tensor = tensor.T if way % 3 == 1 else tensor[1:]
+        state[f"r{number}\u00e4" + "n" * 40 * way] = tensor
+    states = {"model": state, "averaged": dict(reversed(state.items())), "names": [list(state), tuple(state)]}
+    file = io.BytesIO()
+    torch.save(states, file)
+    with zipfile.ZipFile(file) as archive:
+        data = archive.read("archive/data.pkl")
+    quick, skipped_bytes = _Machine.tensors, []
+
+    def counted(machine: Any, stack: list[Any], pos: int) -> int:
+        skipped_bytes.append(quick(machine, stack, pos) - pos)
+        return pos + skipped_bytes[-1]
+
+    for changed in (data, *(damaged(data, edit) for edit in edits)):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(_Machine, "tensors", counted)
+            found = outcome(changed)
+            patch.setattr(_Machine, "tensors", lambda machine, stack, pos: pos)
+            assert found == outcome(changed)
+    assert sum(skipped_bytes) > 0
+
+
+@pytest.mark.parametrize("index", [0, 2, 4, 300])
+def test_usual_tensors_that_set_the_memo_out_of_order(index: int) -> None:
+    file = io.BytesIO()
+    torch.save({f"layers.{number}.weight": torch.empty(4) for number in range(60)}, file)
+    with zipfile.ZipFile(file) as archive:
+        data = archive.read("archive/data.pkl")
+    changed = data.replace(b"r" + struct.pack("<I", 323), b"r" + struct.pack("<I", index))
+    assert changed != data
+    with pytest.MonkeyPatch.context() as patch:
+        found = outcome(changed)
+        patch.setattr(_Machine, "tensors", lambda machine, stack, pos: pos)
+        assert found == outcome(changed)

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 
 from modelstate.errors import DamagedFileError, ForbiddenGlobalError, ModelStateError, OpenError, UnsupportedTensorError
-from modelstate.formats.torch_globals import QUANTIZED, TorchGlobals, is_never, set_state
+from modelstate.formats.torch_globals import TorchGlobals, is_never, set_state
 from modelstate.formats.unpickle import (
+    QUANTIZED,
     Allowed,
     DeferredCall,
     DeferredTensor,

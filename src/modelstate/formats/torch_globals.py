@@ -27,6 +27,7 @@ from modelstate.errors import (
 )
 from modelstate.formats.unpickle import (
     MAX_ARGUMENTS,
+    QUANTIZED,
     Allowed,
     DeferredCall,
     DeferredTensor,
@@ -278,7 +279,6 @@ _VALUES: dict[str, tuple[Callable[..., object], object]] = {
 
 MAX_DIMS = 64
 MAX_INDEX = 2**63
-QUANTIZED = frozenset({torch.quint8, torch.qint8, torch.qint32, torch.quint4x2, torch.quint2x4})
 
 _INTEGERS = frozenset({int})
 

@@ -203,7 +203,8 @@ class _Storages:
         if type(kind) is not StorageType or type(name) is not str or type(numel) is not int or len(name) > 100:
             raise damaged("the description of a storage is not valid")
         short = (kind.dtype, name, numel)
-        if short not in self.storages:
+        storage = self.storages.get(short)
+        if storage is None:
             record = f"{self.prefix}/data/{name}"
             region = self.directory.region(record)
             nbytes = numel * kind.dtype.itemsize
@@ -217,8 +218,8 @@ class _Storages:
                 )
             self.crc32[region] = self.directory.records[record].crc32
             region = region if nbytes == region.nbytes else region._replace(nbytes=nbytes)
-            self.storages[short] = Storage(kind.dtype, region, 0, numel)
-        return self.storages[short]
+            storage = self.storages[short] = Storage(kind.dtype, region, 0, numel)
+        return storage
 
 
 # Writing.

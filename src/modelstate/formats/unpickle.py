@@ -11,18 +11,20 @@ time. It allocates the memo by the largest index: five bytes of a pickle ask for
 """
 
 import pickle
+import re
 import struct
 from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
 from collections import Counter, OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any
 
 import torch
 
 from modelstate.errors import DamagedFileError, OpenError, TruncatedFileError
 from modelstate.process import gc_paused
-from modelstate.spec import ByteRange, Refused
+from modelstate.spec import ByteRange, Refused, StoredTensor, contiguous_stride
 from modelstate.torch_compat.values import set_version_metadata
 
 # What a pickle becomes before any object of it is created.
@@ -138,6 +140,9 @@ def check_key(key: object) -> None:
         raise DamagedFileError("a key that is not a plain value", where="the pickle", found=kind.__name__)
 
 
+QUANTIZED = frozenset({torch.quint8, torch.qint8, torch.qint32, torch.quint4x2, torch.quint2x4})
+
+
 # The machine.
 
 
@@ -148,6 +153,16 @@ _INERT = frozenset({Refused, InvalidTensor})
 _u16 = struct.Struct("<H").unpack_from
 _u32 = struct.Struct("<I").unpack_from
 _i32 = struct.Struct("<i").unpack_from
+
+_NUMBER = rb"(?:K.|M..|J....)"
+_TUPLE = rb"((?:%b){1,3}[\x85-\x87]|\((?:%b){4,8}t)" % (_NUMBER, _NUMBER)
+_TENSOR = re.compile(
+    rb"r(....)(h.)\(\((h.)(h.|j....)X(.)\0\0\0([0-9]{1,10})r(....)(h.)(%b)tr(....)QK\0" % _NUMBER
+    + rb"%br(....)%br(....)\x89(h.)\)Rr(....)tr(....)R" % (_TUPLE, _TUPLE),
+    re.DOTALL,
+)
+"""The opcodes of a tensor behind its name in a dict, where it begins with its storage and requires no gradient. `r`
+sets the memo; `h` and `j` refer to it."""
 
 
 def unpickle(
@@ -204,11 +219,15 @@ class _Machine:
         self.protocol = 0
         self.budget = 4 * (len(data) - start) + 1000
         """The number of items and bytes that may still be copied."""
+        self.layouts: dict[tuple[bytes, bytes, bytes], tuple[int, tuple[int, ...], tuple[int, ...]]] = {}
+        """What `_layout` has returned."""
+        self.is_ascending = True
+        """Whether the tensors so far set the memo at ascending indices."""
 
     def run(self) -> object:
         # Files with many tensors consist almost entirely of the opcodes in this loop; the table has the others.
         data, memo, stack, pos = self.data, self.memo, self.stack, self.pos
-        marks, call, persistent = self.marks, self.call, self.persistent
+        marks, call, persistent, tensors = self.marks, self.call, self.persistent, self.tensors
         try:
             while True:
                 op = data[pos]
@@ -232,6 +251,8 @@ class _Machine:
                 elif op == 0x52:  # REDUCE
                     args = stack.pop()
                     stack[-1] = call(stack[-1], args)
+                    if type(stack[-1]) is StoredTensor and data.startswith(b"r", pos):
+                        pos = tensors(stack, pos)
                 elif op == 0x58:  # BINUNICODE
                     end = pos + 4 + _u32(data, pos)[0]
                     if end > len(data):
@@ -272,6 +293,78 @@ class _Machine:
                     pos, stack = self.pos, self.stack
         finally:
             self.pos = pos
+
+    def tensors(self, stack: list[Any], pos: int) -> int:
+        """Executes the opcodes of consecutive tensors of a dict that `torch.save` has written in its usual way.
+
+        Begins and ends behind the REDUCE of a tensor, and returns the position. Ends before a tensor that is written in
+        another way, is a view or has an error; `run` executes what follows. The memo is set at the end: these tensors
+        set it at ascending indices, and refer only to smaller ones.
+        """
+        data, layouts, depth, start = self.data, self.layouts, len(stack), pos
+        first = _u32(data, pos + 1)[0]
+        if first < 256 or not self.is_ascending:
+            return pos
+        indices, values = list[bytes](), list[object]()
+        known: dict[tuple[bytes, ...], tuple[Any, ...]] = {}
+        try:
+            while data.startswith(b"X", pos + 5):
+                name_end = pos + 10 + _u32(data, pos + 6)[0]
+                match = _TENSOR.match(data, name_end)
+                if match is None:
+                    break
+                (name_at, function, word, kind, key_size, key, key_at, device, numel, id_at, shape, shape_at, stride,
+                 stride_at, hooks, hooks_at, args_at) = match.groups()  # fmt: skip
+                references = function, word, kind, device, hooks
+                if references not in known:
+                    known[references] = self.references(*references, first)
+                layout = numel, shape, stride
+                if layout not in layouts:
+                    layouts[layout] = _layout(*layout)
+                word, kind, device = known[references]
+                count, sizes, steps = layouts[layout]
+                persistent_id = word, kind, key.decode(), device, count
+                storage = self.persistent(persistent_id)
+                if (
+                    len(key) != key_size[0]
+                    or type(storage) is not Storage
+                    or storage.offset
+                    or storage.region.nbytes != count * storage.dtype.itemsize
+                ):
+                    break
+                name, no_hooks = str(data[pos + 10 : name_end], "utf-8", "surrogatepass"), OrderedDict[str, object]()
+                indices += data[pos + 1 : pos + 5], name_at, key_at, id_at, shape_at, stride_at, hooks_at, args_at
+                values += stack[-1], name, persistent_id[2], persistent_id, sizes, steps, no_hooks
+                values.append((storage, 0, sizes, steps, False, no_hooks))
+                stack += name, StoredTensor.whole(storage.dtype, sizes, storage.region)
+                pos = match.end()
+        except Exception:
+            # `run` meets the same error, and knows its place.
+            pass
+        if not indices:
+            return pos
+        ascending = range(first, first + len(indices))
+        if struct.unpack(f"<{len(indices)}I", b"".join(indices)) != tuple(ascending):
+            self.is_ascending = False
+            del stack[depth:]
+            return start
+        self.memo.update(zip(ascending, values, strict=True))
+        return pos
+
+    def references(
+        self, function: bytes, word: bytes, kind: bytes, device: bytes, hooks: bytes, end: int
+    ) -> tuple[Any, Any, Any]:
+        """The values of the memo that begin a persistent id. Raises where a tensor is rebuilt in another way."""
+        index = int.from_bytes(kind[1:], "little")
+        rebuild, hooks_type, kind_value = self.memo[function[1]], self.memo[hooks[1]], self.memo[index]
+        if (
+            getattr(rebuild, "name", "") != "torch._utils._rebuild_tensor_v2"
+            or getattr(hooks_type, "real", None) is not OrderedDict
+            or index >= end
+            or kind_value.dtype in QUANTIZED
+        ):
+            raise ValueError("not the usual way")
+        return self.memo[word[1]], kind_value, self.memo[device[1]]
 
     # Reading the data.
 
@@ -475,6 +568,24 @@ class _Machine:
         self.protocol = self.number(1)
         if self.protocol > pickle.HIGHEST_PROTOCOL:
             raise damaged("a protocol that does not exist", self.protocol)
+
+
+def _layout(numel: bytes, shape: bytes, stride: bytes) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
+    """The numbers that opcodes push. Raises `ValueError` where they are not those of a contiguous tensor."""
+    (count,), sizes, steps = _integers(numel), _integers(shape), _integers(stride)
+    if min(sizes) <= 0 or prod(sizes) != count or steps != contiguous_stride(sizes):
+        raise ValueError("not a contiguous tensor")
+    return count, sizes, steps
+
+
+def _integers(opcodes: bytes) -> tuple[int, ...]:
+    integers, pos = list[int](), int(opcodes[0] == 0x28)
+    while width := {0x4B: 1, 0x4D: 2, 0x4A: 4}.get(opcodes[pos]) if pos < len(opcodes) else None:
+        integers.append(int.from_bytes(opcodes[pos + 1 : pos + 1 + width], "little", signed=width == 4))
+        pos += 1 + width
+    if opcodes[pos:] not in (b"", b"t", bytes([0x84 + len(integers)])):
+        raise ValueError("a tuple of more or fewer items")
+    return tuple(integers)
 
 
 def _table() -> list[Callable[[_Machine], object] | None]:

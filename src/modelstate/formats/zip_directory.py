@@ -209,9 +209,10 @@ class ZipDirectory:
             raw_name = block[at + _LOCAL.size : at + _LOCAL.size + name_size]
             if magic != b"PK\3\4" or raw_name != true_name or stated_method != method:
                 raise self._size_error(name, "the same name and method in front of the data", raw_name[:100])
-            for stated, true in ((packed, true_packed), (nbytes, true_nbytes)):
-                if stated != true and not (stated == _MAX32 or (stated == 0 and flags & _SIZES_FOLLOW)):
-                    raise self._size_error(name, f"{true} bytes, as the directory says", f"{stated} bytes")
+            if packed != true_packed or nbytes != true_nbytes:
+                for stated, true in ((packed, true_packed), (nbytes, true_nbytes)):
+                    if stated != true and not (stated == _MAX32 or (stated == 0 and flags & _SIZES_FOLLOW)):
+                        raise self._size_error(name, f"{true} bytes, as the directory says", f"{stated} bytes")
             starts[name] = start = header + header_bytes
             end = start + true_packed
             if true_flags & _SIZES_FOLLOW:
