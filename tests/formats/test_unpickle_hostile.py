@@ -334,7 +334,8 @@ def test_usual_tensors_are_read_as_by_their_opcodes(entries: Any, edits: Any) ->
 @pytest.mark.parametrize("index", [0, 2, 4, 300])
 def test_usual_tensors_that_set_the_memo_out_of_order(index: int) -> None:
     file = io.BytesIO()
-    torch.save({f"layers.{number}.weight": torch.empty(4) for number in range(60)}, file)
+    state = {f"layers.{number}.weight": torch.empty(4) for number in range(60)}
+    torch.save([state, dict(state)], file)
     with zipfile.ZipFile(file) as archive:
         data = archive.read("archive/data.pkl")
     changed = data.replace(b"r" + struct.pack("<I", 323), b"r" + struct.pack("<I", index))
