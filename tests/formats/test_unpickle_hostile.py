@@ -277,7 +277,7 @@ def outline(node: Any, seen: dict[int, int]) -> object:
         return type(node), [outline(item, seen) for item in items]
     if isinstance(node, StoredTensor):
         seen[id(node)] = len(seen)
-    return repr(node)
+    return type(node), getattr(node, "name", None) or repr(node)
 
 
 def outcome(data: bytes) -> object:

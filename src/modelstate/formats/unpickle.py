@@ -356,7 +356,8 @@ class _Machine:
     ) -> tuple[Any, Any, Any]:
         """The values of the memo that begin a persistent id. Raises where a tensor is rebuilt in another way."""
         index = int.from_bytes(kind[1:], "little")
-        rebuild, hooks_type, kind_value = self.memo[function[1]], self.memo[hooks[1]], self.memo[index]
+        rebuild, hooks_type = self.memo[function[1]], self.memo[hooks[1]]
+        kind_value: Any = self.memo[index]
         if (
             getattr(rebuild, "name", "") != "torch._utils._rebuild_tensor_v2"
             or getattr(hooks_type, "real", None) is not OrderedDict
