@@ -338,8 +338,10 @@ def test_usual_tensors_that_set_the_memo_out_of_order(index: int) -> None:
     torch.save([state, dict(state)], file)
     with zipfile.ZipFile(file) as archive:
         data = archive.read("archive/data.pkl")
-    changed = data.replace(b"r" + struct.pack("<I", 323), b"r" + struct.pack("<I", index))
-    assert changed != data
+    at = data.index(b"R", data.index(b"layers.50.weight") + 60) + 1  # behind OrderedDict()
+    at = data.index(b"R", at) + 1  # the memo is set to the tensor, to which the second dict refers
+    changed = data[: at + 1] + struct.pack("<I", index) + data[at + 5 :]
+    assert data[at] == ord("r")
     with pytest.MonkeyPatch.context() as patch:
         found = outcome(changed)
         patch.setattr(_Machine, "tensors", lambda machine, stack, pos: pos)

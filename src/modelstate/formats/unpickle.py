@@ -308,7 +308,7 @@ class _Machine:
         indices, values = list[bytes](), list[object]()
         known: dict[tuple[bytes, ...], tuple[Any, ...]] = {}
         try:
-            while data.startswith(b"X", pos + 5):
+            while data[pos] == 0x72 and data[pos + 5] == 0x58:  # LONG_BINPUT of a tensor, BINUNICODE of the next name
                 name_end = pos + 10 + _u32(data, pos + 6)[0]
                 match = _TENSOR.match(data, name_end)
                 if match is None:
