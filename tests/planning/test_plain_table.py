@@ -3,6 +3,7 @@
 import pickle
 import weakref
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -58,8 +59,9 @@ def tables_of(model: nn.Module, path: Path, options: Options | None = None) -> l
 
 
 def test_only_plain_slots_of_their_own_memory_are_copied(path: Path) -> None:
-    (copies,) = tables_of(Mixed(), path)
+    copies, cast = tables_of(Mixed(), path)
     assert [slot.name for slot in copies.slots] == ["plain", "plain_buffer"]
+    assert [slot.name for slot in cast.slots] == ["other_dtype"]
     assert copies.nbytes == 4 * 4 + 3 * 4
 
 
@@ -68,7 +70,8 @@ def test_other_shapes_and_inference_tensors_are_not_copied(path: Path) -> None:
     model.plain = nn.Parameter(torch.zeros(4))
     with torch.inference_mode():
         model.plain_buffer = torch.zeros(3)
-    assert tables_of(model, path) == []
+    (cast,) = tables_of(model, path)
+    assert [slot.name for slot in cast.slots] == ["other_dtype"]
 
 
 def test_adjoining_values_are_one_range(tmp_path: Path) -> None:
@@ -113,7 +116,10 @@ def test_slots_on_meta_are_maps_or_get_memory(path: Path) -> None:
     with ms.skeleton():
         model = Mixed()
     for may_map in (None, False):
-        copied, on_meta = tables_of(model, path, Options(map=may_map))
+        copied, cast, on_meta = sorted(
+            tables_of(model, path, Options(map=may_map)), key=lambda table: (table.placement.name, table.casts)
+        )
+        assert cast.casts
         assert [slot.name for slot in copied.slots] == ["plain_buffer"]  # the constructor has filled it
         assert [slot.name for slot in on_meta.slots] == ["plain"]
         assert on_meta.placement.mapped == (may_map is None)
@@ -143,3 +149,31 @@ def test_a_conjugate_view_gets_the_values(tmp_path: Path, in_place: bool | None)
     ms.load(model, tmp_path / "complex.safetensors", in_place=in_place)
     assert model.view.is_conj()
     assert torch.equal(model.view, values)
+
+
+@pytest.mark.parametrize("target", ["cpu", "meta"])
+@pytest.mark.parametrize("in_place", [None, True, False])
+def test_casts_of_many_slots_are_those_of_torch(tmp_path: Path, in_place: bool | None, target: str) -> None:
+    """Slots that adjoin in the file share blocks; with little memory, a slot has several."""
+    stored = nn.Sequential(*[nn.Linear(3, size) for size in (1, 50_000, 7)], nn.Linear(200, 600, bias=False))
+    with torch.no_grad():
+        stored[0].weight[0, 1] = 3.4e38  # more than the largest bfloat16
+        stored[2].bias[:] = torch.tensor([0, torch.inf, -torch.inf, torch.nan, 1, -1, 3e38])
+    save_file(stored.state_dict(), tmp_path / "float32.safetensors")
+    expected = {name: value.bfloat16() for name, value in stored.state_dict().items()}
+    model = nn.Sequential(*[nn.Linear(3, size) for size in (1, 50_000, 7)], nn.Linear(200, 600, bias=False))
+    model = model.to(torch.bfloat16).to(target)
+    options: Any = {"dtype": "bfloat16", "in_place": None if target == "meta" else in_place}
+    planned = ms.plan(model, tmp_path / "float32.safetensors", **options)
+    least_bytes = sum(value.nbytes for value in expected.values()) * (in_place is False) + (256 << 10)
+    report = ms.load(model, tmp_path / "float32.safetensors", **options, max_memory_bytes=least_bytes)
+    assert [step._replace(how=planned.steps[0].how) for step in report.steps] == [
+        step._replace(how=planned.steps[0].how) for step in planned.steps
+    ]
+    assert {step.cast for step in report.steps} == {"float32 to bfloat16"}
+    assert report.peak_memory_bytes <= least_bytes
+    for name, value in model.state_dict().items():
+        assert torch.equal(value.view(torch.int16), expected[name].view(torch.int16)), name
+    assert [note for note in report.notes if "infinite" in note] == [
+        "finite values became infinite or NaN by a cast, 1 in all: 0.weight (1)"
+    ]

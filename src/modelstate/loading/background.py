@@ -13,6 +13,7 @@ from modelstate.loading.report import LoadReport
 from modelstate.loading.stage import Progress, stage
 from modelstate.loading.staging import Staging, bring_in, prefetch_range
 from modelstate.planning.assignment import Assignment
+from modelstate.planning.plain_table import PlainTable, Planned
 from modelstate.planning.plan import LoadPlan
 from modelstate.progress import progress_bar
 from modelstate.rules.expression import Derived, Source
@@ -31,14 +32,14 @@ class StagedLoad:
     """
 
     def __init__(
-        self, plan: LoadPlan, staging: Staging, assignments: Iterable[Assignment], verify: bool, notes: Sequence[str]
+        self, plan: LoadPlan, staging: Staging, planned: Iterable[Planned], verify: bool, notes: Sequence[str]
     ) -> None:
         """Takes over what a load reads, before the transaction in which it was planned is undone.
 
         Args:
             plan: The plan of the load.
             staging: How the values are read. The caller must not use it afterwards.
-            assignments: The assignments of the plan. The caller must not use them afterwards.
+            planned: What the plan reads. The caller must not use it afterwards.
             verify: Whether `read` compares the file with its checksums.
             notes: Notes for the report.
 
@@ -51,7 +52,8 @@ class StagedLoad:
         self.verified_bytes = 0
         self._verify, self._notes = verify, [*notes]
         self._handed_over: list[Assignment] = []
-        self._assignments = [assignment for assignment in assignments if _is_staged(assignment)]
+        self._tables = [item for item in planned if isinstance(item, PlainTable)]
+        self._assignments = [item for item in planned if isinstance(item, Assignment) and _is_staged(item)]
         for assignment in self._assignments:
             if is_plain(assignment.param):
                 assignment.param = assignment.param.detach()  # keeps its metadata when the model changes
@@ -59,7 +61,11 @@ class StagedLoad:
             _ = staging.own_memory  # computed now, in the thread that uses the model
         self.staging = staging
         """How the values are read, which the load that commits takes over."""
-        self.nbytes = sum(assignment.nbytes for assignment in self._assignments)
+        self.nbytes = sum(item.nbytes for item in self._planned)
+
+    @property
+    def _planned(self) -> list[Planned]:
+        return [*self._assignments, *self._tables]
 
     def read(self, progress: Progress) -> None:
         """Reads, casts and transforms the values.
@@ -75,21 +81,32 @@ class StagedLoad:
         staging, assignments = self.staging, self._assignments
         if self._verify:
             self.verified_bytes = staging.checkpoint.verify(lambda _: progress(0))
-        self._notes += prefetch_range(staging, assignments)
+        self._notes += prefetch_range(staging, self._planned)
         for assignment in assignments:
             if assignment.placement.mapped:
                 assignment.final = assignment.value
-        stage(staging, assignments, progress)
+        stage(staging, self._planned, progress)
         # Other threads use the tensors on other streams: the copies on the streams of this thread must have ended.
         finals = [assignment.final for assignment in assignments if assignment.final is not None]
         for device in {final.device for final in finals if final.device.type == "cuda"}:
             torch.cuda.current_stream(device).synchronize()
-        self._notes += bring_in(assignments, progress)
+        self._notes += bring_in(self._planned, progress)
 
     def hand_over(self, staging: Staging, assignments: Iterable[Assignment]) -> list[str]:
         """Hands the values to the load that commits. Returns notes for the report."""
         ready = {assignment.name: assignment for assignment in self._assignments if assignment.final is not None}
+        rows: dict[str, tuple[PlainTable, torch.Tensor]] = {}
+        for table in self._tables:
+            rows.update(
+                (slot.name, (table, final)) for slot, final in zip(table.slots, table.final or (), strict=False)
+            )
         for assignment in assignments:
+            if assignment.name in rows and assignment.final is None:
+                table, assignment.final = rows[assignment.name]
+                assignment.placement, assignment.route = table.placement, table.route
+                assignment.seconds = table.seconds * assignment.nbytes / table.nbytes
+                self._handed_over.append(assignment)
+                continue
             staged = ready.get(assignment.name)
             if staged is None or assignment.final is not None or assignment.stored is None:
                 continue
@@ -104,9 +121,9 @@ class StagedLoad:
 
     def release(self) -> None:
         """Frees all values that have been read, also where other objects still refer to the plans."""
-        for assignment in (*self._assignments, *self._handed_over):
-            assignment.final = None
-        self._assignments, self._handed_over = [], []
+        for item in (*self._planned, *self._handed_over):
+            item.final = None
+        self._assignments, self._tables, self._handed_over = [], [], []
 
 
 def _is_staged(assignment: Assignment) -> bool:

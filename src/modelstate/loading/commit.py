@@ -198,7 +198,7 @@ def held_for_commit(staging: Staging, planned: Sequence[Planned], advance: Progr
             return
     for item in waiting:
         item.stage_instead(files.refusal)
-    staging.limit_memory([item for item in planned if isinstance(item, Assignment)])
+    staging.limit_memory(planned)
     stage(staging, planned, advance)
     yield None
 

@@ -133,7 +133,7 @@ def plan(
     model = check_model(model)
     checkpoint = open_checkpoint(source)
     with exclusive(model), Transaction(model) as transaction, gc_paused(), torch.random.fork_rng(devices=[]):
-        preparation, _ = prepare(transaction, checkpoint, options, call_extra_state=False)
+        preparation, _ = prepare(transaction, checkpoint, options, call_extra_state=False, with_tables=True)
         return preparation.plan()
 
 
@@ -393,12 +393,13 @@ def _stage_in_background(
                 load_options,
                 call_extra_state=False,
                 in_use="the model is in use until then",
+                with_tables=True,
             )
         preparation.check()
-        staging.limit_memory(preparation.assignments)
+        staging.limit_memory(preparation.planned)
         _check_optimizers(preparation.assignments, load_options.optimizers)
         notes = preparation.notes_on_mapping()
-        return StagedLoad(preparation.plan(), staging, preparation.assignments, load_options.verify, notes)
+        return StagedLoad(preparation.plan(), staging, preparation.planned, load_options.verify, notes)
 
 
 def _execute(
@@ -427,11 +428,7 @@ def _execute(
             load_options,
             call_extra_state=True,
             staged=staged,
-            with_tables=staged is None
-            and then is None
-            and check is None
-            and load_options.max_memory_bytes is None
-            and agreement is None,
+            with_tables=staged is None and then is None and check is None and agreement is None,
         )
         staging.inspect = inspect
         if check is not None:
@@ -441,7 +438,7 @@ def _execute(
         if optimizers:
             _check_optimizers(assignments, optimizers)
         if staged is None:
-            staging.limit_memory(assignments)
+            staging.limit_memory(preparation.planned)
     planned = preparation.planned
     to_stage = [*preparation.moves, *(to_read_here(planned, staging.shared) if staging.shared else planned)]
     nbytes = sum(item.nbytes for item in to_stage)

@@ -18,7 +18,7 @@ from modelstate.io.held import HeldFiles
 from modelstate.io.memory import HeapTrim, aligned, fresh_tensors
 from modelstate.io.tensors import compute, elements
 from modelstate.loading.staging import Inspect, Staging
-from modelstate.loading.stream import read_streamed
+from modelstate.loading.stream import read_cast, read_streamed
 from modelstate.planning.assignment import (
     BY_TRANSFORM,
     Assignment,
@@ -103,12 +103,8 @@ def _stage_table(staging: Staging, table: PlainTable, progress: Progress) -> Non
         table.final = table.maps.tensors(table.columns)
         progress(table.nbytes)
         return
-    layouts = [(param.size(), None, param.dtype) for param in table.params]
-    if table.placement.name == "copy":
-        staging.held.take(table.nbytes)
-        memory = staging.temporary(layouts)
-    else:
-        memory = fresh_tensors(layouts)
+    staging.held.take(table.staged_bytes)
+    memory = (staging.temporary if table.placement.staged else fresh_tensors)(table.layouts)
     _read_table(staging, table, memory, progress, is_fresh=staging.strategy.cached)
     table.final = memory
 
@@ -144,9 +140,8 @@ def read_in_place(staging: Staging, planned: Iterable[Planned], progress: Progre
         increment_version([assignment.param for assignment in straight])  # autograd has not seen the writes
     for assignment in straight:
         assignment.final = assignment.param
-    for item in tables:
-        _read_table(staging, item, item.params, progress)
-        increment_version(item.params)
+    for table in tables:
+        _read_table(staging, table, table.params, progress)
 
 
 def read_leased(staging: Staging, planned: Sequence[Planned], files: HeldFiles) -> list[Exception]:
@@ -166,7 +161,7 @@ def read_leased(staging: Staging, planned: Sequence[Planned], files: HeldFiles) 
         partial(
             _read, staging, [(assignment, assignment.param) for assignment in straight], lambda _: None, held=files
         ),
-        *(partial(_read_table, staging, item, item.params, lambda _: None, held=files) for item in tables),
+        *(partial(_read_table, staging, table, table.params, lambda _: None, held=files) for table in tables),
     ]
     for read in reads:
         try:
@@ -178,8 +173,7 @@ def read_leased(staging: Staging, planned: Sequence[Planned], files: HeldFiles) 
             errors.append(error)
     for assignment in waiting:
         assignment.final = assignment.param
-    # Autograd has not seen the writes.
-    increment_version([*(item.param for item in straight), *(param for item in tables for param in item.params)])
+    increment_version([item.param for item in straight])  # autograd has not seen the writes
     return errors
 
 
@@ -541,17 +535,25 @@ def _read_table(
     is_fresh: bool = False,
     held: HeldFiles | None = None,
 ) -> None:
+    """Reads the values of a table into tensors: memory of their own, or their slots."""
+    if table.casts:
+        read_cast(staging, table, targets, progress, held)
+        return
     started = time.perf_counter()
     uncached = frozenset[str]() if held is not None else staging.strategy.uncached
-    with staging.held.during(staging.strategy.uncached_bytes if uncached else 0):
-        read_ranges(
-            table.requests(targets),
-            fingerprints=staging.checkpoint.fingerprints,
-            on_read=progress,
-            uncached=uncached,
-            is_fresh=is_fresh,
-            held=held,
-        )
+    try:
+        with staging.held.during(staging.strategy.uncached_bytes if uncached else 0):
+            read_ranges(
+                table.requests(targets),
+                fingerprints=staging.checkpoint.fingerprints,
+                on_read=progress,
+                uncached=uncached,
+                is_fresh=is_fresh,
+                held=held,
+            )
+    finally:
+        if table.placement.direct:
+            increment_version(targets)  # autograd has not seen the writes
     table.seconds += time.perf_counter() - started
 
 

@@ -71,15 +71,15 @@ class Staging:
         """The memory of the model's tensors."""
         return Addresses(slot.tensor for slot in slots_of(self.model).tensors)
 
-    def limit_memory(self, assignments: Sequence[Assignment]) -> None:
+    def limit_memory(self, planned: Sequence[Planned]) -> None:
         """Chooses a read strategy that keeps to the memory budget. Raises `MemoryBudgetError` if there is none."""
         if self.max_memory_bytes is None:
             return
-        self.strategy = strategy_within(assignments, self.max_memory_bytes)
-        needed = peak_bytes(assignments, self.strategy)
+        self.strategy = strategy_within(planned, self.max_memory_bytes)
+        needed = peak_bytes(planned, self.strategy)
         if needed <= self.max_memory_bytes:
             return
-        could = not self.options.in_place and any(assignment.staged_bytes for assignment in assignments)
+        could = not self.options.in_place and any(item.staged_bytes for item in planned)
         raise MemoryBudgetError(
             "the load needs more memory beyond the final tensors than it was given; nothing has been changed",
             expected=f"at most {self.max_memory_bytes} bytes",
@@ -133,8 +133,7 @@ def prefetch_range(staging: Staging, planned: Sequence[Planned]) -> list[str]:
             (runs if is_run and not item.placement.leased else others).extend(item.extents)
     if files := files_to_read_uncached(runs, checkpoint.fingerprints):
         strategy, budget = staging.strategy, staging.max_memory_bytes
-        assignments = [item for item in planned if isinstance(item, Assignment)]
-        staging.strategy = uncached_strategy(assignments, strategy, budget, files)
+        staging.strategy = uncached_strategy(planned, strategy, budget, files)
     uncached = staging.strategy.uncached
     if past := sum(extent.nbytes for extent in runs if extent.path in uncached):
         notes.append(f"the file was not in the page cache: {size(past)} of it are read past it")
@@ -162,11 +161,14 @@ def bring_in(planned: Iterable[Planned], progress: Callable[[int], None]) -> lis
 
 
 def _shown(planned: Iterable[Planned]) -> list[Shown]:
-    """The mapped tensors. Those of a table are in their slots already."""
+    """The mapped tensors, with the bytes of their files."""
     shown: list[Shown] = []
     for item in planned:
         if item.placement.mapped and isinstance(item, PlainTable):
-            shown += zip(item.sources, item.params, strict=True)
+            values = zip(item.params, item.final or item.params, strict=True)
+            # A slot that has its memory has exchanged it with the value.
+            mapped = [value if param.is_meta else param for param, value in values]
+            shown += zip(item.sources, mapped, strict=True)
         elif item.placement.mapped and isinstance(item, Assignment) and isinstance(item.stored, StoredTensor):
             shown.append((item.stored.extent, item.value))
     return shown

@@ -1,6 +1,7 @@
 """Streams tensors: one thread casts, moves or transforms a block while another one reads the next."""
 
 import threading
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -12,9 +13,10 @@ from modelstate.io.held import HeldFiles
 from modelstate.io.memory import fresh_tensors
 from modelstate.loading.staging import Staging
 from modelstate.planning.assignment import Assignment, after_remaking, remade, transform_errors
+from modelstate.planning.plain_table import PlainTable
 from modelstate.planning.transforms import RowsWriter, asked_writer
 from modelstate.spec import StoredTensor, contiguous_stride
-from modelstate.torch_compat.dtypes import can_overflow
+from modelstate.torch_compat.dtypes import can_overflow, is_within
 from modelstate.torch_compat.plain import is_plain
 from modelstate.torch_compat.private import copy_each
 
@@ -206,6 +208,66 @@ def read_streamed(
     )
     consumer.end()
     staging.held.take(-consumer.buffer_bytes)
+
+
+def read_cast(
+    staging: Staging,
+    table: PlainTable,
+    targets: Sequence[torch.Tensor],
+    progress: Progress,
+    held: HeldFiles | None = None,
+) -> None:
+    """Reads and casts the values of a table into tensors. Values that adjoin in a file are read as one range.
+
+    With `held` it reads from these files, and everything that can be read is in place also where it raises.
+
+    Raises `ReadFailedError`; memory that is read in place is then partly overwritten.
+    """
+    dtype, sources, runs = table.stored_dtype, table.sources, table.extents
+    in_order = sorted(range(len(sources)), key=sources.__getitem__)
+    begins = [sources[row][:2] for row in in_order]
+    narrow = {target for target in table.dtypes if can_overflow(dtype, target)}
+    buffers_bytes: dict[int, int] = {}
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def consume(block: Block, buffer: torch.Tensor) -> None:
+        if buffer.data_ptr() not in buffers_bytes:
+            buffers_bytes[buffer.data_ptr()] = buffer.nbytes + (BUFFER_BYTES if staging.strategy.uncached else 0)
+            staging.held.take(buffers_bytes[buffer.data_ptr()])
+        for part in block.parts:
+            rows, values, cast = list[int](), list[torch.Tensor](), list[torch.Tensor]()
+            read = _shown(buffer, part, dtype)
+            path, first = runs[part.which].path, runs[part.which].start + part.first
+            end = first + part.nbytes
+            for row in in_order[bisect_right(begins, (path, first)) - 1 : bisect_left(begins, (path, end))]:
+                _, start, nbytes = sources[row]
+                value = read[max(start - first, 0) // dtype.itemsize : (start + nbytes - first) // dtype.itemsize]
+                target = targets[row].view(-1)
+                if len(value) < len(target):
+                    skipped = max(first - start, 0) // dtype.itemsize
+                    target = target[skipped : skipped + len(value)]
+                rows.append(row)
+                values.append(value)
+                cast.append(target)
+            copy_each(cast, values)
+            if not all(is_within(read, target) for target in narrow):
+                for row, value, target in zip(rows, values, cast, strict=True):
+                    staging.overflows.check(table.slots[row].name, value, target)
+
+    def on_block(block: Block, seconds: float) -> None:
+        table.seconds += seconds
+        progress(block.wanted_bytes)
+
+    stream(
+        [Wanted(run, dtype.itemsize) for run in runs],
+        consume,
+        strategy=staging.strategy,
+        fingerprints=staging.checkpoint.fingerprints,
+        on_block=on_block,
+        held=held,
+    )
+    staging.held.take(-sum(buffers_bytes.values()))
 
 
 class _BlockConsumer:

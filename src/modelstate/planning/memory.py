@@ -7,10 +7,11 @@ from operator import attrgetter
 from modelstate.io.engine import ReadStrategy, read_threads, uncached_threads
 from modelstate.io.memory import aligned
 from modelstate.planning.assignment import Assignment, ReadRoute
+from modelstate.planning.plain_table import PlainTable, Planned
 from modelstate.planning.transforms import asked_bytes
 
 
-def strategy_within(assignments: Sequence[Assignment], max_bytes: int) -> ReadStrategy:
+def strategy_within(planned: Sequence[Planned], max_bytes: int) -> ReadStrategy:
     """The fastest strategy that needs at most `max_bytes`; the one that needs least, if none does.
 
     Where fewer threads and smaller blocks are not enough, transforms get fewer rows at a time.
@@ -18,9 +19,9 @@ def strategy_within(assignments: Sequence[Assignment], max_bytes: int) -> ReadSt
     usual = ReadStrategy.fastest()
     while True:
         for strategy in (usual, *usual.smaller()):
-            if peak_bytes(assignments, strategy) <= max_bytes:
+            if peak_bytes(planned, strategy) <= max_bytes:
                 return strategy
-        if not _have_fewer_rows(assignments):
+        if not _have_fewer_rows(item for item in planned if isinstance(item, Assignment)):
             return strategy
 
 
@@ -36,40 +37,52 @@ def _have_fewer_rows(assignments: Iterable[Assignment]) -> bool:
 
 
 def uncached_strategy(
-    assignments: Sequence[Assignment], strategy: ReadStrategy, max_bytes: int | None, files: Collection[str]
+    planned: Sequence[Planned], strategy: ReadStrategy, max_bytes: int | None, files: Collection[str]
 ) -> ReadStrategy:
     """The strategy with O_DIRECT for these files, if that needs at most `max_bytes`; else the same strategy."""
     uncached = replace(strategy, uncached=frozenset(files))
-    computes = any(assignment.remake is not None for assignment in assignments)  # more threads compute no faster
+    # More threads compute no faster.
+    computes = any(isinstance(item, Assignment) and item.remake is not None for item in planned)
     wide = uncached if computes else replace(uncached, threads=uncached_threads(strategy.threads))
     for candidate in (wide, uncached):
-        if max_bytes is None or peak_bytes(assignments, candidate) <= max_bytes:
+        if max_bytes is None or peak_bytes(planned, candidate) <= max_bytes:
             return candidate
     return strategy
 
 
-def peak_bytes(assignments: Iterable[Assignment], strategy: ReadStrategy) -> int:
+def peak_bytes(planned: Iterable[Planned], strategy: ReadStrategy) -> int:
     """The memory beyond the final tensors: staged values, and buffers of casts and moves."""
-    needing = [assignment for assignment in assignments if not assignment.placement.mapped]
+    needing = list[Assignment]()
+    tables = list[PlainTable]()
+    for item in planned:
+        if not item.placement.mapped:
+            tables.append(item) if isinstance(item, PlainTable) else needing.append(item)
     streamed: list[Assignment] = []
     computed: list[Assignment] = []
     whole: list[Assignment] = []
     groups = {ReadRoute.STREAMED: streamed, ReadRoute.COMPUTED: computed}
     for assignment in needing:
         groups.get(assignment.route, whole).append(assignment)
-    staged = sum(assignment.staged_bytes for assignment in needing)
+    staged = sum(assignment.staged_bytes for assignment in needing) + sum(table.staged_bytes for table in tables)
     # These reads follow each other, and each frees its memory.
-    read = strategy.uncached_bytes if any(assignment.is_run_of_bytes for assignment in whole) else 0
+    in_runs = any(assignment.is_run_of_bytes for assignment in whole) or any(not table.casts for table in tables)
+    read = strategy.uncached_bytes if in_runs else 0
     read += max(_scratch(whole, strategy), _alone(whole, strategy))
     read += placed_bytes(whole)
     computing = max((assignment.combined.thread_bytes for assignment in computed if assignment.combined), default=0)
-    return staged + max(_streaming(streamed, strategy), read_threads() * computing, read)
+    casting = max((_casting(table, strategy) for table in tables if table.casts), default=0)
+    return staged + max(_streaming(streamed, strategy), casting, read_threads() * computing, read)
 
 
 def placed_bytes(assignments: Iterable[Assignment]) -> int:
     """The memory of the threads that read runs together with the gaps between them."""
     parts = (part.buffer_bytes for assignment in assignments for part in assignment.placed)
     return read_threads() * max(parts, default=0)
+
+
+def _casting(table: PlainTable, strategy: ReadStrategy) -> int:
+    total = sum(map(aligned, table.columns.nbytes))
+    return strategy.stream_bytes(total, unit=table.stored_dtype.itemsize, working=0, buffers=1)
 
 
 def _streaming(streamed: Sequence[Assignment], strategy: ReadStrategy) -> int:

@@ -5,8 +5,8 @@ may have tens of thousands of small ones, and to plan each by itself takes longe
 rows of a few tables, each with one placement and one route. Every other value has an `Assignment` of its own.
 """
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -14,6 +14,7 @@ import torch
 
 from modelstate.checkpoint.mapped import UNALIGNED, Maps
 from modelstate.io.engine import Request
+from modelstate.io.memory import Layout
 from modelstate.planning.assignment import (
     COPYABLE,
     DIRECT,
@@ -27,8 +28,8 @@ from modelstate.planning.assignment import (
     staged_because,
 )
 from modelstate.planning.plan import Options, Step
-from modelstate.spec import ByteRange, StoredTensors, TensorColumns, overlapping
-from modelstate.torch_compat.dtypes import short
+from modelstate.spec import ByteRange, StoredTensor, StoredTensors, TensorColumns, overlapping
+from modelstate.torch_compat.dtypes import cast_between, short
 from modelstate.torch_compat.plain import is_plain, writable_storage
 from modelstate.torch_compat.private import address_range
 from modelstate.transaction.slots import HIDDEN, Slot
@@ -44,8 +45,11 @@ class PlainTable:
     slots: list[Slot]
     columns: TensorColumns
     """Where the values are, in the order of the slots."""
+    dtypes: list[torch.dtype]
+    """After the load."""
     placement: Placement
     route: ReadRoute
+    """Streamed values are cast. All values of such a table have one dtype in the files."""
     maps: Maps
     """Maps the values, where the route is to map them."""
     final: list[torch.Tensor] | None = None
@@ -62,6 +66,28 @@ class PlainTable:
     def nbytes(self) -> int:
         """Bytes to read."""
         return sum(self.columns.nbytes)
+
+    @property
+    def casts(self) -> bool:
+        """Whether the values are cast while they are read."""
+        return self.route is ReadRoute.STREAMED
+
+    @property
+    def staged_bytes(self) -> int:
+        """Bytes of memory that the values need until they are copied into their slots."""
+        if not self.placement.staged:
+            return 0
+        return sum(param.numel() * dtype.itemsize for param, dtype in zip(self.params, self.dtypes, strict=True))
+
+    @property
+    def stored_dtype(self) -> torch.dtype:
+        """The dtype of the first value in its file."""
+        return _DTYPES[self.columns.dtype_names[0]]
+
+    @property
+    def layouts(self) -> list[Layout]:
+        """Shape, stride and dtype of new memory for each slot."""
+        return [(param.size(), None, dtype) for param, dtype in zip(self.params, self.dtypes, strict=True)]
 
     @property
     def sources(self) -> list[ByteRange]:
@@ -85,20 +111,24 @@ class PlainTable:
         runs = zip(paths[first].tolist(), starts[first].tolist(), ends[last].tolist(), strict=True)
         return [ByteRange(names[path], start, end - start) for path, start, end in runs]
 
-    def steps(self) -> Callable[[], list[Step]]:
-        """Returns a function that makes a step for each slot, with its part of the time. It holds no tensor."""
+    def steps(self, tensors: Mapping[str, StoredTensor]) -> Callable[[], list[Step]]:
+        """Returns a function that makes a step for each slot, with its part of the time and its source in `tensors`.
+
+        The function holds no tensor.
+        """
         slots, columns = [(slot.name, slot.kind) for slot in self.slots], self.columns
-        placement, route, seconds = self.placement, self.route, self.seconds / self.nbytes
+        placement, route, dtypes, seconds = self.placement, self.route, self.dtypes, self.seconds / self.nbytes
 
         def make() -> list[Step]:
-            rows = zip(slots, columns.dtype_names, columns.shapes, columns.nbytes, strict=True)
+            rows = zip(slots, dtypes, columns.dtype_names, columns.shapes, columns.nbytes, strict=True)
             return [
                 Step(
-                    *(name, kind, name, placement, torch.Size(shape), (dtype := _DTYPES[dtype_name]), dtype, _CPU),
+                    *(name, kind, name, placement, torch.Size(shape), dtype, _DTYPES[stored_name], _CPU),
                     *(nbytes, (), (), route),
+                    expression=tensors.get(name),
                     seconds=seconds * nbytes,
                 )
-                for (name, kind), dtype_name, shape, nbytes in rows
+                for (name, kind), dtype, stored_name, shape, nbytes in rows
             ]
 
         return make
@@ -132,12 +162,14 @@ class _Rows:
 
     slots: list[Slot] = field(default_factory=list)
     rows: list[int] = field(default_factory=list)
+    dtypes: list[torch.dtype] = field(default_factory=list)
+    """After the load."""
     storages: list[int] = field(default_factory=list)
     """The address of the storage of each slot that has memory."""
 
     def selected(self, indices: Iterable[int]) -> "_Rows":
-        indices = [*indices]
-        return _Rows([self.slots[index] for index in indices], [self.rows[index] for index in indices])
+        chosen = [(self.slots[index], self.rows[index], self.dtypes[index]) for index in indices]
+        return _Rows([slot for slot, _, _ in chosen], [row for _, row, _ in chosen], [dtype for _, _, dtype in chosen])
 
 
 def plain_tables(slots: Iterable[Slot], tensors: StoredTensors, options: Options, maps: Maps) -> list[PlainTable]:
@@ -146,7 +178,9 @@ def plain_tables(slots: Iterable[Slot], tensors: StoredTensors, options: Options
     A slot that shares its storage with another one is left out.
     """
     rows, columns = tensors.rows, tensors.columns
-    with_memory, on_meta = _Rows(), _Rows()
+    # By whether the slots are on meta, and the stored dtype where values are cast.
+    groups: defaultdict[tuple[bool, str], _Rows] = defaultdict(_Rows)
+    kinds: dict[tuple[str, torch.dtype, bool], tuple[_Rows, torch.dtype] | None] = {}
     others: list[Slot] = []
     for slot in slots:
         names, kind, param = slot
@@ -157,36 +191,58 @@ def plain_tables(slots: Iterable[Slot], tensors: StoredTensors, options: Options
             and kind != HIDDEN
             and (storage := writable_storage(param))
             and param.shape == tuple(columns.shapes[row])
-            and param.dtype == _DTYPES.get(columns.dtype_names[row])
         ):
-            if param.is_meta:
-                chosen = on_meta
-            else:
-                chosen = with_memory
-                chosen.storages.append(storage)
-            chosen.slots.append(slot)
-            chosen.rows.append(row)
-        elif not param.is_meta:
+            key = columns.dtype_names[row], param.dtype, param.is_meta
+            if key not in kinds:
+                dtype = _dtype_after(*key, options)
+                is_cast = dtype != _DTYPES.get(key[0])
+                kinds[key] = None if dtype is None else (groups[param.is_meta, key[0] if is_cast else ""], dtype)
+            found = kinds[key]
+            if found is not None:
+                group, dtype = found
+                group.slots.append(slot)
+                group.rows.append(row)
+                group.dtypes.append(dtype)
+                group.storages.append(storage)
+                continue
+        if not param.is_meta:
             others.append(slot)
-    slots_of_storage = Counter(with_memory.storages)
+    with_memory = [group for (is_meta, _), group in groups.items() if not is_meta]
+    slots_of_storage = Counter(storage for group in with_memory for storage in group.storages)
+    is_shared = slots_of_storage.total() + len(others)
     slots_of_storage.update(address_range(slot.tensor)[0] for slot in others if is_plain(slot.tensor))
-    if len(slots_of_storage) < len(with_memory.storages) + len(others):
-        storages = with_memory.storages
-        with_memory = with_memory.selected(
-            index for index, storage in enumerate(storages) if slots_of_storage[storage] == 1
-        )
     in_place = {None: LEASED, True: DIRECT, False: STAGED}[options.in_place]
-    mapped, read = _split_by_map(on_meta, columns, options, maps)
-    parts = [
-        (with_memory, in_place, ReadRoute.DIRECT),
-        (mapped, MAPPED, ReadRoute.MAPPED),
-        (read, NEW_MEMORY, ReadRoute.DIRECT),
-    ]
+    parts: list[tuple[_Rows, Placement, ReadRoute]] = []
+    for (is_meta, cast_from), group in groups.items():
+        route = ReadRoute.STREAMED if cast_from else ReadRoute.DIRECT
+        if not is_meta:
+            if len(slots_of_storage) < is_shared:
+                storages = enumerate(group.storages)
+                group = group.selected(index for index, storage in storages if slots_of_storage[storage] == 1)
+            parts.append((group, in_place, route))
+            continue
+        if not cast_from:
+            mapped, group = _split_by_map(group, columns, options, maps)
+            parts.append((mapped, MAPPED, ReadRoute.MAPPED))
+        parts.append((group, NEW_MEMORY, route))
     return [
-        PlainTable(part.slots, columns.selected(part.rows), placement, route, maps)
+        PlainTable(part.slots, columns.selected(part.rows), part.dtypes, placement, route, maps)
         for part, placement, route in parts
         if part.slots
     ]
+
+
+def _dtype_after(stored_name: str, dtype: torch.dtype, is_meta: bool, options: Options) -> torch.dtype | None:
+    """Returns the dtype of a slot after the load; None where a value of the file cannot be copied or cast to it."""
+    stored, own_dtype = _DTYPES.get(stored_name), dtype
+    if stored is None:
+        return None
+    if options.dtype is not None and stored.is_floating_point and dtype.is_floating_point:
+        dtype = options.dtype
+    if dtype not in COPYABLE or not (is_meta or dtype == own_dtype):
+        return None
+    cast = cast_between(stored, dtype)
+    return dtype if cast in ("same", "lossless") or (cast == "lossy" and dtype == options.dtype) else None
 
 
 def _split_by_map(on_meta: _Rows, columns: TensorColumns, options: Options, maps: Maps) -> tuple[_Rows, _Rows]:

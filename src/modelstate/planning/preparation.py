@@ -193,7 +193,7 @@ class Preparation:
 
     def take_plain(self) -> Collection[str]:
         options, entries = self.options, self.incoming.entries
-        is_changed = options.dtype is not None or options.transform is not None or options.device not in (None, _CPU)
+        is_changed = options.transform is not None or options.device not in (None, _CPU)
         if is_changed or not (self._with_tables and isinstance(entries, StoredEntries)):
             return ()
         self.tables = plain_tables(self.slots.tensors, entries.tensors, options, self.incoming.maps)
@@ -572,7 +572,7 @@ class Preparation:
             problems=tuple(self.problems),
             notes=tuple(self.notes),
             slots=self.slot_count,
-            extra_bytes=peak_bytes(self.assignments, ReadStrategy.fastest()),
+            extra_bytes=peak_bytes(self.planned, ReadStrategy.fastest()),
             binding=Binding(
                 self.matched,
                 self._signatures,
@@ -624,7 +624,9 @@ class Preparation:
         extra = [Step(name, EXTRA, self.incoming.source_of(name), CALL) for name in self.extra_states]
         if not self.tables:
             return lambda: (*steps, *extra)
-        rows = [table.steps() for table in self.tables]
+        entries = self.incoming.entries
+        tensors = entries.tensors if with_sources and isinstance(entries, StoredEntries) else {}
+        rows = [table.steps(tensors) for table in self.tables]
         names = [*self.slots.by_name] if len(rows) > 1 or steps else []
 
         def merged() -> tuple[Step, ...]:

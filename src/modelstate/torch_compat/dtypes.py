@@ -140,7 +140,7 @@ class Overflows:
         if isinstance(target, torch.Tensor) and has_finite_sum(target):
             return True
         with torch.no_grad():
-            if not _is_within(source, dtype):
+            if not is_within(source, dtype):
                 self.add({(_CAST, name): _newly_infinite(source, dtype)})
         return False
 
@@ -204,7 +204,7 @@ def has_finite_sum(tensor: torch.Tensor) -> bool:
     return tensor.itemsize > 1 and tensor.is_cpu and cmath.isfinite(tensor.sum().item())
 
 
-def _is_within(source: torch.Tensor, dtype: torch.dtype) -> bool:
+def is_within(source: torch.Tensor, dtype: torch.dtype) -> bool:
     """Whether all values lie within the limits of a dtype; False for NaN, and where torch cannot compare them."""
     if source.itemsize == 1 or source.is_complex() or dtype is torch.float8_e8m0fnu:
         return False
