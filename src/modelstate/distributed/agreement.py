@@ -220,6 +220,28 @@ class Agreement:
         self._use_connections(self.ranks, exchange, name)
         return texts
 
+    def maximum(self, name: str, numbers: Sequence[int]) -> list[int]:
+        """Returns the largest of the numbers of all ranks, for each place; none where the ranks have not equally many.
+
+        Args:
+            name: What the numbers are for, in an error.
+            numbers: Those of this rank.
+
+        Raises:
+            RankLostError: A rank does not take part in time.
+        """
+        if not self.is_collective:
+            return [*numbers]
+        result: list[int] = []
+
+        def reduce(connections: _Connections) -> None:
+            longest, shortest = connections.maximum([len(numbers), -len(numbers)], self.timeout_seconds)
+            if longest == -shortest:
+                result[:] = connections.maximum(numbers, self.timeout_seconds)
+
+        self._use_connections(self.ranks, reduce, name)
+        return result
+
     def exchanged(self, numbers: Sequence[int]) -> dict[int, list[int]]:
         """Returns the numbers of each rank, as many as this rank has; those of this rank alone where one is lost."""
         with suppress(Exception):

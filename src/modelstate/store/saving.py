@@ -15,7 +15,7 @@ from typing import TypeVar
 import torch
 
 from modelstate.background import AtExit, BackgroundTask
-from modelstate.distributed.agreement import Agreement
+from modelstate.distributed.agreement import Agreement, Digest
 from modelstate.distributed.writing import CollectiveWriter, ShardedTensor
 from modelstate.errors import ModelStateError, OpenError, UnsavableError
 from modelstate.formats import safetensors, sharded
@@ -165,6 +165,7 @@ class NewStep:
         self._final = os.path.join(directory, name_of(record.step, 0 if replaced is None else replaced.revision + 1))
         self._is_pinned = job.pin or any(entry.is_pinned for entry in revisions)
         self._objects: dict[str, tuple[ObjectEntry, _Files]] = {}
+        self._links = set[str]()
         self._mode = 0o777
         if replaced is not None:
             with suppress(OSError):
@@ -187,22 +188,27 @@ class NewStep:
                 self.path, path, self._job, self._before, self._shard_bytes, self._doubtful
             )
 
-    def can_link(self, file: "SpreadFile") -> bool:
-        """Whether the last checkpoint has a file, as it was written."""
+    def link(self, file: "SpreadFile") -> bool:
+        """Links a file of the last checkpoint, where it is there as it was written. Returns whether it did."""
         before = self._before
         if before is None or before.record is None or file.key not in before.record.entries:
             return False
         record = before.record.entries[file.key].files.get(file.name)
+        path = os.path.join(before.place.path, file.name)
         with suppress(OSError, OpenError):
-            path = os.path.join(before.place.path, file.name)
-            return record is not None and _is_untouched(path, record, self._doubtful)
+            if record is not None and _is_untouched(path, record, self._doubtful):
+                system.link(path, os.path.join(self.path, file.name))
+                self._links.add(file.name)
+                return True
         return False
 
     def add(self, files: "Sequence[SpreadFile]") -> None:
-        """Adds the objects that several ranks have written: names new files, and links those of the last checkpoint.
+        """Adds the objects that several ranks have written: names new files, and removes links that are not needed.
 
         Raises `OSError` and `UnsavableError`.
         """
+        for name in self._links.difference(file.name for file in files if not file.is_new):
+            system.unlink(os.path.join(self.path, name))
         of_objects = {path: _Files(self.path) for path in self._job.spread}
         for file in files:
             of_object = of_objects[file.key]
@@ -210,8 +216,6 @@ class NewStep:
                 system.replace(os.path.join(self.path, file.unnamed), os.path.join(self.path, file.name))
                 of_object.bytes_written += file.nbytes
             else:
-                assert self._before is not None
-                system.link(os.path.join(self._before.place.path, file.name), os.path.join(self.path, file.name))
                 of_object.bytes_linked += file.nbytes
             digests = {} if file.written is None else file.written.digests
             of_object.tensors[file.name] = tuple(digests)
@@ -348,11 +352,11 @@ class SpreadFile:
 
     key: str
     """The path of the object."""
+    tensors: tuple[str, ...]
+    """The names of its tensors."""
     nbytes: int
     unnamed: str
     """The name of the file while it is written."""
-    local_digest: str
-    """The digest of what this rank holds of tensors that training does not change; empty for other tensors."""
     written: Written | None = None
     """The digests; None on other ranks than the first one."""
     is_new: bool = True
@@ -365,16 +369,25 @@ class SpreadFile:
         return f"{self.key}-{self.written.content[:16]}{SUFFIX}"
 
 
+_Key = tuple[str, str]
+"""The path of an object, and the name of a tensor."""
+
+
 class SpreadWriter:
     """Writes the objects whose tensors are spread over the ranks.
 
-    Tensors that training does not change have files of their own. Such a file is not written again where no rank's part
-    of it has changed since the last save of this process: the first rank links it.
+    A file is not written again where no rank's part of its tensors has changed since the last save of this process: the
+    first rank links it. Other tensors that have not changed go into files of their own. In the first save of a process
+    those are the tensors that training does not change.
     """
 
     def __init__(self) -> None:
-        self._last: dict[object, SpreadFile] = {}
-        """The files of the last save that may be linked, by the object and the layout of the tensors."""
+        self._files: Sequence[SpreadFile] = ()
+        """Those of the last save."""
+        self._parts: Mapping[_Key, object] = {}
+        """For each tensor of the last save its layout, and the digest of what this rank holds."""
+        self._save = ""
+        """The last save: its temporary name, which no other save has."""
 
     def write(
         self,
@@ -383,7 +396,7 @@ class SpreadWriter:
         agreement: Agreement,
         writer: CollectiveWriter,
         shard_bytes: int | None,
-        can_link: Callable[[SpreadFile], bool],
+        link: Callable[[SpreadFile], bool],
     ) -> Sequence[SpreadFile]:
         """Writes the files: a call of all ranks.
 
@@ -393,54 +406,76 @@ class SpreadWriter:
             agreement: the ranks.
             writer: their writer.
             shard_bytes: the most bytes of tensors in a file; None for no limit.
-            can_link: whether the first rank can link a file of the last save.
+            link: links a file of the last save, on the first rank; returns whether it could.
 
         Returns:
-            The files that were written, whose bytes are durable, and those to link, for the first rank.
+            The files that were written, whose bytes are durable, and those that are linked.
 
         Raises what `CollectiveWriter.write` raises.
         """
-        files: dict[object, SpreadFile] = {}
         layouts: list[Layout] = []
+        files: list[SpreadFile] = []
+        with writer.planning():
+            parts = {key: part for path in job.spread for key, part in _parts(path, job)}
+        unchanged = self._unchanged(parts, agreement, link)
+        linked = [
+            replace(file, is_new=False)
+            for file in self._files
+            if unchanged is not None and unchanged.issuperset((file.key, name) for name in file.tensors)
+        ]
+        in_links = {(file.key, name) for file in linked for name in file.tensors}
+        saved = {file.key for file in self._files}
         with writer.planning():
             for path in job.spread:
-                for group in _groups(job.states[path].tensors, job.frozen[path], shard_bytes):
+                tensors = job.states[path].tensors
+                rest = {name: tensor for name, tensor in tensors.items() if (path, name) not in in_links}
+                constant: Set[str] = job.frozen[path]
+                if unchanged is not None and path in saved:
+                    constant = {name for name in rest if (path, name) in unchanged}
+                for group in _groups(rest, constant, shard_bytes):
                     with size_errors(path):
                         layouts.append(layout(group, lambda _: SHARD_METADATA))
-                    local = ""
-                    if job.frozen[path].issuperset(group):
-                        hashes = write_blocks(None, 0, [_local(tensor) for tensor in group.values()])
-                        local = digest("".join(hashes).encode())
-                    described = [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in group.items()]
-                    parts = tuple(map(parts_of, group.values()))
                     unnamed = f".{len(files)}{SUFFIX}"  # no object has such a name
-                    files[path, *described, parts] = SpreadFile(path, layouts[-1].nbytes, unnamed, local)
-        flags = ""
-        for key, file in files.items() if any(file.local_digest for file in files.values()) else ():
-            last = self._last.get(key)
-            is_same = last is not None and bool(last.local_digest) and last.local_digest == file.local_digest
-            flags += "1" if is_same and last is not None and (not agreement.is_first or can_link(last)) else "0"
-        of_ranks = agreement.texts("comparing tensors that training does not change", flags)
-        linked = {key for key, *own in zip(files, *of_ranks, strict=False) if set(own) == {"1"}}
-        new = [file for key, file in files.items() if key not in linked]
+                    files.append(SpreadFile(path, tuple(group), layouts[-1].nbytes, unnamed))
 
         def outputs() -> Generator[Output]:
-            for file in new:
+            for file in files:
                 with new_file(os.path.join(directory, file.unnamed)) as output:
                     yield output
 
         def compared() -> list[object]:
             return [job.states[path].manifest(None, {}) for path in job.spread]
 
-        of_new = [planned for key, planned in zip(files, layouts, strict=True) if key not in linked]
-        written = iter(writer.write(of_new, outputs, compared))
-        for key, file in files.items():
-            if key in linked:
-                files[key] = replace(self._last[key], is_new=False)
-            elif agreement.is_first:
-                files[key] = replace(file, written=next(written))
-        self._last = {key: file for key, file in files.items() if file.local_digest}
-        return list(files.values())
+        written = writer.write(layouts, outputs, compared)
+        if agreement.is_first:
+            files = [replace(file, written=of_file) for file, of_file in zip(files, written, strict=True)]
+        self._files, self._parts, self._save = [*linked, *files], parts, os.path.basename(directory)
+        return self._files
+
+    def _unchanged(
+        self, parts: Mapping[_Key, object], agreement: Agreement, link: Callable[[SpreadFile], bool]
+    ) -> Set[_Key] | None:
+        """Returns the tensors that no rank has changed; None where the ranks have no last save in common."""
+        same = {key for key, part in parts.items() if self._parts.get(key) == part}
+        for file in self._files if agreement.is_first else ():
+            keys = {(file.key, name) for name in file.tensors}
+            if same.issuperset(keys) and not link(file):
+                same -= keys  # they are written again
+        save = Digest.of("", "", [self._save]).number
+        numbers = [save, -save, *(key not in same for key in parts)]
+        reduced = agreement.maximum("comparing tensors with the last save", numbers)
+        if not reduced or reduced[0] != -reduced[1]:
+            return None
+        return {key for key, is_changed in zip(parts, reduced[2:], strict=True) if not is_changed}
+
+
+def _parts(path: str, job: Job) -> Iterator[tuple[_Key, object]]:
+    """Yields the layout of each tensor of an object, and the digest of what this rank holds of it."""
+    tensors = job.states[path].tensors
+    hashes = write_blocks(None, 0, [_local(tensor) for tensor in tensors.values()])
+    for (name, tensor), hashed in zip(tensors.items(), hashes, strict=True):
+        spread = (tensor.placements, tensor.mesh) if isinstance(tensor, ShardedTensor) else ()
+        yield (path, name), (tensor.dtype, tuple(tensor.shape), *spread, parts_of(tensor), digest(hashed.encode()))
 
 
 _DtypeAndShape = tuple[torch.dtype, tuple[int, ...]]

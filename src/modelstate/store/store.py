@@ -469,7 +469,7 @@ class Store(Shown):
                     agreement,
                     writer,
                     self._shard_bytes,
-                    can_link=lambda file: new_step is not None and new_step.can_link(file),
+                    link=lambda file: new_step is not None and new_step.link(file),
                 )
             (path, bytes_written, bytes_linked), seconds, pruned = agreement.decided(
                 f"committing step {record.step}", commit
