@@ -1,4 +1,4 @@
-"""Four ranks in processes of their own, which share one gloo process group between all tests of a module.
+"""Ranks in processes of their own, usually four, which share one gloo process group between all tests of a module.
 
 A test sends a function of a module to all ranks with `Ranks.run`, and gets what each of them returned or raised. A rank
 that dies, and ranks that are discarded, are replaced by new ones at the next call.
@@ -54,7 +54,8 @@ class Outcome:
 class Ranks:
     """The ranks. `close` ends their processes."""
 
-    def __init__(self) -> None:
+    def __init__(self, size: int = WORLD_SIZE) -> None:
+        self._size = size
         self._processes: list[Any] = []
         self._connections: list[Connection] = []
         self._folder: tempfile.TemporaryDirectory[str] | None = None
@@ -74,10 +75,14 @@ class Ranks:
             TimeoutError: A rank did not answer.
         """
         outcomes = self._run(function, arguments, timeout, until_failure=False)
-        missing = [rank for rank in range(WORLD_SIZE) if rank not in outcomes]
+        missing = [rank for rank in range(self._size) if rank not in outcomes]
         if missing:
             raise TimeoutError(f"ranks {missing} did not end {function.__qualname__} in {timeout} s")
-        return [outcomes[rank] for rank in range(WORLD_SIZE)]
+        return [outcomes[rank] for rank in range(self._size)]
+
+    def until_failure(self, function: Callable[..., Any], *arguments: Any, timeout: float = 120) -> dict[int, Outcome]:
+        """As `run`, until a rank has failed or died: the outcomes of those that end within a second from then on."""
+        return self._run(function, arguments, timeout, until_failure=True)
 
     def values(self, function: Callable[..., Any], *arguments: Any, timeout: float = 120) -> list[Any]:
         """As `run`, for a call that must succeed: returns the values of the ranks.
@@ -85,12 +90,12 @@ class Ranks:
         Where a rank fails, the others may wait for it in a collective: they are replaced, and the test fails at once.
         """
         outcomes = self._run(function, arguments, timeout, until_failure=True)
-        for rank in range(WORLD_SIZE):
+        for rank in range(self._size):
             outcome = outcomes.get(rank)
             assert outcome is None or not outcome.died, f"rank {rank} died"
             assert outcome is None or outcome.failure is None, f"rank {rank}:\n{outcome.failure.traceback}"
-        assert len(outcomes) == WORLD_SIZE, f"only ranks {sorted(outcomes)} ended in {timeout} s"
-        return [outcomes[rank].value for rank in range(WORLD_SIZE)]
+        assert len(outcomes) == self._size, f"only ranks {sorted(outcomes)} ended in {timeout} s"
+        return [outcomes[rank].value for rank in range(self._size)]
 
     def _run(
         self, function: Callable[..., Any], arguments: tuple[Any, ...], timeout: float, *, until_failure: bool
@@ -102,8 +107,8 @@ class Ranks:
             connection.send((function.__module__, function.__qualname__, arguments))
         outcomes: dict[int, Outcome] = {}
         end = time.monotonic() + timeout
-        while len(outcomes) < WORLD_SIZE:
-            waited = {self._connections[rank]: rank for rank in range(WORLD_SIZE) if rank not in outcomes}
+        while len(outcomes) < self._size:
+            waited = {self._connections[rank]: rank for rank in range(self._size) if rank not in outcomes}
             ready = wait(list(waited), max(end - time.monotonic(), 0))
             if not ready:
                 break
@@ -116,14 +121,18 @@ class Ranks:
                     outcomes[rank] = Outcome(rank, died=True)
             if until_failure and any(outcome.failure or outcome.died for outcome in outcomes.values()):
                 end = min(end, time.monotonic() + GRACE_SECONDS)
-        if len(outcomes) < WORLD_SIZE or any(outcome.died for outcome in outcomes.values()):
+        if len(outcomes) < self._size or any(outcome.died for outcome in outcomes.values()):
             self.discard()
         return outcomes
 
-    def discard(self) -> None:
-        """Ends the processes, whatever they do: for a group whose ranks may wait for each other."""
+    def kill(self) -> None:
+        """Kills the processes. May be called by another thread while a call runs."""
         for process in self._processes:
             process.kill()
+
+    def discard(self) -> None:
+        """Ends the processes, whatever they do: for a group whose ranks may wait for each other."""
+        self.kill()
         for process in self._processes:
             process.join()
         for connection in self._connections:
@@ -137,22 +146,22 @@ class Ranks:
 
     def _start(self) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="ranks")
-        for rank in range(WORLD_SIZE):
+        for rank in range(self._size):
             ours, theirs = CONTEXT.Pipe()
-            process = CONTEXT.Process(target=_serve, args=(theirs, rank, self._folder.name), daemon=True)
+            process = CONTEXT.Process(target=_serve, args=(theirs, rank, self._size, self._folder.name), daemon=True)
             process.start()
             theirs.close()
             self._processes.append(process)
             self._connections.append(ours)
 
 
-def _serve(connection: Connection, rank: int, folder: str) -> None:
+def _serve(connection: Connection, rank: int, size: int, folder: str) -> None:
     """Runs the calls that come through a connection, until it is closed."""
     as_process_of_its_own()
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(WORLD_SIZE), OMP_NUM_THREADS="1")
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), OMP_NUM_THREADS="1")
     warnings.simplefilter("ignore")
     timeout = datetime.timedelta(seconds=GROUP_TIMEOUT_SECONDS)
-    dist.init_process_group("gloo", f"file://{folder}/store", timeout=timeout, rank=rank, world_size=WORLD_SIZE)
+    dist.init_process_group("gloo", f"file://{folder}/store", timeout=timeout, rank=rank, world_size=size)
     while True:
         try:
             module, name, arguments = connection.recv()

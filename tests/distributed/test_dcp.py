@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.state_dict import (
     get_state_dict,
     set_state_dict,
 )
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import modelstate as ms
 from tests.distributed import models, sources
@@ -209,12 +209,12 @@ def load_saved(kind: str, path: str) -> bool:
 def save_wrongly(path: str, what: str) -> None:
     net = models.sharded("fsdp")
     state: dict[str, Any] = {"model": net.state_dict(), "step": 5}
-    if dist.get_rank() == 2:
+    if dist.get_rank() in (1, 2) and what == "a tensor":
+        state["more"] = torch.full((3,), dist.get_rank())
+    elif dist.get_rank() == 2:
         if what == "a value":
             state["step"] = 6
-        elif what == "a tensor":
-            state["more"] = torch.zeros(3)
-        else:
+        elif what == "a directory":
             path = f"{path}/elsewhere/x.safetensors"
     dcp.save(state, storage_writer=ms.dcp.Writer(path))
 
@@ -227,6 +227,37 @@ def test_ranks_that_differ_save_nothing(ranks: Ranks, what: str, tmp_path: Path)
         message(outcome)
     assert list(ms.open(path)) == ["old"]
     assert [file.name for file in tmp_path.iterdir()] == ["x.safetensors"]
+
+
+def stage_of_pipeline(value: float) -> dict[str, Any]:
+    """The state of one of two stages, each of two ranks, with a tie."""
+    stage, inner = dist.get_rank() // 2, models.mesh(2, 2)["inner"]
+    weight = distribute_tensor(torch.arange(15.0).view(5, 3) * value + stage, inner, [Shard(stage)], src_data_rank=None)
+    layer = {"weight": weight, "tied": weight, "scale": torch.full((3,), value + stage)}
+    return {"layers": {str(stage): layer}, "shared": torch.full((2,), value), "step": int(value)}
+
+
+def save_and_load_a_pipeline(path: str) -> bool:
+    """Whether each stage gets back what it has saved, and the file has the layers of both."""
+    dcp.save({"model": stage_of_pipeline(3.0)}, storage_writer=ms.dcp.Writer(path))
+    loaded, expected = stage_of_pipeline(0.0), stage_of_pipeline(3.0)
+    state = {"model": loaded}
+    dcp.load(state, storage_reader=ms.dcp.Reader(path, verify=True))
+    found = ms.open(path)
+    for stage in "01":
+        weight = torch.arange(15.0).view(5, 3) * 3 + int(stage)
+        assert torch.equal(found.tensor(f"model.layers.{stage}.weight"), weight)
+        assert torch.equal(found.tensor(f"model.layers.{stage}.tied"), weight)
+        assert torch.equal(found.tensor(f"model.layers.{stage}.scale"), torch.full((3,), 3.0 + int(stage)))
+    return equal(whole_values(state["model"]), whole_values(expected))
+
+
+def whole_values(tree: Any) -> Any:
+    return {key: whole_values(value) for key, value in tree.items()} if isinstance(tree, dict) else models.whole(tree)
+
+
+def test_ranks_of_a_pipeline_save_together(ranks: Ranks, tmp_path: Path) -> None:
+    assert ranks.values(save_and_load_a_pipeline, str(tmp_path / "x.safetensors")) == [True] * 4
 
 
 # Converting what ranks have saved, without ranks.

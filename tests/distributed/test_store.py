@@ -1,12 +1,10 @@
 """A store on several ranks: one checkpoint from all of them, which all of them restore, or none."""
 
 import errno
-import itertools
 import os
 import signal
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -19,14 +17,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 import modelstate as ms
-from modelstate.distributed import agreement
 from modelstate.errors import ModelStateError
 from modelstate.io import system
 from modelstate.store import PendingSave
 from tests.distributed import models
 from tests.distributed.ranks import Ranks
-from tests.store.common import failing_call
-from tests.sweeps import EXHAUSTIVE
 
 pytestmark = pytest.mark.slow
 
@@ -183,6 +178,8 @@ def save_with_different(folder: Path, case: str) -> tuple[str, bool]:
     objects = plain_objects()
     if odd and case == "objects":
         del objects["epoch"]
+    if odd and case == "name":
+        objects["a/b"] = 1
     directory = folder / ("other" if odd and case == "directory" else "store")
     with ms.Store(directory, process_group=dist.group.WORLD) as store:
         kind, _ = error_of(lambda: store.check(objects) if case == "directory" else None)
@@ -192,9 +189,10 @@ def save_with_different(folder: Path, case: str) -> tuple[str, bool]:
         return kind, bool(store.steps())
 
 
-@pytest.mark.parametrize("case", ["objects", "step", "directory"])
+@pytest.mark.parametrize("case", ["objects", "step", "directory", "name"])
 def test_ranks_that_save_different_things(ranks: Ranks, tmp_path: Path, case: str) -> None:
-    assert ranks.values(save_with_different, tmp_path, case) == [("RanksDifferError", False)] * 4
+    error = "OptionError" if case == "name" else "RanksDifferError"
+    assert ranks.values(save_with_different, tmp_path, case) == [(error, False)] * 4
 
 
 def damaged_latest(folder: Path) -> tuple[int, list[int]]:
@@ -328,34 +326,48 @@ def plain_training(seed: int) -> dict[str, Any]:
     }
 
 
-def resumed_on_two(folder: Path) -> dict[str, torch.Tensor]:
-    """The run on ranks 0 and 1, sharded by FSDP2 over these two."""
-    mesh = DeviceMesh("cpu", [0, 1])
-    if dist.get_rank() > 1:
-        return {}
-    objects = plain_training(seed=2)
-    fully_shard(objects["model"], mesh=mesh)
-    optimizer = objects["optimizer"] = torch.optim.AdamW(objects["model"].parameters(), lr=1e-2)
-    objects["scheduler"] = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 20)
-    restored = ms.Store(folder / "store").restore(objects)
-    assert restored.step == 3
+def resumed_on(folder: Path, layout: str | int) -> dict[str, torch.Tensor]:
+    """The run on all ranks in another layout, or on the first few of them, sharded by FSDP2 over these."""
+    if isinstance(layout, str):
+        objects = sharded_objects(layout, seed=2, meta=True)
+    else:
+        mesh = DeviceMesh("cpu", list(range(layout)))
+        if dist.get_rank() >= layout:
+            return {}
+        objects = plain_training(seed=2)
+        fully_shard(objects["model"], mesh=mesh)
+        objects["optimizer"] = torch.optim.AdamW(objects["model"].parameters(), lr=1e-2)
+        objects["scheduler"] = torch.optim.lr_scheduler.CosineAnnealingLR(objects["optimizer"], 20)
+    assert ms.Store(folder / "store").restore(objects).step == 3
     for step in range(3, 5):
         train(objects, step)
-    return bits(objects["model"], optimizer)
+    return bits(objects["model"], objects["optimizer"])
 
 
-@pytest.mark.parametrize("kind", ["fsdp", "fsdp+tp"])
-def test_a_run_goes_on_with_another_number_of_ranks(ranks: Ranks, tmp_path: Path, kind: str) -> None:
+def check_same(found: list[dict[str, torch.Tensor]], expected: dict[str, torch.Tensor]) -> None:
+    for of_rank in found:
+        assert of_rank.keys() == expected.keys()
+        assert [name for name, value in expected.items() if not torch.equal(of_rank[name], value)] == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "layouts"), [("fsdp", (2, 3, 8, "tp")), ("fsdp+tp", (2,)), ("tp", ("fsdp",))], ids=["fsdp", "2-d", "tp"]
+)
+def test_a_run_goes_on_with_other_ranks_and_layouts(
+    ranks: Ranks, tmp_path: Path, kind: str, layouts: tuple[str | int, ...]
+) -> None:
     expected = ranks.values(save_trained, tmp_path, kind)[0]
-    found = ranks.values(resumed_on_two, tmp_path)
+    for layout in layouts:
+        of = Ranks(8) if layout == 8 else ranks
+        found = of.values(resumed_on, tmp_path, layout)
+        check_same(found if isinstance(layout, str) else found[:layout], expected)
+        if of is not ranks:
+            of.close()
     objects = plain_training(seed=3)
     assert ms.Store(tmp_path / "store").restore(objects).step == 3
     for step in range(3, 5):
         train(objects, step)
-    found[2] = found[3] = bits(objects["model"], objects["optimizer"])
-    for of_rank in found:
-        assert of_rank.keys() == expected.keys()
-        assert [name for name, value in expected.items() if not torch.equal(of_rank[name], value)] == []
+    check_same([bits(objects["model"], objects["optimizer"])], expected)
 
 
 def save_alone(folder: Path) -> None:
@@ -374,9 +386,7 @@ def test_ranks_go_on_from_a_run_of_one_process(ranks: Ranks, tmp_path: Path) -> 
     ms.Store(tmp_path / "store").restore(expected)
     for step in range(3, 5):
         train(expected, step)
-    for found in ranks.values(resumed_on_two, tmp_path)[:2]:
-        for name, value in bits(expected["model"], expected["optimizer"]).items():
-            assert torch.equal(found[name], value), name
+    check_same(ranks.values(resumed_on, tmp_path, 2)[:2], bits(expected["model"], expected["optimizer"]))
 
 
 # Faults.
@@ -419,45 +429,6 @@ def test_an_error_of_one_rank_leaves_the_last_step(
         assert kind == "WriteFailedError", text
     check_store(tmp_path, 1)
     assert not list((tmp_path / "store").glob("*.unfinished"))
-
-
-def kill() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def killed_before(kind: str, number: int) -> AbstractContextManager[object]:
-    """Kills this rank before a vote of a save, or before a system call that writes."""
-    if kind == "call":
-        return failing_call(number + 1, kill)
-    votes = itertools.count()
-    maximum = agreement._Connections.maximum
-
-    def counted(*arguments: Any) -> list[int]:
-        if next(votes) == number:
-            kill()
-        return maximum(*arguments)
-
-    return mock.patch.object(agreement._Connections, "maximum", counted)
-
-
-PLACES = [("vote", rank, number) for number in range(16) for rank in range(4)]
-PLACES += [("call", rank, number) for number in range(48) for rank in (0, 2)]
-"""Those of a save, and some more."""
-KILLS = PLACES if EXHAUSTIVE else [("vote", 1, 9), ("call", 2, 1), ("call", 0, 20)]
-
-
-@pytest.mark.parametrize(("kind", "odd", "number"), KILLS)
-def test_a_rank_that_is_killed_leaves_the_store_whole(
-    ranks: Ranks, tmp_path: Path, kind: str, odd: int, number: int
-) -> None:
-    outcomes = ranks.run(save_with, tmp_path, partial(killed_before, kind, number), odd)
-    kinds = {outcome.value[0] for outcome in outcomes if not outcome.died}
-    died = [outcome.rank for outcome in outcomes if outcome.died]
-    assert kinds <= ({"RankLostError", ""} if died else {""})
-    assert died in ([], [odd])
-    is_saved = (tmp_path / "store" / "step-000000002").exists()
-    assert is_saved or (died and kinds == {"RankLostError"})
-    check_store(tmp_path, 2 if is_saved else 1)
 
 
 def save_in_a_locked_store(folder: Path) -> tuple[str, str]:

@@ -10,7 +10,7 @@
 import io
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
+from torch.distributed.tensor import Replicate
 from torch.futures import Future
 
 from modelstate.checkpoint.checkpoint import Checkpoint, verify
@@ -32,6 +33,7 @@ from modelstate.checkpoint.open import Source, is_path
 from modelstate.checkpoint.open import open as open_checkpoint
 from modelstate.distributed.agreement import TIMEOUT_SECONDS, Digest
 from modelstate.errors import OptionError, ProcessGroupError, RanksDifferError
+from modelstate.formats.block_writer import write_blocks
 from modelstate.formats.dcp import with_positions
 from modelstate.io.atomic import sync_directory, write_errors
 from modelstate.io.engine import Request, read_ranges
@@ -46,7 +48,9 @@ from modelstate.rules.rule import Entries, Rule, Value
 from modelstate.rules.schema import Schema, apply_rules, check_rules
 from modelstate.spec import Refused, StoredTensor
 from modelstate.torch_compat.dtypes import cast_between, short
-from modelstate.torch_compat.plain import is_plain_memory
+from modelstate.torch_compat.plain import is_plain_memory, is_sharded
+from modelstate.torch_compat.private import storage_id
+from modelstate.torch_compat.sharding import dtensor_on, local_tensor
 
 _TARGET = "the state dict of dcp.load"
 
@@ -243,9 +247,9 @@ class Writer(StorageWriter):
     path has the old checkpoint or the new one, in full and durable, whichever rank fails. The files have the names of
     the flattened state dict; every tool for safetensors reads them, and `modelstate.open` gives back the tree.
 
-    Tensors that are no DTensors, and other values, must be equal on all ranks, unless they have names of their own on
-    each rank: such values are saved from all ranks. Tensors must be on all ranks, so ranks of a pipeline with different
-    layers cannot save together. Errors are raised on all ranks, as `CheckpointException`.
+    Names that only some ranks have, such as the layers of a stage of a pipeline, are saved from those ranks. Tensors
+    that are no DTensors, and other values, must be equal on all ranks that have them. Errors are raised on all ranks,
+    as `CheckpointException`.
 
     Args:
         path: The file to write, which ends in ".safetensors"; or a directory, for the file `model.safetensors` in it.
@@ -347,18 +351,84 @@ def _state_of(planner: SavePlanner) -> dict[_Path, object]:
     return {planner.mappings.get(name, (name,)): value for name, value in planner.state_dict.items()}
 
 
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """A tensor of one rank, for ranks that lack it."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    placements: tuple[Any, ...]
+    """Empty where the tensor is no DTensor; so is the mesh."""
+    mesh: tuple[tuple[int, ...], tuple[int, ...]]
+    """The shape of the mesh, and its ranks."""
+    digest: str
+    """Of the values of a tensor that is no DTensor."""
+    tied_to: _Path
+    """The first tensor of the rank that shows the same memory."""
+
+    @classmethod
+    def of_all(cls, state: Mapping[_Path, object]) -> "dict[_Path, _Layout]":
+        """Returns the layouts of the tensors of a state."""
+        layouts: dict[_Path, _Layout] = {}
+        first: dict[object, _Path] = {}
+        for path, value in state.items():
+            if isinstance(value, torch.Tensor):
+                tensor: Any = value
+                local = local_tensor(value) if is_sharded(value) else value
+                placements, mesh, digest = (), ((), ()), ""
+                if is_sharded(value):
+                    placements = tuple(tensor.placements)
+                    mesh = tuple(tensor.device_mesh.shape), tuple(map(int, tensor.device_mesh.mesh.flatten()))
+                else:
+                    (digest,) = write_blocks(None, 0, [value])
+                view = storage_id(local), local.storage_offset(), local.stride(), tuple(value.shape), value.dtype
+                tied_to = first.setdefault(view, path)
+                layouts[path] = cls(value.dtype, tuple(value.shape), placements, mesh, digest, tied_to)
+        return layouts
+
+
 def _with_values_of_all(state: dict[_Path, object], group: dist.ProcessGroup | None) -> dict[_Path, object]:
-    """Returns the state with the values that only other ranks have. Its order is then the same on all ranks."""
+    """Returns the state with what only other ranks have: values, and DTensors of which this rank holds nothing.
+
+    A tensor of some ranks that is no DTensor becomes one that is replicated on these ranks. The order is the same on
+    all ranks.
+    """
     numbers: list[int] = [0] * dist.get_world_size(group)
     dist.all_gather_object(numbers, Digest.of("", "", state).number, group)
     if len(set(numbers)) == 1:
         return state
-    values: list[dict[_Path, object]] = [{}] * len(numbers)
+    ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
+    values: list[dict[_Path, object]] = [{}] * len(ranks)
     own = {path: value for path, value in state.items() if not isinstance(value, torch.Tensor)}
     dist.all_gather_object(values, own, group)
+    layouts: list[dict[_Path, _Layout]] = [{}] * len(ranks)
+    dist.all_gather_object(layouts, _Layout.of_all(state), group)
+    of_all: dict[_Path, object] = {}
+    locals_of: dict[tuple[int, _Path], torch.Tensor] = {}
     for others in values:
-        state = {**others, **state}
-    return {path: state[path] for path in sorted(state, key=lambda path: [str(step) for step in path])}
+        of_all = {**others, **of_all}
+    for path in {path: None for others in layouts for path in others}:
+        holders = [position for position, others in enumerate(layouts) if path in others]
+        layout = layouts[holders[0]][path]
+        mesh, placements = layout.mesh, layout.placements
+        if len(holders) == len(ranks) or (path in state and placements):
+            continue
+        if not placements:
+            mesh, placements = ((len(holders),), tuple(ranks[position] for position in holders)), (Replicate(),)
+            if len({layouts[position][path] for position in holders}) > 1:
+                raise RanksDifferError(
+                    "a tensor that is no DTensor differs between the ranks that have it; nothing has been changed",
+                    where=".".join(map(str, path)),
+                    expected=f"the same values on the ranks {mesh[1]}",
+                    remedy="make it a DTensor, or give it another name on each rank",
+                )
+        value = state.get(path)
+        if not isinstance(value, torch.Tensor):
+            # Ties are the same on all ranks.
+            value = locals_of.setdefault((holders[0], layout.tied_to), torch.empty(0, dtype=layout.dtype))
+        of_all[path] = dtensor_on(*mesh, placements, layout.shape, value)
+    of_all = {**of_all, **{path: value for path, value in state.items() if path not in of_all}}
+    return {path: of_all[path] for path in sorted(of_all, key=lambda path: [str(step) for step in path])}
 
 
 def _tree(state: Mapping[_Path, object]) -> dict[Any, object]:

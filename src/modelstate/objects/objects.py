@@ -23,7 +23,9 @@ from modelstate.objects.loaders import load_state, own_generator, state_of
 from modelstate.objects.optimizer_state import optimizer_state
 from modelstate.objects.parts import Kind, Part
 from modelstate.spec import Contents
-from modelstate.torch_compat.modules import own_modules, unwrapped
+from modelstate.torch_compat.modules import modules_of as modules_within
+from modelstate.torch_compat.modules import own_modules, tensors_of, unwrapped
+from modelstate.torch_compat.sharding import reshard
 from modelstate.torch_compat.values import set_version_metadata
 from modelstate.transaction.transaction import Transaction
 
@@ -112,6 +114,28 @@ def restore_order(targets: Mapping[str, Target]) -> list[tuple[str, Target]]:
 def modules_of(targets: Mapping[str, Target]) -> "ModuleContainer":
     """Returns all modules among the targets as submodules of one container."""
     return ModuleContainer({path: target.obj for path, target in targets.items() if target.kind is Kind.MODULE})
+
+
+def tensors_within(objects: object, reshards: bool = False) -> Iterator[torch.Tensor]:
+    """Yields the tensors of the modules in nested containers, and those in the containers. Nothing is checked.
+
+    Args:
+        objects: Modules, tensors, containers and other values. A container that occurs twice is visited once.
+        reshards: Whether modules whose parameters are gathered are sharded again first.
+    """
+    seen: set[int] = set()
+    stack = [objects]
+    while stack:
+        value = stack.pop()
+        if isinstance(value, nn.Module):
+            if reshards:
+                reshard(value)
+            yield from tensors_of(modules_within(value))
+        elif isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, Mapping | list | tuple) and not isinstance(value, Checkpoint) and id(value) not in seen:
+            seen.add(id(value))
+            stack += value.values() if isinstance(value, Mapping) else value
 
 
 def check_owners(targets: Mapping[str, Target], modules: nn.Module) -> None:

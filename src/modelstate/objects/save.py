@@ -1,27 +1,24 @@
 """Saves a module, a state dict, or a tree of objects and values to a file: `modelstate.save`."""
 
 import os
-import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from time import perf_counter
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import nn
 
 from modelstate.checkpoint.checkpoint import Checkpoint
 from modelstate.checkpoint.open import argument_order, is_module, is_path
 from modelstate.checkpoint.write import SaveReport, StateToWrite, check_options, streamed, target_path, write_state
-from modelstate.distributed.agreement import TIMEOUT_SECONDS, Agreement, agreement_of
+from modelstate.distributed.agreement import TIMEOUT_SECONDS, agreement_of
 from modelstate.distributed.writing import PLANNING, CollectiveWriter
 from modelstate.errors import ModelCodeError, ModelStateError, SaveTargetError, UnsavableError
 from modelstate.formats.sharded import check_both
 from modelstate.io.atomic import LOCK_TIMEOUT_SECONDS
-from modelstate.objects.objects import capture, holds_stateful, targets_of
+from modelstate.objects.objects import capture, holds_stateful, targets_of, tensors_within
 from modelstate.problems import GATHER
-from modelstate.torch_compat.modules import modules_of, tensors_of, unwrapped
-from modelstate.torch_compat.sharding import reshard
+from modelstate.torch_compat.modules import unwrapped
 
 
 @argument_order("ms.save", lambda value: is_module(value) or isinstance(value, Mapping), is_path)
@@ -92,7 +89,7 @@ def save(
         >>> ms.save({"model": model, "optimizer": optimizer, "epoch": 3}, "run.safetensors")
     """
     begin = perf_counter()
-    agreement = _agreement_of(target, process_group, timeout_seconds)
+    agreement = agreement_of(tensors_within(target, reshards=True), process_group, timeout_seconds, "modelstate.save")
     with agreement.before(PLANNING):
         where = target_path(path)
         chosen = check_options(where, format, shard_size_bytes, lock_timeout_seconds, extra, schema)
@@ -118,32 +115,6 @@ def save(
         writer=CollectiveWriter(agreement, where) if agreement.ranks else None,
         progress=progress if not agreement.ranks else False,
     )
-
-
-def _agreement_of(target: object, process_group: "dist.ProcessGroup | None", timeout_seconds: float) -> Agreement:
-    """Returns the ranks that save together: those of the mesh of the DTensors in a target."""
-    tensors: list[torch.Tensor] = []
-    if "torch.distributed.tensor" in sys.modules and not isinstance(target, Checkpoint):
-        for value in _values(target):
-            if isinstance(value, nn.Module):
-                reshard(value)
-                tensors += tensors_of(modules_of(value))
-            elif isinstance(value, torch.Tensor):
-                tensors.append(value)
-    return agreement_of(tensors, process_group, timeout_seconds, "modelstate.save")
-
-
-def _values(target: object) -> Iterator[object]:
-    """Yields the values within nested containers. A container that occurs twice is visited once."""
-    seen: set[int] = set()
-    stack = [target]
-    while stack:
-        value = stack.pop()
-        if not isinstance(value, Mapping | list | tuple):
-            yield value
-        elif id(value) not in seen:
-            seen.add(id(value))
-            stack += value.values() if isinstance(value, Mapping) else value
 
 
 def _state_of(target: object) -> Mapping[Any, object]:

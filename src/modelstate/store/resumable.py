@@ -165,7 +165,7 @@ class Resumable:
         self.store, self._objects, self._steps = store, objects, steps
         self._save_every, self._deadline, self._background = save_every, deadline, background
         self._owns_store = owns_store
-        self._agreement = store.agreement(targets_of(objects), "modelstate.resumable")
+        self._agreement = store.agreement(objects, "modelstate.resumable")
         """The ranks that step, save and stop together."""
         self._is_by_signal = False
         """Whether a signal, to any of the ranks, has stopped the loop."""
@@ -487,7 +487,7 @@ def resumable(
         # A loop that was left by an exception stays alive: the interpreter keeps the last exception, with its frames.
         earlier._saver.collect()
         earlier.store.close()
-    agreement = store.agreement(targets_of(objects), "modelstate.resumable")
+    agreement = store.agreement(objects, "modelstate.resumable")
     options = steps, save_every, background, deadline is not None
     with agreement.phase("beginning", lambda: [Digest.of("the arguments", f"{steps=}, {save_every=}", options)]):
         found = _reached(store, objects)

@@ -38,7 +38,7 @@ from modelstate.io.atomic import new_file, sync_directory, write_errors
 from modelstate.io.files import local_path
 from modelstate.io.lock import WriterLock, check_directory
 from modelstate.objects.loaders import preserved_generators
-from modelstate.objects.objects import Target, capture, modules_of, targets_of
+from modelstate.objects.objects import Target, capture, targets_of, tensors_within
 from modelstate.objects.parts import Kind, Part
 from modelstate.objects.per_rank import gathered, of_this_rank
 from modelstate.objects.restore import Restored, RulesOf, restore_objects
@@ -243,9 +243,9 @@ class Store(Shown):
             >>> store.save(1000, {"model": model, "optimizer": optimizer}, metrics={"loss": 0.3})
         """
         begin_seconds = time.perf_counter()
-        targets = targets_of(objects)
-        agreement = self.agreement(targets, "Store.save")
+        agreement = self.agreement(objects, "Store.save")
         with agreement.phase("beginning", _same(f"step {step}", step, background, pin, overwrite, when_busy)):
+            targets = targets_of(objects)
             checked_metrics = _check_save(step, metrics, when_busy)
         if when_busy == "skip":
             is_busy = self._pending is not None and not self._pending.done
@@ -295,7 +295,7 @@ class Store(Shown):
             >>> store = ms.Store("checkpoints")
             >>> store.check({"model": model, "optimizer": optimizer})
         """
-        agreement = self.agreement(targets_of(objects), "Store.check")
+        agreement = self.agreement(objects, "Store.check")
         with self._exclusive():
             self.wait()
             nbytes = self.check_state(objects)
@@ -331,10 +331,11 @@ class Store(Shown):
             >>> store.check_state({"model": model})
             440
         """
-        targets = targets_of(objects)
+        agreement = self.agreement(objects, "Store.check_state")
+        with agreement.phase("beginning"):
+            targets = targets_of(objects)
         generators = [target.obj for target in targets.values() if target.is_restored_last]
         with preserved_generators(generators):
-            agreement = self.agreement(targets, "Store.check_state")
             return _job(targets, agreement, _writer(agreement, self.directory)).nbytes
 
     def wait(self, timeout_seconds: float | None = None) -> None:
@@ -540,9 +541,9 @@ class Store(Shown):
             1000
         """
         self.wait()
-        targets = targets_of(objects)
-        agreement = self.agreement(targets, "Store.restore")
+        agreement = self.agreement(objects, "Store.restore")
         with agreement.phase("beginning", _same(f"step {step}", step)):
+            targets = targets_of(objects)
             may_miss = patterns_of("allow_missing", allow_missing)
             may_exceed = patterns_of("allow_unexpected", allow_unexpected)
             kept_options = patterns_of("keep_options", keep_options)
@@ -656,21 +657,21 @@ class Store(Shown):
         first, second = (self.index.first_usable(step, attempt, _ALONE)[0] for step in (a, b))
         return diff_checkpoints(first, second, only=only, values=values, max_memory_bytes=max_memory_bytes)
 
-    def agreement(self, targets: Mapping[str, Target], call: str) -> Agreement:
+    def agreement(self, objects: object, call: str) -> Agreement:
         """Returns the ranks that save and restore these objects together.
 
         Args:
-            targets: what `targets_of` returns.
+            objects: as `save` takes them. They are not checked, so that what is wrong on one rank reaches the others.
             call: the function that all ranks call, for errors.
 
         Raises:
             ProcessGroupError: There are DTensors, and no process group of all ranks of their mesh.
 
         Examples:
-            >>> store.agreement(targets, "Store.save").is_collective
+            >>> store.agreement({"model": model}, "Store.save").is_collective
             False
         """
-        return agreement_of(modules_of(targets), self._process_group, self._timeout_seconds, call)
+        return agreement_of(tensors_within(objects), self._process_group, self._timeout_seconds, call)
 
     # Listing.
 

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from modelstate.errors import ShardingError
+from modelstate.spec import contiguous_stride
 
 
 class Split(NamedTuple):
@@ -130,6 +131,35 @@ def dtensor_like(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
     if local.dtype != tensor.dtype:
         spec = replace(spec, tensor_meta=spec.tensor_meta._replace(dtype=local.dtype))
     result: torch.Tensor = make(local.detach(), spec, requires_grad=False)
+    return result
+
+
+def dtensor_on(
+    mesh_shape: Sequence[int],
+    ranks: Sequence[int],
+    placements: Sequence[Any],
+    shape: Sequence[int],
+    local: torch.Tensor,
+) -> torch.Tensor:
+    """Returns a DTensor on a mesh, which this rank need not be part of. No rank communicates.
+
+    Args:
+        mesh_shape: The shape of the mesh.
+        ranks: Its ranks, in the order of their coordinates.
+        placements: The placements on it.
+        shape: The global shape.
+        local: The local tensor, whose dtype the DTensor has.
+    """
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+    mesh = DeviceMesh(local.device.type, torch.tensor(ranks).view(*mesh_shape), _init_backend=False)
+    meta = TensorMeta(torch.Size(shape), contiguous_stride(shape), local.dtype)
+    make: Any = DTensor
+    result: torch.Tensor = make(
+        local.detach(), DTensorSpec(mesh, tuple(placements), tensor_meta=meta), requires_grad=False
+    )
     return result
 
 
