@@ -10,7 +10,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -55,15 +55,15 @@ class Model(nn.Module):
         self.blocks = nn.ModuleList(Block(width) for _ in range(layers))
 
 
-def on_meta(width: int, layers: int) -> Model:
-    """Builds the model on meta, and shards it over all ranks."""
+def on_meta(width: int, layers: int, columns: bool = False) -> Model:
+    """Builds the model on meta, and shards it over all ranks, by rows or, where it has matrices, by columns."""
     from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import Shard
 
     with ms.skeleton():
         model = Model(width, layers).to(torch.bfloat16)
-    for block in model.blocks:
-        fully_shard(block)
-    fully_shard(model)
+    for module in (*model.blocks, model):
+        fully_shard(module, shard_placement_fn=lambda param: Shard(1) if columns and param.ndim == 2 else None)
     return model
 
 
@@ -264,7 +264,7 @@ TABLE = InPage(
 def main(
     table: InPage,
     doc: str | None,
-    contenders: Mapping[str, object],
+    contenders: Iterable[str],
     rank_main: Callable[[int, str, Path, int, int], None],
 ) -> None:
     """Prints or writes the table of a benchmark, or is one rank of a contender."""
@@ -273,7 +273,7 @@ def main(
         return
     parser = argparse.ArgumentParser()
     parser.add_argument("--rank", type=int)
-    parser.add_argument("--contender", choices=contenders)
+    parser.add_argument("--contender", choices=[*contenders])
     parser.add_argument("--folder", type=Path)
     parser.add_argument("--width", type=int)
     parser.add_argument("--layers", type=int)

@@ -39,6 +39,11 @@ def ours(model: Model, folder: Path) -> None:
     ms.save(model, folder / "model.safetensors")
 
 
+def store(model: Model, folder: Path) -> None:
+    with ms.Store(folder) as checkpoints:
+        checkpoints.save(1, {"model": model})
+
+
 def dcp(model: Model, folder: Path) -> None:
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import get_model_state_dict
@@ -75,9 +80,10 @@ def gathered(model: Model, folder: Path) -> None:
     dist.barrier()
 
 
-OURS = "modelstate.save"
+OURS, STORE = "modelstate.save", "modelstate.Store.save"
 CONTENDERS: Mapping[str, Callable[[Model, Path], None]] = {
     OURS: ours,
+    STORE: store,
     "dcp.save, which leaves files of its own": dcp,
     "dcp.save, HuggingFaceStorageWriter with consolidation": dcp_consolidated,
     "get_model_state_dict(full_state_dict=True), save_file on rank 0": gathered,
@@ -108,8 +114,8 @@ def rank_main(rank: int, contender: str, folder: Path, width: int, layers: int) 
     save = CONTENDERS[contender]
     for name in ("tiny", "saved"):
         (folder / name).mkdir(exist_ok=True)
-    save(_filled(64, 2), folder / "tiny")
-    model = _filled(width, layers)
+    save(filled(64, 2), folder / "tiny")
+    model = filled(width, layers)
     stages = Stages()
     dist.barrier()
     begun = time.perf_counter()
@@ -119,11 +125,11 @@ def rank_main(rank: int, contender: str, folder: Path, width: int, layers: int) 
     dist.destroy_process_group()
 
 
-def _filled(width: int, layers: int) -> Model:
-    """The model with values that depend on nothing but the rank."""
+def filled(width: int, layers: int, columns: bool = False) -> Model:
+    """The model with values that depend on nothing but the rank. Its weights are split by rows, or by columns."""
     import torch.distributed as dist
 
-    model = on_meta(width, layers).to_empty(device="cpu")
+    model = on_meta(width, layers, columns).to_empty(device="cpu")
     torch.manual_seed(dist.get_rank())
     for param in model.parameters():
         shard: Any = param.detach()
@@ -132,10 +138,10 @@ def _filled(width: int, layers: int) -> Model:
     return model
 
 
-def _digest(folder: Path) -> str:
+def _digest(folder: Path, contender: str) -> str:
     digest = hashlib.sha256()
     files = [path for path in folder.iterdir() if path.suffix == ".safetensors"]
-    with ms.open(files[0] if files else folder) as checkpoint:
+    with ms.Store(folder).open("model") if contender == STORE else ms.open(files[0] if files else folder) as checkpoint:
         for name in sorted(checkpoint):
             data: Any = checkpoint.tensor(name).contiguous().view(torch.uint8).numpy()
             digest.update(data)
@@ -152,7 +158,7 @@ def measure(contender: str, folder: Path, width: int, layers: int) -> Saved:
             results = list(pool.map(start, [[*command, str(rank)] for rank in range(RANKS)]))
         saved = Path(own) / "saved"
         disk_bytes = sum(path.stat().st_size for path in saved.rglob("*") if path.is_file())
-        digest = _digest(saved)
+        digest = _digest(saved, contender)
     stages: list[Stage] = [result["saved"] for result in results]
     memory = [stage.anonymous_bytes for stage in stages]
     return Saved(max(stage.facts["seconds"] for stage in stages), sum(memory), max(memory), disk_bytes, digest)

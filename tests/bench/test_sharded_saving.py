@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from bench import sharded_saving
+from bench import sharded_saving, sharded_traffic
 from bench.measure import MeasurementError
 from bench.sharded_saving import CONTENDERS, OURS, Saved
 
@@ -31,3 +31,10 @@ def test_a_contender_runs_on_four_ranks(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(sharded_saving, "measure", lambda *_: next(found))
     with pytest.raises(MeasurementError, match="different weights"):
         sharded_saving.measured(2, 64, 2, tmp_path)
+
+
+@pytest.mark.slow
+def test_half_of_the_columns_of_two_ranks_are_exchanged(tmp_path: Path) -> None:
+    for stage in sharded_traffic.measure(sharded_traffic.COLUMNS, 2, tmp_path, 64, 2):
+        assert 0 < stage.facts["votes"] < 5000
+        assert 0.4 < (stage.facts["all"] - stage.facts["votes"]) / stage.facts["shards"] < 0.6

@@ -1,0 +1,110 @@
+"""Counts the bytes that ranks send to each other in a sharded save, over 2, 4 and 8 ranks, and prints a table.
+
+The bytes are those that each rank gives to the collectives of modelstate. An all-reduce sends twice what it reduces.
+`--rank` is one rank, which saves a model whose weights are split by rows or by columns.
+"""
+
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import modelstate as ms
+from bench.measure import Stage, Stages, run
+from bench.pages import InPage
+from bench.sharded import LAYERS, WIDTH, main, temporary_folder
+from bench.sharded_saving import filled
+from modelstate.distributed.agreement import _Connections
+from modelstate.text_format import size
+
+RANKS = (2, 4, 8)
+ROWS, COLUMNS = "rows", "columns"
+HEAD = (
+    *("ranks", "shards of a rank", "own memory beyond them", "sent in votes", "sent in all"),
+    *("split by columns: sent in all", "own memory beyond the shards"),
+)
+
+
+def counting(sent: dict[str, int]) -> Any:
+    """Replaces the collectives by ones that count what this rank sends to others."""
+
+    def wrapped(name: str, nbytes: Callable[..., int]) -> Any:
+        real = getattr(_Connections, name)
+
+        def call(self: _Connections, *arguments: Any) -> Any:
+            sent[name] = sent.get(name, 0) + nbytes(self, *arguments)
+            return real(self, *arguments)
+
+        return call
+
+    def to_others(made: _Connections, output: Any, tensor: Any, counts: Any, own_counts: Any, *_: Any) -> int:
+        import torch.distributed as dist
+
+        return int(sum(own_counts) - own_counts[dist.get_rank()])
+
+    return mock.patch.multiple(
+        _Connections,
+        maximum=wrapped("maximum", lambda made, numbers, *_: 2 * 8 * len(numbers)),
+        gathered=wrapped("gathered", lambda made, text, longest, *_: (made._size - 1) * (8 + longest)),
+        broadcast=wrapped("broadcast", lambda made, tensor, *_: tensor.nbytes),
+        exchange=wrapped("exchange", to_others),
+    )
+
+
+def rank_main(rank: int, split: str, folder: Path, width: int, layers: int) -> None:
+    """One rank: saves a tiny model first, so that imports and connections do not count."""
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=int(os.environ["WORLD_SIZE"]))
+    columns = split == COLUMNS
+    ms.save(filled(64, 2, columns), folder / "tiny.safetensors")
+    model = filled(width, layers, columns)
+    shards = sum(param.to_local().nbytes for param in model.parameters())  # type: ignore[operator]
+    sent: dict[str, int] = {}
+    stages = Stages()
+    dist.barrier()
+    with counting(sent):
+        ms.save(model, folder / "model.safetensors")
+    stages.end("saved", votes=sent.get("maximum", 0) + sent.get("broadcast", 0), all=sum(sent.values()), shards=shards)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def measure(split: str, ranks: int, folder: Path, width: int, layers: int) -> list[Stage]:
+    """Saves once, with a fresh process for each rank, and returns what each of them has counted."""
+    with tempfile.TemporaryDirectory(dir=folder) as own:
+        command = ["-m", "bench.sharded_traffic", "--contender", split, "--folder", own]
+        command += ["--width", str(width), "--layers", str(layers), "--rank"]
+        start = partial(run, environment={"OMP_NUM_THREADS": "1", "WORLD_SIZE": str(ranks)}, timeout_seconds=120)
+        with ThreadPoolExecutor(ranks) as pool:
+            results = pool.map(start, [[*command, str(rank)] for rank in range(ranks)])
+            return [result["saved"] for result in results]
+
+
+def rows(width: int = WIDTH, layers: int = LAYERS) -> Iterator[tuple[str, ...]]:
+    """Measures, and yields the rows of the table: of the rank with the most."""
+    with temporary_folder() as folder:
+        for ranks in RANKS:
+            by_rows, by_columns = (measure(split, ranks, folder, width, layers) for split in (ROWS, COLUMNS))
+            facts = [max(stage.facts[name] for stage in by_rows) for name in ("shards", "votes", "all")]
+            sent = max(stage.facts["all"] for stage in by_columns)
+            memory, with_columns = (max(stage.anonymous_bytes for stage in found) for found in (by_rows, by_columns))
+            yield (str(ranks), size(facts[0]), size(memory), *map(size, facts[1:]), size(sent), size(with_columns))
+
+
+TABLE = InPage(
+    Path(__file__).resolve().parent.parent / "docs" / "sharded.md",
+    "<!-- The table: python -m bench.sharded_traffic --write -->",
+    "<!-- End of the table of traffic -->",
+    HEAD,
+    rows,
+)
+
+if __name__ == "__main__":
+    main(TABLE, __doc__, (ROWS, COLUMNS), rank_main)
