@@ -194,11 +194,14 @@ def sweep(
     """Kills a rank before one of its calls of a kind: at some places, or each rank before each call."""
     outcomes: Counter[str] = Counter()
     for rank in range(WORLD_SIZE):
+        of_rank = []
         for number in count() if EXHAUSTIVE else [number for place, number in places if place == rank]:
             outcome = outcome_of(ranks, folder / f"{rank} {number}", way, kind, rank, number)
             if not outcome:
                 break
-            outcomes[outcome] += 1
+            of_rank.append(outcome)
+        outcomes.update(of_rank)
+        print(f"rank {rank}: {' '.join(of_rank)}", flush=True)
     print(f"{way[0].__name__}, {kind}: {outcomes.total()} kills, {dict(outcomes)}")
     return outcomes
 

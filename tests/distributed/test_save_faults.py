@@ -9,12 +9,14 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
 from torch import nn
 
 import modelstate as ms
+from modelstate.distributed import writing
 from modelstate.testing import faulty_writes
 from modelstate.testing.faults import Request
 from tests.distributed import models
@@ -227,6 +229,10 @@ def _save_something_else(folder: Path) -> dict[str, Result]:
         net.steps.fill_(NEW + here)
         return ms.save(net, path)
 
+    def with_other_version(net: nn.Module) -> object:
+        with mock.patch.object(writing, "__version__", "9.9.9") if here else nullcontext():
+            return ms.save(net, path)
+
     saves: dict[str, Callable[[nn.Module], object]] = {
         "directory": lambda net: ms.save(net, (folder.parent / "elsewhere" if here else folder) / NAME),
         "no directory": lambda net: ms.save(net, (folder / "none" if here else folder) / NAME),
@@ -237,6 +243,7 @@ def _save_something_else(folder: Path) -> dict[str, Result]:
         "extra": lambda net: ms.save(net, path, extra={"rank": int(here)}),
         "option": lambda net: ms.save(net, path, shard_size_bytes=1500 if here else None),
         "argument": lambda net: ms.save(net, path, shard_size_bytes=-1 if here else None),
+        "version": with_other_version,
         "timeout": lambda net: ms.save(net, path, timeout_seconds=-1 if here else 60),
         "codec": lambda net: ms.save({"model": net, "x": object() if here else 1}, path),
         "exists": lambda net: ms.save(net, path, overwrite=False),
@@ -257,6 +264,7 @@ def test_a_rank_that_saves_something_else(ranks: Ranks, tmp_path: Path) -> None:
         "extra": "RanksDifferError",
         "option": "RanksDifferError",
         "argument": "OptionError",
+        "version": "RanksDifferError",
         "timeout": "OptionError",
         "codec": "CodecError",
         "exists": "TargetExistsError",
@@ -268,3 +276,4 @@ def test_a_rank_that_saves_something_else(ranks: Ranks, tmp_path: Path) -> None:
         assert {result.seed for result in results.values()} == {OLD}
     assert "directory that all ranks share" in by_rank[0]["directory"].text
     assert "no DTensors" in by_rank[2]["buffer"].text
+    assert "ranks 1: model.safetensors, modelstate 9.9.9" in by_rank[0]["version"].text

@@ -39,6 +39,7 @@ from modelstate.text_format import count
 from modelstate.torch_compat.plain import why_not_plain
 from modelstate.torch_compat.private import storage_id
 from modelstate.torch_compat.sharding import is_split, local_tensor
+from modelstate.version import __version__
 
 PART_BYTES = 1 << 20
 """A tensor whose runs are shorter than that on average is exchanged."""
@@ -336,7 +337,11 @@ class CollectiveWriter:
         return [
             Digest.of("the states", count(total, "tensor"), described),
             Digest.of("the values of tensors that are no DTensors", count(len(plain), "tensor"), values),
-            Digest.of("the path, the options and the other values", os.path.basename(self._path), compared()),
+            Digest.of(
+                "the path, the options, the other values or the versions of modelstate",
+                f"{os.path.basename(self._path)}, modelstate {__version__}",
+                [__version__, *compared()],
+            ),
         ]
 
     def _pieces(self, layouts: Sequence[Layout], meshes: dict[_Mesh, _Mesh]) -> list[list[_Piece]]:
