@@ -34,7 +34,8 @@ def test_a_contender_runs_on_four_ranks(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 @pytest.mark.slow
-def test_half_of_the_columns_of_two_ranks_are_exchanged(tmp_path: Path) -> None:
-    for stage in sharded_traffic.measure(sharded_traffic.COLUMNS, 2, tmp_path, 64, 2):
-        assert 0 < stage.facts["votes"] < 5000
-        assert 0.4 < (stage.facts["all"] - stage.facts["votes"]) / stage.facts["shards"] < 0.6
+def test_ranks_send_no_more_than_their_shards_and_votes(tmp_path: Path) -> None:
+    stages = sharded_traffic.measure(sharded_traffic.COLUMNS, 2, tmp_path, 64, 2)
+    shards = stages[0].facts["shards"]
+    assert all(0 < stage.facts["votes"] < 5000 for stage in stages)
+    assert shards // 2 < max(stage.facts["all"] for stage in stages) < shards + 5000

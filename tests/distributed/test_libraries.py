@@ -1,5 +1,6 @@
 """Sharded saves with other libraries: transformers reads the files, torchdata's loaders resume on each rank."""
 
+import multiprocessing
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +81,7 @@ def test_a_quantized_tensor_for_a_sharded_one_is_an_error_on_all_ranks(ranks: Ra
 def objects_of(workers: int) -> dict[str, Any]:
     """A sharded network, and the loader of this rank, which shuffles."""
     rank, size = dist.get_rank(), dist.get_world_size()
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
     torch.manual_seed(rank)
     loader: Any = StatefulDataLoader(range(rank, 40, size), batch_size=2, shuffle=True, num_workers=workers)
     return {"model": models.sharded("fsdp"), "rng": ms.RNG(), "loader": loader}

@@ -345,10 +345,13 @@ class CollectiveWriter:
         ]
 
     def _pieces(self, layouts: Sequence[Layout], meshes: dict[_Mesh, _Mesh]) -> list[list[_Piece]]:
-        """Returns the pieces of each file. Of several ranks that hold one, the one with the least work writes it."""
+        """Returns the pieces of each file. Of several ranks that hold one, the one with the least work writes it.
+
+        The ranks take turns with what is exchanged, a block each.
+        """
         loads = dict.fromkeys(self._ranks, 0)
         files: list[list[_Piece]] = []
-        exchanged = 0
+        exchanged_bytes = 0
         for planned in layouts:
             files.append([])
             start = planned.header_bytes
@@ -359,7 +362,8 @@ class CollectiveWriter:
                     parts = _replicated(tensor.numel(), tensor.itemsize, self._ranks)
                 for part in parts.parts:
                     if part.region is None:
-                        rank, exchanged = part.ranks[exchanged % len(part.ranks)], exchanged + 1
+                        rank = part.ranks[exchanged_bytes // BLOCK_BYTES % len(part.ranks)]
+                        exchanged_bytes += (part.end - part.start) * tensor.itemsize
                     else:
                         rank = min(part.ranks, key=loads.__getitem__)
                     piece = _Piece(tensor, start + part.start * tensor.itemsize, part, rank, parts)
