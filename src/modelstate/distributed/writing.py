@@ -347,11 +347,11 @@ class CollectiveWriter:
     def _pieces(self, layouts: Sequence[Layout], meshes: dict[_Mesh, _Mesh]) -> list[list[_Piece]]:
         """Returns the pieces of each file. Of several ranks that hold one, the one with the least work writes it.
 
-        The ranks take turns with what is exchanged, a block each.
+        The ranks take turns with what is exchanged, up to a block each.
         """
         loads = dict.fromkeys(self._ranks, 0)
         files: list[list[_Piece]] = []
-        exchanged_bytes = 0
+        turn = turn_bytes = 0
         for planned in layouts:
             files.append([])
             start = planned.header_bytes
@@ -362,8 +362,11 @@ class CollectiveWriter:
                     parts = _replicated(tensor.numel(), tensor.itemsize, self._ranks)
                 for part in parts.parts:
                     if part.region is None:
-                        rank = part.ranks[exchanged_bytes // BLOCK_BYTES % len(part.ranks)]
-                        exchanged_bytes += (part.end - part.start) * tensor.itemsize
+                        nbytes = (part.end - part.start) * tensor.itemsize
+                        if turn_bytes + nbytes > BLOCK_BYTES:
+                            turn, turn_bytes = turn + 1, 0
+                        turn_bytes += nbytes
+                        rank = part.ranks[turn % len(part.ranks)]
                     else:
                         rank = min(part.ranks, key=loads.__getitem__)
                     piece = _Piece(tensor, start + part.start * tensor.itemsize, part, rank, parts)
