@@ -16,7 +16,6 @@ from keyword import iskeyword
 from typing import Any, Literal
 
 import torch
-from torch import nn
 
 from modelstate.checkpoint.checkpoint import Checkpoint
 from modelstate.checkpoint.open import argument_order, is_objects, is_source, patterns_of
@@ -44,6 +43,7 @@ from modelstate.objects.objects import (
     register_undo,
     restore_order,
     targets_of,
+    tensors_within,
 )
 from modelstate.objects.optimizer_state import OptimizerPlan, check_keep_options, misfit, plan_by_name, remedy_of
 from modelstate.objects.parts import KEPT, Kind, Part
@@ -174,8 +174,8 @@ def restore(
         >>> ms.restore({"model": model, "optimizer": optimizer, "epoch": 0}, "run.safetensors")["epoch"]
         3
     """
-    targets = _targets_of(objects)
-    with agreement_of(modules_of(targets)).before(PLANNING):
+    with agreement_of(tensors_within(objects)).before(PLANNING):
+        targets = targets_of(objects)
         checkpoint = open_checkpoint(source)
         if verify:
             checkpoint.verify()
@@ -198,16 +198,6 @@ def restore(
         source_name="" if isinstance(source, str | os.PathLike) else "source",
         init_missing=init_missing,
     )
-
-
-def _targets_of(objects: Mapping[str, object]) -> dict[str, Target]:
-    """Returns the targets. An error is an error on all ranks of the modules' meshes."""
-    try:
-        return targets_of(objects)
-    except OptionError:
-        values = objects.values() if isinstance(objects, Mapping) else [objects]
-        with agreement_of(nn.ModuleList(value for value in values if isinstance(value, nn.Module))).before(PLANNING):
-            raise
 
 
 def _part(checkpoint: Checkpoint, path: str, target: Target) -> Part | None:
@@ -305,11 +295,11 @@ def restore_objects(
 
     Raises what `restore` raises.
     """
-    targets = _targets_of(objects)
-    modules = modules_of(targets)
     if agreement is None:
-        agreement = agreement_of(modules)
+        agreement = agreement_of(tensors_within(objects))
     with agreement.before(PLANNING):
+        targets = targets_of(objects)
+        modules = modules_of(targets)
         check_owners(targets, modules)
         _check_parts(saved)
         if not (in_place is None or in_place is False):
