@@ -65,7 +65,8 @@ def rank_main(rank: int, split: str, folder: Path, width: int, layers: int) -> N
     columns = split == COLUMNS
     ms.save(filled(64, 2, columns), folder / "tiny.safetensors")
     model = filled(width, layers, columns)
-    shards = sum(param.to_local().nbytes for param in model.parameters())  # type: ignore[operator]
+    params: list[Any] = [*model.parameters()]
+    shards = sum(param.to_local().nbytes for param in params)
     sent: dict[str, int] = {}
     stages = Stages()
     dist.barrier()

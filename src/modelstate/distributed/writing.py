@@ -409,6 +409,7 @@ class CollectiveWriter:
                             file.close()
                     except BaseException as error:
                         failed = error
+                chunk = []  # frees its memory before the next one is received
             file.abandon()
         if failed is not None:
             raise failed

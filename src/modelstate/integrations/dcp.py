@@ -375,7 +375,9 @@ class _Layout:
             if isinstance(value, torch.Tensor):
                 tensor: Any = value
                 local = local_tensor(value) if is_sharded(value) else value
-                placements, mesh, digest = (), ((), ()), ""
+                placements: tuple[Any, ...] = ()
+                mesh: tuple[tuple[int, ...], tuple[int, ...]] = (), ()
+                digest = ""
                 if is_sharded(value):
                     placements = tuple(tensor.placements)
                     mesh = tuple(tensor.device_mesh.shape), tuple(map(int, tensor.device_mesh.mesh.flatten()))

@@ -421,7 +421,7 @@ class SpreadWriter:
         linked = [
             replace(file, is_new=False)
             for file in self._files
-            if unchanged is not None and unchanged.issuperset((file.key, name) for name in file.tensors)
+            if unchanged is not None and {(file.key, name) for name in file.tensors} <= unchanged
         ]
         in_links = {(file.key, name) for file in linked for name in file.tensors}
         saved = {file.key for file in self._files}
