@@ -347,10 +347,19 @@ class CollectiveWriter:
     def _pieces(self, layouts: Sequence[Layout], meshes: dict[_Mesh, _Mesh]) -> list[list[_Piece]]:
         """Returns the pieces of each file. Of several ranks that hold one, the one with the least work writes it.
 
-        The ranks take turns with what is exchanged, up to a block each.
+        The ranks take turns with what is exchanged: each takes up to a block, or its share of all of it.
         """
         loads = dict.fromkeys(self._ranks, 0)
         files: list[list[_Piece]] = []
+        exchanged = (
+            (part.end - part.start) * tensor.itemsize
+            for planned in layouts
+            for _, tensor in planned.tensors
+            if isinstance(tensor, ShardedTensor)
+            for part in tensor.parts_on(meshes[tensor.mesh]).parts
+            if part.region is None
+        )
+        most_bytes = min(BLOCK_BYTES, -(-sum(exchanged) // len(self._ranks)))
         turn = turn_bytes = 0
         for planned in layouts:
             files.append([])
@@ -363,7 +372,7 @@ class CollectiveWriter:
                 for part in parts.parts:
                     if part.region is None:
                         nbytes = (part.end - part.start) * tensor.itemsize
-                        if turn_bytes + nbytes > BLOCK_BYTES:
+                        if turn_bytes and turn_bytes + nbytes > most_bytes:
                             turn, turn_bytes = turn + 1, 0
                         turn_bytes += nbytes
                         rank = part.ranks[turn % len(part.ranks)]
