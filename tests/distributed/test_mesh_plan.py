@@ -1,16 +1,25 @@
 """The plan for a mesh, made in one process, says what the ranks of a real mesh hold."""
 
+import tracemalloc
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import modelstate as ms
+from modelstate.distributed import shards
 from modelstate.loading import plan_for_mesh
 from tests.distributed import models
 from tests.distributed.ranks import Ranks
+from tests.loading.test_mesh_plan import STYLES, Decoder, write_hole
 
 TENSOR_PARALLEL = {
     "blocks.*.[qkv]": "colwise",
@@ -49,6 +58,33 @@ def test_each_rank_holds_what_the_plan_says(kind: str, ranks: Ranks, tmp_path: P
     plan = plan_for_mesh(ms.plan(net, tmp_path / "model.safetensors"), net, *MESHES[kind])
     assert [rank.held_bytes for rank in plan.ranks] == ranks.values(_held_bytes, kind)
     assert [rank.rank for rank in plan.ranks] == [0, 1, 2, 3]
+
+
+def test_a_rank_of_a_large_mesh_plans_with_few_computations(tmp_path: Path) -> None:
+    with torch.device("meta"):
+        net = Decoder().to(torch.bfloat16)
+    path = tmp_path / "model.safetensors"
+    write_hole(net, path)
+    expected = plan_for_mesh(ms.plan(net, path), net, (64, 8), STYLES).ranks[77]
+    dist.init_process_group("fake", store=FakeStore(), rank=77, world_size=512)  # DTensors as in a run, without peers
+    try:
+        mesh = init_device_mesh("cpu", (64, 8), mesh_dim_names=("data", "tensor"))
+        makers: dict[str, Callable[[], ParallelStyle]] = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}
+        parallelize_module(net, mesh["tensor"], {name: makers[style]() for name, style in STYLES.items()})
+        for layer in net.layers:
+            fully_shard([*layer.children()], mesh=mesh["data"])
+        fully_shard(net, mesh=mesh["data"])
+        shards._local_shard.cache_clear()
+        tracemalloc.start()
+        plan = ms.plan(net, path)
+        assert tracemalloc.get_traced_memory()[1] < 200e6
+    finally:
+        tracemalloc.stop()
+        dist.destroy_process_group()
+    assert plan.ok
+    assert len(plan.steps) == 723
+    assert shards._local_shard.cache_info().misses < 20
+    assert plan.bytes == expected.held_bytes
 
 
 def test_too_many_ranks(tmp_path: Path) -> None:
