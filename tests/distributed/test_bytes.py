@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 import modelstate as ms
 from modelstate.loading import plan_for_mesh
 from modelstate.testing import faulty_reads
-from tests.distributed import models
+from tests.distributed import models, sources
 from tests.distributed.ranks import Ranks
 from tests.distributed.test_mesh_plan import MESHES
 
@@ -38,12 +38,16 @@ def _read_so_far() -> int:
 
 @contextmanager
 def _kept_in_memory(path: Path) -> Iterator[None]:
-    """Locks the pages of a file: a block that the kernel takes out of the page cache meanwhile is read again."""
-    with open(path, "rb") as file:  # for reading, so that ranks get their leases
-        memory = np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)
-    ctypes.CDLL(None).mlock(ctypes.c_void_p(memory.ctypes.data), ctypes.c_size_t(memory.nbytes))  # not all users may
+    """Locks the pages of files: a block that the kernel takes out of the page cache meanwhile is read again."""
+    kept = []
+    for part in [path] if path.is_file() else path.iterdir():
+        with open(part, "rb") as file:  # for reading, so that ranks get their leases
+            memory = np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)
+        # Not all users may lock pages.
+        ctypes.CDLL(None).mlock(ctypes.c_void_p(memory.ctypes.data), ctypes.c_size_t(memory.nbytes))
+        kept.append(memory)
     yield
-    del memory
+    del kept
 
 
 def _held_bytes(net: models.Net) -> int:
@@ -51,9 +55,10 @@ def _held_bytes(net: models.Net) -> int:
     return sum(tensor.numel() * tensor.itemsize for tensor in local)
 
 
-def _load(kind: str, path: Path, meta: bool) -> tuple[int, int, int, int]:
+def _load(kind: str, path: Path, meta: bool, read_once: bool = False) -> tuple[int, int, int, int]:
     """Returns the bytes that this rank holds, and those that it has read by the kernel, the calls and the report."""
     ms.load(models.sharded(kind), dict(models.plain(kind).state_dict()))  # imports, and connections of the ranks
+    ms.open(path)  # imports of the format
     if meta:
         with ms.skeleton():
             net = models.Net(**SIZES)
@@ -62,14 +67,14 @@ def _load(kind: str, path: Path, meta: bool) -> tuple[int, int, int, int]:
     models.SHARD[kind](net)
     with faulty_reads() as seen:  # which also keeps a load from filling memory through userfaultfd, uncounted
         before = _read_so_far()
-        report = ms.load(net, path)
+        report = ms.load(net, path, read_once=read_once)
         by_kernel = _read_so_far() - before
     calls = [request for request in seen.requests if request.call in ("pread", "preadv", "preadv_cached")]
-    by_calls = read_to = 0
+    by_calls, read_to = 0, dict.fromkeys((request.path for request in calls), 0)
     for request in sorted(calls, key=lambda request: request.start):  # a call that returns less is made again
-        end = request.start + request.nbytes
-        by_calls += max(end - max(read_to, request.start), 0)
-        read_to = max(read_to, end)
+        end, path = request.start + request.nbytes, request.path
+        by_calls += max(end - max(read_to[path], request.start), 0)
+        read_to[path] = max(read_to[path], end)
     return _held_bytes(net), by_kernel, by_calls, report.ranks[dist.get_rank()].read_bytes
 
 
@@ -95,3 +100,33 @@ def test_the_ranks_read_the_model_and_its_replicas(kind: str, meta: bool, ranks:
         net = _plain()
         plan = plan_for_mesh(ms.plan(net, path), net, *MESHES[kind])
         assert [rank.read_bytes for rank in plan.ranks] == [report for *_, report in results]
+
+
+def _write(folder: Path, form: str) -> Path:
+    return sources.write(dict(_plain().state_dict()), folder, form)
+
+
+@pytest.mark.parametrize("form", ["shards", "zip", "dcp"])
+def test_the_ranks_read_the_model_from_other_formats(form: str, ranks: Ranks, tmp_path: Path) -> None:
+    path = ranks.values(_write, tmp_path, form)[0]
+    with _kept_in_memory(path):
+        results = ranks.values(_load, "fsdp", path, False)
+    held, by_kernel, by_calls, reported = map(sum, zip(*results, strict=True))
+    assert held == reported
+    # The checkpoint of DCP has an archive for each part of a tensor, of which each rank reads the headers.
+    most = SURPLUS * held + (4 * 4 * 4096 * len(_plain().state_dict()) if form == "dcp" else 0)
+    assert held <= by_kernel <= most, results
+    assert held <= by_calls <= most, results
+
+
+@pytest.mark.parametrize("kind", ["hsdp", "replicated"])
+def test_replicas_that_are_read_once(kind: str, ranks: Ranks, tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    ms.save(_plain(), path)
+    state_bytes = path.stat().st_size
+    with _kept_in_memory(path):
+        results = ranks.values(_load, kind, path, False, True)
+    held, by_kernel, by_calls, reported = map(sum, zip(*results, strict=True))
+    assert held > 1.9 * state_bytes
+    for counted in (by_kernel, by_calls, reported):
+        assert 0.99 * state_bytes <= counted <= SURPLUS * state_bytes, results

@@ -31,6 +31,8 @@ _LEADS_OUT = re.compile(r"[\\\0]|\.\.|(?:\A|\n)(?:/|.:)", re.DOTALL)
 """Matches in names that are joined by line breaks where one of them may lead out of the archive."""
 _TOGETHER_BYTES, _SMALL_BYTES = 1 << 16, 1 << 10
 """Headers that lie close together are read in one call, with the small records between them."""
+_HEADER_BYTES = 256
+"""More than torch writes in a header, unless an option of torch aligns the data to more."""
 
 
 class Record(NamedTuple):
@@ -104,9 +106,13 @@ class ZipDirectory:
     def _end(self) -> tuple[int, int, int]:
         """Number of entries, start and size of the central directory."""
         size = self.file.nbytes
-        tail_start = max(0, size - _END.size - _MAX_COMMENT - _END64_LOCATOR.size)
-        tail = self.file.read(tail_start, size - tail_start, "the end of the archive")
-        at = tail.rfind(b"PK\5\6")
+        # torch writes no comment. A checkpoint of many ranks has an archive for each part of a tensor.
+        for ahead_bytes in (0, _MAX_COMMENT):
+            tail_start = max(0, size - _END.size - ahead_bytes - _END64_LOCATOR.size)
+            tail = self.file.read(tail_start, size - tail_start, "the end of the archive")
+            at = tail.rfind(b"PK\5\6")
+            if at >= _END64_LOCATOR.size:
+                break
         if at < 0 or at + _END.size > len(tail):
             raise TruncatedFileError("the archive has no end", where=self.file.path, expected="a directory at its end")
         _, disk, directory_disk, here, count, nbytes, start, comment = _END.unpack_from(tail, at)
@@ -197,11 +203,16 @@ class ZipDirectory:
         starts: dict[str, int] = {}
         ends: list[int] = []
         block, first = b"", 0
+        read_to, reach = dict[int, int](), directory
+        for entry in reversed(ordered):
+            reach = reach if entry.nbytes < _SMALL_BYTES else entry.header + _HEADER_BYTES
+            read_to[entry.header] = reach
         for entry in ordered:
             header, name, true_name, method, true_flags, _, true_packed, true_nbytes = entry
             at = header - first
             if at + _LOCAL.size > len(block):
-                block, first, at = self._headers(entry, _LOCAL.size, directory), header, 0
+                ahead_bytes = min(read_to[header] - header, _TOGETHER_BYTES)
+                block, first, at = self._headers(entry, _LOCAL.size, directory, ahead_bytes), header, 0
             magic, flags, stated_method, packed, nbytes, name_size, extra_size = _LOCAL.unpack_from(block, at)
             header_bytes = _LOCAL.size + name_size + extra_size
             if at + header_bytes > len(block):
@@ -229,11 +240,10 @@ class ZipDirectory:
                 )
         return starts
 
-    def _headers(self, entry: Record, nbytes: int, directory: int) -> bytes:
-        """Reads the local header of an entry, of at least `nbytes`, with those that lie close behind it."""
+    def _headers(self, entry: Record, nbytes: int, directory: int, ahead_bytes: int = 0) -> bytes:
+        """Reads the local header of an entry, of at least `nbytes`, with some that lie close behind it."""
         if entry.header + nbytes > directory:
             raise self._size_error(
                 entry.name, "a header before the directory", f"one of {nbytes} bytes at byte {entry.header}"
             )
-        ahead = _TOGETHER_BYTES if entry.nbytes < _SMALL_BYTES else 256
-        return self.file.read(entry.header, min(max(ahead, nbytes), directory - entry.header), "a header")
+        return self.file.read(entry.header, min(max(ahead_bytes, nbytes), directory - entry.header), "a header")
