@@ -197,6 +197,33 @@ def test_ranks_with_other_optimizer_states(ranks: Ranks) -> None:
     assert ranks.values(other_states) == [["RanksDifferError"] * 2] * 4
 
 
+def unfit_states() -> list[str]:
+    """The errors of states that no rank can take its part of: factored ones, and shards of another number of ranks."""
+    net = models.sharded("fsdp")
+    optimizer: torch.optim.Optimizer = torch.optim.Adafactor(net.parameters())
+    whole = models.plain("fsdp")
+    of_whole = torch.optim.Adafactor(whole.parameters())
+    train(whole, of_whole, 0, 1)
+    factored = get_optimizer_state_dict(whole, of_whole)
+    pairs = models.sharded("hsdp")  # shards of two ranks
+    of_pairs = trained(pairs)
+    train(pairs, of_pairs, 0, 1)
+    other_ranks = get_optimizer_state_dict(pairs, of_pairs)
+    found = []
+    for state, target in ((factored, optimizer), (other_ranks, trained(net))):
+        with pytest.raises(errors.OptimizerStateError) as error:
+            ms.load_optimizer_state(net, target, state)
+        found.append(str(error.value))
+        assert not target.state
+    return found
+
+
+def test_states_that_no_rank_can_take_its_part_of(ranks: Ranks) -> None:
+    for factored, other_ranks in ranks.values(unfit_states):
+        assert "one value for each row or column, which is not split over the ranks of a DTensor" in factored
+        assert "cannot be split over the ranks: DTensors that are placed in another way" in other_ranks
+
+
 def state_dicts(kind: str, assign: bool) -> list[str]:
     """What differs between ours and torch's `load_state_dict`, for state dicts of shards and of whole tensors."""
     wrong = []

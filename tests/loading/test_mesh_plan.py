@@ -158,7 +158,8 @@ def write_hole(net: nn.Module, path: Path) -> int:
 STYLES = {
     **{f"layers.*.{name}": "colwise" for name in ("q", "k", "v", "gate", "up")},
     **{f"layers.*.{name}": "rowwise" for name in ("o", "down")},
-    **{"head": "colwise", "embed": "rowwise"},
+    "head": "colwise",
+    "embed": "rowwise",
 }
 
 
