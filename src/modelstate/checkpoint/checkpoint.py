@@ -199,7 +199,7 @@ class Checkpoint(Mapping[str, TensorSpec], Shown):
                     str(list(spec.shape)),
                     spec.dtype_name,
                     nbytes,
-                    spec.kind,
+                    spec.kind if spec.kind != "strided" else "",
                     tied.get(name, ""),
                     *([os.path.basename(spec.location.path)] if spec.location and len(self.files) > 1 else []),
                 ]

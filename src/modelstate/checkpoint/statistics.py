@@ -204,8 +204,15 @@ class CheckpointStatistics(Shown):
         )
 
     def _page(self) -> Page:
-        kinds = {**dict.fromkeys(("min", "max", "mean", "std", "zeros"), Kind.MEASURE), "nan": Kind.COUNT}
-        kinds["infinite"] = Kind.COUNT
+        measures = (
+            ("Min", "min", Kind.LEAST),
+            ("Max", "max", Kind.MEASURE),
+            ("Mean", "mean", Kind.OWN),
+            ("Std", "std", Kind.OWN),
+            ("Zeros", "zeros", Kind.SHARE),
+            ("NaN", "nan", Kind.COUNT),
+            ("Infinite", "infinite", Kind.COUNT),
+        )
         return Page(
             f"Statistics of {self.source}",
             (("Tensors", f"{len(self.tensors):,}"), ("Read", size(self.read_bytes)), ("Time", seconds(self.seconds))),
@@ -214,7 +221,7 @@ class CheckpointStatistics(Shown):
                 ("Shape", Kind.TEXT),
                 ("Dtype", Kind.TEXT),
                 ("Bytes", Kind.BYTES),
-                *[(measure.capitalize(), kind) for measure, kind in kinds.items()],
+                *[(title, kind) for title, _, kind in measures],
             ),
             [
                 [
@@ -222,7 +229,7 @@ class CheckpointStatistics(Shown):
                     str(list(tensor.shape)),
                     short(tensor.dtype),
                     tensor.bytes,
-                    *[getattr(tensor.statistics, measure) for measure in kinds],
+                    *[getattr(tensor.statistics, measure) for _, measure, _ in measures],
                 ]
                 for tensor in self.tensors
             ],

@@ -200,7 +200,7 @@ class Diff(Shown):
     def _page(self) -> Page:
         measures = ("changed", "max_abs", "mean_abs", "relative_l2", "cosine")
         rows: list[list[str | int | float | None]] = []
-        for tensor in self.tensors:
+        for tensor in sorted(self.tensors, key=lambda tensor: -tensor.change):
             a, b = tensor.shapes
             matched = "" if tensor.match is Match.NAME else f"{listed(tensor.source_names)} ({tensor.match.value})"
             rows.append(
@@ -234,7 +234,9 @@ class Diff(Shown):
                 ("Shape", Kind.TEXT),
                 ("Dtype", Kind.TEXT),
                 ("Bytes", Kind.BYTES),
-                *[(name, Kind.MEASURE) for name in ("Changed", "Max abs", "Mean abs", "Rel. L2", "Cosine")],
+                ("Changed", Kind.SHARE),
+                *[(name, Kind.MEASURE) for name in ("Max abs", "Mean abs", "Rel. L2")],
+                ("Cosine", Kind.LEAST),
                 ("Matched with", Kind.TEXT),
             ),
             rows,

@@ -23,7 +23,8 @@ function cellText(value, kind) {
   if (value === null || value === "") return "";
   if (kind === "bytes") return sizeText(value);
   if (kind === "count") return value.toLocaleString("en");
-  if (kind === "measure" && typeof value === "number") return String(Number(value.toPrecision(4)));
+  if (kind === "share") return `${Number((value * 100).toPrecision(3))}%`;
+  if (typeof value === "number") return String(Number(value.toPrecision(4)));
   return String(value);
 }
 
@@ -57,7 +58,7 @@ function treeOf(rows) {
   return settle(root);
 }
 
-// What a module shows: the sum of sizes and counts, the greatest measure, and text that all its parts have in common.
+// What a module shows: the sum of sizes and counts, the greatest or least measure, and text that all parts have in common.
 function total(node) {
   const parts = node.children.map((child) => child.total);
   return columns.map(({ kind }, i) => {
@@ -65,18 +66,21 @@ function total(node) {
     const values = parts.map((part) => part[i]);
     const numbers = values.filter((value) => value !== null);
     if (kind === "text") return values.every((value) => value === values[0]) ? values[0] : null;
-    if (!numbers.length) return null;
-    if (kind === "measure") return numbers.reduce((most, value) => (order(value, most) > 0 ? value : most));
+    if (!numbers.length || kind === "own") return null;
+    const sign = { measure: 1, share: 1, least: -1 }[kind];
+    if (sign) return numbers.reduce((most, value) => (sign * order(value, most) > 0 ? value : most));
     return numbers.reduce((sum, value) => sum + value, 0);
   });
 }
+
+const alphabet = new Intl.Collator("en", { numeric: true });
 
 // Numbers by size, the texts "inf" and "nan" behind them, other text by the alphabet, nothing last.
 function order(a, b) {
   const rank = (value) => (value === null ? -1 : typeof value === "number" ? 0 : 1);
   if (rank(a) !== rank(b)) return rank(a) - rank(b);
   if (typeof a === "number") return a - b;
-  return String(a).localeCompare(String(b), "en", { numeric: true });
+  return alphabet.compare(String(a), String(b));
 }
 
 const state = { query: "", sort: null, down: true, fold: true, open: new Set(), shown: CHUNK };
@@ -158,6 +162,11 @@ if (rows.length) {
     cell.append(button);
     byId("head").append(cell);
   });
+  // The module that has everything is open from the start; there is nothing to fold where no name has a dot.
+  let top = tree;
+  while (top.children.length === 1 && top.children[0].children.length) [top] = top.children;
+  if (top !== tree) state.open.add(top.path);
+  byId("fold").hidden = tree.children.every((node) => !node.children.length);
   byId("search").addEventListener("input", (event) => { state.query = event.target.value; state.shown = CHUNK; draw(); });
   byId("fold").addEventListener("click", (event) => {
     state.fold = !state.fold;

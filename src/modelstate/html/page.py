@@ -14,6 +14,7 @@ from enum import Enum
 from functools import cache
 from hashlib import sha256
 from html import escape
+from os.path import commonprefix
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +38,12 @@ class Kind(Enum):
     """Added up."""
     MEASURE = "measure"
     """A float; the greatest is shown."""
+    LEAST = "least"
+    """A float; the least is shown."""
+    SHARE = "share"
+    """A float from 0 to 1, as a percentage; the greatest is shown."""
+    OWN = "own"
+    """A float that says nothing about a module, such as a mean."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +73,8 @@ class Chart:
     width: float
     height: float
     boxes: tuple[Box, ...]
+    is_scaled: bool = False
+    """Whether the drawing is as wide as the page, and not as wide as it says."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,9 +108,10 @@ class Page:
         policy = "default-src 'none'; base-uri 'none'; form-action 'none'" + "".join(
             f"; {name} 'sha256-{b64encode(sha256(text.encode()).digest()).decode()}'" for name, text in sources.items()
         )
+        table = self._without_empty_columns()
         data = {
-            "columns": [{"title": title, "kind": kind.value} for title, kind in self.columns],
-            "rows": [[_cell(value) for value in _filled(row, len(self.columns))] for row in self.rows],
+            "columns": [{"title": title, "kind": kind.value} for title, kind in table.columns],
+            "rows": [[_cell(value) for value in row] for row in table.rows],
         }
         # Within a script element, only "<" can end it.
         encoded = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
@@ -120,15 +130,16 @@ class Page:
     def fragment(self, most_rows: int = 12) -> str:
         """Returns the facts and the first rows as HTML without script or style, for a notebook."""
         facts = " · ".join(f"{escape(label)}: {escape(printable(text))}" for label, text in self.facts)
-        head = "".join(f"<th>{escape(title)}</th>" for title, _ in self.columns)
+        table = replace(self, rows=self.rows[:most_rows])._without_empty_columns()
+        head = "".join(f"<th>{escape(title)}</th>" for title, _ in table.columns)
         body = "".join(
             "<tr>"
             + "".join(
                 f"<td>{escape(shorten(printable(_text(value, kind)), 80))}</td>"
-                for value, (_, kind) in zip(_filled(row, len(self.columns)), self.columns, strict=True)
+                for value, (_, kind) in zip(row, table.columns, strict=True)
             )
             + "</tr>"
-            for row in self.rows[:most_rows]
+            for row in table.rows
         )
         left = len(self.rows) - most_rows
         parts = [
@@ -139,6 +150,12 @@ class Page:
             f"<p>and {left:,} more</p>" if left > 0 else "",
         ]
         return "".join(parts)
+
+    def _without_empty_columns(self) -> "Page":
+        rows = [_filled(row, len(self.columns)) for row in self.rows]
+        kept = [i for i in range(len(self.columns)) if i == 0 or any(row[i] not in (None, "") for row in rows)]
+        columns = tuple(self.columns[i] for i in kept)
+        return replace(self, columns=columns, rows=[[row[i] for i in kept] for row in rows])
 
 
 class Shown:
@@ -188,7 +205,7 @@ def area_chart(title: str, sizes: Iterable[tuple[str, int]], width: int = 1000, 
     """Draws where the bytes are, as a treemap: one box for each module, its area in proportion to the bytes.
 
     Modules are divided into their parts, the largest first, until there are about 60 boxes. The boxes are laid out by
-    the squarified algorithm of Bruls, Huizing and van Wijk (2000).
+    the squarified algorithm of Bruls, Huizing and van Wijk (2000). A prefix that all names have is left out.
 
     Args:
         title: The heading.
@@ -197,6 +214,8 @@ def area_chart(title: str, sizes: Iterable[tuple[str, int]], width: int = 1000, 
         height: In pixels.
     """
     leaves = [(tuple(name.split(".")), nbytes) for name, nbytes in sizes if nbytes > 0]
+    common = commonprefix([leaf[:-1] for leaf, _ in leaves])
+    leaves = [(leaf[len(common) :], nbytes) for leaf, nbytes in leaves]
     total = sum(nbytes for _, nbytes in leaves)
     if not total:
         return Chart(title, width, height, ())
@@ -221,16 +240,16 @@ def area_chart(title: str, sizes: Iterable[tuple[str, int]], width: int = 1000, 
         areas, _squarified([nbytes * width * height / total for nbytes, _ in areas], width, height), strict=True
     ):
         name = ".".join(path)
-        label = shorten(printable(name), int(w / 7)) if w > 50 and h > 16 else ""
+        label = _tail(printable(name), int((w - 8) / 7.2)) if w > 50 and h > 16 else ""
         tip = f"{printable(name)}: {size(nbytes)}, {nbytes / total:.1%}"
         boxes.append(
             Box(_round(x), _round(y), _round(w), _round(h), tip, f"area{tops[path[:1]] % 6}", label, x + 4, y + 14)
         )
-    return Chart(title, width, height, tuple(boxes))
+    return Chart(title, width, height, tuple(boxes), is_scaled=True)
 
 
 def bar_chart(title: str, bars: Sequence[tuple[str, float, str]]) -> Chart:
-    """Draws horizontal bars: pairs of a label and a value, with the text that stands behind the bar."""
+    """Draws horizontal bars: a label and a value each, with the text that stands between them."""
     most = max((value for _, value, _ in bars), default=0)
     if not most:
         return Chart(title, 0, 0, ())
@@ -238,10 +257,10 @@ def bar_chart(title: str, bars: Sequence[tuple[str, float, str]]) -> Chart:
     for i, (label, value, text) in enumerate(bars):
         tip = f"{printable(label)}: {text}"
         name = shorten(printable(label), 24)
-        width = _round(max(560 * value / most, 1.0))
-        boxes.append(Box(180, i * 22 + 2, width, 18, tip, "bar", name, 172, i * 22 + 16, end=True))
-        boxes.append(Box(180 + width, i * 22 + 2, 0, 18, tip, "none", text, 188 + width, i * 22 + 16))
-    return Chart(title, 960, len(bars) * 22 + 4, tuple(boxes))
+        width = _round(max(400 * value / most, 1.0))
+        boxes.append(Box(0, i * 22 + 2, 0, 18, tip, "none", name, 172, i * 22 + 16, end=True))
+        boxes.append(Box(262, i * 22 + 2, width, 18, tip, "bar", text, 254, i * 22 + 16, end=True))
+    return Chart(title, 670, len(bars) * 22 + 4, tuple(boxes))
 
 
 def heat_chart(title: str, measures: Iterable[tuple[str, float | None]]) -> Chart:
@@ -267,23 +286,24 @@ def heat_chart(title: str, measures: Iterable[tuple[str, float | None]]) -> Char
         return Chart(title, 0, 0, ())
     low, high = math.log10(min(positive)), math.log10(max(positive))
     side = 18 if len(layers) <= 40 else 8
+    labels = [_tail(printable(row), 44) for row in cells]
+    left = max(map(len, labels)) * 7 + 8
     boxes = []
     for i, (row, values) in enumerate(cells.items()):
-        name = shorten(printable(row), 48)
-        boxes.append(Box(0, i * 18, 0, 0, printable(row), "none", name, 340, i * 18 + 13, end=True))
+        boxes.append(Box(0, i * 18, 0, 0, printable(row), "none", labels[i], left - 8, i * 18 + 13, end=True))
         for column, layer in enumerate(layers):
             if layer not in values:
                 continue
             measure = values[layer]
             found = "not compared" if measure is None else f"{measure:.3g}"
             tip = f"{printable(row.replace('#', str(layer), 1))}: {found}"
-            x = 348 + column * side
+            x = left + column * side
             if not measure:
                 boxes.append(Box(x, i * 18, side, 18, tip, "cell"))
                 continue
             share = 1.0 if measure == math.inf or high == low else (math.log10(measure) - low) / (high - low)
             boxes.append(Box(x, i * 18, side, 18, tip, "heat", opacity=_round(0.15 + 0.85 * share)))
-    return Chart(title, 348 + len(layers) * side, len(cells) * 18, tuple(boxes))
+    return Chart(title, left + len(layers) * side, len(cells) * 18, tuple(boxes))
 
 
 def _squarified(areas: Sequence[float], width: float, height: float) -> list[tuple[float, float, float, float]]:
@@ -315,6 +335,11 @@ def _squarified(areas: Sequence[float], width: float, height: float) -> list[tup
     return placed
 
 
+def _tail(text: str, width: int) -> str:
+    """The text, cut to `width` characters at its beginning: the end of a name tells it from the others."""
+    return text if len(text) <= width else "…" + text[len(text) - width + 1 :]
+
+
 def _round(value: float) -> float:
     return round(value, 2)
 
@@ -335,6 +360,8 @@ def _text(value: Cell, kind: Kind) -> str:
         return ""
     if kind is Kind.BYTES and isinstance(value, int):
         return size(value)
+    if kind is Kind.SHARE and isinstance(value, float):
+        return f"{value:.3%}"
     if isinstance(value, float):
         return f"{value:.4g}"
     return f"{value:,}" if kind is Kind.COUNT else str(value)
