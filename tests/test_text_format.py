@@ -1,8 +1,11 @@
+from pathlib import Path
+
 import pytest
 import torch
 
 import modelstate as ms
-from modelstate.text_format import printable, size
+from modelstate.io.files import local_path
+from modelstate.text_format import as_given, printable, size
 
 
 @pytest.mark.parametrize(
@@ -33,3 +36,34 @@ def test_plan_and_report_round_as_everything_else_does() -> None:
     plan = ms.plan(module, module.state_dict())
     assert "1.0 MB to read" in str(plan)
     assert "1.0 MB" in str(ms.load(module, plan))
+
+
+def test_paths_are_as_the_caller_wrote_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "sub").mkdir()
+    monkeypatch.chdir(tmp_path)
+    for given in ("a.pt", "sub/b.pt"):
+        local_path(given)
+    text = f"{tmp_path}/a.pt, {tmp_path}/sub/b.pt, {tmp_path} and /x{tmp_path}/c.pt"
+    assert as_given(text) == f"a.pt, sub/b.pt, {tmp_path} and /x{tmp_path}/c.pt"
+    monkeypatch.chdir("/")  # a relative path leads elsewhere now
+    assert as_given(text) == text
+    monkeypatch.chdir(tmp_path)
+    local_path(str(tmp_path / "a.pt"))
+    assert as_given(f"{tmp_path}/a.pt") == f"{tmp_path}/a.pt"
+
+
+def test_few_directories_are_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for number in range(200):
+        local_path(f"{number}/a.pt")
+    assert as_given(f"{tmp_path}/199/a.pt") == "199/a.pt"
+    assert as_given(f"{tmp_path}/0/a.pt") == f"{tmp_path}/0/a.pt"
+
+
+def test_an_error_has_absolute_fields_and_a_text_as_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ms.errors.SourceNotFoundError) as caught:
+        ms.open("missing.pt")
+    assert caught.value.where == str(tmp_path / "missing.pt")
+    assert str(caught.value).startswith("missing.pt: ")
+    assert str(ms.save({"w": torch.ones(1)}, "w.safetensors")).startswith("w.safetensors: 1 tensor")

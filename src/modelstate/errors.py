@@ -77,6 +77,8 @@ ModelStateError
 from collections.abc import Sequence
 from typing import Any, ClassVar, Literal
 
+from modelstate.text_format import as_given
+
 AppReason = Literal["unreachable", "no answer", "access", "refused"]
 """Why a serving app has not taken a checkpoint.
 
@@ -92,7 +94,8 @@ CUT_SHORT = "the file is damaged or cut short: compare its size with the origina
 class ModelStateError(Exception):
     """The base class of all errors of modelstate.
 
-    The text has one line for each field that is set; the last line names the page about the error.
+    The text has one line for each field that is set; the last line names the page about the error. In the text, paths
+    are relative where the caller gave relative ones; in the fields, they are absolute.
 
     Args:
         what: what is wrong, in one sentence.
@@ -152,7 +155,7 @@ class ModelStateError(Exception):
             return super().__str__()
         lines = [f"{self.where}: {self.what}" if self.where else self.what]
         labels = {"expected": self.expected, "found": self.found, "to do": self.remedy, "more": self._explain_command()}
-        return "\n".join(lines + [f"  {label}: {text}" for label, text in labels.items() if text])
+        return as_given("\n".join(lines + [f"  {label}: {text}" for label, text in labels.items() if text]))
 
     def _explain_command(self) -> str:
         return f"modelstate explain {self.page}" if self.page else ""

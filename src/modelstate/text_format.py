@@ -1,10 +1,15 @@
 """Formats sizes, counts, durations and untrusted text for messages and tables."""
 
+import os
 import re
+from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
 _NUMBER = re.compile(r"(?:(?<=\.)|^)\d+(?=\.|$)")
 _UNITS = ("kB", "MB", "GB", "TB", "PB")
+_MAX_DIRECTORIES = 64
+_directories: OrderedDict[str, str] = OrderedDict()
+"""The directories of the last relative paths that callers gave, as they wrote them, by their absolute paths."""
 
 
 def size(nbytes: float) -> str:
@@ -24,6 +29,29 @@ def printable(text: str) -> str:
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def note_given(path: str, given: str) -> None:
+    """Notes how the caller wrote an absolute path, for `as_given`."""
+    directory = os.path.dirname(path) + os.sep
+    _directories.pop(directory, None)
+    if not os.path.isabs(given) and os.path.basename(given) not in ("", ".", ".."):
+        _directories[directory] = given[: len(given) - len(os.path.basename(given))]
+        while len(_directories) > _MAX_DIRECTORIES:
+            _directories.popitem(last=False)
+
+
+def as_given(text: str) -> str:
+    """The text with relative paths where the caller gave relative ones, as long as they still lead there."""
+    noted = [item for item in list(_directories.items()) if item[0] in text]
+    for directory, given in sorted(noted, key=lambda item: -len(item[0])):
+        try:
+            leads_there = directory in (os.path.join(os.getcwd(), given), os.path.abspath(given) + os.sep)
+        except OSError:  # the working directory was removed
+            return text
+        if leads_there:
+            text = re.sub(rf"(?<![\w./~-]){re.escape(directory)}", given.replace("\\", r"\\"), text)
+    return text
 
 
 def excerpt(data: bytes) -> str:

@@ -2,10 +2,13 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import typer
 from safetensors.torch import save_file
 from torch import nn
 from typer.testing import CliRunner, Result
@@ -466,3 +469,64 @@ def test_summaries_fit_the_width(command: list[str]) -> None:
     assert done.exit_code == 0
     assert "..." not in done.stdout.partition("Commands:")[2]
     assert max(map(len, done.stdout.splitlines())) <= 80
+
+
+class TestManners:
+    def test_every_command_has_json_and_debug(self) -> None:
+        def commands(group: Any, path: str) -> Iterator[tuple[str, Any]]:
+            for name, command in group.commands.items():
+                if hasattr(command, "commands"):
+                    yield from commands(command, f"{path} {name}")
+                else:
+                    yield f"{path} {name}", command
+
+        found = dict(commands(typer.main.get_command(app), "modelstate"))
+        assert len(found) >= 14
+        for name, command in found.items():
+            assert "--json" in {option for parameter in command.params for option in parameter.opts}, name
+
+    def test_json_has_bytes_and_seconds(self, tmp_path: Path) -> None:
+        calls = (
+            ("inspect", "tiny.safetensors"),
+            ("inspect", "tiny.safetensors", "--stats"),
+            ("plan", "ZOO:tiny", "tiny.safetensors"),
+            ("load", "ZOO:tiny", "tiny.safetensors"),
+            ("convert", "tiny.safetensors", str(tmp_path / "new.safetensors")),
+            ("verify", "training.pt"),
+            ("diff", "tiny.safetensors", "tiny.safetensors"),
+            ("get", "tiny.safetensors", "0.weight", str(tmp_path / "weight.npy")),
+        )
+        for call in calls:
+            done = run(*call, "--json")
+            assert done.exit_code == 0, done.output
+            text = done.stdout
+            assert isinstance(json.loads(text), dict)
+            assert "nbytes" not in text
+            assert "bytes" in text
+
+    def test_pages_as_json(self) -> None:
+        (page,) = json.loads(run("explain", "size-mismatch", "--json").stdout)
+        assert page["name"] == "size-mismatch"
+        assert page["text"].startswith("#")
+        assert len(json.loads(run("explain", "--json").stdout)) > 40
+
+    def test_paths_are_as_they_were_given(self, tmp_path: Path) -> None:
+        done = run("inspect", "missing.safetensors")
+        assert done.stderr.startswith("error: missing.safetensors: there is no such file")
+        assert run("inspect", "./missing.pt").stderr.startswith("error: ./missing.pt: ")
+        assert run("convert", "tiny.safetensors", "sub/new.safetensors").stdout.startswith("sub/new.safetensors: ")
+        assert run("convert", "tiny.safetensors", "sub/new.safetensors").stderr.startswith("error: sub/new.safet")
+        absolute = os.path.abspath("missing.safetensors")
+        assert run("inspect", absolute).stderr.startswith(f"error: {absolute}: ")
+
+    def test_directories_of_a_page_are_made(self) -> None:
+        assert run("inspect", "tiny.safetensors", "--html", "pages/new/tiny.html").exit_code == 0
+        assert os.path.isfile("pages/new/tiny.html")
+
+    @pytest.mark.parametrize("target", ["tiny.safetensors/page.html", "."])
+    def test_a_page_that_cannot_be_written(self, target: str) -> None:
+        done = run("inspect", "tiny.safetensors", "--html", target)
+        assert done.exit_code == 1
+        assert done.stderr.startswith("error: ")
+        assert "Traceback" not in done.stderr
+        assert done.stdout == ""

@@ -69,7 +69,7 @@ class TestLs:
         assert [one["step"] for one in found] == [10, 20, 30]
         assert [one["pinned"] for one in found] == [True, False, False]
         assert found[1]["metrics"] == {"loss": 0.05}
-        assert found[0]["nbytes"] > 8 * 9 * 4
+        assert found[0]["bytes"] > 8 * 9 * 4
 
     def test_json_of_metrics_that_are_no_numbers(self) -> None:
         with ms.Store("run") as store:
@@ -145,7 +145,7 @@ def take_away_when_read(monkeypatch: pytest.MonkeyPatch, *steps: int, save: int 
     """Somebody takes steps away as soon as one of them is read, and saves another one."""
     real = ObjectEntry.verify
 
-    def verify(entry: ObjectEntry, directory: str) -> None:
+    def verify(entry: ObjectEntry, directory: str, **options: Any) -> None:
         if any(f"step-{step:09d}" in directory for step in steps):
             monkeypatch.setattr(ObjectEntry, "verify", real)
             for step in steps:
@@ -153,7 +153,7 @@ def take_away_when_read(monkeypatch: pytest.MonkeyPatch, *steps: int, save: int 
             if save is not None:
                 with ms.Store("run") as store:
                     store.save(save, {"model": model_at(save)})
-        real(entry, directory)
+        real(entry, directory, **options)
 
     monkeypatch.setattr(ObjectEntry, "verify", verify)
 
@@ -189,11 +189,11 @@ class TestWhileARunPrunes:
     def test_a_step_that_is_saved_anew(self, monkeypatch: pytest.MonkeyPatch) -> None:
         real = ObjectEntry.verify
 
-        def verify(entry: ObjectEntry, directory: str) -> None:
+        def verify(entry: ObjectEntry, directory: str, **options: Any) -> None:
             monkeypatch.setattr(ObjectEntry, "verify", real)
             with ms.Store("run") as store:
                 store.save(20, {"model": model_at(21)}, overwrite=True)
-            real(entry, directory)
+            real(entry, directory, **options)
 
         monkeypatch.setattr(ObjectEntry, "verify", verify)
         done = run("store", "verify", "run", "--step", "20")

@@ -464,6 +464,55 @@ class TestRealPairs:
         assert len(guessed) > 60
         assert guessed["blocks.3.attn.query.weight"] == ("encoder.layer.3.attention.self.query.weight",)
 
+    @pytest.mark.slow
+    def test_minilm_before_and_after_fine_tuning(self, real_file: Callable[[str], Path], tmp_path: Path) -> None:
+        transformers: Any = pytest.importorskip("transformers", reason="transformers is not installed")
+        path = real_file("minilm")
+        model = transformers.AutoModel.from_pretrained(path.parent, add_pooling_layer=False)
+        model.embeddings.requires_grad_(False)
+        before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-4)
+        for step in range(3):
+            optimizer.zero_grad()
+            model(input_ids=torch.arange(16).reshape(2, 8) + step).last_hidden_state[:, 0].var().backward()
+            optimizer.step()
+        ms.save(model, tmp_path / "tuned.safetensors")
+        diff = ms.diff(path, tmp_path / "tuned.safetensors")
+        for tensor in diff.tensors:
+            is_tuned = tensor.name.startswith("encoder")
+            assert tensor.status is (Status.CHANGED if is_tuned else Status.EQUAL), tensor.name
+            if is_tuned:
+                assert tensor.difference is not None
+                old, new = before[tensor.name].double(), model.state_dict()[tensor.name].double()
+                assert tensor.difference.max_abs == pytest.approx(float((new - old).abs().max()), rel=1e-5)
+                assert tensor.difference.relative_l2 == pytest.approx(float((new - old).norm() / old.norm()), rel=1e-4)
+        assert not any(name.startswith("encoder") for name in (spec.name for spec in diff.removed + diff.added))
+
+    def test_gpt2_renamed_and_transposed(self, tmp_path: Path) -> None:
+        """Of transformers, whose linear layers are transposed, against the usual layout of a rewrite."""
+        transformers: Any = pytest.importorskip("transformers", reason="transformers is not installed")
+        config = transformers.GPT2Config(n_layer=2, n_embd=16, n_head=2, n_positions=8, vocab_size=32)
+        model = transformers.GPT2LMHeadModel(config)
+        ms.save(model, tmp_path / "gpt2.safetensors")
+        linear = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
+        rewritten = {
+            name.replace("transformer.h.", "blocks.").removeprefix("transformer."): (
+                tensor.t() if name.endswith(linear) else tensor
+            )
+            for name, tensor in model.state_dict().items()
+        }
+        rules = [
+            ms.rules.Rename("transformer.h.*", "blocks.*"),
+            ms.rules.Prefix(strip="transformer."),
+            *[ms.rules.Transpose(f"*.{name}") for name in linear],
+        ]
+        assert ms.diff(tmp_path / "gpt2.safetensors", rewritten, rules=rules).is_equal
+        rewritten["blocks.1.mlp.c_fc.weight"] = rewritten["blocks.1.mlp.c_fc.weight"] + 1
+        diff = ms.diff(tmp_path / "gpt2.safetensors", rewritten, rules=rules)
+        assert [name for name, status in statuses(diff).items() if status is not Status.EQUAL] == [
+            "blocks.1.mlp.c_fc.weight"
+        ]
+
     def test_an_adapter_merged_into_its_base(self, tmp_path: Path) -> None:
         peft: Any = pytest.importorskip("peft", reason="peft is not installed")
         base = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))

@@ -595,6 +595,11 @@ def test_other_long_calls_have_a_progress_bar(tmp_path: Path, capfd: pytest.Capt
         "writing": lambda progress: ms.save(other, tmp_path / "b.safetensors", progress=progress),
         "wri": lambda progress: ms.convert_checkpoint(tmp_path / "a.safetensors", tmp_path / "c.pt", progress=progress),
     }
+    store = ms.Store(tmp_path / "store")
+    model = torch.nn.Linear(4, 4)
+    store.save(1, {"model": model})
+    calls["step 1"] = lambda progress: store.verify(progress=progress)
+    calls["loading"] = lambda progress: store.restore({"model": model}, progress=progress)
     for what, call in calls.items():
         for quiet in (None, False):  # a pipe is quiet
             call(quiet)

@@ -31,7 +31,7 @@ _MAX_GROUPS = 20
 
 
 @dataclass(frozen=True, slots=True)
-class Verification:
+class Verification(Shown):
     """A checkpoint whose tensors have the digests that its files state. Returned by `modelstate.verify`."""
 
     source: str
@@ -51,6 +51,10 @@ class Verification:
             f"{self.source}: {count(self.tensors, 'tensor')}, {size(self.bytes)} are what their "
             f"{', '.join(self.algorithms)} digests say, {seconds(self.seconds)}"
         )
+
+    def _page(self) -> Page:
+        facts = {"Verified": size(self.bytes), "Tensors": f"{self.tensors:,}", "Digests": ", ".join(self.algorithms)}
+        return Page(self.source, (*facts.items(), ("Time", seconds(self.seconds))))
 
     def to_json(self) -> str:
         """All fields as JSON."""

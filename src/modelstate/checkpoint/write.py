@@ -22,6 +22,7 @@ from modelstate.formats.serialize import serialize
 from modelstate.formats.sharded import INDEX_SUFFIX, LocalWriter, Writer, write_checkpoint
 from modelstate.formats.torch_zip import write_torch_file
 from modelstate.formats.tree import empty_like, is_container, leaves, rebuild, subtree
+from modelstate.html.page import Kind, Page, Shown
 from modelstate.io.atomic import LOCK_TIMEOUT_SECONDS
 from modelstate.io.engine import read_ranges
 from modelstate.io.files import local_path
@@ -29,7 +30,7 @@ from modelstate.progress import progress_bar
 from modelstate.remote.location import is_remote, locate
 from modelstate.remote.upload import check_writable
 from modelstate.spec import Encoded, Refused, Stored, bytes_key
-from modelstate.text_format import size
+from modelstate.text_format import as_given, seconds, size
 from modelstate.torch_compat.dtypes import Overflows
 from modelstate.torch_compat.plain import is_quantized
 from modelstate.torch_compat.values import set_version_metadata, version_metadata
@@ -213,7 +214,7 @@ _LISTED = "no suffix or .safetensors for safetensors; .pt, .pth, .bin or .ckpt f
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class SaveReport:
+class SaveReport(Shown):
     """Describes what a save has written. Returned by `modelstate.save`."""
 
     path: str
@@ -236,13 +237,18 @@ class SaveReport:
     def __str__(self) -> str:
         return "\n".join([self._line(), *(f"  note: {note}" for note in self.notes)])
 
+    def _page(self) -> Page:
+        facts = (("Tensors", f"{self.tensors:,}"), ("Bytes", size(self.bytes)), ("Time", seconds(self.seconds)))
+        files = [(as_given(path),) for path in self.files]
+        return Page(as_given(self.path), facts, (("File", Kind.TEXT),), files, "Files", notes=self.notes)
+
     def to_json(self) -> str:
         """All fields as JSON."""
         return json.dumps({name: getattr(self, name) for name in self.__slots__}, indent=2)
 
     def _line(self) -> str:
         shards = f", {len(self.files) - 1} shards" if len(self.files) > 1 else ""
-        return f"{self.path}: {self.tensors} tensors, {size(self.bytes)}{shards} in {self.seconds:.3f} s"
+        return f"{as_given(self.path)}: {self.tensors} tensors, {size(self.bytes)}{shards} in {self.seconds:.3f} s"
 
 
 def write_state(

@@ -377,11 +377,13 @@ def write_page(path: str | None, result: Shown | Page) -> None:
         from modelstate.io.atomic import atomic_file
         from modelstate.io.files import local_path
 
+        make_parents(path)
         with atomic_file(local_path(path), overwrite=True) as output:
             output.append(result.to_html().encode())
 
 
 def make_parents(target: str) -> None:
-    """Makes the directories on the way to a file that is written."""
+    """Makes the directories on the way to a file that is written. Where that fails, the write says why."""
     if (parent := os.path.dirname(target)) and not is_remote(target):
-        os.makedirs(parent, exist_ok=True)
+        with contextlib.suppress(OSError):
+            os.makedirs(parent, exist_ok=True)

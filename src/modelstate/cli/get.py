@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import io
+import json
 from typing import Annotated
 
 import typer
 
 import modelstate as ms
-from modelstate.cli.common import Allow, Debug, Key, Overwrite, Path, Skip, make_parents, reported, user_code
+from modelstate.cli.common import Allow, Debug, Json, Key, Overwrite, Path, Skip, make_parents, reported, user_code
 
 
 def get(
@@ -19,6 +20,7 @@ def get(
     overwrite: Overwrite = False,
     allow: Allow = None,
     skip_forbidden: Skip = False,
+    as_json: Json = False,
     debug: Debug = False,
 ) -> None:
     """Write one tensor to a .npy file, for NumPy.
@@ -59,5 +61,9 @@ def get(
         with atomic_file(local_path(target), overwrite=overwrite) as output:
             output.append(header.getvalue())
             output.append(array.tobytes())
+        if as_json:
+            fields = {"path": target, "name": name, "shape": list(tensor.shape), "dtype": short(dtype)}
+            typer.echo(json.dumps({**fields, "written_dtype": short(tensor.dtype), "bytes": array.nbytes}, indent=1))
+            return
         cast = f", written as {short(tensor.dtype)}" if tensor.dtype != dtype else ""
         typer.echo(f"{target}: {list(tensor.shape)} {short(dtype)}{cast}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 import modelstate as ms
-from modelstate.cli.common import PROBLEMS, Debug, reported
+from modelstate.cli.common import PROBLEMS, Debug, Json, reported
 from modelstate.errors import OptionError
 
 if TYPE_CHECKING:
@@ -51,6 +52,7 @@ def follow(
         typer.Option(metavar="FILE", help=f"A file with the app's token; without it, it is that of {TOKEN}."),
     ] = None,
     timeout: Annotated[float, typer.Option(metavar="SECONDS", help="The most that a swap may take.")] = 300.0,
+    as_json: Json = False,
     debug: Debug = False,
 ) -> None:
     """Have an app serve each checkpoint that a store gets.
@@ -64,7 +66,10 @@ def follow(
     from modelstate.serve.app import ServingApp
 
     def print_swap(event: FollowEvent) -> None:
-        typer.echo(f"step {event.step}: version {event.version} serves, from {event.source}")
+        if as_json:
+            typer.echo(json.dumps({"step": event.step, "version": event.version, "source": event.source}))
+        else:
+            typer.echo(f"step {event.step}: version {event.version} serves, from {event.source}")
         sys.stdout.flush()
 
     with reported(debug):

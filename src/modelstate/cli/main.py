@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import inspect as inspection
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
@@ -438,24 +439,31 @@ def explain(
             show_default=False,
         ),
     ] = None,
+    as_json: Json = False,
 ) -> None:
     """Show the page about an error.
 
     It has the cause, code that fails, and code that works.
     """
     if name is None:
-        typer.echo(_page_table(pages().values()))
+        _show_pages([*pages().values()], as_json)
         return
     result = find(name)
     if not result.pages:
         raise typer.BadParameter(f"there is no page about {name!r}: modelstate explain lists all of them")
     if result.guess:
         typer.echo(f"there is no page about {name!r}; the nearest is {result.pages[0].name}", err=True)
-    typer.echo(result.pages[0].text.rstrip() if len(result.pages) == 1 else _page_table(result.pages))
+    _show_pages(result.pages, as_json)
 
 
-def _page_table(pages: Iterable[Page]) -> str:
-    return columns([[page.name, page.title] for page in pages])
+def _show_pages(pages: Sequence[Page], as_json: bool) -> None:
+    """Prints one page, or the names and titles of several."""
+    if as_json:
+        typer.echo(json.dumps([asdict(page) for page in pages], indent=1))
+    elif len(pages) == 1:
+        typer.echo(pages[0].text.rstrip())
+    else:
+        typer.echo(columns([[page.name, page.title] for page in pages]))
 
 
 def main() -> None:

@@ -30,7 +30,7 @@ from modelstate.cli.common import (
 )
 from modelstate.cli.diff import All, NoFold, NoValues, Only, Top, show
 from modelstate.errors import SourceNotFoundError, SourceTypeError, StepNotFoundError
-from modelstate.io.files import not_found
+from modelstate.io.files import local_path, not_found
 from modelstate.text_format import columns, count, in_a_line, size
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ def _index(path: str) -> StepIndex:
             expected=f"{STORE_FILE}, as modelstate.Store writes it",
             remedy="modelstate inspect shows other checkpoints",
         )
-    return StepIndex(os.path.abspath(path))
+    return StepIndex(local_path(path).rstrip(os.sep))
 
 
 @app.command("ls")
@@ -117,7 +117,7 @@ def _fields(info: ms.store.CheckpointInfo) -> dict[str, object]:
         "metrics": metrics,
         "pinned": info.pinned,
         "intact": info.intact,
-        "nbytes": info.nbytes,
+        "bytes": info.nbytes,
         "path": info.path,
     }
 
@@ -167,7 +167,7 @@ def verify_steps(directory: str, step: int | None = None, *, as_json: bool) -> N
             break
         for number in infos if step is None else (step,):
             try:
-                problem = index.problem_now(number)
+                problem = index.problem_now(number, progress=None)
             except StepNotFoundError:
                 if step is not None:
                     raise
@@ -202,9 +202,8 @@ def compare_steps(
     """
     with reported(debug):
         nbytes = parse_size(max_memory)
-        result = ms.Store(_index(directory).directory).diff(
-            a, b, only=only or (), values=not no_values, max_memory_bytes=nbytes
-        )
+        _index(directory)
+        result = ms.Store(directory).diff(a, b, only=only or (), values=not no_values, max_memory_bytes=nbytes)
         show(result, as_json, None if show_all else top, not no_fold, html)
 
 
@@ -239,7 +238,8 @@ def prune(
             )
         except ms.errors.OptionError as error:
             raise typer.BadParameter(str(error)) from error
-        with ms.Store(_index(directory).directory) as store:
+        _index(directory)
+        with ms.Store(directory) as store:
             infos = store.infos()
             gone = store.prune(keep, dry_run=dry_run)
         freed = sum(info.nbytes for info in infos if info.step in gone)
@@ -282,10 +282,10 @@ def restore(
         options: dict[str, Any] = {"dtype": parse_dtype(dtype), "shard_size_bytes": parse_size(shard_size)}
         options["format"] = parse_format(format, target)
         index = _index(directory)
-        store = ms.Store(index.directory)
+        store = ms.Store(directory)
         make_parents(target)
         while True:
-            chosen = index.whole_step(step, _report_skipped)
+            chosen = index.whole_step(step, _report_skipped, progress=None)
             if chosen is None:
                 raise StepNotFoundError("there is no checkpoint that is whole", where=index.directory)
             try:

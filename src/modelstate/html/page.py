@@ -14,7 +14,6 @@ from enum import Enum
 from functools import cache
 from hashlib import sha256
 from html import escape
-from os.path import commonprefix
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -214,8 +213,8 @@ def area_chart(title: str, sizes: Iterable[tuple[str, int]], width: int = 1000, 
         height: In pixels.
     """
     leaves = [(tuple(name.split(".")), nbytes) for name, nbytes in sizes if nbytes > 0]
-    common = commonprefix([leaf[:-1] for leaf, _ in leaves])
-    leaves = [(leaf[len(common) :], nbytes) for leaf, nbytes in leaves]
+    while leaves and all(len(leaf) > 1 and leaf[0] == leaves[0][0][0] for leaf, _ in leaves):
+        leaves = [(leaf[1:], nbytes) for leaf, nbytes in leaves]
     total = sum(nbytes for _, nbytes in leaves)
     if not total:
         return Chart(title, width, height, ())

@@ -28,6 +28,7 @@ from modelstate.errors import (
 from modelstate.io import system
 from modelstate.remote.file import RemoteFile, forget, opened, opened_once
 from modelstate.remote.location import is_remote
+from modelstate.text_format import note_given
 
 NOT_FOUND = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG)
 """The errors of the operating system that mean that there is no file at a path."""
@@ -67,7 +68,9 @@ def local_path(path: str) -> str:
             )
         path = url2pathname(url.path)
     # Normalizing `x/..` away would be wrong where x is a symbolic link.
-    return os.path.abspath(path) if ".." not in path.split(os.sep) else os.path.join(os.getcwd(), path)
+    absolute = os.path.abspath(path) if ".." not in path.split(os.sep) else os.path.join(os.getcwd(), path)
+    note_given(absolute, path)
+    return absolute
 
 
 def not_found(path: str, given: str) -> SourceNotFoundError:

@@ -28,6 +28,7 @@ from modelstate.errors import (
     OptionError,
     PlanError,
 )
+from modelstate.html.page import Page, Shown
 from modelstate.loading.collective import PLANNING
 from modelstate.loading.load import load_then
 from modelstate.loading.options import options_of
@@ -58,7 +59,7 @@ RulesOf = Iterable[Rule] | Schema | Mapping[str, Iterable[Rule] | Schema]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Restored(Mapping[str, Any]):
+class Restored(Mapping[str, Any], Shown):
     """The result of a restore: a mapping from the paths of the plain values that were asked for to their values.
 
     Examples:
@@ -101,6 +102,9 @@ class Restored(Mapping[str, Any]):
                     target.obj.load_state_dict(deepcopy(tree))
                 else:
                     rewind(target.obj, tree)
+
+    def _page(self) -> Page:
+        return self.report._page()
 
     def __bool__(self) -> bool:
         """Always true, also where no plain values were asked for."""

@@ -152,7 +152,7 @@ class Step(NamedTuple):
             "dtype": short(self.dtype) if self.dtype is not None else "",
             "cast": self.cast,
             "device": device_name(self.device) if self.device is not None else "",
-            "nbytes": self.nbytes,
+            "bytes": self.nbytes,
             "mapped": self.mapped,
             "ties": list(self.ties),
             "rules": list(self.rules),

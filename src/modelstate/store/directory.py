@@ -47,6 +47,7 @@ from modelstate.formats.safetensors import MAX_HEADER_BYTES
 from modelstate.io.atomic import atomic_file
 from modelstate.io.files import SourceFile, read_whole
 from modelstate.objects.parts import Kind, Part
+from modelstate.progress import progress_bar
 from modelstate.spec import Contents
 from modelstate.store.retention import CheckpointInfo, Keep, check_metric, kept
 from modelstate.version import __version__
@@ -141,8 +142,10 @@ class ObjectEntry:
         except (OpenError, ChecksumError) as error:
             raise damaged(directory, _short(error)) from error
 
-    def verify(self, directory: str, share: slice = ALL) -> None:
+    def verify(self, directory: str, share: slice = ALL, on_read: Callable[[int], None] | None = None) -> None:
         """Reads an object, or a share of its tensors, and compares it with its digests.
+
+        `on_read` is called with the size of each tensor.
 
         Raises `DamagedCheckpointError`, and `ReadFailedError` for a disk that cannot be read.
         """
@@ -159,7 +162,7 @@ class ObjectEntry:
         checkpoint = self.open(directory)
         try:
             if checkpoint.checksums:
-                verify(checkpoint, share=share)
+                verify(checkpoint, on_read, share)
         except ChecksumError as error:
             raise damaged(directory, _short(error)) from error
 
@@ -604,7 +607,15 @@ class StepIndex:
             _, record, error = self._read(place)
             yield self._entry(place, record, error, record.store if record is not None else "")
 
-    def read_parts(self, entry: StepEntry, verify: bool, share: slice = ALL, *, map: bool = False) -> dict[str, Part]:
+    def read_parts(
+        self,
+        entry: StepEntry,
+        verify: bool,
+        share: slice = ALL,
+        *,
+        map: bool = False,
+        progress: bool | None = False,
+    ) -> dict[str, Part]:
         """Returns the saved state of each object. Raises the error for which the checkpoint cannot be used.
 
         Args:
@@ -612,11 +623,13 @@ class StepIndex:
             verify: whether its bytes are compared with their digests.
             share: the share of its bytes that this rank verifies.
             map: whether the tensors of optimizers may be maps of the files.
+            progress: whether the verification shows a progress bar, as in `modelstate.verify`.
         """
         entries, directory = entry.usable_record.entries, entry.place.path
         if verify:
-            for saved in entries.values():
-                saved.verify(directory, share)
+            with progress_bar(progress, entry.info.nbytes, "verifying") as advance:
+                for saved in entries.values():
+                    saved.verify(directory, share, advance)
             self.note_whole(directory)
         parts = {}
         for path, saved in entries.items():
@@ -628,13 +641,17 @@ class StepIndex:
             parts[path] = Part(saved.kind, tree, saved.ranks)
         return parts
 
-    def problem_of(self, entry: StepEntry) -> str | None:
-        """Reads all of a checkpoint. Returns what is wrong with it, or empty text; None where it was removed."""
+    def problem_of(self, entry: StepEntry, progress: bool | None = False) -> str | None:
+        """Reads all of a checkpoint. Returns what is wrong with it, or empty text; None where it was removed.
+
+        `progress` says whether a progress bar is shown, as in `modelstate.verify`.
+        """
         try:
             if entry.error is not None:
                 raise entry.error
-            for saved in read_record(entry.place.path).entries.values():
-                saved.verify(entry.place.path)
+            with progress_bar(progress, entry.info.nbytes, f"step {entry.place.step}") as advance:
+                for saved in read_record(entry.place.path).entries.values():
+                    saved.verify(entry.place.path, on_read=advance)
         except (ModelStateError, OSError) as error:
             if entry.is_gone:
                 return None
@@ -644,21 +661,24 @@ class StepIndex:
         self.note_whole(entry.place.path)
         return ""
 
-    def problem_now(self, step: int) -> str:
+    def problem_now(self, step: int, progress: bool | None = False) -> str:
         """Reads all of a step, and returns what is wrong with it; empty where nothing is.
 
         Raises `StepNotFoundError` where the step does not exist, or is removed while it is read.
         """
-        while (problem := self.problem_of(self.step(step))) is None:
+        while (problem := self.problem_of(self.step(step), progress)) is None:
             pass  # the step was replaced or removed while it was read
         return problem
 
-    def whole_step(self, step: int | None, passed_over: Callable[[int, str], None]) -> int | None:
+    def whole_step(
+        self, step: int | None, passed_over: Callable[[int, str], None], progress: bool | None = False
+    ) -> int | None:
         """Returns a step after reading all of it: the given one, or the last saved one that is whole.
 
         Args:
             step: the step; None for the last one that is whole.
             passed_over: called with each later step, and with what is wrong with it.
+            progress: whether to show a progress bar, as in `modelstate.verify`.
 
         Returns:
             The step; None where none is whole.
@@ -668,7 +688,7 @@ class StepIndex:
             DamagedCheckpointError: The step is not what was saved.
         """
         if step is not None:
-            if problem := self.problem_now(step):
+            if problem := self.problem_now(step, progress):
                 raise DamagedCheckpointError(
                     "the checkpoint is damaged; nothing has been changed",
                     where=f"{self.directory}, step {step}",
@@ -678,7 +698,7 @@ class StepIndex:
             return step
         while True:
             for entry in self.by_age()[::-1]:
-                problem_or_gone = self.problem_of(entry)
+                problem_or_gone = self.problem_of(entry, progress)
                 if problem_or_gone is None:
                     break  # it was replaced or removed while it was read: list the store again
                 if not problem_or_gone:

@@ -9,7 +9,7 @@ from typing import Literal, TypeGuard, TypeVar
 
 from modelstate.errors import OptionError
 from modelstate.html.page import Kind, Page, bar_chart
-from modelstate.text_format import size
+from modelstate.text_format import as_given, size
 
 
 def is_number(given: object) -> TypeGuard[float]:
@@ -92,7 +92,7 @@ def infos_page(directory: str, infos: Sequence[CheckpointInfo]) -> Page:
     """Returns the page of the checkpoints of a store."""
     metrics = list(dict.fromkeys(name for info in infos for name in info.metrics))
     return Page(
-        directory,
+        as_given(directory),
         (("Checkpoints", f"{len(infos):,}"), ("Bytes", size(sum(info.nbytes for info in infos)))),
         (
             ("Step", Kind.TEXT),

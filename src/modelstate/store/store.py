@@ -70,7 +70,7 @@ from modelstate.store.saving import (
     probe,
     size_errors,
 )
-from modelstate.text_format import size
+from modelstate.text_format import as_given, size
 from modelstate.torch_compat.sharding import reshard
 from modelstate.version import __version__
 
@@ -160,7 +160,7 @@ class Store(Shown):
         self._pending: PendingSave | None = None
 
     def __repr__(self) -> str:
-        return f"<Store {self.directory!r}>"
+        return f"<Store {as_given(self.directory)!r}>"
 
     def _page(self) -> Page:
         return infos_page(self.directory, self.infos())
@@ -549,7 +549,7 @@ class Store(Shown):
             kept_options = patterns_of("keep_options", keep_options)
 
         def attempt(entry: StepEntry) -> tuple[Record, Restored]:
-            record, parts = _opened(self.index, entry, verify, agreement)
+            record, parts = _opened(self.index, entry, verify, agreement, progress)
             return record, restore_objects(
                 objects,
                 of_this_rank(parts, targets, agreement),
@@ -708,11 +708,12 @@ class Store(Shown):
         """
         return tuple(entry.info for entry in (self.index.by_age() if by_age else self.index.steps()))
 
-    def verify(self, step: int | None = None) -> dict[int | str, str]:
+    def verify(self, step: int | None = None, *, progress: bool | None = None) -> dict[int | str, str]:
         """Reads checkpoints, one or all, and compares every byte with its digest.
 
         Args:
             step: the checkpoint to read; None reads all of them, and the store's own file `store.json`.
+            progress: whether to show a progress bar. None shows one on a terminal after half a second.
 
         Returns:
             What is wrong with each step; empty text for a step that is whole. A damaged `store.json` is reported under
@@ -730,7 +731,7 @@ class Store(Shown):
         if step is None and (problem := store_file_problem(self.directory)):
             problems[STORE_FILE] = problem
         for entry in entries:
-            if (of_step := self.index.problem_of(entry)) is not None:
+            if (of_step := self.index.problem_of(entry, progress)) is not None:
                 problems[entry.place.step] = of_step
         return problems
 
@@ -891,13 +892,15 @@ class Store(Shown):
         self.close()
 
 
-def _opened(index: StepIndex, entry: StepEntry, verify: bool, agreement: Agreement) -> tuple[Record, dict[str, Part]]:
+def _opened(
+    index: StepIndex, entry: StepEntry, verify: bool, agreement: Agreement, progress: bool | None
+) -> tuple[Record, dict[str, Part]]:
     """Returns the record of a checkpoint and the saved state of each object, on all ranks or on none.
 
     Ranks that see the same files verify a share of them each. Raises `RanksDifferError` where they see another step.
     """
     if not agreement.is_collective:
-        return entry.usable_record, index.read_parts(entry, verify)
+        return entry.usable_record, index.read_parts(entry, verify, progress=progress)
     place = entry.place
 
     def digests() -> list[Digest]:
