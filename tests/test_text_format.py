@@ -5,7 +5,7 @@ import torch
 
 import modelstate as ms
 from modelstate.io.files import local_path
-from modelstate.text_format import as_given, printable, size
+from modelstate.text_format import as_given, columns, printable, size
 
 
 @pytest.mark.parametrize(
@@ -67,3 +67,18 @@ def test_an_error_has_absolute_fields_and_a_text_as_given(tmp_path: Path, monkey
     assert caught.value.where == str(tmp_path / "missing.pt")
     assert str(caught.value).startswith("missing.pt: ")
     assert str(ms.save({"w": torch.ones(1)}, "w.safetensors")).startswith("w.safetensors: 1 tensor")
+
+
+def test_columns_that_do_not_fit_are_left_out_and_named() -> None:
+    rows = [["name", "size", "note", "mean"], ["weight", "1000", "", "0.25"], ["bias", "10", "", "1"]]
+    everything = columns(rows, right=(1, 3), optional=(3, 2))
+    assert columns(rows, right=(1, 3), width=80, optional=(3, 2)) == everything
+    fitted = columns(rows, right=(1, 3), width=18, optional=(3, 2)).splitlines()
+    assert fitted == [
+        "name    size  mean",
+        "weight  1000  0.25",
+        "bias      10     1",
+        "not shown: note",
+    ]  # it is empty
+    narrow = columns(rows, right=(1, 3), width=5, optional=(3, 2)).splitlines()
+    assert narrow == ["name    size", "weight  1000", "bias      10", "not shown: note, mean"]

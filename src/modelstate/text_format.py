@@ -96,16 +96,26 @@ def folded(names: Iterable[str]) -> list[str]:
     return list(dict.fromkeys(without_numbers(name).replace("#", "*") for name in names))
 
 
-def columns(rows: Iterable[Sequence[str]], *, right: Sequence[int] = (), gap: int = 2) -> str:
+def columns(
+    rows: Iterable[Sequence[str]],
+    *,
+    right: Sequence[int] = (),
+    gap: int = 2,
+    width: int | None = None,
+    optional: Sequence[int] = (),
+) -> str:
     """Formats rows of text in aligned columns, without trailing blanks.
 
-    Long lines are left to the terminal, so that a pipe gets one line for each row. The table of rich takes seconds for
-    the tens of thousands of rows that a checkpoint can have.
+    Without `width`, long lines are left to the terminal, so that a pipe gets one line for each row. The table of rich
+    takes seconds for the tens of thousands of rows that a checkpoint can have.
 
     Args:
         rows: The cells of each row; rows may differ in length.
         right: The indices of the columns that are aligned to the right.
         gap: The number of blanks between two columns.
+        width: The most characters of a line; None for any number.
+        optional: The indices of columns that are left out, empty ones first, until a line fits. The first row has
+            titles; a line at the end has those of the columns that are left out.
 
     Examples:
         >>> print(columns([["weight", "4"], ["bias", "16"]], right=[1]))
@@ -120,13 +130,23 @@ def columns(rows: Iterable[Sequence[str]], *, right: Sequence[int] = (), gap: in
         widths += [0] * (len(row) - len(widths))
         for i, cell in enumerate(row):
             widths[i] = max(widths[i], cell_len(cell))
+    left_out: list[int] = []
+    for i in sorted(optional, key=lambda i: any(row[i : i + 1] not in ([], [""]) for row in cells[1:])):
+        if width is None or sum(widths) + gap * (len(widths) - len(left_out) - 1) <= width:
+            break
+        widths[i] = 0
+        left_out.append(i)
     lines = []
     for row in cells:
         padded = []
         for i, cell in enumerate(row):
+            if i in left_out:
+                continue
             blank = " " * (widths[i] - cell_len(cell))
             padded.append(blank + cell if i in right else cell + blank)
         lines.append((" " * gap).join(padded).rstrip())
+    if left_out:
+        lines.append(f"not shown: {', '.join(cells[0][i] or 'notes' for i in sorted(left_out))}")
     return "\n".join(lines)
 
 

@@ -166,13 +166,21 @@ class CheckpointStatistics(Shown):
     def __str__(self) -> str:
         return self.text()
 
-    def text(self, *, depth: int | None = None, sort: Sort | str = Sort.FILE, fold: bool = True) -> str:
+    def text(
+        self,
+        *,
+        depth: int | None = None,
+        sort: Sort | str = Sort.FILE,
+        fold: bool = True,
+        width: int | None = None,
+    ) -> str:
         """Returns what `print` shows.
 
         Args:
             depth: Rows are modules with as many parts in their names; None for a row for each tensor.
             sort: The order of the rows: a `Sort`, or its value.
             fold: Whether rows whose names differ in numbers only, with equal dtypes, are one row.
+            width: The most characters of a line; columns that do not fit are left out. None for any number.
 
         Raises:
             OptionError: `sort` is none of the orders.
@@ -200,7 +208,7 @@ class CheckpointStatistics(Shown):
         if len(table) > 1:
             lines.append(_row(whole, "", "all"))
         return f"{printable(self.source)}: {tensors}, {seconds(self.seconds)}\n{_histogram(whole)}\n\n" + columns(
-            lines, right=range(3, 11)
+            lines, right=range(3, 11), width=width, optional=(1, 2, 6, 7, 10, 9)
         )
 
     def _page(self) -> Page:

@@ -10,6 +10,7 @@ import importlib
 import inspect
 import os
 import re
+import shutil
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -380,6 +381,11 @@ def write_page(path: str | None, result: Shown | Page) -> None:
         make_parents(path)
         with atomic_file(local_path(path), overwrite=True) as output:
             output.append(result.to_html().encode())
+
+
+def terminal_width() -> int | None:
+    """The width of the terminal; None where the output goes elsewhere."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
 
 
 def make_parents(target: str) -> None:

@@ -24,6 +24,7 @@ from modelstate.cli.common import (
     parse_rules,
     parse_size,
     reported,
+    terminal_width,
     user_code,
     write_page,
 )
@@ -99,6 +100,6 @@ def diff(
 def show(result: Diff, as_json: bool, top: int | None, fold: bool, html: str | None) -> None:
     """Prints the differences, writes their page, and exits with 1 if there are any."""
     write_page(html, result)
-    typer.echo(result.to_json() if as_json else result.text(top=top, fold=fold))
+    typer.echo(result.to_json() if as_json else result.text(top=top, fold=fold, width=terminal_width()))
     if not result.is_equal:
         raise typer.Exit(PROBLEMS)

@@ -45,6 +45,7 @@ from modelstate.cli.common import (
     parse_rules,
     parse_size,
     reported,
+    terminal_width,
     user_code,
     write_page,
 )
@@ -186,7 +187,11 @@ def inspect(
         if stats and inspection.tensors:
             found = inspection.stats(only=filter or ())
             write_page(html, found)
-            typer.echo(found.to_json() if as_json else found.text(depth=depth, sort=sort, fold=not no_fold))
+            typer.echo(
+                found.to_json()
+                if as_json
+                else found.text(depth=depth, sort=sort, fold=not no_fold, width=terminal_width())
+            )
         else:
             write_page(html, inspection)
             typer.echo(inspection.to_json() if as_json else inspection)

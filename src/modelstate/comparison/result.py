@@ -143,12 +143,13 @@ class Diff(Shown):
     def __str__(self) -> str:
         return self.text()
 
-    def text(self, *, top: int | None = _TOP, fold: bool = True) -> str:
+    def text(self, *, top: int | None = _TOP, fold: bool = True, width: int | None = None) -> str:
         """Returns what `print` shows.
 
         Args:
             top: The number of rows of the table of tensors; None for all.
             fold: Whether tensors whose names differ in numbers only are one row.
+            width: The most characters of a row; columns that do not fit are left out. None for any number.
 
         Examples:
             >>> print(modelstate.diff({"w": torch.ones(2)}, {"w": torch.ones(2)}).text(top=5).splitlines()[0])
@@ -159,7 +160,7 @@ class Diff(Shown):
         parts += [self._rules()] if self.guessed_rules else []
         for what, specs in (("only in the first", self.removed), ("only in the second", self.added)):
             parts += [_names(what, specs)] if specs else []
-        parts += [_table(self.tensors, top, fold), _values(self.values)]
+        parts += [_table(self.tensors, top, fold, width), _values(self.values)]
         return "\n\n".join(part for part in parts if part)
 
     def to_json(self) -> str:
@@ -309,7 +310,7 @@ def _values(values: Sequence[ValueDiff]) -> str:
 _HEADS = ("name", "shape", "dtype", "changed", "max abs", "mean abs", "rel. L2", "cosine", "ULPs", "")
 
 
-def _table(tensors: Sequence[TensorDiff], top: int | None, fold: bool) -> str:
+def _table(tensors: Sequence[TensorDiff], top: int | None, fold: bool, width: int | None) -> str:
     """The tensors that differ, those with the largest change first."""
     differing = []
     for tensor in tensors:
@@ -328,7 +329,8 @@ def _table(tensors: Sequence[TensorDiff], top: int | None, fold: bool) -> str:
     more = [f"and {len(ordered) - len(shown):,} more rows"] if len(ordered) > len(shown) else []
     worst = "; of folded tensors, the largest difference" if any(len(group) > 1 for group in shown) else ""
     heading = f"tensors that differ, the largest change first{worst}:"
-    return "\n".join([heading, columns([_HEADS, *map(_row, shown)], right=range(3, 9)), *more])
+    table = columns([_HEADS, *map(_row, shown)], right=range(3, 9), width=width, optional=(9, 7, 5, 8, 1, 2))
+    return "\n".join([heading, table, *more])
 
 
 def _row(group: Sequence[TensorDiff]) -> tuple[str, ...]:
