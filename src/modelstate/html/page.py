@@ -130,12 +130,19 @@ class Page:
         """Returns the facts and the first rows as HTML without script or style, for a notebook."""
         facts = " · ".join(f"{escape(label)}: {escape(printable(text))}" for label, text in self.facts)
         table = replace(self, rows=self.rows[:most_rows])._without_empty_columns()
-        head = "".join(f"<th>{escape(title)}</th>" for title, _ in table.columns)
+        # The style sheets of notebooks align all cells to the right, and wrap long ones in narrow columns.
+        styles = [
+            f'style="text-align: {"left" if kind is Kind.TEXT else "right"}; white-space: nowrap"'
+            for _, kind in table.columns
+        ]
+        head = "".join(
+            f"<th {style}>{escape(title)}</th>" for style, (title, _) in zip(styles, table.columns, strict=True)
+        )
         body = "".join(
             "<tr>"
             + "".join(
-                f"<td>{escape(shorten(printable(_text(value, kind)), 80))}</td>"
-                for value, (_, kind) in zip(row, table.columns, strict=True)
+                f"<td {style}>{escape(shorten(printable(_text(value, kind)), 48))}</td>"
+                for value, style, (_, kind) in zip(row, styles, table.columns, strict=True)
             )
             + "</tr>"
             for row in table.rows
@@ -145,7 +152,9 @@ class Page:
             f"<p><b>{escape(printable(self.title))}</b><br>{facts}</p>",
             f"<pre>{escape(shorten(self.text, 4000))}</pre>" if self.text else "",
             "".join(f"<p>{escape(printable(note))}</p>" for note in self.notes[:5]),
-            f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>" if self.rows else "",
+            f'<div style="overflow-x: auto"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+            if self.rows
+            else "",
             f"<p>and {left:,} more</p>" if left > 0 else "",
         ]
         return "".join(parts)
@@ -360,7 +369,7 @@ def _text(value: Cell, kind: Kind) -> str:
     if kind is Kind.BYTES and isinstance(value, int):
         return size(value)
     if kind is Kind.SHARE and isinstance(value, float):
-        return f"{value:.3%}"
+        return f"{100 * value:.3g}%"
     if isinstance(value, float):
         return f"{value:.4g}"
     return f"{value:,}" if kind is Kind.COUNT else str(value)
