@@ -26,6 +26,15 @@ if TYPE_CHECKING:
 Cell = str | int | float | None
 
 
+_NOTEBOOK_TABLE = (
+    # The style sheets of notebooks align all cells to the right, and wrap long ones in narrow columns.
+    "<style>table.modelstate th, table.modelstate td {{ text-align: left; white-space: nowrap; }} "
+    "table.modelstate .n {{ text-align: right; }}</style>"
+    '<div style="overflow-x: auto"><table class="modelstate">'
+    "<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
+)
+
+
 class Kind(Enum):
     """What a column holds, which says how a module sums up the rows under it."""
 
@@ -127,22 +136,18 @@ class Page:
         )
 
     def fragment(self, most_rows: int = 12) -> str:
-        """Returns the facts and the first rows as HTML without script or style, for a notebook."""
+        """Returns the facts and the first rows as HTML without script, for a notebook."""
         facts = " · ".join(f"{escape(label)}: {escape(printable(text))}" for label, text in self.facts)
         table = replace(self, rows=self.rows[:most_rows])._without_empty_columns()
-        # The style sheets of notebooks align all cells to the right, and wrap long ones in narrow columns.
-        styles = [
-            f'style="text-align: {"left" if kind is Kind.TEXT else "right"}; white-space: nowrap"'
-            for _, kind in table.columns
-        ]
+        classes = ["" if kind is Kind.TEXT else " class=n" for _, kind in table.columns]
         head = "".join(
-            f"<th {style}>{escape(title)}</th>" for style, (title, _) in zip(styles, table.columns, strict=True)
+            f"<th{name}>{escape(title)}</th>" for name, (title, _) in zip(classes, table.columns, strict=True)
         )
         body = "".join(
             "<tr>"
             + "".join(
-                f"<td {style}>{escape(shorten(printable(_text(value, kind)), 48))}</td>"
-                for value, style, (_, kind) in zip(row, styles, table.columns, strict=True)
+                f"<td{name}>{escape(shorten(printable(_text(value, kind)), 48))}</td>"
+                for value, name, (_, kind) in zip(row, classes, table.columns, strict=True)
             )
             + "</tr>"
             for row in table.rows
@@ -152,9 +157,7 @@ class Page:
             f"<p><b>{escape(printable(self.title))}</b><br>{facts}</p>",
             f"<pre>{escape(shorten(self.text, 4000))}</pre>" if self.text else "",
             "".join(f"<p>{escape(printable(note))}</p>" for note in self.notes[:5]),
-            f'<div style="overflow-x: auto"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
-            if self.rows
-            else "",
+            _NOTEBOOK_TABLE.format(head=head, body=body) if self.rows else "",
             f"<p>and {left:,} more</p>" if left > 0 else "",
         ]
         return "".join(parts)
