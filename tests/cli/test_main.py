@@ -530,3 +530,8 @@ class TestManners:
         assert done.stderr.startswith("error: ")
         assert "Traceback" not in done.stderr
         assert done.stdout == ""
+
+    def test_arguments_in_the_wrong_order(self) -> None:
+        done = run("plan", "tiny.safetensors", "ZOO:tiny")
+        assert done.exit_code == 2
+        assert "the model comes first" in done.stderr

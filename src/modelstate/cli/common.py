@@ -162,6 +162,8 @@ def model_factory(spec: str, debug: bool = False) -> Callable[[], object]:
     """
     import torch
 
+    if os.path.exists(spec):
+        raise typer.BadParameter(f"{spec!r} is a file or directory: the model comes first, as package.module:factory")
     factory = _named(spec, "no model: give package.module:factory, where factory() returns a torch.nn.Module", debug)
     if isinstance(factory, torch.nn.Module):
         return lambda: factory
@@ -237,7 +239,9 @@ def parse_dtype(name: str | None) -> torch.dtype | None:
 
     dtype = dtype_named(name)
     if dtype is None or not dtype.is_floating_point:
-        raise typer.BadParameter(f"{name!r} is not a floating dtype of torch: give float32, bfloat16, float16, ...")
+        raise typer.BadParameter(
+            f"{name!r} is not a floating dtype of torch: give float32, bfloat16, float16, float8_e4m3fn, ..."
+        )
     return dtype
 
 
@@ -364,7 +368,7 @@ def parse_rules(
 def _both_sides(text: str) -> tuple[str, str]:
     pattern, equals, replacement = text.rpartition("=")
     if not equals:
-        raise typer.BadParameter(f"{text!r} is not PATTERN=REPLACEMENT")
+        raise typer.BadParameter(f"{text!r} is not PATTERN=REPLACEMENT, such as encoder.*=model.encoder.*")
     return pattern, replacement
 
 
