@@ -238,7 +238,7 @@ def _nothing(directory: str, entries: Mapping[str, _Kind]) -> SourceNotFoundErro
     below = [name for name, kind in entries.items() if kind is _Kind.DIRECTORY]
     there = [name + ("/" if name in below else "") for name in entries]
     if "store.json" in there:
-        remedy = "it is a store: modelstate.Store(path) has open, restore and verify; so has `modelstate store`"
+        remedy = "it is a store: `modelstate store ls` lists its steps, and modelstate.Store(path).open opens them"
     elif below:
         remedy = f"subdirectories are not searched: give one of {', '.join(below[:6])}"
     else:

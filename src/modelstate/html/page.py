@@ -28,8 +28,8 @@ Cell = str | int | float | None
 
 _NOTEBOOK_TABLE = (
     # The style sheets of notebooks align all cells to the right, and wrap long ones in narrow columns.
-    "<style>table.modelstate th, table.modelstate td {{ text-align: left; white-space: nowrap; }} "
-    "table.modelstate .n {{ text-align: right; }}</style>"
+    "<style>table.modelstate th, table.modelstate td {{ text-align: left !important; white-space: nowrap; }} "
+    "table.modelstate .n {{ text-align: right !important; }}</style>"
     '<div style="overflow-x: auto"><table class="modelstate">'
     "<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
 )
