@@ -94,13 +94,13 @@ def test_a_step_that_vanishes_while_it_is_read(tmp_path: Path, monkeypatch: pyte
     real = StepIndex.read_parts
     seen = []
 
-    def parts(shelf: Any, found: Any, verify: bool) -> object:
+    def parts(shelf: Any, found: Any, verify: bool, **options: Any) -> object:
         step = found.place.step
         seen.append(step)
         if step < 4:
             job.train()
             writer.save(step + 1, job.objects(step + 1))
-        return real(shelf, found, verify)
+        return real(shelf, found, verify, **options)
 
     monkeypatch.setattr(StepIndex, "read_parts", parts)
     target = Job()
@@ -114,11 +114,11 @@ def test_a_step_that_is_replaced_while_it_is_read(tmp_path: Path, monkeypatch: p
     writer.save(1, job.objects(1))
     real = StepIndex.read_parts
 
-    def parts(shelf: Any, found: Any, verify: bool) -> object:
+    def parts(shelf: Any, found: Any, verify: bool, **options: Any) -> object:
         if found.place.revision == 0:
             job.train()
             writer.save(1, job.objects(1), overwrite=True)
-        return real(shelf, found, verify)
+        return real(shelf, found, verify, **options)
 
     monkeypatch.setattr(StepIndex, "read_parts", parts)
     target = Job()
