@@ -15,7 +15,7 @@ from typer.testing import CliRunner, Result
 import modelstate as ms
 from modelstate.cli.common import parse_size
 from modelstate.cli.main import app
-from modelstate.store.directory import ObjectEntry
+from modelstate.store.record import ObjectEntry
 
 
 def run(*arguments: str) -> Result:

@@ -26,7 +26,7 @@ from modelstate.errors import (
     WriteFailedError,
 )
 from modelstate.io import system
-from modelstate.store.directory import ObjectEntry
+from modelstate.store.record import ObjectEntry
 
 transformers = pytest.importorskip("transformers")
 

@@ -91,7 +91,7 @@ def test_a_step_that_is_taken_away_while_it_is_read_is_not_bad(
 
 
 def test_a_step_that_is_taken_away_while_it_is_verified(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from modelstate.store.directory import ObjectEntry
+    from modelstate.store.record import ObjectEntry
 
     store, live, real = ms.Store(tmp_path, keep=1), ms.Live(linear(0)), ObjectEntry.verify
     following, log = by_hand(live, store)

@@ -26,7 +26,8 @@ from modelstate.errors import (
 )
 from modelstate.objects.rng import RNG
 from modelstate.store.deadline import Deadline
-from modelstate.store.directory import Step, read_record, warn_caller
+from modelstate.store.directory import Step, warn_caller
+from modelstate.store.record import read_record
 from modelstate.store.resumable import LoopSaver
 from modelstate.store.retention import is_number
 from modelstate.store.store import Store

@@ -1,4 +1,4 @@
-"""What is in a store's directory: its layout, the record of each checkpoint, and the list of the checkpoints.
+"""The layout of a store's directory, and the list of its checkpoints.
 
 store.json                   the name of the store
 .lock                        the lock of the process that writes
@@ -15,48 +15,40 @@ import json
 import os
 import re
 import secrets
-import stat
 import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
-from datetime import datetime
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeVar
 
-from modelstate.checkpoint.checkpoint import Checkpoint, verify
-from modelstate.checkpoint.open import open as open_checkpoint
 from modelstate.errors import (
     ChecksumError,
-    CodecError,
     DamagedCheckpointError,
     DamagedCheckpointWarning,
     ModelStateError,
     NewerManifestError,
     OpenError,
     OptionError,
+    RanksDifferError,
     ReadFailedError,
     SourceNotFoundError,
     StepNotFoundError,
-    UnknownClassError,
 )
-from modelstate.formats.manifest import OPEN_SEAL, SEAL, check_seal, digest, sealed
-from modelstate.formats.safetensors import MAX_HEADER_BYTES
+from modelstate.formats.manifest import OPEN_SEAL, SEAL, check_seal, sealed
 from modelstate.io.atomic import atomic_file
-from modelstate.io.files import SourceFile, read_whole
+from modelstate.io.files import read_whole
 from modelstate.objects.parts import Kind, Part
 from modelstate.progress import progress_bar
-from modelstate.spec import Contents
+from modelstate.store.record import ALL, RECORD_FILE, Record, damaged, read_record, why_not_whole
 from modelstate.store.retention import CheckpointInfo, Keep, check_metric, kept
-from modelstate.version import __version__
 
 if TYPE_CHECKING:
     from modelstate.distributed.agreement import Agreement  # imports torch
 
 STORE_FILE = "store.json"
-RECORD_FILE = "checkpoint.json"
 PIN_FILE = "pinned"
 _STEP = re.compile(r"step-(\d{9,18})(?:\.(\d{1,9}))?")
 _UNFINISHED = re.compile(r"\.step-\d+(?:\.\d+)?\.[0-9a-f]{12}\.unfinished")
@@ -95,249 +87,6 @@ def places(directory: str) -> list[Place]:
 def unfinished(directory: str) -> list[str]:
     """Returns the directories that killed saves and prunes have left. Raises `OSError`."""
     return [os.path.join(directory, name) for name in os.listdir(directory) if _UNFINISHED.fullmatch(name)]
-
-
-ALL = slice(None)
-"""The share of the tensors that one rank verifies where it is alone."""
-FORMAT = 1
-"""The version of this layout. A reader refuses a newer one."""
-MAX_RECORD_BYTES = 64_000_000
-"""The most bytes of a record. A reader refuses more."""
-_MAX_HEAD_BYTES = 8 + MAX_HEADER_BYTES
-"""The most bytes of a header with its length, and of an index."""
-
-
-@dataclass(frozen=True, slots=True)
-class FileRecord:
-    """A file of a checkpoint as it was written."""
-
-    nbytes: int
-    mtime_ns: int
-    head_bytes: int
-    """The size of the head, which describes the tensors: the header of a file, or all of an index."""
-    head: str
-    """The digest of the head. The file's own seal is not enough: damage to the key of the seal removes it."""
-
-
-@dataclass(frozen=True, slots=True)
-class ObjectEntry:
-    """An object of a checkpoint."""
-
-    kind: Kind
-    index: str = ""
-    """The name of the index of the files with its tensors; empty for an object without tensors."""
-    files: Mapping[str, FileRecord] = field(default_factory=dict)
-    """All its files by name, with the index."""
-    value: object = None
-    """The encoded state of an object without tensors."""
-    ranks: int = 0
-    """The number of ranks whose states it has, as a list; 0 where there is one state for all of them."""
-
-    def open(self, directory: str) -> Checkpoint:
-        """Opens an object that has tensors. Raises `DamagedCheckpointError` and `NewerManifestError`."""
-        try:
-            return open_checkpoint(os.path.join(directory, self.index))
-        except NewerManifestError:
-            raise
-        except (OpenError, ChecksumError) as error:
-            raise damaged(directory, _short(error)) from error
-
-    def verify(self, directory: str, share: slice = ALL, on_read: Callable[[int], None] | None = None) -> None:
-        """Reads an object, or a share of its tensors, and compares it with its digests.
-
-        `on_read` is called with the size of each tensor.
-
-        Raises `DamagedCheckpointError`, and `ReadFailedError` for a disk that cannot be read.
-        """
-        if not self.index:
-            return  # the state is in the record, which is sealed
-        for name, file in self.files.items():
-            try:
-                with SourceFile(os.path.join(directory, name)) as opened_file:
-                    head = digest(opened_file.read(0, file.head_bytes, "its header"))
-            except OpenError as error:
-                raise damaged(directory, _short(error)) from error
-            if head != file.head:
-                raise damaged(directory, f"{name}: what it says of its tensors is not what was written")
-        checkpoint = self.open(directory)
-        try:
-            if checkpoint.checksums:
-                verify(checkpoint, on_read, share)
-        except ChecksumError as error:
-            raise damaged(directory, _short(error)) from error
-
-    def decode(self, directory: str, *, map: bool = False) -> Any:
-        """Returns the state of an object as it was captured: containers, values, and tensors.
-
-        With `map` the tensors may be maps of the files, which nothing may write to; else their memory is their own.
-
-        Raises `DamagedCheckpointError`, and `CodecError` for classes that are not imported or registered.
-        """
-        from modelstate.codec.codec import decode
-
-        checkpoint = self.open(directory) if self.index else None
-        try:
-            return decode(self.value) if checkpoint is None else checkpoint.value(map=None if map else False)
-        except UnknownClassError:
-            raise
-        except CodecError as error:
-            raise damaged(directory, _short(error)) from error
-
-
-@dataclass(frozen=True, slots=True)
-class Record:
-    """The record of a checkpoint."""
-
-    store: str
-    """The name of the store that it was written to."""
-    step: int
-    time: float
-    """Seconds since 1970, when it was saved."""
-    metrics: Mapping[str, float]
-    entries: Mapping[str, ObjectEntry]
-    serial: int = 0
-    """The number of the save: the later checkpoint of a store has the higher one, independent of steps and clocks."""
-
-    def open(self, directory: str) -> Checkpoint:
-        """Opens all objects as one checkpoint, whose names begin with the path of an object.
-
-        Raises what `ObjectEntry.open` and `ObjectEntry.decode` raise.
-        """
-        opened = {path: entry.open(directory) for path, entry in self.entries.items() if entry.index}
-        tree = {
-            path: opened[path].contents.tree if path in opened else entry.decode(directory)
-            for path, entry in self.entries.items()
-        }
-        checkpoints = opened.values()
-        contents = Contents(
-            "safetensors",
-            tree,
-            tuple(dict.fromkeys(file for checkpoint in checkpoints for file in checkpoint.files)),
-            checksums={extent: digest for checkpoint in checkpoints for extent, digest in checkpoint.checksums.items()},
-        )
-        fingerprints = {path: known for checkpoint in checkpoints for path, known in checkpoint.fingerprints.items()}
-        return Checkpoint(contents, source=directory, fingerprints=fingerprints)
-
-    def text(self) -> bytes:
-        """Returns the content of `checkpoint.json`."""
-        entries = {}
-        for key, entry in self.entries.items():
-            fields: dict[str, object] = {"kind": entry.kind}
-            if entry.index:
-                fields["index"] = entry.index
-                fields["files"] = {
-                    name: [file.nbytes, file.mtime_ns, file.head_bytes, file.head] for name, file in entry.files.items()
-                }
-            else:
-                fields["value"] = entry.value
-            if entry.ranks:
-                fields["ranks"] = entry.ranks
-            entries[key] = fields
-        content = {
-            SEAL: OPEN_SEAL,
-            "format": FORMAT,
-            "writer": f"modelstate {__version__}",
-            "store": self.store,
-            "step": self.step,
-            "serial": self.serial,
-            "time": self.time,
-            "metrics": {name: repr(value) for name, value in self.metrics.items()},  # JSON has no NaN
-            "entries": entries,
-        }
-        return sealed(json.dumps(content, ensure_ascii=False, allow_nan=False, indent=1).encode() + b"\n")
-
-
-def read_record(directory: str) -> Record:
-    """Returns the record of the checkpoint in a directory.
-
-    Raises `DamagedCheckpointError` where it is not what was written, and `NewerManifestError`.
-    """
-    path = os.path.join(directory, RECORD_FILE)
-    try:
-        data = read_whole(path, MAX_RECORD_BYTES, RECORD_FILE)
-    except (OpenError, ReadFailedError) as error:
-        raise damaged(directory, f"{RECORD_FILE} cannot be read: {error.what}, {error.found}".rstrip(" ,")) from error
-    try:
-        content = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise damaged(directory, f"{RECORD_FILE} is no JSON: {error}") from error
-    if type(content) is not dict:
-        raise damaged(directory, f"{RECORD_FILE} is no object")
-    if type(content.get("format")) is int and content["format"] > FORMAT:
-        raise NewerManifestError(
-            "the checkpoint was written by a newer version of modelstate",
-            where=path,
-            expected=f"format {FORMAT} or older",
-            found=f"format {content['format']}, by {str(content.get('writer', '?'))[:80]}",
-            remedy="update modelstate",
-        )
-    try:
-        check_seal(data, str(content.get(SEAL, "")), path)
-        return _parsed(content)
-    except ChecksumError as error:
-        raise damaged(directory, f"{RECORD_FILE} is not what was written, or has been edited") from error
-    except (LookupError, TypeError, ValueError, AttributeError, OverflowError, OSError) as error:
-        raise damaged(directory, f"{RECORD_FILE}: {type(error).__name__}: {error}") from error
-
-
-def _parsed(content: dict[str, Any]) -> Record:
-    """Returns a record from its JSON. Raises `ValueError` and the errors of a wrong type."""
-    if type(content["format"]) is not int:
-        raise ValueError(f"format {str(content['format'])[:80]!r}")
-    entries = {}
-    for key, fields in content["entries"].items():
-        files = {name: _file(*values) for name, values in fields.get("files", {}).items()}
-        if any(os.path.basename(name) != name for name in (*files, key)):
-            raise ValueError(f"a file outside its directory: {key}")
-        index = fields.get("index", "")
-        if fields["kind"] not in tuple(Kind) or (index and index not in files):
-            raise ValueError(f"an invalid entry of an object: {key}")
-        ranks = fields.get("ranks", 0)
-        if type(ranks) is not int or ranks < 0:
-            raise ValueError(f"an invalid number of ranks: {key}")
-        entries[key] = ObjectEntry(Kind(fields["kind"]), index, files, fields.get("value"), ranks)
-    metrics = {str(name): float(value) for name, value in content["metrics"].items()}
-    time = float(content["time"])
-    datetime.fromtimestamp(time)  # raises for a number that is not a time
-    return Record(str(content["store"]), int(content["step"]), time, metrics, entries, int(content.get("serial", 0)))
-
-
-def _file(nbytes: object, mtime_ns: object, head_bytes: object, head: object) -> FileRecord:
-    if type(nbytes) is not int or type(mtime_ns) is not int or type(head_bytes) is not int or type(head) is not str:
-        raise ValueError("the record of a file has values of other types")
-    if not 0 <= head_bytes <= min(nbytes, _MAX_HEAD_BYTES):
-        raise ValueError(f"a file of {nbytes:,} bytes with a header of {head_bytes:,}")
-    return FileRecord(nbytes, mtime_ns, head_bytes, head)
-
-
-def damaged(where: str, found: str) -> DamagedCheckpointError:
-    """Returns the error for a checkpoint that is not what was saved."""
-    return DamagedCheckpointError(
-        "the checkpoint is damaged",
-        where=where,
-        found=found,
-        remedy="restore another step: store.restore(objects) takes the newest one that is whole",
-    )
-
-
-def _why_not_whole(directory: str, entries: Mapping[str, ObjectEntry]) -> str:
-    """Returns which file is missing or has another size; empty where the checkpoint is complete."""
-    for entry in entries.values():
-        for name, file in entry.files.items():
-            try:
-                status = os.stat(os.path.join(directory, name))
-            except OSError as error:
-                return f"{name}: {error.strerror}"
-            if not stat.S_ISREG(status.st_mode):
-                return f"{name} is not a regular file"
-            if status.st_size != file.nbytes:
-                return f"{name} has {status.st_size:,} bytes, not {file.nbytes:,}"
-    return ""
-
-
-def _short(error: ModelStateError) -> str:
-    place = f"{os.path.basename(str(error.where))}: " if error.where else ""
-    return f"{place}{error.what}" + (f": {error.found}" if error.found else "")
 
 
 STORE_FORMAT = 1
@@ -540,7 +289,7 @@ class StepIndex:
                 remedy="open the store that it is from; ms.open reads what is in it by itself",
             )
             return StepEntry(place, record, foreign)
-        if problem := _why_not_whole(place.path, record.entries):
+        if problem := why_not_whole(place.path, record.entries):
             return StepEntry(place, record, damaged(place.path, problem))
         key = _key(place.path) if self._damage else None
         return StepEntry(place, record, self._damage.get(key) if key is not None else None)
@@ -606,6 +355,36 @@ class StepIndex:
             place = Place(number, revision, os.path.join(self.directory, name_of(number, revision)))
             _, record, error = self._read(place)
             yield self._entry(place, record, error, record.store if record is not None else "")
+
+    def opened(
+        self, entry: StepEntry, verify: bool, agreement: "Agreement", progress: bool | None
+    ) -> tuple[Record, dict[str, Part]]:
+        """Returns the record of a checkpoint and the saved state of each object, on all ranks or on none.
+
+        Ranks that see the same files verify a share of them each. Raises `RanksDifferError` where they see another
+        step, and what `read_parts` raises.
+        """
+        if not agreement.is_collective:
+            return entry.usable_record, self.read_parts(entry, verify, progress=progress)
+        from modelstate.distributed.agreement import Digest
+
+        place = entry.place
+
+        def digests() -> list[Digest]:
+            record = entry.usable_record
+            text = f"{place.path}, save {record.serial} of the store {record.store}"
+            return [Digest.of("the checkpoints", text, [record.text()])]
+
+        with agreement.phase(f"opening step {place.step}", digests):
+            if entry.is_gone and not agreement.is_first:
+                chosen = f"{os.path.basename(place.path)}, which the first rank has chosen"
+                raise not_shared(self.directory, chosen, "no such directory")
+            record = entry.usable_record
+            status = os.stat(os.path.join(place.path, RECORD_FILE))
+        files = agreement.texts("comparing files", f"{status.st_ino} {status.st_mtime_ns}")
+        share = slice(agreement.position, None, len(files)) if len(set(files)) == 1 else ALL
+        with agreement.phase(f"verifying step {place.step}" if verify else f"opening the objects of step {place.step}"):
+            return record, self.read_parts(entry, verify, share, map=True)
 
     def read_parts(
         self,
@@ -804,6 +583,17 @@ def store_file_problem(directory: str) -> str:
     except (OpenError, ReadFailedError, DamagedCheckpointError) as error:
         return str(error) if os.path.lexists(os.path.join(directory, STORE_FILE)) else ""
     return ""
+
+
+def not_shared(directory: str, expected: str, found: object) -> RanksDifferError:
+    """Returns the error for ranks whose paths of the store lead to different directories."""
+    return RanksDifferError(
+        "the ranks do not see the same store; nothing has been changed",
+        where=directory,
+        expected=expected,
+        found=found,
+        remedy="give all ranks the path of one directory, on a file system that they share",
+    )
 
 
 def _most_common(records: Iterable[Record | None]) -> str:

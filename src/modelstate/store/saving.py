@@ -8,7 +8,7 @@ it, and stays complete when the old one is removed. Tensors that change and tens
 import json
 import os
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
@@ -17,33 +17,25 @@ import torch
 from modelstate.background import AtExit, BackgroundTask
 from modelstate.distributed.agreement import Agreement, Digest
 from modelstate.distributed.writing import CollectiveWriter, ShardedTensor
-from modelstate.errors import ModelStateError, OpenError, UnsavableError
+from modelstate.errors import OpenError
 from modelstate.formats import safetensors, sharded
 from modelstate.formats.block_writer import LazyTensor, write_blocks
 from modelstate.formats.manifest import KEY, digest
 from modelstate.formats.safetensors import Layout, Written, layout, nbytes_of, parts_of, write
-from modelstate.formats.serialize import SerializedState
 from modelstate.formats.sharded import INDEX_SUFFIX, SHARD_METADATA, SUFFIX, in_shards, index_of
 from modelstate.io import system
 from modelstate.io.atomic import Output, new_file, sync_directory
-from modelstate.io.engine import for_each, read_threads
 from modelstate.io.files import SourceFile
-from modelstate.io.memory import empty_cpu
-from modelstate.objects.parts import Kind
-from modelstate.spec import contiguous_stride
 from modelstate.store.directory import (
-    MAX_RECORD_BYTES,
     PIN_FILE,
-    RECORD_FILE,
-    FileRecord,
-    ObjectEntry,
     Place,
-    Record,
     StepEntry,
     name_of,
     unfinished,
     unfinished_name,
 )
+from modelstate.store.record import MAX_RECORD_BYTES, RECORD_FILE, FileRecord, ObjectEntry, Record
+from modelstate.store.snapshot import Job, local_part, size_errors, unsavable
 from modelstate.text_format import size
 
 
@@ -100,35 +92,6 @@ class PendingSave(BackgroundTask[SavedStep]):
             failure=f"step {step} was not saved",
         )
         self.step, self.staging_bytes = step, staging_bytes
-
-
-@dataclass(frozen=True, slots=True)
-class Job:
-    """The objects of a checkpoint that is about to be written. The mappings go by the paths of the objects."""
-
-    kinds: Mapping[str, Kind]
-    ranks: Mapping[str, int]
-    """For each object the number of ranks whose states it has; 0 for one state for all of them."""
-    states: Mapping[str, SerializedState]
-    frozen: Mapping[str, frozenset[str]]
-    """For each module, the names of parameters that training does not change."""
-    pin: bool
-    begin_seconds: float
-    """When the save began, by `time.perf_counter`."""
-
-    @property
-    def nbytes(self) -> int:
-        """The size of the tensors."""
-        return sum(nbytes_of(tensor) for state in self.states.values() for tensor in state.tensors.values())
-
-    @property
-    def spread(self) -> list[str]:
-        """The objects whose tensors are spread over several ranks."""
-        return [
-            path
-            for path, state in self.states.items()
-            if any(isinstance(tensor, ShardedTensor) for tensor in state.tensors.values())
-        ]
 
 
 class NewStep:
@@ -236,7 +199,7 @@ class NewStep:
         entries = {path: replace(self._objects[path][0], ranks=ranks) for path, ranks in self._job.ranks.items()}
         text = replace(self._record, entries=entries).text()
         if len(text) > MAX_RECORD_BYTES:
-            raise _unsavable(
+            raise unsavable(
                 "the values that are no tensors", f"{len(text):,} bytes of them, above {MAX_RECORD_BYTES:,}"
             )
         if self._is_pinned:
@@ -472,7 +435,7 @@ class SpreadWriter:
 def _parts(path: str, job: Job) -> Iterator[tuple[_Key, object]]:
     """Yields the layout of each tensor of an object, and the digest of what this rank holds of it."""
     tensors = job.states[path].tensors
-    hashes = write_blocks(None, 0, [_local(tensor) for tensor in tensors.values()])
+    hashes = write_blocks(None, 0, [local_part(tensor) for tensor in tensors.values()])
     for (name, tensor), hashed in zip(tensors.items(), hashes, strict=True):
         spread = (tensor.placements, tensor.mesh) if isinstance(tensor, ShardedTensor) else ()
         yield (path, name), (tensor.dtype, tuple(tensor.shape), *spread, parts_of(tensor), digest(hashed.encode()))
@@ -567,26 +530,6 @@ def _record_of(directory: str, name: str) -> FileRecord:
     return FileRecord(status.st_size, status.st_mtime_ns, len(head), digest(head))
 
 
-@contextmanager
-def size_errors(path: str) -> Iterator[None]:
-    """Raises `UnsavableError` in place of the `ValueError` for a header or a manifest that is too large."""
-    try:
-        yield
-    except ValueError as error:
-        if isinstance(error, ModelStateError):
-            raise
-        raise _unsavable(path, error) from error
-
-
-def _unsavable(where: str, found: object) -> UnsavableError:
-    return UnsavableError(
-        "this is more than a checkpoint of a store holds",
-        where=where,
-        found=found,
-        remedy="large values are better kept as tensors or arrays; shard_size_bytes= makes more files",
-    )
-
-
 # Other changes of the directory.
 
 
@@ -648,107 +591,3 @@ def remove_directory(path: str) -> None:
             with suppress(OSError):
                 system.unlink(os.path.join(path, name))
         system.rmdir(path)
-
-
-# The copy of the state.
-
-_ALIGN = 64
-_BLOCK_BYTES = 4 << 20
-
-
-class Staging:
-    """A buffer of CPU memory for the copy of a state: it grows to the largest one, and is pinned for CUDA."""
-
-    def __init__(self) -> None:
-        self._buffer: torch.Tensor | None = None
-
-    @property
-    def nbytes(self) -> int:
-        """The size of the buffer now."""
-        return 0 if self._buffer is None else self._buffer.numel()
-
-    def copy(self, states: Iterable[SerializedState]) -> None:
-        """Copies the tensors of the states, and replaces them by the copies. The copies before are overwritten.
-
-        Raises torch's error where there is not enough memory; then no tensor is replaced.
-        """
-        states = list(states)
-        tensors = [_local(tensor) for state in states for tensor in state.tensors.values()]
-        copies = self._allocate(tensors)
-        _copy_all(tensors, copies)
-        remaining = iter(copies)
-        for state in states:
-            state.tensors = {
-                name: tensor.with_local(next(remaining)) if isinstance(tensor, ShardedTensor) else next(remaining)
-                for name, tensor in state.tensors.items()
-            }
-
-    def _allocate(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        starts, end = [], 0
-        for tensor in tensors:
-            starts.append(end)
-            end += -(-nbytes_of(tensor) // _ALIGN) * _ALIGN
-        pinned = any(tensor.device.type == "cuda" for tensor in tensors)
-        buffer = self._buffer
-        if buffer is None or buffer.numel() < end or (pinned and not buffer.is_pinned()):
-            self._buffer = buffer = None  # released before the new one is allocated
-            if pinned:
-                buffer = torch.empty(end, dtype=torch.uint8, pin_memory=True)
-            else:
-                buffer = empty_cpu((max(end, 1),), torch.uint8)
-            self._buffer = buffer
-        storage = buffer.untyped_storage()
-        with torch.inference_mode(False):
-            return [
-                torch.empty(0, dtype=tensor.dtype, device="cpu").set_(
-                    storage, start // tensor.itemsize, tuple(tensor.shape), contiguous_stride(tensor.shape)
-                )
-                for tensor, start in zip(tensors, starts, strict=True)
-            ]
-
-
-def _local(tensor: torch.Tensor | LazyTensor) -> torch.Tensor:
-    """Returns what this rank holds of a tensor of a live state."""
-    held = tensor.local if isinstance(tensor, ShardedTensor) else tensor
-    assert isinstance(held, torch.Tensor)
-    return held
-
-
-def _copy_all(tensors: Sequence[torch.Tensor], copies: Sequence[torch.Tensor]) -> None:
-    """Copies tensors with several threads. Each thread takes pieces of at most a few megabytes."""
-    jobs: list[list[tuple[torch.Tensor, torch.Tensor]]] = [[]]
-    total = 0
-    devices: set[torch.device] = set()
-    for tensor, copy in zip(tensors, copies, strict=True):
-        if tensor.device.type != "cpu":
-            devices.add(tensor.device)
-        for pair in _pieces(tensor, copy):
-            if total >= _BLOCK_BYTES:
-                jobs.append([])
-                total = 0
-            jobs[-1].append(pair)
-            total += nbytes_of(pair[1])
-
-    @contextmanager
-    def worker() -> Iterator[Callable[[list[tuple[torch.Tensor, torch.Tensor]]], None]]:
-        def copy(job: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-            for source, target in job:
-                target.copy_(source, non_blocking=source.device.type == "cuda")
-
-        with torch.inference_mode(False), torch.no_grad():
-            yield copy
-
-    for_each(jobs, worker, min(read_threads(), len(jobs)), with_torch=True)
-    for device in devices:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-
-
-def _pieces(tensor: torch.Tensor, copy: torch.Tensor) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
-    nbytes = nbytes_of(tensor)
-    if nbytes <= _BLOCK_BYTES or not tensor.is_contiguous() or tensor.device.type != "cpu":
-        return [(tensor.detach(), copy)]
-    step = _BLOCK_BYTES // tensor.itemsize
-    with torch.inference_mode(False):
-        source, target = tensor.detach().view(-1), copy.view(-1)
-    return [(source[at : at + step], target[at : at + step]) for at in range(0, tensor.numel(), step)]

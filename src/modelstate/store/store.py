@@ -23,55 +23,47 @@ from modelstate.errors import (
     BackgroundCancelledError,
     LockedError,
     OptionError,
-    RanksDifferError,
     SaveTargetError,
     SourceTypeError,
     StepNotFoundError,
     StoreMovedError,
     TargetExistsError,
 )
-from modelstate.formats.manifest import check_size
-from modelstate.formats.serialize import serialize
 from modelstate.html.page import Page, Shown
 from modelstate.io import system
 from modelstate.io.atomic import new_file, sync_directory, write_errors
 from modelstate.io.files import local_path
 from modelstate.io.lock import WriterLock, check_directory
 from modelstate.objects.loaders import preserved_generators
-from modelstate.objects.objects import Target, capture, targets_of, tensors_within
-from modelstate.objects.parts import Kind, Part
-from modelstate.objects.per_rank import gathered, of_this_rank
+from modelstate.objects.objects import targets_of, tensors_within
+from modelstate.objects.per_rank import of_this_rank
 from modelstate.objects.restore import Restored, RulesOf, restore_objects
 from modelstate.store.directory import (
-    ALL,
     PIN_FILE,
-    RECORD_FILE,
     STORE_FILE,
-    Record,
     Step,
     StepEntry,
     StepIndex,
     name_of,
+    not_shared,
     store_file_problem,
     unfinished_name,
 )
+from modelstate.store.record import RECORD_FILE, Record
 from modelstate.store.retention import CheckpointInfo, Keep, as_keep, infos_page, metric_value
 from modelstate.store.saving import (
-    Job,
     NewStep,
     PendingSave,
     SavedStep,
     SpreadFile,
     SpreadWriter,
-    Staging,
     clear,
     discard,
     make_directory,
     probe,
-    size_errors,
 )
+from modelstate.store.snapshot import Job, Staging, job_of
 from modelstate.text_format import as_given, size
-from modelstate.torch_compat.sharding import reshard
 from modelstate.version import __version__
 
 if TYPE_CHECKING:
@@ -259,7 +251,7 @@ class Store(Shown):
             writing = agreement.on_channel("saving") if background else agreement
             name = writing.decided("naming the directory", lambda: unfinished_name(step))
             writer = _writer(writing, os.path.join(self.directory, name))
-            job = _job(targets, agreement, writer, pin, begin_seconds)
+            job = job_of(targets, agreement, writer, pin, begin_seconds)
             record = Record("", step, time.time(), checked_metrics, {})
             index = self.index.cached()
             with agreement.phase("opening the store"):
@@ -308,7 +300,7 @@ class Store(Shown):
                 try:
                     space = os.statvfs(self.directory)
                 except OSError as error:
-                    raise _not_shared(self.directory, "the directory that the first rank has made", error) from error
+                    raise not_shared(self.directory, "the directory that the first rank has made", error) from error
         free_bytes = space.f_bavail * space.f_frsize
         if free_bytes < nbytes:
             _logger.warning(
@@ -336,7 +328,7 @@ class Store(Shown):
             targets = targets_of(objects)
         generators = [target.obj for target in targets.values() if target.is_restored_last]
         with preserved_generators(generators):
-            return _job(targets, agreement, _writer(agreement, self.directory)).nbytes
+            return job_of(targets, agreement, _writer(agreement, self.directory)).nbytes
 
     def wait(self, timeout_seconds: float | None = None) -> None:
         """Waits until the save in the background is durable.
@@ -549,7 +541,7 @@ class Store(Shown):
             kept_options = patterns_of("keep_options", keep_options)
 
         def attempt(entry: StepEntry) -> tuple[Record, Restored]:
-            record, parts = _opened(self.index, entry, verify, agreement, progress)
+            record, parts = self.index.opened(entry, verify, agreement, progress)
             return record, restore_objects(
                 objects,
                 of_this_rank(parts, targets, agreement),
@@ -892,34 +884,6 @@ class Store(Shown):
         self.close()
 
 
-def _opened(
-    index: StepIndex, entry: StepEntry, verify: bool, agreement: Agreement, progress: bool | None
-) -> tuple[Record, dict[str, Part]]:
-    """Returns the record of a checkpoint and the saved state of each object, on all ranks or on none.
-
-    Ranks that see the same files verify a share of them each. Raises `RanksDifferError` where they see another step.
-    """
-    if not agreement.is_collective:
-        return entry.usable_record, index.read_parts(entry, verify, progress=progress)
-    place = entry.place
-
-    def digests() -> list[Digest]:
-        record = entry.usable_record
-        text = f"{place.path}, save {record.serial} of the store {record.store}"
-        return [Digest.of("the checkpoints", text, [record.text()])]
-
-    with agreement.phase(f"opening step {place.step}", digests):
-        if entry.is_gone and not agreement.is_first:
-            chosen = f"{os.path.basename(place.path)}, which the first rank has chosen"
-            raise _not_shared(index.directory, chosen, "no such directory")
-        record = entry.usable_record
-        status = os.stat(os.path.join(place.path, RECORD_FILE))
-    files = agreement.texts("comparing files", f"{status.st_ino} {status.st_mtime_ns}")
-    share = slice(agreement.position, None, len(files)) if len(set(files)) == 1 else ALL
-    with agreement.phase(f"verifying step {place.step}" if verify else f"opening the objects of step {place.step}"):
-        return record, index.read_parts(entry, verify, share, map=True)
-
-
 def _same(text: str, *arguments: object) -> Callable[[], list[Digest]]:
     """Returns the digests of what all ranks must call a method with, in the same version of modelstate."""
     return lambda: [
@@ -928,72 +892,9 @@ def _same(text: str, *arguments: object) -> Callable[[], list[Digest]]:
     ]
 
 
-def _not_shared(directory: str, expected: str, found: object) -> RanksDifferError:
-    return RanksDifferError(
-        "the ranks do not see the same store; nothing has been changed",
-        where=directory,
-        expected=expected,
-        found=found,
-        remedy="give all ranks the path of one directory, on a file system that they share",
-    )
-
-
 def _writer(agreement: Agreement, directory: str) -> CollectiveWriter | None:
     """Returns the writer of DTensors; None where one process saves alone."""
     return CollectiveWriter(agreement, os.path.join(directory, RECORD_FILE)) if agreement.ranks else None
-
-
-def _job(
-    targets: Mapping[str, Target],
-    agreement: Agreement,
-    writer: CollectiveWriter | None,
-    pin: bool = False,
-    begin_seconds: float = 0.0,
-) -> Job:
-    """Encodes the state of the objects. Raises the error for which it cannot be saved."""
-    with agreement.phase("capturing the state"):
-        for target in targets.values():
-            if agreement.is_collective and target.kind is Kind.MODULE:
-                reshard(target.obj)
-        parts = capture(targets)
-    if agreement.is_collective:
-        parts = gathered(parts, agreement)
-    with agreement.phase("encoding the state"):
-        return _encoded(parts, targets, writer, pin, begin_seconds)
-
-
-def _encoded(
-    parts: Mapping[str, Part],
-    targets: Mapping[str, Target],
-    writer: CollectiveWriter | None,
-    pin: bool,
-    begin_seconds: float,
-) -> Job:
-    states = {
-        path: serialize(
-            part.tree, path, as_tree=part.kind is not Kind.MODULE, of_shard=None if writer is None else writer.of_shard
-        )
-        for path, part in parts.items()
-    }
-    frozen = {
-        path: frozenset(
-            name for name, param in target.obj.named_parameters(remove_duplicate=False) if not param.requires_grad
-        )
-        if target.kind is Kind.MODULE
-        else frozenset()
-        for path, target in targets.items()
-    }
-    for path, state in states.items():
-        with size_errors(path):
-            check_size(state.manifest(None, {}))
-    return Job(
-        {path: part.kind for path, part in parts.items()},
-        {path: part.ranks for path, part in parts.items()},
-        states,
-        frozen,
-        pin,
-        begin_seconds,
-    )
 
 
 def _directory(given: object) -> str:
