@@ -11,7 +11,7 @@ import math
 import operator
 import types
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, SupportsInt
 
 import torch
 
@@ -407,7 +407,7 @@ def _from_json(item: Mapping[str, Any]) -> _Input:
     return _Tensor(name, shape, *_fixed_and_dynamic(shape), dtype, torch.device(item["device"]), order)
 
 
-def _size(expression: Any) -> int | Size:
+def _size(expression: SupportsInt) -> int | Size:
     return int(expression) if _is_fixed(expression) else Size(text_of_size(expression))
 
 
@@ -444,10 +444,10 @@ def _bound(bound: Any) -> int | None:
     return int(bound) if -_UNBOUNDED < bound < _UNBOUNDED else None
 
 
-def _sizes_text(inputs: Sequence[_Input], leaves: Sequence[Any]) -> str:
+def _sizes_text(inputs: Sequence[_Input], leaves: Sequence[object]) -> str:
     """Describes the shapes and numbers of a call."""
     texts = [
-        f"{wanted.name}.shape {list(value.shape)}" if isinstance(wanted, _Tensor) else f"{wanted.name} {value}"
+        f"{wanted.name}.shape {list(value.shape)}" if isinstance(value, torch.Tensor) else f"{wanted.name} {value}"
         for wanted, value in zip(inputs, leaves, strict=True)
         if not isinstance(wanted, _Constant)
     ]

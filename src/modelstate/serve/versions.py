@@ -251,7 +251,7 @@ class Pin:
         except (OptionError, LiveTargetError) as error:
             raise AttributeError(str(error)) from error
 
-    def _call_method(self, name: str, /, *args: object, **named: object) -> Any:
+    def _call_method(self, name: str, /, *args: object, **named: object) -> object:
         entry = self._entry()
         try:
             return _keep_in_use(entry, _method_of(entry.program, name)(*args, **named))
@@ -297,7 +297,7 @@ class Method:
             return Answer(version.method(self._name)(*args, **named), version.id)
 
 
-def _method_of(program: Program, name: str) -> Callable[..., Any]:
+def _method_of(program: Program, name: str) -> Callable[..., object]:
     """Returns a method of a program's module. Raises as `Pin.method` does."""
     if not isinstance(name, str) or not name.isidentifier() or name[0] == "_" or hasattr(nn.Module, name):
         raise OptionError(
@@ -508,7 +508,7 @@ class VersionGate:
         entry.version, entry.drain, entry.quarantine = version, drain, quarantine
         return entry
 
-    def _call_when_open(self, *args: object, **named: object) -> Any:
+    def _call_when_open(self, *args: object, **named: object) -> object:
         return self._open_entry()(*args, **named)
 
     def _open_entry(self) -> Entry:
