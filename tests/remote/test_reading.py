@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
 
 import modelstate as ms
@@ -39,7 +40,30 @@ def write_shards(model: nn.Module, directory: Path) -> str:
     return "model.safetensors.index.json"
 
 
-FORMATS: dict[str, Callable[[nn.Module, Path], str]] = {"safetensors": write_safetensors, "shards": write_shards}
+def write_torch(model: nn.Module, directory: Path) -> str:
+    torch.save(model.state_dict(), directory / "model.pt")
+    return "model.pt"
+
+
+def write_legacy(model: nn.Module, directory: Path) -> str:
+    torch.save(model.state_dict(), directory / "model.pt", _use_new_zipfile_serialization=False)
+    return "model.pt"
+
+
+def write_dcp(model: nn.Module, directory: Path) -> str:
+    dcp.save(model.state_dict(), checkpoint_id=directory / "dcp", no_dist=True)
+    return "dcp/.metadata"
+
+
+FORMATS: dict[str, Callable[[nn.Module, Path], str]] = {
+    "safetensors": write_safetensors,
+    "shards": write_shards,
+    "torch": write_torch,
+    "legacy": write_legacy,
+    "dcp": write_dcp,
+}
+A_REQUEST_A_TENSOR = ("legacy", "dcp")
+"""Formats that have a header for each tensor, which is also what a load of small tensors reads between them."""
 
 
 class Served:
@@ -89,7 +113,7 @@ def test_a_remote_checkpoint_is_the_local_one(served: Served, format: str) -> No
     served.publish()
     local = ms.open(served.directory / name)
     remote = ms.open(f"{served.url}/{name}")
-    assert max(served.requests_by_file().values()) <= 3
+    assert format in A_REQUEST_A_TENSOR or max(served.requests_by_file().values()) <= 3
     assert list(remote) == list(local)
     assert remote.format == local.format
     assert remote.metadata == local.metadata
@@ -106,7 +130,7 @@ def test_a_remote_checkpoint_is_the_local_one(served: Served, format: str) -> No
         ]
         report = ms.load(target, remote)
         assert report.bytes == local.nbytes
-        assert local.nbytes <= served.proxy.downloaded_bytes <= 1.02 * local.nbytes
+        assert local.nbytes <= served.proxy.downloaded_bytes <= (1.1 if format == "dcp" else 1.02) * local.nbytes
         for mine, stored in zip(target.parameters(), model.parameters(), strict=True):
             assert torch.equal(mine, stored)
 

@@ -189,7 +189,9 @@ def _candidate(directory: str, name: str) -> _Candidate | None:
     try:
         with SourceFile(path) as file:
             head = file.read(0, min(file.nbytes, HEAD_BYTES), "its beginning")
-    except OpenError:
+    except OpenError as error:
+        if is_remote(path) and isinstance(error, SourceAccessError):
+            raise  # it is the same for all of them
         return None
     format = recognise(head, path)
     if format is Format.INDEX or _INDEX.search(name):
@@ -520,7 +522,10 @@ def _remote_file(given: str) -> str:
     path = hub.at_commit(path)
     if not is_remote(path):
         return _local_file(path)
-    path = _object_or_below(path) if hub.parse(path).file else find_in(path)
+    if hub.parse(path).file and hub.cached(path) is None:
+        path = _object_or_below(path)
+    elif not hub.parse(path).file:
+        path = find_in(path)
     shards: Iterable[str] = ()
     if path.endswith(sharded.INDEX_SUFFIX) and (index := hub.cached(path)):
         shards = set(sharded.read_index(index)[0].values())

@@ -29,6 +29,8 @@ _MAX16, _MAX32 = 0xFFFF, 0xFFFFFFFF
 _ENCRYPTED, _SIZES_FOLLOW = 0x1, 0x8
 _LEADS_OUT = re.compile(r"[\\\0]|\.\.|(?:\A|\n)(?:/|.:)", re.DOTALL)
 """Matches in names that are joined by line breaks where one of them may lead out of the archive."""
+_ALIGN_BYTES = 64
+"""The alignment of the data that torch writes."""
 _TOGETHER_BYTES, _SMALL_BYTES = 1 << 16, 1 << 10
 """Headers that lie close together are read in one call, with the small records between them."""
 _HEADER_BYTES = 256
@@ -207,7 +209,12 @@ class ZipDirectory:
         for entry in reversed(ordered):
             reach = reach if entry.nbytes < _SMALL_BYTES else entry.header + _HEADER_BYTES
             read_to[entry.header] = reach
-        for entry in ordered:
+        begins = [entry.header for entry in ordered[1:]] + [directory]
+        for entry, begin in zip(ordered, begins, strict=False):
+            if self.file.is_remote and (known := _start_before(entry, begin)) is not None:
+                starts[entry.name] = known
+                ends.append(begin)
+                continue
             header, name, true_name, method, true_flags, _, true_packed, true_nbytes = entry
             at = header - first
             if at + _LOCAL.size > len(block):
@@ -231,9 +238,7 @@ class ZipDirectory:
                 end += 24 if is_wide else 16
             ends.append(end)
         # A header that is off by a few bytes would shift the data; only the bytes left over reveal that.
-        for entry, end, begin in zip(
-            ordered, ends, [entry.header for entry in ordered[1:]] + [directory], strict=False
-        ):
+        for entry, end, begin in zip(ordered, ends, begins, strict=False):
             if end != begin:
                 raise self._size_error(
                     entry.name, f"an end at byte {begin}, where the next record or the directory begins", end
@@ -247,3 +252,16 @@ class ZipDirectory:
                 entry.name, "a header before the directory", f"one of {nbytes} bytes at byte {entry.header}"
             )
         return self.file.read(entry.header, min(max(ahead_bytes, nbytes), directory - entry.header), "a header")
+
+
+def _start_before(entry: Record, begin: int) -> int | None:
+    """The beginning of a record's data, from where the next header begins; None where that leaves a doubt.
+
+    A local header of another machine takes a request, and a file has thousands. torch aligns the data, and other
+    writers put it right behind the name.
+    """
+    is_wide = max(entry.header, entry.packed_nbytes, entry.nbytes) >= _MAX32
+    start = begin - entry.packed_nbytes - ((24 if is_wide else 16) if entry.flags & _SIZES_FOLLOW else 0)
+    least = entry.header + _LOCAL.size + len(entry.raw_name)
+    is_aligned = start % _ALIGN_BYTES == 0 and least <= start < least + _MAX16
+    return start if is_aligned or start == least else None

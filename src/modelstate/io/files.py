@@ -326,7 +326,8 @@ class SourceFile:
             ReadFailedError: Any other error of the operating system.
         """
         self.path = path
-        self._remote = opened(path) if is_remote(path) else None
+        self.is_remote = is_remote(path)
+        self._remote = opened(path) if self.is_remote else None
         if self._remote is not None:
             self._set_status(self._remote)
             return
@@ -410,7 +411,7 @@ class Section(SourceFile):
     """A run of bytes of an open file, with the interface of a file. It does not own the descriptor."""
 
     def __init__(self, file: SourceFile, start: int, nbytes: int) -> None:
-        self.path = file.path
+        self.path, self.is_remote = file.path, file.is_remote
         self.start = file.start + start
         self.nbytes = nbytes
         self._file, self._within = file, start

@@ -82,7 +82,8 @@ def files_of(path: str) -> list[str]:
     wanted = parse(path)
     with _hub_errors(wanted):
         prefix = f"{wanted.file}/".lstrip("/")
-        return [name.removeprefix(prefix) for name in _files(wanted.name, wanted.revision) if name.startswith(prefix)]
+        names = files_of_commit(wanted.name, wanted.revision)
+        return [name.removeprefix(prefix) for name in names if name.startswith(prefix)]
 
 
 def address_of(path: str) -> tuple[str, dict[str, str]]:
@@ -108,7 +109,8 @@ def _commit(wanted: HubFile) -> str:
 
 
 @lru_cache(maxsize=64)
-def _files(name: str, commit: str) -> list[str]:
+def files_of_commit(name: str, commit: str) -> list[str]:
+    """All files of a repository at a commit."""
     import huggingface_hub
 
     info = huggingface_hub.HfApi().model_info(name, revision=commit)

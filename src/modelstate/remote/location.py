@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 _REMOTE = re.compile(r"(s3|gs|az|http|https|hf)://")
 _SECRET = re.compile(r"(?<=://)[^/@\s]*@|(?<=\?)[^\s),]+")
 """The user of a URL, and its query, which may be a signature."""
+_CODE = re.compile(r"<Code>(\w+)</Code>|\"(?:reason|code)\": ?\"?(\w+)")
+"""The code of an error in the answer of a server."""
 _KEY = re.compile(r"(?!.*(?:^|/)\.{0,2}(?:/|$))[^\0]+", re.DOTALL)
 """The names that a client takes: without empty parts, `.` and `..`."""
 
@@ -295,10 +297,10 @@ def failure_of(error: BaseException, location: Location) -> Failure:
 
     text, found = str(error), first_line(error)
     login = _LOGIN.get(location.scheme, "open the URL in a browser: a login or another address may be needed")
+    if "NoSuchBucket" in text or "ContainerNotFound" in text or "bucket does not exist" in text:
+        return Failure(Cause.NO_BUCKET, found, f"check the name {location.root!r}, the region and the endpoint")
     match error:
         case FileNotFoundError():
-            if "NoSuchBucket" in text or "ContainerNotFound" in text or "bucket does not exist" in text:
-                return Failure(Cause.NO_BUCKET, found, f"check the name {location.root!r}, the region and the endpoint")
             return Failure(Cause.NO_OBJECT, found, "check the name; names are case-sensitive")
         case exceptions.PermissionDeniedError():
             return Failure(Cause.REFUSED, found, f"ask for the right to read it; or {login}")
@@ -325,6 +327,9 @@ def failure_of(error: BaseException, location: Location) -> Failure:
 
 
 def first_line(error: object) -> str:
-    """The first line of an error, without secrets and without the structure of the client behind it."""
-    text = str(error).partition("\n\nDebug source")[0]
-    return redacted(" ".join(text.split()))[:300]
+    """The first line of an error, without secrets: of the answer of a server only the status and the code are kept."""
+    text = " ".join(str(error).partition("\n\nDebug source")[0].split())
+    head, status, answer = text.partition("status code: ")
+    code = _CODE.search(answer)
+    status += answer.partition(":")[0] + (f", {code[1] or code[2]}" if code else "")
+    return redacted(head + status)[:300]

@@ -1,0 +1,122 @@
+"""What cannot be read from a server: each is an error of its own, with a remedy, and without secrets."""
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from datetime import timedelta
+from http.server import BaseHTTPRequestHandler
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import modelstate as ms
+from modelstate.errors import (
+    ReadFailedError,
+    SourceAccessError,
+    SourceNotFoundError,
+    SourceTypeError,
+    TruncatedFileError,
+    UnknownFormatError,
+)
+from modelstate.remote import location
+from tests.remote.servers import http_server
+
+pytest.importorskip("obstore")
+
+
+class Odd(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self) -> None:
+        status, headers, body = {
+            "/page": (200, {"Content-Type": "text/html; charset=utf-8"}, b"<!doctype html>"),
+            "/whole": (200, {"Content-Type": "application/octet-stream"}, b"0123"),
+            "/ftp": (302, {"Location": "ftp://127.0.0.1/x"}, b""),
+            "/forbidden": (403, {}, b""),
+            "/login": (401, {}, b""),
+            "/broken": (500, {}, b""),
+            "/text": (206, {"Content-Range": "bytes 0-4/5"}, b"hello"),
+            "/empty": (416, {}, b"") if "Range" in self.headers else (200, {}, b""),
+        }.get(self.path.partition("?")[0], (404, {}, b""))
+        self.send_response_only(status)
+        for name, value in {"Content-Length": str(len(body)), **headers}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    do_HEAD = do_GET
+
+    def log_message(self, *_: object) -> None:
+        """Writes nothing."""
+
+
+@pytest.fixture(scope="module")
+def odd() -> Iterator[str]:
+    with http_server(Odd) as url:
+        yield url
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "text"),
+    [
+        ("page", UnknownFormatError, "a web page in place of the file"),
+        ("whole", SourceTypeError, "the whole object where a part was asked for"),
+        ("ftp", SourceTypeError, "another scheme"),
+        ("forbidden", SourceAccessError, "refused"),
+        ("login", SourceAccessError, "no credentials"),
+        ("missing", SourceNotFoundError, "no such object"),
+        ("broken", ReadFailedError, "answers with errors"),
+        ("text", UnknownFormatError, "a text file"),
+        ("empty", TruncatedFileError, "the file is empty"),
+        ("", SourceTypeError, "what is in a directory"),
+    ],
+)
+def test_each_answer_is_an_error_of_its_own(
+    odd: str, name: str, kind: type[ms.ModelStateError], text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(location, "FIRST_WAIT", timedelta(milliseconds=1))
+    with pytest.raises(kind, match=text) as raised:
+        ms.open(f"{odd}/{name}?signature=word" if name else f"{odd}/")
+    assert raised.value.remedy
+    assert "word" not in str(raised.value)
+
+
+def test_a_bucket_that_is_not_there(proxy: Any) -> None:
+    with pytest.raises(SourceNotFoundError, match="no such bucket"):
+        ms.open("s3://no-such-bucket-at-all/model.safetensors")
+
+
+def test_what_a_bucket_lacks(bucket: str, s3_client: Any) -> None:
+    with pytest.raises(SourceNotFoundError, match="no such object"):
+        ms.open(f"s3://{bucket}/model.safetensors")
+    s3_client().put_object(Bucket=bucket, Key="run/notes.txt", Body=b"hello")
+    with pytest.raises(SourceNotFoundError, match=r"(?s)no file of this directory is a checkpoint.*notes\.txt"):
+        ms.open(f"s3://{bucket}/run")
+
+
+def test_shards_that_are_missing_are_listed(bucket: str, s3_client: Any) -> None:
+    index = b'{"weight_map": {"a": "one.safetensors", "b": "two.safetensors"}}'
+    s3_client().put_object(Bucket=bucket, Key="model.safetensors.index.json", Body=index)
+    with pytest.raises(SourceNotFoundError, match=r"(?s)2 of 2 shards are missing.*one\.safetensors"):
+        ms.open(f"s3://{bucket}")
+
+
+@pytest.mark.slow
+def test_local_work_imports_no_client(tmp_path: Path) -> None:
+    torch.save({"a": torch.ones(2)}, tmp_path / "x.pt")
+    code = f"""
+import sys
+sys.modules["obstore"] = None
+import modelstate as ms
+ms.open({str(tmp_path / "x.pt")!r}).tensor("a")
+assert not [name for name in ("boto3", "huggingface_hub", "httpx2") if name in sys.modules]
+try:
+    ms.open("s3://bucket/x")
+except ms.ModelStateError as error:
+    print(error.remedy)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "pip install 'modelstate[remote]'"

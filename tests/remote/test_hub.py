@@ -1,0 +1,162 @@
+"""Repositories of the hub, at a server that answers as the hub does, and redirects to another host."""
+
+import hashlib
+import json
+from collections.abc import Iterator
+from contextlib import ExitStack
+from http.server import BaseHTTPRequestHandler
+from pathlib import Path
+from urllib.parse import unquote
+
+import pytest
+import torch
+from torch import nn
+
+import modelstate as ms
+from modelstate.remote import location
+from modelstate.remote.hub import files_of_commit
+from tests.remote.servers import FileServer, http_server
+
+pytest.importorskip("obstore")
+huggingface_hub = pytest.importorskip("huggingface_hub")
+constants = pytest.importorskip("huggingface_hub.constants")
+pytestmark = pytest.mark.slow
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+class Hub(BaseHTTPRequestHandler):
+    """Answers for the repository `org/name`, which has the branch main and the tag v1; large files are elsewhere."""
+
+    protocol_version = "HTTP/1.1"
+    directory: Path
+    elsewhere: str
+    requests: list[tuple[str, str, str]]
+    gated = False
+
+    def do_GET(self) -> None:
+        path = unquote(self.path).partition("?")[0]
+        self.requests.append((self.command, path, self.headers.get("Authorization", "")))
+        known = {f"/api/models/org/name/revision/{revision}" for revision in ("main", "v1", COMMIT)}
+        if path in {"/api/models/org/name", *known}:
+            names = [str(file.relative_to(self.directory)) for file in self.directory.rglob("*") if file.is_file()]
+            info = {"id": "org/name", "sha": COMMIT, "siblings": [{"rfilename": name} for name in sorted(names)]}
+            return self._reply(200, json.dumps(info).encode())
+        prefix = f"/org/name/resolve/{COMMIT}/"
+        file = self.directory / path.removeprefix(prefix)
+        if self.gated:
+            return self._reply(403, b"", {"X-Error-Code": "GatedRepo"})
+        if path.startswith("/api/models/org/name"):
+            return self._reply(404, b"", {"X-Error-Code": "RevisionNotFound"})
+        if not path.startswith("/org/name"):
+            return self._reply(401, b"", {"X-Error-Code": "RepoNotFound"})
+        if not path.startswith(prefix) or not file.is_file():
+            return self._reply(404, b"", {"X-Error-Code": "EntryNotFound"})
+        digest = hashlib.sha256(file.read_bytes()).hexdigest()
+        linked = {"X-Linked-Size": str(file.stat().st_size), "X-Linked-Etag": f'"{digest}"'}
+        signed = f"{self.elsewhere}/{file.name}?signature=word"
+        return self._reply(302, b"", {"X-Repo-Commit": COMMIT, "Location": signed, **linked})
+
+    do_HEAD = do_GET
+
+    def _reply(self, status: int, body: bytes, headers: dict[str, str] | None = None) -> None:
+        self.send_response_only(status)
+        for name, value in {"Content-Length": str(len(body)), **(headers or {})}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        """Writes nothing."""
+
+
+class Elsewhere(FileServer):
+    """The host of the files: it takes a signature, and must not get a token."""
+
+    requests: list[tuple[str, str, str]]
+
+    def do_GET(self) -> None:
+        self.requests.append((self.command, self.path, self.headers.get("Authorization", "")))
+        super().do_GET()
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Hub]]:
+    directory = tmp_path / "repository"
+    directory.mkdir()
+    with ExitStack() as stack:
+        files = type("Files", (Elsewhere,), {"directory": directory, "requests": []})
+        elsewhere = stack.enter_context(http_server(files))
+        handler = type("Handler", (Hub,), {"directory": directory, "elsewhere": elsewhere, "requests": files.requests})
+        endpoint = stack.enter_context(http_server(handler))
+        monkeypatch.setattr(constants, "ENDPOINT", endpoint)
+        monkeypatch.setattr(
+            constants, "HUGGINGFACE_CO_URL_TEMPLATE", endpoint + "/{repo_id}/resolve/{revision}/{filename}"
+        )
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+        monkeypatch.setenv("HF_TOKEN", "hf_token")
+        location.hub_store.cache_clear()
+        files_of_commit.cache_clear()
+        yield handler
+
+
+def make_model(device: str = "cpu") -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*[nn.Linear(96, 96, device=device) for _ in range(4)])
+
+
+def test_a_repository_is_opened_and_loaded(hub: type[Hub]) -> None:
+    model = make_model()
+    ms.save(model, hub.directory / "model.safetensors", shard_size_bytes=60_000)
+    (hub.directory / "README.md").write_text("# A model")
+    checkpoint = ms.open("hf://org/name@v1")
+    assert all(path.startswith(f"hf://org/name@{COMMIT}/") for path in checkpoint.files)
+    target = make_model("meta")
+    ms.load(target, checkpoint)
+    for mine, stored in zip(target.parameters(), model.parameters(), strict=True):
+        assert torch.equal(mine, stored)
+    assert "signature" not in repr(checkpoint) + repr(checkpoint.files) + repr(checkpoint.fingerprints)
+    of_files = [request for request in hub.requests if "model" in request[1]]
+    assert {(token, "signature" in path) for _, path, token in of_files} == {("", True), ("Bearer hf_token", False)}
+    for path in checkpoint.files:
+        name = path.rpartition("/")[2]
+        assert sum(name in requested for _, requested, _ in hub.requests) <= 4
+
+
+def test_a_file_of_the_cache_is_read_from_there(hub: type[Hub], tmp_path: Path) -> None:
+    model = make_model()
+    ms.save(model, hub.directory / "model.safetensors")
+    local = Path(huggingface_hub.hf_hub_download("org/name", "model.safetensors", revision=COMMIT))
+    del hub.requests[:]
+    checkpoint = ms.open(f"hf://org/name@{COMMIT}/model.safetensors")
+    assert checkpoint.files == (str(local),)
+    assert not hub.requests
+
+
+@pytest.mark.parametrize(
+    ("url", "text"),
+    [
+        ("hf://org/other", "no such repository"),
+        ("hf://org/name@v9", "no such revision"),
+        ("hf://org/name/other.safetensors", "no such file"),
+    ],
+)
+def test_what_the_hub_lacks_is_an_error_of_its_own(hub: type[Hub], url: str, text: str) -> None:
+    ms.save(make_model(), hub.directory / "model.safetensors")
+    with pytest.raises(FileNotFoundError, match=text) as raised:
+        ms.open(url)
+    assert isinstance(raised.value, ms.ModelStateError)
+    assert raised.value.remedy
+
+
+def test_a_gated_repository_is_an_error_of_its_own(hub: type[Hub]) -> None:
+    ms.save(make_model(), hub.directory / "model.safetensors")
+    hub.gated = True
+    with pytest.raises(PermissionError, match="gated"):
+        ms.open("hf://org/name")
+
+
+@pytest.mark.parametrize("url", ["hf://org", "hf://org/name@/x", "hf://org/name/../x", "hf://org/name/a//b"])
+def test_other_urls_are_refused(url: str) -> None:
+    with pytest.raises(TypeError, match="names nothing"):
+        ms.open(url)
