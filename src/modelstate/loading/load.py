@@ -356,13 +356,14 @@ def load_then(
     agreement: Agreement | None = None,
     check: Callable[[Preparation], None] | None = None,
     inspect: Inspect | None = None,
+    runs_code: bool = False,
 ) -> LoadReport:
     """Loads into the root of a transaction that the caller has entered, together with other changes of the caller.
 
     `then` is called before the commit, when every tensor has its final shape, dtype and device, and only copies between
     existing memory remain. Code that reads tensors in `then`, within the transaction's `model_code`, sees the new
-    values. The argument of `then` is the names of the tensors that the model initialises. `then` registers an undo for
-    each of its changes with the transaction.
+    values, if `runs_code` says that `then` runs such code. The argument of `then` is the names of the tensors that the
+    model initialises. `then` registers an undo for each of its changes with the transaction.
     """
     check_budget_option(max_memory_bytes)
     agreement = agreement or agreement_of(transaction.root)
@@ -372,7 +373,13 @@ def load_then(
         time.perf_counter(),
     )
     with exclusive(transaction.root), gc_paused():
-        return _execute(transaction, checkpoint, options, load_options, then=then, check=check, inspect=inspect)
+        return _execute(
+            *(transaction, checkpoint, options, load_options),
+            then=then,
+            check=check,
+            inspect=inspect,
+            with_tables=not runs_code,
+        )
 
 
 def _alone(*_: object, **__: object) -> AbstractContextManager[None]:
@@ -411,6 +418,7 @@ def _execute(
     then: Callable[[Set[str]], None] | None = None,
     check: Callable[[Preparation], None] | None = None,
     inspect: Inspect | None = None,
+    with_tables: bool = True,
 ) -> LoadReport:
     """Loads into the root of a transaction. `staged` holds values that have been read in the background.
 
@@ -428,7 +436,7 @@ def _execute(
             load_options,
             call_extra_state=True,
             staged=staged,
-            with_tables=staged is None and then is None and check is None and agreement is None,
+            with_tables=with_tables and staged is None and agreement is None,
         )
         staging.inspect = inspect
         if check is not None:

@@ -519,7 +519,9 @@ def _read(
                 uncached=past_cache,
                 is_fresh=is_fresh,
                 held=held,
-                on_piece=None if inspect is None else _piece_inspector(some, inspect),
+                on_piece=None
+                if inspect is None
+                else _piece_inspector([(assignment.param, tensor) for assignment, tensor in some], inspect),
             )
     seconds, total = time.perf_counter() - started, sum(assignment.nbytes for assignment, _ in pairs)
     for assignment, _ in pairs:
@@ -539,7 +541,7 @@ def _read_table(
     if table.casts:
         read_cast(staging, table, targets, progress, held)
         return
-    started = time.perf_counter()
+    started, inspect = time.perf_counter(), staging.inspect if held is None else None
     uncached = frozenset[str]() if held is not None else staging.strategy.uncached
     try:
         with staging.held.during(staging.strategy.uncached_bytes if uncached else 0):
@@ -550,6 +552,7 @@ def _read_table(
                 uncached=uncached,
                 is_fresh=is_fresh,
                 held=held,
+                on_piece=_piece_inspector(zip(table.params, targets, strict=True), inspect) if inspect else None,
             )
     finally:
         if table.placement.direct:
@@ -557,20 +560,22 @@ def _read_table(
     table.seconds += time.perf_counter() - started
 
 
-def _piece_inspector(pairs: Pairs, inspect: Inspect) -> Callable[[int, int], None]:
+def _piece_inspector(
+    pairs: Iterable[tuple[torch.Tensor, torch.Tensor]], inspect: Inspect
+) -> Callable[[int, int], None]:
     """Returns the function that inspects the whole elements of a piece of memory, by its address and length."""
     flat = [
-        (tensor.data_ptr(), assignment, tensor.detach().as_strided((tensor.numel(),), (1,)))
-        for assignment, tensor in pairs
+        (tensor.data_ptr(), param, tensor.detach().as_strided((tensor.numel(),), (1,)))
+        for param, tensor in pairs
         if tensor.numel()
     ]
     flat.sort(key=itemgetter(0))
     starts = [start for start, _, _ in flat]
 
     def on_piece(address: int, nbytes: int) -> None:
-        start, assignment, tensor = flat[bisect_right(starts, address) - 1]
+        start, param, tensor = flat[bisect_right(starts, address) - 1]
         first = -(-(address - start) // tensor.itemsize)
-        inspect(assignment, tensor[first : (address - start + nbytes) // tensor.itemsize])
+        inspect(param, tensor[first : (address - start + nbytes) // tensor.itemsize])
 
     return on_piece
 

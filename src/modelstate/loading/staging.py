@@ -34,8 +34,9 @@ from modelstate.text_format import size
 from modelstate.torch_compat.dtypes import Overflows
 from modelstate.transaction.slots import Addresses, slots_of
 
-Inspect = Callable[[Assignment, torch.Tensor], None]
-"""Looks at a piece of the final values of an assignment, as a flat tensor. Several threads call it at the same time."""
+Inspect = Callable[[torch.Tensor, torch.Tensor], None]
+"""Looks at a piece of the final values of a tensor of the model, as a flat tensor. Several threads call it at the same
+time."""
 _LEAST_LEASED_BYTES = 1 << 20
 """Fewer bytes are staged: it takes no longer than to hold their files."""
 

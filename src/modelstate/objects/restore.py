@@ -350,6 +350,7 @@ def restore_objects(
                 progress=progress,
                 max_memory_bytes=max_memory_bytes,
                 agreement=agreement,
+                runs_code=any(target.kind is Kind.STATEFUL for _, target in restoring.targets),
             )
     except PlanError as error:
         raise restoring.plan_error(error, checkpoints, source_name, init_missing) from error.__cause__

@@ -21,6 +21,7 @@ from modelstate.loading.load import Source, load_then, prepare
 from modelstate.loading.report import LoadReport
 from modelstate.planning.assignment import Assignment
 from modelstate.planning.matching import select_part, wrapper_rule
+from modelstate.planning.plain_table import PlainTable, Planned
 from modelstate.planning.plan import Options
 from modelstate.planning.preparation import Preparation
 from modelstate.problems import Missing, Problem, Unexpected, WrongDtype, plan_error
@@ -255,7 +256,7 @@ class SwapSource:
             check_layout(assignments, self.source)
         preparation.check()
         if self._options.exact:
-            check_casts(assignments, self.source)
+            check_casts(preparation.planned, self.source)
 
     @contextmanager
     def _swap_errors(self) -> Iterator[None]:
@@ -334,13 +335,16 @@ def check_kinds(weights: Mapping[str, object], kinds: Mapping[str, Kind], where:
         raise _error(what, wrong, where, "the kind that the program has", remedy)
 
 
-def check_casts(assignments: Iterable[Assignment], where: str) -> None:
-    """Raises `WeightsError` where an assignment casts a weight."""
-    cast = [
-        (assignment.name, f"{short(assignment.value.dtype)} to {short(assignment.dtype)}")
-        for assignment in assignments
-        if assignment.value.dtype != assignment.dtype
-    ]
+def check_casts(planned: Iterable[Planned], where: str) -> None:
+    """Raises `WeightsError` where a load casts a weight."""
+    cast: list[tuple[str, str]] = []
+    for item in planned:
+        if isinstance(item, Assignment) and item.value.dtype != item.dtype:
+            cast.append((item.name, f"{short(item.value.dtype)} to {short(item.dtype)}"))
+        elif isinstance(item, PlainTable) and item.casts:
+            stored = short(item.stored_dtype)
+            rows = zip(item.slots, item.dtypes, strict=True)
+            cast += [(slot.name, f"{stored} to {short(dtype)}") for slot, dtype in rows]
     if cast:
         what = "weights have another dtype than the program"
         raise _error(what, cast, where, "the dtype of the program")
@@ -367,9 +371,9 @@ class FiniteCheck:
         self._finite: list[tuple[torch.Tensor, int]] = []
         """The weights that pieces belong to, and the bytes of these pieces; all of them are finite."""
 
-    def __call__(self, assignment: Assignment, piece: torch.Tensor) -> None:
+    def __call__(self, tensor: torch.Tensor, piece: torch.Tensor) -> None:
         if not nonfinite(piece):
-            self._finite.append((assignment.param, piece.nbytes))
+            self._finite.append((tensor, piece.nbytes))
 
     def check(self, new: Mapping[str, torch.Tensor], serving: State, where: str) -> None:
         """Raises `WeightsError` for elements that are not finite, unless the serving ones are not finite either.
