@@ -115,6 +115,7 @@ OPENS_BY_ITSELF = {
     "html/page.py": "the template, the style and the script, which are part of the package",
     "io/lease.py": "/proc",
     "store/deadline.py": "/proc",
+    "store/bucket.py": "/proc",
     "io/lock.py": "the lock, which is written too",
     "io/atomic.py": "a lease on a file of our own",
     "integrations/transformers.py": "a file that is written",

@@ -35,13 +35,12 @@ sys.stdin.read()
 def moto_server() -> Iterator[str]:
     """Starts moto's server on a free port of the loopback interface, and yields its URL. It ends with this process."""
     with subprocess.Popen(
-        [sys.executable, "-c", _MOTO], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-c", _MOTO], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as process:
         assert process.stdout is not None
-        assert process.stderr is not None
         port = process.stdout.readline().strip()
         if not port:
-            raise RuntimeError(f"moto's server does not start: {process.stderr.read()}")
+            raise RuntimeError("moto's server does not start")
         try:
             yield f"http://127.0.0.1:{port}"
         finally:

@@ -130,7 +130,7 @@ FAULTS = (Fault.UNAVAILABLE, Fault.RESET, Fault.CUT, Fault.LOST_REPLY)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [{}, {"overwrite": False}, {"shard_size_bytes": 3 * MB}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"overwrite": False}, {"shard_size_bytes": 4 * MB}], ids=str)
 def test_each_fault_at_each_request(
     bucket: str,
     proxy: FaultProxy,

@@ -65,7 +65,7 @@ def test_the_law_can_fail(tmp_path: Path, left_out: str, monkeypatch: pytest.Mon
     if left_out == "fsync":
         monkeypatch.setattr("modelstate.io.atomic.Output.sync", lambda self: None)
     else:
-        monkeypatch.setattr("modelstate.store.saving.sync_directory", lambda path: None)
+        monkeypatch.setattr("modelstate.store.medium.sync_directory", lambda path: None)
     with lossy_disk(tmp_path / "disk") as disk:
         saves(tmp_path / "disk", Job(), reported, disk.calls)
     disk.write(tmp_path / "cut", len(disk.calls), "synced")

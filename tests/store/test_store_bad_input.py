@@ -27,7 +27,7 @@ def resealed(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
     path.write_bytes(sealed(json.dumps(said).encode()))
 
 
-@pytest.mark.parametrize("directory", [7, None, b"run", "", "a\0b", "s3://bucket/run", ["run"]], ids=repr)
+@pytest.mark.parametrize("directory", [7, None, b"run", "", "a\0b", "https://example.com/run", ["run"]], ids=repr)
 def test_what_is_no_directory(directory: Any) -> None:
     with pytest.raises(errors.SaveTargetError):
         ms.Store(directory)

@@ -31,6 +31,7 @@ from modelstate.cli.common import (
 from modelstate.cli.diff import All, NoFold, NoValues, Only, Top, show
 from modelstate.errors import SourceNotFoundError, SourceTypeError, StepNotFoundError
 from modelstate.io.files import local_path, not_found
+from modelstate.remote.location import is_remote, locate
 from modelstate.text_format import columns, count, in_a_line, size
 
 if TYPE_CHECKING:
@@ -50,10 +51,11 @@ Step = Annotated[int | None, typer.Option(metavar="STEP", help="The step that is
 
 def is_store(path: str) -> bool:
     """Whether a directory is a store."""
-    from modelstate.store.directory import STORE_FILE, places
+    from modelstate.store.directory import medium_of
+    from modelstate.store.medium import STORE_FILE
 
     try:
-        return os.path.isfile(os.path.join(path, STORE_FILE)) or bool(places(path))
+        return os.path.isfile(os.path.join(path, STORE_FILE)) or bool(medium_of(path).places())
     except OSError:
         return False
 
@@ -63,8 +65,14 @@ def _index(path: str) -> StepIndex:
 
     Raises `SourceTypeError` for a file, and `SourceNotFoundError` where there is no store.
     """
-    from modelstate.store.directory import STORE_FILE, StepIndex
+    from modelstate.store.directory import StepIndex
+    from modelstate.store.medium import STORE_FILE
 
+    if is_remote(path):
+        index = StepIndex(locate(path.rstrip("/")).url)
+        if not index.all_revisions():
+            raise SourceNotFoundError("there is no checkpoint of a store here", where=index.directory)
+        return index
     if not os.path.lexists(path):
         raise SourceNotFoundError("there is no such directory", where=path)
     if not os.path.exists(path):
@@ -95,7 +103,8 @@ def list_steps(directory: Directory, as_json: Json = False, html: Html = None, d
     with reported(debug):
         from modelstate.store.retention import infos_page
 
-        infos = [entry.info for entry in _index(directory).steps()]
+        index = _index(directory)
+        infos = [entry.info for entry in index.read_all(index.steps())]
         write_page(html, infos_page(directory, infos))
         if as_json:
             typer.echo(json.dumps([_fields(info) for info in infos], indent=1))
@@ -146,7 +155,8 @@ def verify_steps(directory: str, step: int | None = None, *, as_json: bool) -> N
 
     Another process may delete and save steps meanwhile. If no step could be read, the new ones are read.
     """
-    from modelstate.store.directory import STORE_FILE, store_file_problem
+    from modelstate.store.directory import store_file_problem
+    from modelstate.store.medium import STORE_FILE
 
     def say(what: str | int, nbytes: int, problem: str) -> None:
         if as_json:
@@ -161,7 +171,7 @@ def verify_steps(directory: str, step: int | None = None, *, as_json: bool) -> N
         problems += 1
         say(STORE_FILE, 0, problem)
     while not read:
-        infos = {entry.place.step: entry.info for entry in index.steps()}
+        infos = {entry.place.step: entry.info for entry in index.read_all(index.steps())}
         if not infos and step is None:
             typer.echo("no checkpoints", err=as_json)
             break

@@ -528,6 +528,8 @@ class Written:
     """The digests of the tensors by name."""
     content: str
     """A digest of the whole file."""
+    header: bytes = b""
+    """The header with its length, where this process has made it."""
 
 
 def write(
@@ -555,7 +557,7 @@ def _finished(planned: Layout, hashes: Sequence[str]) -> tuple[bytes, Written]:
     digests = {name: value for (name, _), value in zip(planned.tensors, hashes, strict=True)}
     header = _header(planned.tensors, planned.metadata(digests))
     assert len(header) == planned.header_bytes
-    return header, Written(digests, digest(header + "".join(hashes).encode()))
+    return header, Written(digests, digest(header + "".join(hashes).encode()), header)
 
 
 def write_in_order(

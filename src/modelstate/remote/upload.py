@@ -36,6 +36,8 @@ _PUT_TRIES = 4
 FIRST_WAIT_SECONDS = 0.2
 """The wait before the second try; each further one is twice as long."""
 SUFFIX = ".unfinished"
+_DEFINITE = (Cause.NO_BUCKET, Cause.NO_CREDENTIALS, Cause.REFUSED, Cause.REDIRECTED, Cause.OTHER_REGION)
+"""Causes that do not go away when the request is repeated."""
 WRITABLE = ("s3", "gs", "az")
 _Result = TypeVar("_Result")
 
@@ -71,6 +73,14 @@ def head(location: Location) -> int | None:
     return _found(location, lambda: int(obstore.head(store, key)["size"]))
 
 
+def time_of(location: Location) -> datetime | None:
+    """Returns when an object was written, by the clock of the server. Raises `WriteFailedError`."""
+    import obstore
+
+    store, key = store_of(location)
+    return _found(location, lambda: obstore.head(store, key)["last_modified"])
+
+
 def get(location: Location) -> bytes | None:
     """Returns the bytes of a small object; None where there is none. Raises `WriteFailedError`."""
     import obstore
@@ -80,13 +90,18 @@ def get(location: Location) -> bytes | None:
 
 
 def _found(location: Location, read: Callable[[], _Result]) -> _Result | None:
-    with client_errors(location):
+    """Returns what a function reads; None where there is no such object. Once more where a reply is cut short."""
+    for is_last in (False, True):
         try:
-            return read()
-        except FileNotFoundError as error:
-            if failure_of(error, location).cause is Cause.NO_OBJECT:
-                return None
-            raise
+            with client_errors(location):
+                return read()
+        except FileNotFoundError:
+            return None
+        except WriteFailedError as error:
+            if is_last or failure_of(error.__cause__ or error, location).cause in _DEFINITE:
+                raise
+        time.sleep(FIRST_WAIT_SECONDS)
+    return None
 
 
 def listing(location: Location) -> tuple[list[str], list[ObjectInfo]]:
@@ -95,12 +110,21 @@ def listing(location: Location) -> tuple[list[str], list[ObjectInfo]]:
 
     store, key = store_of(location)
     prefix = f"{key}/" if key else ""
-    with client_errors(location):
-        result: Any = obstore.list_with_delimiter(store, key or None)
+    result: Any = _found(location, lambda: obstore.list_with_delimiter(store, key or None))
     objects = [
         ObjectInfo(item["path"].removeprefix(prefix), item["size"], item["last_modified"]) for item in result["objects"]
     ]
     return [path.removeprefix(prefix) for path in result["common_prefixes"]], objects
+
+
+def list_all(location: Location) -> list[ObjectInfo]:
+    """Returns all objects below a prefix. Raises `WriteFailedError`."""
+    import obstore
+
+    store, key = store_of(location)
+    prefix = f"{key}/" if key else ""
+    items = _found(location, lambda: [item for page in obstore.list(store, prefix or None) for item in page])
+    return [ObjectInfo(item["path"].removeprefix(prefix), item["size"], item["last_modified"]) for item in items or ()]
 
 
 def remove(locations: Sequence[Location]) -> None:
@@ -156,7 +180,7 @@ def _sent(
                     return
             if cause in (Cause.EXISTS, Cause.CHANGED):
                 raise exists(location) from error
-            if cause is not Cause.FAILED or number == tries:
+            if cause in _DEFINITE or number == tries:
                 raise _failed(location, error) from error
         time.sleep(FIRST_WAIT_SECONDS * 2 ** (number - 1))
 

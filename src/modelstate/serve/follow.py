@@ -26,6 +26,7 @@ from modelstate.errors import (
     SourceNotFoundError,
     SwapBusyError,
 )
+from modelstate.remote.location import is_remote
 from modelstate.serve.canary import Canary
 from modelstate.serve.live import Live
 from modelstate.serve.swap_pipeline import Clock
@@ -334,7 +335,7 @@ class Following:
         directory = self._store.directory
         try:
             infos = self._store.infos()
-            if not infos and not os.path.isdir(directory):
+            if not infos and not is_remote(directory) and not os.path.isdir(directory):
                 raise SourceNotFoundError(
                     "the directory of the store does not exist; follow waits for it",
                     where=directory,
@@ -353,7 +354,7 @@ class Following:
         info, clock = candidate.info, Clock()
         try:
             with self._store.open(self._object, info.step, verify=True) as checkpoint:
-                if os.path.dirname(checkpoint.source) != info.path:
+                if not self._store.index.medium.is_of(checkpoint.source, info.path):
                     return "again"  # the checkpoint was replaced after it was listed
                 # A `Live` reads exactly the files that were verified. Other targets get a path.
                 source = checkpoint if isinstance(self._target, Live) else checkpoint.source
@@ -373,7 +374,7 @@ class Following:
 
     def _failed(self, candidate: "Candidate", error: Exception, seconds: float) -> Outcome:
         info, key = candidate.info, _key(candidate)
-        if not os.path.isdir(info.path):
+        if self._store.index.medium.is_gone(info.path):
             return "again"  # the checkpoint was deleted or replaced, so it is not bad
         if isinstance(error, _ALWAYS_RETRIED) or _reason(error) == "unreachable":
             self._wait_for(error, info.step, info.path)

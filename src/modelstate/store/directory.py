@@ -1,28 +1,19 @@
-"""The layout of a store's directory, and the list of its checkpoints.
+"""The checkpoints of a store, and their list.
 
-store.json                   the name of the store
-.lock                        the lock of the process that writes
-step-000000100/              a checkpoint, complete and durable under this name
-    checkpoint.json          its record, written last, which describes all of it but its tensors
-    model.safetensors.index.json, model-<digest>.safetensors
-step-000000100.1/            the same step, saved again: the highest number is the valid one
-.step-000000200.<random>.unfinished/    a checkpoint that is being written or removed
-
-Reading needs no lock: a checkpoint may be replaced or removed at any time, and the directory is listed again then.
+Reading needs no lock: a checkpoint may be replaced or removed at any time, and the store is listed again then.
 """
 
 import json
 import os
-import re
-import secrets
 import sys
+import threading
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from contextlib import nullcontext, suppress
+from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Literal, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 from modelstate.errors import (
     ChecksumError,
@@ -38,80 +29,74 @@ from modelstate.errors import (
     StepNotFoundError,
 )
 from modelstate.formats.manifest import OPEN_SEAL, SEAL, check_seal, sealed
-from modelstate.io.atomic import atomic_file
-from modelstate.io.files import read_whole
+from modelstate.io.engine import for_each
 from modelstate.objects.parts import Kind, Part
 from modelstate.progress import progress_bar
-from modelstate.store.record import ALL, RECORD_FILE, Record, damaged, read_record, why_not_whole
+from modelstate.remote.location import is_remote
+from modelstate.store.bucket import Bucket
+from modelstate.store.medium import STORE_FILE, LocalMedium, Medium, Place
+from modelstate.store.record import ALL, RECORD_FILE, Record, damaged, read_record, read_small
 from modelstate.store.retention import CheckpointInfo, Keep, check_metric, kept
 
 if TYPE_CHECKING:
     from modelstate.distributed.agreement import Agreement  # imports torch
 
-STORE_FILE = "store.json"
-PIN_FILE = "pinned"
-_STEP = re.compile(r"step-(\d{9,18})(?:\.(\d{1,9}))?")
-_UNFINISHED = re.compile(r"\.step-\d+(?:\.\d+)?\.[0-9a-f]{12}\.unfinished")
-
-
-class Place(NamedTuple):
-    """The directory of a checkpoint."""
-
-    step: int
-    revision: int
-    """0, or one more than the revision before where the step is saved again."""
-    path: str
-
-
-def name_of(step: int, revision: int) -> str:
-    """Returns the name of a step's directory."""
-    return f"step-{step:09d}" + (f".{revision}" if revision else "")
-
-
-def unfinished_name(step: int) -> str:
-    """Returns a new name for a directory that is being written or removed."""
-    return f".step-{step:09d}.{secrets.token_hex(6)}.unfinished"
-
-
-def places(directory: str) -> list[Place]:
-    """Returns every revision of every step in a store, in order. Raises `OSError`."""
-    every = []
-    for name in os.listdir(directory):
-        if match := _STEP.fullmatch(name):
-            place = Place(int(match[1]), int(match[2] or 0), os.path.join(directory, name))
-            if name == name_of(place.step, place.revision):
-                every.append(place)
-    return sorted(every)
-
-
-def unfinished(directory: str) -> list[str]:
-    """Returns the directories that killed saves and prunes have left. Raises `OSError`."""
-    return [os.path.join(directory, name) for name in os.listdir(directory) if _UNFINISHED.fullmatch(name)]
-
-
 STORE_FORMAT = 1
 """The version of a store as a whole. A writer refuses a newer one."""
 _MAX_TRIES = 1000
+_READS_AT_ONCE = 16
 _MAX_STORE_FILE_BYTES = 10_000
 _UNUSABLE = (DamagedCheckpointError, NewerManifestError, ReadFailedError)
 """Errors of one checkpoint, after which an older one is tried."""
 Step = int | Literal["latest"]
 _Result = TypeVar("_Result")
-_Key = tuple[str, int]
-"""The path and the inode of a checkpoint's directory."""
-_Read = tuple[Place, Record | None, ModelStateError | None]
-"""A checkpoint, and its record, or the error of reading that."""
+_Key = tuple[str, object]
+"""The path of a checkpoint, and what identifies it where the path is used again, such as an inode."""
+_Read = tuple[Record | None, ModelStateError | None]
+"""The record of a checkpoint, and why the checkpoint cannot be used."""
 
 
-@dataclass(frozen=True, slots=True)
 class StepEntry:
-    """A checkpoint in the directory, as it was when the directory was listed."""
+    """A checkpoint, as it was when the store was listed. Its record is read when it is needed."""
 
-    place: Place
-    record: Record | None
-    """None where it cannot be read."""
-    error: ModelStateError | None = None
-    """Why the checkpoint cannot be used, as far as names, sizes and earlier reads show."""
+    __slots__ = ("_medium", "_read", "_result", "place")
+
+    def __init__(
+        self, place: Place, medium: Medium, read: Callable[[Place], tuple[Record | None, ModelStateError | None]]
+    ) -> None:
+        self.place, self._medium, self._read = place, medium, read
+        self._result: tuple[Record | None, ModelStateError | None] | None = None
+        if not medium.is_lazy():
+            self._result = read(place)
+
+    def read(self) -> None:
+        """Reads the record."""
+        if self._result is None:
+            self._result = self._read(self.place)
+
+    @property
+    def record(self) -> Record | None:
+        """None where it cannot be read."""
+        self.read()
+        return None if self._result is None else self._result[0]
+
+    @property
+    def error(self) -> ModelStateError | None:
+        """Why the checkpoint cannot be used, as far as names, sizes and earlier reads show."""
+        self.read()
+        return None if self._result is None else self._result[1]
+
+    def file_names(self) -> set[str] | None:
+        """Returns the names of its files; None where its record cannot be read."""
+        record = self.record
+        return None if record is None else {name for entry in record.entries.values() for name in entry.files}
+
+    @property
+    def serial(self) -> int | None:
+        """The number of the save; None where it is not known."""
+        if self._medium.is_lazy():
+            return self.place.revision
+        return self.record.serial if self.record is not None else None
 
     @property
     def usable_record(self) -> Record:
@@ -123,7 +108,7 @@ class StepEntry:
 
     @property
     def is_whole(self) -> bool:
-        return self.error is None
+        return self._result is None or self.error is None
 
     @property
     def is_damaged(self) -> bool:
@@ -133,17 +118,18 @@ class StepEntry:
     @property
     def is_gone(self) -> bool:
         """Whether it was removed or replaced since the directory was listed."""
-        return not os.path.isdir(self.place.path)
+        return self._medium.is_gone(self.place.path)
 
     @property
     def is_pinned(self) -> bool:
-        return os.path.exists(os.path.join(self.place.path, PIN_FILE))
+        return self._medium.is_pinned(self.place)
 
     @property
     def info(self) -> CheckpointInfo:
         """The public description of the checkpoint."""
         step, _, path = self.place
-        pinned, intact, record = self.is_pinned, self.is_whole, self.record
+        record = self.record
+        pinned, intact = self.is_pinned, self.is_whole
         if record is None:
             seconds = 0.0
             with suppress(OSError):
@@ -160,6 +146,11 @@ class StepEntry:
             serial=record.serial,
             store=record.store,
         )
+
+
+def medium_of(directory: str) -> Medium:
+    """Returns the medium of a store, by its path or URL."""
+    return Bucket(directory) if is_remote(directory) else LocalMedium(directory)
 
 
 def ages(serials: Mapping[int, int | None]) -> dict[int, tuple[int, int]]:
@@ -183,21 +174,24 @@ class StepIndex:
     them are damaged, and which are not.
     """
 
-    def __init__(self, directory: str) -> None:
+    def __init__(self, directory: str, medium: Medium | None = None) -> None:
         self.directory = directory
+        self.medium = medium_of(directory) if medium is None else medium
+        self._naming = threading.Lock()
         self._damage: dict[_Key, ModelStateError] = {}
         """Damage that only reading a checkpoint shows."""
         self._whole: set[_Key] = set()
         """Checkpoints all of whose bytes this object has read, or written."""
-        self.doubtful: set[tuple[int, int]] = set()
-        """Devices and inodes of the files of damaged checkpoints; other checkpoints may link to the same files."""
-        self._cache: dict[str, tuple[tuple[int, int, int], Record]] | None = None
+        self.doubtful: set[object] = set()
+        """Keys of the files of damaged checkpoints; other checkpoints may share the same files."""
+        self._cache: dict[str, tuple[object, Record]] | None = {} if self.medium.is_lazy() else None
         """Records by the path of the checkpoint, each with the identity of the file that it was read from."""
 
     def cached(self) -> "StepIndex":
         """Returns an index of the same directory that reads each record once, as long as its file is the same."""
-        index = StepIndex(self.directory)
-        index._damage, index._whole, index.doubtful, index._cache = self._damage, self._whole, self.doubtful, {}
+        index = StepIndex(self.directory, self.medium)
+        index._damage, index._whole, index.doubtful = self._damage, self._whole, self.doubtful
+        index._cache = {} if self._cache is None else self._cache
         return index
 
     # Listing.
@@ -205,16 +199,27 @@ class StepIndex:
     def all_revisions(self) -> list[StepEntry]:
         """Returns every revision of every step, in order. Raises `ReadFailedError`."""
         for _ in range(_MAX_TRIES):
-            found = self._read_all()
-            try:
-                name = _read_store_file(self.directory)[0]
-            except (OpenError, ReadFailedError, DamagedCheckpointError):
-                name = _most_common(record for _, record, _ in found)
-            entries = [self._entry(place, record, error, name) for place, record, error in found]
+            found = self._places()
+            names: list[str] = []
+
+            def read(place: Place, found: list[Place] = found, names: list[str] = names) -> _Read:
+                record, error = self._read(place)
+                with self._naming:
+                    if not names:
+                        names.append(self._name(found))
+                return self._checked(place, record, error, names[0])
+
+            entries = [StepEntry(place, self.medium, read) for place in found]
             # A checkpoint that was removed meanwhile may have been replaced by one that is not on this list.
-            if not any(entry.error and entry.is_gone for entry in entries):
+            if not any(not entry.is_whole and entry.is_gone for entry in entries):
                 return entries
         raise ReadFailedError("the store changes all the time", where=self.directory)
+
+    def read_all(self, entries: Iterable[StepEntry] | None = None) -> list[StepEntry]:
+        """Returns checkpoints, or else every revision, with their records read; those of a bucket several at a time."""
+        listed = self.all_revisions() if entries is None else list(entries)
+        for_each(listed, lambda: nullcontext(StepEntry.read), min(_READS_AT_ONCE, len(listed)))
+        return listed
 
     def steps(self, revisions: Iterable[StepEntry] | None = None) -> list[StepEntry]:
         """Returns, for every step, the newest revision that is whole, or else the newest; in the order of the steps.
@@ -231,9 +236,7 @@ class StepIndex:
     def by_age(self, revisions: Iterable[StepEntry] | None = None) -> list[StepEntry]:
         """Returns `steps` in the order of saving; one that cannot be used follows the step before it."""
         entries = self.steps(revisions)
-        order = ages(
-            {entry.place.step: entry.record.serial if entry.record and entry.is_whole else None for entry in entries}
-        )
+        order = ages({entry.place.step: entry.serial if entry.is_whole else None for entry in entries})
         return sorted(entries, key=lambda entry: order[entry.place.step])
 
     def step(self, step: object) -> StepEntry:
@@ -251,35 +254,44 @@ class StepIndex:
             found=step,
         )
 
-    def _read_all(self) -> list[_Read]:
+    def _places(self) -> list[Place]:
         try:
-            found = places(self.directory)
+            return self.medium.places()
         except FileNotFoundError:
             return []
         except OSError as error:
             raise ReadFailedError("the store cannot be read", where=self.directory, found=error) from error
-        return [self._read(place) for place in found]
+
+    def _name(self, places: Iterable[Place]) -> str:
+        """Returns the name of the store, or else the one that most of the checkpoints have."""
+        try:
+            return _read_store_file(self.directory)[0]
+        except (OpenError, ReadFailedError, DamagedCheckpointError):
+            return _most_common(self._read(place)[0] for place in places)
 
     def _read(self, place: Place) -> _Read:
-        identity: tuple[int, int, int] | None = None
+        identity: object = None
         if self._cache is not None:
-            with suppress(OSError):
-                status = os.stat(os.path.join(place.path, RECORD_FILE))
-                identity = status.st_ino, status.st_size, status.st_mtime_ns
+            if self.medium.is_lazy():
+                identity = True  # an object that is a record does not change
+            else:
+                with suppress(OSError):
+                    status = os.stat(os.path.join(place.path, RECORD_FILE))
+                    identity = status.st_ino, status.st_size, status.st_mtime_ns
             cached = self._cache.get(place.path)
             if cached is not None and cached[0] == identity:
-                return place, cached[1], None
+                return cached[1], None
         try:
             record = read_record(place.path)
         except ModelStateError as error:
-            return place, None, error
+            return None, error
         if self._cache is not None and identity is not None:
             self._cache[place.path] = identity, record
-        return place, record, None
+        return record, None
 
-    def _entry(self, place: Place, record: Record | None, error: ModelStateError | None, name: str) -> StepEntry:
+    def _checked(self, place: Place, record: Record | None, error: ModelStateError | None, name: str) -> _Read:
         if record is None:
-            return StepEntry(place, None, error)
+            return None, error
         if record.step != place.step or record.store != name:
             foreign = DamagedCheckpointError(
                 "the checkpoint was put here from another store, or under another step",
@@ -288,11 +300,12 @@ class StepIndex:
                 found=f"step {record.step} of the store {record.store}",
                 remedy="open the store that it is from; ms.open reads what is in it by itself",
             )
-            return StepEntry(place, record, foreign)
-        if problem := why_not_whole(place.path, record.entries):
-            return StepEntry(place, record, damaged(place.path, problem))
-        key = _key(place.path) if self._damage else None
-        return StepEntry(place, record, self._damage.get(key) if key is not None else None)
+            return record, foreign
+        files = {name: file for entry in record.entries.values() for name, file in entry.files.items()}
+        if problem := self.medium.problem_of(place, files):
+            return record, damaged(place.path, problem)
+        key = self._key(place.path) if self._damage else None
+        return record, self._damage.get(key) if key is not None else None
 
     # Reading whole checkpoints.
 
@@ -343,18 +356,21 @@ class StepIndex:
         """Yields a step, or all steps from the latest on; of several ranks, those that the first one has listed."""
         listed: list[StepEntry] = []
 
-        def choose() -> list[tuple[int, int]]:
+        def choose() -> list[tuple[int, int, str]]:
             listed.extend(self.by_age()[::-1] if step == "latest" else [self.step(step)])
-            return [(entry.place.step, entry.place.revision) for entry in listed]
+            root = len(self.directory)
+            return [(entry.place.step, entry.place.revision, entry.place.path[root:]) for entry in listed]
 
         chosen = agreement.decided("choosing the step", choose)
-        for index, (number, revision) in enumerate(chosen):
+        for index, (number, revision, below) in enumerate(chosen):
             if agreement.is_first:
                 yield listed[index]
                 continue
-            place = Place(number, revision, os.path.join(self.directory, name_of(number, revision)))
-            _, record, error = self._read(place)
-            yield self._entry(place, record, error, record.store if record is not None else "")
+            place = Place(number, revision, self.directory + below)
+            record, error = self._read(place)
+            of_store = record.store if record is not None else ""
+            checked = self._checked(place, record, error, of_store)
+            yield StepEntry(place, self.medium, lambda _, checked=checked: checked)  # type: ignore[misc]
 
     def opened(
         self, entry: StepEntry, verify: bool, agreement: "Agreement", progress: bool | None
@@ -380,8 +396,8 @@ class StepIndex:
                 chosen = f"{os.path.basename(place.path)}, which the first rank has chosen"
                 raise not_shared(self.directory, chosen, "no such directory")
             record = entry.usable_record
-            status = os.stat(os.path.join(place.path, RECORD_FILE))
-        files = agreement.texts("comparing files", f"{status.st_ino} {status.st_mtime_ns}")
+            identity = self.medium.identity(place.path)
+        files = agreement.texts("comparing files", f"{identity}")
         share = slice(agreement.position, None, len(files)) if len(set(files)) == 1 else ALL
         with agreement.phase(f"verifying step {place.step}" if verify else f"opening the objects of step {place.step}"):
             return record, self.read_parts(entry, verify, share, map=True)
@@ -404,12 +420,12 @@ class StepIndex:
             map: whether the tensors of optimizers may be maps of the files.
             progress: whether the verification shows a progress bar, as in `modelstate.verify`.
         """
-        entries, directory = entry.usable_record.entries, entry.place.path
+        entries, directory = entry.usable_record.entries, entry.place.files
         if verify:
             with progress_bar(progress, entry.info.nbytes, "verifying") as advance:
                 for saved in entries.values():
                     saved.verify(directory, share, advance)
-            self.note_whole(directory)
+            self.note_whole(entry.place.path)
         parts = {}
         for path, saved in entries.items():
             is_module = saved.kind is Kind.MODULE and saved.index
@@ -430,7 +446,7 @@ class StepIndex:
                 raise entry.error
             with progress_bar(progress, entry.info.nbytes, f"step {entry.place.step}") as advance:
                 for saved in read_record(entry.place.path).entries.values():
-                    saved.verify(entry.place.path, on_read=advance)
+                    saved.verify(entry.place.files, on_read=advance)
         except (ModelStateError, OSError) as error:
             if entry.is_gone:
                 return None
@@ -496,31 +512,38 @@ class StepIndex:
             return []
         bad: set[int] = set()
         while True:
-            entries = [entry for entry in self.by_age() if entry.is_whole or entry.is_damaged]
+            entries = [entry for entry in self.read_all(self.by_age()) if entry.is_whole or entry.is_damaged]
             infos = [replace(entry.info, intact=entry.is_whole and entry.place.step not in bad) for entry in entries]
             kept_steps = kept(infos, keep)
             to_prune = [info.step for info in infos if info.step not in kept_steps]
             if to_prune:
                 check_metric(infos, keep)
             newest = next((entry for entry, info in zip(entries[::-1], infos[::-1], strict=True) if info.intact), None)
-            if not to_prune or newest is None or _key(newest.place.path) in self._whole or not self.problem_of(newest):
+            if (
+                not to_prune
+                or newest is None
+                or self._key(newest.place.path) in self._whole
+                or not self.problem_of(newest)
+            ):
                 return to_prune
             bad.add(newest.place.step)
 
     def note_whole(self, path: str) -> None:
         """Counts a checkpoint as whole, so that it need not be read again before others are pruned."""
-        if (key := _key(path)) is not None:
+        if (key := self._key(path)) is not None:
             self._whole.add(key)
 
     def _note_damage(self, entry: StepEntry, error: ModelStateError) -> None:
         """Counts a checkpoint as damaged from now on, unless it is replaced."""
-        key = _key(entry.place.path)
+        key = self._key(entry.place.path)
         if isinstance(error, DamagedCheckpointError) and key is not None:
             self._damage[key] = error
             self._whole.discard(key)
-            with suppress(OSError), os.scandir(entry.place.path) as files:
-                statuses = [file.stat(follow_symlinks=False) for file in files]
-                self.doubtful.update((status.st_dev, status.st_ino) for status in statuses)
+            self.doubtful.update(self.medium.files_of(entry.place))
+
+    def _key(self, path: str) -> _Key | None:
+        identity = self.medium.identity(path)
+        return None if identity is None else (path, identity)
 
     # The name of the store, which each of its checkpoints has too.
 
@@ -543,10 +566,9 @@ class StepIndex:
             return name
         except (SourceNotFoundError, DamagedCheckpointError):
             pass  # it is written below
-        name = _most_common(record for _, record, _ in self._read_all()) or os.urandom(8).hex()
+        name = _most_common(self._read(place)[0] for place in self._places()) or os.urandom(8).hex()
         text = json.dumps({SEAL: OPEN_SEAL, "format": STORE_FORMAT, "store": name}).encode() + b"\n"
-        with atomic_file(os.path.join(self.directory, STORE_FILE), overwrite=True) as output:
-            output.append(sealed(text))
+        self.medium.write_name(sealed(text))
         return name
 
 
@@ -557,7 +579,7 @@ def _read_store_file(directory: str) -> tuple[str, object]:
     content is not what was written.
     """
     path = os.path.join(directory, STORE_FILE)
-    data = read_whole(path, _MAX_STORE_FILE_BYTES, STORE_FILE)
+    data = read_small(path, _MAX_STORE_FILE_BYTES, STORE_FILE)
     try:
         content = json.loads(data)
         check_seal(data, content[SEAL], path)
@@ -600,13 +622,6 @@ def _most_common(records: Iterable[Record | None]) -> str:
     """Returns the name that most of the checkpoints have, for a store whose `store.json` is lost or damaged."""
     counted = Counter(record.store for record in records if record is not None).most_common(1)
     return counted[0][0] if counted else ""
-
-
-def _key(path: str) -> _Key | None:
-    try:
-        return path, os.stat(path).st_ino
-    except OSError:
-        return None
 
 
 def warn_caller(message: str, category: type[Warning]) -> None:

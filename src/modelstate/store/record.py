@@ -2,7 +2,6 @@
 
 import json
 import os
-import stat
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -18,12 +17,16 @@ from modelstate.errors import (
     NewerManifestError,
     OpenError,
     ReadFailedError,
+    SourceNotFoundError,
     UnknownClassError,
+    WriteFailedError,
 )
 from modelstate.formats.manifest import OPEN_SEAL, SEAL, check_seal, digest, sealed
 from modelstate.formats.safetensors import MAX_HEADER_BYTES
 from modelstate.io.files import SourceFile, read_whole
 from modelstate.objects.parts import Kind
+from modelstate.remote.location import is_remote, locate
+from modelstate.remote.upload import get
 from modelstate.spec import Contents
 from modelstate.version import __version__
 
@@ -185,7 +188,7 @@ def read_record(directory: str) -> Record:
     """
     path = os.path.join(directory, RECORD_FILE)
     try:
-        data = read_whole(path, MAX_RECORD_BYTES, RECORD_FILE)
+        data = read_small(path, MAX_RECORD_BYTES, RECORD_FILE)
     except (OpenError, ReadFailedError) as error:
         raise damaged(directory, f"{RECORD_FILE} cannot be read: {error.what}, {error.found}".rstrip(" ,")) from error
     try:
@@ -251,19 +254,20 @@ def damaged(where: str, found: str) -> DamagedCheckpointError:
     )
 
 
-def why_not_whole(directory: str, entries: Mapping[str, ObjectEntry]) -> str:
-    """Returns which file is missing or has another size; empty where the checkpoint is complete."""
-    for entry in entries.values():
-        for name, file in entry.files.items():
-            try:
-                status = os.stat(os.path.join(directory, name))
-            except OSError as error:
-                return f"{name}: {error.strerror}"
-            if not stat.S_ISREG(status.st_mode):
-                return f"{name} is not a regular file"
-            if status.st_size != file.nbytes:
-                return f"{name} has {status.st_size:,} bytes, not {file.nbytes:,}"
-    return ""
+def read_small(path: str, most_bytes: int, what: str) -> bytes:
+    """Returns the content of a small file of a store. Raises `OpenError` and `ReadFailedError`."""
+    if not is_remote(path):
+        return read_whole(path, most_bytes, what)
+    try:
+        data = get(locate(path))
+    except WriteFailedError as error:
+        raise ReadFailedError(f"{what} cannot be read", where=path, found=error.found, remedy=error.remedy) from error
+    if data is None:
+        raise SourceNotFoundError("there is no such object", where=path)
+    if len(data) > most_bytes:
+        found = f"{len(data):,} bytes"
+        raise ReadFailedError(f"{what} is too large", where=path, expected=f"{most_bytes:,} bytes", found=found)
+    return data
 
 
 def short(error: ModelStateError) -> str:

@@ -1,4 +1,4 @@
-"""Writes a checkpoint into a store's directory, complete and durable, also in the background; removes checkpoints.
+"""Writes a checkpoint of a store, complete and durable, also in the background.
 
 Each file holds tensors and nothing that changes with the step, and its name has a digest of its content. A file of the
 checkpoint before is not written again where none of its tensors has changed: the new checkpoint gets a hard link to
@@ -7,8 +7,7 @@ it, and stays complete when the old one is removed. Tensors that change and tens
 
 import json
 import os
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence, Set
-from contextlib import suppress
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
@@ -21,20 +20,13 @@ from modelstate.errors import OpenError
 from modelstate.formats import safetensors, sharded
 from modelstate.formats.block_writer import LazyTensor, write_blocks
 from modelstate.formats.manifest import KEY, digest
-from modelstate.formats.safetensors import Layout, Written, layout, nbytes_of, parts_of, write
+from modelstate.formats.safetensors import Layout, Written, layout, nbytes_of, parts_of
 from modelstate.formats.sharded import INDEX_SUFFIX, SHARD_METADATA, SUFFIX, in_shards, index_of
 from modelstate.io import system
-from modelstate.io.atomic import Output, new_file, sync_directory
-from modelstate.io.files import SourceFile
-from modelstate.store.directory import (
-    PIN_FILE,
-    Place,
-    StepEntry,
-    name_of,
-    unfinished,
-    unfinished_name,
-)
-from modelstate.store.record import MAX_RECORD_BYTES, RECORD_FILE, FileRecord, ObjectEntry, Record
+from modelstate.io.atomic import Output, new_file
+from modelstate.store.directory import StepEntry, StepIndex
+from modelstate.store.medium import NewFiles, record_of
+from modelstate.store.record import MAX_RECORD_BYTES, FileRecord, ObjectEntry, Record
 from modelstate.store.snapshot import Job, local_part, size_errors, unsavable
 from modelstate.text_format import size
 
@@ -95,23 +87,22 @@ class PendingSave(BackgroundTask[SavedStep]):
 
 
 class NewStep:
-    """A checkpoint that is written under a temporary name and renamed, so that it is complete where it is visible.
+    """A checkpoint that is written where no reader sees it, until it is complete.
 
     Args:
-        directory: the directory of the store.
+        index: the checkpoints of the store.
         name: the temporary name: the result of `unfinished_name`.
         record: the record of the checkpoint, without its objects.
         job: the objects.
         revisions: the checkpoints of the same step.
         before: the last checkpoint; unchanged files of it are linked.
         shard_bytes: the most bytes of tensors in a file; None for no limit.
-        doubtful: devices and inodes of files that are not linked.
-        check: called before each object and before the rename; it may raise.
+        check: called before each object and before the commit; it may raise.
     """
 
     def __init__(
         self,
-        directory: str,
+        index: StepIndex,
         name: str,
         record: Record,
         job: Job,
@@ -119,37 +110,25 @@ class NewStep:
         before: StepEntry | None,
         *,
         shard_bytes: int | None,
-        doubtful: Set[tuple[int, int]],
         check: Callable[[], object],
     ) -> None:
-        self._directory, self._record, self._job, self._before = directory, record, job, before
-        self._shard_bytes, self._doubtful, self._check = shard_bytes, doubtful, check
-        replaced = max((entry.place for entry in revisions), default=None)
-        self._final = os.path.join(directory, name_of(record.step, 0 if replaced is None else replaced.revision + 1))
+        self._index, self._record, self._job, self._before = index, record, job, before
+        self._shard_bytes, self._check = shard_bytes, check
         self._is_pinned = job.pin or any(entry.is_pinned for entry in revisions)
         self._objects: dict[str, tuple[ObjectEntry, _Files]] = {}
         self._links = set[str]()
-        self._mode = 0o777
-        if replaced is not None:
-            with suppress(OSError):
-                self._mode = os.stat(replaced.path).st_mode & 0o777
-        self.path = os.path.join(directory, name)
-        """The directory until the checkpoint is committed."""
+        places = [entry.place for entry in revisions]
+        self._new = index.medium.new_step(name, record.step, record.serial, places)
 
     def write(self) -> None:
-        """Creates the directory, and writes the objects that this process holds whole.
-
-        Raises `OSError` and `UnsavableError`.
-        """
-        system.mkdir(self.path, self._mode)
+        """Writes the objects that this process holds whole. Raises `OSError` and `UnsavableError`."""
         spread = self._job.spread
         for path in self._job.states:
             self._check()
-            if path in spread:
-                continue
-            self._objects[path] = _write_object(
-                self.path, path, self._job, self._before, self._shard_bytes, self._doubtful
-            )
+            if path not in spread:
+                self._objects[path] = _write_object(
+                    self._new, path, self._job, self._before, self._shard_bytes, self._index
+                )
 
     def link(self, file: "SpreadFile") -> bool:
         """Links a file of the last checkpoint, where it is there as it was written. Returns whether it did."""
@@ -157,13 +136,11 @@ class NewStep:
         if before is None or before.record is None or file.key not in before.record.entries:
             return False
         record = before.record.entries[file.key].files.get(file.name)
-        path = os.path.join(before.place.path, file.name)
-        with suppress(OSError, OpenError):
-            if record is not None and _is_untouched(path, record, self._doubtful):
-                system.link(path, os.path.join(self.path, file.name))
-                self._links.add(file.name)
-                return True
-        return False
+        path = os.path.join(before.place.files, file.name)
+        if record is None or not _is_untouched(self._index, path, record) or not self._new.link(path):
+            return False
+        self._links.add(file.name)
+        return True
 
     def add(self, files: "Sequence[SpreadFile]") -> None:
         """Adds the objects that several ranks have written: names new files, and removes links that are not needed.
@@ -171,20 +148,20 @@ class NewStep:
         Raises `OSError` and `UnsavableError`.
         """
         for name in self._links.difference(file.name for file in files if not file.is_new):
-            system.unlink(os.path.join(self.path, name))
-        of_objects = {path: _Files(self.path) for path in self._job.spread}
+            system.unlink(os.path.join(self._new.path, name))
+        of_objects = {path: _Files() for path in self._job.spread}
         for file in files:
-            of_object = of_objects[file.key]
+            of_object, path = of_objects[file.key], os.path.join(self._new.path, file.name)
             if file.is_new:
-                system.replace(os.path.join(self.path, file.unnamed), os.path.join(self.path, file.name))
+                system.replace(os.path.join(self._new.path, file.unnamed), path)
                 of_object.bytes_written += file.nbytes
             else:
                 of_object.bytes_linked += file.nbytes
             digests = {} if file.written is None else file.written.digests
-            of_object.tensors[file.name] = tuple(digests)
+            of_object.tensors[file.name], of_object.records[file.name] = tuple(digests), record_of(path)
             of_object.digests |= digests
         for path, of_object in of_objects.items():
-            self._objects[path] = _finish_object(path, self._job, of_object), of_object
+            self._objects[path] = _finish_object(self._new, path, self._job, of_object), of_object
 
     def commit(self) -> tuple[str, int, int]:
         """Makes the checkpoint visible and durable.
@@ -202,25 +179,13 @@ class NewStep:
             raise unsavable(
                 "the values that are no tensors", f"{len(text):,} bytes of them, above {MAX_RECORD_BYTES:,}"
             )
-        if self._is_pinned:
-            with new_file(os.path.join(self.path, PIN_FILE)):
-                pass
-        with new_file(os.path.join(self.path, RECORD_FILE)) as output:
-            output.append(text)
-        sync_directory(self.path)
-        self._check()
-        system.replace(self.path, self._final)
-        try:
-            sync_directory(self._directory)
-        except BaseException:
-            system.replace(self._final, self.path)
-            raise
+        path = self._new.commit(text, self._is_pinned, self._check)
         files = [files for _, files in self._objects.values()]
-        return self._final, sum(one.bytes_written for one in files), sum(one.bytes_linked for one in files)
+        return path, sum(one.bytes_written for one in files), sum(one.bytes_linked for one in files)
 
     def discard(self) -> None:
-        """Removes the directory, unless the checkpoint has been committed."""
-        remove_directory(self.path)
+        """Removes what was written, unless the checkpoint has been committed."""
+        self._new.discard()
 
 
 _Tensor = TypeVar("_Tensor", torch.Tensor, torch.Tensor | LazyTensor)
@@ -230,51 +195,44 @@ _Tensor = TypeVar("_Tensor", torch.Tensor, torch.Tensor | LazyTensor)
 class _Files:
     """The files of an object that is being written."""
 
-    directory: str
     tensors: dict[str, Sequence[str]] = field(default_factory=dict)
     """The names of the tensors in each file, by the file's name."""
     digests: dict[str, str] = field(default_factory=dict)
     """The digest of each tensor."""
-    linked_records: dict[str, FileRecord] = field(default_factory=dict)
+    records: dict[str, FileRecord] = field(default_factory=dict)
     bytes_written: int = 0
     bytes_linked: int = 0
 
 
 def _write_object(
-    directory: str,
-    path: str,
-    job: Job,
-    before: StepEntry | None,
-    shard_bytes: int | None,
-    doubtful: Set[tuple[int, int]],
+    new: NewFiles, path: str, job: Job, before: StepEntry | None, shard_bytes: int | None, index: StepIndex
 ) -> tuple[ObjectEntry, _Files]:
-    """Writes an object into a directory that is not visible to readers yet. Raises `OSError` and `UnsavableError`."""
-    state, kind, files = job.states[path], job.kinds[path], _Files(directory)
+    """Writes an object where readers do not see it yet. Raises `OSError` and `UnsavableError`."""
+    state, kind, files = job.states[path], job.kinds[path], _Files()
     if not state.tensors and isinstance(state.tree, dict) and set(state.tree) == {"value"}:
         return ObjectEntry(kind, value=state.tree["value"]), files
     with size_errors(path):
         if not state.tensors:
             # An index without files is invalid, so the manifest goes into a file without tensors.
             planned = layout({}, lambda digests: {**SHARD_METADATA, KEY: state.manifest(None, digests)})
-            name = f"{path}{SUFFIX}"
-            with new_file(os.path.join(directory, name)) as output:
-                write(output, planned)
+            name, _, record = new.write_tensors(path, planned)
             files.bytes_written += planned.nbytes
-            return ObjectEntry(kind, name, {name: _record_of(directory, name)}), files
+            return ObjectEntry(kind, name, {name: record}), files
         unwritten: dict[str, torch.Tensor] = state.live
         constant: Set[str] = job.frozen[path]
         old = before.record.entries.get(path) if before is not None and before.record is not None else None
         if before is not None and old is not None and old.index:
-            linkable = _linkable(before.place.path, old, doubtful)
+            linkable = _linkable(before.place.files, old, index)
             # The tensors that have not changed since the checkpoint before go into files of their own.
-            constant = constant if linkable is None else _link_unchanged(files, unwritten, linkable)
+            constant = constant if linkable is None else _link_unchanged(new, files, unwritten, linkable)
         for group in _groups(unwritten, constant, shard_bytes):
             planned = layout(group, lambda _: SHARD_METADATA)
-            unnamed = os.path.join(directory, f".{len(files.tensors)}{SUFFIX}")  # no object has such a name
-            with new_file(unnamed) as output:
-                written = write(output, planned)
-            _name_file(files, path, unnamed, planned, written)
-    return _finish_object(path, job, files), files
+            name, written, record = new.write_tensors(path, planned)
+            files.records[name] = record
+            files.tensors[name] = tuple(name for name, _ in planned.tensors)
+            files.digests |= written.digests
+            files.bytes_written += planned.nbytes
+    return _finish_object(new, path, job, files), files
 
 
 def _groups(
@@ -287,26 +245,16 @@ def _groups(
             yield from in_shards(group, shard_bytes) if shard_bytes else [group]
 
 
-def _name_file(files: _Files, key: str, unnamed: str, planned: Layout, written: Written) -> None:
-    """Names a file by its content."""
-    name = f"{key}-{written.content[:16]}{SUFFIX}"
-    system.replace(unnamed, os.path.join(files.directory, name))
-    files.tensors[name] = tuple(name for name, _ in planned.tensors)
-    files.digests |= written.digests
-    files.bytes_written += planned.nbytes
-
-
-def _finish_object(path: str, job: Job, files: _Files) -> ObjectEntry:
+def _finish_object(new: NewFiles, path: str, job: Job, files: _Files) -> ObjectEntry:
     """Writes the index of the files of an object."""
     state = job.states[path]
-    index = f"{path}{SUFFIX}{INDEX_SUFFIX}"
-    with size_errors(path), new_file(os.path.join(files.directory, index)) as output:
+    with size_errors(path):
         total = sum(map(nbytes_of, state.tensors.values()))
-        output.append(index_of(files.tensors, total, state.manifest(None, files.digests)))
-        files.bytes_written += output.nbytes
-    names = (*files.tensors, index)
-    records = {name: files.linked_records.get(name) or _record_of(files.directory, name) for name in names}
-    return ObjectEntry(job.kinds[path], index, records)
+        text = index_of(files.tensors, total, state.manifest(None, files.digests))
+    index, record = new.write_text(f"{path}{SUFFIX}{INDEX_SUFFIX}", text)
+    files.records[index] = record
+    files.bytes_written += len(text)
+    return ObjectEntry(job.kinds[path], index, files.records)
 
 
 @dataclass(frozen=True, slots=True)
@@ -458,11 +406,13 @@ class _Linkable:
     """The digest of each tensor."""
 
 
-def _linkable(directory: str, entry: ObjectEntry, doubtful: Set[tuple[int, int]]) -> _Linkable | None:
-    """Returns the files of an object that can be linked; None where they cannot be read.
+def _is_untouched(index: StepIndex, path: str, record: FileRecord) -> bool:
+    """Whether a file can be linked: it has not changed since it was written, and no damaged checkpoint has it."""
+    return index.medium.file_key(path) not in index.doubtful and index.medium.is_untouched(path, record)
 
-    They are those that have not changed since they were written, and whose device and inode are not `doubtful`.
-    """
+
+def _linkable(directory: str, entry: ObjectEntry, index: StepIndex) -> _Linkable | None:
+    """Returns the files of an object that can be linked; None where they cannot be read."""
     try:
         weight_map, metadata = sharded.read_index(os.path.join(directory, entry.index))
         digests = json.loads(metadata[KEY])["digests"]["tensors"]
@@ -471,7 +421,7 @@ def _linkable(directory: str, entry: ObjectEntry, doubtful: Set[tuple[int, int]]
         for name in dict.fromkeys(weight_map.values()):
             path = os.path.join(directory, name)
             record = entry.files.get(name)
-            if record is not None and _is_untouched(path, record, doubtful):
+            if record is not None and _is_untouched(index, path, record):
                 tensors = safetensors.read(path).tree
                 assert isinstance(tensors, Mapping)
                 layouts |= {key: (tensor.dtype, tuple(tensor.shape)) for key, tensor in tensors.items()}
@@ -481,17 +431,7 @@ def _linkable(directory: str, entry: ObjectEntry, doubtful: Set[tuple[int, int]]
     return _Linkable(files, records, layouts, digests)
 
 
-def _is_untouched(path: str, record: FileRecord, doubtful: Set[tuple[int, int]]) -> bool:
-    status = os.stat(path, follow_symlinks=False)
-    if (status.st_dev, status.st_ino) in doubtful:
-        return False
-    if (status.st_size, status.st_mtime_ns) != (record.nbytes, record.mtime_ns):
-        return False
-    with SourceFile(path) as file:
-        return digest(file.read(0, record.head_bytes, "its header")) == record.head
-
-
-def _link_unchanged(files: _Files, unwritten: dict[str, torch.Tensor], before: _Linkable) -> set[str]:
+def _link_unchanged(new: NewFiles, files: _Files, unwritten: dict[str, torch.Tensor], before: _Linkable) -> set[str]:
     """Links files whose tensors have not changed, and removes their tensors from `unwritten`.
 
     Returns the names of the other tensors that have not changed.
@@ -506,88 +446,12 @@ def _link_unchanged(files: _Files, unwritten: dict[str, torch.Tensor], before: _
     for path, names in before.files.items():
         if not unchanged.issuperset(names):
             continue
+        if not new.link(path):
+            continue  # it is written
         name = os.path.basename(path)
-        try:
-            system.link(path, os.path.join(files.directory, name))
-        except OSError:
-            continue  # the file system has no links, or the file has too many: it is written
-        files.tensors[name], files.linked_records[name] = names, before.records[path]
-        files.bytes_linked += os.stat(path).st_size
+        files.tensors[name], files.records[name] = names, before.records[path]
+        files.bytes_linked += before.records[path].nbytes
         for tensor_name in names:
             files.digests[tensor_name] = digests[tensor_name]
             del unwritten[tensor_name]
     return unchanged & set(unwritten)
-
-
-def _record_of(directory: str, name: str) -> FileRecord:
-    path = os.path.join(directory, name)
-    status = os.stat(path)
-    with SourceFile(path) as file:
-        nbytes = file.nbytes
-        if not name.endswith(INDEX_SUFFIX):
-            nbytes = 8 + int.from_bytes(file.read(0, 8, "the length of its header"), "little")
-        head = file.read(0, nbytes, "its header")
-    return FileRecord(status.st_size, status.st_mtime_ns, len(head), digest(head))
-
-
-# Other changes of the directory.
-
-
-def probe(directory: str) -> None:
-    """Writes a small directory as a save writes a checkpoint, and removes it. Raises `OSError`."""
-    beside, renamed = (os.path.join(directory, unfinished_name(0)) for _ in range(2))
-    try:
-        system.mkdir(beside)
-        with new_file(os.path.join(beside, RECORD_FILE)) as output:
-            output.append(b"{}\n")
-        sync_directory(beside)
-        system.replace(beside, renamed)
-        sync_directory(directory)
-    finally:
-        for path in (beside, renamed):
-            remove_directory(path)
-
-
-def discard(directory: str, removed: Iterable[Place]) -> None:
-    """Removes checkpoints. They are renamed first, durably, so that a reader never sees a part of one.
-
-    Raises `OSError`.
-    """
-    renamed = []
-    for place in removed:
-        beside = os.path.join(directory, unfinished_name(place.step))
-        system.replace(place.path, beside)
-        renamed.append(beside)
-    if renamed:
-        sync_directory(directory)
-    for path in renamed:
-        remove_directory(path)
-
-
-def clear(directory: str) -> None:
-    """Removes what interrupted saves and prunes have left, and ignores errors."""
-    with suppress(OSError):
-        for path in unfinished(directory):
-            remove_directory(path)
-
-
-def make_directory(path: str) -> None:
-    """Creates a directory and its parents, durably. Raises `OSError`."""
-    if not os.path.isdir(path):
-        parent = os.path.dirname(path)
-        make_directory(parent)
-        with suppress(FileExistsError):
-            system.mkdir(path)
-        sync_directory(parent)
-
-
-def remove_directory(path: str) -> None:
-    """Removes a directory of a store with its files, and ignores errors; of a symbolic link only the link."""
-    with suppress(OSError):
-        if os.path.islink(path):
-            system.unlink(path)
-            return
-        for name in os.listdir(path):
-            with suppress(OSError):
-                system.unlink(os.path.join(path, name))
-        system.rmdir(path)

@@ -30,25 +30,17 @@ from modelstate.errors import (
     TargetExistsError,
 )
 from modelstate.html.page import Page, Shown
-from modelstate.io import system
-from modelstate.io.atomic import new_file, sync_directory, write_errors
+from modelstate.io.atomic import write_errors
 from modelstate.io.files import local_path
-from modelstate.io.lock import WriterLock, check_directory
+from modelstate.io.lock import check_directory
 from modelstate.objects.loaders import preserved_generators
 from modelstate.objects.objects import targets_of, tensors_within
 from modelstate.objects.per_rank import of_this_rank
 from modelstate.objects.restore import Restored, RulesOf, restore_objects
-from modelstate.store.directory import (
-    PIN_FILE,
-    STORE_FILE,
-    Step,
-    StepEntry,
-    StepIndex,
-    name_of,
-    not_shared,
-    store_file_problem,
-    unfinished_name,
-)
+from modelstate.remote.location import is_remote, locate
+from modelstate.remote.upload import check_writable
+from modelstate.store.directory import Step, StepEntry, StepIndex, not_shared, store_file_problem
+from modelstate.store.medium import STORE_FILE, name_of, unfinished_name
 from modelstate.store.record import RECORD_FILE, Record
 from modelstate.store.retention import CheckpointInfo, Keep, as_keep, infos_page, metric_value
 from modelstate.store.saving import (
@@ -57,10 +49,6 @@ from modelstate.store.saving import (
     SavedStep,
     SpreadFile,
     SpreadWriter,
-    clear,
-    discard,
-    make_directory,
-    probe,
 )
 from modelstate.store.snapshot import Job, Staging, job_of
 from modelstate.text_format import as_given, size
@@ -105,7 +93,7 @@ class Store(Shown):
     which all of them need to see. Every other method is a call of one rank: those that write are for the first one.
 
     Args:
-        directory: the directory, which need not exist yet.
+        directory: the directory, which need not exist yet; or the URL of a prefix in a bucket, as "s3://bucket/run".
         keep: the checkpoints that stay when another one has been saved: a `Keep`, or the number of the last ones; None
             keeps all.
         shard_size_bytes: the most bytes of tensors in one file; None writes one file for each object.
@@ -141,7 +129,8 @@ class Store(Shown):
         self._process_group, self._timeout_seconds = process_group, check_timeout(timeout_seconds)
         self.index = StepIndex(self.directory)
         """The checkpoints of the directory, as they are now."""
-        self._lock = WriterLock(self.directory)
+        self._medium = self.index.medium
+        self._lock = self._medium.lock
         self._in_use: os.stat_result | None = None
         """The directory of the last restore or save, which no other directory may replace."""
         self._pid, self._thread_lock = os.getpid(), threading.RLock()
@@ -255,6 +244,12 @@ class Store(Shown):
             record = Record("", step, time.time(), checked_metrics, {})
             index = self.index.cached()
             with agreement.phase("opening the store"):
+                if job.spread and is_remote(self.directory):
+                    raise SaveTargetError(
+                        "several ranks write into one file, which an object in a bucket does not allow",
+                        where=self.directory,
+                        remedy="save to a directory that the ranks share",
+                    )
                 if agreement.is_first:
                     self._become_writer()
                     self._check_new(index, step, overwrite)
@@ -295,14 +290,13 @@ class Store(Shown):
                 if agreement.is_first:
                     self._become_writer()
                     with self._in_its_directory(), write_errors(self.directory):
-                        probe(self.directory)
+                        self._medium.probe()
             with agreement.phase("looking for the store"):
                 try:
-                    space = os.statvfs(self.directory)
+                    free_bytes = self._medium.free_bytes()
                 except OSError as error:
                     raise not_shared(self.directory, "the directory that the first rank has made", error) from error
-        free_bytes = space.f_bavail * space.f_frsize
-        if free_bytes < nbytes:
+        if free_bytes is not None and free_bytes < nbytes:
             _logger.warning(
                 "%s: a checkpoint takes up to %s, and %s are free", self.directory, size(nbytes), size(free_bytes)
             )
@@ -422,20 +416,19 @@ class Store(Shown):
         def write() -> None:
             nonlocal new_step, entries, revisions
             with self._errors(record):
-                clear(self.directory)
+                self._medium.clear(index.read_all)
                 everything = index.all_revisions()
                 entries = index.by_age(everything)
                 revisions = [entry for entry in everything if entry.place.step == record.step]
-                serial = 1 + max((entry.record.serial for entry in entries if entry.record is not None), default=0)
+                serial = self._medium.serial(max((entry.serial or 0 for entry in entries), default=0))
                 new_step = NewStep(
-                    self.directory,
+                    index,
                     name,
                     replace(record, store=index.ensure_name(), serial=serial),
                     job,
                     revisions,
-                    before=next((entry for entry in reversed(entries) if entry.is_whole), None),
+                    before=next((entry for entry in reversed(entries) if entry.is_whole and entry.record), None),
                     shard_bytes=self._shard_bytes,
-                    doubtful=index.doubtful,
                     check=check,
                 )
                 new_step.write()
@@ -449,7 +442,8 @@ class Store(Shown):
             seconds = time.perf_counter() - job.begin_seconds
             pruned: tuple[int, ...] = ()
             with suppress(OSError):  # the checkpoint is saved; the next save prunes again
-                discard(self.directory, [entry.place for entry in revisions if entry.is_whole or entry.is_damaged])
+                replaced = [entry for entry in revisions if entry.is_whole or entry.is_damaged]
+                self._medium.discard(replaced, index.read_all)
                 pruned = self._prune(self.keep, index)
             return published, seconds, pruned
 
@@ -560,7 +554,7 @@ class Store(Shown):
 
         (record, restored), skipped = self.index.first_usable(step, attempt, agreement)
         with suppress(OSError):
-            self._in_use = os.stat(self.directory)
+            self._in_use = self._medium.in_use()
         inherited = {field.name: getattr(restored, field.name) for field in fields(restored)}
         return RestoredStep(
             **inherited, step=record.step, time=record.time, metrics=dict(record.metrics), skipped=skipped
@@ -600,10 +594,10 @@ class Store(Shown):
                     expected=", ".join(path for path, other in record.entries.items() if other.index) or "none has any",
                     found=repr(name),
                 )
-            checkpoint = saved.open(entry.place.path)
+            checkpoint = saved.open(entry.place.files)
             if verify:
                 # After the opening: a file that changes from here on is refused when it is read.
-                saved.verify(entry.place.path)
+                saved.verify(entry.place.files)
             return checkpoint
 
         return self.index.first_usable(step, attempt, _ALONE)[0]
@@ -644,7 +638,7 @@ class Store(Shown):
         self.wait()
 
         def attempt(entry: StepEntry) -> Checkpoint:
-            return entry.usable_record.open(entry.place.path)
+            return entry.usable_record.open(entry.place.files)
 
         first, second = (self.index.first_usable(step, attempt, _ALONE)[0] for step in (a, b))
         return diff_checkpoints(first, second, only=only, values=values, max_memory_bytes=max_memory_bytes)
@@ -698,7 +692,8 @@ class Store(Shown):
             >>> [info.step for info in store.infos() if info.intact]
             [1000, 2000]
         """
-        return tuple(entry.info for entry in (self.index.by_age() if by_age else self.index.steps()))
+        entries = self.index.read_all(self.index.steps())
+        return tuple(entry.info for entry in (self.index.by_age(entries) if by_age else entries))
 
     def verify(self, step: int | None = None, *, progress: bool | None = None) -> dict[int | str, str]:
         """Reads checkpoints, one or all, and compares every byte with its digest.
@@ -758,7 +753,7 @@ class Store(Shown):
             self.wait()
             self._become_writer()
             with write_errors(self.directory):
-                clear(self.directory)
+                self._medium.clear(self.index.read_all)
                 return self._prune(rules, self.index)
 
     def pin(self, step: int) -> None:
@@ -796,21 +791,16 @@ class Store(Shown):
             self.wait()
             entry = self.index.step(step)
             self._become_writer()
-            path = os.path.join(entry.place.path, PIN_FILE)
-            if pinned == entry.is_pinned:
-                return
-            with write_errors(path):
-                if pinned:
-                    with new_file(path):
-                        pass
-                else:
-                    system.unlink(path)
-                sync_directory(entry.place.path)
+            if pinned != entry.is_pinned:
+                with write_errors(entry.place.path):
+                    self._medium.set_pin(entry.place, pinned)
 
     def _prune(self, keep: Keep | None, index: StepIndex) -> tuple[int, ...]:
         steps = index.steps_to_prune(keep)
         revisions = index.all_revisions() if steps else []
-        discard(self.directory, [entry.place for entry in revisions if entry.place.step in steps])
+        self._medium.discard(
+            [entry for entry in revisions if entry.place.step in steps], lambda: index.read_all(revisions)
+        )
         return tuple(steps)
 
     # The writer lock and the directory.
@@ -827,7 +817,7 @@ class Store(Shown):
                     self._lock.release()
             if self._in_use is not None:
                 check_directory(self.directory, self._in_use)
-            make_directory(self.directory)
+            self._medium.make()
             try:
                 self._lock.acquire()
             except LockedError as error:
@@ -837,8 +827,8 @@ class Store(Shown):
             try:
                 # Before anything is removed: a store of a newer version is refused here.
                 self.index.ensure_name()
-                self._in_use = os.stat(self.directory)
-                clear(self.directory)
+                self._in_use = self._medium.in_use()
+                self._medium.clear(self.index.read_all)
             except BaseException:
                 self._lock.release()
                 raise
@@ -902,6 +892,10 @@ def _directory(given: object) -> str:
     if not isinstance(text, str):
         raise SaveTargetError("a store is a directory", expected="a str or a pathlib.Path", found=repr(given)[:80])
     try:
+        if is_remote(text):
+            location = locate(text.rstrip("/"))
+            check_writable(location)
+            return location.url
         path = os.path.abspath(local_path(text))
     except SourceTypeError as error:
         raise SaveTargetError("this can be no directory", where=repr(text[:80]), found=error.what) from error

@@ -41,7 +41,7 @@ class HttpRequest:
     target: str
     """The path with the query, as in the request line."""
     headers: dict[str, str]
-    """By names in lower case."""
+    """By names in lower case. What a function for faults changes here is what the server gets."""
     nbytes: int
     """The bytes of its body."""
 
@@ -129,15 +129,15 @@ class _Handler(BaseHTTPRequestHandler):
         elif fault is Fault.STALE and (earlier := proxy._replies.get(self.path)):
             self._send(earlier, None, None)
         else:
-            self._forward(body, fault)
+            self._forward(request, body, fault)
 
     do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = do_PATCH = do_OPTIONS = _handle
 
-    def _forward(self, body: bytes, fault: Fault | None) -> None:
+    def _forward(self, request: HttpRequest, body: bytes, fault: Fault | None) -> None:
         address = urlsplit(self.proxy.server)
         connection = http.client.HTTPConnection(address.hostname or "", address.port, timeout=60)
         try:
-            headers = {name: value for name, value in self.headers.items() if name.lower() not in _CONNECTION_HEADERS}
+            headers = {name: value for name, value in request.headers.items() if name not in _CONNECTION_HEADERS}
             if body or self.command in ("PUT", "POST"):
                 headers["Content-Length"] = str(len(body))
             connection.request(self.command, self.path, body or None, headers)

@@ -1,0 +1,466 @@
+"""The checkpoints of a store in a bucket.
+
+claim-<serial>                             decides what has the serial number: a checkpoint, or a lease
+step-<step>.<serial>.<nonce>/checkpoint.json    the record of a checkpoint
+lease-<serial>.<nonce>                     the holder of a lease, written again all the time while it lives
+pin-<serial>                               a checkpoint that is pinned
+data/<object>-<digest>.<nonce>.safetensors, data/<object>.<nonce>.safetensors.index.json
+store.json                                 the name of the store
+
+A checkpoint is visible from the moment at which its claim is there: a small object with a nonce, written last and under
+the condition `If-None-Match: *`. One listing shows all checkpoints.
+
+Claims are one sequence for checkpoints and leases, which keeps a writer out that has lost its lease: the claim of the
+next lease has the serial number that this writer would give to its next checkpoint. So claims of leases are kept.
+Whether a lease has expired is decided by the clock of the server alone, from the times of two objects.
+
+The files of all checkpoints are in one directory. A checkpoint refers to files of earlier ones that have not changed. A
+file is removed when no record names it: with the last of them, or a day later where a save or a prune was killed.
+"""
+
+import json
+import os
+import re
+import secrets
+import socket
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from typing import Any
+
+from modelstate.errors import LockedError, ReadFailedError, TargetExistsError, WriteFailedError
+from modelstate.formats.manifest import digest
+from modelstate.formats.safetensors import Layout, Written, write_in_order
+from modelstate.formats.sharded import INDEX_SUFFIX, SUFFIX
+from modelstate.remote.location import Location, locate
+from modelstate.remote.upload import ObjectWriter, get, list_all, listing, new_object, put, remove, time_of
+from modelstate.store.medium import DATA, STORE_FILE, Listed, Lock, NewFiles, Place
+from modelstate.store.record import RECORD_FILE, FileRecord
+from modelstate.text_format import printable
+
+LEASE_SECONDS = 60.0
+"""How long a lease lasts after its holder has written it for the last time."""
+LEFTOVER_SECONDS = 24 * 3600.0
+"""The age from which what no checkpoint refers to counts as left by a killed save."""
+_TRIES = 20
+_CLAIM = re.compile(r"claim-(\d{12})")
+_STEP = re.compile(r"step-(\d{9,18})\.(\d{12})\.([0-9a-f]{12})")
+_LEASE = re.compile(r"lease-(\d{12})\.([0-9a-f]{12})")
+_PIN = re.compile(r"pin-(\d{12})")
+
+
+@dataclass(frozen=True, slots=True)
+class _Listing:
+    """What is in the bucket at one moment."""
+
+    claims: Mapping[int, datetime]
+    steps: Mapping[int, list[Place]]
+    """By serial number; the place of a checkpoint without a claim is that of a save that goes on, or was killed."""
+    leases: Mapping[int, list[tuple[str, datetime]]]
+    """By serial number: names, and when they were last written."""
+    pins: frozenset[int]
+
+
+class Bucket:
+    """A prefix of a bucket."""
+
+    def __init__(self, directory: str) -> None:
+        self._root = locate(directory)
+        self._lease = _Lease(self)
+        self.lock: Lock = self._lease
+        self._names: dict[tuple[int, datetime], str] = {}
+        """What has a serial number, where the listing leaves that open. Claims do not change."""
+        self._last_serial = self._listed_serial = 0
+        self._cleared_for = ""
+        self._pins: frozenset[int] = frozenset()
+
+    def at(self, name: str) -> Location:
+        return self._root.below(name)
+
+    def listing(self) -> _Listing:
+        """Lists the bucket. Raises `WriteFailedError`."""
+        directories, objects = listing(self._root)
+        claims, steps, leases, pins = {}, dict[int, list[Place]](), dict[int, list[tuple[str, datetime]]](), set()
+        for name in directories:
+            if match := _STEP.fullmatch(name):
+                place = Place(int(match[1]), int(match[2]), self.at(name).url)
+                steps.setdefault(place.revision, []).append(place)
+        for item in objects:
+            if match := _CLAIM.fullmatch(item.name):
+                claims[int(match[1])] = item.time
+            elif match := _LEASE.fullmatch(item.name):
+                leases.setdefault(int(match[1]), []).append((item.name, item.time))
+            elif match := _PIN.fullmatch(item.name):
+                pins.add(int(match[1]))
+        self._listed_serial = max(claims, default=0)
+        return _Listing(claims, steps, leases, frozenset(pins))
+
+    def name_of(self, listed: _Listing, serial: int) -> str:
+        """Returns the name of the checkpoint or the lease that has a serial number; empty where there is none.
+
+        Where only one was written, it has it. Where several writers have tried to, the claim names one of them.
+        """
+        names = [os.path.basename(place.path) for place in listed.steps.get(serial, ())]
+        names += [name for name, _ in listed.leases.get(serial, ())]
+        if serial not in listed.claims or not names:
+            return ""
+        key = serial, listed.claims[serial]
+        if len(names) > 1 and key not in self._names:
+            content = get(self.at(f"claim-{serial:012d}"))
+            self._names[key] = str(_fields(content).get("name", ""))
+        name = self._names.get(key, names[0])
+        return name if name in names else ""
+
+    def places(self) -> list[Place]:
+        listed = self.listing()
+        self._pins = listed.pins
+        every = []
+        for serial, candidates in listed.steps.items():
+            name = self.name_of(listed, serial)
+            every += [place for place in candidates if os.path.basename(place.path) == name]
+        return sorted(every)
+
+    def is_lazy(self) -> bool:
+        return True
+
+    def identity(self, path: str) -> object:
+        return True  # its name has a nonce
+
+    def is_gone(self, path: str) -> bool:
+        match = _STEP.fullmatch(os.path.basename(path))
+        with suppress(WriteFailedError):  # the error of what is read next says more
+            return match is None or get(self.at(f"claim-{match[2]}")) is None
+        return False
+
+    def is_of(self, source: str, path: str) -> bool:
+        return path.rpartition(".")[2] in os.path.basename(source).split(".")  # the nonce of the save
+
+    def is_pinned(self, place: Place) -> bool:
+        return place.revision in self._pins
+
+    def problem_of(self, place: Place, files: Mapping[str, FileRecord]) -> str:
+        return ""  # objects do not change, and a checkpoint gets its claim when all of them are there
+
+    def is_untouched(self, path: str, record: FileRecord) -> bool:
+        return True
+
+    def files_of(self, place: Place) -> Sequence[object]:
+        return ()
+
+    def file_key(self, path: str) -> object:
+        return path
+
+    # Writing.
+
+    def make(self) -> None:
+        """Does nothing: a bucket is made elsewhere, and a prefix needs no directory."""
+
+    def in_use(self) -> os.stat_result | None:
+        return None
+
+    def probe(self) -> None:
+        """Does nothing: the lease was written, and the server has shown that it keeps conditions."""
+
+    def free_bytes(self) -> int | None:
+        return None
+
+    def write_name(self, text: bytes) -> None:
+        put(self.at(STORE_FILE), text, overwrite=True)
+
+    def serial(self, last: int) -> int:
+        # A listing may be old: the numbers that this process has claimed count in any case.
+        self._last_serial = max(self._last_serial, self._listed_serial, last)
+        return self._last_serial + 1
+
+    def new_step(self, name: str, step: int, serial: int, revisions: Sequence[Place]) -> NewFiles:
+        return _NewObjects(self, self._lease, step, serial)
+
+    def claim(self, serial: int, name: str) -> None:
+        """Gives a serial number to a checkpoint or a lease. Raises `TargetExistsError` where another writer has it."""
+        content = json.dumps({"name": name, "lease": self._lease.name, "nonce": secrets.token_hex(8)}).encode()
+        put(self.at(f"claim-{serial:012d}"), content, overwrite=False)
+        self._last_serial = max(self._last_serial, serial)
+
+    def set_pin(self, place: Place, pinned: bool) -> None:
+        pin = self.at(f"pin-{place.revision:012d}")
+        if pinned:
+            put(pin, b"", overwrite=True)
+        else:
+            remove([pin])
+
+    def discard(self, removed: Sequence[Listed], kept: Callable[[], Iterable[Listed]]) -> None:
+        if not removed:
+            return
+        self._lease.confirm()
+        places = [entry.place for entry in removed]
+        named = {name for entry in removed for name in entry.file_names() or ()}
+        remove([self.at(f"claim-{place.revision:012d}") for place in places])
+        remove([locate(f"{place.path}/{RECORD_FILE}") for place in places])
+        if pins := [self.at(f"pin-{place.revision:012d}") for place in places if self.is_pinned(place)]:
+            remove(pins)
+        paths = {place.path for place in places}
+        referenced = _referenced(entry for entry in kept() if entry.place.path not in paths)
+        if referenced is not None and (unreferenced := sorted(named - referenced)):
+            remove([self.at(f"{DATA}/{name}") for name in unreferenced])
+
+    def clear(self, entries: Callable[[], Iterable[Listed]]) -> None:
+        """Removes what is older than `LEFTOVER_SECONDS` and belongs to no checkpoint; once for each lease."""
+        if self._cleared_for == self._lease.name:
+            return
+        self._cleared_for = self._lease.name
+        with suppress(WriteFailedError, ReadFailedError):
+            now, every = self._lease.server_time(), list_all(self._root)
+            if now is None:
+                return
+            old = [item.name for item in every if now - item.time > timedelta(seconds=LEFTOVER_SECONDS)]
+            committed = {os.path.basename(place.path) for place in self.places()}
+            nonces = {name.rpartition(".")[2] for name in committed}
+            records = [name for name in old if name.endswith(f"/{RECORD_FILE}") and name.split("/")[0] not in committed]
+            files = [name for name in old if name.startswith(f"{DATA}/") and not nonces & set(name.split("."))]
+            if files:
+                referenced = _referenced(entries())
+                files = (
+                    [] if referenced is None else [name for name in files if name[len(DATA) + 1 :] not in referenced]
+                )
+            remove([self.at(name) for name in (*records, *files)])
+
+
+def _referenced(entries: Iterable[Listed]) -> set[str] | None:
+    """Returns the names of the files of checkpoints; None where a record cannot be read, which may name any file."""
+    names: set[str] = set()
+    for entry in entries:
+        of_entry = entry.file_names()
+        if of_entry is None:
+            return None
+        names |= of_entry
+    return names
+
+
+class _NewObjects:
+    """The objects of a checkpoint that is being written."""
+
+    def __init__(self, bucket: Bucket, lease: "_Lease", step: int, serial: int) -> None:
+        self._bucket, self._lease, self._serial = bucket, lease, serial
+        self._nonce = secrets.token_hex(6)
+        self._name = f"step-{step:09d}.{serial:012d}.{self._nonce}"
+        self.path = bucket.at(self._name).url
+        self._written: list[Location] = []
+        self._may_be_visible = False
+
+    def _new(self, name: str) -> Location:
+        self._written.append(self._bucket.at(name))
+        return self._written[-1]
+
+    def write_tensors(self, key: str, planned: Layout) -> tuple[str, Written, FileRecord]:
+        name = ""
+
+        def upload(written: Written) -> AbstractContextManager[ObjectWriter]:
+            nonlocal name
+            name = f"{key}-{written.content[:16]}.{self._nonce}{SUFFIX}"
+            return new_object(self._new(f"{DATA}/{name}"), planned.nbytes, overwrite=True)
+
+        written = write_in_order(upload, planned)
+        return name, written, FileRecord(planned.nbytes, 0, planned.header_bytes, digest(written.header))
+
+    def write_text(self, name: str, text: bytes) -> tuple[str, FileRecord]:
+        suffix = SUFFIX + INDEX_SUFFIX
+        name = f"{name.removesuffix(suffix)}.{self._nonce}{suffix}"
+        with new_object(self._new(f"{DATA}/{name}"), len(text), overwrite=True) as output:
+            output.append(text)
+        return name, FileRecord(len(text), 0, len(text), digest(text))
+
+    def link(self, file: str) -> bool:
+        return True  # the record names the file
+
+    def commit(self, text: bytes, pinned: bool, check: Callable[[], object]) -> str:
+        if pinned:
+            put(self._new(f"pin-{self._serial:012d}"), b"", overwrite=True)
+        put(self._new(f"{self._name}/{RECORD_FILE}"), text, overwrite=True)
+        check()
+        self._may_be_visible = True
+        try:
+            self._bucket.claim(self._serial, self._name)
+        except TargetExistsError as error:
+            self._may_be_visible = False
+            raise self._lease.lost() from error
+        return self.path
+
+    def discard(self) -> None:
+        if not self._may_be_visible:  # without an answer to the claim, the checkpoint may become visible later
+            with suppress(WriteFailedError):
+                remove(self._written)
+
+
+class _Lease:
+    """The right of one writer to change the store: the newest lease among the claims, which is written regularly."""
+
+    def __init__(self, bucket: Bucket) -> None:
+        self._bucket = bucket
+        self.name = ""
+        self._serial = self._pid = 0
+        self._text = b""
+        self._beat: weakref.finalize[[], _Lease] | None = None
+
+    @property
+    def held(self) -> bool:
+        return self._beat is not None and self._beat.alive and self._pid == os.getpid()
+
+    def acquire(self) -> None:
+        """Acquires the lease; waits for the end of one whose holder gives no sign of life.
+
+        Raises:
+            LockedError: Another process holds the lease, and renews it.
+            WriteFailedError: The bucket cannot be written to, or does not keep conditions.
+        """
+        nonce, seen = secrets.token_hex(6), None
+        holder = {"pid": os.getpid(), "host": socket.gethostname(), "boot": _boot(), "since": time.time()}
+        for _ in range(_TRIES):
+            listed = self._bucket.listing()
+            serial = max(listed.claims, default=0) + 1
+            name, text = f"lease-{serial:012d}.{nonce}", json.dumps({**holder, "nonce": nonce}).encode()
+            intent = self._bucket.at(name)
+            put(intent, text, overwrite=True)
+            try:
+                while (other := self._newest(listed)) is not None:
+                    now = time_of(intent)
+                    left = LEASE_SECONDS - (now - other[1]).total_seconds() if now is not None else LEASE_SECONDS
+                    if left <= 0 or not _is_alive(found := get(self._bucket.at(other[0]))):
+                        break
+                    if seen is not None and seen != other:
+                        raise self._locked(found)
+                    seen = other
+                    time.sleep(min(left, LEASE_SECONDS / 10))
+                    put(intent, text, overwrite=True)
+                    listed = self._bucket.listing()
+                self._bucket.claim(serial, name)
+                self._check_conditions(serial)
+            except (TargetExistsError, LockedError) as error:
+                remove([intent])
+                if isinstance(error, LockedError):
+                    raise
+                continue  # another writer was faster
+            self.name, self._serial, self._text, self._pid = name, serial, text, os.getpid()
+            stop = threading.Event()
+            self._beat = weakref.finalize(self, stop.set)
+            arguments = (intent, text, stop, LEASE_SECONDS / 4)
+            threading.Thread(target=_renew, args=arguments, name="modelstate lease", daemon=True).start()
+            return
+        raise self._locked(None)
+
+    def _check_conditions(self, serial: int) -> None:
+        """Raises `WriteFailedError` where the server writes an object in spite of `If-None-Match: *`."""
+        try:
+            put(self._bucket.at(f"claim-{serial:012d}"), b"{}", overwrite=False)
+        except TargetExistsError:
+            return
+        with suppress(WriteFailedError):
+            remove([self._bucket.at(f"claim-{serial:012d}")])
+        raise WriteFailedError(
+            "the server of this bucket ignores the condition If-None-Match, which keeps two writers apart",
+            where=self._bucket.at("").url,
+            expected="status 412 for an object that exists",
+            found="the object was replaced",
+            remedy="take a bucket of another provider, or a directory; ms.save needs no conditions",
+        )
+
+    def release(self) -> None:
+        """Ends the lease, so that the next writer need not wait."""
+        if self.held and self._beat is not None:
+            self._beat()
+            with suppress(WriteFailedError):
+                put(self._bucket.at(self.name), b'{"released": true}', overwrite=True)
+
+    def confirm(self) -> None:
+        """Raises `LockedError` where another writer has taken the lease over."""
+        newest = self._newest(self._bucket.listing()) if self.held else None
+        if newest is None or newest[0] > self.name:
+            raise self.lost()
+
+    def check_directory(self) -> None:
+        """Does nothing: the claim of a checkpoint is the check."""
+
+    def lost(self) -> LockedError:
+        """Ends this lease, and returns the error for it."""
+        if self._beat is not None:
+            self._beat()
+        newest = None
+        with suppress(WriteFailedError):
+            newest = self._newest(self._bucket.listing())
+        return self._locked(get(self._bucket.at(newest[0])) if newest is not None and newest[0] != self.name else None)
+
+    def server_time(self) -> datetime | None:
+        """Returns the time of the server, as of the last renewal of this lease."""
+        return time_of(self._bucket.at(self.name)) if self.name else None
+
+    def _newest(self, listed: _Listing) -> tuple[str, datetime] | None:
+        """Returns the name of the newest lease, and when it was last written."""
+        for serial in sorted(listed.leases, reverse=True):
+            name = self._bucket.name_of(listed, serial)
+            for candidate in listed.leases[serial]:
+                if candidate[0] == name:
+                    return candidate
+        return None
+
+    def _locked(self, holder: bytes | None) -> LockedError:
+        return LockedError(
+            "another writer uses this store",
+            where=self._bucket.at("").url,
+            expected="one writer at a time",
+            found=_described(holder),
+            remedy="end the other writer, or take another prefix; the lease of a writer that has ended expires after "
+            f"{LEASE_SECONDS:g} s",
+        )
+
+
+def _renew(location: Location, text: bytes, stop: threading.Event, seconds: float) -> None:
+    while not stop.wait(seconds):
+        with suppress(Exception):  # a lease that cannot be renewed expires
+            put(location, text, overwrite=True)
+
+
+def _boot() -> str:
+    """Returns what identifies the boot of the machine, and the container, in which the ids of processes are valid."""
+    with suppress(OSError), open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+        return file.read().strip() + os.readlink("/proc/self/ns/pid")
+    return ""
+
+
+def _is_alive(holder: bytes | None) -> bool:
+    """Whether the holder of a lease may be alive: it has not released it, and is not a process that ended here."""
+    fields = _fields(holder)
+    if fields.get("released") or holder is None:
+        return False
+    if (fields.get("host"), fields.get("boot")) != (socket.gethostname(), _boot()):
+        return True
+    try:
+        os.kill(int(fields["pid"]), 0)
+    except ProcessLookupError:
+        return False
+    except (OSError, ValueError, LookupError, TypeError, OverflowError):
+        pass
+    return True
+
+
+def _fields(holder: bytes | None) -> dict[str, Any]:
+    try:
+        fields = json.loads(holder or b"{}")
+    except ValueError:
+        return {}
+    return fields if isinstance(fields, dict) else {}
+
+
+def _described(holder: bytes | None) -> str:
+    fields = _fields(holder)
+    if "pid" not in fields:
+        return "a writer that has taken the lease over"
+    is_own = fields["pid"] == os.getpid() and fields.get("host") == socket.gethostname()
+    try:
+        since = datetime.fromtimestamp(fields["since"]).astimezone().isoformat(" ", "seconds")
+    except (LookupError, TypeError, ValueError, OverflowError, OSError):
+        since = "an unknown time"
+    process = f"this process ({fields['pid']})" if is_own else f"process {fields['pid']} on {fields.get('host')}"
+    return printable(f"{process}, since {since}")[:300]

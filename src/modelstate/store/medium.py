@@ -1,0 +1,390 @@
+"""Where the checkpoints of a store are: a directory of this machine, or a prefix of a bucket (`store/bucket.py`).
+
+The store decides what is saved, kept and removed; a medium makes it so. A directory has
+
+store.json                   the name of the store
+.lock                        the lock of the process that writes
+step-000000100/              a checkpoint, complete and durable under this name
+    checkpoint.json          its record, written last, which describes all of it but its tensors
+    model.safetensors.index.json, model-<digest>.safetensors
+step-000000100.1/            the same step, saved again: the highest number is the valid one
+.step-000000200.<random>.unfinished/    a checkpoint that is being written or removed
+"""
+
+import os
+import re
+import secrets
+import stat
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from typing import NamedTuple, Protocol
+
+from modelstate.errors import OpenError
+from modelstate.formats.manifest import digest
+from modelstate.formats.safetensors import Layout, Written, write
+from modelstate.formats.sharded import INDEX_SUFFIX, SUFFIX
+from modelstate.io import system
+from modelstate.io.atomic import atomic_file, new_file, sync_directory
+from modelstate.io.files import SourceFile
+from modelstate.io.lock import WriterLock
+from modelstate.remote.location import is_remote
+from modelstate.store.record import RECORD_FILE, FileRecord
+
+STORE_FILE = "store.json"
+PIN_FILE = "pinned"
+DATA = "data"
+"""The directory of a bucket's store that has the files of all checkpoints."""
+_STEP = re.compile(r"step-(\d{9,18})(?:\.(\d{1,9}))?")
+_UNFINISHED = re.compile(r"\.step-\d+(?:\.\d+)?\.[0-9a-f]{12}\.unfinished")
+
+
+class Place(NamedTuple):
+    """The directory of a checkpoint."""
+
+    step: int
+    revision: int
+    """The higher one is the later one of a step. 0 in a directory where the step has been saved once."""
+    path: str
+
+    @property
+    def files(self) -> str:
+        """The directory of the files with its tensors."""
+        return f"{self.path.rpartition('/')[0]}/{DATA}" if is_remote(self.path) else self.path
+
+
+def name_of(step: int, revision: int) -> str:
+    """Returns the name of a step's directory."""
+    return f"step-{step:09d}" + (f".{revision}" if revision else "")
+
+
+def unfinished_name(step: int) -> str:
+    """Returns a new name for a directory that is being written or removed."""
+    return f".step-{step:09d}.{secrets.token_hex(6)}.unfinished"
+
+
+class Listed(Protocol):
+    """A checkpoint in the list of a store."""
+
+    @property
+    def place(self) -> Place: ...
+
+    def file_names(self) -> set[str] | None:
+        """Returns the names of its files; None where its record cannot be read."""
+
+
+class NewFiles(Protocol):
+    """The files of a checkpoint that is being written, which no reader sees before `commit`."""
+
+    path: str
+    """The directory of the checkpoint while it is written."""
+
+    def write_tensors(self, key: str, planned: Layout) -> tuple[str, Written, FileRecord]:
+        """Writes a file of tensors of an object. Returns its name, which has a digest of its content."""
+
+    def write_text(self, name: str, text: bytes) -> tuple[str, FileRecord]:
+        """Writes a small file. Returns its name, which begins with the given one without its suffixes."""
+
+    def link(self, file: str) -> bool:
+        """Makes a file of an earlier checkpoint a file of this one; False where this is not possible."""
+
+    def commit(self, text: bytes, pinned: bool, check: Callable[[], object]) -> str:
+        """Makes the checkpoint visible and durable with its record. Returns its path.
+
+        `check` is called right before that, and may raise.
+        """
+
+    def discard(self) -> None:
+        """Removes what was written, unless the checkpoint has been committed."""
+
+
+class Lock(Protocol):
+    """The right of one writer to change a store. See `WriterLock`."""
+
+    @property
+    def held(self) -> bool: ...
+    def acquire(self) -> None: ...
+    def release(self) -> None: ...
+    def confirm(self) -> None: ...
+    def check_directory(self) -> None: ...
+
+
+class Medium(Protocol):
+    """What a store does with the place of its checkpoints. Methods raise `OSError` where I/O fails."""
+
+    lock: Lock
+
+    # Reading, by any process at any time.
+
+    def places(self) -> list[Place]:
+        """Returns every revision of every step, in order."""
+
+    def is_lazy(self) -> bool:
+        """Whether a checkpoint that is listed is complete, so that its record is read only where it is asked for."""
+
+    def identity(self, path: str) -> object:
+        """Returns what changes where a checkpoint is replaced; None where there is no checkpoint at the path."""
+
+    def is_gone(self, path: str) -> bool:
+        """Whether a checkpoint was removed or replaced since it was listed at this path."""
+
+    def is_of(self, source: str, path: str) -> bool:
+        """Whether an object that was opened is of the checkpoint at this path."""
+
+    def is_pinned(self, place: Place) -> bool:
+        """Whether a checkpoint stays, whatever the rules of the store say."""
+
+    def problem_of(self, place: Place, files: Mapping[str, FileRecord]) -> str:
+        """Returns which file is missing or has another size, as far as that is known without reading it."""
+
+    def is_untouched(self, path: str, record: FileRecord) -> bool:
+        """Whether a file is as it was written, as far as that is known without reading all of it."""
+
+    def files_of(self, place: Place) -> Sequence[object]:
+        """Returns keys of the files of a checkpoint, which are equal for files that checkpoints share."""
+
+    def file_key(self, path: str) -> object:
+        """Returns the key of a file in `files_of`."""
+
+    # Writing, by the holder of the lock.
+
+    def make(self) -> None:
+        """Creates the place of the store."""
+
+    def in_use(self) -> os.stat_result | None:
+        """Returns what identifies the place of the store; None where it cannot be replaced by another one."""
+
+    def probe(self) -> None:
+        """Writes a little, as a save does, and removes it."""
+
+    def free_bytes(self) -> int | None:
+        """Returns the bytes that are free; None where there is no limit."""
+
+    def write_name(self, text: bytes) -> None:
+        """Writes the file with the name of the store."""
+
+    def serial(self, last: int) -> int:
+        """Returns the number of the next save, where `last` is the highest one of the checkpoints."""
+
+    def new_step(self, name: str, step: int, serial: int, revisions: Sequence[Place]) -> NewFiles:
+        """Begins a checkpoint. `name` is an `unfinished_name`, `revisions` are the checkpoints of the same step."""
+
+    def set_pin(self, place: Place, pinned: bool) -> None:
+        """Pins a checkpoint, or undoes that."""
+
+    def discard(self, removed: Sequence[Listed], kept: Callable[[], Iterable[Listed]]) -> None:
+        """Removes checkpoints, so that a reader never sees a part of one. `kept` returns all others."""
+
+    def clear(self, entries: Callable[[], Iterable[Listed]]) -> None:
+        """Removes what killed saves and prunes have left, and ignores errors. `entries` returns all checkpoints."""
+
+
+class LocalMedium:
+    """A directory of this machine, or of a network file system."""
+
+    def __init__(self, directory: str) -> None:
+        self._directory = directory
+        self.lock: Lock = WriterLock(directory)
+
+    def places(self) -> list[Place]:
+        every = []
+        for name in os.listdir(self._directory):
+            if match := _STEP.fullmatch(name):
+                place = Place(int(match[1]), int(match[2] or 0), os.path.join(self._directory, name))
+                if name == name_of(place.step, place.revision):
+                    every.append(place)
+        return sorted(every)
+
+    def is_lazy(self) -> bool:
+        return False
+
+    def identity(self, path: str) -> object:
+        try:
+            return os.stat(path).st_ino
+        except OSError:
+            return None
+
+    def is_gone(self, path: str) -> bool:
+        return not os.path.isdir(path)
+
+    def is_of(self, source: str, path: str) -> bool:
+        return os.path.dirname(source) == path
+
+    def is_pinned(self, place: Place) -> bool:
+        return os.path.exists(os.path.join(place.path, PIN_FILE))
+
+    def problem_of(self, place: Place, files: Mapping[str, FileRecord]) -> str:
+        for name, file in files.items():
+            try:
+                status = os.stat(os.path.join(place.path, name))
+            except OSError as error:
+                return f"{name}: {error.strerror}"
+            if not stat.S_ISREG(status.st_mode):
+                return f"{name} is not a regular file"
+            if status.st_size != file.nbytes:
+                return f"{name} has {status.st_size:,} bytes, not {file.nbytes:,}"
+        return ""
+
+    def is_untouched(self, path: str, record: FileRecord) -> bool:
+        with suppress(OSError, OpenError):
+            status = os.stat(path, follow_symlinks=False)
+            if (status.st_size, status.st_mtime_ns) != (record.nbytes, record.mtime_ns):
+                return False
+            with SourceFile(path) as file:
+                return digest(file.read(0, record.head_bytes, "its header")) == record.head
+        return False
+
+    def files_of(self, place: Place) -> Sequence[object]:
+        with suppress(OSError), os.scandir(place.path) as files:
+            return [(status.st_dev, status.st_ino) for status in (file.stat(follow_symlinks=False) for file in files)]
+        return ()
+
+    def file_key(self, path: str) -> object:
+        with suppress(OSError):
+            status = os.stat(path, follow_symlinks=False)
+            return status.st_dev, status.st_ino
+        return None
+
+    def make(self) -> None:
+        _make_directory(self._directory)
+
+    def in_use(self) -> os.stat_result | None:
+        return os.stat(self._directory)
+
+    def probe(self) -> None:
+        beside, renamed = (os.path.join(self._directory, unfinished_name(0)) for _ in range(2))
+        try:
+            system.mkdir(beside)
+            with new_file(os.path.join(beside, RECORD_FILE)) as output:
+                output.append(b"{}\n")
+            sync_directory(beside)
+            system.replace(beside, renamed)
+            sync_directory(self._directory)
+        finally:
+            for path in (beside, renamed):
+                _remove_directory(path)
+
+    def free_bytes(self) -> int | None:
+        space = os.statvfs(self._directory)
+        return space.f_bavail * space.f_frsize
+
+    def write_name(self, text: bytes) -> None:
+        with atomic_file(os.path.join(self._directory, STORE_FILE), overwrite=True) as output:
+            output.append(text)
+
+    def serial(self, last: int) -> int:
+        return last + 1
+
+    def new_step(self, name: str, step: int, serial: int, revisions: Sequence[Place]) -> NewFiles:
+        return _NewDirectory(self._directory, name, step, revisions)
+
+    def set_pin(self, place: Place, pinned: bool) -> None:
+        path = os.path.join(place.path, PIN_FILE)
+        if pinned:
+            with new_file(path):
+                pass
+        else:
+            system.unlink(path)
+        sync_directory(place.path)
+
+    def discard(self, removed: Sequence[Listed], kept: Callable[[], Iterable[Listed]]) -> None:
+        renamed = []
+        for entry in removed:
+            beside = os.path.join(self._directory, unfinished_name(entry.place.step))
+            system.replace(entry.place.path, beside)
+            renamed.append(beside)
+        if renamed:
+            sync_directory(self._directory)
+        for path in renamed:
+            _remove_directory(path)
+
+    def clear(self, entries: Callable[[], Iterable[Listed]]) -> None:
+        with suppress(OSError):
+            for name in os.listdir(self._directory):
+                if _UNFINISHED.fullmatch(name):
+                    _remove_directory(os.path.join(self._directory, name))
+
+
+class _NewDirectory:
+    """A checkpoint that is written under a temporary name and renamed, so that it is complete where it is visible."""
+
+    def __init__(self, directory: str, name: str, step: int, revisions: Sequence[Place]) -> None:
+        replaced = max(revisions, default=None)
+        self._directory, self.path = directory, os.path.join(directory, name)
+        self._final = os.path.join(directory, name_of(step, 0 if replaced is None else replaced.revision + 1))
+        mode, self._count = 0o777, 0
+        if replaced is not None:
+            with suppress(OSError):
+                mode = os.stat(replaced.path).st_mode & 0o777
+        system.mkdir(self.path, mode)
+
+    def write_tensors(self, key: str, planned: Layout) -> tuple[str, Written, FileRecord]:
+        self._count += 1
+        unnamed = os.path.join(self.path, f".{self._count}{SUFFIX}")  # no object has such a name
+        with new_file(unnamed) as output:
+            written = write(output, planned)
+        name = f"{key}-{written.content[:16]}{SUFFIX}"
+        system.replace(unnamed, os.path.join(self.path, name))
+        return name, written, record_of(os.path.join(self.path, name))
+
+    def write_text(self, name: str, text: bytes) -> tuple[str, FileRecord]:
+        path = os.path.join(self.path, name)
+        with new_file(path) as output:
+            output.append(text)
+        return name, record_of(path)
+
+    def link(self, file: str) -> bool:
+        try:
+            system.link(file, os.path.join(self.path, os.path.basename(file)))
+        except OSError:
+            return False  # the file system has no links, or the file has too many
+        return True
+
+    def commit(self, text: bytes, pinned: bool, check: Callable[[], object]) -> str:
+        for name, content in ((PIN_FILE, b""),) * pinned + ((RECORD_FILE, text),):
+            with new_file(os.path.join(self.path, name)) as output:
+                output.append(content)
+        sync_directory(self.path)
+        check()
+        system.replace(self.path, self._final)
+        try:
+            sync_directory(self._directory)
+        except BaseException:
+            system.replace(self._final, self.path)
+            raise
+        return self._final
+
+    def discard(self) -> None:
+        _remove_directory(self.path)
+
+
+def record_of(path: str) -> FileRecord:
+    """Returns the record of a file that was written. Raises `OSError` and `OpenError`."""
+    status = os.stat(path)
+    with SourceFile(path) as file:
+        nbytes = file.nbytes
+        if not path.endswith(INDEX_SUFFIX):
+            nbytes = 8 + int.from_bytes(file.read(0, 8, "the length of its header"), "little")
+        head = file.read(0, nbytes, "its header")
+    return FileRecord(status.st_size, status.st_mtime_ns, len(head), digest(head))
+
+
+def _make_directory(path: str) -> None:
+    """Creates a directory and its parents, durably."""
+    if not os.path.isdir(path):
+        parent = os.path.dirname(path)
+        _make_directory(parent)
+        with suppress(FileExistsError):
+            system.mkdir(path)
+        sync_directory(parent)
+
+
+def _remove_directory(path: str) -> None:
+    """Removes a directory of a store with its files, and ignores errors; of a symbolic link only the link."""
+    with suppress(OSError):
+        if os.path.islink(path):
+            system.unlink(path)
+            return
+        for name in os.listdir(path):
+            with suppress(OSError):
+                system.unlink(os.path.join(path, name))
+        system.rmdir(path)

@@ -1,0 +1,431 @@
+"""`modelstate.Store` in a bucket: what the store of a directory promises, with each fault at each request."""
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import modelstate as ms
+from modelstate.errors import (
+    LockedError,
+    ModelStateError,
+    ReadFailedError,
+    SaveError,
+    StepNotFoundError,
+    TargetExistsError,
+    WriteFailedError,
+)
+from modelstate.remote import location, upload
+from modelstate.store import bucket as buckets
+from modelstate.testing import Fault, FaultProxy, HttpRequest
+from tests.programs import CONTEXT
+from tests.sweeps import EXHAUSTIVE, sample
+
+FAULTS = (Fault.UNAVAILABLE, Fault.RESET, Fault.CUT, Fault.LOST_REPLY)
+
+
+@pytest.fixture(autouse=True)
+def soon(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Clients that give up soon, and leases that expire soon."""
+    monkeypatch.setattr(location, "RETRIES", 2)
+    monkeypatch.setattr(location, "FIRST_WAIT", timedelta(milliseconds=10))
+    monkeypatch.setattr(upload, "FIRST_WAIT_SECONDS", 0.01)
+    monkeypatch.setattr(buckets, "LEASE_SECONDS", 4.0)
+    location._store.cache_clear()
+    yield
+    location._store.cache_clear()
+
+
+@pytest.fixture
+def url(bucket: str) -> str:
+    return f"s3://{bucket}/runs/first"
+
+
+@pytest.fixture
+def names(bucket: str, s3_client: Callable[[], Any]) -> Callable[[], list[str]]:
+    """The names of the objects of the store, read with another client."""
+
+    def read() -> list[str]:
+        listed = s3_client().list_objects_v2(Bucket=bucket).get("Contents", [])
+        return [item["Key"].removeprefix("runs/first/") for item in listed]
+
+    return read
+
+
+def network(value: float = 0.0) -> nn.Sequential:
+    """A frozen layer, and one that has a value."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8, bias=False))
+    for parameter in model[0].parameters():
+        nn.init.constant_(parameter.requires_grad_(False), 1.0)
+    nn.init.constant_(model[1].weight, value)
+    return model
+
+
+def save(store: ms.Store, step: int, **options: Any) -> Any:
+    return store.save(step, {"model": network(step), "step": step}, **options)
+
+
+def restored(store: ms.Store, step: Any = "latest") -> int:
+    """Restores a step and returns its number, which all that was saved agrees on."""
+    model = network(-1.0)
+    result = store.restore({"model": model, "step": 0}, step)
+    assert result["step"] == result.step
+    assert torch.equal(model[1].weight, torch.full((8, 8), float(result.step)))
+    assert torch.equal(model[0].weight, torch.ones(8, 8))
+    return result.step
+
+
+def only(fault: Fault, number: int) -> Callable[[HttpRequest], Fault | None]:
+    return lambda request: fault if request.number == number else None
+
+
+def listings(proxy: FaultProxy) -> int:
+    return sum("list-type" in request.target for request in proxy.requests)
+
+
+def test_a_run(url: str, names: Callable[[], list[str]]) -> None:
+    with ms.Store(url, keep=ms.Keep(last=2)) as store:
+        assert store.latest() is None
+        for step in (1, 2, 3, 4):
+            saved = save(store, step, metrics={"loss": 1.0 / step}, pin=step == 1)
+        assert saved.pruned == (2,)
+        assert store.steps() == (1, 3, 4)
+        assert [restored(store, step) for step in (1, 3, "latest")] == [1, 3, 4]
+        infos = store.infos()
+        assert [(info.step, info.pinned, info.metrics["loss"]) for info in infos] == [
+            (1, True, 1.0),
+            (3, False, 1 / 3),
+            (4, False, 0.25),
+        ]
+        store.unpin(1)
+        assert store.prune() == (1,)
+        assert store.verify() == {3: "", 4: ""}
+        assert not store.diff(3, 4).is_equal
+        assert store.open("model", 3).tensor("1.weight")[0, 0] == 3
+        with pytest.raises(TargetExistsError):
+            save(store, 4)
+        save(store, 4, overwrite=True)
+        with pytest.raises(StepNotFoundError):
+            store.restore({"step": 0}, 2)
+        store.check({"model": network()})
+    assert restored(ms.Store(url)) == 4
+    assert sum(name.startswith("step-") for name in names()) == 2
+
+
+def test_what_has_not_changed_is_not_uploaded_again_and_survives_pruning(
+    url: str, proxy: FaultProxy, names: Callable[[], list[str]]
+) -> None:
+    store = ms.Store(url, keep=1)
+    first = save(store, 1)
+    proxy.reset()
+    second = save(store, 2)
+    assert second.bytes_linked > 0
+    assert second.bytes_written + second.bytes_linked == pytest.approx(first.bytes_written, rel=0.1)
+    assert second.pruned == (1,)
+    assert restored(store) == 2
+    frozen = [name for name in names() if name.startswith("data/model-")]
+    assert len(frozen) == 2  # that of the first save, and that of the second one
+    assert store.verify() == {2: ""}
+
+
+def test_the_latest_step_takes_one_listing(url: str, proxy: FaultProxy) -> None:
+    with ms.Store(url) as store:
+        for step in (1, 2, 3):
+            save(store, step)
+    proxy.reset()
+    assert ms.Store(url).latest() == 3
+    assert ms.Store(url).steps() == (1, 2, 3)
+    assert (len(proxy.requests), listings(proxy)) == (2, 2)
+
+
+def test_the_order_is_that_of_saving(url: str) -> None:
+    with ms.Store(url) as store:
+        for step in (5, 7, 6):
+            save(store, step)
+        assert (store.latest(), store.steps()) == (6, (5, 6, 7))
+        assert restored(store) == 6
+
+
+def test_in_the_background(url: str) -> None:
+    with ms.Store(url) as store:
+        pending = save(store, 1, background=True)
+        assert pending.result().step == 1
+        save(store, 2, background=True)
+    assert restored(ms.Store(url)) == 2
+
+
+def test_a_second_writer_is_refused_until_the_first_one_closes(url: str) -> None:
+    first, second = ms.Store(url), ms.Store(url)
+    save(first, 1)
+    with pytest.raises(LockedError, match=f"this process .{os.getpid()}"):
+        save(second, 2)
+    save(first, 2)
+    first.close()
+    save(second, 3)
+    with pytest.raises(LockedError):
+        save(first, 4)
+    assert second.steps() == (1, 2, 3)
+
+
+def test_a_writer_that_lost_its_lease_cannot_commit(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The lease is taken over while the first writer uploads, after its last look at the bucket."""
+    first, second = ms.Store(url), ms.Store(url)
+    save(first, 1)
+    monkeypatch.setattr(buckets, "_is_alive", lambda holder: False)
+    take_over = iter([lambda: second.check({"model": network()})])
+    real = upload.put
+
+    def put(at: location.Location, data: bytes, *, overwrite: bool) -> None:
+        if "checkpoint.json" in at.key:
+            for call in take_over:
+                call()
+        real(at, data, overwrite=overwrite)
+
+    monkeypatch.setattr(buckets, "put", put)
+    with pytest.raises(LockedError):
+        save(first, 2)
+    assert second.steps() == (1,)
+    save(second, 2)
+    assert (second.steps(), restored(second)) == ((1, 2), 2)
+
+
+def test_two_writers_race(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both take the lease for themselves at the same time: exactly one of them commits each step."""
+    monkeypatch.setattr(buckets, "_is_alive", lambda holder: False)
+    for step in range(100 if EXHAUSTIVE else 2):
+        outcomes: list[bool] = []
+        both = threading.Barrier(2)
+
+        def run(step: int = step, both: threading.Barrier = both, outcomes: list[bool] = outcomes) -> None:
+            store = ms.Store(url)
+            both.wait()
+            try:
+                save(store, step)
+                outcomes.append(True)
+            except (LockedError, TargetExistsError):
+                outcomes.append(False)
+
+        threads = [threading.Thread(target=run) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        committed = [place for place in ms.Store(url).index.medium.places() if place.step == step]
+        assert (sorted(outcomes), len(committed)) == ([False, True], 1)
+    assert restored(ms.Store(url)) == step
+
+
+@pytest.mark.parametrize("fault", [Fault.LOST_REPLY, Fault.CUT])
+def test_a_lost_reply_to_the_commit(url: str, proxy: FaultProxy, fault: Fault) -> None:
+    with ms.Store(url) as store:
+        save(store, 1)
+        proxy.reset()
+        hit = []
+
+        def lose(request: HttpRequest) -> Fault | None:
+            is_commit = request.method == "PUT" and "claim-" in request.target and not hit
+            hit.extend([request] * is_commit)
+            return fault if is_commit else None
+
+        proxy.fault = lose
+        save(store, 2)
+        proxy.fault = None
+        save(store, 3)
+    assert hit
+    assert [place.step for place in ms.Store(url).index.medium.places()] == [1, 2, 3]
+    assert restored(ms.Store(url)) == 3
+
+
+@pytest.mark.slow
+def test_each_fault_at_each_request(url: str, proxy: FaultProxy) -> None:
+    """A save succeeds, or raises a clear error, and no step is lost, half there or there twice."""
+    with ms.Store(url) as store:
+        save(store, 0)
+        proxy.reset()
+        save(store, 1)
+        numbers = range(1, len(proxy.requests) + 3)
+    expected, step = [0, 1], 1
+    for fault, number in sample([(fault, number) for number in numbers for fault in FAULTS], lambda point: 0, 3):
+        step += 1
+        with ms.Store(url) as store:
+            store.check({"step": 0})
+            proxy.reset()
+            proxy.fault = only(fault, number)
+            try:
+                save(store, step)
+                expected.append(step)
+            except (SaveError, ReadFailedError):
+                pass  # nothing is committed, as what follows shows
+            proxy.fault = None
+            assert list(store.steps()) == expected
+            assert restored(store) == expected[-1]
+    assert not any(ms.Store(url).verify().values())
+
+
+def test_a_stale_listing_loses_no_step(url: str, proxy: FaultProxy) -> None:
+    with ms.Store(url) as store:
+        save(store, 1)
+        proxy.fault = lambda request: Fault.STALE if "list-type" in request.target else None
+        for step in (2, 3):
+            save(store, step)
+        proxy.fault = None
+        assert store.steps() == (1, 2, 3)
+
+
+def test_a_server_that_stays_away_is_a_clear_error(url: str, proxy: FaultProxy) -> None:
+    store = ms.Store(url)
+    save(store, 1)
+    proxy.fault = lambda request: Fault.UNAVAILABLE
+    with pytest.raises(WriteFailedError, match="503"):
+        save(store, 2)
+    with pytest.raises(ModelStateError, match="503"):
+        store.latest()
+    proxy.fault = None
+    assert store.latest() == 1
+    save(store, 2)
+
+
+def _saver(url: str, environment: dict[str, str], step: int) -> None:
+    os.environ.update(environment)
+    with ms.Store(url) as store:
+        save(store, step)
+
+
+@pytest.mark.slow
+def test_kill_at_each_request(url: str, proxy: FaultProxy) -> None:
+    """SIGKILL of a saver: the step is there in full or not at all, and the next writer goes on at once."""
+    environment = {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
+    _saver(url, environment, 0)
+    proxy.reset()
+    _saver(url, environment, 1)
+    commit = next(r.number for r in proxy.requests if r.method == "PUT" and "claim-" in r.target and r.number > 5)
+    points = range(1, len(proxy.requests) + 1) if EXHAUSTIVE else (commit // 2, commit, commit + 2)
+    expected = {0, 1}
+    for step, number in enumerate(points, 2):
+        process = CONTEXT.Process(target=_saver, args=(url, environment, step))
+
+        def kill(request: HttpRequest, number: int = number, process: Any = process) -> None:
+            if request.number == number:
+                os.kill(process.pid, signal.SIGKILL)
+
+        proxy.reset()
+        proxy.fault = kill
+        process.start()
+        process.join(60)
+        proxy.fault = None
+        store = ms.Store(url)
+        found = set(store.steps())
+        assert expected <= found <= expected | {step}
+        expected = found
+        assert restored(store) == max(expected)
+    begin = time.monotonic()
+    _saver(url, environment, 100)
+    assert time.monotonic() - begin < buckets.LEASE_SECONDS
+    assert restored(ms.Store(url)) == 100
+
+
+def test_what_dead_saves_left_is_removed_when_it_is_old(
+    url: str, proxy: FaultProxy, names: Callable[[], list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with ms.Store(url) as store:
+        save(store, 1)
+        save(store, 2)
+        kept = set(names())
+        # A save that ends without a word: nothing removes what it has written.
+        monkeypatch.setattr(buckets._NewObjects, "discard", lambda self: None)
+        proxy.fault = lambda request: Fault.UNAVAILABLE if "claim-" in request.target else None
+        with pytest.raises(WriteFailedError):
+            save(store, 3)
+        proxy.fault = None
+    left = [name for name in set(names()) - kept if name.startswith(("data/", "step-"))]
+    assert len(left) == 3
+    with ms.Store(url) as store:
+        store.check({"step": 0})
+        assert set(left) <= set(names())  # it may be that of a save that goes on
+    monkeypatch.setattr(buckets, "LEFTOVER_SECONDS", -10.0)
+    with ms.Store(url, keep=1) as store:
+        store.prune()
+        assert not set(left) & set(names())
+        assert restored(store) == 2
+
+
+def test_clocks_of_clients_do_not_matter(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = ms.Store(url)
+    save(first, 1)
+    for skew_seconds in (-86400.0, 86400.0):
+        real = time.time
+        with monkeypatch.context() as patch:
+            patch.setattr(time, "time", lambda real=real, skew=skew_seconds: real() + skew)
+            with pytest.raises(LockedError):
+                save(ms.Store(url), 2)
+            save(first, int(3 + skew_seconds / 86400))
+    assert first.latest() == 4
+
+
+def test_a_bucket_that_ignores_conditions_is_refused(
+    url: str, proxy: FaultProxy, names: Callable[[], list[str]]
+) -> None:
+    def ignore(request: HttpRequest) -> None:
+        request.headers.pop("if-none-match", None)
+
+    proxy.fault = ignore
+    with pytest.raises(WriteFailedError, match="ignores the condition If-None-Match"):
+        save(ms.Store(url), 1)
+    assert not any(name.startswith("step-") for name in names())
+
+
+def test_a_prefix_with_other_objects(url: str, bucket: str, s3_client: Callable[[], Any]) -> None:
+    for name in ("step-000000001", "claim-x", "step-000000009.000000000001.0123456789ab/checkpoint.json", "data/x"):
+        s3_client().put_object(Bucket=bucket, Key=f"runs/first/{name}", Body=b"something else")
+    store = ms.Store(url)
+    assert (store.steps(), store.latest()) == ((), None)
+    save(store, 1)
+    assert (store.steps(), restored(store)) == ((1,), 1)
+
+
+def test_resumable(url: str) -> None:
+    seen = []
+    for _ in range(2):
+        model = network()
+        with ms.Store(url) as store:
+            for step in ms.resumable(store, {"model": model}, steps=4, save_every=2):
+                seen.append(step)
+                if len(seen) == 3:
+                    break
+    assert seen == [0, 1, 2, 2, 3]
+
+
+def test_follow(url: str) -> None:
+    live = ms.Live(network(0))
+    following = ms.follow(live, url, background=False)
+    assert following.poll() == ()
+    with ms.Store(url) as store:
+        save(store, 3)
+    (event,) = following.poll()
+    assert (event.action, event.step) == ("swapped", 3)
+
+
+def test_commands(url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from typer.testing import CliRunner
+
+    from modelstate.cli.main import app
+
+    with ms.Store(url) as store:
+        save(store, 1)
+    for command in (["store", "ls", url], ["store", "verify", url], ["store", "prune", url, "--keep-last", "1"]):
+        result = CliRunner().invoke(app, command)
+        assert result.exit_code == 0, result.output
+    target = tmp_path / "model.safetensors"
+    result = CliRunner().invoke(app, ["store", "restore", url, str(target)])
+    assert result.exit_code == 0, result.output
+    assert ms.open(target).tensor("1.weight")[0, 0] == 1
+    result = CliRunner().invoke(app, ["store", "ls", url + "-none"])
+    assert result.exit_code != 0
