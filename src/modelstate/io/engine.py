@@ -43,6 +43,8 @@ if TYPE_CHECKING:
 
 BATCH_BYTES = 8 << 20
 """The most that one call reads: large enough to amortise the call, small enough to share the work out evenly."""
+_LEAST_REMOTE_BYTES = 1 << 20
+"""The least that one request to a server reads of a larger range: it takes longer than the wait for the answer."""
 _IOV_MAX = 1024
 """The number of buffers that Linux accepts in one call."""
 _PyBUF_WRITE = 0x200
@@ -457,8 +459,13 @@ def read_ranges(
             single.append(request)
         else:
             rows.extend(request.split(ROWS_BYTES))
-    items: list[Batch | Rows] = [*coalesce(single, batch_bytes=batch_bytes or BATCH_BYTES, gap_bytes=gap_bytes), *rows]
-    paths = {item.path if isinstance(item, Batch) else item.source.path for item in items}
+    paths = {request.source.path for request in (*single, *rows)}
+    if batch_bytes is None:
+        batch_bytes = BATCH_BYTES
+        if any(map(is_remote, paths)):  # all connections share the work
+            share = sum(request.source.nbytes for request in single) // CONNECTIONS
+            batch_bytes = min(max(share, _LEAST_REMOTE_BYTES), BATCH_BYTES)
+    items: list[Batch | Rows] = [*coalesce(single, batch_bytes=batch_bytes, gap_bytes=gap_bytes), *rows]
     threads = min(threads or threads_for(paths, uncached), len(items))
     filler = UffdFiller() if is_fresh else None
     # The buffers are there before memory is written to that must not be left half written.
