@@ -459,7 +459,7 @@ def read_ranges(
             single.append(request)
         else:
             rows.extend(request.split(ROWS_BYTES))
-    paths = {request.source.path for request in (*single, *rows)}
+    paths = {request.source.path for request in single} | {request.source.path for request in rows}
     if batch_bytes is None:
         batch_bytes = BATCH_BYTES
         if any(map(is_remote, paths)):  # all connections share the work
