@@ -37,6 +37,10 @@ _FIRST_BYTES = 64 << 10
 """What the first request reads: the headers of most files."""
 _LEAST_TAIL_BYTES, _MOST_TAIL_BYTES, _TAIL_SHARE = 64 << 10, 4 << 20, 256
 """What is read of the end of a file, where an archive has its directory: a small part of the file."""
+_LEAST_BYTES = 8 << 10
+"""What a request for a part of a header reads: in an archive of archives, the next header is behind the end of one."""
+_MOST_BLOCKS = 64
+"""Parts of headers that are kept beside the first one: readers go through a file in order."""
 _CHUNK_BYTES = 256 << 10
 """The memory that a reply needs on its way to its destination."""
 
@@ -105,7 +109,7 @@ class RemoteFile:
         with self._lock:
             found, at = bytearray(), start
             while at < end:
-                block = next((each for each in self._blocks if each[0] <= at < each[0] + len(each[1])), None)
+                block = next((each for each in reversed(self._blocks) if each[0] <= at < each[0] + len(each[1])), None)
                 if block is None:
                     block = self._fetch(at, end)
                 part = block[1][at - block[0] : end - block[0]]
@@ -115,6 +119,7 @@ class RemoteFile:
 
     def _fetch(self, start: int, end: int) -> tuple[int, bytes]:
         nbytes = self.version.nbytes
+        end = min(max(end, start + _LEAST_BYTES), nbytes)
         if end == nbytes:
             tail = min(max(nbytes // _TAIL_SHARE, _LEAST_TAIL_BYTES), _MOST_TAIL_BYTES)
             known = max((at + len(data) for at, data in self._blocks if at + len(data) <= start), default=0)
@@ -124,6 +129,7 @@ class RemoteFile:
         while done < len(buffer):
             done += self.read_into([buffer[done:]], start + done)
         self._blocks.append((start, bytes(buffer)))
+        del self._blocks[1:-_MOST_BLOCKS]
         return self._blocks[-1]
 
     def read_into(self, buffers: Sequence[memoryview], offset: int) -> int:
