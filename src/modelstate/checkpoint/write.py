@@ -333,7 +333,7 @@ def check_options(
         raise SaveTargetError(
             "a file of torch.save is not written into a bucket, since its bytes are not written in their order",
             where=where,
-            remedy="give a path that ends in .safetensors; or save to a local path, and upload the file with the tools of the provider",
+            remedy="give a path that ends in .safetensors; or save to a local path, and upload the file",
         )
     if chosen == "torch" and (shard_size_bytes, extra, schema) != (None, None, None):
         raise OptionError(
