@@ -109,7 +109,7 @@ def test_many_problems_are_counted(tmp_path: Path) -> None:
         ms.save({"ok": torch.ones(1), **{f"w{n}": torch.ones(1, device="meta") for n in range(20)}}, tmp_path / "x")
 
 
-@pytest.mark.parametrize("path", [3, None, b"x", "", "a\0b", "s3://bucket/x", "x.safetensors/", "file:///x/"])
+@pytest.mark.parametrize("path", [3, None, b"x", "", "a\0b", "x.safetensors/", "file:///x/"])
 def test_what_is_no_path(path: Any) -> None:
     with pytest.raises(SaveTargetError):
         ms.save({}, path)
