@@ -154,13 +154,13 @@ class _Serializer:
         """The manifest's node for a part of a tree."""
         kind = _kind(value)
         is_leaf = kind is None or (depth > 0 and not self._holds_tensors(value))
+        self.state.names += _is_tensor(value)
         if is_leaf or path.rpartition(".")[2] == EXTRA_STATE:
             if path in self._leaves:
                 self._wrong[path] = _TWO_VALUES
                 return {}
             self._leaves.add(path)
         if _is_tensor(value):
-            self.state.names += 1
             return self.add(path if depth else "tensor", value)
         if is_leaf:
             return {"value": self.encode(value, self._at(path))}
