@@ -139,6 +139,26 @@ def test_another_name_of_mapped_bytes_gets_memory_of_its_own(tmp_path: Path) -> 
     assert torch.equal(model["b"].weight, tied["b"].weight)
 
 
+@pytest.mark.parametrize("target", ["cpu", "meta"])
+@pytest.mark.parametrize("in_place", [None, True, False])
+def test_each_name_of_the_same_bytes_gets_their_cast(tmp_path: Path, in_place: bool | None, target: str) -> None:
+    """The file has tied tensors once, and the slots of the model are not tied. Here they take several blocks."""
+
+    def build() -> nn.Sequential:
+        return nn.Sequential(*[nn.Linear(300, 300) for _ in range(5)])
+
+    tied = build()
+    tied[2].weight = tied[4].weight = tied[1].weight
+    tied[3].bias = tied[0].bias
+    ms.save(tied, tmp_path / "tied.safetensors")
+    model = build().to(torch.bfloat16).to(target)
+    options: Any = {"dtype": "bfloat16", "in_place": None if target == "meta" else in_place}
+    nbytes = sum(value.nbytes for value in model.state_dict().values())
+    ms.load(model, tmp_path / "tied.safetensors", **options, max_memory_bytes=nbytes + (256 << 10))
+    for name, value in tied.state_dict().items():
+        assert torch.equal(model.state_dict()[name], value.bfloat16()), name
+
+
 @pytest.mark.parametrize("in_place", [None, True, False])
 def test_a_conjugate_view_gets_the_values(tmp_path: Path, in_place: bool | None) -> None:
     """Its memory has the conjugates of them, so no bytes of the file may be read into it."""

@@ -219,13 +219,16 @@ def read_cast(
 ) -> None:
     """Reads and casts the values of a table into tensors. Values that adjoin in a file are read as one range.
 
+    The bytes of a value that has several names are read once.
+
     With `held` it reads from these files, and everything that can be read is in place also where it raises.
 
     Raises `ReadFailedError`; memory that is read in place is then partly overwritten.
     """
     dtype, sources, runs = table.stored_dtype, table.sources, table.extents
     in_order = sorted(range(len(sources)), key=sources.__getitem__)
-    begins = [sources[row][:2] for row in in_order]
+    begins = [(path, start) for path, start, _ in map(sources.__getitem__, in_order)]
+    ends = [(path, start + nbytes) for path, start, nbytes in map(sources.__getitem__, in_order)]
     narrow = {target for target in table.dtypes if can_overflow(dtype, target)}
     buffers_bytes: dict[int, int] = {}
 
@@ -240,7 +243,7 @@ def read_cast(
             read = _shown(buffer, part, dtype)
             path, first = runs[part.which].path, runs[part.which].start + part.first
             end = first + part.nbytes
-            for row in in_order[bisect_right(begins, (path, first)) - 1 : bisect_left(begins, (path, end))]:
+            for row in in_order[bisect_right(ends, (path, first)) : bisect_left(begins, (path, end))]:
                 _, start, nbytes = sources[row]
                 value = read[max(start - first, 0) // dtype.itemsize : (start + nbytes - first) // dtype.itemsize]
                 target = targets[row].view(-1)
@@ -268,6 +271,7 @@ def read_cast(
         held=held,
     )
     staging.held.take(-sum(buffers_bytes.values()))
+    progress(table.nbytes - sum(run.nbytes for run in runs))
 
 
 class _BlockConsumer:

@@ -97,14 +97,14 @@ class PlainTable:
 
     @property
     def extents(self) -> list[ByteRange]:
-        """The ranges of files that the values are read from. Ranges that adjoin are one."""
+        """The ranges of files that the values are read from. Ranges that adjoin are one, and so are equal ranges."""
         columns, numbers = self.columns, dict[str, int]()
         paths = np.array([numbers.setdefault(path, len(numbers)) for path in columns.paths])
         starts, nbytes = np.array(columns.starts), np.array(columns.nbytes)
         order = np.lexsort((starts, paths))
         paths, starts, ends = paths[order], starts[order], (starts + nbytes)[order]
         is_first = np.ones(len(order), bool)
-        is_first[1:] = (paths[1:] != paths[:-1]) | (starts[1:] != ends[:-1])
+        is_first[1:] = (paths[1:] != paths[:-1]) | (starts[1:] > ends[:-1])
         first = np.flatnonzero(is_first)
         last = np.append(first[1:], len(order)) - 1
         names = [*numbers]
