@@ -16,7 +16,7 @@ import modelstate as ms
 from modelstate.conversion.checkpoint import convert_checkpoint
 from modelstate.errors import SaveTargetError, TargetExistsError, WriteFailedError
 from modelstate.remote import location, upload
-from modelstate.testing import Fault, FaultProxy
+from modelstate.testing import Fault, FaultProxy, HttpRequest
 from tests.sweeps import sample
 
 MB = 1 << 20
@@ -181,6 +181,34 @@ def test_a_server_that_stays_away_is_a_clear_error(
     with pytest.raises(WriteFailedError, match="503"):
         ms.save(state(1000, 1), f"s3://{bucket}/model.safetensors")
     assert content() == before
+
+
+@pytest.mark.parametrize("nbytes", [2 * MB, 12 * MB])
+@pytest.mark.parametrize("overwrite", [True, False])
+def test_an_object_that_begins_alike_is_not_taken_for_the_new_one(
+    bucket: str,
+    proxy: FaultProxy,
+    s3_client: Callable[[], Any],
+    content: Callable[[], dict[str, bytes]],
+    nbytes: int,
+    overwrite: bool,
+) -> None:
+    location_of = location.locate(f"s3://{bucket}/x")
+    old, new = bytes(nbytes), bytes(nbytes - 1) + b"1"
+    if overwrite:
+        with upload.new_object(location_of, nbytes, overwrite=True) as output:
+            output.append(old)
+
+    def fault(request: HttpRequest) -> Fault | None:
+        if not overwrite and request.headers.get("if-none-match"):
+            s3_client().put_object(Bucket=bucket, Key="x", Body=old)
+        return Fault.UNAVAILABLE if overwrite and request.method in ("PUT", "POST") else None
+
+    proxy.fault = fault
+    with pytest.raises(WriteFailedError if overwrite else TargetExistsError):  # noqa: SIM117
+        with upload.new_object(location_of, nbytes, overwrite=overwrite) as output:
+            output.append(new)
+    assert content() == {"x": old}
 
 
 def test_a_tensor_that_changes_meanwhile_is_not_saved(

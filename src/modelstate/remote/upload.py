@@ -5,8 +5,8 @@
   with an abort, which removes the parts.
 - Where an existing object must not be replaced, a small object has the condition `If-None-Match: *`. A multipart upload
   cannot have it: it goes to a temporary name, which is copied to the final one under the condition.
-- A request whose reply is lost may have succeeded. So after each failure the object is read back: an object with the
-  bytes of this upload is that of this upload.
+- A request whose reply is lost may have succeeded. So after each failure the object is read back: an upload has a nonce
+  in the metadata of its object. A copy under a condition loses them on S3, so its bytes are compared.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from modelstate.errors import SaveTargetError, TargetExistsError, WriteFailedError
@@ -31,7 +31,8 @@ _MOST_PARTS = 10_000
 """The most parts of an upload to S3."""
 _COPIED_BYTES = 5 << 30
 """The largest object that S3 copies in one request."""
-_BEGINNING_BYTES = 1 << 20
+_NONCE = "modelstatenonce"
+"""The name of the nonce in the metadata of an object; Azure takes letters and digits."""
 _PUT_TRIES = 4
 FIRST_WAIT_SECONDS = 0.2
 """The wait before the second try; each further one is twice as long."""
@@ -146,7 +147,7 @@ def put(location: Location, data: bytes, *, overwrite: bool) -> None:
 
     Args:
         location: the object.
-        data: its bytes. With random bytes in it, no other writer's object is taken for this one.
+        data: its bytes.
         overwrite: whether an object that exists is replaced; else it is kept, by a condition that the server checks.
 
     Raises:
@@ -156,17 +157,19 @@ def put(location: Location, data: bytes, *, overwrite: bool) -> None:
     import obstore
 
     store, key = store_of(location)
+    nonce = secrets.token_hex(8)
 
     def send() -> None:
-        obstore.put(store, key, data, mode="overwrite" if overwrite else "create", use_multipart=False)
+        mode: Any = "overwrite" if overwrite else "create"
+        obstore.put(store, key, data, mode=mode, use_multipart=False, attributes={_NONCE: nonce})
 
-    _sent(location, send, data[:_BEGINNING_BYTES], len(data))
+    _sent(location, send, lambda: _has_nonce(location, nonce))
 
 
 def _sent(
-    location: Location, send: Callable[[], object], beginning: bytes, nbytes: int, tries: int = _PUT_TRIES
+    location: Location, send: Callable[[], object], has_arrived: Callable[[], bool], tries: int = _PUT_TRIES
 ) -> None:
-    """Calls a function that writes an object; again after a failure that leaves no object with these bytes."""
+    """Calls a function that writes an object; again after a failure where the object has not arrived."""
     from obstore.exceptions import BaseError
 
     for number in range(1, tries + 1):
@@ -176,7 +179,7 @@ def _sent(
         except (BaseError, OSError) as error:
             cause = failure_of(error, location).cause
             with suppress(WriteFailedError, FileNotFoundError):
-                if _has_arrived(location, beginning, nbytes):
+                if has_arrived():
                     return
             if cause in (Cause.EXISTS, Cause.CHANGED):
                 raise exists(location) from error
@@ -185,15 +188,28 @@ def _sent(
         time.sleep(FIRST_WAIT_SECONDS * 2 ** (number - 1))
 
 
-def _has_arrived(location: Location, beginning: bytes, nbytes: int) -> bool:
-    """Whether the object has these bytes at its begin, and this size."""
+def _has_nonce(location: Location, nonce: str) -> bool:
+    """Whether the object is that of the upload with this nonce."""
     import obstore
 
-    if head(location) != nbytes:
-        return False
     store, key = store_of(location)
+    found = _found(location, lambda: obstore.get(store, key, options={"head": True}).attributes)
+    return found is not None and found.get(_NONCE) == nonce
+
+
+def _is_copy(copied: Location, location: Location) -> bool:
+    """Whether two objects have the same bytes."""
+    import obstore
+
+    nbytes, (store, key), (_, other) = head(copied), store_of(copied), store_of(location)
+    if nbytes is None or head(location) != nbytes:
+        return False
     with client_errors(location):
-        return not nbytes or bytes(obstore.get_range(store, key, start=0, end=len(beginning))) == beginning
+        return all(
+            obstore.get_range(store, key, start=start, end=min(start + PART_BYTES, nbytes))
+            == obstore.get_range(store, other, start=start, end=min(start + PART_BYTES, nbytes))
+            for start in range(0, nbytes, PART_BYTES)
+        )
 
 
 @dataclass(slots=True)
@@ -204,12 +220,9 @@ class ObjectWriter:
     nbytes: int
     _writer: Any
     _done_bytes: int = 0
-    _beginning: bytearray = field(default_factory=bytearray)
 
     def append(self, data: bytes | memoryview) -> None:
         """Adds bytes to the end. They are copied. Raises `WriteFailedError`."""
-        if missing := min(_BEGINNING_BYTES, self.nbytes) - len(self._beginning):
-            self._beginning += data[:missing]
         self._done_bytes += len(data)
         if isinstance(self._writer, bytearray):
             self._writer += data
@@ -261,7 +274,10 @@ def new_object(location: Location, nbytes: int, *, overwrite: bool) -> Iterator[
         target = Location(location.scheme, location.root, f"{location.key}.{secrets.token_hex(6)}{SUFFIX}")
     store, key = store_of(target)
     part_bytes = max(PART_BYTES, -(-nbytes // _MOST_PARTS))
-    writer: Any = obstore.open_writer(store, key, buffer_size=part_bytes, max_concurrency=PARTS_AT_ONCE)
+    nonce = secrets.token_hex(8)
+    writer: Any = obstore.open_writer(
+        store, key, attributes={_NONCE: nonce}, buffer_size=part_bytes, max_concurrency=PARTS_AT_ONCE
+    )
     upload = ObjectWriter(target, nbytes, writer)
     entered = writer.__enter__()
     try:
@@ -272,11 +288,11 @@ def new_object(location: Location, nbytes: int, *, overwrite: bool) -> Iterator[
         with suppress(Exception):
             writer.__exit__(type(error), error, error.__traceback__)  # aborts the upload
         raise
-    beginning = bytes(upload._beginning)
     try:
-        _sent(target, entered.close, beginning, nbytes, tries=1)
+        _sent(target, entered.close, lambda: _has_nonce(target, nonce), tries=1)
         if not overwrite:
-            _sent(location, lambda: obstore.copy(store, key, location.key, overwrite=False), beginning, nbytes)
+            copy = lambda: obstore.copy(store, key, location.key, overwrite=False)  # noqa: E731
+            _sent(location, copy, lambda: _is_copy(target, location))
     finally:
         if not overwrite:
             with suppress(WriteFailedError):
