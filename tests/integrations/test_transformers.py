@@ -419,11 +419,11 @@ def test_a_step_that_is_taken_away_while_it_is_read(tmp_path: Path, monkeypatch:
         saving.train(trainer_of(tmp_path, saving))
     real = ObjectEntry.verify
 
-    def verify(entry: ObjectEntry, directory: str) -> None:
-        """Somebody takes the step away as its reading begins."""
+    def verify(entry: ObjectEntry, directory: str, **options: Any) -> None:
+        """Removes the step when its reading begins."""
         monkeypatch.setattr(ObjectEntry, "verify", real)
         shutil.rmtree(directory)
-        real(entry, directory)
+        real(entry, directory, **options)
 
     with ms.Store(tmp_path / "run") as store:
         saving, model = StoreCallback(store), Net()

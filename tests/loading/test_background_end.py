@@ -215,7 +215,9 @@ def test_what_was_brought_in_is_freed_by_the_thread_that_was_cancelled(tmp_path:
 
 
 def resident_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
+    """The memory of this process without the pages of files, which the kernel may drop at any time."""
+    _, resident, of_files, *_ = map(int, Path("/proc/self/statm").read_text().split())
+    return (resident - of_files) * os.sysconf("SC_PAGESIZE")
 
 
 def test_an_interrupt_while_it_waits(path: Path, gate: Gate) -> None:
