@@ -106,6 +106,7 @@ AT_ONCE = 1 << 20
 """Elements that are counted at a time, so that counting takes little memory."""
 _SHOWN = 8
 _CAST = "a cast"
+_NAN = "NaN before a cast"
 
 
 @cache
@@ -121,7 +122,10 @@ def can_overflow(source: torch.dtype, target: torch.dtype) -> bool:
 
 
 class Overflows:
-    """Counts, by cause and by the names of tensors, the values that become infinite or NaN in one operation."""
+    """Counts, by cause and by the names of tensors, the values that become infinite or NaN in one operation.
+
+    Also counts the values that are NaN before a cast that can overflow. Nothing is read for that where all are finite.
+    """
 
     def __init__(self) -> None:
         self.counts: dict[tuple[str, str], int] = {}
@@ -141,7 +145,8 @@ class Overflows:
             return True
         with torch.no_grad():
             if not is_within(source, dtype):
-                self.add({(_CAST, name): _newly_infinite(source, dtype)})
+                count = sum(int(_comparable(part).isnan().sum()) for part in _parts(source))
+                self.add({(_CAST, name): _newly_infinite(source, dtype), (_NAN, name): count})
         return False
 
     def check_function(self, name: str, cause: str, result: torch.Tensor, before: Callable[[], int]) -> None:
@@ -168,7 +173,10 @@ class Overflows:
             shown = [f"{name} ({count:,})" for name, count in named[:_SHOWN]]
             more = f", and {len(named) - _SHOWN} more" if len(named) > _SHOWN else ""
             total = sum(count for _, count in named)
-            notes.append(f"finite values became infinite or NaN by {cause}, {total:,} in all: {', '.join(shown)}{more}")
+            found = (
+                "values were NaN before a cast" if cause == _NAN else f"finite values became infinite or NaN by {cause}"
+            )
+            notes.append(f"{found}, {total:,} in all: {', '.join(shown)}{more}")
         return notes
 
 
