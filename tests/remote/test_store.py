@@ -197,6 +197,27 @@ def test_a_writer_that_lost_its_lease_cannot_commit(url: str, monkeypatch: pytes
     assert (second.steps(), restored(second)) == ((1, 2), 2)
 
 
+def test_a_writer_that_sees_the_next_lease_cannot_commit(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The lease is taken over after the writer has confirmed its own, and before it looks for a free number."""
+    first, second = ms.Store(url), ms.Store(url)
+    save(first, 1)
+    monkeypatch.setattr(buckets, "_is_alive", lambda holder: False)
+    take_over = iter([lambda: second.check({"model": network()})])
+    real = buckets.Bucket.clear
+
+    def clear(bucket: buckets.Bucket, entries: Any) -> None:
+        for call in take_over:
+            call()
+        real(bucket, entries)
+
+    monkeypatch.setattr(buckets.Bucket, "clear", clear)
+    with pytest.raises(LockedError):
+        save(first, 2)
+    assert second.steps() == (1,)
+    save(second, 2)
+    assert (second.steps(), restored(second)) == ((1, 2), 2)
+
+
 def test_two_writers_race(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both take the lease for themselves at the same time: exactly one of them commits each step."""
     monkeypatch.setattr(buckets, "_is_alive", lambda holder: False)

@@ -74,7 +74,8 @@ class Bucket:
         self.lock: Lock = self._lease
         self._names: dict[tuple[int, datetime], str] = {}
         """What has a serial number, where the listing leaves that open. Claims do not change."""
-        self._last_serial = self._listed_serial = 0
+        self._last_serial = 0
+        self._listed = _Listing({}, {}, {}, frozenset())
         self._cleared_for = ""
         self._pins: frozenset[int] = frozenset()
 
@@ -96,8 +97,8 @@ class Bucket:
                 leases.setdefault(int(match[1]), []).append((item.name, item.time))
             elif match := _PIN.fullmatch(item.name):
                 pins.add(int(match[1]))
-        self._listed_serial = max(claims, default=0)
-        return _Listing(claims, steps, leases, frozenset(pins))
+        self._listed = _Listing(claims, steps, leases, frozenset(pins))
+        return self._listed
 
     def name_of(self, listed: _Listing, serial: int) -> str:
         """Returns the name of the checkpoint or the lease that has a serial number; empty where there is none.
@@ -172,8 +173,11 @@ class Bucket:
         put(self.at(STORE_FILE), text, overwrite=True)
 
     def serial(self, last: int) -> int:
-        # A listing may be old: the numbers that this process has claimed count in any case.
-        self._last_serial = max(self._last_serial, self._listed_serial, last)
+        # A listing may be old: the numbers that this process has claimed count in any case. A listing that shows the
+        # lease of another writer gives no number: the next one would be free, and the claim would not fail.
+        listed = self._listed
+        self._lease.check_listing(listed)
+        self._last_serial = max(self._last_serial, *listed.claims, last)
         return self._last_serial + 1
 
     def new_step(self, name: str, step: int, serial: int, revisions: Sequence[Place]) -> NewFiles:
@@ -378,6 +382,12 @@ class _Lease:
         """Raises `LockedError` where another writer has taken the lease over."""
         newest = self._newest(self._bucket.listing()) if self.held else None
         if newest is None or newest[0] > self.name:
+            raise self.lost()
+
+    def check_listing(self, listed: _Listing) -> None:
+        """Raises `LockedError` where a listing shows that another writer has taken the lease over."""
+        newest = self._newest(listed)
+        if newest is not None and newest[0] > self.name:
             raise self.lost()
 
     def check_directory(self) -> None:
