@@ -38,6 +38,7 @@ class Odd(BaseHTTPRequestHandler):
             "/login": (401, {}, b""),
             "/broken": (500, {}, b""),
             "/text": (206, {"Content-Range": "bytes 0-4/5"}, b"hello"),
+            "/short": (206, {"Content-Range": "bytes 0-4/5"}, b""),
             "/empty": (416, {}, b"") if "Range" in self.headers else (200, {}, b""),
         }.get(self.path.partition("?")[0], (404, {}, b""))
         self.send_response_only(status)
@@ -70,6 +71,7 @@ def odd() -> Iterator[str]:
         ("missing", SourceNotFoundError, "no such object"),
         ("broken", ReadFailedError, "answers with errors"),
         ("text", UnknownFormatError, "a text file"),
+        ("short", ReadFailedError, "sends no bytes"),
         ("empty", TruncatedFileError, "the file is empty"),
         ("", SourceTypeError, "what is in a directory"),
     ],

@@ -143,14 +143,24 @@ class RemoteFile:
             end = min(end, self._version.nbytes)
         done, tries = 0, 0
         while offset + done < end:
+            before = done
             try:
                 for chunk in self._chunks(offset + done, end):
                     _scatter(buffers, done, chunk)
                     done += len(chunk)
                     tries = 0
-                if done == 0:
-                    break
                 end = min(end, self.version.nbytes)
+                if done == before and offset + done < end:
+                    if tries >= locations.RETRIES:
+                        raise ReadFailedError(
+                            "the server sends no bytes",
+                            where=f"{self.path}, byte {offset + done}",
+                            expected=f"{end - offset - done:,} bytes",
+                            found="an empty body in each reply",
+                            remedy="try again; check the server, and proxies on the way to it",
+                        )
+                    time.sleep(_wait(tries))
+                    tries += 1
             except Exception as error:
                 if isinstance(error, ReadFailedError):
                     raise
