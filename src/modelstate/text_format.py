@@ -31,6 +31,11 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
+def printable_lines(text: str) -> str:
+    """Like `printable`, for text of several lines."""
+    return "\n".join(map(printable, text.split("\n")))
+
+
 def note_given(path: str, given: str) -> None:
     """Notes how the caller wrote an absolute path, for `as_given`."""
     directory = os.path.dirname(path) + os.sep

@@ -111,3 +111,10 @@ def test_steps_of_a_store() -> None:
     assert run("store", "diff", "run", "2", "2").exit_code == 0
     assert run("store", "diff", "run", "2", "3").exit_code == 1
     assert run("store", "diff", "a.safetensors", "1", "2").exit_code == 1
+
+
+def test_names_in_errors_cannot_control_the_terminal() -> None:
+    save_file({"\x1b[31mred": torch.ones(2)}, "red.safetensors")
+    done = run("diff", "red.safetensors", "a.safetensors")
+    assert done.exit_code == 1
+    assert r"found: \x1b[31mred" in done.stderr

@@ -76,6 +76,12 @@ class TestInspect:
         assert "running_mean" in done.stdout
         assert done.stderr == ""
 
+    def test_statistics_of_no_tensors_have_the_same_fields(self) -> None:
+        save_file({}, "none.safetensors")
+        done = run("inspect", "none.safetensors", "--stats", "--json")
+        assert done.exit_code == 0
+        assert {"read_bytes", "seconds"} <= json.loads(done.stdout)["totals"].keys()
+
     def test_of_a_part(self) -> None:
         done = run("inspect", "training.pt", "--key", "model_state")
         assert done.exit_code == 0
@@ -535,3 +541,10 @@ class TestManners:
         done = run("plan", "tiny.safetensors", "ZOO:tiny")
         assert done.exit_code == 2
         assert "the model comes first" in done.stderr
+
+
+def test_names_in_a_plan_cannot_control_the_terminal() -> None:
+    save_file({"\x1b[31mred": torch.ones(2)}, "red.safetensors")
+    done = CliRunner().invoke(app, ["plan", f"{os.environ['ZOO']}:tiny", "red.safetensors"], color=True)
+    assert done.exit_code == 1
+    assert r"\x1b[31mred [2]" in done.stdout

@@ -201,6 +201,12 @@ def test_all_zero_tensors() -> None:
     assert measured(torch.ones(4), zeros).relative_l2 == 1.0
 
 
+@pytest.mark.parametrize("value", [1e-42, 1e-30, 1e-9])
+def test_equal_values_whose_squares_are_too_small_for_float32_have_a_cosine(value: float) -> None:
+    tensor = torch.full((5,), value)
+    assert measured(tensor, tensor.clone()).cosine == 1.0
+
+
 def test_tensors_without_a_finite_element() -> None:
     found = measured(torch.full((3,), math.nan), torch.full((3,), math.inf))
     assert (found.max_abs, found.mean_abs, found.relative_l2, found.cosine) == (None, None, None, None)

@@ -22,6 +22,7 @@ import typer
 import modelstate as ms
 from modelstate.cli import spelling
 from modelstate.remote.location import is_remote
+from modelstate.text_format import printable_lines
 
 if TYPE_CHECKING:
     import torch
@@ -141,7 +142,7 @@ def _say(error: BaseException, debug: bool, kind: bool = False) -> None:
     if debug:
         traceback.print_exception(error)
     text = str(error) or type(error).__name__
-    text += spelling.as_text(spelling.of_error(error, debug))
+    text = printable_lines(text + spelling.as_text(spelling.of_error(error, debug)))
     print(f"error: {type(error).__name__}: {text}" if kind else f"error: {text}", file=sys.stderr)
 
 

@@ -55,7 +55,7 @@ from modelstate.cli.get import get
 from modelstate.cli.live import app as live_app
 from modelstate.cli.store import app as store_app
 from modelstate.cli.store import is_store, verify_steps
-from modelstate.text_format import columns, listed
+from modelstate.text_format import columns, listed, printable_lines
 
 if TYPE_CHECKING:
     import torch
@@ -184,7 +184,7 @@ def inspect(
             raise typer.BadParameter(f"--sort {sort}: give file, name or size")
         with user_code():
             inspection = ms.inspect(path, key=key, allow=allow or (), skip_forbidden=skip_forbidden)
-        if stats and inspection.tensors:
+        if stats and (inspection.tensors or not inspection.left_out):
             found = inspection.stats(only=filter or ())
             write_page(html, found)
             typer.echo(
@@ -327,7 +327,8 @@ def plan(
     problems = result.problems if isinstance(result, ms.LoadPlan) else ()
     if isinstance(result, ms.LoadPlan):
         write_page(html, result)
-    typer.echo(result.to_json() if as_json else f"{rules}{result}{spelling.as_text(spelling.of_problems(problems))}")
+    remedies = spelling.as_text(spelling.of_problems(problems))
+    typer.echo(result.to_json() if as_json else printable_lines(f"{rules}{result}{remedies}"))
     if problems:
         raise typer.Exit(PROBLEMS)
 

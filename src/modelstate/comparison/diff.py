@@ -199,8 +199,8 @@ class _Comparison:
             raise NothingInCommonError(
                 "the checkpoints have no name in common",
                 where=f"{first.source} and {second.source}",
-                expected=f"names such as {listed(second, 3)}",
-                found=listed(first, 3),
+                expected=f"names such as {listed(map(printable, second), 3)}",
+                found=listed(map(printable, first), 3),
                 remedy="give a part of each with key=, or rules= that lead from the first names to the second",
             )
         self.added = [spec for name, spec in second.items() if name not in found and self._is_asked(name)]

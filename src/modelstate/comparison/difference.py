@@ -201,7 +201,7 @@ class Accumulator:
         values = _cast(a, self._arithmetic.dtype, "first values")
         squares = _dot(values, values)
         chunk.finite = len(a)
-        if not math.isfinite(squares) or 0 < squares < _TINY:
+        if not _TINY <= squares < math.inf and bool(torch.any(values)):  # squares of small values may be 0
             finite = torch.isfinite(values)
             chunk.finite = int(finite.sum())
             chunk.nan = [int(torch.isnan(values).sum())] * 2
