@@ -353,3 +353,21 @@ def test_no_thread_of_gloo_is_left_when_the_interpreter_ends(tmp_path: Path) -> 
     command = [sys.executable, "-c", VOTE_AND_END, str(tmp_path / "store")]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
     assert ended.stdout.split() == ["0", "0"]
+
+
+def load_where_one_rank_has_no_memory() -> tuple[str, ...]:
+    ranks = agreement_of(models.sharded("fsdp"), None, 20)
+    with ranks.before("planning"):
+        if dist.get_rank() == 1:
+            raise MemoryError("no memory")
+    with ranks.phase("planning"):
+        pass
+    return ()
+
+
+def test_an_error_of_another_library_before_a_phase_reaches_all_ranks(ranks: Ranks) -> None:
+    started = time.monotonic()
+    outcomes = ranks.run(load_where_one_rank_has_no_memory)
+    kinds = [outcome.failure.classes[0] for outcome in outcomes if outcome.failure]
+    assert kinds == ["DistributedError", "MemoryError", "DistributedError", "DistributedError"]
+    assert time.monotonic() - started < 15

@@ -182,7 +182,7 @@ class Agreement:
         """A block before the phase of this name, where the other ranks wait: an error is an error on all of them."""
         try:
             yield
-        except ModelStateError:
+        except Exception:  # also one of torch, such as for a lack of memory
             with self.phase(name):
                 raise
 

@@ -76,15 +76,15 @@ class RemoteFile:
         self._asked = -_LEAST_ADDRESS_SECONDS
         self._blocks: list[tuple[int, bytes]] = []
         self._lock = threading.Lock()
-        self._version = version
+        self._pinned = version
         if version is None:
             self._open()
 
     @property
     def version(self) -> Version:
         """What the object was at the first reply."""
-        assert self._version is not None
-        return self._version
+        assert self._pinned is not None
+        return self._pinned
 
     @property
     def location(self) -> Location:
@@ -139,8 +139,8 @@ class RemoteFile:
         object what the constructor raises.
         """
         end = offset + sum(map(len, buffers))
-        if self._version is not None:
-            end = min(end, self._version.nbytes)
+        if self._pinned is not None:
+            end = min(end, self._pinned.nbytes)
         done, tries = 0, 0
         while offset + done < end:
             before = done
@@ -178,8 +178,8 @@ class RemoteFile:
         import obstore
 
         options: GetOptions = {"range": (start, end)}
-        if self._version is not None and self._version.tag and not self._version.tag.startswith("W/"):
-            options["if_match"] = self._version.tag
+        if self._pinned is not None and self._pinned.tag and not self._pinned.tag.startswith("W/"):
+            options["if_match"] = self._pinned.tag
         result = obstore.get(self._store, self._key, options=options)
         self._check(result)
         yield from result.stream(min_chunk_size=_CHUNK_BYTES)
@@ -190,9 +190,9 @@ class RemoteFile:
         found = Version(meta["size"], modified_ns, meta["e_tag"] or "")
         if self.location.scheme == "hf":  # the commit in its name says which version it is, on whatever host
             found = Version(found.nbytes, 0, "")
-        if self._version is None:
-            self._version = found
-        expected = self._version
+        if self._pinned is None:
+            self._pinned = found
+        expected = self._pinned
         if found.nbytes != expected.nbytes or (
             found.tag != expected.tag if expected.tag else found.modified_ns != expected.modified_ns
         ):
@@ -207,7 +207,7 @@ class RemoteFile:
     def _is_new_address(self) -> bool:
         """Asks the hub again where it keeps the file: the signature in an address expires."""
         if (
-            self._version is None
+            self._pinned is None
             or self.location.scheme != "hf"
             or time.monotonic() - self._asked < _LEAST_ADDRESS_SECONDS
         ):
@@ -218,9 +218,9 @@ class RemoteFile:
         return True
 
     def _error(self, failure: Failure, offset: int) -> Exception:
-        if self._version is None and failure.cause is Cause.NO_SUCH_RANGE and self._is_empty():
+        if self._pinned is None and failure.cause is Cause.NO_SUCH_RANGE and self._is_empty():
             return _EmptyError()
-        is_open = self._version is not None
+        is_open = self._pinned is not None
         where = f"{self.path}, byte {offset}" if is_open else self.path
         if is_open:
             what = "the object has changed since it was opened" if failure.cause is Cause.CHANGED else "reading failed"
@@ -235,7 +235,7 @@ class RemoteFile:
         meta = obstore.head(self._store, self._key)
         if meta["size"]:
             return False
-        self._version = Version(0, int(meta["last_modified"].timestamp()) * 1_000_000_000, meta["e_tag"] or "")
+        self._pinned = Version(0, int(meta["last_modified"].timestamp()) * 1_000_000_000, meta["e_tag"] or "")
         return True
 
     def _page(self) -> UnknownFormatError | None:
