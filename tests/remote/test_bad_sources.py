@@ -86,6 +86,30 @@ def test_each_answer_is_an_error_of_its_own(
     assert "word" not in str(raised.value)
 
 
+def test_the_user_of_a_url_goes_to_its_host_alone() -> None:
+    seen: list[tuple[str, str | None]] = []
+
+    class Elsewhere(Odd):
+        def do_GET(self) -> None:
+            seen.append((self.path, self.headers.get("Authorization")))
+            super().do_GET()
+
+    with http_server(Elsewhere) as other:
+
+        class Redirects(Elsewhere):
+            def do_GET(self) -> None:
+                seen.append((self.path, self.headers.get("Authorization")))
+                self.send_response_only(302)
+                self.send_header("Location", f"{other}/text")
+                self.send_header("Content-Length", "0")
+                self.end_headers()
+
+        with http_server(Redirects) as url, pytest.raises(UnknownFormatError, match="a text file") as raised:
+            ms.open(f"{url.replace('://', '://us%40er:word@')}/a")
+    assert seen[:2] == [("/a", "Basic dXNAZXI6d29yZA=="), ("/text", None)]
+    assert "word" not in str(raised.value)
+
+
 def test_a_bucket_that_is_not_there(proxy: Any) -> None:
     with pytest.raises(SourceNotFoundError, match="no such bucket"):
         ms.open("s3://no-such-bucket-at-all/model.safetensors")

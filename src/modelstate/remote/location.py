@@ -16,6 +16,7 @@ query stays in this module.
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import os
 import re
@@ -183,7 +184,13 @@ def hub_store(path: str, period: int) -> Any:
 
 def _web_store(url: str, headers: Mapping[str, str] | None = None) -> Any:
     store, _ = _obstore("http")
-    client: Any = {**_CLIENT, "allow_http": url.startswith("http://"), "default_headers": dict(headers or {})}
+    headers = dict(headers or {})
+    parts = urlsplit(url)
+    user, _, host = parts.netloc.rpartition("@")
+    if user:  # the client sends no user that is in the URL; it drops this header where a redirect leaves the host
+        headers["Authorization"] = f"Basic {base64.b64encode(unquote(user).encode()).decode()}"
+        url = parts._replace(netloc=host).geturl()
+    client: Any = {**_CLIENT, "allow_http": url.startswith("http://"), "default_headers": headers}
     return store.HTTPStore(url, client_options=client, retry_config=_retry())
 
 
