@@ -20,8 +20,8 @@ os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
 os.environ.setdefault("AOT_INDUCTOR_COMPILE_WRAPPER_OPT_LEVEL", "O0")
 os.environ.setdefault("AOT_INDUCTOR_ENABLE_LINE_TABLES", "0")
 
-# A test that takes long on a busy machine is no failure. Continuous integration tries the same examples in each run:
-# new ones are found by developers, whose changes have not caused what they find.
+# A test that takes long on a busy machine is no failure. Continuous integration tries the same examples in each run, so
+# that no run fails by chance; elsewhere each run tries new ones.
 settings.register_profile(
     "busy", deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize="CI" in os.environ
 )
