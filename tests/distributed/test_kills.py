@@ -43,7 +43,7 @@ RANDOM_KILLS = 100 if EXHAUSTIVE else 3
 
 
 def objects_of(value: int) -> dict[str, Any]:
-    """A sharded network and AdamW, of which each element has one value."""
+    """A sharded network and AdamW. All elements of their tensors have the same value."""
     net = models.sharded("fsdp")
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.0)
     for parameter in net.parameters():

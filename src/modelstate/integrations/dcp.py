@@ -390,7 +390,7 @@ class _Layout:
 
 
 def _with_values_of_all(state: dict[_Path, object], group: dist.ProcessGroup | None) -> dict[_Path, object]:
-    """Returns the state with what only other ranks have: values, and DTensors of which this rank holds nothing.
+    """Returns the state with the values and the DTensors that only other ranks have.
 
     A tensor of some ranks that is no DTensor becomes one that is replicated on these ranks. The order is the same on
     all ranks.

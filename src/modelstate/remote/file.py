@@ -43,8 +43,6 @@ _MOST_BLOCKS = 64
 """Parts of headers that are kept beside the first one: readers go through a file in order."""
 _CHUNK_BYTES = 256 << 10
 """The memory that a reply needs on its way to its destination."""
-
-
 _LEAST_ADDRESS_SECONDS = 1.0
 """For how long an address of the hub is valid at least: a file that is refused sooner is not asked for again."""
 

@@ -112,6 +112,8 @@ def listing(location: Location) -> tuple[list[str], list[ObjectInfo]]:
     store, key = store_of(location)
     prefix = f"{key}/" if key else ""
     result: Any = _found(location, lambda: obstore.list_with_delimiter(store, key or None))
+    if result is None:
+        return [], []
     objects = [
         ObjectInfo(item["path"].removeprefix(prefix), item["size"], item["last_modified"]) for item in result["objects"]
     ]

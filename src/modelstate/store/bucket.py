@@ -380,9 +380,10 @@ class _Lease:
 
     def confirm(self) -> None:
         """Raises `LockedError` where another writer has taken the lease over."""
-        newest = self._newest(self._bucket.listing()) if self.held else None
-        if newest is None or newest[0] > self.name:
+        listed = self._bucket.listing()
+        if not self.held or self._newest(listed) is None:
             raise self.lost()
+        self.check_listing(listed)
 
     def check_listing(self, listed: _Listing) -> None:
         """Raises `LockedError` where a listing shows that another writer has taken the lease over."""

@@ -35,8 +35,8 @@ def is_plain_memory(tensor: torch.Tensor, *, or_meta: bool = False) -> bool:
 def writable_storage(tensor: torch.Tensor) -> int:
     """Returns the address of the storage of a tensor whose elements can be overwritten by one read.
 
-    0 for a tensor that is no plain memory (`is_plain_memory`), is empty, was created in inference mode, or has lost its
-    memory (`has_its_memory`); -1 for a tensor on meta that is none of these.
+    0 for a tensor that cannot be overwritten so: it is not plain memory (`is_plain_memory`), is empty, was created in
+    inference mode, or has lost its memory (`has_its_memory`). -1 for any other tensor on meta, which has no address.
     """
     if not is_plain_memory(tensor, or_meta=True) or tensor.is_inference():
         return 0
