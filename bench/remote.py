@@ -1,0 +1,98 @@
+"""Counts requests and bytes of opening, loading, saving and of a store in a bucket: the tables of docs/remote.md.
+
+    python -m bench.remote
+
+A proxy counts in front of moto, a server for tests. The steps of a large store take some minutes.
+"""
+
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+
+import modelstate as ms
+from modelstate.testing import FaultProxy, fault_proxy
+from tests.remote.servers import moto_server
+
+BUCKET = "bucket"
+URL = f"s3://{BUCKET}"
+HEAD = "| call | requests | bytes up | bytes down |\n|---|---|---|---|"
+STEPS = 1_000
+
+
+@contextmanager
+def bucket() -> Iterator[tuple[FaultProxy, Any]]:
+    """Starts the servers, and yields the proxy and a client of S3 beside it."""
+    import boto3  # type: ignore[import-untyped]
+
+    with moto_server() as url, fault_proxy(url) as proxy:
+        os.environ.update(AWS_ENDPOINT_URL=proxy.url, AWS_ACCESS_KEY_ID="test", AWS_SECRET_ACCESS_KEY="test")
+        os.environ.update(AWS_REGION="us-east-1")
+        client = boto3.client("s3", region_name="us-east-1", endpoint_url=url)
+        client.create_bucket(Bucket=BUCKET)
+        yield proxy, client
+
+
+def count(proxy: FaultProxy, title: str, call: Callable[[], object]) -> None:
+    """Prints what a call requests."""
+    proxy.reset()
+    call()
+    print(f"| {title} | {len(proxy.requests):,} | {proxy.uploaded_bytes:,} | {proxy.downloaded_bytes:,} |", flush=True)
+
+
+def reading(proxy: FaultProxy, client: Any) -> None:
+    """Prints the table of the formats."""
+    model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(20)))
+    state = model.state_dict()
+    print(f"{len(state)} tensors of {sum(tensor.nbytes for tensor in state.values()):,} bytes\n\n{HEAD}")
+    with tempfile.TemporaryDirectory() as folder:
+        ms.save(model, f"{folder}/a.safetensors")
+        torch.save(state, f"{folder}/a.pt")
+        torch.save(state, f"{folder}/old.pt", _use_new_zipfile_serialization=False)
+        dcp.save(state, checkpoint_id=f"{folder}/dcp", no_dist=True)
+        for path in filter(Path.is_file, Path(folder).rglob("*")):
+            client.upload_file(str(path), BUCKET, str(path.relative_to(folder)))
+    formats = {"a.safetensors": "safetensors", "a.pt": "`torch.save`", "old.pt": "`torch.save` before 1.6"}
+    for name, title in {**formats, "dcp": "torch.distributed.checkpoint"}.items():
+        count(proxy, f"open, {title}", partial(ms.open, f"{URL}/{name}"))
+        count(proxy, f"load, {title}", partial(ms.load, model, ms.open(f"{URL}/{name}")))
+
+
+def writing(proxy: FaultProxy) -> None:
+    """Prints the table of saves and of a store."""
+    state = {f"layer{number}": torch.randn(1024, 1024) for number in range(16)}
+    nbytes = sum(tensor.nbytes for tensor in state.values())
+    print(f"\n{HEAD}")
+    count(proxy, f"`ms.save`, {nbytes:,} bytes of tensors", lambda: ms.save(state, f"{URL}/b.safetensors"))
+    count(proxy, "the same with `overwrite=False`", lambda: ms.save(state, f"{URL}/c.safetensors", overwrite=False))
+    shards = partial(ms.save, state, f"{URL}/d.safetensors", shard_size_bytes=nbytes // 4)
+    count(proxy, "the same in 4 shards", shards)
+    objects = {"frozen": nn.Linear(512, 512), "trained": nn.Linear(512, 512)}
+    with ms.Store(f"{URL}/run") as store:
+
+        def save(step: int) -> None:
+            nn.init.normal_(objects["trained"].weight)
+            store.save(step, objects)
+
+        count(proxy, "first `Store.save`, 2 objects of 1 MB", partial(save, 1))
+        count(proxy, "a later one, one object unchanged", partial(save, 2))
+        for step in range(3, STEPS + 1):
+            save(step)
+        count(proxy, f"`latest()` or `steps()`, {STEPS:,} steps", store.latest)
+        reader = ms.Store(f"{URL}/run")
+        count(proxy, f"`infos()`, {STEPS:,} steps, the first time", reader.infos)
+        count(proxy, "`infos()` again", reader.infos)
+        count(proxy, f"`save` beside {STEPS:,} steps", partial(save, STEPS + 1))
+
+
+if __name__ == "__main__":
+    with bucket() as (running, s3):
+        reading(running, s3)
+        writing(running)
