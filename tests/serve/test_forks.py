@@ -4,9 +4,11 @@ import pytest
 
 from tests.programs import run_program
 
-# The program in the child is one that torch itself can run there: a matrix product waits for locks of its library.
+# The program in the child is one that torch itself can run there. A matrix product waits for locks of its library, and
+# outside inference mode each operation takes a lock of its tensor's autograd data, which a thread of the parent may have
+# held at the fork.
 SCRIPT = """
-import os, signal, sys, threading
+import faulthandler, os, signal, threading, traceback
 import torch
 from torch import nn
 import modelstate as ms
@@ -16,6 +18,7 @@ class Scaled(nn.Module):
         super().__init__()
         self.p = nn.Parameter(torch.ones(2))
 
+    @torch.inference_mode()
     def forward(self, x):
         return x * self.p
 
@@ -31,10 +34,13 @@ def in_child(work):
     pid = os.fork()
     if pid == 0:
         signal.alarm(20)
+        faulthandler.dump_traceback_later(15)
         code = 1
         try:
             work()
             code = 0
+        except BaseException:
+            traceback.print_exc()
         finally:
             os._exit(code)
     assert os.waitpid(pid, 0)[1] == 0
