@@ -93,17 +93,22 @@ def pages(parts: Sequence[Part]) -> Iterator[tuple[Page, list[goals.Goal], list[
 
 
 def of_one_code(parts: Sequence[Part]) -> None:
-    """Ends the program where parts were measured with several versions of the code: their times do not compare."""
-    by_code: dict[str, list[str]] = {}
-    for part in parts:
-        by_code.setdefault(part.code, []).append(part.name)
-    if len(by_code) > 1:
-        found = "; ".join(f"{', '.join(names)} with {version}" for version, names in by_code.items())
-        old = [part.name for part in parts if part.code != code()]
-        sys.exit(
-            f"the parts were measured with {len(by_code)} versions of the code: {found}; this is {code()}. No page is "
-            f"written. Measure again: python -m bench --keep bench/results --only {' '.join(old)}"
-        )
+    """Ends the program where the parts of a page were measured with several versions of the code.
+
+    The times of one page compare only where they are of one version; each page may be of another.
+    """
+    for page in PAGES:
+        by_code: dict[str, list[str]] = {}
+        for part in (one for one in parts if one.name in page.parts):
+            by_code.setdefault(part.code, []).append(part.name)
+        if len(by_code) > 1:
+            found = "; ".join(f"{', '.join(names)} with {version}" for version, names in by_code.items())
+            old = [name for version, names in by_code.items() if version != code() for name in names]
+            sys.exit(
+                f"{page.file}: the parts were measured with {len(by_code)} versions of the code: {found}; this is "
+                f"{code()}. No page is written. Measure again: python -m bench --keep bench/results --only "
+                f"{' '.join(old)}"
+            )
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
