@@ -12,8 +12,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import modelstate as ms
+from modelstate.codec.codec import encode
 from modelstate.errors import CodecError, DamagedFileError, NewerManifestError
-from modelstate.formats.manifest import KEY
+from modelstate.formats.manifest import KEY, are_usual_versions
 
 STATE = {
     "a": torch.ones(2),
@@ -111,6 +112,18 @@ def test_a_file_without_one_is_as_it_was(path: Path) -> None:
     assert set(checkpoint) == {"a", "_modelstate_extra.0"}
     assert checkpoint.metadata == {"format": "pt", "x": "y"}
     assert checkpoint.versions is None
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.dictionaries(
+        st.sampled_from(["", "a", "b.c", "$tuple", "\ud800"]),
+        st.dictionaries(st.sampled_from(["version", "$int"]), st.integers(0, 3) | st.just("1"), max_size=2),
+        max_size=3,
+    )
+)
+def test_usual_versions_are_their_own_encoding(versions: dict[str, dict[str, object]]) -> None:
+    assert not are_usual_versions(versions) or encode(versions) == versions
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import xxhash
 
-from modelstate.codec.walk import Collisions, looks_like_tag
+from modelstate.codec.walk import Collisions, is_unicode, looks_like_tag
 from modelstate.errors import (
     CUT_SHORT,
     ChecksumError,
@@ -257,12 +257,17 @@ def _checksums(fields: Mapping[str, Any], tensors: StoredTensors, where: str) ->
     return LazyMapping(by_storage)
 
 
+def are_usual_versions(versions: Mapping[str, Any]) -> bool:
+    """Whether versions of modules are encoded as they are: almost all modules have torch's version number alone."""
+    return not looks_like_tag(versions) and all(
+        type(entry) is dict and entry.keys() == {"version"} and type(entry["version"]) is int and is_unicode(path)
+        for path, entry in versions.items()
+    )
+
+
 def _versions(tree: object, where: str) -> OrderedDict[str, Any]:
-    # Almost all modules have torch's version number alone, which is encoded as it is.
-    if type(tree) is dict and not looks_like_tag(tree):
-        usual = (type(e) is dict and e.keys() == {"version"} and type(e["version"]) is int for e in tree.values())
-        if all(usual):
-            return OrderedDict(tree)
+    if type(tree) is dict and are_usual_versions(tree):
+        return OrderedDict(tree)
     from modelstate.codec.codec import decode
 
     try:

@@ -13,7 +13,7 @@ from modelstate.codec.codec import encode
 from modelstate.codec.walk import is_unicode
 from modelstate.errors import CodecError, UnsavableError
 from modelstate.formats.block_writer import LazyTensor, check_repeated
-from modelstate.formats.manifest import ALGORITHM, BLOCK_BYTES, FORMAT, KEY
+from modelstate.formats.manifest import ALGORITHM, BLOCK_BYTES, FORMAT, KEY, are_usual_versions
 from modelstate.formats.safetensors import listed_problems, why_not
 from modelstate.formats.tree import EXTRA_STATE
 from modelstate.spec import bytes_key
@@ -263,7 +263,7 @@ class _Serializer:
         if versions is None:
             return None
         saved = {str(path): dict(entry) for path, entry in versions.items() if isinstance(entry, Mapping)}
-        return self.encode(saved, f"{self._where}: _metadata")
+        return saved if are_usual_versions(saved) else self.encode(saved, f"{self._where}: _metadata")
 
     def _holds_tensors(self, value: Any, depth: int = 0) -> bool:
         """Whether the containers that a tree can have contain a tensor, or a state dict with `_metadata`."""
