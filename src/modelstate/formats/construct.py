@@ -252,7 +252,7 @@ class _Constructor:
         self.path = path
         self.values: dict[int, Any] = {}
 
-    def make(self, node: Any, path: Path) -> Any:
+    def make(self, node: object, path: Path) -> Any:
         """The finished value of a node; containers keep their identity where possible."""
         flags = self.audit.flags(node)
         if not flags & UNFINISHED:
@@ -334,7 +334,7 @@ class _Constructor:
                 state[str(name)] = self.make(child, (path, name))
         return state
 
-    def hashable(self, key: Any, path: Path) -> object:
+    def hashable(self, key: object, path: Path) -> object:
         if type(key) is Refused:
             return key
         value = self.make(key, path)

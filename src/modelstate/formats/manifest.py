@@ -333,7 +333,7 @@ _SUBCLASS_FIELDS = ("class", "parts", "context", "shape", "stride", "dtype")
 
 
 def _composite(
-    name: str, description: Any, known: Mapping[str, Stored], allow: Sequence[object], where: str
+    name: str, description: object, known: Mapping[str, Stored], allow: Sequence[object], where: str
 ) -> tuple[StoredComposite, list[str]]:
     """Creates the stored tensor of a subclass that a manifest describes.
 

@@ -209,7 +209,7 @@ class _Serializer:
             self.state.tensors[name] = plain
         return owner
 
-    def _add_subclass(self, name: Any, tensor: torch.Tensor) -> str:
+    def _add_subclass(self, name: object, tensor: torch.Tensor) -> str:
         if not isinstance(name, str) or not is_unicode(name):
             self._wrong[name] = "not a name that the format has"
             return str(name)
