@@ -89,46 +89,49 @@ class PendingSave(BackgroundTask[SavedStep]):
 class NewStep:
     """A checkpoint that is written where no reader sees it, until it is complete.
 
+    Of several ranks only the first one calls the methods; the others have nothing to discard.
+
     Args:
         index: the checkpoints of the store.
         name: the temporary name: the result of `unfinished_name`.
-        record: the record of the checkpoint, without its objects.
+        record: the record of the checkpoint, without its objects, and without the names that the store gives.
         job: the objects.
-        revisions: the checkpoints of the same step.
-        before: the last checkpoint; unchanged files of it are linked.
         shard_bytes: the most bytes of tensors in a file; None for no limit.
-        check: called before each object and before the commit; it may raise.
     """
 
-    def __init__(
-        self,
-        index: StepIndex,
-        name: str,
-        record: Record,
-        job: Job,
-        revisions: Sequence[StepEntry],
-        before: StepEntry | None,
-        *,
-        shard_bytes: int | None,
-        check: Callable[[], object],
-    ) -> None:
-        self._index, self._record, self._job, self._before = index, record, job, before
-        self._shard_bytes, self._check = shard_bytes, check
-        self._is_pinned = job.pin or any(entry.is_pinned for entry in revisions)
+    def __init__(self, index: StepIndex, name: str, record: Record, job: Job, shard_bytes: int | None) -> None:
+        self.index, self.name, self.record, self.job = index, name, record, job
+        self._shard_bytes = shard_bytes
+        self._new: NewFiles | None = None
+        self._before: StepEntry | None = None
+        """The last checkpoint; unchanged files of it are linked."""
+        self._revisions: list[StepEntry] = []
+        """The checkpoints of the same step."""
+        self._is_pinned = job.pin
         self._objects: dict[str, tuple[ObjectEntry, _Files]] = {}
         self._links = set[str]()
-        places = [entry.place for entry in revisions]
-        self._new = index.medium.new_step(name, record.step, record.serial, places)
 
-    def write(self) -> None:
-        """Writes the objects that this process holds whole. Raises `OSError` and `UnsavableError`."""
-        spread = self._job.spread
-        for path in self._job.states:
-            self._check()
+    def write(self, check: Callable[[], object]) -> None:
+        """Begins the checkpoint, and writes the objects that this process holds whole.
+
+        `check` is called before each object, and may raise. Raises `OSError` and `UnsavableError`, too.
+        """
+        medium = self.index.medium
+        medium.clear(self.index.read_all)
+        revisions = self.index.all_revisions()
+        by_age = self.index.by_age(revisions)
+        self._before = next((entry for entry in reversed(by_age) if entry.is_whole and entry.record), None)
+        self._revisions = [entry for entry in revisions if entry.place.step == self.record.step]
+        self._is_pinned |= any(entry.is_pinned for entry in self._revisions)
+        serial = medium.serial(max((entry.serial or 0 for entry in by_age), default=0))
+        self.record = replace(self.record, store=self.index.ensure_name(), serial=serial)
+        places = [entry.place for entry in self._revisions]
+        self._new = new = medium.new_step(self.name, self.record.step, serial, places)
+        spread = self.job.spread
+        for path in self.job.states:
+            check()
             if path not in spread:
-                self._objects[path] = _write_object(
-                    self._new, path, self._job, self._before, self._shard_bytes, self._index
-                )
+                self._objects[path] = _write_object(new, path, self.job, self._before, self._shard_bytes, self.index)
 
     def link(self, file: "SpreadFile") -> bool:
         """Links a file of the last checkpoint, where it is there as it was written. Returns whether it did."""
@@ -137,34 +140,18 @@ class NewStep:
             return False
         record = before.record.entries[file.key].files.get(file.name)
         path = os.path.join(before.place.files, file.name)
-        if record is None or not _is_untouched(self._index, path, record) or not self._new.link(path):
+        new = self._new
+        if new is None or record is None or not _is_untouched(self.index, path, record) or not new.link(path):
             return False
         self._links.add(file.name)
         return True
 
-    def add(self, files: "Sequence[SpreadFile]") -> None:
-        """Adds the objects that several ranks have written: names new files, and removes links that are not needed.
-
-        Raises `OSError` and `UnsavableError`.
-        """
-        for name in self._links.difference(file.name for file in files if not file.is_new):
-            system.unlink(os.path.join(self._new.path, name))
-        of_objects = {path: _Files() for path in self._job.spread}
-        for file in files:
-            of_object, path = of_objects[file.key], os.path.join(self._new.path, file.name)
-            if file.is_new:
-                system.replace(os.path.join(self._new.path, file.unnamed), path)
-                of_object.bytes_written += file.nbytes
-            else:
-                of_object.bytes_linked += file.nbytes
-            digests = {} if file.written is None else file.written.digests
-            of_object.tensors[file.name], of_object.records[file.name] = tuple(digests), record_of(path)
-            of_object.digests |= digests
-        for path, of_object in of_objects.items():
-            self._objects[path] = _finish_object(self._new, path, self._job, of_object), of_object
-
-    def commit(self) -> tuple[str, int, int]:
+    def commit(self, files: "Sequence[SpreadFile]", check: Callable[[], object]) -> tuple[str, int, int]:
         """Makes the checkpoint visible and durable.
+
+        Args:
+            files: the files of the objects that several ranks have written.
+            check: called right before the checkpoint becomes visible; it may raise.
 
         Returns:
             Its path, the bytes that were written, and those of linked files.
@@ -173,19 +160,46 @@ class NewStep:
             OSError: An I/O error. The checkpoint is not visible then.
             UnsavableError: The values are too large.
         """
-        entries = {path: replace(self._objects[path][0], ranks=ranks) for path, ranks in self._job.ranks.items()}
-        text = replace(self._record, entries=entries).text()
+        assert self._new is not None
+        self._add(self._new, files)
+        entries = {path: replace(self._objects[path][0], ranks=ranks) for path, ranks in self.job.ranks.items()}
+        text = replace(self.record, entries=entries).text()
         if len(text) > MAX_RECORD_BYTES:
             raise unsavable(
                 "the values that are no tensors", f"{len(text):,} bytes of them, above {MAX_RECORD_BYTES:,}"
             )
-        path = self._new.commit(text, self._is_pinned, self._check)
-        files = [files for _, files in self._objects.values()]
-        return path, sum(one.bytes_written for one in files), sum(one.bytes_linked for one in files)
+        path = self._new.commit(text, self._is_pinned, check)
+        self.index.note_whole(path)
+        of_objects = [of_object for _, of_object in self._objects.values()]
+        return path, sum(one.bytes_written for one in of_objects), sum(one.bytes_linked for one in of_objects)
+
+    def _add(self, new: NewFiles, files: "Sequence[SpreadFile]") -> None:
+        """Adds the objects that several ranks have written: names new files, and removes links that are not needed."""
+        for name in self._links.difference(file.name for file in files if not file.is_new):
+            system.unlink(os.path.join(new.path, name))
+        of_objects = {path: _Files() for path in self.job.spread}
+        for file in files:
+            of_object, path = of_objects[file.key], os.path.join(new.path, file.name)
+            if file.is_new:
+                system.replace(os.path.join(new.path, file.unnamed), path)
+                of_object.bytes_written += file.nbytes
+            else:
+                of_object.bytes_linked += file.nbytes
+            digests = {} if file.written is None else file.written.digests
+            of_object.tensors[file.name], of_object.records[file.name] = tuple(digests), record_of(path)
+            of_object.digests |= digests
+        for path, of_object in of_objects.items():
+            self._objects[path] = _finish_object(new, path, self.job, of_object), of_object
+
+    @property
+    def replaced(self) -> list[StepEntry]:
+        """The checkpoints of the same step that this one replaces."""
+        return [entry for entry in self._revisions if entry.is_whole or entry.is_damaged]
 
     def discard(self) -> None:
         """Removes what was written, unless the checkpoint has been committed."""
-        self._new.discard()
+        if self._new is not None:
+            self._new.discard()
 
 
 _Tensor = TypeVar("_Tensor", torch.Tensor, torch.Tensor | LazyTensor)

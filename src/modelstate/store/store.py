@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from functools import partial
 from typing import TYPE_CHECKING, Literal, Self, overload
 
@@ -50,7 +50,7 @@ from modelstate.store.saving import (
     SpreadFile,
     SpreadWriter,
 )
-from modelstate.store.snapshot import Job, Staging, job_of
+from modelstate.store.snapshot import Staging, job_of
 from modelstate.text_format import as_given, size
 from modelstate.version import __version__
 
@@ -255,12 +255,11 @@ class Store(Shown):
                     self._check_new(index, step, overwrite)
                 if background:
                     self._staging.copy(job.states.values())
+            new_step = NewStep(index, name, record, job, self._shard_bytes)
             if not background:
-                return self._write(index, record, job, writing, writer, name)
+                return self._write(new_step, writing, writer)
             blocked_seconds = time.perf_counter() - begin_seconds
-            write = partial(
-                self._write, index, record, job, writing, writer, name, self._staging.nbytes, blocked_seconds
-            )
+            write = partial(self._write, new_step, writing, writer, self._staging.nbytes, blocked_seconds)
             self._pending = pending = PendingSave(step, self._staging.nbytes, write)
             pending.start()
             return pending
@@ -390,12 +389,9 @@ class Store(Shown):
 
     def _write(
         self,
-        index: StepIndex,
-        record: Record,
-        job: Job,
+        new_step: NewStep,
         agreement: Agreement,
         writer: CollectiveWriter | None,
-        name: str,
         staging_bytes: int = 0,
         blocked_seconds: float | None = None,
         check_cancelled: Callable[[], None] = lambda: None,
@@ -404,9 +400,7 @@ class Store(Shown):
 
         Of several ranks the first one does this, but for the tensors that are spread over the ranks.
         """
-        new_step: NewStep | None = None
-        entries: list[StepEntry] = []
-        revisions: list[StepEntry] = []
+        index, step, job = new_step.index, new_step.record.step, new_step.job
         files: Sequence[SpreadFile] = ()
 
         def check() -> None:
@@ -414,59 +408,36 @@ class Store(Shown):
             self._lock.check_directory()
 
         def write() -> None:
-            nonlocal new_step, entries, revisions
-            with self._errors(record):
-                self._medium.clear(index.read_all)
-                everything = index.all_revisions()
-                entries = index.by_age(everything)
-                revisions = [entry for entry in everything if entry.place.step == record.step]
-                serial = self._medium.serial(max((entry.serial or 0 for entry in entries), default=0))
-                new_step = NewStep(
-                    index,
-                    name,
-                    replace(record, store=index.ensure_name(), serial=serial),
-                    job,
-                    revisions,
-                    before=next((entry for entry in reversed(entries) if entry.is_whole and entry.record), None),
-                    shard_bytes=self._shard_bytes,
-                    check=check,
-                )
-                new_step.write()
+            with self._errors(step):
+                new_step.write(check)
 
         def commit() -> tuple[tuple[str, int, int], float, tuple[int, ...]]:
-            assert new_step is not None
-            with self._errors(record):
-                new_step.add(files)
-                published = new_step.commit()
-                index.note_whole(published[0])
+            with self._errors(step):
+                published = new_step.commit(files, check)
             seconds = time.perf_counter() - job.begin_seconds
             pruned: tuple[int, ...] = ()
             with suppress(OSError):  # the checkpoint is saved; the next save prunes again
-                replaced = [entry for entry in revisions if entry.is_whole or entry.is_damaged]
-                self._medium.discard(replaced, index.read_all)
+                self._medium.discard(new_step.replaced, index.read_all)
                 pruned = self._prune(self.keep, index)
             return published, seconds, pruned
 
         try:
-            agreement.decided(f"writing step {record.step}", write)
+            agreement.decided(f"writing step {step}", write)
             if writer is not None and job.spread:
                 files = self._spread.write(
-                    os.path.join(self.directory, name),
+                    os.path.join(self.directory, new_step.name),
                     job,
                     agreement,
                     writer,
                     self._shard_bytes,
-                    link=lambda file: new_step is not None and new_step.link(file),
+                    link=new_step.link,
                 )
-            (path, bytes_written, bytes_linked), seconds, pruned = agreement.decided(
-                f"committing step {record.step}", commit
-            )
+            (path, bytes_written, bytes_linked), seconds, pruned = agreement.decided(f"committing step {step}", commit)
         except BaseException:
-            if new_step is not None:
-                new_step.discard()
+            new_step.discard()
             raise
         return SavedStep(
-            record.step,
+            step,
             path,
             bytes_written,
             bytes_linked,
@@ -834,9 +805,9 @@ class Store(Shown):
                 raise
 
     @contextmanager
-    def _errors(self, record: Record) -> Iterator[None]:
+    def _errors(self, step: int) -> Iterator[None]:
         """Raises `WriteFailedError` in place of an I/O error of a checkpoint, or `StoreMovedError`."""
-        with self._in_its_directory(), write_errors(os.path.join(self.directory, name_of(record.step, 0))):
+        with self._in_its_directory(), write_errors(os.path.join(self.directory, name_of(step, 0))):
             yield
 
     @contextmanager
