@@ -20,6 +20,7 @@ from modelstate.formats.unpickle import (
     Storage,
 )
 from modelstate.spec import Refused, StoredComposite, StoredTensor
+from modelstate.text_format import listed
 from modelstate.torch_compat.values import set_version_metadata, version_metadata
 
 MAX_DEPTH = 100
@@ -198,9 +199,7 @@ def _raise_refused(findings: Audit, path: str, names: TorchGlobals) -> None:
         return
     unique = dict(reversed(refused))
     ordered = list(dict.fromkeys(name for name, _ in refused))
-    shown = [f"{name}" + (f" at {unique[name]}" if unique[name] else "") for name in ordered[:10]]
-    if len(ordered) > 10:
-        shown.append(f"and {len(ordered) - 10} more")
+    shown = listed((f"{name} at {unique[name]}" if unique[name] else name for name in ordered), 10)
     never = [name for name in ordered if is_never(name)]
     failed = "; ".join(f"{name} is allowed, but its import failed: {why}" for name, why in names.failed.items())
     allow: list[str] = []
@@ -213,9 +212,9 @@ def _raise_refused(findings: Audit, path: str, names: TorchGlobals) -> None:
         )
     else:
         allow = ordered
-        listed = ", ".join(f'"{name}"' for name in ordered)
+        quoted = ", ".join(f'"{name}"' for name in ordered)
         remedy = (
-            f'if you trust them: ms.load(model, ms.open("{path}", allow=[{listed}])); '
+            f'if you trust them: ms.load(model, ms.open("{path}", allow=[{quoted}])); '
             f'without them: ms.open("{path}", skip_forbidden=True), which leaves placeholders in their places'
         )
     raise ForbiddenGlobalError(
@@ -224,7 +223,7 @@ def _raise_refused(findings: Audit, path: str, names: TorchGlobals) -> None:
         refused=refused,
         allow=allow,
         where=path,
-        found=", ".join(shown) + (f" ({failed})" if failed else ""),
+        found=shown + (f" ({failed})" if failed else ""),
         remedy=remedy,
     )
 

@@ -23,6 +23,7 @@ from modelstate.objects.loaders import load_state, own_generator, state_of
 from modelstate.objects.optimizer_state import optimizer_state
 from modelstate.objects.parts import Kind, Part
 from modelstate.spec import Contents
+from modelstate.text_format import listed
 from modelstate.torch_compat.modules import modules_of as modules_within
 from modelstate.torch_compat.modules import own_modules, tensors_of, unwrapped
 from modelstate.torch_compat.sharding import reshard
@@ -302,8 +303,7 @@ def combined_checkpoint(checkpoints: Mapping[str, Checkpoint]) -> Checkpoint:
         checksums={place: crc for checkpoint in checkpoints.values() for place, crc in checkpoint.checksums.items()},
     )
     sources = list(dict.fromkeys(checkpoint.source for checkpoint in checkpoints.values()))
-    source = ", ".join(sources[:3]) + (f" and {len(sources) - 3} more" if len(sources) > 3 else "")
-    return Checkpoint(contents, source=source or "mapping", fingerprints=fingerprints)
+    return Checkpoint(contents, source=listed(sources, 3) or "mapping", fingerprints=fingerprints)
 
 
 Undo = Callable[[], None]

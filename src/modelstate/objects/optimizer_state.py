@@ -28,6 +28,7 @@ from modelstate.rules.expression import Read, values_of
 from modelstate.rules.optimizer import apply_to_optimizer
 from modelstate.rules.rule import Rule
 from modelstate.rules.schema import Schema, check_rules, renamed_by, way_back
+from modelstate.text_format import listed
 from modelstate.torch_compat.plain import is_sharded
 from modelstate.torch_compat.sharding import dtensor_like, local_tensor
 from modelstate.transaction.optimizers import check_optimizers
@@ -186,11 +187,10 @@ def remedy_of(allow_missing: str) -> str:
 
 def misfit(where: str, problems: Sequence[str], remedy: str) -> OptimizerStateError:
     """Returns the error for optimizer state that does not fit."""
-    more = f"\n    and {len(problems) - _MAX_SHOWN} more" if len(problems) > _MAX_SHOWN else ""
     return OptimizerStateError(
         "the state does not fit the optimizer; nothing has been changed",
         where=where,
-        found="\n    ".join(problems[:_MAX_SHOWN]) + more,
+        found=listed(problems, _MAX_SHOWN, "\n    "),
         remedy=remedy,
     )
 
@@ -353,7 +353,7 @@ def _check_no_other_state(optimizer: torch.optim.Optimizer) -> None:
         raise OptimizerStateError(
             "the optimizer keeps state that belongs to no parameter, which has no place here",
             where=type(optimizer).__qualname__,
-            found=", ".join(map(repr, other[:8])),
+            found=listed(map(repr, other), 8),
             remedy="save it as an object of its own: one whose state_dict and load_state_dict call the optimizer's",
         )
 

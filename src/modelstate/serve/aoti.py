@@ -20,6 +20,7 @@ from modelstate.serve.meta_clone import runtime_state, state_module
 from modelstate.serve.program_file import Manifest, ProgramFile
 from modelstate.serve.state_names import NameMap, names_by_tensor
 from modelstate.serve.targets import GraphTarget, Program, check_names
+from modelstate.text_format import listed
 from modelstate.torch_compat.private import (
     aoti_embedded_constants,
     aoti_loader,
@@ -97,8 +98,8 @@ class AotiTarget(GraphTarget):
         if wrong:
             raise WeightsError(
                 "weights have another shape, dtype or stride than the library was compiled for",
-                expected="; ".join(f"{name}: {_layout_text(self._layouts[name])}" for name in wrong[:8]),
-                found="; ".join(f"{name}: {_layout_text(_layout(constants[name]))}" for name in wrong[:8]),
+                expected=listed((f"{name}: {_layout_text(self._layouts[name])}" for name in wrong), 8, "; "),
+                found=listed((f"{name}: {_layout_text(_layout(constants[name]))}" for name in wrong), 8, "; "),
                 names=wrong,
             )
         return AotiVersion(self._call, self._runners, constants, weights, hidden)
@@ -108,7 +109,7 @@ class AotiTarget(GraphTarget):
             "the package has no such tensors: they were inlined when it was compiled, or are no part of it",
             where=self.name,
             expected="names that the library has",
-            found=", ".join(names[:8]),
+            found=listed(names, 8),
             remedy="compile with modelstate.export(..., kind='aoti'), so that every weight can be swapped; or, for "
             "tensors that are the same in every version: rules=[modelstate.rules.Ignore(name)]",
             names=names,
@@ -268,7 +269,7 @@ def _values(file: ProgramFile, runner: Runner) -> dict[str, torch.Tensor]:
         raise LiveTargetError(
             "the package computes constants of its weights when it is first called, and keeps them",
             where=file.path,
-            found=", ".join(computed[:8]),
+            found=listed(computed, 8),
             remedy="compile it without aot_inductor.use_runtime_constant_folding, or with "
             "modelstate.export(module, args, path, kind='aoti')",
         )
@@ -276,7 +277,7 @@ def _values(file: ProgramFile, runner: Runner) -> dict[str, torch.Tensor]:
         raise LiveTargetError(
             "the package has no weights, and a call of it would end the process",
             where=file.path,
-            found=f"none for {', '.join(lacking[:8])}",
+            found=f"none for {listed(lacking, 8)}",
             remedy="write it with modelstate.export(module, args, path, kind='aoti'), or with its constants",
         )
     return values

@@ -4,7 +4,6 @@ import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import islice
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -28,6 +27,7 @@ from modelstate.serve.program_file import NAME, Kind, Manifest, ProgramTensor
 from modelstate.serve.state_names import NameMap, names_by_tensor
 from modelstate.serve.swap_pipeline import check_choice
 from modelstate.serve.targets import Target, check_mode
+from modelstate.text_format import listed
 from modelstate.torch_compat.modules import own_buffers, own_parameters
 from modelstate.torch_compat.private import (
     aoti_compile,
@@ -179,7 +179,7 @@ def _exported(
         raise ExportError(
             "tensors of the module are not among those of the program",
             where=type(module).__name__,
-            found=", ".join(lacking[:8]),
+            found=listed(lacking, 8),
             names=lacking,
         )
     return program
@@ -224,7 +224,7 @@ def _unsupported_guards(where: str, guards: list[str]) -> ExportError:
     return ExportError(
         "conditions on the inputs cannot be written into the package, and AOTInductor does not check them",
         where=where,
-        found="; ".join(guards[:8]),
+        found=listed(guards, 8, "; "),
         remedy="export with other dynamic_shapes=, or with kind='exported'",
     )
 
@@ -361,7 +361,7 @@ def verify_export(
             "the program does not follow changes of its weights: they were compiled into it",
             where=trial.where,
             expected="the answer of the module with the changed tensor",
-            found="; ".join(f"{name}: {difference}" for name, difference in islice(wrong.items(), 8)),
+            found=listed((f"{name}: {difference}" for name, difference in wrong.items()), 8, "; "),
             remedy=_REMEDIES[target.kind],
             names=list(wrong),
         )
@@ -494,7 +494,7 @@ def _check_own_elements(state: State, where: str) -> None:
         raise ExportError(
             "elements of a weight share memory, so other values cannot be copied into it",
             where=where,
-            found=", ".join(expanded[:8]),
+            found=listed(expanded, 8),
             remedy="use a copy with its own memory: nn.Parameter(value.detach().contiguous())",
         )
 

@@ -11,6 +11,7 @@ from modelstate.serve.inputs import Inputs, conditions
 from modelstate.serve.meta_clone import runtime_state, state_module
 from modelstate.serve.state_names import NameMap, view_key
 from modelstate.serve.targets import GraphTarget, Program, check_names
+from modelstate.text_format import listed
 from modelstate.torch_compat.private import argument_names, guard_function, guards_of, unflatten
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ class ExportedTarget(GraphTarget):
         self._graph = _Graph(program, name)
         lacking = [name for name, _ in self._graph.lifted if name and name not in {*self._state, *self._graph.hidden}]
         if lacking:
-            raise _unsupported(self.name, f"inputs that its state lacks: {', '.join(lacking[:8])}")
+            raise _unsupported(self.name, f"inputs that its state lacks: {listed(lacking, 8)}")
         self.fixed = tuple(self._graph.constants)
         self._first = ExportedVersion(self._graph, state_module(state, meta=False), self._graph.hidden)
         # Copies: requests may change the buffers of version 1.

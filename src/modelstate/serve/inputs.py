@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, SupportsInt
 import torch
 
 from modelstate.errors import ProgramInputError
+from modelstate.text_format import listed
 from modelstate.torch_compat.private import expression_of, flatten, keyword_order, leaf_paths, text_of_size
 
 if TYPE_CHECKING:
@@ -451,7 +452,7 @@ def _sizes_text(inputs: Sequence[_Input], leaves: Sequence[object]) -> str:
         for wanted, value in zip(inputs, leaves, strict=True)
         if not isinstance(wanted, _Constant)
     ]
-    return ", ".join(texts[:8])
+    return listed(texts, 8)
 
 
 def _tensor_text(tensor: torch.Tensor | _Tensor) -> str:

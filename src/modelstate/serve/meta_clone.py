@@ -23,6 +23,7 @@ from modelstate.loading.load import Source, load
 from modelstate.rules.rule import Rule
 from modelstate.rules.schema import Schema
 from modelstate.spec import contiguous_stride
+from modelstate.text_format import listed
 from modelstate.torch_compat.modules import (
     forward_pre_hooks,
     non_persistent_buffers,
@@ -184,7 +185,6 @@ def _check_overlaps(module: nn.Module) -> None:
             )
 
 
-_LISTED = 4
 _CONTAINERS = (list, tuple, set, frozenset, deque)
 _UNUSED = ("_backward_hooks", "_backward_pre_hooks", "_non_persistent_buffers_set")
 """Attributes of modules that neither requests nor loads use."""
@@ -220,7 +220,7 @@ def check_captured_references(module: nn.Module, clone: nn.Module) -> None:
         raise LiveTargetError(
             "later versions would serve weights of the first one: a copy of the module still refers to them",
             where=type(module).__name__,
-            found="; ".join(found[:_LISTED]) + (f"; and {len(found) - _LISTED} more" if found[_LISTED:] else ""),
+            found=listed(found, 4, "; "),
             remedy="patch the class, or the instance by types.MethodType; let hooks use the module that they "
             "are given; compile the whole, torch.compile(module); make a property of a view",
         )

@@ -27,7 +27,7 @@ from modelstate.formats.recognise import Format, recognise
 from modelstate.formats.zip_directory import ZipDirectory
 from modelstate.io.files import FileFingerprint, SourceFile, current_fingerprints, open_regular
 from modelstate.serve.state_names import NameMap
-from modelstate.text_format import size
+from modelstate.text_format import listed, size
 from modelstate.version import __version__
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ class Manifest:
         weights = {tensor.alias: tensor for tensor in self.tensors if tensor.role != "hidden"}
         lines = [f"{self.kind}: {len(weights)} weights, {size(sum(tensor.nbytes for tensor in weights.values()))}"]
         if self.unseen:
-            lines.append(f"  no answer shows a change of {', '.join(self.unseen[:8])}")
+            lines.append(f"  no answer shows a change of {listed(self.unseen, 8)}")
         if self.names is None:
             lines.append(f"  no map of names: {self.names_reason}")
         return "\n".join(lines)

@@ -19,6 +19,7 @@ from modelstate.planning.matching import nearest
 from modelstate.problems import NameClash
 from modelstate.rules.rule import Entry, RuleContext
 from modelstate.serve.meta_clone import runtime_state
+from modelstate.text_format import listed
 from modelstate.torch_compat.private import storage_id
 
 
@@ -278,7 +279,7 @@ class NameMap:
             crossed = sorted(self._crossed)
             raise NameMapError(
                 "a hook exchanges names, so these names are ambiguous",
-                found=_listed(crossed),
+                found=listed(crossed, _LISTED),
                 remedy="rename them first, so that only one kind of name has them",
                 names=crossed,
             )
@@ -345,7 +346,7 @@ class _Groups:
             return
         lines = [f"{name} is {reason}" for name, reason in self._computed[:_LISTED]]
         if lost:
-            lines.append(f"no entry is {_listed(lost)} unchanged")
+            lines.append(f"no entry is {listed(lost, _LISTED)} unchanged")
         raise NameMapError(
             "state-dict hooks split, fuse, compute or leave out tensors, which a map of names cannot express",
             where=where,
@@ -383,9 +384,3 @@ def view_key(tensor: torch.Tensor) -> object:
     if not storage or tensor.layout is not torch.strided:
         return id(tensor)
     return storage, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
-
-
-def _listed(names: Iterable[str]) -> str:
-    names = list(names)
-    more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
-    return ", ".join(names[:_LISTED]) + more

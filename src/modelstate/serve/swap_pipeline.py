@@ -30,7 +30,7 @@ from modelstate.rules.schema import Schema, check_rules, renamed_by
 from modelstate.serve.meta_clone import runtime_state
 from modelstate.serve.targets import Program, Target, buffer_restorer
 from modelstate.spec import StoredComposite, StoredTensor
-from modelstate.text_format import size
+from modelstate.text_format import listed, size
 from modelstate.torch_compat.dtypes import nonfinite, short
 from modelstate.torch_compat.modules import without_state_dict_hooks
 from modelstate.torch_compat.plain import is_plain, remedies_for
@@ -117,7 +117,7 @@ class SwapReport:
         if not self.drained:
             lines.append(f"  requests of version {self.previous} are still under way")
         if self.carried:
-            lines.append(f"  carried over: {', '.join(self.carried[:8])}")
+            lines.append(f"  carried over: {listed(self.carried, 8)}")
         return "\n".join([*lines, *(f"  note: {note}" for note in self.notes)])
 
 
@@ -278,7 +278,6 @@ class SwapSource:
 # Checks of the weights.
 
 
-_LISTED = 8
 _EXACT = "give weights with the layout of the program, or swap with exact=False, which converts them without loss"
 
 
@@ -419,9 +418,8 @@ def _error(
     expected: str,
     remedy: str = _EXACT,
 ) -> WeightsError:
+    lines = listed((f"{name}: {difference}" for name, difference in found), 8, "; ")
     names = [name for name, _ in found]
-    more = f"; and {len(found) - _LISTED} more" if len(found) > _LISTED else ""
-    lines = "; ".join(f"{name}: {difference}" for name, difference in found[:_LISTED]) + more
     return WeightsError(what, where=where, expected=expected, found=lines, remedy=remedy, names=names)
 
 

@@ -20,6 +20,7 @@ from modelstate.process import cached_attribute
 from modelstate.rules.rule import Rule
 from modelstate.serve.meta_clone import check_captured_references, meta_clone, runtime_state, state_module
 from modelstate.serve.state_names import NameMap
+from modelstate.text_format import listed
 from modelstate.torch_compat.modules import (
     compiled_like,
     compiled_module,
@@ -259,7 +260,7 @@ def check_names(state: Collection[str], names: NameMap | nn.Module | None, where
             "names= belongs to another module than the program",
             where=where,
             expected="the module that was exported, or NameMap.of(module)",
-            found=f"names that only one of them has: {', '.join(differing[:8])}",
+            found=f"names that only one of them has: {listed(differing, 8)}",
         )
 
 
@@ -415,12 +416,11 @@ def check_graph_mode(program: "ExportedProgram", training: object, where: str) -
 
 
 def _mode_error(where: str, found: list[str], remedy: str) -> LiveTargetError:
-    more = f", and {len(found) - _LISTED_MODULES} more" if found[_LISTED_MODULES:] else ""
     return LiveTargetError(
         "the target is in training mode: dropout would be active, and requests would change statistics",
         where=where,
         expected="eval mode",
-        found=f"training mode in {', '.join(found[:_LISTED_MODULES])}{more}",
+        found=f"training mode in {listed(found, _LISTED_MODULES)}",
         remedy=remedy,
     )
 
