@@ -5,8 +5,8 @@ import pytest
 from tests.programs import run_program
 
 # The program in the child is one that torch itself can run there. A matrix product waits for locks of its library, and
-# outside inference mode each operation takes a lock of its tensor's autograd data, which a thread of the parent may have
-# held at the fork.
+# outside inference mode each operation takes a lock of its tensor's autograd data, which a thread of the parent may
+# have held at the fork.
 SCRIPT = """
 import faulthandler, os, signal, threading, traceback
 import torch
