@@ -31,10 +31,11 @@ from modelstate.io.prefetch import files_to_read_uncached
 from modelstate.spec import Box, ByteRange, Stored, StoredComposite, StoredTensor, box_of, own_bytes, slices_of
 from modelstate.torch_compat.plain import is_plain_memory
 
-_BLOCK_BYTES = 2 << 20
+_BLOCK_BYTES = 4 << 20
 """What a thread reads at once, of all operands together."""
-_CHUNK_ELEMENTS = 128 << 10
-"""What is folded at once. Larger chunks, with the temporary tensors of a fold, leave the cache of one processor."""
+_CHUNK_ELEMENTS = 256 << 10
+"""What is folded at once. Each operation of torch lets other threads run Python: with smaller chunks, threads wait for
+each other more than the cache of the processor saves."""
 _LEAST_CHUNK_ELEMENTS = 4 << 10
 _CHUNK_SHARE = 16
 """With smaller blocks, a chunk has one element for this many bytes of a block."""

@@ -1,6 +1,6 @@
 """Statistics of the tensors of a checkpoint, and of its modules: `modelstate.inspect(source).stats()`.
 
-Accumulation: values of at most 16 bits and float32 are added up in float32 within a chunk of 131,072 elements; wider
+Accumulation: values of at most 16 bits and float32 are added up in float32 within a chunk of 262,144 elements; wider
 integers and float64 in float64. The chunks are combined exactly (`exact_sum`), with the mean and the sum of squared
 deviations of each, so that a large mean does not cancel a small deviation. Minima and maxima are exact.
 """

@@ -1,7 +1,7 @@
 """Measures how two tensors of one shape differ, chunk by chunk.
 
 Accumulation: values of at most 32 bits are compared in float32, which all of them are converted to without loss
-(integers of 32 bits, and float64: in float64). Within a chunk of 131,072 elements, sums are accumulated in float32 by
+(integers of 32 bits, and float64: in float64). Within a chunk of 262,144 elements, sums are accumulated in float32 by
 torch's vectorised kernels; the sums of the chunks are added exactly (`exact_sum`), so the order in which threads finish
 does not change the result. Sums that leave the range of float32, or become too small for it, are computed again in
 float64. Differences of 64-bit integers are computed exactly and rounded once.
@@ -257,17 +257,16 @@ class Accumulator:
             chunk.largest, total = float(torch.amax(absolute)), float(absolute.sum())
             dd, xy, xx, yy = _dot(difference, difference), _dot(x, y), _dot(x, x), _dot(y, y)
         chunk.sums = {"aa": xx, "bb": yy, "ab": xy, "dd": dd, "abs": total}
-        if self._ulp_dtype is not None:
+        if not self._same_dtype:
+            chunk.changed += int(torch.count_nonzero(difference))
+        if self._ulp_dtype is not None:  # which takes the memory of the differences
             a, b = bits
-            chunk.ulps = _ulp_histogram(
-                _cast(a, self._ulp_dtype, "first rounded"), _cast(b, self._ulp_dtype, "second rounded")
-            )
+            a, b = _cast(a, self._ulp_dtype, "first rounded"), _cast(b, self._ulp_dtype, "second rounded")
+            chunk.ulps = _ulp_histogram(a, b, chunk.largest)
         if self._same_dtype and self._ulp_dtype is not None:
             chunk.changed += chunk.finite - chunk.ulps[0]
         elif self._same_dtype:
             chunk.changed += _differing(*bits)
-        else:
-            chunk.changed += int(torch.count_nonzero(difference))
 
     def _changed_elsewhere(self, bits: Pair, values: Pair) -> int:
         """The number of elements that differ, among those that are not finite on both sides."""
@@ -345,45 +344,58 @@ def _exact_difference(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return (a_high - b_high).double() * 2.0**32 + (a_low - b_low).double()
 
 
-def _ordered(bits: torch.Tensor, itemsize: int, slot: str) -> torch.Tensor:
-    """Integers in the order of the floats with these bits, one apart for neighbouring floats."""
-    ordered = torch.bitwise_right_shift(bits, bits.itemsize * 8 - 1, out=scratch(slot, len(bits), bits.dtype))
-    ordered &= (1 << (itemsize * 8 - 1)) - 1
-    ordered ^= bits
-    return ordered
+def _ulp_histogram(a: torch.Tensor, b: torch.Tensor, largest: float) -> list[int]:
+    """The number of elements by the distances of the floats: `Difference.ulps`.
 
-
-def _distances(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """How many floats apart the elements are: integers without a sign, in tensors of integers with a sign."""
-    itemsize = a.itemsize
-    first, second = a.view(_RAW[itemsize]), b.view(_RAW[itemsize])
-    if itemsize < 4:
-        first, second = _cast(first, torch.int32, "first bits"), _cast(second, torch.int32, "second bits")
-    dtype, count = first.dtype, len(first)
-    signs = torch.bitwise_xor(first, second, out=scratch("signs", count, dtype))
-    distances = scratch("distances", count, dtype)
-    if int(torch.amin(signs)) >= 0:
-        return torch.sub(first, second, out=distances).abs_()
-    first, second = _ordered(first, itemsize, "first ordered"), _ordered(second, itemsize, "second ordered")
-    return torch.maximum(first, second, out=distances).sub_(torch.minimum(first, second, out=signs))
-
-
-def _ulp_histogram(a: torch.Tensor, b: torch.Tensor) -> list[int]:
-    """The number of elements by the distances of the floats: `Difference.ulps`."""
-    distances = _distances(a, b)
-    width, digits = distances.itemsize * 8, 24 if distances.itemsize == 4 else 53
-    lowest, highest = (int(value) for value in torch.aminmax(distances))
-    beyond = 0
-    if lowest < 0:  # the distance takes all bits, that of the sign included
-        beyond = int((distances < 0).sum())
-        distances = distances[distances >= 0]
-    if highest >> digits:
+    Args:
+        a: The first floats, all of them finite.
+        b: The second floats.
+        largest: The largest absolute difference.
+    """
+    width, count, is_double = a.itemsize * 8, len(a), a.itemsize == 8
+    digits = 53 if is_double else 24
+    distances, beyond = _distances(a.view(_RAW[a.itemsize]), b.view(_RAW[a.itemsize]), largest)
+    if width > digits and int(torch.amax(distances)) >> digits:
         # Without the bits that follow a set bit, the conversion does not round up to the next power of two.
-        halved = torch.bitwise_right_shift(distances, 1, out=scratch("signs", len(distances), distances.dtype))
-        distances = distances.bitwise_and_(halved.bitwise_not_())
-    floats = scratch("distances as floats", len(distances), torch.float32 if width == 32 else torch.float64)
-    exponents = floats.copy_(distances).view(distances.dtype)
+        halved = torch.bitwise_right_shift(distances, 1, out=scratch("bits", count, distances.dtype))
+        distances &= halved.bitwise_not_()
+    # Scaled by the smallest normal float, a distance of 0 has exponent 0, and one of 2**i exponent i + 1.
+    floats = scratch("difference", count, torch.float64 if is_double else torch.float32).copy_(distances)
+    exponents = floats.mul_(2.0 ** (-1022 if is_double else -126)).view(torch.int64 if is_double else torch.int32)
     exponents >>= digits - 1
-    bias = 127 if width == 32 else 1023
-    counts: list[int] = torch.bincount(exponents, minlength=bias + width).tolist()
-    return [counts[0], *counts[bias : bias + width - 1], beyond]
+    # Two exponents are counted at once, which takes half the time.
+    padding = count % 2
+    buckets = scratch("buckets", count + padding, torch.uint8)
+    buckets[:count] = exponents
+    buckets[count:] = 0
+    pairs = torch.bincount(buckets.view(torch.int16), minlength=256 * (width + 1)).view(-1, 256)
+    counts: list[int] = (pairs.sum(1) + pairs.sum(0)[: width + 1]).tolist()
+    counts[0] -= padding + beyond
+    counts[width] = beyond
+    return counts
+
+
+def _distances(first: torch.Tensor, second: torch.Tensor, largest: float) -> tuple[torch.Tensor, int]:
+    """How many floats apart the floats with these bits are.
+
+    Returns the distances, and the number of those that take all bits, that of the sign included; they are 0.
+    """
+    sign, count, dtype = first.itemsize * 8 - 1, len(first), first.dtype
+    others = (1 << sign) - 1
+    distances = torch.bitwise_xor(first, second, out=scratch("distances", count, dtype))
+    if int(torch.amin(distances)) >= 0:  # each pair has one sign
+        return torch.sub(first, second, out=distances).abs_(), 0
+    if largest < 1:  # the distance of a negative float from a positive one does not take the bit of the sign
+        distances >>= sign
+        distances &= others
+        distances ^= second  # of two signs, the second bits without that of the sign are inverted
+        return torch.sub(first, distances, out=distances).abs_(), 0
+    ordered = []  # integers in the order of the floats, one apart for neighbouring floats
+    for slot, bits in (("first bits", first), ("second bits", second)):
+        mask = torch.bitwise_right_shift(bits, sign, out=scratch(slot, count, dtype))
+        mask &= others
+        ordered.append(mask.bitwise_xor_(bits))
+    torch.maximum(*ordered, out=distances)
+    distances -= torch.minimum(*ordered, out=ordered[0])
+    beyond = int(torch.count_nonzero(distances < 0))
+    return distances.masked_fill_(distances < 0, 0) if beyond else distances, beyond
