@@ -208,6 +208,8 @@ class Conversion:
         Returns the slots of all other tensors, but for those that have the dtype already.
         """
         others: list[Slot] = []
+        deferred: list[Change] = []
+        now = peak = self._now
         casts: dict[torch.dtype, tuple[torch.Tensor | None, Overflows | None]] = {}
         for slot in plain:
             tensor = slot.tensor
@@ -232,11 +234,12 @@ class Conversion:
             old = tensor.nbytes if grad is None else tensor.nbytes + grad.nbytes
             new = old // dtype.itemsize * empty.dtype.itemsize
             self._reserve += new
-            if self._now + new > self.peak_bytes:
-                self.peak_bytes = self._now + new
-                self._check_budget()
-            self._now += new - old
-            self._add(Change(slot, empty, DATA, grad, deferred=True, overflows=overflows))
+            peak = max(peak, now + new)
+            now += new - old
+            deferred.append(Change(slot, empty, DATA, grad, None, True, overflows))
+        self._now, self.peak_bytes = now, max(self.peak_bytes, peak)
+        self._check_budget()
+        self._add(*deferred)
         return others
 
     def _make_one(self, slot: Slot, fn: Apply | None, plain: bool) -> None:
@@ -335,11 +338,11 @@ class Conversion:
             self.notes.append(f"{slot.name}: its gradient is dropped, because the new tensor cannot have it")
         return old, new
 
-    def _add(self, change: Change) -> None:
-        self.changes.append(change)
-        self.transaction.add(change)
-        if self.target.is_reported and change.placement is not GRADIENT:
-            self.steps.append(step_of(change))
+    def _add(self, *changes: Change) -> None:
+        self.changes += changes
+        self.transaction.add(*changes)
+        if self.target.is_reported:
+            self.steps += [step_of(change) for change in changes if change.placement is not GRADIENT]
 
     def _add_made(self, change: Change) -> None:
         """Adds a change whose new tensor, or gradient, has been made."""

@@ -93,7 +93,7 @@ def convert(
         state = following_state(checked, finals, before, conversion.spend)
         behind = left_behind(others, finals, before)
         conversion.commit(*(partial(values.__setitem__, key, value) for values, key, value in state))
-        return LoadReport(
+        report = LoadReport(
             target=type(conversion.root).__name__,
             source="",
             steps=tuple(conversion.steps),
@@ -105,6 +105,8 @@ def convert(
             left_behind=behind,
             action=f"converted to {target.description}",
         )
+        del conversion, finals  # before the garbage collector goes on, which would visit every change first
+        return report
 
 
 def _target(dtype: torch.dtype | str | None, device: torch.device | str | None, fn: object, empty: bool) -> Target:

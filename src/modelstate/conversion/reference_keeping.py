@@ -11,7 +11,7 @@ from modelstate.conversion.conversion import Conversion, apply_in_conversion, ru
 from modelstate.conversion.tensors import Target
 from modelstate.planning.assignment import COPYABLE
 from modelstate.process import fork_safe_lock, gc_paused
-from modelstate.torch_compat.modules import is_cast_of_torch, modules_of, own_buffers, own_parameters
+from modelstate.torch_compat.modules import is_cast_of_torch, modules_of, tensors_of
 from modelstate.torch_compat.overrides import MethodOverride, Overrides
 from modelstate.torch_compat.plain import is_fake
 from modelstate.torch_compat.private import is_faking
@@ -84,18 +84,14 @@ def _apply(_stock: Callable[..., nn.Module], self: nn.Module, fn: Apply, recurse
         running_conversion(self) is not None
         or not reference_keeping.holds()
         or is_faking()  # a traced module, whose tensors stand for others
-        or any(
-            tensor is not None and is_fake(tensor)
-            for module in modules_of(self)
-            for table in (own_parameters(module), own_buffers(module))
-            for tensor in table.values()
-        )
+        or any(map(is_fake, tensors_of(modules_of(self))))
     ):
         return apply_in_conversion(self, fn, recurse)
     with exclusive(self), gc_paused(), Transaction(self) as transaction:
         conversion = Conversion(transaction, _TorchFunction(fn))
         conversion.record(recurse)
         conversion.commit()
+        del conversion  # before the garbage collector goes on, which would visit every change first
     return self
 
 

@@ -294,8 +294,8 @@ class Change(Write):
             value = tensor.to(self.value.dtype)
             if self.overflows is not None and not has_finite_sum(value):
                 self.overflows.check(self.name, tensor, value)
-            if tensor.is_leaf and tensor.grad is not None:
-                grad = tensor.grad.to(self.value.dtype)
+            if self.old_grad is not None:
+                grad = self.old_grad.to(self.value.dtype)
         if self.placement is GRADIENT:
             if self.old_grad is None or grad is None:
                 return
@@ -315,24 +315,13 @@ class Change(Write):
 
 def step_of(change: Change) -> Step:
     """Returns the description of a change that has not been made yet. It holds no tensor."""
-    tensor, value, names = change.target, change.value, change.slot.names
+    tensor, value, (names, kind, _) = change.target, change.value, change.slot
     if change.deferred:
         shape, nbytes = tuple(tensor.shape), tensor.nbytes
     else:
         shape = () if torch.nn.parameter.is_lazy(tensor) or tensor.is_nested else tuple(tensor.shape)
         nbytes = nbytes_of(tensor)
-    return Step(
-        names[0],
-        change.slot.kind,
-        "",
-        change.placement,
-        shape,
-        value.dtype,
-        stored_dtype=tensor.dtype,
-        device=value.device,
-        nbytes=nbytes,
-        ties=names[1:],
-    )
+    return Step(names[0], kind, "", change.placement, shape, value.dtype, tensor.dtype, value.device, nbytes, names[1:])
 
 
 def nbytes_of(tensor: torch.Tensor) -> int:

@@ -59,7 +59,7 @@ class Slots:
 def slots_of(root: nn.Module) -> Slots:
     """The slots of `root` and its descendants, in the order of `state_dict`."""
     found: dict[int, Slot] = {}
-    ids: dict[str, int] = {}
+    by_name: dict[str, Slot] = {}
     modules: dict[str, nn.Module] = {}
     left_out, empty, lazy = set[str](), set[str](), set[str]()
     extra: list[str] = []
@@ -78,16 +78,16 @@ def slots_of(root: nn.Module) -> Slots:
                 if usual is BUFFER and name in hidden:
                     kind = HIDDEN
                     left_out.add(full_name)
-                ids[full_name] = id(tensor)
-                known = found.get(id(tensor))
+                key = id(tensor)
+                known = found.get(key)
                 if known is None:
-                    found[id(tensor)] = Slot((full_name,), kind, tensor)
+                    found[key] = by_name[full_name] = Slot((full_name,), kind, tensor)
                 else:
                     strictest = min(known.kind, kind, key=_STRICTEST.index)
-                    found[id(tensor)] = Slot((*known.names, full_name), strictest, tensor)
+                    found[key] = slot = Slot((*known.names, full_name), strictest, tensor)
+                    by_name.update(dict.fromkeys(slot.names, slot))
         if type(module).set_extra_state is not nn.Module.set_extra_state:
             extra.append(prefix + EXTRA_STATE)
-    by_name = {name: found[key] for name, key in ids.items()}
     return Slots(
         tuple(found.values()), by_name, frozenset(left_out), frozenset(empty), frozenset(lazy), tuple(extra), modules
     )
@@ -173,21 +173,23 @@ def sharing(slots: Sequence[Slot]) -> list[list[Slot]]:
     end = 0
     for index in sorted(range(len(slots)), key=starts.__getitem__):
         start, slot = starts[index], slots[index]
+        tensor = slot.tensor
         nbytes = 0
-        if start and slot.tensor.is_contiguous():
-            nbytes = slot.tensor.nbytes
+        if start and tensor.is_contiguous():
+            nbytes = tensor.nbytes
         elif start:
-            first, end_element = extent(slot.tensor)
-            nbytes = (end_element - first) * slot.tensor.itemsize
+            first, end_element = extent(tensor)
+            nbytes = (end_element - first) * tensor.itemsize
         if not nbytes:  # empty, or on meta
             continue
-        if start < end and any(overlap(slot.tensor, other.tensor) for other in run):
+        if start < end and any(overlap(tensor, other.tensor) for other in run):
             run.append(slot)
+            if len(run) == 2:
+                groups.append(run)
         else:
             run = [slot]
-            groups.append(run)
         end = max(end, start + nbytes)
-    return [group for group in groups if len(group) > 1]
+    return groups
 
 
 def clash(a: torch.Tensor, a_value: torch.Tensor, b: torch.Tensor, b_value: torch.Tensor) -> bool:

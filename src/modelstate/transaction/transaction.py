@@ -193,11 +193,12 @@ class Transaction:
 
     # Changes of the library.
 
-    def add(self, write: Write) -> None:
-        """Adds a write that waits."""
-        self.writes.append(write)
+    def add(self, *writes: Write) -> None:
+        """Adds writes that wait."""
+        self.writes += writes
         if self.armed:
-            self._watch(write)
+            for write in writes:
+                self._watch(write)
 
     def run_now(self, write: Write) -> None:
         """Runs a write at once, after the writes that it depends on."""
