@@ -16,7 +16,7 @@ import torch
 from modelstate.background import AtExit, BackgroundTask
 from modelstate.distributed.agreement import Agreement, Digest
 from modelstate.distributed.writing import CollectiveWriter, ShardedTensor
-from modelstate.errors import OpenError
+from modelstate.errors import OpenError, TargetExistsError
 from modelstate.formats import safetensors, sharded
 from modelstate.formats.block_writer import LazyTensor, write_blocks
 from modelstate.formats.manifest import KEY, digest
@@ -107,23 +107,39 @@ class NewStep:
         """The last checkpoint; unchanged files of it are linked."""
         self._revisions: list[StepEntry] = []
         """The checkpoints of the same step."""
+        self._by_age: list[StepEntry] = []
+        """The checkpoints of the store, the newest last."""
         self._is_pinned = job.pin
         self._objects: dict[str, tuple[ObjectEntry, _Files]] = {}
         self._links = set[str]()
 
+    def begin(self, overwrite: bool) -> None:
+        """Lists the store. Raises `TargetExistsError` where it has a checkpoint of this step that is not replaced."""
+        revisions = self.index.all_revisions()
+        self._by_age = self.index.by_age(revisions)
+        self._revisions = [entry for entry in revisions if entry.place.step == self.record.step]
+        existing = next((entry for entry in self._by_age if entry.place.step == self.record.step), None)
+        if existing is None or existing.is_damaged or (overwrite and existing.is_whole):
+            return
+        raise TargetExistsError(
+            "there is a checkpoint of this step already",
+            where=existing.place.path,
+            found="" if existing.error is None else existing.error.what,
+            remedy="overwrite=True replaces it; Store.restore says from which step to go on"
+            if existing.is_whole
+            else "it is another store's, or a newer version's: take it away, or take another directory",
+        )
+
     def write(self, check: Callable[[], object]) -> None:
-        """Begins the checkpoint, and writes the objects that this process holds whole.
+        """Writes the objects that this process holds whole.
 
         `check` is called before each object, and may raise. Raises `OSError` and `UnsavableError`, too.
         """
         medium = self.index.medium
         medium.clear(self.index.read_all)
-        revisions = self.index.all_revisions()
-        by_age = self.index.by_age(revisions)
-        self._before = next((entry for entry in reversed(by_age) if entry.is_whole and entry.record), None)
-        self._revisions = [entry for entry in revisions if entry.place.step == self.record.step]
+        self._before = next((entry for entry in reversed(self._by_age) if entry.is_whole and entry.record), None)
         self._is_pinned |= any(entry.is_pinned for entry in self._revisions)
-        serial = medium.serial(max((entry.serial or 0 for entry in by_age), default=0))
+        serial = medium.serial(max((entry.serial or 0 for entry in self._by_age), default=0))
         self.record = replace(self.record, store=self.index.ensure_name(), serial=serial)
         places = [entry.place for entry in self._revisions]
         self._new = new = medium.new_step(self.name, self.record.step, serial, places)

@@ -27,7 +27,6 @@ from modelstate.errors import (
     SourceTypeError,
     StepNotFoundError,
     StoreMovedError,
-    TargetExistsError,
 )
 from modelstate.html.page import Page, Shown
 from modelstate.io.atomic import write_errors
@@ -242,7 +241,7 @@ class Store(Shown):
             writer = _writer(writing, os.path.join(self.directory, name))
             job = job_of(targets, agreement, writer, pin, begin_seconds)
             record = Record("", step, time.time(), checked_metrics, {})
-            index = self.index.cached()
+            new_step = NewStep(self.index.cached(), name, record, job, self._shard_bytes)
             with agreement.phase("opening the store"):
                 if job.spread and is_remote(self.directory):
                     raise SaveTargetError(
@@ -252,10 +251,9 @@ class Store(Shown):
                     )
                 if agreement.is_first:
                     self._become_writer()
-                    self._check_new(index, step, overwrite)
+                    new_step.begin(overwrite)
                 if background:
                     self._staging.copy(job.states.values())
-            new_step = NewStep(index, name, record, job, self._shard_bytes)
             if not background:
                 return self._write(new_step, writing, writer)
             blocked_seconds = time.perf_counter() - begin_seconds
@@ -371,21 +369,6 @@ class Store(Shown):
                 self._is_writing = False
         finally:
             self._thread_lock.release()
-
-    def _check_new(self, index: StepIndex, step: int, overwrite: bool) -> None:
-        existing = next((entry for entry in index.steps() if entry.place.step == step), None)
-        if existing is None or existing.is_damaged:
-            return
-        is_ours = existing.is_whole
-        if not (overwrite and is_ours):
-            raise TargetExistsError(
-                "there is a checkpoint of this step already",
-                where=existing.place.path,
-                found="" if existing.error is None else existing.error.what,
-                remedy="overwrite=True replaces it; Store.restore says from which step to go on"
-                if is_ours
-                else "it is another store's, or a newer version's: take it away, or take another directory",
-            )
 
     def _write(
         self,
