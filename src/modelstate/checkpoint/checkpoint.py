@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
@@ -17,6 +17,7 @@ from modelstate.errors import (
     ChecksumError,
     KeyNotFoundError,
     OptionError,
+    ReadFailedError,
     UnsupportedTensorError,
 )
 from modelstate.formats.manifest import ALGORITHM
@@ -511,6 +512,39 @@ class Checkpoint(Mapping[str, TensorSpec], Shown):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def join(
+    checkpoints: Sequence[Checkpoint],
+    tree: object,
+    source: str,
+    *,
+    format: str,
+    metadata: Mapping[str, Any] | None = None,
+    is_sealed: bool = False,
+) -> Checkpoint:
+    """Returns the checkpoint of a tree whose tensors are those of several checkpoints.
+
+    Raises `ReadFailedError` where a file changed between the opening of two of them.
+    """
+    fingerprints: dict[str, FileFingerprint] = {}
+    for checkpoint in checkpoints:
+        for path, fingerprint in checkpoint.fingerprints.items():
+            if fingerprints.setdefault(path, fingerprint) != fingerprint:
+                raise ReadFailedError(
+                    "the file changed between the opening of two of the checkpoints",
+                    where=path,
+                    remedy="open them again, when nothing writes to it any more",
+                )
+    contents = Contents(
+        format,
+        tree,
+        tuple(dict.fromkeys(file for checkpoint in checkpoints for file in checkpoint.files)),
+        metadata or {},
+        {extent: checksum for checkpoint in checkpoints for extent, checksum in checkpoint.checksums.items()},
+        is_sealed,
+    )
+    return Checkpoint(contents, source=source, fingerprints=fingerprints)
 
 
 class _Extra(Mapping[str, Any]):

@@ -8,12 +8,11 @@ from dataclasses import dataclass, field
 
 import torch
 
-from modelstate.checkpoint.checkpoint import Checkpoint
-from modelstate.errors import CombineError, OptionError, ReadFailedError
+from modelstate.checkpoint.checkpoint import Checkpoint, join
+from modelstate.errors import CombineError, OptionError
 from modelstate.formats.sharded import merged_metadata
 from modelstate.formats.tree import FlatTree, is_container, items_of, same_value, subtree
-from modelstate.io.files import FileFingerprint
-from modelstate.spec import Combined, Contents, Stored, StoredComposite, StoredTensor
+from modelstate.spec import Combined, Stored, StoredComposite, StoredTensor
 from modelstate.text_format import listed
 from modelstate.torch_compat.values import set_version_metadata, version_metadata
 
@@ -59,15 +58,14 @@ def combine(sources: Sequence[Checkpoint], how: object) -> Checkpoint:
         how = PerName(how)
     merged = how.merge(sources)
     names = [f"{index}: {source.source}" for index, source in enumerate(sources)]
-    contents = Contents(
+    return join(
+        sources,
+        _tree(merged, where(sources)),
+        where(sources),
         format=" and ".join(dict.fromkeys(source.format for source in sources)),
-        tree=_tree(merged, where(sources)),
-        files=tuple(dict.fromkeys(path for source in sources for path in source.files)),
         metadata=merged_metadata({name: source.contents for name, source in zip(names, sources, strict=True)}),
-        checksums={extent: checksum for source in sources for extent, checksum in source.checksums.items()},
         is_sealed=all(source.contents.is_sealed for source in sources),
     )
-    return Checkpoint(contents, source=where(sources), fingerprints=_fingerprints(sources))
 
 
 def where(sources: Sequence[Checkpoint]) -> str:
@@ -303,16 +301,3 @@ def _node(merged: Merged, path: str) -> dict[str, object]:
     if path in merged.versions:
         set_version_metadata(node, merged.versions[path])
     return node
-
-
-def _fingerprints(sources: Sequence[Checkpoint]) -> dict[str, FileFingerprint]:
-    fingerprints: dict[str, FileFingerprint] = {}
-    for source in sources:
-        for path, fingerprint in source.fingerprints.items():
-            if fingerprints.setdefault(path, fingerprint) != fingerprint:
-                raise ReadFailedError(
-                    "the file changed between the opening of two of the checkpoints",
-                    where=path,
-                    remedy="open them again, when nothing writes to it any more",
-                )
-    return fingerprints

@@ -15,14 +15,12 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from modelstate.checkpoint.checkpoint import Checkpoint
-from modelstate.errors import ModelStateError, ObjectStateError, OptimizerStateError, OptionError, ReadFailedError
+from modelstate.checkpoint.checkpoint import Checkpoint, join
+from modelstate.errors import ModelStateError, ObjectStateError, OptimizerStateError, OptionError
 from modelstate.formats.tree import same_value
-from modelstate.io.files import FileFingerprint
 from modelstate.objects.loaders import load_state, own_generator, state_of
 from modelstate.objects.optimizer_state import optimizer_state
 from modelstate.objects.parts import Kind, Part
-from modelstate.spec import Contents
 from modelstate.text_format import listed
 from modelstate.torch_compat.modules import modules_of as modules_within
 from modelstate.torch_compat.modules import own_modules, tensors_of, unwrapped
@@ -281,29 +279,17 @@ def combined_checkpoint(checkpoints: Mapping[str, Checkpoint]) -> Checkpoint:
     """
     tree: OrderedDict[str, object] = OrderedDict()
     versions: dict[str, object] = {}
-    fingerprints: dict[str, FileFingerprint] = {}
     for path, checkpoint in checkpoints.items():
         tree.update((f"{path}.{name}", tensor) for name, tensor in checkpoint.flat.tensors.items())
         tree.update((f"{path}.{name}", value) for name, value in checkpoint.flat.values.items())
         for name, version in (checkpoint.versions or {}).items():
             versions[f"{path}.{name}" if name else path] = version
-        for file, fingerprint in checkpoint.fingerprints.items():
-            if fingerprints.setdefault(file, fingerprint) != fingerprint:
-                raise ReadFailedError(
-                    "the file changed between the opening of two parts of it",
-                    where=file,
-                    remedy="open it again, when nothing writes to it any more",
-                )
     set_version_metadata(tree, versions)
-    formats = {checkpoint.format for checkpoint in checkpoints.values()}
-    contents = Contents(
-        formats.pop() if len(formats) == 1 else "mapping",
-        tree,
-        tuple(dict.fromkeys(file for checkpoint in checkpoints.values() for file in checkpoint.files)),
-        checksums={place: crc for checkpoint in checkpoints.values() for place, crc in checkpoint.checksums.items()},
-    )
-    sources = list(dict.fromkeys(checkpoint.source for checkpoint in checkpoints.values()))
-    return Checkpoint(contents, source=listed(sources, 3) or "mapping", fingerprints=fingerprints)
+    opened = list(checkpoints.values())
+    formats = {checkpoint.format for checkpoint in opened}
+    sources = dict.fromkeys(checkpoint.source for checkpoint in opened)
+    format = formats.pop() if len(formats) == 1 else "mapping"
+    return join(opened, tree, listed(sources, 3) or "mapping", format=format)
 
 
 Undo = Callable[[], None]

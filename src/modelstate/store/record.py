@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
 
-from modelstate.checkpoint.checkpoint import Checkpoint, verify
+from modelstate.checkpoint.checkpoint import Checkpoint, join, verify
 from modelstate.checkpoint.open import open as open_checkpoint
 from modelstate.errors import (
     ChecksumError,
@@ -27,7 +27,6 @@ from modelstate.io.files import SourceFile, read_whole
 from modelstate.objects.parts import Kind
 from modelstate.remote.location import is_remote, locate
 from modelstate.remote.upload import get
-from modelstate.spec import Contents
 from modelstate.version import __version__
 
 RECORD_FILE = "checkpoint.json"
@@ -142,15 +141,7 @@ class Record:
             path: opened[path].contents.tree if path in opened else entry.decode(directory)
             for path, entry in self.entries.items()
         }
-        checkpoints = opened.values()
-        contents = Contents(
-            "safetensors",
-            tree,
-            tuple(dict.fromkeys(file for checkpoint in checkpoints for file in checkpoint.files)),
-            checksums={extent: digest for checkpoint in checkpoints for extent, digest in checkpoint.checksums.items()},
-        )
-        fingerprints = {path: known for checkpoint in checkpoints for path, known in checkpoint.fingerprints.items()}
-        return Checkpoint(contents, source=directory, fingerprints=fingerprints)
+        return join(list(opened.values()), tree, directory, format="safetensors")
 
     def text(self) -> bytes:
         """Returns the content of `checkpoint.json`."""
