@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,7 @@ def fused(state: State) -> State:
 
 def write_adapter(state: State, folder: Path, rank: int = 2) -> Path:
     """A LoRA adapter for the projections of the network, as peft writes it."""
-    folder.mkdir()
+    folder.mkdir(exist_ok=True)
     torch.manual_seed(3)
     tensors = {}
     for name, weight in state.items():
@@ -66,7 +67,7 @@ def write_safetensors(state: State, path: Path) -> None:
 
 def write_shards(state: State, folder: Path) -> None:
     """Three files with the index of Hugging Face."""
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
     names = sorted(state)
     weight_map = {name: f"model-{index % 3 + 1:05}-of-00003.safetensors" for index, name in enumerate(names)}
     for file in set(weight_map.values()):
@@ -104,18 +105,27 @@ def write(state: State, folder: Path, form: str) -> Path:
     return path
 
 
-def cases(kind: str, folder: Path, form: str) -> dict[str, tuple[Callable[[], Any], dict[str, Any]]]:
-    """What is loaded into a model of a kind: by name, a function that gives the source, and options of `ms.load`.
-
-    Called on all ranks, which write the checkpoints.
-    """
-    net = models.plain(kind, seed=7)
-    state = {name: tensor for name, tensor in net.state_dict().items() if (kind, name) != ("tied", "head.weight")}
+@cache
+def _written(size: str, folder: Path, form: str) -> tuple[Path, Path, Path]:
+    """Writes the state of a network, the same under other names, and an adapter; once in each process for a size."""
+    folder = folder / f"{size} {form}"
+    state = dict(models.plain(size, seed=7).state_dict())
+    if size == "tied":
+        del state["head.weight"]
     path, other = write(state, folder / "whole", form), write(fused(state), folder / "fused", form)
     adapter = folder / "adapter"
     if dist.get_rank() == 0:
         write_adapter(state, adapter)
     dist.barrier()
+    return path, other, adapter
+
+
+def cases(kind: str, folder: Path, form: str) -> dict[str, tuple[Callable[[], Any], dict[str, Any]]]:
+    """What is loaded into a model of a kind: by name, a function that gives the source, and options of `ms.load`.
+
+    Called on all ranks, which write the checkpoints.
+    """
+    path, other, adapter = _written(kind if kind in models.SIZES else "", folder, form)
     return {
         "fp32": (lambda: path, {}),
         "bf16": (lambda: path, {"dtype": torch.bfloat16}),

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
 import modelstate as ms
 from modelstate.loading import plan_for_mesh
@@ -51,8 +50,7 @@ def _kept_in_memory(path: Path) -> Iterator[None]:
 
 
 def _held_bytes(net: models.Net) -> int:
-    local = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in net.state_dict().values()]
-    return sum(tensor.numel() * tensor.itemsize for tensor in local)
+    return sum(models.local(tensor).nbytes for tensor in net.state_dict().values())
 
 
 def _load(kind: str, path: Path, meta: bool, read_once: bool = False) -> tuple[int, int, int, int]:
