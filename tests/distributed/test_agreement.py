@@ -2,12 +2,14 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -17,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import modelstate as ms
 from modelstate import errors
@@ -29,6 +32,14 @@ from tests.distributed.ranks import Outcome, Ranks
 
 pytestmark = pytest.mark.slow
 NOT_FOUND = errors.StepNotFoundError
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[Ranks]:
+    """Two ranks, whose process group tests may replace."""
+    started = Ranks(2)
+    yield started
+    started.close()
 
 
 def agreement(timeout_seconds: float = 20) -> Agreement:
@@ -332,7 +343,7 @@ def abandoned_without_a_sign() -> str:
         pass
     with mock.patch.object(sharding, "CHECK_SECONDS", 0.2):
         if dist.get_rank() == 2:
-            connections = agreement_module._made.pop((ranks.ranks, ""))
+            connections = agreement_module._connections_of_group().pop((ranks.ranks, ""))
             group = connections._group
             connections.abandon()
             time.sleep(2)
@@ -346,6 +357,52 @@ def abandoned_without_a_sign() -> str:
 def test_ranks_that_wait_notice_connections_that_another_one_has_abandoned(ranks: Ranks) -> None:
     assert ranks.values(abandoned_without_a_sign) == ["ended", "ended", "abandoned", "ended"]
     assert ranks.values(good) == [["committed"] * 5] * 4
+
+
+STORES: list[dist.Store] = []
+
+
+def begins(address: str) -> None:
+    """Begins a process group as a program does, or one without connections of torch, over a store that is kept."""
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    kind, _, place = address.partition("://")
+    if kind == "new":
+        dist.init_process_group("gloo", f"tcp://{place}", timedelta(seconds=10), rank=rank, world_size=size)
+        return
+    if len(STORES) == 0:
+        host, _, port = place.partition(":")
+        STORES.append(
+            dist.FileStore(place, size)
+            if kind == "file"
+            else dist.TCPStore(host, int(port), size, is_master=rank == 0, timeout=timedelta(seconds=10))
+        )
+    FakeStore()  # has torch know the backend
+    dist.init_process_group("fake", store=STORES[0], rank=rank, world_size=size)
+
+
+def ends(keeps_store: bool) -> None:
+    if not keeps_store:
+        STORES.clear()
+    dist.destroy_process_group()
+
+
+def votes() -> None:
+    for channel in ("", "another"):
+        with Agreement((0, 1), 10, channel=channel).phase("reading", decides=True):
+            pass
+
+
+@pytest.mark.parametrize("kind", ["tcp", "file", "new"])
+def test_process_groups_one_after_another_in_a_process(pair: Ranks, kind: str, tmp_path: Path) -> None:
+    # A mesh of the first group keeps its store, with its keys. Torch itself cannot make a group over the keys of a
+    # group that is gone: no connection of ours may keep a store.
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        place = f"{tmp_path}/store" if kind == "file" else f"127.0.0.1:{listener.getsockname()[1]}"
+    for life in range(4):
+        pair.values(ends, life > 0)
+        pair.values(begins, f"{kind}://{place}")
+        pair.values(votes)
 
 
 def test_no_thread_of_gloo_is_left_when_the_interpreter_ends(tmp_path: Path) -> None:

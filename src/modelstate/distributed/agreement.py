@@ -25,6 +25,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from hashlib import blake2b
 from typing import Any, NoReturn
+from uuid import uuid4
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -322,7 +324,9 @@ class Agreement:
         self, ranks: tuple[int, ...], use: "Callable[[_Connections], None]", name: str = "a broadcast"
     ) -> None:
         try:
-            use(_connections(ranks, self.timeout_seconds, self._channel))
+            connections = _connections(ranks, self.timeout_seconds, self._channel)
+            connections.of_all = _connections_of_group().get((self.ranks, self._channel))
+            use(connections)
         except BaseException as cause:
             error_of_torch = _without_frames(cause)
             lost_rank = self._lost(_Phase(name, NOTHING_CHANGED, False), error_of_torch, ranks)
@@ -332,7 +336,7 @@ class Agreement:
 
     def abandon(self) -> None:
         """Closes the connections within a phase, so that ranks which wait for this one in a collective end."""
-        if connections := _made.pop((self.ranks, self._channel), None):
+        if connections := _connections_of_group().pop((self.ranks, self._channel), None):
             connections.abandon()
 
     def _end(self, phase: "_Phase", error: BaseException | None, own: Sequence[Digest]) -> None:
@@ -342,7 +346,7 @@ class Agreement:
         numbers += [0] * (_NUMBERS - len(numbers))
         reports: list[dict[str, Any]] = []
         lost: Exception | None = None
-        connections = _made.get((self.ranks, self._channel))
+        connections = _connections_of_group().get((self.ranks, self._channel))
         try:
             if connections is None:
                 raise ConnectionError("the connections were lost before the end of the phase")
@@ -370,7 +374,7 @@ class Agreement:
 
     def _lost(self, phase: "_Phase", cause: Exception, ranks: tuple[int, ...] = ()) -> RankLostError:
         """Returns the error for connections that broke or were not made. The next load makes new ones."""
-        if connections := _made.pop((ranks or self.ranks, self._channel), None):
+        if connections := _connections_of_group().pop((ranks or self.ranks, self._channel), None):
             connections.abandon()
         return RankLostError(
             f"a rank did not end {phase.name}; {phase.effect}",
@@ -492,10 +496,9 @@ def agreement_of(
                 remedy=f"{call}(process_group=) with a group that has all ranks of all meshes, such as group.WORLD",
             )
     ordered = tuple(sorted(ranks))
-    for of_ranks, channel in [key for key in _made if key[0] == ordered]:
-        known = _made[of_ranks, channel]
-        if known.store is default_store() and known.is_abandoned():
-            del _made[of_ranks, channel]  # this rank did not take part when the others gave them up
+    made = _connections_of_group()
+    for key in [key for key, connections in made.items() if key[0] == ordered and connections.is_abandoned()]:
+        del made[key]  # this rank did not take part when the others gave them up
     agreement = Agreement(ordered, TIMEOUT_SECONDS, call=call)
     with agreement.before("planning"):
         agreement.timeout_seconds = check_timeout(timeout_seconds)
@@ -503,9 +506,9 @@ def agreement_of(
 
 
 def _ranks_of(process_group: Any) -> tuple[int, ...]:
-    """Returns the ranks of a group; none where this rank is not in it: torch has no group for it then."""
-    is_member = process_group is not dist.GroupMember.NON_GROUP_MEMBER
-    return tuple(dist.get_process_group_ranks(process_group)) if is_member else ()
+    """Returns the ranks of a group; none for another object, which torch gives a rank that is not in the group."""
+    is_group = isinstance(process_group, dist.ProcessGroup)
+    return tuple(dist.get_process_group_ranks(process_group)) if is_group else ()
 
 
 # Reports of ranks.
@@ -564,9 +567,10 @@ class _Connections:
     def __init__(self, ranks: tuple[int, ...], timeout_seconds: float, channel: str) -> None:
         self.store = default_store()
         self._key = f"modelstate/{Digest.of('', '', [channel, *ranks]).number:x}"
-        # The number of connections that these ranks have abandoned. The store keeps it for ranks that come late.
-        self._generation = int(self._compare_set("generation", "", "0"))
+        self._generation = self._enter()
         store = dist.PrefixStore(f"{self._key}/{self._generation}", self.store)
+        self.of_all: _Connections | None = None
+        """Those of all ranks of the agreement, for connections of some of them."""
         self._size = len(ranks)
         self._decisions = 0
         try:
@@ -578,12 +582,24 @@ class _Connections:
             self.abandon()
             raise
 
+    def _enter(self) -> int:
+        """Returns the number of connections that these ranks have abandoned, which the store keeps for late ranks.
+
+        A store can be older than the process group: a mesh of an earlier group keeps it alive. Connections that this
+        rank has entered before are those of an earlier group, and are abandoned.
+        """
+        own = uuid4().hex
+        while True:
+            generation = self._compare_set("generation", "", "0")
+            if self._compare_set(f"{generation}/here/{dist.get_rank()}", "", own) == own:
+                return int(generation)
+            self._compare_set("generation", generation, str(int(generation) + 1))
+
     def _meet(self, store: Any, ranks: tuple[int, ...], timeout_seconds: float) -> None:
         """Waits until all ranks are here. Raises `RuntimeError` where one does not come, or another one has given up.
 
         The last rank sets the key that the others wait for, so that no rank waits for a key of each other rank.
         """
-        store.set(f"here/{dist.get_rank()}", "")
         if store.add("here", 1) == len(ranks):
             store.set("all", "")
         started = time.monotonic()
@@ -643,8 +659,10 @@ class _Connections:
             self._compare_set("generation", str(self._generation), str(self._generation + 1))
 
     def is_abandoned(self) -> bool:
-        """Whether another rank has abandoned these connections. Asks the store."""
-        return self._compare_set("generation", "", "0") != str(self._generation)
+        """Whether another rank has abandoned these connections, or those of all ranks. Asks the store."""
+        if self._compare_set("generation", "", "0") != str(self._generation):
+            return True
+        return self.of_all not in (None, self) and self.of_all.is_abandoned()
 
     def _compare_set(self, key: str, expected: str, desired: str) -> str:
         found: bytes = self.store.compare_set(f"{self._key}/{key}", expected, desired)
@@ -656,16 +674,22 @@ def _without_frames(error: BaseException) -> Exception:
     return RuntimeError(f"{type(error).__name__}: {error}")
 
 
-_made: dict[tuple[tuple[int, ...], str], _Connections] = {}
-"""The connections by their ranks and channel."""
+_Made = dict[tuple[tuple[int, ...], str], _Connections]
+_made: WeakKeyDictionary[Any, _Made] = WeakKeyDictionary()
+"""The connections of each default process group, by their ranks and channel. They hold the group's store, so they end
+with the group: torch cannot make the next group over a store with the keys of a group that has ended."""
 # A thread of gloo may still hold a tensor of the last vote. Where it releases it while the interpreter ends, the
 # process aborts. The end of the connections waits for their threads.
 atexit.register(_made.clear)
 
 
+def _connections_of_group() -> _Made:
+    return _made.setdefault(dist.group.WORLD, {})
+
+
 def _connections(ranks: tuple[int, ...], timeout_seconds: float, channel: str = "") -> _Connections:
     """Returns the connections between these ranks, which are made at the first call. Raises what torch raises."""
-    known = _made.get((ranks, channel))
-    if known is None or known.store is not default_store():  # the process group is another one
-        _made[ranks, channel] = known = _Connections(ranks, timeout_seconds, channel)
-    return known
+    made = _connections_of_group()
+    if (ranks, channel) not in made:
+        made[ranks, channel] = _Connections(ranks, timeout_seconds, channel)
+    return made[ranks, channel]
