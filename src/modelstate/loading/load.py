@@ -1,12 +1,14 @@
 """`load` and `plan`: plan a load, stage the values, commit them."""
 
+import inspect
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Set
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, overload
+from functools import partial, wraps
+from traceback import walk_tb
+from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypedDict, TypeVar, Unpack, overload
 
 import torch
 from torch import nn
@@ -60,6 +62,8 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup  # which torch may have been built without
 
 Source = str | os.PathLike[str] | Mapping[str, Any] | Checkpoint
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 _OF_TORCH = {
     "map_location": "device=: the device of the tensors; without it each tensor stays on its device",
     "strict": 'leave it out: all names have to fit. To allow exceptions: allow_missing=["head.*"], '
@@ -160,6 +164,24 @@ class LoadArguments(TypedDict, total=False):
     timeout_seconds: float
 
 
+def _wrong_on_all_ranks(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Decorates `load` so that arguments that it does not have are an error on all ranks of the model's mesh."""
+    code = inspect.unwrap(function).__code__
+
+    @wraps(function)
+    def called(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        try:
+            return function(*args, **kwargs)
+        except (OptionError, TypeError) as error:
+            has_begun = any(frame.f_code is code for frame, _ in walk_tb(error.__traceback__))
+            models = [value for value in (*args, *kwargs.values()) if isinstance(value, nn.Module)]
+            group: Any = kwargs.get("process_group")
+            with nullcontext() if has_begun else agreement_of(models[0] if models else (), group).before(PLANNING):
+                raise
+
+    return called
+
+
 @overload
 def load(
     model: nn.Module,
@@ -176,6 +198,7 @@ def load(
 def load(
     model: nn.Module, source: Source | LoadPlan, *, background: bool, **arguments: Unpack[LoadArguments]
 ) -> LoadReport | LoadHandle: ...
+@_wrong_on_all_ranks
 @argument_order("ms.load", is_module, lambda value: is_source(value) or isinstance(value, LoadPlan))
 @foreign_arguments(**_OF_TORCH)
 def load(
@@ -287,11 +310,11 @@ def load(
         >>> report.coverage
         1.0
     """
-    model = check_model(model)
-    ranks = agreement_of(model, process_group, timeout_seconds)
+    ranks = agreement_of(model if isinstance(model, nn.Module) else (), process_group, timeout_seconds)
     agreement = ranks if ranks.is_collective else None
     started = time.perf_counter()
     with nullcontext() if agreement is None else agreement.before(PLANNING):
+        model = check_model(model)
         checked_optimizers = () if optimizers == () else check_optimizers(optimizers, model)
         if max_memory_bytes is not None:
             check_budget_option(max_memory_bytes)
