@@ -23,23 +23,29 @@ def _plain() -> models.Net:
     return models.Net(**SIZES)
 
 
-def _loaded(source: str) -> dict[str, torch.Tensor]:
+def _loaded(source: str, kind: str, read_once: bool = False) -> dict[str, torch.Tensor]:
     with ms.skeleton():
         net = models.Net(**SIZES)
-    models.SHARD["fsdp"](net)
-    ms.load(net, source)
+    models.SHARD[kind](net)
+    ms.load(net, source, read_once=read_once)
     return models.gathered(net)
 
 
-def _equals(url: str, path: str) -> bool:
-    remote, local = _loaded(url), _loaded(path)
+def _equals(url: str, path: str, kind: str, read_once: bool) -> bool:
+    remote, local = _loaded(url, kind, read_once), _loaded(path, kind)
     return bool(remote) and all(torch.equal(remote[name], value) for name, value in local.items())
 
 
-def test_the_ranks_request_the_model_once(ranks: Ranks, tmp_path: Path) -> None:
-    ms.save(_plain(), tmp_path / "model.safetensors")
-    state_bytes = sum(value.nbytes for value in _plain().state_dict().values())
+@pytest.mark.parametrize(
+    ("kind", "read_once", "copies"),
+    [("fsdp", False, 1), ("hsdp", False, 2), ("hsdp", True, 1), ("replicated", True, 1)],
+)
+def test_the_server_sends_each_part_once_for_each_rank_that_reads_it(
+    kind: str, read_once: bool, copies: int, ranks: Ranks, tmp_path: Path
+) -> None:
+    path = tmp_path / "model.safetensors"
+    ms.save(_plain(), path)
+    sent_bytes = copies * sum(value.nbytes for value in _plain().state_dict().values())
     with file_server(tmp_path) as server, fault_proxy(server) as proxy:
-        assert all(ranks.values(_equals, f"{proxy.url}/model.safetensors", str(tmp_path / "model.safetensors")))
-        headers = 4 * _HEADER_BYTES
-        assert state_bytes <= proxy.downloaded_bytes <= SURPLUS * state_bytes + headers
+        assert all(ranks.values(_equals, f"{proxy.url}/{path.name}", str(path), kind, read_once))
+        assert sent_bytes <= proxy.downloaded_bytes <= SURPLUS * sent_bytes + 4 * _HEADER_BYTES
