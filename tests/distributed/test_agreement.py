@@ -189,7 +189,7 @@ def test_a_rank_that_dies_before_the_first_vote(ranks: Ranks, connecting: bool) 
     assert outcomes[2].died
     for outcome in (outcomes[0], outcomes[1], outcomes[3]):
         error, later = outcome.value
-        assert connecting or error == "RuntimeError: nothing from the ranks 2"
+        assert connecting or error.endswith("the ranks 2")
         assert later == "committed"  # the other ranks can go on with a mesh of their own
 
 
@@ -209,7 +209,7 @@ def interrupted_in_the_wait() -> str:
 
 
 def test_an_interrupt_in_the_wait_for_a_rank_ends_the_wait_of_the_others(ranks: Ranks) -> None:
-    stopped = "RuntimeError: another rank has stopped waiting"
+    stopped = "RuntimeError: another rank has stopped waiting for the ranks 0"
     assert ranks.values(interrupted_in_the_wait, timeout=30) == ["", "interrupted", stopped, stopped]
 
 

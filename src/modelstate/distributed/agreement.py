@@ -606,11 +606,11 @@ class _Connections:
         # `store.wait` would block the other threads that use the store.
         while not store.check(["all"]):
             waited_seconds = time.monotonic() - started
-            if waited_seconds > timeout_seconds:
+            is_abandoned = self.is_abandoned()
+            if is_abandoned or waited_seconds > timeout_seconds:
                 missing = [rank for rank in ranks if not store.check([f"here/{rank}"])]
-                raise RuntimeError(f"nothing from the ranks {_numbers(missing)}")
-            if self.is_abandoned():
-                raise RuntimeError("another rank has stopped waiting")
+                what = "another rank has stopped waiting for" if is_abandoned else "nothing from"
+                raise RuntimeError(f"{what} the ranks {_numbers(missing)}")
             time.sleep(min(max(waited_seconds / 5, 0.001), 0.5))
 
     def maximum(self, numbers: Sequence[int], timeout_seconds: float) -> list[int]:
