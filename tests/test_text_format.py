@@ -52,6 +52,25 @@ def test_paths_are_as_the_caller_wrote_them(tmp_path: Path, monkeypatch: pytest.
     assert as_given(f"{tmp_path}/a.pt") == f"{tmp_path}/a.pt"
 
 
+def test_a_directory_alone_is_as_the_caller_wrote_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "sub").mkdir()
+    text = f"{tmp_path}: {tmp_path}/sub/a.pt, {tmp_path}b and /x{tmp_path}"
+    monkeypatch.chdir(tmp_path)
+    local_path(".")
+    assert as_given(text) == f".: sub/a.pt, {tmp_path}b and /x{tmp_path}"
+    monkeypatch.chdir(tmp_path / "sub")
+    assert as_given(text) == text
+    local_path("..")
+    assert as_given(text) == f"..: ../sub/a.pt, {tmp_path}b and /x{tmp_path}"
+
+
+def test_a_path_with_a_newline_takes_one_line(tmp_path: Path) -> None:
+    with pytest.raises(ms.errors.SourceNotFoundError) as caught:
+        ms.open(tmp_path / "a\nb.pt")
+    assert caught.value.where.endswith("a\nb.pt")
+    assert "a\\nb.pt: there is no such file" in str(caught.value).splitlines()[0]
+
+
 def test_few_directories_are_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for number in range(200):

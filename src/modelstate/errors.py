@@ -77,7 +77,7 @@ ModelStateError
 from collections.abc import Sequence
 from typing import Any, ClassVar, Literal
 
-from modelstate.text_format import as_given
+from modelstate.text_format import as_given, printable
 
 AppReason = Literal["unreachable", "no answer", "access", "refused"]
 """Why a serving app has not taken a checkpoint.
@@ -153,7 +153,7 @@ class ModelStateError(Exception):
     def __str__(self) -> str:
         if not self.has_fields:
             return super().__str__()
-        lines = [f"{self.where}: {self.what}" if self.where else self.what]
+        lines = [f"{printable(self.where)}: {self.what}" if self.where else self.what]
         labels = {"expected": self.expected, "found": self.found, "to do": self.remedy, "more": self._explain_command()}
         return as_given("\n".join(lines + [f"  {label}: {text}" for label, text in labels.items() if text]))
 

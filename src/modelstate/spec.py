@@ -287,6 +287,8 @@ class StoredComposite:
     that was allowed when the file was opened."""
     is_parameter: bool = False
     requires_grad: bool = False
+    part_names: tuple[str, ...] = field(default=(), compare=False)
+    """What each part is, such as "qdata" and "scale"; empty where the file does not say."""
 
     @property
     def nbytes(self) -> int:

@@ -38,10 +38,11 @@ def printable_lines(text: str) -> str:
 
 def note_given(path: str, given: str) -> None:
     """Notes how the caller wrote an absolute path, for `as_given`."""
-    directory = os.path.dirname(path) + os.sep
+    is_directory = os.path.basename(given) in ("", ".", "..")
+    directory = path.rstrip(os.sep) if is_directory else os.path.dirname(path) + os.sep
     _directories.pop(directory, None)
-    if not os.path.isabs(given) and os.path.basename(given) not in ("", ".", ".."):
-        _directories[directory] = given[: len(given) - len(os.path.basename(given))]
+    if not os.path.isabs(given):
+        _directories[directory] = given if is_directory else given[: len(given) - len(os.path.basename(given))]
         while len(_directories) > _MAX_DIRECTORIES:
             _directories.popitem(last=False)
 
@@ -51,11 +52,18 @@ def as_given(text: str) -> str:
     noted = [item for item in list(_directories.items()) if item[0] in text]
     for directory, given in sorted(noted, key=lambda item: -len(item[0])):
         try:
-            leads_there = directory in (os.path.join(os.getcwd(), given), os.path.abspath(given) + os.sep)
+            absolute = os.path.abspath(given), os.path.join(os.getcwd(), given)
+            leads_there = directory.rstrip(os.sep) in [path.rstrip(os.sep) for path in absolute]
         except OSError:  # the working directory was removed
             return text
         if leads_there:
-            text = re.sub(rf"(?<![\w./~-]){re.escape(directory)}", given.replace("\\", r"\\"), text)
+            below = os.path.join(given, "") if given.rstrip(os.sep) != os.curdir else ""
+            replacements = (
+                {directory: given} if directory.endswith(os.sep) else {directory + os.sep: below, directory: given}
+            )
+            for path, relative in replacements.items():
+                end = "" if path.endswith(os.sep) else r"(?![\w./~-])"
+                text = re.sub(rf"(?<![\w./~-]){re.escape(path)}{end}", relative.replace("\\", r"\\"), text)
     return text
 
 

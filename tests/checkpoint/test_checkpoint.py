@@ -2,6 +2,7 @@
 
 import json
 import os
+import pickle
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
@@ -15,6 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
+import modelstate as ms
 from modelstate import errors
 from modelstate.checkpoint.checkpoint import Checkpoint
 from modelstate.checkpoint.mapped import Maps
@@ -280,6 +282,16 @@ def test_values_are_copies(tmp_path: Path) -> None:
 def resident_bytes() -> int:
     with open("/proc/self/statm") as file:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def test_results_can_be_pickled_and_a_checkpoint_says_why_it_cannot(tmp_path: Path) -> None:
+    module, state = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2).state_dict()
+    results = (ms.load(module, state), ms.diff(state, {"bias": torch.ones(2)}), ms.inspect(state).stats())
+    for result in results:
+        assert str(pickle.loads(pickle.dumps(result))) == str(result)
+    for holder in (ms.open(state), ms.inspect(state), ms.plan(module, state)):
+        with pytest.raises(TypeError, match="a Checkpoint holds open files"):
+            pickle.dumps(holder)
 
 
 def test_a_tensor_costs_no_memory(tmp_path: Path) -> None:

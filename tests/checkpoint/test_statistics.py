@@ -149,7 +149,7 @@ def test_some_names_alone(state: dict[str, torch.Tensor], tmp_path: Path) -> Non
     stats = ms.inspect(tmp_path / "m.safetensors").stats(only=["layer.0.*"])
     assert [tensor.name for tensor in stats.tensors] == ["layer.0.k", "layer.0.q"]
     assert stats.read_bytes == 2 * 64
-    with pytest.raises(OptionError, match="no name matches only="):
+    with pytest.raises(OptionError, match="no name matches the patterns"):
         ms.inspect(tmp_path / "m.safetensors").stats(only=["x.*"])
     for only in ("x.*", 5, [1], None):
         with pytest.raises(OptionError, match="only= must be glob patterns"):
@@ -166,6 +166,52 @@ def test_tensors_in_other_layouts(tmp_path: Path) -> None:
     assert stats["t"].statistics.mean == pytest.approx(float(base.mean()), abs=1e-6)
     assert stats["rows"].statistics.max == float(base[::3].max())
     assert (stats["s"].kind, stats["s"].statistics.mean) == ("sparse_coo", None)
+    assert [(part.name, part.statistics.max) for part in stats["s"].parts] == [("s, indices", 2), ("s, values", 1.0)]
+
+
+@pytest.mark.parametrize("writer", ["torch.save", "modelstate.save", "none"])
+@pytest.mark.parametrize("bits", [8, 4, "float8"])
+def test_the_payloads_of_quantized_tensors(writer: str, bits: int | str, tmp_path: Path) -> None:
+    quantization = pytest.importorskip("torchao.quantization")
+    config = {
+        8: quantization.Int8WeightOnlyConfig,
+        4: lambda: quantization.IntxWeightOnlyConfig(weight_dtype=torch.int4),
+        "float8": quantization.Float8WeightOnlyConfig,
+    }[bits]
+    model = nn.Sequential(nn.Linear(64, 32), nn.ReLU())
+    quantization.quantize_(model, config())
+    weight = model[0].weight
+    path = tmp_path / ("m.pt" if writer == "torch.save" else "m.safetensors")
+    if writer == "torch.save":
+        torch.save(model.state_dict(), path)
+    elif writer == "modelstate.save":
+        ms.save(model, path)
+    source: object = model.state_dict() if writer == "none" else path
+    found = {tensor.name: tensor for tensor in ms.inspect(source).stats().tensors}["0.weight"]  # type: ignore[arg-type]
+    assert (found.statistics.mean, found.kind.startswith("torchao.")) == (None, True)
+    parts = {part.name: part for part in found.parts}
+    for name in ("qdata", "scale"):
+        values, statistics = getattr(weight, name), parts[f"0.weight, {name}"].statistics
+        assert statistics.max == values.float().max().item()
+        assert statistics.mean == pytest.approx(values.double().mean().item(), rel=1e-5, abs=1e-6)
+    diff = ms.diff(source, model)  # type: ignore[arg-type]
+    assert diff.is_equal
+    assert {"qdata", "scale"} <= {tensor.part for tensor in diff.tensors}
+
+
+def test_a_scale_that_is_not_finite_counts_in_its_module() -> None:
+    values = torch.sparse_coo_tensor(torch.tensor([[0, 1]]), torch.tensor([math.nan, math.inf]), (3,))
+    stats = ms.inspect({"a.s": values, "a.w": torch.ones(2)}).stats()
+    assert (stats.module("a").statistics.nan, stats.module("a").statistics.infinite) == (1, 1)
+    assert stats.module("a").statistics.mean == 1.0
+    assert "a.s, values" in str(stats)
+    assert json.loads(stats.to_json())["tensors"][0]["parts"][1]["nan"] == 1
+
+
+def test_a_quantized_tensor_of_torch_is_dequantized() -> None:
+    quantized = torch.quantize_per_tensor(torch.tensor([-1.0, 0.5]), 0.5, 0, torch.qint8)
+    (tensor,) = ms.inspect({"q": quantized}).stats().tensors
+    assert (tensor.statistics.min, tensor.statistics.max) == (-1.0, 0.5)
 
 
 def test_the_result_does_not_depend_on_the_budget(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """`modelstate diff` and `modelstate store diff`."""
 
 import json
+import shlex
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,8 @@ from typer.testing import CliRunner, Result
 
 import modelstate as ms
 from modelstate.cli.main import app
+from modelstate.comparison.diff import diff
+from modelstate.comparison.result import Diff
 
 
 @pytest.fixture(autouse=True)
@@ -58,7 +61,7 @@ def test_three_keys_are_a_wrong_command_line() -> None:
 
 def test_a_missing_file_is_an_error() -> None:
     done = run("diff", "a.safetensors", "missing.safetensors")
-    assert done.exit_code == 1
+    assert done.exit_code == 2
     assert done.stdout == ""
     assert "missing.safetensors" in done.stderr
 
@@ -67,8 +70,38 @@ def test_a_part_of_each_side() -> None:
     assert run("diff", "training.pt", "training.pt", "--key", "model_state", "--key", "ema").exit_code == 0
     assert run("diff", "training.pt", "training.pt", "--key", "model_state").exit_code == 0
     done = run("diff", "training.pt", "a.safetensors", "--key", "nothing")
-    assert done.exit_code == 1
-    assert "on the command line: --key KEY" in done.stderr
+    assert done.exit_code == 2
+    assert "give --key twice" in done.stderr
+    assert run("diff", "training.pt", "a.safetensors", "--key", "ema", "--key", "").exit_code == 0
+
+
+@pytest.mark.parametrize("arguments", [("training.pt", "a.safetensors"), ("a.safetensors", "training.pt")])
+def test_the_remedy_for_several_state_dicts_names_the_side(arguments: tuple[str, str]) -> None:
+    done = run("diff", *arguments)
+    assert done.exit_code == 2
+    keys = shlex.split(done.stderr.partition("to do: ")[2].splitlines()[0])
+    assert run("diff", *arguments, *keys).exit_code == 0
+
+
+def test_a_page_that_cannot_be_written_does_not_hide_the_result() -> None:
+    for page in ("a.safetensors/diff.html", "."):
+        done = run("diff", "a.safetensors", "b.safetensors", "--html", page)
+        assert done.exit_code == 2
+        assert "3 equal, 2 changed" in done.stdout
+        assert "to do: give" in done.stderr
+
+
+def test_a_file_that_changes_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    def changing(*arguments: object, **options: object) -> Diff:
+        save_file({"layer.0.weight": torch.zeros(5, 5)}, "b.safetensors")
+        return diff(*arguments, **options)  # type: ignore[arg-type]
+
+    opened = [ms.open("a.safetensors"), ms.open("b.safetensors")]
+    monkeypatch.setattr(ms, "diff", lambda a, b, **options: changing(*opened, **options))
+    done = run("diff", "a.safetensors", "b.safetensors")
+    assert (done.exit_code, done.stdout) == (2, "")
+    assert "b.safetensors" in done.stderr
+    assert "to do: " in done.stderr
 
 
 def test_rules_and_a_guess() -> None:
@@ -79,8 +112,9 @@ def test_rules_and_a_guess() -> None:
     assert guessed.exit_code == 1
     assert "renamed by guess" in guessed.stdout
     refused = run("diff", "a.safetensors", "renamed.safetensors", "--no-guess")
-    assert refused.exit_code == 1
+    assert refused.exit_code == 2
     assert "no name in common" in refused.stderr
+    assert "on the command line: --key twice" in refused.stderr
 
 
 def test_what_is_shown() -> None:
@@ -95,7 +129,7 @@ def test_what_is_shown() -> None:
 
 def test_a_memory_budget() -> None:
     done = run("diff", "a.safetensors", "b.safetensors", "--max-memory", "1kB")
-    assert done.exit_code == 1
+    assert done.exit_code == 2
     assert "--max-memory" in done.stderr
 
 
@@ -109,12 +143,12 @@ def test_steps_of_a_store() -> None:
     assert "step  1  ->  2" in done.stdout
     assert run("store", "diff", "run", "1", "2", "--only", "model.*").exit_code == 0
     assert run("store", "diff", "run", "2", "2").exit_code == 0
-    assert run("store", "diff", "run", "2", "3").exit_code == 1
-    assert run("store", "diff", "a.safetensors", "1", "2").exit_code == 1
+    assert run("store", "diff", "run", "2", "3").exit_code == 2
+    assert run("store", "diff", "a.safetensors", "1", "2").exit_code == 2
 
 
 def test_names_in_errors_cannot_control_the_terminal() -> None:
     save_file({"\x1b[31mred": torch.ones(2)}, "red.safetensors")
     done = run("diff", "red.safetensors", "a.safetensors")
-    assert done.exit_code == 1
+    assert done.exit_code == 2
     assert r"found: \x1b[31mred" in done.stderr

@@ -10,8 +10,10 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from typer.testing import CliRunner
 
 import modelstate as ms
+from modelstate.cli.main import app
 from modelstate.remote import location
 from modelstate.testing import Fault, FaultProxy, HttpRequest, fault_proxy
 from tests.remote.servers import file_server
@@ -152,7 +154,9 @@ def test_commands_take_urls(served: Served) -> None:
     url = f"{served.url}/{name}"
     assert ms.diff(url, served.directory / name).is_equal
     assert ms.verify(url)
-    ms.inspect(url)
+    assert ms.inspect(url).stats().module() == ms.inspect(served.directory / name).stats().module()
+    for arguments in (["diff", url, str(served.directory / name)], ["inspect", "--stats", url]):
+        assert CliRunner().invoke(app, arguments).exit_code == 0
     bf16 = make_model().bfloat16()
     ms.load(bf16, url, dtype="bfloat16", max_memory_bytes=1 << 20)
     assert torch.equal(bf16[0].weight, model[0].weight.bfloat16())

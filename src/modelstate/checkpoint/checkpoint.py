@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import xxhash
 
@@ -351,6 +351,9 @@ class Checkpoint(Mapping[str, TensorSpec], Shown):
         return tuple(tuple(group) for group in groups.values() if len(group) > 1)
 
     # Reading.
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a Checkpoint holds open files, and cannot be pickled or copied: pass its path on instead")
 
     def select(self, key: str) -> Checkpoint:
         """Returns the part under a dotted path, with names relative to the path.

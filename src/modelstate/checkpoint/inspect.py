@@ -178,7 +178,7 @@ class Inspection(Shown):
     ) -> CheckpointStatistics:
         """Reads the tensors, and returns the statistics of each: least and greatest value, mean, zeros, NaN, ...
 
-        The tensors are read block by block on several threads, with a few megabytes of memory.
+        The tensors are read block by block on several threads, with tens of megabytes of memory.
 
         Args:
             only: Patterns of names; other tensors are left out.

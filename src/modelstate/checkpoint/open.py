@@ -63,7 +63,7 @@ from modelstate.remote import hub
 from modelstate.remote.file import listing, opened
 from modelstate.remote.location import is_remote, locate
 from modelstate.spec import Contents
-from modelstate.text_format import listed
+from modelstate.text_format import listed, printable
 
 if TYPE_CHECKING:
     from modelstate.checkpoint.combine import Combination, CombineFunction
@@ -261,7 +261,7 @@ def _several(directory: str, candidates: list[_Candidate]) -> AmbiguousCheckpoin
         f"several checkpoints are in this directory, {len(names)} of them",
         where=directory,
         expected="one, or one named model",
-        found=listed(names, 12),
+        found=listed(map(printable, names), 12),
         remedy=f"give the path of the one that is meant, such as {os.path.join(directory, names[0])}",
     )
 

@@ -24,12 +24,23 @@ from typing import NamedTuple
 import torch
 
 from modelstate.errors import MemoryBudgetError
+from modelstate.formats.torch_globals import SPARSE_PARTS
 from modelstate.io.engine import BUFFER_BYTES, Block, Part, ReadStrategy, Wanted, read_threads, stream, uncached_threads
 from modelstate.io.files import FileFingerprint
 from modelstate.io.memory import aligned
 from modelstate.io.prefetch import files_to_read_uncached
-from modelstate.spec import Box, ByteRange, Stored, StoredComposite, StoredTensor, box_of, own_bytes, slices_of
-from modelstate.torch_compat.plain import is_plain_memory
+from modelstate.spec import (
+    Assemble,
+    Box,
+    ByteRange,
+    Stored,
+    StoredComposite,
+    StoredTensor,
+    box_of,
+    own_bytes,
+    slices_of,
+)
+from modelstate.torch_compat.plain import is_plain, is_plain_memory
 
 _BLOCK_BYTES = 4 << 20
 """What a thread reads at once, of all operands together."""
@@ -98,6 +109,42 @@ def operand_of(stored: Stored, read: Callable[[Stored], torch.Tensor]) -> Operan
     if isinstance(stored, torch.Tensor) and is_plain_memory(stored):
         memory = stored.detach().as_strided((stored.numel(),), (1,))
     return Operand(stored.dtype, tuple(stored.shape), region, extent, memory)
+
+
+def kind_of(stored: object) -> str:
+    """Returns "strided" for a plain tensor, also one that is computed or stored in chunks; or its layout or class."""
+    if isinstance(stored, StoredComposite):
+        return "strided" if isinstance(stored.build, Assemble) else stored.kind
+    if isinstance(stored, torch.Tensor) and not is_plain(stored):
+        cls = type(stored)
+        is_subclass = stored.layout is torch.strided
+        return f"{cls.__module__}.{cls.__qualname__}" if is_subclass else str(stored.layout).removeprefix("torch.")
+    return "strided"
+
+
+def plain_parts(stored: object) -> dict[str, Stored]:
+    """Returns the plain tensors that a sparse tensor or a subclass consists of, by what they are: "qdata", "scale".
+
+    The names are numbers where a file does not say what the parts are.
+    """
+    if isinstance(stored, StoredComposite):
+        names = stored.part_names or SPARSE_PARTS.get(getattr(torch, stored.kind, None), ())
+        if len(names) != len(stored.parts):
+            names = [f"part {index}" for index in range(len(stored.parts))]
+        return dict(zip(names, stored.parts, strict=True))
+    assert isinstance(stored, torch.Tensor)
+    if stored.layout in SPARSE_PARTS:
+        tensor = stored.detach()
+        tensor = tensor.coalesce() if stored.layout is torch.sparse_coo else tensor
+        return {name: getattr(tensor, name)() for name in SPARSE_PARTS[stored.layout]}
+    if not hasattr(stored, "__tensor_flatten__"):
+        return {"values": stored}
+    parts: dict[str, Stored] = {}
+    for name in stored.__tensor_flatten__()[0]:
+        inner = getattr(stored, name)
+        below = {"": inner} if is_plain(inner) else plain_parts(inner)
+        parts |= {f"{name}.{part}".rstrip("."): tensor for part, tensor in below.items()}
+    return parts
 
 
 def _dense_bytes(stored: Stored) -> int:

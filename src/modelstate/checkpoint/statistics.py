@@ -9,8 +9,8 @@ import json
 import math
 import threading
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from enum import Enum
 from fnmatch import fnmatchcase
 from functools import partial
@@ -26,7 +26,9 @@ from modelstate.checkpoint.reduction import (
     Operand,
     exact_sum,
     if_finite,
+    kind_of,
     operand_of,
+    plain_parts,
     reduce,
     scratch,
 )
@@ -35,7 +37,7 @@ from modelstate.html.page import Kind, Page, Shown, area_chart
 from modelstate.io.engine import read_ranges
 from modelstate.io.tensors import read_tensor
 from modelstate.progress import progress_bar
-from modelstate.spec import Assemble, Combined, Stored, StoredComposite, StoredTensor, TensorSpec, bytes_key, pieces
+from modelstate.spec import Stored, TensorSpec, bytes_key, pieces
 from modelstate.text_format import columns, count, folded, listed, printable, seconds, size
 from modelstate.torch_compat.dtypes import short
 from modelstate.torch_compat.plain import has_its_memory, is_plain, remedies_for
@@ -78,10 +80,12 @@ class TensorStatistics:
     shape: tuple[int, ...]
     dtype: torch.dtype
     kind: str
-    """ "strided"; tensors of other kinds, such as sparse or quantized ones, have no statistics."""
+    """ "strided"; or the layout or class of a tensor that consists of several, which have the statistics."""
     bytes: int
     """Bytes of the elements; 0 for a tied tensor, whose bytes count under the first of its names."""
     statistics: Statistics
+    parts: "tuple[TensorStatistics, ...]" = ()
+    """The plain tensors that a sparse or quantized one consists of, such as the payload and the scales."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +99,7 @@ class ModuleStatistics:
     """The number of tensors of each dtype, the most frequent first."""
     bytes: int
     statistics: Statistics
-    """Of all elements; those of tied tensors count once."""
+    """Of all elements of plain tensors; those of tied tensors count once. NaN and infinity are those of parts, too."""
 
 
 class Sort(Enum):
@@ -195,8 +199,9 @@ class CheckpointStatistics(Shown):
             raise OptionError(
                 "sort= is no order of rows", expected=", ".join(order.value for order in Sort), found=repr(sort)
             ) from error
-        rows = [_module(tensor.name, [tensor]) for tensor in self.tensors] if depth is None else self.modules(depth)
-        shapes = {tensor.name: str(list(tensor.shape)) for tensor in self.tensors} if depth is None else {}
+        entries = list(_with_parts(self.tensors)) if depth is None else []
+        rows = [_module(entry.name, [entry]) for entry in entries] if depth is None else self.modules(depth)
+        shapes = {entry.name: str(list(entry.shape)) for entry in entries}
         table = [(row, shapes.get(row.name, "")) for row in rows]
         if fold:
             table = _folded(table)
@@ -239,7 +244,7 @@ class CheckpointStatistics(Shown):
                     tensor.bytes,
                     *[getattr(tensor.statistics, measure) for _, measure, _ in measures],
                 ]
-                for tensor in self.tensors
+                for tensor in _with_parts(self.tensors)
             ],
             charts=(area_chart("Where the bytes are", [(tensor.name, tensor.bytes) for tensor in self.tensors]),),
         )
@@ -250,14 +255,7 @@ class CheckpointStatistics(Shown):
             {
                 "source": self.source,
                 "tensors": [
-                    {
-                        "name": tensor.name,
-                        "shape": list(tensor.shape),
-                        "dtype": short(tensor.dtype),
-                        "kind": tensor.kind,
-                        "bytes": tensor.bytes,
-                    }
-                    | _json(tensor.statistics)
+                    _tensor_json(tensor) | {"parts": [_tensor_json(part) for part in tensor.parts]}
                     for tensor in self.tensors
                 ],
                 "totals": {
@@ -287,17 +285,22 @@ def statistics_of(
     specs = [spec for name, spec in checkpoint.items() if not patterns or any(fnmatchcase(name, p) for p in patterns)]
     if patterns and not specs:
         raise OptionError(
-            "no name matches only=",
+            "no name matches the patterns",
             where=checkpoint.source,
             found=", ".join(patterns),
             remedy=f"patterns are those of whole names, such as {next(iter(checkpoint), '*')!r}",
         )
     _check_values(checkpoint, specs)
     read = partial(read_tensor, read_all=partial(read_ranges, fingerprints=checkpoint.fingerprints, threads=1))
-    keys = {spec.name: bytes_key(spec.stored, spec.name) for spec in specs}
-    first = {keys[spec.name]: spec for spec in reversed(specs) if _is_counted(spec.stored)}
-    operands: list[tuple[Operand, ...]] = [(operand_of(spec.stored, read),) for spec in first.values()]
-    accumulators = [_Accumulator(operand.dtype) for (operand,) in operands]
+    plain: dict[object, Stored] = {}
+    parts: dict[str, dict[str, Stored]] = {}
+    for spec in specs:
+        parts[spec.name] = {"": spec.stored} if kind_of(spec.stored) == "strided" else plain_parts(spec.stored)
+        for label, stored in parts[spec.name].items():
+            if _is_counted(stored):
+                plain.setdefault(bytes_key(stored, f"{spec.name}.{label}"), stored)
+    operands: list[tuple[Operand, ...]] = [(operand_of(stored, read),) for stored in plain.values()]
+    accumulators = [_Accumulator(_dtype(stored)) for stored in plain.values()]
     read_bytes = 0
 
     def fold(chunk: Chunk) -> None:
@@ -312,15 +315,23 @@ def statistics_of(
             advance(nbytes)
 
         reduce(operands, fold, fingerprints=checkpoint.fingerprints, max_memory_bytes=max_memory_bytes, on_read=on_read)
-    found = {key: accumulator.result() for key, accumulator in zip(first, accumulators, strict=True)}
+    found = {key: accumulator.result() for key, accumulator in zip(plain, accumulators, strict=True)}
     counted: set[object] = set()
     tensors = []
     for spec in specs:
-        key = keys[spec.name]
+        key, kind, members = bytes_key(spec.stored, spec.name), kind_of(spec.stored), []
+        for label, stored in parts[spec.name].items():
+            shape = tuple(stored.shape)
+            statistics = found.get(bytes_key(stored, f"{spec.name}.{label}"))
+            statistics = statistics or Statistics(math.prod(shape), *_UNKNOWN)
+            nbytes = 0 if key in counted else math.prod(shape) * stored.dtype.itemsize
+            name = f"{spec.name}, {label}" if label else spec.name
+            members.append(TensorStatistics(name, shape, stored.dtype, "strided", nbytes, statistics))
+        whole = Statistics(math.prod(spec.shape), *_UNKNOWN) if kind != "strided" else members[0].statistics
         nbytes = 0 if key in counted else spec.nbytes
         counted.add(key)
-        statistics = found.get(key) or Statistics(math.prod(spec.shape), *_UNKNOWN)
-        tensors.append(TensorStatistics(spec.name, spec.shape, spec.dtype, _kind(spec), nbytes, statistics))
+        below = tuple(members) if kind != "strided" else ()
+        tensors.append(TensorStatistics(spec.name, spec.shape, spec.dtype, kind, nbytes, whole, below))
     label = checkpoint.source + (f", key {checkpoint.key!r}" if checkpoint.key else "")
     return CheckpointStatistics(label, tuple(tensors), read_bytes, perf_counter() - begin)
 
@@ -328,18 +339,13 @@ def statistics_of(
 def _is_counted(stored: Stored) -> bool:
     """Whether the tensor is a plain one, with values that have an order or can be zero."""
     if isinstance(stored, torch.Tensor):
-        return is_plain(stored) and not stored.is_quantized and stored.dtype in CONVERTIBLE
-    is_whole = isinstance(stored, StoredTensor | Combined) or isinstance(stored.build, Assemble)
-    return is_whole and stored.dtype in CONVERTIBLE
+        return is_plain(stored) and _dtype(stored) in CONVERTIBLE
+    return kind_of(stored) == "strided" and stored.dtype in CONVERTIBLE
 
 
-def _kind(spec: TensorSpec) -> str:
-    stored = spec.stored
-    if isinstance(stored, StoredComposite) and isinstance(stored.build, Assemble):
-        return "strided"
-    if isinstance(stored, torch.Tensor) and not is_plain(stored) and stored.layout is torch.strided:
-        return f"{type(stored).__module__}.{type(stored).__qualname__}"
-    return spec.kind
+def _dtype(stored: Stored) -> torch.dtype:
+    """The dtype of the values: tensors of torch's own quantized dtypes are dequantized."""
+    return torch.float32 if isinstance(stored, torch.Tensor) and stored.is_quantized else stored.dtype
 
 
 def _check_values(checkpoint: Checkpoint, specs: Iterable[TensorSpec]) -> None:
@@ -490,12 +496,20 @@ _HEADS = ("name", "shape", "dtype", "size", "min", "max", "mean", "std", "zeros"
 def _module(name: str, tensors: Sequence[TensorStatistics]) -> ModuleStatistics:
     # The elements of a tied tensor count once, unless it is the only one.
     counted = [tensor for tensor in tensors if tensor.bytes] or tensors
+    statistics = merged(tensor.statistics for tensor in counted)
+    if parts := [part.statistics for tensor in counted for part in tensor.parts]:
+        below = merged(parts)
+        statistics = replace(
+            statistics,
+            nan=(statistics.nan or 0) + (below.nan or 0),
+            infinite=(statistics.infinite or 0) + (below.infinite or 0),
+        )
     return ModuleStatistics(
         name,
         len(tensors),
         dict(Counter(tensor.dtype for tensor in tensors).most_common()),
         sum(tensor.bytes for tensor in tensors),
-        merged(tensor.statistics for tensor in counted),
+        statistics,
     )
 
 
@@ -539,8 +553,20 @@ def _row(row: ModuleStatistics, shape: str, name: str = "") -> tuple[str, ...]:
     )
 
 
+def _with_parts(tensors: Iterable[TensorStatistics]) -> Iterator[TensorStatistics]:
+    """The tensors, each with the parts that it consists of below it."""
+    for tensor in tensors:
+        yield tensor
+        yield from tensor.parts
+
+
 def _histogram(whole: ModuleStatistics) -> str:
     return "dtypes: " + ", ".join(f"{short(dtype)} ({number:,})" for dtype, number in whole.dtypes.items())
+
+
+def _tensor_json(tensor: TensorStatistics) -> dict[str, object]:
+    fields: dict[str, object] = {"name": tensor.name, "shape": list(tensor.shape), "dtype": short(tensor.dtype)}
+    return fields | {"kind": tensor.kind, "bytes": tensor.bytes} | _json(tensor.statistics)
 
 
 def _json(statistics: Statistics) -> dict[str, object]:

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 PROBLEMS = 1
 """Exit code for problems: an error of modelstate or of the model's code, or a plan that is not ok."""
 USAGE = 2
-"""Exit code for a wrong command line."""
+"""Exit code for a wrong command line, and for an error of a command whose exit code 1 is a result."""
 
 
 WITH_VALUES = "--no-skeleton builds the model with values in its parameters"
@@ -115,7 +115,7 @@ class FactoryError(Exception):
 
 
 @contextlib.contextmanager
-def reported(debug: bool) -> Iterator[None]:
+def reported(debug: bool, exit_code: int = PROBLEMS) -> Iterator[None]:
     """Prints errors to stderr, with a traceback if `debug` is set, and ends the program with an exit code."""
     try:
         yield
@@ -123,18 +123,18 @@ def reported(debug: bool) -> Iterator[None]:
         if isinstance(error, BrokenPipeError):
             raise
         _say(error, debug)
-        raise typer.Exit(PROBLEMS) from None
+        raise typer.Exit(exit_code) from None
     except (typer.Exit, typer.Abort, typer.BadParameter):
         raise
     except SystemExit as error:
         # Raised by the model's code, which does not decide about the exit code.
         _say(error, debug, kind=True)
-        raise typer.Exit(PROBLEMS) from None
+        raise typer.Exit(exit_code) from None
     except Exception as error:
         _say(error, debug, kind=True)
         if not debug:
             print("  to do: run it again with --debug to see where this came from", file=sys.stderr)
-        raise typer.Exit(PROBLEMS) from None
+        raise typer.Exit(exit_code) from None
 
 
 def _say(error: BaseException, debug: bool, kind: bool = False) -> None:
@@ -394,7 +394,14 @@ def terminal_width() -> int | None:
 
 
 def make_parents(target: str) -> None:
-    """Makes the directories on the way to a file that is written. Where that fails, the write says why."""
+    """Makes the directories on the way to a file that is written. Raises `WriteFailedError`."""
     if (parent := os.path.dirname(target)) and not is_remote(target):
-        with contextlib.suppress(OSError):
+        try:
             os.makedirs(parent, exist_ok=True)
+        except OSError as error:
+            raise ms.errors.WriteFailedError(
+                "the directory of the file cannot be made",
+                where=target,
+                found=error,
+                remedy="give a path in a directory that you may write to",
+            ) from error

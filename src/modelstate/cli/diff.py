@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 import modelstate as ms
+from modelstate.cli import spelling
 from modelstate.cli.common import (
     PROBLEMS,
+    USAGE,
     Add,
     Allow,
     Debug,
@@ -28,6 +32,7 @@ from modelstate.cli.common import (
     user_code,
     write_page,
 )
+from modelstate.io.files import local_path
 
 if TYPE_CHECKING:
     from modelstate.comparison.result import Diff
@@ -47,7 +52,10 @@ def diff(
     b: Annotated[str, typer.Argument(metavar="B", help="The second checkpoint.", show_default=False)],
     key: Annotated[
         list[str] | None,
-        typer.Option(metavar="KEY", help="The part to compare, such as model_state; given twice, that of A and of B."),
+        typer.Option(
+            metavar="KEY",
+            help="The part to compare, such as model_state; given twice, that of A and of B, '' for all of it.",
+        ),
     ] = None,
     only: Only = None,
     top: Top = 30,
@@ -73,10 +81,10 @@ def diff(
     """Compare two checkpoints: names, shapes, dtypes and values.
 
     The tensors with the largest change come first.
-    The options that change names apply to A. Exit code 0 if both are equal, 1 if they differ or an error occurs, 2 if
+    The options that change names apply to A. Exit code 0 if both are equal, 1 if they differ, 2 if an error occurs or
     the command line is wrong.
     """
-    with reported(debug):
+    with reported(debug, USAGE), _remedies(a, key or ()):
         if len(key or ()) > 2:
             raise typer.BadParameter("--key is given at most twice: for A, and for B")
         parsed_rules = parse_rules(rules, strip_prefix, add_prefix, rename, rename_regex, ignore, debug)
@@ -86,7 +94,7 @@ def diff(
                 a,
                 b,
                 rules=parsed_rules,
-                key=(key[0], key[-1]) if key else None,
+                key=(key[0] or None, key[-1] or None) if key else None,
                 only=only or (),
                 values=not no_values,
                 guess=not no_guess,
@@ -97,9 +105,27 @@ def diff(
         show(result, as_json, None if show_all else top, not no_fold, html)
 
 
+@contextlib.contextmanager
+def _remedies(a: str, keys: Sequence[str]) -> Iterator[None]:
+    """Makes the remedies of errors name the side that a key is for."""
+    try:
+        yield
+    except ms.errors.KeyNotFoundError as error:
+        if len(keys) == 1:
+            both = spelling.option("--key", keys[0]) + " --key ''"
+            error.remedy = f"give --key twice, for A and for B, where '' is the whole, such as {both}"
+        raise
+    except ms.errors.AmbiguousCheckpointError as error:
+        key = next((key for key, _ in error.candidates if key), None)
+        if key is not None:
+            sides = (key, "") if error.where in (a, local_path(a)) else ("", key)
+            error.remedy = " ".join(spelling.option("--key", side) for side in sides)
+        raise
+
+
 def show(result: Diff, as_json: bool, top: int | None, fold: bool, html: str | None) -> None:
     """Prints the differences, writes their page, and exits with 1 if there are any."""
-    write_page(html, result)
     typer.echo(result.to_json() if as_json else result.text(top=top, fold=fold, width=terminal_width()))
+    write_page(html, result)
     if not result.is_equal:
         raise typer.Exit(PROBLEMS)

@@ -26,13 +26,17 @@ def of_error(error: BaseException, debug: bool = False) -> list[str]:
     if isinstance(error, errors.PlanError):
         return of_problems(error.problems)
     if isinstance(error, errors.ForbiddenGlobalError) and error.allow:
-        return [f"{' '.join(_option('--allow', name) for name in error.allow)} if you trust them", "--skip-forbidden"]
+        return [f"{' '.join(option('--allow', name) for name in error.allow)} if you trust them", "--skip-forbidden"]
     if isinstance(error, errors.ForbiddenGlobalError) and "skip_forbidden" in error.remedy:
         return ["--skip-forbidden"]
-    if isinstance(error, errors.AmbiguousCheckpointError) and error.candidates:
-        return [_option("--key", next((key for key, _ in error.candidates if key), "KEY"))]
+    if isinstance(error, errors.AmbiguousCheckpointError) and error.candidates and "key=" in error.remedy:
+        return [option("--key", next((key for key, _ in error.candidates if key), "KEY"))]
+    if isinstance(error, errors.KeyNotFoundError) and "iterate" in error.remedy:
+        return ["modelstate inspect PATH lists the names"]
     if isinstance(error, errors.KeyNotFoundError):
-        return [] if error.names else ["--key KEY, or leave it out"]
+        return ["--key KEY, or leave it out"] if "key=" in error.remedy else []
+    if isinstance(error, errors.NothingInCommonError):
+        return ["--key twice, for A and for B; or --rename PATTERN=REPLACEMENT, which applies to the names of A"]
     if isinstance(error, errors.UnsupportedTensorError) and "skip_forbidden" in error.remedy:
         return ["--skip-forbidden, without the --allow of it"]
     if isinstance(error, errors.PlacementError):
@@ -76,13 +80,14 @@ def rule_as_options(code: str) -> str | None:
     named = {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords}
     if call.func.attr == "Prefix" and named.keys() in ({"strip"}, {"add"}):
         ((action, prefix),) = named.items()
-        return _option(f"--{action}-prefix", prefix)
+        return option(f"--{action}-prefix", prefix)
     if call.func.attr == "Rename" and len(positional) == 2 and "=" not in positional[1]:
-        return _option("--rename-regex" if is_regex else "--rename", "=".join(positional))
+        return option("--rename-regex" if is_regex else "--rename", "=".join(positional))
     return None
 
 
-def _option(name: str, value: str) -> str:
+def option(name: str, value: str) -> str:
+    """Returns an option with its value, as a shell takes it."""
     # A value that begins with a dash would be taken for an option.
     return f"{name}={shlex.quote(value)}" if value.startswith("-") else f"{name} {shlex.quote(value)}"
 
@@ -117,7 +122,7 @@ _PROBLEMS: dict[type[Problem], Callable[[Sequence[Any]], list[str]]] = {
     causes.WrongDtype: _casts,
     causes.QuantizedCast: lambda _: ["leave out --dtype"],
     causes.QuantizedIntoPlain: lambda _: ["leave out --no-skeleton, and name a function that builds the model"],
-    causes.TieConflict: lambda members: [_option("--ignore", members[0].name)],
+    causes.TieConflict: lambda members: [option("--ignore", members[0].name)],
     causes.Uninitialised: lambda members: [
         *_initialised(members),
         "--no-skeleton, if the factory does not build on meta by itself",

@@ -13,6 +13,7 @@ import typer
 import modelstate as ms
 from modelstate.cli.common import (
     PROBLEMS,
+    USAGE,
     Debug,
     Dtype,
     FileFormat,
@@ -74,7 +75,9 @@ def _index(path: str) -> StepIndex:
             raise SourceNotFoundError("there is no checkpoint of a store here", where=index.directory)
         return index
     if not os.path.lexists(path):
-        raise SourceNotFoundError("there is no such directory", where=path)
+        raise SourceNotFoundError(
+            "there is no such directory", where=path, remedy="check the path, and the directory that it is relative to"
+        )
     if not os.path.exists(path):
         raise not_found(path, path)
     if not os.path.isdir(path):
@@ -208,9 +211,9 @@ def compare_steps(
     """Compare two checkpoints of a store, with all their objects.
 
     It is shown as `modelstate diff` does.
-    Exit code 0 if both are equal, 1 if they differ or an error occurs, 2 if the command line is wrong.
+    Exit code 0 if both are equal, 1 if they differ, 2 if an error occurs or the command line is wrong.
     """
-    with reported(debug):
+    with reported(debug, USAGE):
         nbytes = parse_size(max_memory)
         _index(directory)
         result = ms.Store(directory).diff(a, b, only=only or (), values=not no_values, max_memory_bytes=nbytes)
@@ -297,7 +300,11 @@ def restore(
         while True:
             chosen = index.whole_step(step, _report_skipped, progress=None)
             if chosen is None:
-                raise StepNotFoundError("there is no checkpoint that is whole", where=index.directory)
+                raise StepNotFoundError(
+                    "there is no checkpoint that is whole",
+                    where=index.directory,
+                    remedy=f"modelstate store verify {shlex.quote(directory)} says what is damaged",
+                )
             try:
                 with store.open(name, chosen) as checkpoint:
                     report = ms.convert_checkpoint(checkpoint, target, overwrite=overwrite, **options)

@@ -20,7 +20,7 @@ from modelstate.checkpoint.checkpoint import Checkpoint
 from modelstate.checkpoint.inspect import plain_value
 from modelstate.checkpoint.open import Source, check_budget_option, patterns_of
 from modelstate.checkpoint.open import open as open_checkpoint
-from modelstate.checkpoint.reduction import Chunk, Operand, Region, operand_of, reduce
+from modelstate.checkpoint.reduction import Chunk, Operand, Region, kind_of, operand_of, plain_parts, reduce
 from modelstate.comparison.difference import Accumulator, equal_unread, is_comparable
 from modelstate.comparison.result import Diff, Match, Status, TensorDiff, ValueDiff
 from modelstate.errors import (
@@ -41,9 +41,7 @@ from modelstate.rules.expression import Source as TensorSource
 from modelstate.rules.rule import Entries, Rule, Value, as_code
 from modelstate.rules.schema import Schema, apply_rules, check_rules
 from modelstate.spec import (
-    Assemble,
     Combined,
-    StoredComposite,
     StoredTensor,
     TensorSpec,
     bytes_key,
@@ -73,7 +71,7 @@ def diff(
 ) -> Diff:
     """Compares two checkpoints: names, shapes, dtypes, bits, how far values are apart, and the values of other kinds.
 
-    Both are read block by block on several threads, with a few megabytes of memory. Tensors whose XXH3-128 digests
+    Both are read block by block on several threads, with tens of megabytes of memory. Tensors whose XXH3-128 digests
     agree, which files of `modelstate.save` and steps of a `Store` have, are not read; nor are the same bytes of one
     file. Metadata of the files, such as torch's versions of modules, are not compared.
 
@@ -213,7 +211,7 @@ class _Comparison:
                 self.pairs.append(_Pair(name, entry.sources, matched[name], entry.tensor, b))
         if self.patterns and not (self.pairs or self.added or self.removed or [*self.values()]):
             raise OptionError(
-                "no name matches only=",
+                "no name matches the patterns",
                 where=f"{first.source} and {second.source}",
                 found=", ".join(self.patterns),
                 remedy=f"patterns are those of whole names, such as {next(iter([*second, *first]), '*')!r}",
@@ -340,49 +338,15 @@ class _Part:
 
 def _parts(pair: _Pair) -> list[_Part]:
     """The parts of two tensors that consist of several plain ones; both as a whole where they do not correspond."""
-    kinds = _kind(pair.a), _kind(pair.b)
+    kinds = kind_of(pair.a), kind_of(pair.b)
     if kinds[0] == kinds[1] != "strided" and tuple(pair.a.shape) == tuple(pair.b.shape):
-        first, second = _components(pair.a), _components(pair.b)
-        if len(first) == len(second):
-            strided = ("strided", "strided")
-            return [
-                _Part(pair, f"part {index}", a, b, strided)
-                for index, (a, b) in enumerate(zip(first, second, strict=True))
-            ]
+        first, second = plain_parts(pair.a), plain_parts(pair.b)
+        if first.keys() == second.keys():
+            return [_Part(pair, name, first[name], second[name], ("strided", "strided")) for name in first]
+        if len(first) == len(second):  # one of the files does not say what the parts are
+            numbered = enumerate(zip(first.values(), second.values(), strict=True))
+            return [_Part(pair, f"part {index}", a, b, ("strided", "strided")) for index, (a, b) in numbered]
     return [_Part(pair, "", pair.a, pair.b, kinds)]
-
-
-def _kind(source: TensorSource) -> str:
-    if isinstance(source, StoredComposite):
-        return "strided" if isinstance(source.build, Assemble) else source.kind
-    if isinstance(source, torch.Tensor) and not is_plain(source):
-        layout = source.layout
-        cls = type(source)
-        return (
-            str(layout).removeprefix("torch.")
-            if layout is not torch.strided
-            else f"{cls.__module__}.{cls.__qualname__}"
-        )
-    return "strided"
-
-
-def _components(source: TensorSource) -> list[TensorSource]:
-    """The plain tensors that a tensor consists of."""
-    if isinstance(source, StoredComposite):
-        return list(source.parts)
-    assert isinstance(source, torch.Tensor)
-    if source.layout is torch.sparse_coo:
-        coalesced = source.detach().coalesce()
-        return [coalesced.indices(), coalesced.values()]
-    if source.layout in (torch.sparse_csr, torch.sparse_bsr):
-        return [source.crow_indices(), source.col_indices(), source.detach().values()]
-    if source.layout in (torch.sparse_csc, torch.sparse_bsc):
-        return [source.ccol_indices(), source.row_indices(), source.detach().values()]
-    flatten = getattr(source, "__tensor_flatten__", None)
-    if flatten is None:
-        return [source]
-    inner = [getattr(source, name) for name in flatten()[0]]
-    return [part for tensor in inner for part in ([tensor] if is_plain(tensor) else _components(tensor))]
 
 
 def _dtype_of(source: TensorSource) -> torch.dtype:

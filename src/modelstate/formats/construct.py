@@ -380,6 +380,7 @@ class _Constructor:
             build=build,
             is_parameter=recipe.is_parameter,
             requires_grad=recipe.requires_grad,
+            part_names=_part_names(template, len(parts)),
         )
 
     def template(
@@ -421,6 +422,23 @@ class _Constructor:
         if kind is DeferredCall:
             return _Call(partial(_execute, node), tuple(below(piece) for piece in node.pieces))
         raise DamagedFileError("the pickle is damaged: tensors where none can be", found=kind.__name__)
+
+
+def _part_names(template: object, count: int) -> tuple[str, ...]:
+    """The names of the parts of a tensor: the attributes of the object that they are in; empty where some have none."""
+    names: dict[int, str] = {}
+    seen, left = set[int](), [template]
+    while left:
+        node: Any = left.pop()
+        if id(node) in seen:
+            continue
+        seen.add(id(node))
+        if type(node) is dict:
+            slots = ((name, value) for name, value in node.items() if type(value) is _Slot and type(name) is str)
+            names.update((slot.index, name) for name, slot in slots)
+        left += node.values() if type(node) is dict else node if type(node) in (list, tuple) else ()
+        left += (node.template,) if type(node) is _Call else ()
+    return tuple(names[index] for index in range(count)) if len({*names.values()}) == len(names) == count else ()
 
 
 def _with_grad(tensor: torch.Tensor, is_parameter: bool, requires_grad: bool) -> torch.Tensor:

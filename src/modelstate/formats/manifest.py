@@ -389,8 +389,13 @@ def _composite(
         return tensor
 
     every = tuple(part for group in stored for part in group if isinstance(part, StoredTensor))
+    names = [
+        f"{attribute}.{name}" if isinstance(part, StoredComposite) else attribute
+        for attribute, part in zip(parts, inner, strict=True)
+        for name in (part.part_names if isinstance(part, StoredComposite) else ("",))
+    ]
     own_parts = [part for attribute, part in parts.items() if part == f"{name}.{attribute}"]
-    return StoredComposite(class_name, dtype, shape, every, build), own_parts
+    return StoredComposite(class_name, dtype, shape, every, build, part_names=tuple(names)), own_parts
 
 
 def _not_made(cls: str, where: str, found: str) -> DamagedFileError:

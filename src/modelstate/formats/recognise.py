@@ -135,7 +135,7 @@ _KINDS = _kinds(
     (rb"\x08[\x01-\x20](?:\x12[\x01-\x40][ -~]|:|\x1a)", "an ONNX model", _EXPORTED),
     (rb".{4}TFL3", "a TensorFlow Lite model", _EXPORTED),
     (rb".{4}E[TH]\d\d", "an ExecuTorch program", _EXPORTED),
-    (rb"\x1f\x8b\x08", "compressed with gzip", f"gunzip, or tar -xzf: {_UNPACK}"),
+    (rb"\x1f\x8b\x08", "compressed with gzip", f"gzip -dc FILE > OTHER, or tar -xzf for an archive: {_UNPACK}"),
     (rb"\x28\xb5\x2f\xfd", "compressed with zstd", f"zstd -d: {_UNPACK}"),
     (rb"\xfd7zXZ\0", "compressed with xz", f"xz -d, or tar -xJf: {_UNPACK}"),
     (rb"BZh[1-9]1AY&SY", "compressed with bzip2", f"bzip2 -d, or tar -xjf: {_UNPACK}"),

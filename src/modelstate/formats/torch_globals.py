@@ -433,7 +433,7 @@ def _with_attributes(tensor: StoredTensor | DeferredTensor, state: object) -> De
     return replace(tensor, attributes=attributes)
 
 
-_SPARSE = {
+SPARSE_PARTS = {
     torch.sparse_coo: ("indices", "values"),
     torch.sparse_csr: ("crow_indices", "col_indices", "values"),
     torch.sparse_csc: ("ccol_indices", "row_indices", "values"),
@@ -443,9 +443,9 @@ _SPARSE = {
 
 
 def _sparse(layout: object, data: object) -> Described:
-    if not isinstance(layout, torch.layout) or layout not in _SPARSE or type(data) is not tuple:
+    if not isinstance(layout, torch.layout) or layout not in SPARSE_PARTS or type(data) is not tuple:
         return unsupported(f"a sparse tensor of layout {str(layout)[:100]}")
-    count = len(_SPARSE[layout])
+    count = len(SPARSE_PARTS[layout])
     parts, rest = data[:count], data[count:]
     for part in parts:
         if isinstance(part, Refused | InvalidTensor):

@@ -252,6 +252,7 @@ class StepIndex:
             where=self.directory,
             expected=", ".join(str(entry.place.step) for entry in entries[-20:]) or "none is there",
             found=step,
+            remedy="give one of the steps that are there" if entries else "save one first",
         )
 
     def _places(self) -> list[Place]:

@@ -547,6 +547,7 @@ class Store(Shown):
                     where=entry.place.path,
                     expected=", ".join(path for path, other in record.entries.items() if other.index) or "none has any",
                     found=repr(name),
+                    remedy="give the name of one of these objects",
                 )
             checkpoint = saved.open(entry.place.files)
             if verify:
