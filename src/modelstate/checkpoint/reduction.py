@@ -130,7 +130,7 @@ def plain_parts(stored: object) -> dict[str, Stored]:
     if isinstance(stored, StoredComposite):
         names = stored.part_names or SPARSE_PARTS.get(getattr(torch, stored.kind, None), ())
         if len(names) != len(stored.parts):
-            names = [f"part {index}" for index in range(len(stored.parts))]
+            names = tuple(f"part {index}" for index in range(len(stored.parts)))
         return dict(zip(names, stored.parts, strict=True))
     assert isinstance(stored, torch.Tensor)
     if stored.layout in SPARSE_PARTS:

@@ -319,7 +319,8 @@ def statistics_of(
     counted: set[object] = set()
     tensors = []
     for spec in specs:
-        key, kind, members = bytes_key(spec.stored, spec.name), kind_of(spec.stored), []
+        key, kind = bytes_key(spec.stored, spec.name), kind_of(spec.stored)
+        members: list[TensorStatistics] = []
         for label, stored in parts[spec.name].items():
             shape = tuple(stored.shape)
             statistics = found.get(bytes_key(stored, f"{spec.name}.{label}"))
