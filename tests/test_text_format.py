@@ -60,8 +60,6 @@ def test_a_directory_alone_is_as_the_caller_wrote_it(tmp_path: Path, monkeypatch
     assert as_given(text) == f".: sub/a.pt, {tmp_path}b and /x{tmp_path}"
     monkeypatch.chdir(tmp_path / "sub")
     assert as_given(text) == text
-    local_path("..")
-    assert as_given(text) == f"..: ../sub/a.pt, {tmp_path}b and /x{tmp_path}"
 
 
 def test_a_path_with_a_newline_takes_one_line(tmp_path: Path) -> None:

@@ -128,7 +128,8 @@ def plain_parts(stored: object) -> dict[str, Stored]:
     The names are numbers where a file does not say what the parts are.
     """
     if isinstance(stored, StoredComposite):
-        names = stored.part_names or SPARSE_PARTS.get(getattr(torch, stored.kind, None), ())
+        sparse = {str(layout).removeprefix("torch."): names for layout, names in SPARSE_PARTS.items()}
+        names = stored.part_names or sparse.get(stored.kind, ())
         if len(names) != len(stored.parts):
             names = tuple(f"part {index}" for index in range(len(stored.parts)))
         return dict(zip(names, stored.parts, strict=True))
