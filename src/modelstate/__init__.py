@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from modelstate.objects.rng import RNG as RNG
     from modelstate.objects.save import save as save
     from modelstate.planning.plan import LoadPlan as LoadPlan
+    from modelstate.remote.cache import Cache as Cache
     from modelstate.serve.canary import Canary as Canary
     from modelstate.serve.export import export as export
     from modelstate.serve.follow import follow as follow
@@ -60,6 +61,7 @@ else:
     __getattr__, __dir__ = attach(
         __name__,
         {
+            "Cache": "modelstate.remote.cache",
             "Canary": "modelstate.serve.canary",
             "Checkpoint": "modelstate.checkpoint.checkpoint",
             "Deadline": "modelstate.store.deadline",
@@ -116,6 +118,7 @@ else:
 # Without dcp, whose base classes in torch import sympy.
 __all__ = [
     "RNG",
+    "Cache",
     "Canary",
     "Checkpoint",
     "Deadline",

@@ -505,5 +505,9 @@ class ResumeWarning(UserWarning):
     """A run that is resumed from a checkpoint would differ from an uninterrupted run."""
 
 
+class CacheWarning(UserWarning):
+    """A `Cache` cannot be written. What is read of remote files is no longer kept."""
+
+
 class FollowWarning(UserWarning):
     """A problem while a store is followed without `on_error`."""

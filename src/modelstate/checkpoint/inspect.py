@@ -17,6 +17,7 @@ from modelstate.errors import CodecError
 from modelstate.formats.tree import leaves
 from modelstate.html.page import Page, Shown
 from modelstate.progress import progress_bar
+from modelstate.remote.cache import Cache
 from modelstate.spec import Refused, StoredTensor, TensorSpec
 from modelstate.text_format import columns, count, printable, seconds, shorten, size
 from modelstate.torch_compat.values import is_tensor, is_uninitialised
@@ -228,7 +229,12 @@ class Inspection(Shown):
 
 
 def inspect(
-    source: Source, *, key: str | None = None, allow: Sequence[object] = (), skip_forbidden: bool = False
+    source: Source,
+    *,
+    key: str | None = None,
+    allow: Sequence[object] = (),
+    skip_forbidden: bool = False,
+    cache: Cache | None = None,
 ) -> Inspection:
     """Describes the content of a checkpoint, without reading its tensors.
 
@@ -237,6 +243,7 @@ def inspect(
         key: The dotted path of the part that is described, such as "model_state".
         allow: Classes and functions that a pickle may use, as for `modelstate.open`.
         skip_forbidden: Whether other classes and functions are left out, instead of raising.
+        cache: Where what is read of remote files is kept, a `Cache`.
 
     Returns:
         The description; `print` shows it as a tree, and `to_json` returns it for other programs.
@@ -255,7 +262,7 @@ def inspect(
         name          shape   dtype    size
         layer.weight  [2, 3]  float32  24 B
     """
-    with open_checkpoint(source, allow=allow, skip_forbidden=skip_forbidden) as whole:
+    with open_checkpoint(source, allow=allow, skip_forbidden=skip_forbidden, cache=cache) as whole:
         checkpoint = whole if key is None else whole.select(key)
         return Inspection(
             source=checkpoint.source,

@@ -60,6 +60,7 @@ from modelstate.io.files import (
 )
 from modelstate.process import gc_paused
 from modelstate.remote import hub
+from modelstate.remote.cache import Cache
 from modelstate.remote.file import listing, opened
 from modelstate.remote.location import is_remote, locate
 from modelstate.spec import Contents
@@ -411,6 +412,7 @@ def open(
     allow: Sequence[object] = (),
     skip_forbidden: bool = False,
     combine: Combination | CombineFunction | None = None,
+    cache: Cache | None = None,
 ) -> Checkpoint:
     """Opens a checkpoint: reads names, shapes, dtypes and places, and no tensor bytes.
 
@@ -431,6 +433,7 @@ def open(
         allow: Classes and functions, or their qualified names, that a pickle may use besides those that torch allows.
         skip_forbidden: Whether other classes and functions are left out, instead of raising `ForbiddenGlobalError`.
         combine: How several sources are combined.
+        cache: Where what is read of remote files is kept, now and in later reads of the checkpoint.
 
     Returns:
         The checkpoint, a read-only mapping from names to `TensorSpec`.
@@ -450,10 +453,14 @@ def open(
         >>> checkpoint["layer.weight"]
         TensorSpec(name='layer.weight', shape=(2, 3), dtype=torch.float32)
     """
+    if not (cache is None or isinstance(cache, Cache)):
+        raise OptionError(
+            "cache= must be a modelstate.Cache", found=repr(cache), remedy="cache=modelstate.Cache(directory)"
+        )
     if isinstance(source, list | tuple):
         from modelstate.checkpoint.combine import combine as combined
 
-        opened = [open(entry, key=key, allow=allow, skip_forbidden=skip_forbidden) for entry in source]
+        opened = [open(entry, key=key, allow=allow, skip_forbidden=skip_forbidden, cache=cache) for entry in source]
         return combined(opened, combine)
     if combine is not None:
         raise OptionError(
@@ -462,7 +469,7 @@ def open(
     if isinstance(source, Checkpoint):
         return source if key is None else source.select(key)
     source = cast(Source, source)
-    with gc_paused(), recorded_fingerprints() as fingerprints:
+    with gc_paused(), recorded_fingerprints(cache) as fingerprints:
         contents = read_contents(source, allow=allow, skip_forbidden=skip_forbidden)
         name = "mapping" if isinstance(source, Mapping) else os.fspath(source)
         name = locate(name).url if is_remote(name) else name

@@ -15,7 +15,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from operator import attrgetter
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -101,6 +101,15 @@ Allow = Annotated[
     ),
 ]
 Skip = Annotated[bool, typer.Option("--skip-forbidden", help="Leave out what the file may not use.")]
+CacheDirectory = Annotated[
+    Any,
+    typer.Option(
+        "--cache",
+        metavar="DIR",
+        parser=lambda directory: ms.Cache(directory),
+        help="Keep what is read of a remote checkpoint in DIR (at most 64 GiB), and read it from there.",
+    ),
+]
 FileFormat = Annotated[
     str | None,
     typer.Option(

@@ -15,6 +15,7 @@ from modelstate.cli.common import (
     USAGE,
     Add,
     Allow,
+    CacheDirectory,
     Debug,
     Html,
     Ignore,
@@ -74,6 +75,7 @@ def diff(
     max_memory: MaxMemory = None,
     allow: Allow = None,
     skip_forbidden: Skip = False,
+    cache: CacheDirectory = None,
     as_json: Json = False,
     html: Html = None,
     debug: Debug = False,
@@ -101,6 +103,7 @@ def diff(
                 max_memory_bytes=nbytes,
                 allow=allow or (),
                 skip_forbidden=skip_forbidden,
+                cache=cache,
             )
         show(result, as_json, None if show_all else top, not no_fold, html)
 

@@ -9,7 +9,19 @@ from typing import Annotated
 import typer
 
 import modelstate as ms
-from modelstate.cli.common import Allow, Debug, Json, Key, Overwrite, Path, Skip, make_parents, reported, user_code
+from modelstate.cli.common import (
+    Allow,
+    CacheDirectory,
+    Debug,
+    Json,
+    Key,
+    Overwrite,
+    Path,
+    Skip,
+    make_parents,
+    reported,
+    user_code,
+)
 
 
 def get(
@@ -20,6 +32,7 @@ def get(
     overwrite: Overwrite = False,
     allow: Allow = None,
     skip_forbidden: Skip = False,
+    cache: CacheDirectory = None,
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
@@ -39,7 +52,10 @@ def get(
         from modelstate.torch_compat.dtypes import short
         from modelstate.torch_compat.plain import is_plain
 
-        with user_code(), ms.open(path, key=key, allow=allow or (), skip_forbidden=skip_forbidden) as checkpoint:
+        with (
+            user_code(),
+            ms.open(path, key=key, allow=allow or (), skip_forbidden=skip_forbidden, cache=cache) as checkpoint,
+        ):
             tensor = checkpoint.tensor(name, map=False).detach()
         if not is_plain(tensor) or tensor.dtype not in CONVERTIBLE:
             raise ms.errors.UnsupportedTensorError(

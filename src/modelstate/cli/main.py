@@ -18,6 +18,7 @@ from modelstate.cli.common import (
     WITH_VALUES,
     Add,
     Allow,
+    CacheDirectory,
     Debug,
     Dtype,
     FileFormat,
@@ -140,9 +141,9 @@ def _options(
     pass
 
 
-def _open(path: str, allow: list[str] | None, skip_forbidden: bool) -> ms.Checkpoint:
+def _open(path: str, allow: list[str] | None, skip_forbidden: bool, cache: ms.Cache | None = None) -> ms.Checkpoint:
     with user_code():
-        return ms.open(path, allow=allow or (), skip_forbidden=skip_forbidden)
+        return ms.open(path, allow=allow or (), skip_forbidden=skip_forbidden, cache=cache)
 
 
 @app.command()
@@ -168,6 +169,7 @@ def inspect(
     ] = False,
     allow: Allow = None,
     skip_forbidden: Skip = False,
+    cache: CacheDirectory = None,
     as_json: Json = False,
     html: Html = None,
     debug: Debug = False,
@@ -183,7 +185,7 @@ def inspect(
         if sort not in ("file", "name", "size"):
             raise typer.BadParameter(f"--sort {sort}: give file, name or size")
         with user_code():
-            inspection = ms.inspect(path, key=key, allow=allow or (), skip_forbidden=skip_forbidden)
+            inspection = ms.inspect(path, key=key, allow=allow or (), skip_forbidden=skip_forbidden, cache=cache)
         if stats and (inspection.tensors or not inspection.left_out):
             found = inspection.stats(only=filter or ())
             write_page(html, found)
@@ -252,6 +254,7 @@ def _with_load_options(run: Callable[..., None]) -> Callable[..., None]:
         device: Device = None,
         allow: Allow = None,
         skip_forbidden: Skip = False,
+        cache: CacheDirectory = None,
         no_skeleton: NoSkeleton = False,
         as_json: Json = False,
         debug: Debug = False,
@@ -270,7 +273,7 @@ def _with_load_options(run: Callable[..., None]) -> Callable[..., None]:
             # Names that the file may lack keep the values of the model, which a skeleton does not have.
             skeleton = not (allow_missing or no_skeleton)
             request = Request(model, model_factory(model, debug), skeleton, options)
-            with _open(path, allow, skip_forbidden) as checkpoint:
+            with _open(path, allow, skip_forbidden, cache) as checkpoint:
                 run(request, checkpoint, as_json, **own)
 
     common = list(inspection.signature(command, eval_str=True).parameters.values())[:-1]
@@ -395,6 +398,7 @@ def convert(
     overwrite: Overwrite = False,
     allow: Allow = None,
     skip_forbidden: Skip = False,
+    cache: CacheDirectory = None,
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
@@ -415,7 +419,7 @@ def convert(
         }
         if model is not None:
             options["model"] = build_model(model, model_factory(model, debug), skeleton=not no_skeleton)
-        with _open(path, allow, skip_forbidden) as checkpoint, user_code():
+        with _open(path, allow, skip_forbidden, cache) as checkpoint, user_code():
             make_parents(target)
             report = ms.convert_checkpoint(checkpoint, target, key=key, **options)
         typer.echo(report.to_json() if as_json else str(report))

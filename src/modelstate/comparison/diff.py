@@ -36,6 +36,7 @@ from modelstate.io.files import FileFingerprint
 from modelstate.io.tensors import read_tensor
 from modelstate.planning.matching import DecodeFailure, entries_of, matching_part
 from modelstate.progress import progress_bar
+from modelstate.remote.cache import Cache
 from modelstate.rules.expression import Derived, lacks_values, leaves, region, values_of
 from modelstate.rules.expression import Source as TensorSource
 from modelstate.rules.rule import Entries, Rule, Value, as_code
@@ -68,6 +69,7 @@ def diff(
     progress: bool | None = None,
     allow: Sequence[object] = (),
     skip_forbidden: bool = False,
+    cache: Cache | None = None,
 ) -> Diff:
     """Compares two checkpoints: names, shapes, dtypes, bits, how far values are apart, and the values of other kinds.
 
@@ -89,6 +91,7 @@ def diff(
         progress: Whether to show a progress bar. None shows one on a terminal after half a second.
         allow: Classes and functions that a pickle may use, as for `modelstate.open`.
         skip_forbidden: Whether other classes and functions are left out, instead of raising.
+        cache: Where what is read of remote files is kept, a `Cache`.
 
     Returns:
         The differences; `print` shows them, and `to_json` returns them for other programs.
@@ -114,7 +117,8 @@ def diff(
     patterns = patterns_of("only", only)
     given_keys = key if isinstance(key, tuple) and len(key) == 2 else (key, key)
     first, second = (
-        _opened(source, own_key, allow, skip_forbidden) for source, own_key in zip((a, b), given_keys, strict=True)
+        _opened(source, own_key, allow, skip_forbidden, cache)
+        for source, own_key in zip((a, b), given_keys, strict=True)
     )
     if key is None and not first.keys() & second.keys():
         first, second = matching_part(first, [*second], [str]), matching_part(second, [*first], [str])
@@ -134,13 +138,13 @@ def diff(
     )
 
 
-def _opened(source: Any, key: object, allow: Sequence[object], skip_forbidden: bool) -> Checkpoint:
+def _opened(source: Any, key: object, allow: Sequence[object], skip_forbidden: bool, cache: Cache | None) -> Checkpoint:
     if not (key is None or isinstance(key, str)):
         raise OptionError(
             "key= must be a path, or a pair of paths", expected='"model_state", or ("model", None)', found=repr(key)
         )
     given = source.state_dict() if isinstance(source, nn.Module) else source
-    return open_checkpoint(given, key=key, allow=allow, skip_forbidden=skip_forbidden)
+    return open_checkpoint(given, key=key, allow=allow, skip_forbidden=skip_forbidden, cache=cache)
 
 
 def _label(source: object, checkpoint: Checkpoint) -> str:

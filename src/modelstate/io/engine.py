@@ -34,7 +34,8 @@ from modelstate.io import linux, system
 from modelstate.io.files import FileFingerprint, check_unchanged, open_unchanged
 from modelstate.io.memory import HUGE_PAGE_BYTES, UffdFiller, aligned, spare_tensors
 from modelstate.process import parallel_for
-from modelstate.remote.file import CONNECTIONS, RemoteFile, Version
+from modelstate.remote.cache import BLOCK_BYTES
+from modelstate.remote.file import CONNECTIONS, RemoteFile, Version, is_cached
 from modelstate.remote.location import is_remote
 from modelstate.spec import GAP_BYTES, MOST_THREADS, ByteRange
 
@@ -460,12 +461,14 @@ def read_ranges(
         else:
             rows.extend(request.split(ROWS_BYTES))
     paths = {request.source.path for request in single} | {request.source.path for request in rows}
+    align_bytes = BLOCK_BYTES if any(map(is_cached, paths)) else 1  # or two threads request the block that they share
     if batch_bytes is None:
         batch_bytes = BATCH_BYTES
         if any(map(is_remote, paths)):  # all connections share the work
             share = sum(request.source.nbytes for request in single) // CONNECTIONS
             batch_bytes = min(max(share, _LEAST_REMOTE_BYTES), BATCH_BYTES)
-    items: list[Batch | Rows] = [*coalesce(single, batch_bytes=batch_bytes, gap_bytes=gap_bytes), *rows]
+    batches = coalesce(single, batch_bytes=batch_bytes, gap_bytes=gap_bytes, align_bytes=align_bytes)
+    items: list[Batch | Rows] = [*batches, *rows]
     threads = min(threads or threads_for(paths, uncached), len(items))
     filler = UffdFiller() if is_fresh else None
     # The buffers are there before memory is written to that must not be left half written.
@@ -527,15 +530,16 @@ def block_reads(
         yield read
 
 
-def coalesce(requests: Iterable[Request], *, batch_bytes: int, gap_bytes: int) -> list[Batch]:
+def coalesce(requests: Iterable[Request], *, batch_bytes: int, gap_bytes: int, align_bytes: int = 1) -> list[Batch]:
     """Returns the fewest read calls that execute `requests`, in the order of the file.
 
     A call reads at most `batch_bytes`; larger requests are split. Two ranges that lie at most `gap_bytes` apart share
-    a call. The batches cover every byte of every request once.
+    a call. The batches cover every byte of every request once. A full batch ends at a multiple of `align_bytes`.
     """
     batches: list[Batch] = []
     pieces: list[Piece] = []
-    path, start, end = "", 0, 0
+    path, start, end, limit = "", 0, 0, 0  # a batch ends at the limit
+    batch_bytes = max(batch_bytes // align_bytes, 1) * align_bytes
 
     def close() -> None:
         if pieces:
@@ -545,19 +549,19 @@ def coalesce(requests: Iterable[Request], *, batch_bytes: int, gap_bytes: int) -
     # An empty request must not open a gap: the request behind it would count that gap again.
     for source, address in sorted(request for request in requests if request.source.nbytes):
         taken, gap = 0, source.start - end
-        if source.path != path or not 0 <= gap <= gap_bytes or end - start + gap >= batch_bytes:
+        if source.path != path or not 0 <= gap <= gap_bytes or source.start >= limit:
             close()
         elif gap and pieces:
             pieces.append((None, gap))
         while taken < source.nbytes:
             if not pieces:
                 path, start = source.path, source.start + taken
-                end = start
-            length = min(source.nbytes - taken, max(batch_bytes - (source.start + taken - start), 1))
+                end, limit = start, start + batch_bytes - start % align_bytes
+            length = min(source.nbytes - taken, max(limit - source.start - taken, 1))
             pieces.append((address + taken, length))
             taken += length
             end = source.start + taken
-            if end - start >= batch_bytes or len(pieces) >= _IOV_MAX - 1:
+            if end >= limit or len(pieces) >= _IOV_MAX - 1:
                 close()
     close()
     return batches

@@ -26,6 +26,7 @@ from modelstate.errors import (
     TruncatedFileError,
 )
 from modelstate.io import system
+from modelstate.remote.cache import Cache
 from modelstate.remote.file import RemoteFile, forget, opened, opened_once
 from modelstate.remote.location import is_remote
 from modelstate.text_format import note_given
@@ -211,12 +212,15 @@ _recorded: ContextVar[dict[str, FileFingerprint] | None] = ContextVar("_recorded
 
 
 @contextmanager
-def recorded_fingerprints() -> Iterator[dict[str, FileFingerprint]]:
-    """Records the fingerprint of each file that is opened within the block, before anything is read of it."""
+def recorded_fingerprints(cache: Cache | None = None) -> Iterator[dict[str, FileFingerprint]]:
+    """Records the fingerprint of each file that is opened within the block, before anything is read of it.
+
+    Remote files are opened with the cache.
+    """
     fingerprints: dict[str, FileFingerprint] = {}
     token = _recorded.set(fingerprints)
     try:
-        with opened_once():
+        with opened_once(cache):
             yield fingerprints
     finally:
         _recorded.reset(token)

@@ -50,6 +50,7 @@ from modelstate.planning.preparation import Preparation
 from modelstate.planning.record import bind, record
 from modelstate.process import deferred_signals, gc_paused
 from modelstate.progress import progress_bar
+from modelstate.remote.cache import Cache
 from modelstate.rules.rule import Rule
 from modelstate.rules.schema import Schema
 from modelstate.torch_compat.plain import is_plain
@@ -92,6 +93,7 @@ def plan(
     in_place: bool | None = None,
     init_missing: bool = False,
     read_once: bool = False,
+    cache: Cache | None = None,
 ) -> LoadPlan:
     """Plans a load: returns what `load` with the same arguments would do, and every problem.
 
@@ -114,6 +116,7 @@ def plan(
         in_place: Whether to read into existing memory without a second copy. None does so where no read can fail.
         init_missing: Whether the model's own code initialises tensors that the checkpoint lacks.
         read_once: Whether one rank reads a value for all ranks that hold it.
+        cache: Where what is read of remote files is kept, a `Cache`.
 
     Returns:
         The plan. Problems do not raise: see `LoadPlan.ok` and `LoadPlan.problems`.
@@ -135,7 +138,7 @@ def plan(
         key, rules, allow_missing, allow_unexpected, dtype, device, transform, map, in_place, init_missing, read_once
     )
     model = check_model(model)
-    checkpoint = open_checkpoint(source)
+    checkpoint = open_checkpoint(source, cache=cache)
     with exclusive(model), Transaction(model) as transaction, gc_paused(), torch.random.fork_rng(devices=[]):
         preparation, _ = prepare(transaction, checkpoint, options, call_extra_state=False, with_tables=True)
         return preparation.plan()
@@ -162,6 +165,7 @@ class LoadArguments(TypedDict, total=False):
     prefault: bool | None
     process_group: "ProcessGroup | None"
     timeout_seconds: float
+    cache: Cache | None
 
 
 def _wrong_on_all_ranks(function: Callable[_P, _R]) -> Callable[_P, _R]:
@@ -223,6 +227,7 @@ def load(
     prefault: bool | None = None,
     process_group: "ProcessGroup | None" = None,
     timeout_seconds: float = TIMEOUT_SECONDS,
+    cache: Cache | None = None,
     background: bool = False,
 ) -> LoadReport | LoadHandle:
     """Loads a checkpoint into a model, all or nothing, and keeps every reference.
@@ -282,6 +287,7 @@ def load(
         process_group: The ranks that load together, where the model has DTensors. None stands for the ranks of their
             mesh.
         timeout_seconds: How long a rank waits for the others, at the end of planning, of reading, and of the commit.
+        cache: Where what is read of remote files is kept for later loads on this machine, a `Cache`.
         background: Plans and checks now, and returns a `LoadHandle` while a thread reads, casts and transforms. The
             model is unchanged until `LoadHandle.result`. The report's `seconds` last until that call returns.
 
@@ -322,6 +328,10 @@ def load(
             *(key, rules, allow_missing, allow_unexpected, dtype, device, transform, map, in_place, init_missing),
             read_once,
         )
+        if cache is not None:
+            if isinstance(source, LoadPlan):
+                raise OptionError("a plan has its own arguments", found="cache=", remedy="pass it to modelstate.plan")
+            source = open_checkpoint(source, cache=cache)
         chosen = source.options if isinstance(source, LoadPlan) else options
         if background and chosen.in_place:
             raise OptionError(

@@ -50,6 +50,7 @@ from modelstate.objects.optimizer_state import OptimizerPlan, check_keep_options
 from modelstate.objects.parts import KEPT, Kind, Part
 from modelstate.planning.matching import Patterns
 from modelstate.problems import Missing, OptimizerMisfit, OtherNames, Unexpected, WrongShape, plan_error
+from modelstate.remote.cache import Cache
 from modelstate.rules.rule import Rule, Scoped
 from modelstate.rules.schema import Schema, check_rules
 from modelstate.transaction.transaction import Transaction, exclusive
@@ -136,6 +137,7 @@ def restore(
     progress: bool | None = None,
     max_memory_bytes: int | None = None,
     init_missing: bool = False,
+    cache: Cache | None = None,
 ) -> Restored:
     """Restores several objects from one file that `modelstate.save` has written: all of them, or none.
 
@@ -151,7 +153,7 @@ def restore(
         allow_unexpected: glob patterns of what was saved and need not be among the objects.
         keep_options: glob patterns of optimizers that keep their own options: all options ("optimizer"), or some
             ("optimizer.lr").
-        device, map, verify, progress, max_memory_bytes: as in `modelstate.load`.
+        device, map, verify, progress, max_memory_bytes, cache: as in `modelstate.load`.
         in_place: None reads tensors directly into the memory of the modules where the read cannot fail, as
             `modelstate.load` does; False reads all values before the first one changes. True, which `modelstate.load`
             also takes, is refused: another object may still fail when the modules have been overwritten.
@@ -180,7 +182,7 @@ def restore(
     """
     with agreement_of(tensors_within(objects)).before(PLANNING):
         targets = targets_of(objects)
-        checkpoint = open_checkpoint(source)
+        checkpoint = open_checkpoint(source, cache=cache)
         if verify:
             checkpoint.verify()
         parts = {path: _part(checkpoint, path, target) for path, target in targets.items()}

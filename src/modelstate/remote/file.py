@@ -25,6 +25,7 @@ from modelstate.errors import (
 )
 from modelstate.process import parallel_for
 from modelstate.remote import location as locations
+from modelstate.remote.cache import BLOCK_BYTES, Cache, version_name
 from modelstate.remote.hub import files_of
 from modelstate.remote.location import Cause, Failure, Location, failure_of, hub_store, locate, store_of
 
@@ -63,13 +64,17 @@ class RemoteFile:
     Args:
         path: The URL.
         version: What the object must be; None for what the first reply says.
+        cache: Where blocks of the file are kept, from now on in this process. None for the one of an earlier call.
 
     Raises:
         OpenError: There is no such object, or it cannot be read.
     """
 
-    def __init__(self, path: str, version: Version | None = None) -> None:
+    def __init__(self, path: str, version: Version | None = None, cache: Cache | None = None) -> None:
         self.path = path
+        if cache is not None:
+            _caches[path] = cache
+        self._cache = _caches.get(path)
         self._store, self._key = store_of(locate(path))
         self._asked = -_LEAST_ADDRESS_SECONDS
         self._blocks: list[tuple[int, bytes]] = []
@@ -139,21 +144,67 @@ class RemoteFile:
         end = offset + sum(map(len, buffers))
         if self._pinned is not None:
             end = min(end, self._pinned.nbytes)
-        done, tries = 0, 0
+            if self._cache is not None and (version := self._version_name()):
+                return self._read_cached(self._cache, version, buffers, offset, end)
+        done = 0
+        for chunk in self._received(offset, end):
+            _scatter(buffers, done, chunk)
+            done += len(chunk)
+        return done
+
+    def _version_name(self) -> str:
+        """The name of this version in a cache; empty where nothing tells its bytes from those of another one."""
+        url, (nbytes, modified_ns, tag) = self.location.url, self.version
+        is_known = (tag and not tag.startswith("W/")) or self.location.scheme == "hf"  # whose URL has the commit
+        return version_name(url, nbytes, modified_ns, tag) if is_known else ""
+
+    def _read_cached(self, cache: Cache, version: str, buffers: Sequence[memoryview], offset: int, end: int) -> int:
+        """Reads the blocks that are kept from `offset` on; where the first one is not, requests those that are not."""
+        done = 0
         while offset + done < end:
-            before = done
+            index, start = divmod(offset + done, BLOCK_BYTES)
+            block = cache.read(version, index, min(BLOCK_BYTES, self.version.nbytes - index * BLOCK_BYTES))
+            if block is None:
+                break
+            part = memoryview(block)[start : end - index * BLOCK_BYTES]
+            _scatter(buffers, done, part)
+            done += len(part)
+        if done or offset >= end:
+            return done
+        index = offset // BLOCK_BYTES
+        last = index + 1
+        while last * BLOCK_BYTES < end and not cache.has(version, last):
+            last += 1
+        position, stop, block = index * BLOCK_BYTES, min(last * BLOCK_BYTES, self.version.nbytes), bytearray()
+        for chunk in self._received(position, stop):
+            view = memoryview(chunk)
+            part = view[max(offset - position, 0) : max(end - position, 0)]
+            _scatter(buffers, max(position - offset, 0), part)
+            position += len(view)
+            block += view
+            while len(block) >= BLOCK_BYTES or (block and position == stop):
+                cache.write(version, index, bytes(memoryview(block)[:BLOCK_BYTES]))
+                del block[:BLOCK_BYTES]
+                index += 1
+        return min(end, stop) - offset
+
+    def _received(self, start: int, end: int) -> Iterator[Any]:
+        """Requests a range, and yields its bytes as they arrive, to the end of the range or of the object."""
+        tries = 0
+        while start < end:
+            before = start
             try:
-                for chunk in self._chunks(offset + done, end):
-                    _scatter(buffers, done, chunk)
-                    done += len(chunk)
+                for chunk in self._chunks(start, end):
+                    start += len(chunk)
                     tries = 0
+                    yield chunk
                 end = min(end, self.version.nbytes)
-                if done == before and offset + done < end:
+                if start == before and start < end:
                     if tries >= locations.RETRIES:
                         raise ReadFailedError(
                             "the server sends no bytes",
-                            where=f"{self.path}, byte {offset + done}",
-                            expected=f"{end - offset - done:,} bytes",
+                            where=f"{self.path}, byte {start}",
+                            expected=f"{end - start:,} bytes",
                             found="an empty body in each reply",
                             remedy="try again; check the server, and proxies on the way to it",
                         )
@@ -166,10 +217,9 @@ class RemoteFile:
                 if failure.cause in (Cause.REFUSED, Cause.NO_CREDENTIALS) and self._is_new_address():
                     continue
                 if failure.cause is not Cause.CUT or tries >= locations.RETRIES:
-                    raise self._error(failure, offset + done) from error
+                    raise self._error(failure, start) from error
                 time.sleep(_wait(tries))
                 tries += 1
-        return done
 
     def _chunks(self, start: int, end: int) -> Iterator[Any]:
         """The bytes of a range. Compares the version first."""
@@ -298,29 +348,40 @@ def _scatter(buffers: Sequence[memoryview], done: int, chunk: Any) -> None:
 
 # The files of one `open`: each is requested once, though several readers look at it.
 
-_opened: ContextVar[dict[str, RemoteFile] | None] = ContextVar("_opened", default=None)
+
+class _Opening(NamedTuple):
+    files: dict[str, RemoteFile]
+    cache: Cache | None
+
+
+_opened: ContextVar[_Opening | None] = ContextVar("_opened", default=None)
+_caches: dict[str, Cache] = {}
+"""The caches of this process, by the paths of the files that were opened with them."""
+
+
+def is_cached(path: str) -> bool:
+    """Whether what is read of a file is kept in a cache, or was read from there."""
+    return path in _caches
 
 
 @contextmanager
-def opened_once() -> Iterator[dict[str, RemoteFile]]:
-    """Keeps the beginnings and ends that are read within the block."""
-    files: dict[str, RemoteFile] = {}
-    token = _opened.set(files)
+def opened_once(cache: Cache | None) -> Iterator[None]:
+    """Keeps the beginnings and ends that are read within the block, and opens files with a cache."""
+    token = _opened.set(_Opening({}, cache))
     try:
-        yield files
+        yield
     finally:
         _opened.reset(token)
 
 
 def opened(path: str) -> RemoteFile:
     """The file at a URL, from the files of this `open` where it is one of them. Raises what `RemoteFile` raises."""
-    files = _opened.get()
-    file = None if files is None else files.get(path)
-    if file is None:
-        file = RemoteFile(path)
-        if files is not None:
-            files[path] = file
-    return file
+    opening = _opened.get()
+    if opening is None:
+        return RemoteFile(path)
+    if path not in opening.files:
+        opening.files[path] = RemoteFile(path, cache=opening.cache)
+    return opening.files[path]
 
 
 def listing(directory: str) -> tuple[list[str], list[str]]:
@@ -352,24 +413,25 @@ def listing(directory: str) -> tuple[list[str], list[str]]:
 
 def forget(path: str) -> None:
     """Has the file at a path requested again by this `open`."""
-    if files := _opened.get():
-        files.pop(path, None)
+    if opening := _opened.get():
+        opening.files.pop(path, None)
 
 
 def open_all(paths: Iterable[str]) -> set[str]:
     """Opens files of this `open` at the same time, and returns the paths at which there is none."""
-    files = _opened.get()
-    waiting = [path for path in paths if files is None or path not in files]
+    opening = _opened.get()
     missing: set[str] = set()
-    if files is None:
+    if opening is None:
         return missing
+    files, cache = opening
+    waiting = [path for path in paths if path not in files]
 
     def work(stop: threading.Event) -> None:
         while waiting and not stop.is_set():
             with suppress(IndexError):
                 path = waiting.pop()
                 try:
-                    files[path] = RemoteFile(path)
+                    files[path] = RemoteFile(path, cache=cache)
                 except SourceNotFoundError:
                     missing.add(path)
 

@@ -1,0 +1,164 @@
+"""`Cache`: blocks of remote files on a disk of this machine, so that a second load of a version reads no bytes of it.
+
+A block is a file of its own: a digest, then at most `BLOCK_BYTES` bytes. It is written to a temporary name and renamed,
+so that any number of processes share a directory without locks: a reader gets a whole block or none, and a block that
+another process removes while it is read stays readable. A block that does not match its digest counts as missing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import secrets
+import threading
+import time
+import warnings
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import xxhash
+
+from modelstate.errors import CacheWarning, OptionError
+
+BLOCK_BYTES = 1 << 20
+"""The unit in which files are kept and requested."""
+_LAYOUT = "modelstate-blocks-1"
+"""The directory below that of the user: nothing outside it is ever removed."""
+_VERSION_NAME, _BLOCK_NAME = re.compile(r"[0-9a-f]{32}"), re.compile(r"\d+")
+_DIGEST_BYTES = 16
+_CHECKS = 16
+"""The size of the cache is looked at each time that a process has written this share of it."""
+_UNFINISHED_SECONDS = 3600.0
+"""The age at which the temporary file of a process that was killed is removed."""
+
+
+class Cache:
+    """A directory that keeps what is read of remote checkpoints, for all processes of a machine.
+
+    Every open still asks the server for the version of each file, in one request, and so for the right to read it. The
+    rest is read from the directory where it has blocks of this version; the least recently used blocks are removed.
+    Files without a strong ETag are not kept. A directory that cannot be written, or is full, is no error of a load: it
+    gives one `CacheWarning`, and the load reads from the server.
+
+    Args:
+        directory: Where the blocks are. It is made when it is needed, with access for this user only.
+        max_bytes: The most bytes that the blocks may take. Each process looks when it has written a sixteenth of it,
+            so several processes at once can exceed it by that much each.
+
+    Raises:
+        OptionError: An argument is invalid.
+
+    Examples:
+        >>> cache = modelstate.Cache("/scratch/modelstate", max_bytes=200 << 30)
+        >>> report = modelstate.load(model, "s3://bucket/run/model.safetensors", cache=cache)
+    """
+
+    def __init__(self, directory: str | os.PathLike[str], *, max_bytes: int = 64 << 30) -> None:
+        if not isinstance(directory, str | os.PathLike):
+            raise OptionError("a cache is a directory", expected="a path", found=repr(directory))
+        if not isinstance(max_bytes, int) or isinstance(max_bytes, bool) or max_bytes < BLOCK_BYTES:
+            raise OptionError(
+                "max_bytes= must be a number of bytes", expected=f"an integer >= {BLOCK_BYTES}", found=repr(max_bytes)
+            )
+        self.directory, self.max_bytes = Path(os.path.abspath(os.path.expanduser(directory))), max_bytes
+        self._blocks = self.directory / _LAYOUT
+        self._lock = threading.Lock()
+        self._unchecked_bytes = max_bytes  # look at the size before the first block is written
+        self._writing_bytes = 0
+        self._has_failed = False
+
+    def __repr__(self) -> str:
+        return f"Cache({str(self.directory)!r}, max_bytes={self.max_bytes})"
+
+    def read(self, version: str, index: int, nbytes: int) -> bytes | None:
+        """Returns a block of a version, which has `nbytes` bytes; None where the cache lacks it."""
+        path = self._path(version, index)
+        try:
+            with open(path, "rb", buffering=0) as file:
+                content = file.read(_DIGEST_BYTES + nbytes + 1) or b""
+        except OSError:
+            return None
+        data = content[_DIGEST_BYTES:]
+        if len(data) != nbytes or xxhash.xxh3_128_digest(data) != content[:_DIGEST_BYTES]:
+            with suppress(OSError):
+                path.unlink()
+            return None
+        with suppress(OSError):  # another process has removed it, or the directory is read-only
+            os.utime(path)
+        return data
+
+    def has(self, version: str, index: int) -> bool:
+        """Whether there is a block, which may be damaged."""
+        return self._path(version, index).exists()
+
+    def write(self, version: str, index: int, data: bytes) -> None:
+        """Keeps a block. Gives a `CacheWarning` where that fails, and keeps nothing from then on."""
+        if self._has_failed:
+            return
+        path = self._path(version, index)
+        unfinished = path.with_name(f".{index}-{secrets.token_hex(6)}")
+        nbytes = _DIGEST_BYTES + len(data)
+        try:
+            with self._lock:
+                self._unchecked_bytes += nbytes
+                self._writing_bytes += nbytes
+                if self._unchecked_bytes >= self.max_bytes // _CHECKS:
+                    self._remove_oldest()
+                    self._unchecked_bytes = 0
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            try:
+                with open(unfinished, "xb", buffering=0) as file:
+                    if file.write(xxhash.xxh3_128_digest(data) + data) != nbytes:
+                        raise OSError("the disk is full")
+                unfinished.replace(path)
+            except BaseException:
+                with suppress(OSError):
+                    unfinished.unlink()
+                raise
+        except FileNotFoundError:
+            pass  # another process has removed the last block of the version, and its directory
+        except OSError as error:
+            with self._lock:
+                has_failed, self._has_failed = self._has_failed, True
+            if not has_failed:
+                warnings.warn(f"nothing more is kept in {self}: {error}", CacheWarning, stacklevel=2)
+        finally:
+            with self._lock:
+                self._writing_bytes -= nbytes
+
+    def _path(self, version: str, index: int) -> Path:
+        return self._blocks / version / str(index)
+
+    def _remove_oldest(self) -> None:
+        """Removes blocks until what is being written, and what is written before the next call, fits too."""
+        found = sorted(self._found())
+        most = self.max_bytes - self.max_bytes // _CHECKS - self._writing_bytes
+        excess = sum(nbytes for _, nbytes, _ in found) - most
+        for _, nbytes, path in found:
+            if excess <= 0:
+                return
+            with suppress(OSError):
+                os.unlink(path)
+                excess -= nbytes
+            with suppress(OSError):  # it has other blocks
+                os.rmdir(os.path.dirname(path))
+
+    def _found(self) -> Iterator[tuple[float, int, str]]:
+        """When each block was used, its size and its path. Removes what killed processes have left."""
+        with suppress(FileNotFoundError):
+            for version in [entry.path for entry in os.scandir(self._blocks) if _VERSION_NAME.fullmatch(entry.name)]:
+                with suppress(FileNotFoundError, NotADirectoryError):
+                    for entry in os.scandir(version):
+                        with suppress(FileNotFoundError):
+                            status = entry.stat(follow_symlinks=False)
+                            if _BLOCK_NAME.fullmatch(entry.name):
+                                yield status.st_mtime, status.st_size, entry.path
+                            elif entry.name[0] == "." and time.time() - status.st_mtime > _UNFINISHED_SECONDS:
+                                os.unlink(entry.path)
+
+
+def version_name(url: str, nbytes: int, modified_ns: int, tag: str) -> str:
+    """The name under which the blocks of a version of a file are kept."""
+    return hashlib.sha256(f"{url}\0{nbytes}\0{modified_ns}\0{tag}".encode()).hexdigest()[:32]
