@@ -175,16 +175,16 @@ class RemoteFile:
         last = index + 1
         while last * BLOCK_BYTES < end and not cache.has(version, last):
             last += 1
-        position, stop, block = index * BLOCK_BYTES, min(last * BLOCK_BYTES, self.version.nbytes), bytearray()
+        position, stop, arrived = index * BLOCK_BYTES, min(last * BLOCK_BYTES, self.version.nbytes), bytearray()
         for chunk in self._received(position, stop):
             view = memoryview(chunk)
             part = view[max(offset - position, 0) : max(end - position, 0)]
             _scatter(buffers, max(position - offset, 0), part)
             position += len(view)
-            block += view
-            while len(block) >= BLOCK_BYTES or (block and position == stop):
-                cache.write(version, index, bytes(memoryview(block)[:BLOCK_BYTES]))
-                del block[:BLOCK_BYTES]
+            arrived += view
+            while len(arrived) >= BLOCK_BYTES or (arrived and position == stop):
+                cache.write(version, index, bytes(memoryview(arrived)[:BLOCK_BYTES]))
+                del arrived[:BLOCK_BYTES]
                 index += 1
         return min(end, stop) - offset
 
