@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from modelstate import suggestion as suggestion
     from modelstate import transaction as transaction
     from modelstate.checkpoint.checkpoint import Checkpoint as Checkpoint
+    from modelstate.checkpoint.copy import CopyReport as CopyReport
+    from modelstate.checkpoint.copy import copy as copy
     from modelstate.checkpoint.inspect import inspect as inspect
     from modelstate.checkpoint.inspect import verify as verify
     from modelstate.checkpoint.open import open as open
@@ -64,6 +66,7 @@ else:
             "Cache": "modelstate.remote.cache",
             "Canary": "modelstate.serve.canary",
             "Checkpoint": "modelstate.checkpoint.checkpoint",
+            "CopyReport": "modelstate.checkpoint.copy",
             "Deadline": "modelstate.store.deadline",
             "Keep": "modelstate.store.retention",
             "Live": "modelstate.serve.live",
@@ -79,6 +82,7 @@ else:
             "conversion": "modelstate.conversion",
             "convert": "modelstate.conversion.convert",
             "convert_checkpoint": "modelstate.conversion.checkpoint",
+            "copy": "modelstate.checkpoint.copy",
             "dcp": "modelstate.integrations.dcp",
             "declare_extra_state": "modelstate.objects.extra_state",
             "diff": "modelstate.comparison.diff",
@@ -121,6 +125,7 @@ __all__ = [
     "Cache",
     "Canary",
     "Checkpoint",
+    "CopyReport",
     "Deadline",
     "Keep",
     "Live",
@@ -133,6 +138,7 @@ __all__ = [
     "TensorSpec",
     "convert",
     "convert_checkpoint",
+    "copy",
     "declare_extra_state",
     "diff",
     "errors",

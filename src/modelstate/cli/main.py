@@ -426,6 +426,27 @@ def convert(
 
 
 @app.command()
+def cp(
+    path: Path,
+    target: Annotated[
+        str, typer.Argument(metavar="TARGET", help="A file, or a directory with / at its end.", show_default=False)
+    ],
+    overwrite: Overwrite = False,
+    allow: Allow = None,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Copy the files of a checkpoint, byte for byte, between directories and buckets.
+
+    Bytes with digests are compared on the way. All files are there at the end, or none; a file that is there already
+    is left as it is, unless --overwrite is given.
+    """
+    with reported(debug):
+        report = ms.copy(path, target, overwrite=overwrite, allow=allow or ())
+        typer.echo(report.to_json() if as_json else str(report))
+
+
+@app.command()
 def verify(
     path: Path, allow: Allow = None, skip_forbidden: Skip = False, as_json: Json = False, debug: Debug = False
 ) -> None:

@@ -1,0 +1,171 @@
+"""`modelstate.copy` and `modelstate cp`: whole files from anywhere to anywhere, or an error and nothing."""
+
+import json
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from typer.testing import CliRunner
+
+import modelstate as ms
+from modelstate.cli.main import app
+from modelstate.remote import location, upload
+from modelstate.testing import Fault, FaultProxy
+
+pytest.importorskip("obstore")
+
+
+def make_model(seed: int = 0, width: int = 512) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(*[nn.Linear(width, width) for _ in range(4)])
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+
+
+def objects(client: Any, bucket: str, prefix: str = "") -> dict[str, bytes]:
+    found = client.list_objects_v2(Bucket=bucket, Prefix=prefix).get("Contents", [])
+    return {
+        item["Key"].removeprefix(prefix): client.get_object(Bucket=bucket, Key=item["Key"])["Body"].read()
+        for item in found
+    }
+
+
+def write_one(directory: Path) -> None:
+    ms.save(make_model(), directory / "model.safetensors")
+
+
+def write_shards(directory: Path) -> None:
+    ms.save(make_model(), directory / "model.safetensors", shard_size_bytes=2_500_000)
+
+
+def write_torch(directory: Path) -> None:
+    torch.save(make_model().state_dict(), directory / "model.pt")
+
+
+def write_dcp(directory: Path) -> None:
+    dcp.save(make_model().state_dict(), checkpoint_id=directory, no_dist=True)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("write", [write_one, write_shards, write_torch, write_dcp])
+def test_a_copy_has_the_same_files_everywhere(
+    write: Callable[[Path], None], tmp_path: Path, bucket: str, s3_client: Callable[[], Any]
+) -> None:
+    here, there = tmp_path / "here", tmp_path / "there"
+    here.mkdir()
+    write(here)
+    expected = contents(here)
+    report = ms.copy(here, f"s3://{bucket}/run/")
+    assert report.bytes == sum(map(len, expected.values()))
+    assert report.verified_bytes >= (0 if write is write_dcp else 0.99 * report.bytes)
+    ms.copy(f"s3://{bucket}/run", f"s3://{bucket}/other/")
+    assert objects(s3_client(), bucket, "run/") == objects(s3_client(), bucket, "other/") == expected
+    assert ms.copy(f"s3://{bucket}/other", f"{there}/").files[0] == str(there / Path(report.files[0]).name)
+    assert contents(there) == expected
+    assert ms.diff(there, make_model()).is_equal
+
+
+def test_a_file_takes_the_name_of_the_target(files: tuple[Path, str], tmp_path: Path) -> None:
+    write_one(files[0])
+    for target in ("copy.safetensors", "below/", "below/copy.safetensors"):
+        ms.copy(f"{files[1]}/model.safetensors?signature=word", f"{tmp_path}/new/{target}")
+    expected = (files[0] / "model.safetensors").read_bytes()
+    assert contents(tmp_path / "new") == dict.fromkeys(
+        ("copy.safetensors", "below/model.safetensors", "below/copy.safetensors"), expected
+    )
+
+
+def test_what_is_there_stays_unless_it_may_be_replaced(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    write_one(tmp_path / "a")
+    target = tmp_path / "copy.safetensors"
+    ms.save(make_model(1), target, shard_size_bytes=2_500_000)
+    before = contents(tmp_path)
+    with pytest.raises(ms.errors.TargetExistsError):
+        ms.copy(tmp_path / "a", target)
+    assert contents(tmp_path) == before
+    ms.copy(tmp_path / "a", target, overwrite=True)
+    assert ms.diff(target, make_model()).is_equal
+    assert {path.name for path in tmp_path.iterdir()} == {"a", "copy.safetensors"}  # no index, no shards of it
+
+
+def test_shards_are_not_mixed_with_those_that_are_there(tmp_path: Path) -> None:
+    for directory in (tmp_path / "a", tmp_path / "b"):
+        directory.mkdir()
+        write_shards(directory)
+    before = contents(tmp_path)
+    with pytest.raises(ms.errors.TargetExistsError):
+        ms.copy(tmp_path / "a", tmp_path / "b")
+    with pytest.raises(ms.errors.SaveTargetError, match="as a whole"):
+        ms.copy(tmp_path / "a", tmp_path / "b", overwrite=True)
+    assert contents(tmp_path) == before
+    (tmp_path / "b" / "model.safetensors.index.json").unlink()  # as a copy that was killed leaves it
+    ms.copy(tmp_path / "a", tmp_path / "b", overwrite=True)
+    assert contents(tmp_path) == before
+
+
+@pytest.mark.parametrize("write", [write_one, write_shards, write_torch])
+def test_a_damaged_file_is_not_copied(write: Callable[[Path], None], tmp_path: Path) -> None:
+    here, there = tmp_path / "here", tmp_path / "there"
+    here.mkdir()
+    write(here)
+    damaged = sorted(here.iterdir())[0]
+    content = bytearray(damaged.read_bytes())
+    content[len(content) // 2] ^= 1
+    damaged.write_bytes(content)
+    with pytest.raises(ms.errors.ChecksumError, match="checksums say"):
+        ms.copy(here, f"{there}/")
+    assert not contents(there)
+
+
+@pytest.mark.slow
+def test_an_upload_that_fails_leaves_nothing(
+    tmp_path: Path, proxy: FaultProxy, bucket: str, s3_client: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(location, "FIRST_WAIT", timedelta(milliseconds=2))
+    monkeypatch.setattr(upload, "FIRST_WAIT_SECONDS", 0.002)
+    write_shards(tmp_path)
+    for wanted in ("-00002-of", "index.json"):
+        proxy.fault = lambda request, wanted=wanted: (
+            Fault.RESET if wanted in request.target and request.method == "PUT" else None
+        )
+        with pytest.raises(ms.errors.WriteFailedError):
+            ms.copy(tmp_path, f"s3://{bucket}/run/")
+        left = objects(s3_client(), bucket)
+        assert not any(name.endswith("index.json") for name in left)
+        if wanted == "-00002-of":
+            assert not left
+        s3_client().delete_objects(Bucket=bucket, Delete={"Objects": [{"Key": key} for key in left or ["x"]]})
+
+
+def test_the_command(tmp_path: Path) -> None:
+    write_one(tmp_path)
+    source, target = str(tmp_path / "model.safetensors"), str(tmp_path / "copy.safetensors")
+    done = CliRunner().invoke(app, ["cp", source, target, "--json"])
+    assert done.exit_code == 0, done.output
+    fields = json.loads(done.output)
+    assert fields["files"] == [target]
+    assert fields["bytes"] == Path(source).stat().st_size
+    assert CliRunner().invoke(app, ["cp", source, target]).exit_code == 1
+    done = CliRunner().invoke(app, ["cp", source, target, "--overwrite"])
+    assert "xxh3-128 digests of" in done.output
+
+
+def test_a_store_and_other_files_are_refused(tmp_path: Path) -> None:
+    with ms.Store(tmp_path / "run") as store:
+        store.save(1, {"model": make_model(width=8)})
+    with pytest.raises(ms.errors.SourceNotFoundError, match="it is a store"):
+        ms.copy(tmp_path / "run", tmp_path / "copy")
+    with pytest.raises(ms.errors.OptionError):
+        ms.copy({"a": torch.ones(2)}, tmp_path / "x.safetensors")  # type: ignore[arg-type]
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ms.errors.UnknownFormatError):
+        ms.copy(tmp_path / "config.json", tmp_path / "other.json")
