@@ -30,8 +30,11 @@ class Hub(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     directory: Path
     elsewhere: str
+    files: type["Elsewhere"]
     requests: list[tuple[str, str, str]]
     gated = False
+    signature = "word"
+    """What the addresses have that are given now."""
 
     def do_GET(self) -> None:
         path = unquote(self.path).partition("?")[0]
@@ -53,7 +56,7 @@ class Hub(BaseHTTPRequestHandler):
             return self._reply(404, b"", {"X-Error-Code": "EntryNotFound"})
         digest = hashlib.sha256(file.read_bytes()).hexdigest()
         linked = {"X-Linked-Size": str(file.stat().st_size), "X-Linked-Etag": f'"{digest}"'}
-        signed = f"{self.elsewhere}/{file.name}?signature=word"
+        signed = f"{self.elsewhere}/{file.name}?signature={self.signature}"
         return self._reply(302, b"", {"X-Repo-Commit": COMMIT, "Location": signed, **linked})
 
     do_HEAD = do_GET
@@ -74,10 +77,14 @@ class Elsewhere(FileServer):
     """The host of the files: it takes a signature, and must not get a token."""
 
     requests: list[tuple[str, str, str]]
+    expired: str = ""
 
     def do_GET(self) -> None:
         self.requests.append((self.command, self.path, self.headers.get("Authorization", "")))
-        super().do_GET()
+        if self.path.endswith(f"={self.expired}"):
+            self._reply(403, b"Request has expired")
+        else:
+            super().do_GET()
 
 
 @pytest.fixture
@@ -87,7 +94,11 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Hub]]:
     with ExitStack() as stack:
         files = type("Files", (Elsewhere,), {"directory": directory, "requests": []})
         elsewhere = stack.enter_context(http_server(files))
-        handler = type("Handler", (Hub,), {"directory": directory, "elsewhere": elsewhere, "requests": files.requests})
+        handler = type(
+            "Handler",
+            (Hub,),
+            {"directory": directory, "elsewhere": elsewhere, "requests": files.requests, "files": files},
+        )
         endpoint = stack.enter_context(http_server(handler))
         monkeypatch.setattr(constants, "ENDPOINT", endpoint)
         monkeypatch.setattr(
@@ -100,9 +111,9 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Hub]]:
         yield handler
 
 
-def make_model(device: str = "cpu") -> nn.Module:
+def make_model(device: str = "cpu", width: int = 96) -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(*[nn.Linear(96, 96, device=device) for _ in range(4)])
+    return nn.Sequential(*[nn.Linear(width, width, device=device) for _ in range(4)])
 
 
 def test_a_repository_is_opened_and_loaded(hub: type[Hub]) -> None:
@@ -121,6 +132,24 @@ def test_a_repository_is_opened_and_loaded(hub: type[Hub]) -> None:
     for path in checkpoint.files:
         name = path.rpartition("/")[2]
         assert sum(name in requested for _, requested, _ in hub.requests) <= 4
+
+
+@pytest.mark.parametrize("is_renewed", [True, False])
+def test_an_address_that_has_expired_is_asked_for_again(hub: type[Hub], is_renewed: bool) -> None:
+    model = make_model(width=512)
+    ms.save(model, hub.directory / "model.safetensors")
+    checkpoint = ms.open("hf://org/name")
+    target = make_model("meta", 512)
+    hub.files.expired = "word"
+    hub.signature = "next" if is_renewed else "word"
+    del hub.requests[:]
+    if not is_renewed:
+        with pytest.raises(ms.errors.ReadFailedError, match="403"):
+            ms.load(target, checkpoint)
+        return
+    ms.load(target, checkpoint)
+    assert all(map(torch.equal, target.state_dict().values(), model.state_dict().values()))
+    assert sum("/resolve/" in path for _, path, _ in hub.requests) == 1  # for all threads
 
 
 def test_a_file_of_the_cache_is_read_from_there(hub: type[Hub], tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ import modelstate as ms
 from modelstate.cli.main import app
 from modelstate.remote import location
 from modelstate.testing import Fault, FaultProxy, HttpRequest, fault_proxy
+from tests.programs import run_program
 from tests.remote.servers import file_server
 
 pytest.importorskip("obstore")
@@ -198,3 +199,28 @@ def test_a_fault_at_each_request_is_overcome(served: Served, fault: Fault) -> No
     assert len(seen) > 5
     for mine, stored in zip(target.parameters(), model.parameters(), strict=True):
         assert torch.equal(mine, stored)
+
+
+FORK = """
+import multiprocessing, sys
+import modelstate as ms
+
+def read():
+    try:
+        ms.open(sys.argv[1])
+    except ms.errors.ReadFailedError as error:
+        assert "forkserver" in error.remedy
+        sys.exit(7)
+
+ms.open(sys.argv[1])
+child = multiprocessing.get_context("fork").Process(target=read)
+child.start()
+child.join(60)
+print(child.exitcode)
+child.kill()
+"""
+
+
+def test_a_forked_child_gets_an_error_and_does_not_hang(files: tuple[Path, str]) -> None:
+    name = write_safetensors(make_model(), files[0])
+    assert run_program(FORK, f"{files[1]}/{name}").stdout.strip() == "7"

@@ -20,7 +20,7 @@ from modelstate.checkpoint.write import target_path
 from modelstate.errors import ChecksumError, OptionError, SaveTargetError, TargetExistsError, UnsafePathError
 from modelstate.formats.manifest import ALGORITHM
 from modelstate.formats.sharded import write_file
-from modelstate.html.page import Page, Shown
+from modelstate.html.page import Kind, Page, Shown
 from modelstate.io.atomic import atomic_file
 from modelstate.io.engine import Request, read_ranges
 from modelstate.io.files import FileFingerprint
@@ -61,7 +61,7 @@ class CopyReport(Shown):
 
     def _page(self) -> Page:
         facts = {"Copied": size(self.bytes), "Verified": size(self.verified_bytes), "Time": seconds(self.seconds)}
-        return Page(self.source, tuple(facts.items()), (("File", False),), [[file] for file in self.files])
+        return Page(self.source, tuple(facts.items()), (("File", Kind.TEXT),), [[file] for file in self.files], "Files")
 
     def to_json(self) -> str:
         """All fields as JSON."""

@@ -31,6 +31,7 @@ from modelstate.remote.location import Cause, Failure, Location, failure_of, hub
 
 if TYPE_CHECKING:
     from obstore import GetOptions, GetResult
+    from obstore.store import ObjectStore
 
 CONNECTIONS = 16
 """Requests at the same time: each waits for the network most of the time."""
@@ -78,7 +79,7 @@ class RemoteFile:
         self._store, self._key = store_of(locate(path))
         self._asked = -_LEAST_ADDRESS_SECONDS
         self._blocks: list[tuple[int, bytes]] = []
-        self._lock = threading.Lock()
+        self._lock, self._address_lock = threading.Lock(), threading.Lock()
         self._pinned = version
         if version is None:
             self._open()
@@ -192,9 +193,9 @@ class RemoteFile:
         """Requests a range, and yields its bytes as they arrive, to the end of the range or of the object."""
         tries = 0
         while start < end:
-            before = start
+            before, store = start, self._store
             try:
-                for chunk in self._chunks(start, end):
+                for chunk in self._chunks(store, start, end):
                     start += len(chunk)
                     tries = 0
                     yield chunk
@@ -214,21 +215,21 @@ class RemoteFile:
                 if isinstance(error, ReadFailedError):
                     raise
                 failure = failure_of(error, self.location)
-                if failure.cause in (Cause.REFUSED, Cause.NO_CREDENTIALS) and self._is_new_address():
+                if failure.cause in (Cause.REFUSED, Cause.NO_CREDENTIALS) and self._is_new_address(store):
                     continue
                 if failure.cause is not Cause.CUT or tries >= locations.RETRIES:
                     raise self._error(failure, start) from error
                 time.sleep(_wait(tries))
                 tries += 1
 
-    def _chunks(self, start: int, end: int) -> Iterator[Any]:
+    def _chunks(self, store: ObjectStore, start: int, end: int) -> Iterator[Any]:
         """The bytes of a range. Compares the version first."""
         import obstore
 
         options: GetOptions = {"range": (start, end)}
         if self._pinned is not None and self._pinned.tag and not self._pinned.tag.startswith("W/"):
             options["if_match"] = self._pinned.tag
-        result = obstore.get(self._store, self._key, options=options)
+        result = obstore.get(store, self._key, options=options)
         self._check(result)
         yield from result.stream(min_chunk_size=_CHUNK_BYTES)
 
@@ -252,18 +253,19 @@ class RemoteFile:
                 remedy="open the checkpoint again, when nothing writes to it any more",
             )
 
-    def _is_new_address(self) -> bool:
-        """Asks the hub again where it keeps the file: the signature in an address expires."""
-        if (
-            self._pinned is None
-            or self.location.scheme != "hf"
-            or time.monotonic() - self._asked < _LEAST_ADDRESS_SECONDS
-        ):
+    def _is_new_address(self, refused: ObjectStore) -> bool:
+        """Asks the hub where the file is now, unless another thread has: the signature of an address expires."""
+        if self._pinned is None or self.location.scheme != "hf":
             return False
-        self._asked = time.monotonic()
-        hub_store.cache_clear()
-        self._store, self._key = store_of(self.location)
-        return True
+        with self._address_lock:
+            if self._store is not refused:
+                return True
+            if time.monotonic() - self._asked < _LEAST_ADDRESS_SECONDS:
+                return False
+            self._asked = time.monotonic()
+            hub_store.cache_clear()
+            self._store, self._key = store_of(self.location)
+            return True
 
     def _error(self, failure: Failure, offset: int) -> Exception:
         if self._pinned is None and failure.cause is Cause.NO_SUCH_RANGE and self._is_empty():

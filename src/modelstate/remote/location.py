@@ -29,7 +29,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import quote, unquote, urlsplit
 
-from modelstate.errors import PackageError, SourceAccessError, SourceTypeError
+from modelstate.errors import PackageError, ReadFailedError, SourceAccessError, SourceTypeError
 from modelstate.remote.hub import address_of
 
 if TYPE_CHECKING:
@@ -132,7 +132,17 @@ def store_of(location: Location) -> tuple[ObjectStore, str]:
         SourceAccessError: There are no credentials.
         SourceTypeError: The client refuses its settings.
         OpenError: The hub has no such file.
+        ReadFailedError: This process was forked from one that has used a client.
     """
+    global _client_pid
+    _client_pid = _client_pid or os.getpid()
+    if _client_pid != os.getpid():
+        raise ReadFailedError(
+            "this process was forked from one that had read remote files, and lacks the threads that do it",
+            where=location.url,
+            remedy="start the process with the method spawn or forkserver of multiprocessing (of a DataLoader: "
+            "multiprocessing_context='forkserver'), or fork before the first remote file is opened",
+        )
     if location.scheme == "hf":
         return hub_store(location.url, int(time.monotonic() // _ADDRESS_SECONDS)), ""
     settings = tuple(sorted(item for item in os.environ.items() if item[0].startswith(_VARIABLES)))
@@ -141,6 +151,8 @@ def store_of(location: Location) -> tuple[ObjectStore, str]:
     return _store(location.scheme, location.root, "", settings), location.key
 
 
+_client_pid = 0
+"""The process that has used a client first."""
 _VARIABLES = ("AWS_", "AZURE_", "GOOGLE_", "STORAGE_EMULATOR_HOST")
 """The beginnings of the environment variables that a client is made from."""
 
