@@ -118,6 +118,7 @@ OPENS_BY_ITSELF = {
     "store/bucket.py": "/proc",
     "io/lock.py": "the lock, which is written too",
     "io/atomic.py": "a lease on a file of our own",
+    "remote/cache.py": "blocks of our own",
     "integrations/transformers.py": "a file that is written",
     "serve/export.py": "a file that is written",
     "serve/program_file.py": "a file that is written",

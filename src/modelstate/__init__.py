@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from modelstate import suggestion as suggestion
     from modelstate import transaction as transaction
     from modelstate.checkpoint.checkpoint import Checkpoint as Checkpoint
-    from modelstate.checkpoint.copy import CopyReport as CopyReport
     from modelstate.checkpoint.copy import copy as copy
     from modelstate.checkpoint.inspect import inspect as inspect
     from modelstate.checkpoint.inspect import verify as verify
@@ -66,7 +65,6 @@ else:
             "Cache": "modelstate.remote.cache",
             "Canary": "modelstate.serve.canary",
             "Checkpoint": "modelstate.checkpoint.checkpoint",
-            "CopyReport": "modelstate.checkpoint.copy",
             "Deadline": "modelstate.store.deadline",
             "Keep": "modelstate.store.retention",
             "Live": "modelstate.serve.live",
@@ -125,7 +123,6 @@ __all__ = [
     "Cache",
     "Canary",
     "Checkpoint",
-    "CopyReport",
     "Deadline",
     "Keep",
     "Live",
