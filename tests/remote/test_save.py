@@ -1,9 +1,11 @@
 """`modelstate.save` to a bucket, before which a proxy breaks requests."""
 
+import io
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -123,6 +125,24 @@ def test_an_object_that_another_writer_puts_meanwhile_is_kept(
     with pytest.raises(TargetExistsError):
         ms.save(state(nbytes), f"s3://{bucket}/model.safetensors", overwrite=False)
     assert content() == {"model.safetensors": b"of another writer"}
+
+
+@pytest.mark.parametrize("nbytes", [1000, 12 * MB])
+def test_a_file_for_torch_load(
+    bucket: str, content: Callable[[], dict[str, bytes]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nbytes: int
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    path = f"s3://{bucket}/run/model.pt"
+    report = ms.save(state(nbytes), path)
+    assert (report.files, report.bytes) == ((path,), len(content()["run/model.pt"]))
+    loaded = torch.load(io.BytesIO(content()["run/model.pt"]), weights_only=True)
+    assert all(map(torch.equal, loaded.values(), state(nbytes).values()))
+    with pytest.raises(TargetExistsError):
+        ms.save(state(nbytes, 1), path, overwrite=False)
+    convert_checkpoint(path, path, dtype="float16")
+    assert ms.open(path).tensor("a").dtype == torch.float16
+    assert len(content()) == 1
+    assert not list(tmp_path.iterdir())
 
 
 CREATES_UPLOAD = "?uploads"
@@ -245,7 +265,6 @@ def test_an_error_of_the_program_leaves_nothing(
     [
         ("https://example.com/model.safetensors", "nothing can be saved to https"),
         ("hf://org/name/model.safetensors", "nothing can be saved to hf"),
-        ("s3://bucket/model.pt", "torch.save"),
         ("s3:///model.safetensors", "cannot be put here"),
         ("s3://bucket/a/../b.safetensors", "cannot be put here"),
     ],

@@ -138,7 +138,15 @@ def copy(
             for path, to in reversed(list(zip(checkpoint.files, targets, strict=True))):
                 is_last = to == targets[0]
                 written.append(to)
-                _write(path, to, fingerprints[path], digests[path], overwrite, len(targets) == 1, advance)
+                copy_file(
+                    path,
+                    to,
+                    fingerprints[path],
+                    overwrite=overwrite,
+                    digests=digests[path],
+                    replaces_shards=len(targets) == 1,
+                    advance=advance,
+                )
         except BaseException as error:
             # Without an answer of the server the file to open may be there, and may name the others.
             if not (is_last and is_remote(targets[0])) or isinstance(error, TargetExistsError | ChecksumError):
@@ -185,16 +193,27 @@ def _remove(paths: Sequence[str]) -> None:
             os.unlink(path)
 
 
-def _write(
+def copy_file(
     path: str,
     target: str,
     fingerprint: FileFingerprint,
-    digests: _Digests,
+    *,
     overwrite: bool,
-    is_only: bool,
-    advance: Callable[[int], None],
+    digests: _Digests | None = None,
+    replaces_shards: bool = True,
+    advance: Callable[[int], None] = lambda _: None,
 ) -> None:
-    """Copies one file; the target has all of it, or what it had before."""
+    """Copies one file; the target has all of it, or what it had before.
+
+    Args:
+        path: The file.
+        target: The path or the URL that it is written to.
+        fingerprint: What the file must be.
+        overwrite: Whether a file at the target is replaced.
+        digests: What the bytes are compared with.
+        replaces_shards: Whether an index and its shards at the target are removed.
+        advance: Called with the numbers of bytes.
+    """
 
     def stream(output: Any) -> None:
         def fetch(window: tuple[int, bytearray], _: Callable[[], None]) -> None:
@@ -206,20 +225,22 @@ def _write(
         def use(window: tuple[int, bytearray]) -> None:
             start, buffer = window
             view = memoryview(buffer)
-            digests.add(start, view)
+            if digests is not None:
+                digests.add(start, view)
             for at in range(0, len(view), PART_BYTES):
                 output.append(view[at : at + PART_BYTES])
             advance(len(view))
 
         prefetch_one(_windows(fingerprint.nbytes), fetch, use, is_fetched=lambda _: True)
-        digests.check()
+        if digests is not None:
+            digests.check()
 
     if is_remote(target):
         with new_object(locate(target), fingerprint.nbytes, overwrite=overwrite) as output:
             stream(output)
         return
     os.makedirs(os.path.dirname(target), exist_ok=True)
-    if is_only:
+    if replaces_shards:
         write_file(target, stream, overwrite=overwrite)
         return
     with atomic_file(target, overwrite=overwrite) as local:

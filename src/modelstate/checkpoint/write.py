@@ -2,8 +2,9 @@
 
 import json
 import os
+import tempfile
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,16 +20,16 @@ from modelstate.errors import KeyNotFoundError, OptionError, SaveTargetError, So
 from modelstate.formats.block_writer import LazyTensor, OnCast, lazy_tensor, storages_of, threads_within, whole
 from modelstate.formats.safetensors import nbytes_of
 from modelstate.formats.serialize import serialize
-from modelstate.formats.sharded import INDEX_SUFFIX, LocalWriter, Writer, write_checkpoint
+from modelstate.formats.sharded import INDEX_SUFFIX, Files, LocalWriter, Writer, write_checkpoint
 from modelstate.formats.torch_zip import write_torch_file
 from modelstate.formats.tree import empty_like, is_container, leaves, rebuild, subtree
 from modelstate.html.page import Kind, Page, Shown
 from modelstate.io.atomic import LOCK_TIMEOUT_SECONDS
 from modelstate.io.engine import read_ranges
-from modelstate.io.files import local_path
+from modelstate.io.files import current_fingerprints, local_path
 from modelstate.progress import progress_bar
 from modelstate.remote.location import is_remote, locate
-from modelstate.remote.upload import check_writable
+from modelstate.remote.upload import check_writable, exists, head
 from modelstate.spec import Encoded, Refused, Stored, bytes_key
 from modelstate.text_format import as_given, seconds, size
 from modelstate.torch_compat.dtypes import Overflows
@@ -271,14 +272,15 @@ def write_state(
     if format == "torch":
         written = [leaf for _, leaf in leaves(source.state) if isinstance(leaf, torch.Tensor | LazyTensor)]
         with progress_bar(progress, sum(map(nbytes_of, written)), "writing") as advance:
-            files = write_torch_file(
+            write = partial(
+                write_torch_file,
                 source.state,
-                where,
                 overwrite=overwrite,
                 max_memory_bytes=max_memory_bytes,
                 lock_timeout_seconds=lock_timeout_seconds,
                 on_written=advance,
             )
+            files = _uploaded(write, where, overwrite) if is_remote(where) else write(where)
         tensors = len(written)
     else:
         with writer.planning() if writer else nullcontext():
@@ -306,6 +308,19 @@ def write_state(
     return SaveReport(where, tuple(files), tensors, sum(files.values()), perf_counter() - begin, notes)
 
 
+def _uploaded(write: Callable[[str], Files], where: str, overwrite: bool) -> Files:
+    """Has a file written on this machine, where torch.load checks it, and uploads it."""
+    from modelstate.checkpoint.copy import copy_file
+
+    if not overwrite and head(locate(where)) is not None:
+        raise exists(locate(where))
+    with tempfile.TemporaryDirectory(prefix="modelstate-") as directory:
+        path = os.path.join(directory, os.path.basename(where))
+        (nbytes,) = write(path).values()
+        copy_file(path, where, current_fingerprints([path])[path], overwrite=overwrite)
+    return {where: nbytes}
+
+
 def check_options(
     where: str,
     format: object,
@@ -329,12 +344,6 @@ def check_options(
     if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 <= seconds < inf:
         raise OptionError("lock_timeout_seconds= is a number of seconds", expected="0 or more", found=repr(seconds))
     chosen = format_of(where, format)
-    if chosen == "torch" and is_remote(where):
-        raise SaveTargetError(
-            "a file of torch.save is not written into a bucket, since its bytes are not written in their order",
-            where=where,
-            remedy="give a path that ends in .safetensors; or save to a local path, and upload the file",
-        )
     if chosen == "torch" and (shard_size_bytes, extra, schema) != (None, None, None):
         raise OptionError(
             "a file of torch.save has no shards, no extra= and no schema=",

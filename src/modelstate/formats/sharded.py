@@ -563,7 +563,7 @@ def write_checkpoint(
             raise SaveTargetError(
                 "several ranks write into one file, which an object in a bucket does not allow",
                 where=path,
-                remedy="save to a directory that the ranks share, and copy it: modelstate convert",
+                remedy="save to a directory that the ranks share, and copy it: modelstate cp",
             )
     if is_remote(path) and isinstance(writer, LocalWriter):
         return _upload(path, layouts, groups, writer, overwrite, lambda digests: state.manifest(schema, digests))
