@@ -19,8 +19,10 @@ from modelstate.errors import (
     SourceTypeError,
     TruncatedFileError,
     UnknownFormatError,
+    WriteFailedError,
 )
 from modelstate.remote import location
+from modelstate.testing import FaultProxy
 from tests.remote.servers import http_server
 
 pytest.importorskip("obstore")
@@ -84,6 +86,41 @@ def test_each_answer_is_an_error_of_its_own(
         ms.open(f"{odd}/{name}?signature=word" if name else f"{odd}/")
     assert raised.value.remedy
     assert "word" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "cause", "remedy"),
+    [
+        (403, "RequestTimeTooSkewed", "the clock of this machine", "set the clock"),
+        (400, "ExpiredToken", "credentials have expired", "get new ones"),
+        (403, "AccessDenied", "access is refused", "ask for the right"),
+        (301, "PermanentRedirect", "in another region", "AWS_REGION"),
+    ],
+)
+def test_what_a_bucket_answers(
+    proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch, status: int, code: str, cause: str, remedy: str
+) -> None:
+    class Answers(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response_only(status)
+            self.end_headers()
+            self.wfile.write(f"<Error><Code>{code}</Code></Error>".encode())
+
+        def log_message(self, *_: object) -> None:
+            """Writes nothing."""
+
+    with http_server(Answers) as url:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", url)
+        for call, kind in (
+            (lambda: ms.open("s3://bucket/run/model.safetensors"), SourceAccessError),
+            (lambda: ms.open("s3://bucket/run/"), SourceAccessError),
+            (lambda: ms.save({"a": torch.ones(2)}, "s3://bucket/model.safetensors"), WriteFailedError),
+            (lambda: ms.Store("s3://bucket/run").save(1, {"step": 1}), WriteFailedError),
+            (lambda: ms.Store("s3://bucket/run").latest(), ReadFailedError),
+        ):
+            with pytest.raises(kind, match=cause) as raised:
+                call()
+            assert remedy in raised.value.remedy
 
 
 def test_the_user_of_a_url_goes_to_its_host_alone() -> None:

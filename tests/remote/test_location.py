@@ -1,6 +1,7 @@
 """URLs: what they name, what they show, and which settings their clients take."""
 
 import base64
+import os
 
 import pytest
 
@@ -60,6 +61,14 @@ def test_missing_credentials_are_an_error(monkeypatch: pytest.MonkeyPatch, tmp_p
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
     with pytest.raises(SourceAccessError, match="no credentials"):
         store_of(locate("s3://bucket/key"))
+
+
+def test_azure_without_an_account_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith("AZURE_")]:
+        monkeypatch.delenv(name)
+    with pytest.raises(SourceAccessError, match="no credentials") as raised:
+        store_of(locate("az://container/x"))
+    assert "AZURE_STORAGE_ACCOUNT" in raised.value.remedy
 
 
 def test_azure_takes_a_connection_string(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,6 +19,7 @@ from modelstate.errors import (
     ModelStateError,
     ReadFailedError,
     SaveError,
+    SaveTargetError,
     StepNotFoundError,
     TargetExistsError,
     WriteFailedError,
@@ -410,6 +411,13 @@ def test_a_prefix_with_other_objects(url: str, bucket: str, s3_client: Callable[
     assert (store.steps(), store.latest()) == ((), None)
     save(store, 1)
     assert (store.steps(), restored(store)) == ((1,), 1)
+
+
+def test_an_object_is_no_directory(url: str, bucket: str, s3_client: Callable[[], Any]) -> None:
+    s3_client().put_object(Bucket=bucket, Key=url.removeprefix(f"s3://{bucket}/"), Body=b"something else")
+    with pytest.raises(SaveTargetError, match="a store is a directory"):
+        save(ms.Store(url), 1)
+    assert [item["Key"] for item in s3_client().list_objects_v2(Bucket=bucket)["Contents"]] == ["runs/first"]
 
 
 def test_resumable(url: str) -> None:

@@ -319,6 +319,8 @@ _ERRORS: dict[Cause, type[OpenError]] = {
     Cause.NO_BUCKET: SourceNotFoundError,
     Cause.NO_CREDENTIALS: SourceAccessError,
     Cause.REFUSED: SourceAccessError,
+    Cause.EXPIRED: SourceAccessError,
+    Cause.CLOCK: SourceAccessError,
     Cause.NO_RANGES: SourceTypeError,
     Cause.REDIRECTED: SourceTypeError,
     Cause.OTHER_REGION: SourceAccessError,

@@ -180,6 +180,13 @@ def _store(scheme: str, root: str, whole: str, settings: tuple[tuple[str, str], 
                 return store.AzureStore(root, config=config, **options)
         return _web_store(whole or f"{scheme}://{root}")
     except errors.BaseError as error:
+        if "must be specified" in str(error):
+            raise SourceAccessError(
+                f"there are no credentials for {scheme}://",
+                where=f"{scheme}://{root}",
+                found=first_line(error),
+                remedy=_LOGIN.get(scheme, ""),
+            ) from error
         raise SourceTypeError(
             f"the settings for {scheme}:// are not valid",
             where=f"{scheme}://{root}",
@@ -247,8 +254,7 @@ def _s3_credentials() -> Any:
             found="none in the environment, in ~/.aws, and from the machine"
             if isinstance(error, ValueError)
             else first_line(error),
-            remedy="aws configure, or set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY; for a public bucket set "
-            "AWS_SKIP_SIGNATURE=true",
+            remedy=_LOGIN["s3"],
         ) from error
 
 
@@ -282,6 +288,8 @@ class Cause(Enum):
     NO_BUCKET = "there is no such bucket"
     NO_CREDENTIALS = "there are no credentials"
     REFUSED = "the access is refused"
+    EXPIRED = "the credentials have expired"
+    CLOCK = "the clock of this machine differs from that of the server"
     CHANGED = "the object is not the one that was expected"
     EXISTS = "there is an object already"
     NO_RANGES = "the server answers with the whole object where a part was asked for"
@@ -292,6 +300,8 @@ class Cause(Enum):
     FAILED = "the server does not answer, or answers with errors"
 
 
+_CLOCK_CODES = ("RequestTimeTooSkewed", "RequestInTheFuture")
+_EXPIRED_CODES = ("ExpiredToken", "ExpiredTokenException", "RequestExpired")
 _LOGIN = {
     "s3": "aws configure, or set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY; for a public bucket set "
     "AWS_SKIP_SIGNATURE=true",
@@ -315,9 +325,14 @@ def failure_of(error: BaseException, location: Location) -> Failure:
     from obstore import exceptions
 
     text, found = str(error), first_line(error)
+    status, code = _status_of(text)
     login = _LOGIN.get(location.scheme, "open the URL in a browser: a login or another address may be needed")
     if "NoSuchBucket" in text or "ContainerNotFound" in text or "bucket does not exist" in text:
         return Failure(Cause.NO_BUCKET, found, f"check the name {location.root!r}, the region and the endpoint")
+    if code in _CLOCK_CODES or "Request date header too old" in text:
+        return Failure(Cause.CLOCK, found, "set the clock, such as by timedatectl set-ntp true, and try again")
+    if code in _EXPIRED_CODES:
+        return Failure(Cause.EXPIRED, found, f"get new ones: {login}")
     match error:
         case FileNotFoundError():
             return Failure(Cause.NO_OBJECT, found, "check the name; names are case-sensitive")
@@ -334,21 +349,29 @@ def failure_of(error: BaseException, location: Location) -> Failure:
             return Failure(Cause.NO_RANGES, found, remedy)
     if "builder error" in text or "URL scheme is not allowed" in text:
         return Failure(Cause.REDIRECTED, found, "give the address that it redirects to, if you trust it")
-    if "Wanted range starting at" in text or "416" in found:
+    if "Wanted range starting at" in text or status == 416:
         return Failure(Cause.NO_SUCH_RANGE, found, "open it again, when nothing writes to it any more")
     if "body error" in text:
         return Failure(Cause.CUT, found, "try again; check the network")
     if "169.254." in text or "metadata.google" in text or "Credentials" in text:
         return Failure(Cause.NO_CREDENTIALS, found, login)
-    if "301" in found or "PermanentRedirect" in text or "missing region" in text:
+    if status == 403:  # of a listing, for which the client has no class
+        return Failure(Cause.REFUSED, found, f"ask for the right to list it; or {login}")
+    if status == 301 or "PermanentRedirect" in text or "missing region" in text or "configured region" in text:
         return Failure(Cause.OTHER_REGION, found, "set AWS_REGION to the region of the bucket")
     return Failure(Cause.FAILED, found, "try again; check the address and the network")
+
+
+def _status_of(text: str) -> tuple[int, str]:
+    """The status and the code in the answer of a server; 0 and nothing without an answer."""
+    answer = text.partition("status code: ")[2]
+    code = _CODE.search(answer)
+    return int(answer[:3]) if answer[:3].isdecimal() else 0, (code[1] or code[2]) if code else ""
 
 
 def first_line(error: object) -> str:
     """The first line of an error, without secrets: of the answer of a server only the status and the code are kept."""
     text = " ".join(str(error).partition("\n\nDebug source")[0].split())
     head, status, answer = text.partition("status code: ")
-    code = _CODE.search(answer)
-    status += answer.partition(":")[0] + (f", {code[1] or code[2]}" if code else "")
-    return redacted(head + status)[:300]
+    code = _status_of(text)[1]
+    return redacted(head + status + answer.partition(":")[0] + (code and f", {code}"))[:300]

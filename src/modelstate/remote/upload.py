@@ -37,7 +37,10 @@ _PUT_TRIES = 4
 FIRST_WAIT_SECONDS = 0.2
 """The wait before the second try; each further one is twice as long."""
 SUFFIX = ".unfinished"
-_DEFINITE = (Cause.NO_BUCKET, Cause.NO_CREDENTIALS, Cause.REFUSED, Cause.REDIRECTED, Cause.OTHER_REGION)
+_DEFINITE = (
+    *(Cause.NO_BUCKET, Cause.NO_CREDENTIALS, Cause.REFUSED, Cause.EXPIRED, Cause.CLOCK, Cause.REDIRECTED),
+    Cause.OTHER_REGION,
+)
 """Causes that do not go away when the request is repeated."""
 WRITABLE = ("s3", "gs", "az")
 _Result = TypeVar("_Result")
@@ -94,7 +97,7 @@ def _found(location: Location, read: Callable[[], _Result]) -> _Result | None:
     """Returns what a function reads; None where there is no such object. Once more where a reply is cut short."""
     for is_last in (False, True):
         try:
-            with client_errors(location):
+            with client_errors(location, "the bucket cannot be read"):
                 return read()
         except FileNotFoundError:
             return None
@@ -302,7 +305,7 @@ def new_object(location: Location, nbytes: int, *, overwrite: bool) -> Iterator[
 
 
 @contextmanager
-def client_errors(location: Location) -> Iterator[None]:
+def client_errors(location: Location, what: str = "the object cannot be written") -> Iterator[None]:
     """Raises `WriteFailedError` in place of an error of the client; a missing object stays `FileNotFoundError`."""
     try:
         from obstore.exceptions import BaseError
@@ -314,9 +317,9 @@ def client_errors(location: Location) -> Iterator[None]:
     except FileNotFoundError as error:
         if failure_of(error, location).cause is Cause.NO_OBJECT:
             raise
-        raise _failed(location, error) from error
+        raise _failed(location, error, what) from error
     except BaseError as error:
-        raise _failed(location, error) from error
+        raise _failed(location, error, what) from error
 
 
 def exists(location: Location) -> TargetExistsError:
@@ -326,10 +329,10 @@ def exists(location: Location) -> TargetExistsError:
     )
 
 
-def _failed(location: Location, error: BaseException) -> WriteFailedError:
+def _failed(location: Location, error: BaseException, what: str = "the object cannot be written") -> WriteFailedError:
     failure = failure_of(error, location)
     return WriteFailedError(
-        f"the object cannot be written: {failure.cause.value}",
+        f"{what}: {failure.cause.value}",
         where=location.url,
         found=failure.found,
         remedy=failure.remedy,

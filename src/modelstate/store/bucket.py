@@ -32,12 +32,12 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any
 
-from modelstate.errors import LockedError, ReadFailedError, TargetExistsError, WriteFailedError
+from modelstate.errors import LockedError, ReadFailedError, SaveTargetError, TargetExistsError, WriteFailedError
 from modelstate.formats.manifest import digest
 from modelstate.formats.safetensors import Layout, Written, write_in_order
 from modelstate.formats.sharded import INDEX_SUFFIX, SUFFIX
 from modelstate.remote.location import Location, locate
-from modelstate.remote.upload import ObjectWriter, get, list_all, listing, new_object, put, remove, time_of
+from modelstate.remote.upload import ObjectWriter, get, head, list_all, listing, new_object, put, remove, time_of
 from modelstate.store.medium import DATA, STORE_FILE, Listed, Lock, NewFiles, Place
 from modelstate.store.record import RECORD_FILE, FileRecord
 from modelstate.text_format import printable
@@ -81,6 +81,13 @@ class Bucket:
 
     def at(self, name: str) -> Location:
         return self._root.below(name)
+
+    def check_no_object(self) -> None:
+        """Raises `SaveTargetError` where the name of the directory is that of an object."""
+        if self._root.key and head(self._root) is not None:
+            raise SaveTargetError(
+                "a store is a directory", where=self._root.url, found="an object", remedy="take another path"
+            )
 
     def listing(self) -> _Listing:
         """Lists the bucket. Raises `WriteFailedError`."""
@@ -318,12 +325,15 @@ class _Lease:
 
         Raises:
             LockedError: Another process holds the lease, and renews it.
+            SaveTargetError: There is no store yet, and the name is that of an object.
             WriteFailedError: The bucket cannot be written to, or does not keep conditions.
         """
         nonce, seen = secrets.token_hex(6), None
         holder = {"pid": os.getpid(), "host": socket.gethostname(), "boot": _boot(), "since": time.time()}
         for _ in range(_TRIES):
             listed = self._bucket.listing()
+            if not listed.claims:
+                self._bucket.check_no_object()
             serial = max(listed.claims, default=0) + 1
             name, text = f"lease-{serial:012d}.{nonce}", json.dumps({**holder, "nonce": nonce}).encode()
             intent = self._bucket.at(name)

@@ -27,6 +27,7 @@ from modelstate.errors import (
     ReadFailedError,
     SourceNotFoundError,
     StepNotFoundError,
+    WriteFailedError,
 )
 from modelstate.formats.manifest import OPEN_SEAL, SEAL, check_seal, sealed
 from modelstate.io.engine import for_each
@@ -260,6 +261,8 @@ class StepIndex:
             return self.medium.places()
         except FileNotFoundError:
             return []
+        except WriteFailedError as error:  # of a bucket
+            raise ReadFailedError(error.what, where=self.directory, found=error.found, remedy=error.remedy) from error
         except OSError as error:
             raise ReadFailedError("the store cannot be read", where=self.directory, found=error) from error
 
