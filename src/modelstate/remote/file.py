@@ -27,7 +27,7 @@ from modelstate.process import parallel_for
 from modelstate.remote import location as locations
 from modelstate.remote.cache import BLOCK_BYTES, Cache, version_name
 from modelstate.remote.hub import files_of
-from modelstate.remote.location import Cause, Failure, Location, failure_of, hub_store, locate, store_of
+from modelstate.remote.location import Cause, Failure, Location, failure_of, hub_store, listed_below, locate, store_of
 
 if TYPE_CHECKING:
     from obstore import GetOptions, GetResult
@@ -393,8 +393,6 @@ def listing(directory: str) -> tuple[list[str], list[str]]:
 
     Raises `OpenError` where there is no such bucket, or it cannot be read, and for a web server, which has no list.
     """
-    import obstore
-
     location = locate(directory)
     if location.scheme.startswith("http"):
         raise SourceTypeError(
@@ -406,13 +404,11 @@ def listing(directory: str) -> tuple[list[str], list[str]]:
     if location.scheme == "hf":
         files = files_of(directory)
         return [name for name in files if "/" not in name], [*{name.split("/")[0] for name in files if "/" in name}]
-    store, prefix = store_of(location)
     try:
-        found = obstore.list_with_delimiter(store, prefix or None)
+        directories, objects = listed_below(location)
     except Exception as error:
         raise _open_error(failure_of(error, location), directory) from error
-    names = [meta["path"].rpartition("/")[2] for meta in found["objects"] if meta["path"] != prefix.rstrip("/")]
-    return names, [path.rstrip("/").rpartition("/")[2] for path in found["common_prefixes"]]
+    return [item.name for item in objects], directories
 
 
 def forget(path: str) -> None:

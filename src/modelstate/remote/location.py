@@ -23,7 +23,7 @@ import re
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from datetime import timedelta
+from datetime import datetime, timedelta
 from enum import Enum
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -149,6 +149,31 @@ def store_of(location: Location) -> tuple[ObjectStore, str]:
     if location.mark:
         return _store(location.scheme, location.root, _secrets[location.url][1], settings), ""
     return _store(location.scheme, location.root, "", settings), location.key
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectInfo:
+    """An object in a listing."""
+
+    name: str
+    """The key, without the prefix that was listed."""
+    nbytes: int
+    time: datetime
+    """When it was written, by the clock of the server."""
+
+
+def listed_below(location: Location) -> tuple[list[str], list[ObjectInfo]]:
+    """The names of the directories, and the objects, directly below a prefix. Raises what the client raises."""
+    import obstore
+
+    store, key = store_of(location)
+    found = obstore.list_with_delimiter(store, key or None)
+    objects = [
+        ObjectInfo(item["path"].rpartition("/")[2], item["size"], item["last_modified"])
+        for item in found["objects"]
+        if item["path"] != key.rstrip("/")  # the object that stands for an empty directory
+    ]
+    return [path.rstrip("/").rpartition("/")[2] for path in found["common_prefixes"]], objects
 
 
 _client_pid = 0

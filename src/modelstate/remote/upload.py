@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from modelstate.errors import SaveTargetError, TargetExistsError, WriteFailedError
-from modelstate.remote.location import Cause, Location, failure_of, store_of
+from modelstate.remote.location import Cause, Location, ObjectInfo, failure_of, listed_below, store_of
 
 if TYPE_CHECKING:
     from datetime import datetime
@@ -44,17 +44,6 @@ _DEFINITE = (
 """Causes that do not go away when the request is repeated."""
 WRITABLE = ("s3", "gs", "az")
 _Result = TypeVar("_Result")
-
-
-@dataclass(frozen=True, slots=True)
-class ObjectInfo:
-    """An object in a listing."""
-
-    name: str
-    """The key, without the prefix that was listed."""
-    nbytes: int
-    time: datetime
-    """When it was written, by the clock of the server."""
 
 
 def check_writable(location: Location) -> None:
@@ -110,17 +99,7 @@ def _found(location: Location, read: Callable[[], _Result]) -> _Result | None:
 
 def listing(location: Location) -> tuple[list[str], list[ObjectInfo]]:
     """Returns the names of the directories and the objects directly below a prefix. Raises `WriteFailedError`."""
-    import obstore
-
-    store, key = store_of(location)
-    prefix = f"{key}/" if key else ""
-    result: Any = _found(location, lambda: obstore.list_with_delimiter(store, key or None))
-    if result is None:
-        return [], []
-    objects = [
-        ObjectInfo(item["path"].removeprefix(prefix), item["size"], item["last_modified"]) for item in result["objects"]
-    ]
-    return [path.removeprefix(prefix) for path in result["common_prefixes"]], objects
+    return _found(location, lambda: listed_below(location)) or ([], [])
 
 
 def list_all(location: Location) -> list[ObjectInfo]:
