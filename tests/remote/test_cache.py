@@ -59,6 +59,16 @@ def test_a_second_load_asks_for_the_version_alone(proxy: FaultProxy, cache: ms.C
     assert (len(proxy.requests), proxy.downloaded_bytes) == (1, HEADER_BYTES)
 
 
+def test_a_load_that_casts_requests_each_block_once(files: tuple[Path, str], cache: ms.Cache) -> None:
+    model = nn.Linear(2048, 2048)
+    ms.save(model, files[0] / "large.safetensors")
+    with fault_proxy(files[1]) as proxy:
+        target = nn.Linear(2048, 2048, dtype=torch.bfloat16)
+        ms.load(target, f"{proxy.url}/large.safetensors", dtype="bfloat16", cache=cache)
+    assert torch.equal(target.weight, model.weight.bfloat16())
+    assert proxy.downloaded_bytes <= 1.02 * (files[0] / "large.safetensors").stat().st_size + HEADER_BYTES
+
+
 def test_each_function_that_opens_takes_a_cache(proxy: FaultProxy, cache: ms.Cache, files: tuple[Path, str]) -> None:
     check_load(proxy, cache)
     proxy.reset()

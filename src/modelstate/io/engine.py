@@ -92,6 +92,11 @@ def threads_for(paths: Iterable[str], uncached: Collection[str] = ()) -> int:
     return uncached_threads(read_threads()) if uncached else read_threads()
 
 
+def _align_bytes(paths: Iterable[str]) -> int:
+    """A multiple at which reads end: with a cache two threads would request the block that they share."""
+    return BLOCK_BYTES if any(map(is_cached, paths)) else 1
+
+
 @dataclass(frozen=True, slots=True)
 class ReadStrategy:
     """The threads and the memory of the reads of one load."""
@@ -461,7 +466,7 @@ def read_ranges(
         else:
             rows.extend(request.split(ROWS_BYTES))
     paths = {request.source.path for request in single} | {request.source.path for request in rows}
-    align_bytes = BLOCK_BYTES if any(map(is_cached, paths)) else 1  # or two threads request the block that they share
+    align_bytes = _align_bytes(paths)
     if batch_bytes is None:
         batch_bytes = BATCH_BYTES
         if any(map(is_remote, paths)):  # all connections share the work
@@ -811,7 +816,9 @@ def stream(
     Raises:
         ReadFailedError: An I/O error, a short read, or a file that has changed. What `consume` raises passes through.
     """
-    blocks = in_blocks(wanted, strategy.block_bytes) if blocks is None else blocks
+    if blocks is None:
+        paths = {entry.source.path for entry in wanted}
+        blocks = in_blocks(wanted, strategy.block_bytes, _align_bytes(paths))
     largest = max((block.nbytes for block in blocks), default=0)
     threads = min(strategy.threads, len(blocks))
     # From held files memory is written to that must not be left half written: the buffers are there before.
@@ -851,10 +858,11 @@ def stream(
         run(blocks, worker, threads, on_block, with_torch=True)
 
 
-def in_blocks(wanted: Sequence[Wanted], block_bytes: int) -> list[Block]:
+def in_blocks(wanted: Sequence[Wanted], block_bytes: int, align_bytes: int = 1) -> list[Block]:
     """Packs every byte of every range once into blocks, in the order of the files.
 
-    A block needs a buffer of at most `block_bytes`, or holds one unit that is larger.
+    A block needs a buffer of at most `block_bytes`, or holds one unit that is larger. Where it ends within a range, it
+    ends at a multiple of `align_bytes` in the file, if there is one.
     """
     blocks: list[Block] = []
     parts: list[Part] = []
@@ -872,7 +880,11 @@ def in_blocks(wanted: Sequence[Wanted], block_bytes: int) -> list[Block]:
         first = 0
         while first < source.nbytes:
             left, room = source.nbytes - first, block_bytes - used
-            nbytes = left if left <= room else room // unit * unit
+            nbytes = left
+            if left > room:
+                nbytes = room // unit * unit
+                excess = -(-((source.start + first + nbytes) % align_bytes) // unit) * unit
+                nbytes -= excess if excess < nbytes else 0
             if nbytes <= 0:
                 if parts:
                     close()
@@ -881,6 +893,8 @@ def in_blocks(wanted: Sequence[Wanted], block_bytes: int) -> list[Block]:
             parts.append(Part(index, first, nbytes, used))
             first += nbytes
             used += aligned(nbytes)
+            if first < source.nbytes:
+                close()
     close()
     return blocks
 
