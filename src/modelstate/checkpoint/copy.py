@@ -2,37 +2,23 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
-import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from time import perf_counter
-from typing import Any
-
-import xxhash
 
 from modelstate.checkpoint.open import is_path
 from modelstate.checkpoint.open import open as open_checkpoint
 from modelstate.checkpoint.write import target_path
 from modelstate.errors import ChecksumError, OptionError, SaveTargetError, TargetExistsError, UnsafePathError
-from modelstate.formats.manifest import ALGORITHM
-from modelstate.formats.sharded import write_file
+from modelstate.formats.copy_file import StreamedDigests, copy_file
 from modelstate.html.page import Kind, Page, Shown
-from modelstate.io.atomic import atomic_file
-from modelstate.io.engine import Request, read_ranges
-from modelstate.io.files import FileFingerprint
-from modelstate.process import prefetch_one
 from modelstate.progress import progress_bar
 from modelstate.remote.location import is_remote, locate
-from modelstate.remote.upload import PART_BYTES, head, new_object, remove
-from modelstate.spec import ByteRange, Checksum
+from modelstate.remote.upload import head, remove
 from modelstate.text_format import count, seconds, size
-
-_WINDOW_BYTES = 16 << 20
-"""What is read at once, by all connections; the next window is read while one is written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +116,7 @@ def copy(
             found=", ".join(replaced[1:5]),
             remedy="copy to another directory, or remove the one that is there first",
         )
-    digests = {path: _Digests(path, checkpoint.checksums) for path in checkpoint.files}
+    digests = {path: StreamedDigests(path, checkpoint.checksums) for path in checkpoint.files}
     written: list[str] = []
     is_last = False
     with progress_bar(progress, sum(entry.nbytes for entry in fingerprints.values()), "copying") as advance:
@@ -191,111 +177,3 @@ def _remove(paths: Sequence[str]) -> None:
             remove([locate(path) for path in paths])
         for path in paths if paths and not is_remote(paths[0]) else ():
             os.unlink(path)
-
-
-def copy_file(
-    path: str,
-    target: str,
-    fingerprint: FileFingerprint,
-    *,
-    overwrite: bool,
-    digests: _Digests | None = None,
-    replaces_shards: bool = True,
-    advance: Callable[[int], None] = lambda _: None,
-) -> None:
-    """Copies one file; the target has all of it, or what it had before.
-
-    Args:
-        path: The file.
-        target: The path or the URL that it is written to.
-        fingerprint: What the file must be.
-        overwrite: Whether a file at the target is replaced.
-        digests: What the bytes are compared with.
-        replaces_shards: Whether an index and its shards at the target are removed.
-        advance: Called with the numbers of bytes.
-    """
-
-    def stream(output: Any) -> None:
-        def fetch(window: tuple[int, bytearray], _: Callable[[], None]) -> None:
-            start, buffer = window
-            address = ctypes.addressof(ctypes.c_char.from_buffer(buffer))
-            request = Request(ByteRange(path, start, len(buffer)), address)
-            read_ranges([request], fingerprints={path: fingerprint})
-
-        def use(window: tuple[int, bytearray]) -> None:
-            start, buffer = window
-            view = memoryview(buffer)
-            if digests is not None:
-                digests.add(start, view)
-            for at in range(0, len(view), PART_BYTES):
-                output.append(view[at : at + PART_BYTES])
-            advance(len(view))
-
-        prefetch_one(_windows(fingerprint.nbytes), fetch, use, is_fetched=lambda _: True)
-        if digests is not None:
-            digests.check()
-
-    if is_remote(target):
-        with new_object(locate(target), fingerprint.nbytes, overwrite=overwrite) as output:
-            stream(output)
-        return
-    os.makedirs(os.path.dirname(target), exist_ok=True)
-    if replaces_shards:
-        write_file(target, stream, overwrite=overwrite)
-        return
-    with atomic_file(target, overwrite=overwrite) as local:
-        stream(local)
-
-
-def _windows(nbytes: int) -> Iterator[tuple[int, bytearray]]:
-    for start in range(0, nbytes, _WINDOW_BYTES):
-        yield start, bytearray(min(_WINDOW_BYTES, nbytes - start))
-
-
-class _Digests:
-    """Compares the bytes of a file, which come in their order, with the digests of the checkpoint."""
-
-    def __init__(self, path: str, checksums: Mapping[ByteRange, Checksum]) -> None:
-        self.verified_bytes, self.algorithms = 0, set[str]()
-        self._blocks: list[tuple[int, int, ByteRange]] = []
-        self._checksums = {storage: checksum for storage, checksum in checksums.items() if storage.path == path}
-        self._values = dict.fromkeys(self._checksums, "")
-        self._next, self._hash, self._crc = 0, xxhash.xxh3_128(), 0
-        end = 0
-        for storage in sorted(self._checksums):
-            if storage.start < end or not storage.nbytes:
-                del self._values[storage]  # it overlaps the one before
-                continue
-            end = storage.start + storage.nbytes
-            blocks = self._checksums[storage].blocks(storage.nbytes)
-            self._blocks += [(storage.start + first, storage.start + last, storage) for first, last in blocks]
-
-    def add(self, start: int, view: memoryview) -> None:
-        """Takes the bytes that follow."""
-        end = start + len(view)
-        while self._next < len(self._blocks):
-            first, last, storage = self._blocks[self._next]
-            if first >= end:
-                return
-            part, algorithm = view[max(first - start, 0) : last - start], self._checksums[storage].algorithm
-            if algorithm == ALGORITHM:
-                self._hash.update(part)
-            else:
-                self._crc = zlib.crc32(part, self._crc)
-            self.verified_bytes += len(part)
-            if last > end:
-                return
-            self._values[storage] += self._hash.hexdigest() if algorithm == ALGORITHM else f"{self._crc:08x}"
-            self.algorithms.add(algorithm)
-            self._next, self._hash, self._crc = self._next + 1, xxhash.xxh3_128(), 0
-
-    def check(self) -> None:
-        """Raises `ChecksumError` where the bytes of the whole file are not what the digests say."""
-        damaged = [storage for storage, value in self._values.items() if value != self._checksums[storage].value]
-        if damaged:
-            raise ChecksumError(
-                f"{len(damaged)} parts of the file are not what their checksums say; nothing has been copied",
-                where=damaged[0].path,
-                found=", ".join(f"bytes {part.start} to {part.start + part.nbytes}" for part in damaged[:4]),
-                remedy="the file is damaged: get it again from where it came; `modelstate verify` names the tensors",
-            )

@@ -18,6 +18,7 @@ from modelstate.checkpoint.checkpoint import Checkpoint
 from modelstate.checkpoint.combine import is_plain
 from modelstate.errors import KeyNotFoundError, OptionError, SaveTargetError, SourceTypeError
 from modelstate.formats.block_writer import LazyTensor, OnCast, lazy_tensor, storages_of, threads_within, whole
+from modelstate.formats.copy_file import copy_file
 from modelstate.formats.safetensors import nbytes_of
 from modelstate.formats.serialize import serialize
 from modelstate.formats.sharded import INDEX_SUFFIX, Files, LocalWriter, Writer, write_checkpoint
@@ -310,8 +311,6 @@ def write_state(
 
 def _uploaded(write: Callable[[str], Files], where: str, overwrite: bool) -> Files:
     """Has a file written on this machine, where torch.load checks it, and uploads it."""
-    from modelstate.checkpoint.copy import copy_file
-
     if not overwrite and head(locate(where)) is not None:
         raise exists(locate(where))
     with tempfile.TemporaryDirectory(prefix="modelstate-") as directory:
