@@ -1,6 +1,7 @@
 """Ranks that load from a server: each requests its own bytes, counted by a proxy."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -9,11 +10,13 @@ import modelstate as ms
 from modelstate.testing import fault_proxy
 from tests.distributed import models
 from tests.distributed.ranks import Ranks
-from tests.distributed.test_bytes import SIZES, SURPLUS
+from tests.distributed.test_bytes import SURPLUS
 from tests.remote.servers import file_server
 
 pytest.importorskip("obstore")
 pytestmark = pytest.mark.slow
+SIZES: dict[str, Any] = {"width": 128, "hidden": 1024, "rows": 256}
+"""Of a network of 3 MB."""
 _HEADER_BYTES = 64 << 10
 """What each rank reads to open a file."""
 
