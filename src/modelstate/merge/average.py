@@ -17,8 +17,9 @@ from modelstate.formats.tree import FlatTree, same_tensor
 from modelstate.spec import Allocate, Blocks, Combined, Fill, Stored, bytes_key
 from modelstate.text_format import listed
 
-_CHUNK_BYTES = 1 << 18
-"""The bytes of the sums that are computed at once, so that they stay in the second-level cache of a processor."""
+_CHUNK_BYTES = 1 << 19
+"""The bytes of the sums that are computed at once. They stay in the second-level cache of a processor. With smaller
+chunks the interpreter takes more of the time: 1,000 instead of 910 ms for three files of 1.2 GB with two threads."""
 _COMPUTED_IN = {
     torch.float16: torch.float32,
     torch.bfloat16: torch.float32,
@@ -184,10 +185,10 @@ def _sum(
     if not blocks:
         out.zero_()
         return
-    count = scratch.shape[1]
-    for start in range(0, out.numel(), count):
-        chunk, *pieces = (tensor[start : start + count] for tensor in (out, *blocks))
-        total, widened = scratch[:, : chunk.numel()]
+    total, widened = scratch
+    for chunk, *pieces in zip(*(tensor.split(scratch.shape[1]) for tensor in (out, *blocks)), strict=True):
+        if chunk.shape != total.shape:
+            total, widened = scratch[:, : chunk.numel()]
         total.copy_(pieces[0]).mul_(weights[0])
         for piece, weight in zip(pieces[1:], weights[1:], strict=True):
             total.add_(widened.copy_(piece), alpha=weight)
@@ -196,7 +197,8 @@ def _sum(
             if same.any():
                 for piece in pieces[1:-1]:
                     same &= piece == pieces[0]
-                total = torch.where(same, pieces[0], total)
+                chunk.copy_(torch.where(same, pieces[0], total))
+                continue
         chunk.copy_(total)
 
 
