@@ -186,7 +186,7 @@ def _sum(
         out.zero_()
         return
     total, widened = scratch
-    for chunk, *pieces in zip(*(tensor.split(scratch.shape[1]) for tensor in (out, *blocks)), strict=True):
+    for chunk, *pieces in zip(*(torch.split(tensor, scratch.shape[1]) for tensor in (out, *blocks)), strict=True):
         if chunk.shape != total.shape:
             total, widened = scratch[:, : chunk.numel()]
         total.copy_(pieces[0]).mul_(weights[0])
