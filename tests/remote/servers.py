@@ -90,10 +90,14 @@ class FileServer(BaseHTTPRequestHandler):
         """Writes nothing."""
 
 
+class _Server(ThreadingHTTPServer):
+    request_queue_size = 128  # with the 5 of the class, a connection that is refused is tried again after seconds
+
+
 @contextmanager
 def http_server(handler: type[BaseHTTPRequestHandler]) -> Iterator[str]:
     """Starts an HTTP server on a free port of the loopback interface, in threads of this process; yields its URL."""
-    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+    with _Server(("127.0.0.1", 0), handler) as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
         thread.start()
         try:
