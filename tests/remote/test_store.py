@@ -4,7 +4,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -86,6 +86,10 @@ def restored(store: ms.Store, step: Any = "latest") -> int:
 
 def only(fault: Fault, number: int) -> Callable[[HttpRequest], Fault | None]:
     return lambda request: fault if request.number == number else None
+
+
+def points(numbers: Iterable[int]) -> list[tuple[Fault, int]]:
+    return [(fault, number) for number in numbers for fault in (*FAULTS, Fault.STALE)]
 
 
 def listings(proxy: FaultProxy) -> int:
@@ -275,7 +279,7 @@ def test_each_fault_at_each_request(url: str, proxy: FaultProxy) -> None:
         save(store, 1)
         numbers = range(1, len(proxy.requests) + 3)
     expected, step = [0, 1], 1
-    for fault, number in sample([(fault, number) for number in numbers for fault in FAULTS], lambda point: 0, 3):
+    for fault, number in sample(points(numbers), lambda point: 0, 3):
         step += 1
         with ms.Store(url) as store:
             store.check({"step": 0})
@@ -290,6 +294,71 @@ def test_each_fault_at_each_request(url: str, proxy: FaultProxy) -> None:
             assert list(store.steps()) == expected
             assert restored(store) == expected[-1]
     assert not any(ms.Store(url).verify().values())
+
+
+def restore(url: str) -> None:
+    restored(ms.Store(url))
+
+
+def prune(url: str) -> None:
+    with ms.Store(url, keep=2) as store:
+        store.prune()
+
+
+def resume(url: str) -> list[int]:
+    seen = []
+    with ms.Store(url) as store:
+        model = network()
+        for step in ms.resumable(store, {"model": model}, steps=3, save_every=1):
+            nn.init.constant_(model[1].weight, step)
+            seen.append(step)
+    return seen
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("call", [restore, prune, resume])
+def test_each_fault_at_each_request_of_other_calls(
+    url: str, proxy: FaultProxy, call: Callable[[str], Any], record_property: Callable[[str, object], None]
+) -> None:
+    """They do what they should, or raise a clear error: the steps that should be there are, and a next call works."""
+
+    def begin(number: int) -> str:
+        run = f"{url}-{number}"
+        if call is not resume:
+            with ms.Store(run) as store:
+                for step in (1, 2, 3):
+                    save(store, step)
+        return run
+
+    run = begin(0)
+    proxy.reset()
+    call(run)
+    numbers = range(1, len(proxy.requests) + 1)
+    expected = ms.Store(run).steps()
+    errors = 0
+    for index, (fault, number) in enumerate(sample(points(numbers), lambda point: 0, 2), 1):
+        if call is not restore:
+            run = begin(index)
+        proxy.reset()
+        proxy.fault = only(fault, number)
+        try:
+            call(run)
+        except ModelStateError:
+            errors += 1
+        proxy.fault = None
+        store = ms.Store(run)
+        found = store.steps()
+        assert not any(store.verify().values())
+        if call is resume:
+            assert set(found) <= set(expected)  # a save that fails is a warning, and the loop goes on
+            assert resume(run) == list(range(expected.index(found[-1]) + 1 if found else 0, 3))
+            assert ms.Store(run).latest() == expected[-1]
+        else:
+            assert {2, 3} <= set(found) <= {1, 2, 3}
+            assert [restored(store, step) for step in found] == list(found)
+            call(run)
+            assert ms.Store(run).steps() == expected
+    record_property("faults and errors", f"{index} and {errors}")
 
 
 def test_a_stale_listing_loses_no_step(url: str, proxy: FaultProxy) -> None:

@@ -198,7 +198,9 @@ def _store(scheme: str, root: str, whole: str, settings: tuple[tuple[str, str], 
             case "gs":
                 config = _gcs_config()
                 client["allow_http"] = config.get("base_url", "").startswith("http://")
-                return store.GCSStore(root, config=config, **options)
+                # An emulator takes any token. Without one the client asks the metadata service before each write.
+                emulated = (lambda: {"token": "emulator", "expires_at": None}) if config else None
+                return store.GCSStore(root, config=config, credential_provider=emulated, **options)
             case "az":
                 config = _azure_config()
                 client["allow_http"] = config.get("endpoint", "").startswith("http://")
@@ -287,7 +289,7 @@ def _gcs_config() -> Any:
     emulator = os.environ.get("STORAGE_EMULATOR_HOST", "")
     if not emulator:
         return {}
-    return {"base_url": emulator if "://" in emulator else f"http://{emulator}", "skip_signature": True}
+    return {"base_url": emulator if "://" in emulator else f"http://{emulator}"}
 
 
 def _azure_config() -> Any:

@@ -105,6 +105,7 @@ class _Reply:
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # a body is sent at once, and not when the client has confirmed the head
     proxy: FaultProxy
 
     def handle_one_request(self) -> None:

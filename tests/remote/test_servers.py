@@ -1,0 +1,170 @@
+"""Object stores of other implementations: which conditions each keeps, and that checkpoints and stores work on it.
+
+Only moto is installed for `make test`; `make test-remote` installs the others. docs/remote.md has the table.
+"""
+
+import secrets
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import modelstate as ms
+from modelstate.errors import TargetExistsError, WriteFailedError
+from modelstate.remote import location, upload
+from modelstate.testing import Fault, FaultProxy, HttpRequest, fault_proxy
+from tests.remote import servers
+from tests.sweeps import sample
+
+obstore = pytest.importorskip("obstore")
+pytestmark = pytest.mark.slow
+SERVERS = {"moto": "s3", "ministack": "s3", "azurite": "az"}
+"""The servers that can be written to, and the scheme of each."""
+
+
+class Running:
+    """A server behind a proxy, which has an empty bucket."""
+
+    def __init__(self, server: str, direct: str, proxy: FaultProxy) -> None:
+        self.proxy, self.bucket = proxy, f"test-{secrets.token_hex(6)}"
+        self.url = f"{SERVERS[server]}://{self.bucket}"
+        if server == "azurite":
+            servers.create_container(direct, self.bucket)
+        else:
+            boto3 = pytest.importorskip("boto3")
+            keys = {"aws_access_key_id": "test", "aws_secret_access_key": "test", "region_name": "us-east-1"}
+            boto3.client("s3", endpoint_url=direct, **keys).create_bucket(Bucket=self.bucket)
+
+    @property
+    def store(self) -> Any:
+        return location.store_of(location.locate(self.url))[0]
+
+    def names(self) -> list[str]:
+        return [item["path"] for page in obstore.list(self.store) for item in page]
+
+
+@pytest.fixture(scope="module", params=SERVERS)
+def started(request: pytest.FixtureRequest) -> Iterator[tuple[str, str]]:
+    if reason := servers.missing(request.param):
+        pytest.skip(reason)
+    if SERVERS[request.param] == "s3":
+        pytest.importorskip("boto3")
+        pytest.importorskip("moto")
+    with servers.object_store(request.param) as url:
+        yield request.param, url
+
+
+@pytest.fixture
+def running(started: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> Iterator[Running]:
+    server, url = started
+    with fault_proxy(url) as proxy:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
+        for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+            monkeypatch.setenv(name, "test")
+        monkeypatch.setenv("AWS_REGION", "us-east-1")
+        monkeypatch.setenv("AZURE_STORAGE_CONNECTION_STRING", servers.azure_connection(proxy.url))
+        monkeypatch.setattr(location, "RETRIES", 2)
+        monkeypatch.setattr(location, "FIRST_WAIT", timedelta(milliseconds=2))
+        monkeypatch.setattr(upload, "FIRST_WAIT_SECONDS", 0.01)
+        monkeypatch.setattr(upload, "PART_BYTES", 5 << 20)
+        yield Running(server, url, proxy)
+
+
+def outcome(call: Callable[[], object]) -> str:
+    """How a request under a condition ends."""
+    try:
+        call()
+    except (obstore.exceptions.AlreadyExistsError, obstore.exceptions.PreconditionError) as error:
+        return type(error).__name__
+    return "done"
+
+
+def test_each_server_keeps_the_conditions(running: Running) -> None:
+    store = running.store
+    tag = obstore.put(store, "a", b"first")["e_tag"]
+    assert outcome(lambda: obstore.put(store, "b", b"new", mode="create")) == "done"
+    assert outcome(lambda: obstore.put(store, "a", b"other", mode="create")) == "AlreadyExistsError"
+    assert outcome(lambda: obstore.copy(store, "b", "a", overwrite=False)) == "AlreadyExistsError"
+    assert outcome(lambda: obstore.copy(store, "b", "c", overwrite=False)) == "done"
+    assert outcome(lambda: obstore.get(store, "a", options={"if_match": tag})) == "done"
+    assert outcome(lambda: obstore.get(store, "a", options={"if_match": '"0123"'})) == "PreconditionError"
+    put_if = {"e_tag": '"0123"'}
+    assert outcome(lambda: obstore.put(store, "a", b"other", mode=put_if)) == "PreconditionError"
+    assert bytes(obstore.get(store, "a").bytes()) == b"first"
+
+
+def test_a_checkpoint_is_saved_and_loaded(running: Running) -> None:
+    tensors = {"a": torch.rand(3 << 20), "b": torch.arange(5), "empty": torch.empty(0)}
+    for path in ("x/model.safetensors", "y.safetensors"):
+        ms.save(tensors, f"{running.url}/{path}", overwrite=False)
+        with pytest.raises(TargetExistsError):
+            ms.save(tensors, f"{running.url}/{path}", overwrite=False)
+    checkpoint = ms.open(f"{running.url}/x")
+    assert all(torch.equal(checkpoint.tensor(name), tensor) for name, tensor in tensors.items())
+    assert sorted(running.names()) == ["x/model.safetensors", "y.safetensors"]
+
+
+def test_a_store_keeps_its_promises(running: Running) -> None:
+    model = nn.Linear(8, 8)
+    with ms.Store(f"{running.url}/run", keep=2) as store:
+        for step in (1, 2, 3):
+            nn.init.constant_(model.weight, step)
+            store.save(step, {"model": model, "step": step})
+        assert (store.steps(), store.latest()) == ((2, 3), 3)
+    with ms.Store(f"{running.url}/run") as store:
+        nn.init.constant_(model.weight, 0)
+        assert store.restore({"model": model, "step": 0}, 2)["step"] == 2
+        assert model.weight[0, 0] == 2
+        assert store.verify() == {2: "", 3: ""}
+
+
+@pytest.mark.parametrize("overwrite", [True, False])
+def test_each_fault_at_each_request(running: Running, overwrite: bool) -> None:
+    """A save succeeds, or raises and leaves what was there."""
+    path, tensors = f"{running.url}/model.safetensors", {"a": torch.rand(3 << 19)}
+    ms.save(tensors, path, overwrite=overwrite)
+    numbers = range(1, len(running.proxy.requests) + 1)
+    faults = (Fault.UNAVAILABLE, Fault.RESET, Fault.CUT, Fault.LOST_REPLY)
+    for fault, number in sample([(fault, number) for number in numbers for fault in faults], lambda point: point[0], 0):
+        before = {"a": torch.zeros(3)}
+        if overwrite:
+            ms.save(before, path)
+        else:
+            obstore.delete(running.store, running.names())
+        running.proxy.reset()
+
+        def once(request: HttpRequest, fault: Fault = fault, number: int = number) -> Fault | None:
+            return fault if request.number == number else None
+
+        running.proxy.fault = once
+        saved = True
+        try:
+            ms.save(tensors, path, overwrite=overwrite)
+        except WriteFailedError:
+            saved = False
+        running.proxy.fault = None
+        if saved or overwrite:
+            assert torch.equal(ms.open(path).tensor("a"), (tensors if saved else before)["a"])
+        assert running.names() == ["model.safetensors"] * (saved or overwrite)
+
+
+def test_a_bucket_of_google_cloud_storage_is_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    if reason := servers.missing("fake-gcs-server"):
+        pytest.skip(reason)
+    tensors = {"a": torch.rand(1 << 20), "b": torch.arange(5)}
+    ms.save(tensors, tmp_path / "model.safetensors", shard_size_bytes=1 << 20)
+    with servers.object_store("fake-gcs-server") as url:
+        servers.create_gcs_bucket(url, "bucket")
+        for file in tmp_path.iterdir():
+            servers.upload_to_gcs(url, "bucket", f"run/{file.name}", file.read_bytes())
+        monkeypatch.setenv("STORAGE_EMULATOR_HOST", url)
+        checkpoint = ms.open("gs://bucket/run")
+        assert all(torch.equal(checkpoint.tensor(name), tensor) for name, tensor in tensors.items())
+        with pytest.raises(FileNotFoundError, match="no such object"):
+            ms.open("gs://bucket/other.safetensors")
+        with pytest.raises(WriteFailedError, match="400"):  # the server lacks writes of this kind
+            ms.save(tensors, "gs://bucket/other.safetensors")
