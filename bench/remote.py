@@ -30,7 +30,7 @@ STEPS = 1_000
 @contextmanager
 def bucket() -> Iterator[tuple[FaultProxy, Any]]:
     """Starts the servers, and yields the proxy and a client of S3 beside it."""
-    import boto3  # type: ignore[import-untyped]
+    import boto3
 
     with moto_server() as url, fault_proxy(url) as proxy:
         os.environ.update(AWS_ENDPOINT_URL=proxy.url, AWS_ACCESS_KEY_ID="test", AWS_SECRET_ACCESS_KEY="test")

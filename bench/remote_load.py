@@ -5,6 +5,7 @@
 
 The time is from the URL to the end of the first forward: clients connect in it; imports are done before. The server is
 ministack (`make test-remote` installs it), which has the object in memory, behind a proxy that delays each request.
+s3fs, which DCP needs, takes an older botocore than constraints.txt: install it into an environment of its own.
 """
 
 import argparse
@@ -16,6 +17,8 @@ import tempfile
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import partial
+from http.server import BaseHTTPRequestHandler
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -95,7 +98,7 @@ def of_s3torchconnector() -> Target:
 def of_dcp() -> Target:
     import s3fs  # noqa: F401
     import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint import FsspecReader
+    from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
 
     def load(url: str, folder: str) -> nn.Module:
         state = model("cpu").state_dict()
@@ -176,8 +179,6 @@ def publish(folder: str) -> None:
 @contextmanager
 def hub(s3: str) -> Iterator[str]:
     """A server that answers as the hub does, and redirects to the object in the bucket."""
-    from http.server import BaseHTTPRequestHandler
-
     with urllib.request.urlopen(f"{s3}/{BUCKET}/model.safetensors") as reply:
         nbytes = len(reply.read())
 
@@ -224,11 +225,11 @@ def measured(latency_ms: int, runs: int) -> dict[str, Any]:
             url = of_hub.url if name.startswith("hf ") else proxy.url
             return run(["-m", "bench.remote_load", "--child", name, url], timeout_seconds=60)
 
-        able = {}
+        able: dict[str, Callable[[], Any]] = {}
         for name in CONTENDERS:
             try:
                 measure(name)
-                able[name] = lambda name=name: measure(name)
+                able[name] = partial(measure, name)
             except MeasurementError as error:
                 found[name] = str(error).strip().rpartition("\n")[2][:200]
         sums = set()

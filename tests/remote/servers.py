@@ -160,7 +160,8 @@ def upload_to_gcs(url: str, bucket: str, name: str, data: bytes) -> None:
 
 
 def _request(method: str, url: str, body: bytes, headers: dict[str, str]) -> None:
-    with urllib.request.urlopen(urllib.request.Request(url, body, headers, method=method), timeout=30) as answer:
+    request = urllib.request.Request(url, body or None, headers, method=method)
+    with urllib.request.urlopen(request, timeout=30) as answer:
         answer.read()
 
 

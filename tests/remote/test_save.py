@@ -159,13 +159,15 @@ def test_each_fault_at_each_request(
     content: Callable[[], dict[str, bytes]],
     tmp_path: Path,
     options: dict[str, Any],
+    record_property: Callable[[str, object], None],
 ) -> None:
     """A save succeeds, or raises and leaves what was there. Nothing else is left."""
     path, client = f"s3://{bucket}/model.safetensors", s3_client()
     large = state(6 * MB)
     ms.save(large, path, **options)
     points = [(fault, number) for number in range(1, len(proxy.requests) + 1) for fault in FAULTS]
-    for fault, number in sample(points, kind=lambda point: 0, more=11):
+    succeeded, visited = list[int](), sample(points, kind=lambda point: 0, more=11)
+    for fault, number in visited:
         for name in content():
             client.delete_object(Bucket=bucket, Key=name)
         if options.get("overwrite", True):
@@ -186,11 +188,13 @@ def test_each_fault_at_each_request(
             opened(objects, "model.safetensors", folder)
             assert len(objects) == (3 if "shard_size_bytes" in options else 1)
             allowed = fault in (Fault.LOST_REPLY, Fault.CUT)
+            succeeded.append(number)
         proxy.fault = None
         uploads = client.list_multipart_uploads(Bucket=bucket).get("Uploads", [])
         assert not uploads or allowed
         for item in uploads:
             client.abort_multipart_upload(Bucket=bucket, Key=item["Key"], UploadId=item["UploadId"])
+    record_property("faults", f"{len(visited)}, {len(visited) - len(succeeded)} errors")
 
 
 def test_a_server_that_stays_away_is_a_clear_error(
@@ -301,6 +305,7 @@ def test_kill_at_each_request(
     content: Callable[[], dict[str, bytes]],
     tmp_path: Path,
     s3_client: Callable[[], Any],
+    record_property: Callable[[str, object], None],
 ) -> None:
     """SIGKILL in the middle of a save leaves the checkpoint that was there, or the new one."""
     path, environment = f"s3://{bucket}/model.safetensors", {"AWS_ENDPOINT_URL": proxy.url}
@@ -331,3 +336,4 @@ def test_kill_at_each_request(
         if not outcomes[-1]:
             assert torch.equal(checkpoint.tensor("a"), torch.ones(3 << 20))
     assert outcomes[0]
+    record_property("kills", f"{len(outcomes)}, {outcomes.count(True)} old")

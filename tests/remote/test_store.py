@@ -271,7 +271,9 @@ def test_a_lost_reply_to_the_commit(url: str, proxy: FaultProxy, fault: Fault) -
 
 
 @pytest.mark.slow
-def test_each_fault_at_each_request(url: str, proxy: FaultProxy) -> None:
+def test_each_fault_at_each_request(
+    url: str, proxy: FaultProxy, record_property: Callable[[str, object], None]
+) -> None:
     """A save succeeds, or raises a clear error, and no step is lost, half there or there twice."""
     with ms.Store(url) as store:
         save(store, 0)
@@ -279,7 +281,8 @@ def test_each_fault_at_each_request(url: str, proxy: FaultProxy) -> None:
         save(store, 1)
         numbers = range(1, len(proxy.requests) + 3)
     expected, step = [0, 1], 1
-    for fault, number in sample(points(numbers), lambda point: 0, 3):
+    visited = sample(points(numbers), lambda point: 0, 3)
+    for fault, number in visited:
         step += 1
         with ms.Store(url) as store:
             store.check({"step": 0})
@@ -294,6 +297,7 @@ def test_each_fault_at_each_request(url: str, proxy: FaultProxy) -> None:
             assert list(store.steps()) == expected
             assert restored(store) == expected[-1]
     assert not any(ms.Store(url).verify().values())
+    record_property("faults", f"{len(visited)}, {len(visited) + 2 - len(expected)} errors")
 
 
 def restore(url: str) -> None:
@@ -358,7 +362,7 @@ def test_each_fault_at_each_request_of_other_calls(
             assert [restored(store, step) for step in found] == list(found)
             call(run)
             assert ms.Store(run).steps() == expected
-    record_property("faults and errors", f"{index} and {errors}")
+    record_property("faults", f"{index}, {errors} errors")
 
 
 def test_a_stale_listing_loses_no_step(url: str, proxy: FaultProxy) -> None:
@@ -391,16 +395,16 @@ def _saver(url: str, environment: dict[str, str], step: int) -> None:
 
 
 @pytest.mark.slow
-def test_kill_at_each_request(url: str, proxy: FaultProxy) -> None:
+def test_kill_at_each_request(url: str, proxy: FaultProxy, record_property: Callable[[str, object], None]) -> None:
     """SIGKILL of a saver: the step is there in full or not at all, and the next writer goes on at once."""
     environment = {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
     _saver(url, environment, 0)
     proxy.reset()
     _saver(url, environment, 1)
     commit = next(r.number for r in proxy.requests if r.method == "PUT" and "claim-" in r.target and r.number > 5)
-    points = range(1, len(proxy.requests) + 1) if EXHAUSTIVE else (commit // 2, commit, commit + 2)
+    visited = range(1, len(proxy.requests) + 1) if EXHAUSTIVE else (commit // 2, commit, commit + 2)
     expected = {0, 1}
-    for step, number in enumerate(points, 2):
+    for step, number in enumerate(visited, 2):
         process = CONTEXT.Process(target=_saver, args=(url, environment, step))
 
         def kill(request: HttpRequest, number: int = number, process: Any = process) -> None:
@@ -417,6 +421,7 @@ def test_kill_at_each_request(url: str, proxy: FaultProxy) -> None:
         assert expected <= found <= expected | {step}
         expected = found
         assert restored(store) == max(expected)
+    record_property("kills", f"{len(visited)}, {len(expected) - 2} new")
     begin = time.monotonic()
     _saver(url, environment, 100)
     assert time.monotonic() - begin < buckets.LEASE_SECONDS
