@@ -200,7 +200,7 @@ def test_a_fault_at_each_request_is_overcome(served: Served, fault: Fault | None
     served.proxy.latency_seconds = 0.02 if fault is None else 0
     target = make_model("meta")
     ms.load(target, f"{served.url}/{name}")
-    assert len(seen) >= (3 if format in ("safetensors", "torch") else 6)
+    assert len(seen) >= 2  # the header and the tensors
     for mine, stored in zip(target.parameters(), model.parameters(), strict=True):
         assert torch.equal(mine, stored)
 

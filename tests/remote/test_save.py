@@ -3,8 +3,6 @@
 import io
 import os
 import signal
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from datetime import timedelta
