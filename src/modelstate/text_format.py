@@ -88,6 +88,11 @@ def seconds(value: float) -> str:
     return f"{value * 1000:.1f} ms" if value < 1 else f"{value:.2f} s"
 
 
+def is_unicode(text: str) -> bool:
+    """Whether the text has no lone surrogates, so that every program can read it."""
+    return text.isascii() or not any("\ud800" <= char <= "\udfff" for char in text)
+
+
 def listed(items: Iterable[str], most: int = 6, between: str = ", ") -> str:
     """The first items, and the number of further ones: "a, b, and 3 more"."""
     items = list(items)

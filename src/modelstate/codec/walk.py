@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from modelstate.errors import CodecError, ModelStateError
 from modelstate.spec import TensorSpec
-from modelstate.text_format import printable
+from modelstate.text_format import is_unicode, printable
 from modelstate.torch_compat.values import is_tensor
 
 if TYPE_CHECKING:
@@ -435,11 +435,6 @@ class Decoder(Walk):
         except Exception as error:
             what = f"what stands behind {name} makes no value"
             raise self.fail(what, found=f"{_shown(payload)}: {type(error).__name__}") from error
-
-
-def is_unicode(text: str) -> bool:
-    """Whether the text has no lone surrogates, so that every program can read it."""
-    return text.isascii() or not any("\ud800" <= char <= "\udfff" for char in text)
 
 
 def looks_like_tag(tree: Mapping[Any, object]) -> bool:

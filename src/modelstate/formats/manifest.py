@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import xxhash
 
-from modelstate.codec.walk import Collisions, is_unicode, looks_like_tag
+from modelstate.codec.walk import Collisions
 from modelstate.errors import (
     CUT_SHORT,
     ChecksumError,
@@ -52,7 +52,7 @@ from modelstate.spec import (
     StoredTensors,
     under_names,
 )
-from modelstate.text_format import quote, size
+from modelstate.text_format import is_unicode, quote, size
 from modelstate.torch_compat.values import set_version_metadata
 
 if TYPE_CHECKING:
@@ -259,10 +259,10 @@ def _checksums(fields: Mapping[str, Any], tensors: StoredTensors, where: str) ->
 
 def are_usual_versions(versions: Mapping[str, Any]) -> bool:
     """Whether versions of modules are encoded as they are: almost all modules have torch's version number alone."""
-    return not looks_like_tag(versions) and all(
-        type(entry) is dict and entry.keys() == {"version"} and type(entry["version"]) is int and is_unicode(path)
-        for path, entry in versions.items()
-    )
+    return all(
+        type(entry) is dict and entry.keys() == {"version"} and type(entry["version"]) is int
+        for entry in versions.values()
+    ) and not any(path.startswith("$") or not is_unicode(path) for path in versions)
 
 
 def _versions(tree: object, where: str) -> OrderedDict[str, Any]:

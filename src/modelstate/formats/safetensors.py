@@ -28,7 +28,6 @@ from math import prod
 from operator import mul, sub
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from modelstate.codec.walk import is_unicode
 from modelstate.errors import (
     CUT_SHORT,
     DamagedFileError,
@@ -43,7 +42,7 @@ from modelstate.io.atomic import Output
 from modelstate.io.files import SourceFile
 from modelstate.remote.upload import ObjectWriter
 from modelstate.spec import Contents, StoredTensors, TensorColumns
-from modelstate.text_format import excerpt, listed, printable, quote
+from modelstate.text_format import excerpt, is_unicode, listed, printable, quote
 from modelstate.torch_compat.values import is_tensor
 
 if TYPE_CHECKING:

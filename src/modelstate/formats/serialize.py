@@ -10,14 +10,13 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from modelstate.codec.codec import encode
-from modelstate.codec.walk import is_unicode
 from modelstate.errors import CodecError, UnsavableError
 from modelstate.formats.block_writer import LazyTensor, check_repeated
 from modelstate.formats.manifest import ALGORITHM, BLOCK_BYTES, FORMAT, KEY, are_usual_versions
 from modelstate.formats.safetensors import listed_problems, why_not
 from modelstate.formats.tree import EXTRA_STATE
 from modelstate.spec import bytes_key
-from modelstate.text_format import quote
+from modelstate.text_format import is_unicode, quote
 from modelstate.torch_compat.plain import is_sharded, remedies_for
 from modelstate.torch_compat.values import version_metadata
 from modelstate.version import __version__

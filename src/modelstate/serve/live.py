@@ -558,7 +558,8 @@ class Live:
     @contextmanager
     def _flipping(self, old: Version, deadline: float | None) -> Iterator[None]:
         """Within the block the current version cannot change. Raises `SwapBusyError` where it is not `old`."""
-        with self._flip_lock.held(True, _remaining_seconds(deadline)):
+        remaining_seconds = None if deadline is None else max(deadline - time.monotonic(), 0.0)
+        with self._flip_lock.held(True, remaining_seconds):
             if self._gate.current is not old:
                 raise SwapBusyError(
                     "the serving version was rolled back during this swap; nothing has been changed",
@@ -616,10 +617,6 @@ def _deadline(timeout_seconds: float | None) -> float | None:
             "timeout_seconds= must be a number of seconds", expected="from 0, or None", found=repr(timeout_seconds)
         )
     return None if timeout_seconds is None else time.monotonic() + timeout_seconds
-
-
-def _remaining_seconds(deadline: float | None) -> float | None:
-    return None if deadline is None else max(deadline - time.monotonic(), 0.0)
 
 
 def _after_fork() -> None:

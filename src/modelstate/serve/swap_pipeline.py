@@ -177,7 +177,7 @@ class SwapSource:
         own_names = target.names()
         self.part, asked = select_part(open_checkpoint(source), asked, lambda: own_names)
         self.source, self._has_rules, rules = self.part.source, bool(asked.rules), asked.rules
-        names = {renamed_by(rules, name) for name in self.part}
+        names = {renamed_by(rules, name) for name in self.part} if rules else set(self.part)
         wrappers = wrapper_rule(names, own_names)
         if wrappers is not None:
             rules = (*rules, wrappers)
