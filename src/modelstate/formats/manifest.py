@@ -265,7 +265,7 @@ def are_usual_versions(versions: Mapping[str, Any]) -> bool:
     ) and not any(path.startswith("$") or not is_unicode(path) for path in versions)
 
 
-def _versions(tree: object, where: str) -> OrderedDict[str, Any]:
+def _versions(tree: object, where: str) -> OrderedDict[str, object]:
     if type(tree) is dict and are_usual_versions(tree):
         return OrderedDict(tree)
     from modelstate.codec.codec import decode

@@ -532,7 +532,7 @@ def _subclass(
     shape: tuple[int, ...],
     base: tuple[object, ...],
     state: object,
-    make: Callable[..., Any],
+    make: Callable[..., torch.Tensor],
 ) -> DeferredTensor:
     def finish(parts: tuple[tuple[object, ...], object]) -> torch.Tensor:
         tensor = make(parts[0])

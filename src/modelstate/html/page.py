@@ -15,13 +15,14 @@ from functools import cache
 from hashlib import sha256
 from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from modelstate.errors import PackageError
 from modelstate.text_format import printable, shorten, size
 
 if TYPE_CHECKING:
     import pandas
+    from jinja2 import Template
 
 Cell = str | int | float | None
 
@@ -384,7 +385,7 @@ def _asset(name: str) -> str:
 
 
 @cache
-def _template() -> Any:
+def _template() -> "Template":
     from jinja2 import Environment, StrictUndefined
 
     environment = Environment(autoescape=True, undefined=StrictUndefined, keep_trailing_newline=True)

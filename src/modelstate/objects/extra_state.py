@@ -390,7 +390,7 @@ class Layer:
     def _values(self, module: nn.Module, saved: Any) -> dict[str, object]:
         """Returns the values of this layer's names, upgraded and completed with defaults."""
         declaration = self.declaration
-        values: dict[str, Any] = {}
+        values: dict[str, object] = {}
         source = "the extra state is from before the declaration, and"
         if saved is _ABSENT:
             missing = [] if declaration.optional else [n for n in declaration.names if n not in declaration.defaults]
@@ -415,7 +415,7 @@ class Layer:
                 values[name] = deepcopy(declaration.defaults[name])
         return {name: values[name] for name in declaration.names if name in values}
 
-    def _upgraded(self, module: nn.Module, saved: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
+    def _upgraded(self, module: nn.Module, saved: Mapping[str, Any]) -> tuple[dict[str, object], str]:
         """Returns the saved values as those of the present version, and a name for them in a message."""
         old, new, raw = saved["version"], self.declaration.version, saved["values"]
         upgrade = self.declaration.upgrade
@@ -432,7 +432,7 @@ class Layer:
                 if old > new
                 else "give upgrade=, a function of the old version and its values",
             )
-        values: dict[str, Any] = decode(dict(raw), self.name) if old else {}
+        values: dict[str, object] = decode(dict(raw), self.name) if old else {}
         if old == new or upgrade is None:
             return values, "the extra state"
         try:

@@ -14,7 +14,6 @@ import json
 from base64 import b64decode, b64encode
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 import torch
 
@@ -109,7 +108,7 @@ def _text(path: str, tree: object, *, with_values: bool) -> str:
         return json.dumps([encode(tree, leaf=leaf), tensors])
 
 
-def _tree(text: str) -> Any:
+def _tree(text: str) -> object:
     encoded, tensors = json.loads(text)
 
     def leaf(index: str | int) -> torch.Tensor:

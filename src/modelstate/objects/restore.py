@@ -77,7 +77,7 @@ class Restored(Mapping[str, Any], Shown):
     """Paths of objects that were not saved, as `allow_missing` allows. These objects are unchanged."""
     unexpected: tuple[str, ...] = ()
     """Paths that were saved and are not among the objects, as `allow_unexpected` allows."""
-    _drawn_from: tuple[tuple[str, Target, Any], ...] = field(default=(), repr=False)
+    _drawn_from: tuple[tuple[str, Target, object], ...] = field(default=(), repr=False)
     """Path, target and saved state of each random generator, and of each loader that has a generator of its own."""
 
     def rewind_generators(self) -> None:

@@ -99,7 +99,7 @@ class ObjectEntry:
         except ChecksumError as error:
             raise damaged(directory, short(error)) from error
 
-    def decode(self, directory: str, *, map: bool = False) -> Any:
+    def decode(self, directory: str, *, map: bool = False) -> object:
         """Returns the state of an object as it was captured: containers, values, and tensors.
 
         With `map` the tensors may be maps of the files, which nothing may write to; else their memory is their own.

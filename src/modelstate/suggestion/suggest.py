@@ -10,7 +10,6 @@ import os
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
@@ -159,7 +158,7 @@ def _grouped(names: Sequence[str]) -> list[str]:
 @argument_order("ms.suggest", is_module, is_source)
 def suggest(
     model: nn.Module,
-    source: str | os.PathLike[str] | Mapping[str, Any] | Checkpoint,
+    source: str | os.PathLike[str] | Mapping[str, object] | Checkpoint,
     *,
     key: str | None = None,
 ) -> Suggestion:
