@@ -259,10 +259,15 @@ def _checksums(fields: Mapping[str, Any], tensors: StoredTensors, where: str) ->
 
 def are_usual_versions(versions: Mapping[str, Any]) -> bool:
     """Whether versions of modules are encoded as they are: almost all modules have torch's version number alone."""
-    return all(
-        type(entry) is dict and entry.keys() == {"version"} and type(entry["version"]) is int
-        for entry in versions.values()
-    ) and not any(path.startswith("$") or not is_unicode(path) for path in versions)
+    paths = "".join(versions)
+    return (
+        all(
+            type(entry) is dict and entry.keys() == {"version"} and type(entry["version"]) is int
+            for entry in versions.values()
+        )
+        and is_unicode(paths)
+        and not paths.startswith("$")  # as a tag of the encoding does
+    )
 
 
 def _versions(tree: object, where: str) -> OrderedDict[str, object]:

@@ -539,7 +539,7 @@ def _subclass(
         if type(tensor) is not cls.real:
             tensor = tensor.as_subclass(cls.real)
         set_state(tensor, parts[1])
-        return tensor  # type: ignore[no-any-return]
+        return tensor
 
     return DeferredTensor(cls.name, dtype, shape, (base, state), finish)
 

@@ -143,7 +143,7 @@ def checked_iterators(objects: Iterable[object]) -> Iterator[None]:
 _lock = fork_safe_lock()
 _saved_objects: list[list[object]] = []
 """The objects of each `checked_iterators` block that is running."""
-_original_iter: dict[type, Callable[..., object]] = {}
+_original_iter: dict[type[Any], Callable[..., object]] = {}
 """The own `__iter__` of each class that is wrapped now."""
 
 

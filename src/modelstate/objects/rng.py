@@ -218,7 +218,7 @@ def _numpy_legacy(owner: Any) -> _Generator:
     return _Generator(get, owner.set_state, partial(_check_numpy, "$numpy.random.RandomState", get))
 
 
-def _check_numpy(tag: str, get: Callable[[], object], state: Mapping[str, object]) -> None:
+def _check_numpy(tag: str, get: Callable[[], Any], state: Mapping[str, object]) -> None:
     # NumPy takes a position outside the state, and reads out of bounds there. The codec refuses it.
     fields = {"state": encode(state)}
     decode({tag: fields if tag.endswith("RandomState") else {**fields, "seed": None}})
