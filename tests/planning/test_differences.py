@@ -300,10 +300,26 @@ def test_the_cost_of_wrappers_grows_with_the_names() -> None:
 
 
 def test_nothing_is_proved_where_another_name_goes_through_a_wrapper() -> None:
-    wanted = ["encoder.q", "encoder.module.w"]
+    wanted = ["encoder.module.q", "encoder.module.w"]
     assert wrapper_rule(["encoder.w"], wanted) is not None
     assert wrapper_rule(["q", "module.w", "encoder.w"], wanted) is None  # "module.w" may be meant
     assert wrapper_rule(wanted, ["q", "module.w", "encoder.w"]) is None
+
+
+@pytest.mark.parametrize(
+    ("names", "given"),
+    [
+        (["module.q", "head.w"], ["q", "encoder.module.q"]),
+        (["encoder.module.w", "encoder.key"], ["encoder.w", "key"]),
+        (["module.q", "module.key"], ["q", "encoder.module.key"]),
+    ],
+)
+def test_a_module_of_a_model_that_is_called_module_is_no_wrapper(names: list[str], given: list[str]) -> None:
+    """A name of the checkpoint that is left over does not become one of this module, whatever may be left."""
+    model, values = module_of(names), state(given)
+    assert wrapper_rule(given, names) is None
+    planned = ms.plan(model, values, allow_missing=["*"], allow_unexpected=["*"])
+    assert not planned.steps
 
 
 # What an error proposes.

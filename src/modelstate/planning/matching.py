@@ -425,11 +425,13 @@ def wrapper_rule(
                 return None
             if chain != put_chain:
                 modules[before + chain] = put_before + put_chain
-    unpaired = set(given).difference(pairs), set(wanted).difference(pairs.values())
-    for side, names in zip(chains, unpaired, strict=True):
-        left = filter(_has_wrapper, names)
-        if any(side.get(bare, chain) != chain for name in left for bare, _, chain in _places(name)):
-            return None  # a name without a counterpart goes through a wrapper, and the others do not
+    left, lacking = set(given).difference(pairs), set(wanted).difference(pairs.values())
+    # A wrapper of the model has all names of its place below it: a module with other names beside it is none.
+    for side, names in zip(chains, (filter(_has_wrapper, left), lacking), strict=True):
+        if any(side.get(bare, chain) != chain for name in names for bare, _, chain in _places(name)):
+            return None  # a name without a counterpart goes through a wrapper, and the others do not, or vice versa
+    if left and lacking and any(map(_has_wrapper, modules.values())):
+        return None  # a name that fits by chance would become one of a module that the checkpoint has elsewhere
     rule = Rewrapped(modules)
     if not modules or any((rule.rename(source) or source) != target for source, target in pairs.items()):
         return None
