@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import modelstate as ms
-from modelstate.torch_compat.versions import OLDEST, torch_version
+from modelstate.torch_compat.private import OLDEST, torch_version
 
 _MAX_AGE_SECONDS = 24 * 3600
 

@@ -17,7 +17,7 @@ import modelstate as ms
 from modelstate.errors import DamagedFileError, ExportError, LiveTargetError, ProgramInputError
 from modelstate.serve.export import _specialized_sizes as specialized_sizes
 from modelstate.serve.inputs import conditions, is_equality
-from modelstate.torch_compat.versions import torch_version
+from modelstate.torch_compat.private import torch_version
 from tests.serve.guarded import DYNAMIC, Even, Longer, Many, Pairs, Product, Same, Within, Writes, rows
 from tests.serve.packages import needs_aoti, package_of
 from tests.serve.test_export import edited, rewritten

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from modelstate.torch_compat.overrides import MethodOverride, Overrides
+from modelstate.torch_compat.modules import MethodOverride, Overrides
 
 
 class Base:

@@ -9,7 +9,7 @@ import torch
 
 import modelstate as ms
 from modelstate.errors import ExportError, LiveTargetError
-from modelstate.torch_compat.versions import OLDEST, torch_version
+from modelstate.torch_compat.private import OLDEST, torch_version
 from tests.serve.packages import package_of
 
 ROOT = Path(__file__).resolve().parents[2]

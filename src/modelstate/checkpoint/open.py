@@ -488,14 +488,15 @@ def read_contents(source: Source, *, allow: Sequence[object] = (), skip_forbidde
     path = _remote_file(given) if is_remote(given) else _local_file(given)
     read_file = partial(_read_file, allow=allow, skip_forbidden=skip_forbidden)
     head = _head(path)
-    match recognise(head, path):
+    found = recognise(head, path)
+    match found:
         case Format.INDEX:
             return sharded.read(path, read_file=read_file, allow=allow)
         case Format.DCP:
             from modelstate.formats import dcp
 
             return dcp.read(path, allow=allow, skip_forbidden=skip_forbidden)
-    return read_file(path, head)
+    return read_file(path, head, found)
 
 
 def _local_file(given: str) -> str:
@@ -581,8 +582,18 @@ def _head(path: str) -> bytes:
         raise not_found(path, path) from error
 
 
-def _read_file(path: str, head: bytes | None = None, *, allow: Sequence[object], skip_forbidden: bool) -> Contents:
-    """Reads one file that contains tensors: a whole checkpoint or a shard. `head` is its beginning, if known."""
+def _read_file(
+    path: str,
+    head: bytes | None = None,
+    found: Format | None = None,
+    *,
+    allow: Sequence[object],
+    skip_forbidden: bool,
+) -> Contents:
+    """Reads one file that contains tensors: a whole checkpoint or a shard.
+
+    `head` is its beginning, and `found` its format, where they are known.
+    """
     head = _head(path) if head is None else head
     if not head:
         raise TruncatedFileError(
@@ -591,7 +602,7 @@ def _read_file(path: str, head: bytes | None = None, *, allow: Sequence[object],
             found="0 bytes",
             remedy="its writer or its download was stopped, or the disk was full: take an older one, or copy it again",
         )
-    match recognise(head, path):
+    match found or recognise(head, path):
         case Format.TORCH_ZIP:
             if error := other_zip(path, head):
                 raise error

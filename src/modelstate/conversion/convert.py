@@ -12,8 +12,8 @@ from modelstate.conversion.conversion import Conversion
 from modelstate.conversion.reference_keeping import replaced_apply
 from modelstate.conversion.tensors import ByFunction, CastAndMove, Target, takes_name
 from modelstate.errors import OptionError
-from modelstate.loading.options import device_of
 from modelstate.loading.report import LoadReport
+from modelstate.planning.plan import device_of
 from modelstate.problems import model_errors
 from modelstate.process import gc_paused
 from modelstate.torch_compat.dtypes import floating_dtype

@@ -11,8 +11,7 @@ from modelstate.conversion.conversion import Conversion, apply_in_conversion, ru
 from modelstate.conversion.tensors import Target
 from modelstate.planning.assignment import COPYABLE
 from modelstate.process import fork_safe_lock, gc_paused
-from modelstate.torch_compat.modules import is_cast_of_torch, modules_of, tensors_of
-from modelstate.torch_compat.overrides import MethodOverride, Overrides
+from modelstate.torch_compat.modules import MethodOverride, Overrides, is_cast_of_torch, modules_of, tensors_of
 from modelstate.torch_compat.plain import is_fake
 from modelstate.torch_compat.private import is_faking
 from modelstate.transaction.transaction import Transaction, exclusive

@@ -37,7 +37,6 @@ from modelstate.loading.collective import (
     shared_generator,
 )
 from modelstate.loading.commit import Place, commit, held_for_commit, place_fallible
-from modelstate.loading.options import AnyTransform, check_model, options_of
 from modelstate.loading.replicas import broadcast, connect, notes_on_shared, shared_reads, to_read_here
 from modelstate.loading.report import LoadReport
 from modelstate.loading.stage import read_in_place, stage
@@ -45,7 +44,7 @@ from modelstate.loading.staging import Inspect, Staging, bring_in, prefault_asyn
 from modelstate.planning.assignment import Assignment
 from modelstate.planning.matching import ModelSchemaView, match
 from modelstate.planning.plain_table import PlainTable, Planned
-from modelstate.planning.plan import LoadPlan, Options
+from modelstate.planning.plan import AnyTransform, LoadPlan, Options, check_model, options_of
 from modelstate.planning.preparation import Preparation
 from modelstate.planning.record import bind, record
 from modelstate.process import deferred_signals, gc_paused
@@ -478,9 +477,9 @@ def _execute(
         assignments, notes = preparation.assignments, preparation.notes
         if optimizers:
             _check_optimizers(assignments, optimizers)
+        planned = preparation.planned
         if staged is None:
-            staging.limit_memory(preparation.planned)
-    planned = preparation.planned
+            staging.limit_memory(planned)
     to_stage = [*preparation.moves, *(to_read_here(planned, staging.shared) if staging.shared else planned)]
     nbytes = sum(item.nbytes for item in to_stage)
     with progress_bar(load_options.progress, nbytes, "loading") as advance, ExitStack() as held:

@@ -9,7 +9,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import nn
 
-from modelstate.torch_compat.overrides import MethodOverride, Overrides
+from modelstate.torch_compat.modules import MethodOverride, Overrides
 from modelstate.torch_compat.plain import is_plain
 from modelstate.transaction.swap_tensors import give_memory
 

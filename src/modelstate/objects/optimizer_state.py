@@ -20,8 +20,8 @@ from modelstate.checkpoint.open import argument_order, is_module, patterns_of
 from modelstate.distributed.agreement import TIMEOUT_SECONDS, agreement_of
 from modelstate.errors import OptimizerStateError, OptionError
 from modelstate.loading.collective import digest_of_state, text_of
-from modelstate.loading.options import check_model
 from modelstate.planning.matching import wrapper_rule
+from modelstate.planning.plan import check_model
 from modelstate.planning.sharded import ShardedSlot, sharded_slot
 from modelstate.process import deferred_signals
 from modelstate.rules.expression import Read, values_of

@@ -31,7 +31,6 @@ from modelstate.errors import (
 from modelstate.html.page import Page, Shown
 from modelstate.loading.collective import PLANNING
 from modelstate.loading.load import load_then
-from modelstate.loading.options import options_of
 from modelstate.loading.report import LoadReport
 from modelstate.objects.loaders import load_state, own_generator, rewind
 from modelstate.objects.objects import (
@@ -49,6 +48,7 @@ from modelstate.objects.objects import (
 from modelstate.objects.optimizer_state import OptimizerPlan, check_keep_options, misfit, plan_by_name, remedy_of
 from modelstate.objects.parts import KEPT, Kind, Part
 from modelstate.planning.matching import Patterns
+from modelstate.planning.plan import options_of
 from modelstate.problems import Missing, OptimizerMisfit, OtherNames, Unexpected, WrongShape, plan_error
 from modelstate.remote.cache import Cache
 from modelstate.rules.rule import Rule, Scoped

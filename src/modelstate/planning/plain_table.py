@@ -116,7 +116,7 @@ class PlainTable:
 
         The function holds no tensor.
         """
-        slots, columns = [(slot.name, slot.kind) for slot in self.slots], self.columns
+        slots, columns = [(slot.names[0], slot.kind) for slot in self.slots], self.columns
         placement, route, dtypes, seconds = self.placement, self.route, self.dtypes, self.seconds / self.nbytes
 
         def make() -> list[Step]:

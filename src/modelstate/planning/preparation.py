@@ -198,7 +198,7 @@ class Preparation:
             return ()
         self.tables = plain_tables(self.slots.tensors, entries.tensors, options, self.incoming.maps)
         for table in self.tables:
-            self.used.update(slot.name for slot in table.slots)
+            self.used.update(slot.names[0] for slot in table.slots)
             self.filled.update(dict.fromkeys(map(id, table.params)))
         if len({*entries.tensors.rows.values()}) < len(entries.tensors):  # other names of the same bytes are not mapped
             for table in self.tables:

@@ -22,6 +22,8 @@ from torch import nn
 from modelstate.formats.tree import EXTRA_STATE
 from modelstate.torch_compat.modules import IncompatibleKeys as ReturnedKeys
 from modelstate.torch_compat.modules import (
+    MethodOverride,
+    Overrides,
     have_load_hooks,
     have_plain_names,
     is_stock,
@@ -33,7 +35,6 @@ from modelstate.torch_compat.modules import (
     own_modules,
     own_parameters,
 )
-from modelstate.torch_compat.overrides import MethodOverride, Overrides
 from modelstate.torch_compat.values import set_version_metadata
 from modelstate.transaction.slots import Slots
 from modelstate.transaction.transaction import Transaction
@@ -95,7 +96,7 @@ def walk(
     modules = list(slots.modules.values())
     if (
         not (assign or _ask_for_assigning(versions) or runs_code(modules))
-        and {str}.issuperset(map(type, state_dict))
+        and {str}.issuperset(map(type, state_dict.keys()))
         and have_plain_names(modules)
     ):
         _compare_names(slots, state_dict, sink, outcome)

@@ -36,10 +36,10 @@ from modelstate.torch_compat.private import (
     flatten,
     guards_of,
     guards_of_compiling,
+    require_torch,
     unflatten,
     written_inputs,
 )
-from modelstate.torch_compat.versions import require_torch
 
 if TYPE_CHECKING:
     from torch.export import ExportedProgram

@@ -59,8 +59,7 @@ from modelstate.serve.versions import (
     WeakHandle,
     wait_all,
 )
-from modelstate.torch_compat.private import exported_program_class
-from modelstate.torch_compat.versions import require_torch
+from modelstate.torch_compat.private import exported_program_class, require_torch
 from modelstate.transaction.transaction import exclusive
 
 _HISTORY = 1000

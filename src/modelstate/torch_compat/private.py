@@ -5,6 +5,7 @@ Each is used by torch's own `nn.Module`, `torch.utils.swap_tensors` or `torch.ex
 
 from __future__ import annotations
 
+import re
 import sys
 import threading
 from collections import OrderedDict
@@ -13,6 +14,8 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import IO, TYPE_CHECKING, Any
 
 import torch
+
+from modelstate.errors import ModelStateError
 
 if TYPE_CHECKING:
     from torch.export import ExportedProgram
@@ -299,33 +302,33 @@ def expression_of(size: object) -> Any:
 
 
 def structure_of(text: str) -> TreeSpec:
-    """The structure of containers that a package has written down."""
+    """The structure of containers from the text that a package stores."""
     return torch.utils._pytree.treespec_loads(text)
 
 
 def aoti_loader(path: str, model: str) -> Any:
-    """A library of AOTInductor's, out of its package into the process: it has no constants yet, or its own."""
+    """Loads the library of a model from an AOTInductor package into the process, with the constants that it embeds."""
     return torch._C._aoti.AOTIModelPackageLoader(path, model, False, 1, -1)
 
 
 def aoti_metadata(path: str, model: str) -> dict[str, str]:
-    """What a package says of the machine that it was compiled for."""
+    """The metadata of a package: the device and the machine that it was compiled for."""
     loader: Any = torch._C._aoti.AOTIModelPackageLoader
     return dict(loader.load_metadata_from_package(path, model))
 
 
 def aoti_set_constants(loader: Any, constants: Mapping[str, torch.Tensor]) -> None:
-    """Has a library use these tensors, all that it has. They are never let go of: what is given once stays."""
+    """Replaces all constants of a library by these tensors, without a copy. The library never releases them."""
     loader.load_constants(dict(constants), False, True, True)
 
 
 def aoti_refresh_constants(loader: Any) -> None:
-    """Has a library look up again where the tensors that it uses lie. To name none of them keeps all."""
+    """Makes a library look up the addresses of its constants again, after their memory has been replaced."""
     loader.load_constants({}, False, False, True)
 
 
 def aoti_embedded_constants(library: str) -> dict[str, torch.Tensor]:
-    """The constants that stand in a library itself."""
+    """Copies of the constants that a library embeds."""
     runner = torch._C._aoti.AOTIModelContainerRunnerCpu(library, 1)
     return {name: value.clone() for name, value in runner.extract_constants_map(False).items()}
 
@@ -341,7 +344,7 @@ def aoti_compile(program: ExportedProgram, options: dict[str, object]) -> list[o
 
 
 def aoti_package(file: IO[bytes], files: list[Any], extra: dict[str, str]) -> None:
-    """Writes what was compiled as a `.pt2`, with files of our own in it."""
+    """Writes compiled files as a `.pt2` package, with additional text files."""
     from torch.export.pt2_archive._package import package_pt2
 
     package_pt2(file, aoti_files=files, extra_files=extra)
@@ -443,3 +446,37 @@ def without_modes() -> AbstractContextManager[object]:
 def copy_each(targets: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
     """Copies each value into its target, in one call of torch."""
     torch._foreach_copy_(list(targets), list(values))
+
+
+# Versions of PyTorch; `docs/compatibility.md` has those that features need as a table.
+
+OLDEST = {
+    "AOTInductor packages": (2, 11),
+}
+"""The oldest PyTorch for what needs a later one than the package itself does."""
+
+
+def torch_version() -> tuple[int, int]:
+    """The major and minor version of the PyTorch that is imported."""
+    found = re.match(r"(\d+)\.(\d+)", torch.__version__)
+    return (int(found[1]), int(found[2])) if found else (0, 0)
+
+
+def require_torch(feature: str, error: type[ModelStateError], where: str, remedy: str = "") -> None:
+    """Raises `error` where this PyTorch is too old for a feature of `OLDEST`.
+
+    Args:
+        feature: The name of the feature.
+        error: The class of the error.
+        where: What is asked for.
+        remedy: What can be done without a newer PyTorch.
+    """
+    needed = ".".join(map(str, OLDEST[feature]))
+    if torch_version() < OLDEST[feature]:
+        raise error(
+            f"{feature} need a newer PyTorch",
+            where=where,
+            expected=f"torch {needed} or later",
+            found=f"torch {torch.__version__}",
+            remedy=f"install torch {needed} or later" + (f"; or {remedy}" if remedy else ""),
+        )
