@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from typer.testing import CliRunner
 
 import modelstate as ms
+from modelstate.cli.main import app
 from modelstate.testing import FaultProxy, fault_proxy
 from tests.programs import CONTEXT
 from tests.remote.servers import FileServer, http_server
@@ -181,6 +183,21 @@ def test_files_without_an_etag_are_not_kept(tmp_path: Path, cache: ms.Cache) -> 
     with http_server(WithoutTags) as url:
         ms.load(make_model(device="meta"), f"{url}/model.safetensors", cache=cache)
     assert not blocks_of(cache)
+
+
+def test_commands_take_the_directory(proxy: FaultProxy, files: tuple[Path, str], tmp_path: Path) -> None:
+    cache = ["--cache", str(tmp_path / "cache")]
+    local, copy = str(files[0] / "model.safetensors"), str(tmp_path / "copy.safetensors")
+    for command in (
+        ["diff", url_of(proxy), local],
+        ["inspect", url_of(proxy), "--stats"],
+        ["get", url_of(proxy), "0.bias", str(tmp_path / "bias.npy")],
+        ["convert", url_of(proxy), copy],
+    ):
+        proxy.reset()
+        done = CliRunner().invoke(app, [*command, *cache])
+        assert done.exit_code == 0, done.output
+    assert (len(proxy.requests), proxy.downloaded_bytes) == (1, HEADER_BYTES)
 
 
 @pytest.mark.parametrize("argument", ["/tmp", 5, True])
