@@ -206,6 +206,7 @@ def test_a_scale_that_is_not_finite_counts_in_its_module() -> None:
     assert stats.module("a").statistics.mean == 1.0
     assert "a.s, values" in str(stats)
     assert json.loads(stats.to_json())["tensors"][0]["parts"][1]["nan"] == 1
+    assert stats.to_frame()["Bytes"].sum() == stats.module().bytes  # the bytes of parts count once
 
 
 def test_a_quantized_tensor_of_torch_is_dequantized() -> None:

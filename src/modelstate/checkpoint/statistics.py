@@ -238,13 +238,14 @@ class CheckpointStatistics(Shown):
             ),
             [
                 [
-                    tensor.name,
-                    str(list(tensor.shape)),
-                    short(tensor.dtype),
-                    tensor.bytes,
-                    *[getattr(tensor.statistics, measure) for _, measure, _ in measures],
+                    entry.name,
+                    str(list(entry.shape)),
+                    short(entry.dtype),
+                    tensor.bytes if entry is tensor else None,  # those of parts are in their tensor's
+                    *[getattr(entry.statistics, measure) for _, measure, _ in measures],
                 ]
-                for tensor in _with_parts(self.tensors)
+                for tensor in self.tensors
+                for entry in (tensor, *tensor.parts)
             ],
             charts=(area_chart("Where the bytes are", [(tensor.name, tensor.bytes) for tensor in self.tensors]),),
         )
