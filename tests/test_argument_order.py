@@ -33,6 +33,7 @@ SWAPPED: dict[str, Callable[[ms.Store], object]] = {
     "ms.load_optimizer_state(model, optimizer)": lambda _: ms.load_optimizer_state(OPTIMIZER, MODEL, {}),  # type: ignore[arg-type]
     "store.save(10, objects)": lambda store: store.save({"model": MODEL}, 10),  # type: ignore[call-overload]
     "store.open('model', 10)": lambda store: store.open(10, "model"),  # type: ignore[arg-type]
+    "ms.resumable('runs', objects)": lambda _: ms.resumable({"model": MODEL}, "runs", steps=1, save_every=1),  # type: ignore[arg-type]
     "store.restore(objects, 'latest')": lambda store: store.restore("latest", {"model": MODEL}),  # type: ignore[arg-type]
 }
 

@@ -216,15 +216,46 @@ def save_wrongly(path: str, what: str) -> None:
             state["step"] = 6
         elif what == "a directory":
             path = f"{path}/elsewhere/x.safetensors"
-    dcp.save(state, storage_writer=ms.dcp.Writer(path))
+        elif what == "a tensor without values":
+            state["more"] = torch.empty(3, device="meta")
+        elif what == "a value that cannot be pickled":
+            state["more"] = lambda: None
+    group = dist.new_group([0, 2]) if what == "a group" else None
+    dcp.save(
+        state,
+        storage_writer=ms.dcp.Writer(
+            None if dist.get_rank() == 2 and what == "no path" else path,
+            process_group=group if dist.get_rank() == 2 else None,
+        ),
+        planner=Planner() if dist.get_rank() == 2 and what == "a planner" else None,
+    )
 
 
-@pytest.mark.parametrize("what", ["a value", "a tensor", "a directory"])
+class Planner(dcp.DefaultSavePlanner):
+    """One that changes what is saved."""
+
+    def transform_object(self, write_item: Any, object: Any) -> Any:
+        return super().transform_object(write_item, object)
+
+
+WRONG = {
+    "a value": "differ",
+    "a tensor": "differs between the ranks",
+    "a directory": "differ",
+    "a tensor without values": "describing the state failed on 1 of 4 ranks",
+    "a value that cannot be pickled": "describing the state failed on 1 of 4 ranks",
+    "a planner": "planning failed on 1 of 4 ranks",
+    "no path": "has no path",
+    "a group": "are not those of dcp.save",
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
 def test_ranks_that_differ_save_nothing(ranks: Ranks, what: str, tmp_path: Path) -> None:
     path = tmp_path / "x.safetensors"
     ms.save({"old": torch.ones(1)}, path)
-    for outcome in ranks.run(save_wrongly, str(path), what):
-        message(outcome)
+    for outcome in ranks.run(save_wrongly, str(path), what, timeout=40):
+        assert WRONG[what] in message(outcome)
     assert list(ms.open(path)) == ["old"]
     assert [file.name for file in tmp_path.iterdir()] == ["x.safetensors"]
 

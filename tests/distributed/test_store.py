@@ -198,6 +198,33 @@ def test_ranks_that_save_different_things(ranks: Ranks, tmp_path: Path, case: st
     assert ranks.values(save_with_different, tmp_path, case) == [(error, False)] * 4
 
 
+def call_wrongly(folder: Path, case: str) -> tuple[str, str]:
+    """The error of a call that has its arguments in the wrong order, or an invalid one, on rank 2."""
+    call: Any
+    with ms.Store(folder / "store", process_group=dist.group.WORLD) as store:
+        objects: Any = plain_objects()
+        odd, path = dist.get_rank() == 2, folder / "store"
+        if case in ("a path", "steps of a path"):
+            objects = {"model": models.sharded("fsdp")}  # the ranks are those of its mesh
+        call = {
+            "save": lambda: store.save(objects, 1) if odd else store.save(1, objects),
+            "restore": lambda: store.restore("latest", objects) if odd else store.restore(objects),
+            "resumable": lambda: ms.resumable(*(objects, store) if odd else (store, objects), steps=2, save_every=1),
+            "a path": lambda: ms.resumable(*(objects, path) if odd else (path, objects), steps=2, save_every=1),
+            "steps of a path": lambda: ms.resumable(path, objects, steps=0 if odd else 2, save_every=1),
+            "options": lambda: ms.resumable(store, objects, steps=2, save_every=1, **{"strict": True} if odd else {}),
+        }[case]
+        return error_of(call)
+
+
+@pytest.mark.parametrize("case", ["save", "restore", "resumable", "a path", "steps of a path", "options"])
+def test_wrong_arguments_of_one_rank(ranks: Ranks, tmp_path: Path, case: str) -> None:
+    for kind, text in ranks.values(call_wrongly, tmp_path, case, timeout=40):
+        assert kind == "OptionError"
+        assert case in ("options", "steps of a path") or "wrong order" in text
+    assert not (tmp_path / "store").exists()
+
+
 def damaged_latest(folder: Path) -> tuple[int, list[int]]:
     with ms.Store(folder / "store", process_group=dist.group.WORLD) as store:
         for step in (1, 2):
@@ -505,4 +532,37 @@ def test_tensors_that_have_not_changed_are_linked(ranks: Ranks, tmp_path: Path) 
     expected = [set(), blocks, blocks | others, others, others | blocks - {changed}, names - {"embed.weight"}]
     for found in of_ranks:
         assert [step ^ other for step, other in zip(found, expected, strict=True)] == [set()] * 6
+    assert set(ms.Store(tmp_path / "store").verify().values()) == {""}
+
+
+def saves_after_starts(folder: Path, layouts: list[str]) -> list[set[str]]:
+    """The tensors of the model that each save links, in a store that is opened for it. One is changed in step 2."""
+    linked, before = [], set[int]()
+    for step, layout in enumerate(layouts):
+        objects = sharded_objects(layout, seed=1)
+        with ms.Store(folder / "store") as store:
+            if step:
+                objects = sharded_objects(layout, seed=2, meta=True)
+                store.restore(objects)
+            if step == 2 and dist.get_rank() == 3:
+                with torch.no_grad():
+                    objects["model"].blocks[0].up.weight.to_local().view(-1)[-1].add_(1)
+            expected = models.gathered(objects["model"])
+            saved = store.save(step, objects, background=step == 3)
+            saved = saved.result() if isinstance(saved, PendingSave) else saved
+            assert saved is not None
+            files = {path.stat().st_ino: path for path in Path(saved.path).glob("model-*.safetensors")}
+            linked.append({name for inode in before & files.keys() for name in ms.open(files[inode])})
+            before = set(files)
+            other = sharded_objects(layout, seed=3)
+            store.restore(other)
+        found = models.gathered(other["model"])
+        assert all(torch.equal(found[name], value) for name, value in expected.items())
+    return linked
+
+
+def test_tensors_are_linked_after_a_start(ranks: Ranks, tmp_path: Path) -> None:
+    names = set(models.plain("shard1").state_dict())
+    for found in ranks.values(saves_after_starts, tmp_path, ["shard1", "shard1", "shard1", "shard1", "hsdp"]):
+        assert found[:4] == [set(), names, set(), names]
     assert set(ms.Store(tmp_path / "store").verify().values()) == {""}

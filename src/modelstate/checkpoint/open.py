@@ -19,6 +19,7 @@ import re
 import stat
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from contextlib import AbstractContextManager, nullcontext
 from enum import Enum
 from functools import partial, wraps
 from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, TypeVar, cast
@@ -303,6 +304,7 @@ def argument_order(
     *,
     call_for_paths: str = "",
     is_method: bool = False,
+    within: Callable[..., AbstractContextManager[object]] = lambda *_, **__: nullcontext(),
 ) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
     """Decorates a function so that two swapped arguments raise an `OptionError` with the right call.
 
@@ -312,6 +314,7 @@ def argument_order(
         is_second: Whether a value can be the second argument.
         call_for_paths: The function to call where the second argument is a path, if it is another one.
         is_method: Whether `self` comes before the two arguments.
+        within: Returns the block that raises the error, such as a phase of all ranks, for all arguments in their order.
     """
 
     def decorate(function: Callable[_P, _R]) -> Callable[_P, _R]:
@@ -324,12 +327,13 @@ def argument_order(
                     names = tuple(inspect.signature(function).parameters)[is_method:][:2]
                     first_text, second_text = _argument_text(names[0], first), _argument_text(names[1], second)
                     right = (call_for_paths if is_path(second) else "") or call
-                    raise OptionError(
-                        f"the arguments of {call} are in the wrong order; nothing has been changed",
-                        expected=f"{call}({', '.join(names)})",
-                        found=f"{call}({second_text}, {first_text})",
-                        remedy=f"{right}({first_text}, {second_text})",
-                    )
+                    with within(*args[:is_method], first, second, **kwargs):
+                        raise OptionError(
+                            f"the arguments of {call} are in the wrong order; nothing has been changed",
+                            expected=f"{call}({', '.join(names)})",
+                            found=f"{call}({second_text}, {first_text})",
+                            remedy=f"{right}({first_text}, {second_text})",
+                        )
             return function(*args, **kwargs)
 
         return checked

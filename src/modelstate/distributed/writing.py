@@ -14,7 +14,7 @@ Invariant: between two collectives of a phase no rank raises, except where a ran
 
 import os
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
@@ -28,9 +28,9 @@ import torch.distributed as dist
 from modelstate.distributed.agreement import Agreement, Digest
 from modelstate.distributed.shards import local_shard, shard_of
 from modelstate.errors import RanksDifferError
-from modelstate.formats.block_writer import LazyTensor, in_a_row, past_page_cache, write_blocks
+from modelstate.formats.block_writer import LazyTensor, Uncached, in_a_row, past_page_cache, write_blocks
 from modelstate.formats.manifest import BLOCK_BYTES, HEX
-from modelstate.formats.safetensors import Layout, Written, nbytes_of, write_header
+from modelstate.formats.safetensors import Layout, Tensors, Written, nbytes_of, write_header
 from modelstate.formats.sharded import Files, Outputs
 from modelstate.io import system
 from modelstate.io.atomic import Output, write_errors
@@ -51,6 +51,7 @@ ROUND_BYTES = 16 << 20
 
 PLANNING, CREATING, OPENING = "planning", "creating the files", "opening the files"
 WRITING, FINISHING, COMMIT = "writing", "writing the headers", "the commit"
+COMPARING = "comparing tensors with the last checkpoint"
 """The phases of a save. Each ends with a vote of all ranks."""
 
 _Mesh = tuple[tuple[int, ...], tuple[int, ...]]
@@ -293,19 +294,35 @@ class CollectiveWriter:
         No error leaves a file, but for what the first rank has created; the caller removes that.
         """
         agreement, directory = self._agreement, os.path.dirname(self._path)
-        with agreement.phase(PLANNING, lambda: self._digests(layouts, compared)):
-            meshes = self._meshes(layouts)
-        with agreement.phase(CREATING), write_errors(self._path):
-            names, first_meshes = agreement.on_first(lambda: (self._create(layouts, outputs), meshes)) or ([], [])
+        files, names = self._planned(layouts, compared, CREATING, lambda: self._create(layouts, outputs))
         paths = [os.path.join(directory, name) for name in names]
         with agreement.phase(OPENING), write_errors(self._path):
             _check_visible(paths, directory)
-        # Ranks of other replicas may have meshes of their own: those of the first rank write.
-        files = self._pieces(layouts, {own: _mesh(first) for own, first in zip(meshes, first_meshes, strict=True)})
         with agreement.phase(WRITING), write_errors(self._path):
             hashes = self._write(layouts, paths, files)
         with agreement.phase(FINISHING, decides=True), write_errors(self._path):
             return self._finish(layouts, paths, files, hashes)
+
+    def digests(self, tensors: Mapping[str, Tensors], compared: Callable[[], Sequence[object]]) -> dict[str, list[str]]:
+        """Computes the digests that `write` would compute, and writes nothing.
+
+        Args:
+            tensors: The tensors of each object.
+            compared: As in `write`.
+
+        Returns:
+            The digests of the tensors of each object; in the other processes than the first one nothing.
+
+        Raises:
+            RanksDifferError: The ranks have different states or arguments.
+            RankLostError: A rank did not take part in time.
+        """
+        layouts = [Layout(of_object, lambda _: {}, 0) for of_object in tensors.values()]
+        files, _ = self._planned(layouts, compared, COMPARING, list)
+        with self._agreement.phase(COMPARING):
+            hashes = self._write(layouts, [""] * len(layouts), files)
+        with self._agreement.phase(COMPARING):
+            return dict(zip(tensors, self._gathered(layouts, files, hashes), strict=False))
 
     def commit(self, put: Callable[[], Files]) -> Files:
         """Returns on all ranks what `put` returns, which the first rank calls."""
@@ -315,6 +332,23 @@ class CollectiveWriter:
             return files
 
     # The plan, which is the same on all ranks.
+
+    def _planned(
+        self,
+        layouts: Sequence[Layout],
+        compared: Callable[[], Sequence[object]],
+        phase: str,
+        on_first: Callable[[], Sequence[str]],
+    ) -> tuple[list[list[_Piece]], Sequence[str]]:
+        """Returns the pieces of each file, and what the first rank returns in a phase."""
+        agreement = self._agreement
+        with agreement.phase(PLANNING, lambda: self._digests(layouts, compared)):
+            meshes = self._meshes(layouts)
+        with agreement.phase(phase), write_errors(self._path):
+            found, first_meshes = agreement.on_first(lambda: (on_first(), meshes)) or ([], [])
+        # Ranks of other replicas may have meshes of their own: those of the first rank write.
+        of_first = {own: _mesh(first) for own, first in zip(meshes, first_meshes, strict=True)}
+        return self._pieces(layouts, of_first), found
 
     def _meshes(self, layouts: Sequence[Layout]) -> list[_Mesh]:
         tensors = (tensor for planned in layouts for _, tensor in planned.tensors)
@@ -397,7 +431,10 @@ class CollectiveWriter:
         return names
 
     def _write(self, layouts: Sequence[Layout], paths: Sequence[str], files: list[list[_Piece]]) -> list[str]:
-        """Writes the pieces of this rank. Returns their digests. Takes part in all exchanges, also after an error."""
+        """Writes the pieces of this rank; with empty paths only computes their digests, which it returns.
+
+        Takes part in all exchanges, also after an error.
+        """
         hashes: list[str] = []
         failed: BaseException | None = None
         for planned, path, pieces in zip(layouts, paths, files, strict=True):
@@ -467,6 +504,16 @@ class CollectiveWriter:
         self, layouts: Sequence[Layout], paths: Sequence[str], files: list[list[_Piece]], hashes: Sequence[str]
     ) -> Sequence[Written]:
         """Sends the digests to the first rank, which writes the headers."""
+        written = []
+        of_files = self._gathered(layouts, files, hashes)
+        for planned, path, of_tensors in zip(layouts, paths, of_files, strict=False):
+            with _opened(path) as output:
+                written.append(write_header(output, planned, of_tensors))
+                output.sync()
+        return written
+
+    def _gathered(self, layouts: Sequence[Layout], files: list[list[_Piece]], hashes: Sequence[str]) -> list[list[str]]:
+        """Returns on the first rank the digests of the tensors of each file; on the others nothing."""
         is_first = self._agreement.is_first
         nbytes = dict.fromkeys(self._ranks, 0)
         for piece in (piece for pieces in files for piece in pieces):
@@ -479,8 +526,8 @@ class CollectiveWriter:
             return []
         text = bytes(memory_at(received.data_ptr(), received.numel())).decode()
         places = dict(zip(self._ranks, accumulate(nbytes.values(), initial=0), strict=False))
-        written = []
-        for planned, path, pieces in zip(layouts, paths, files, strict=True):
+        of_files = []
+        for planned, pieces in zip(layouts, files, strict=True):
             digests: dict[int, str] = {}
             for piece in sorted(pieces, key=lambda piece: piece.part.region is None):  # as `_write` has done
                 start = places[piece.rank]
@@ -494,25 +541,27 @@ class CollectiveWriter:
                     piece = next(remaining)
                     of_tensors[-1] += digests[piece.at]
                     left -= piece.nbytes
-            with _opened(path) as output:
-                written.append(write_header(output, planned, of_tensors))
-                output.sync()
-        return written
+            of_files.append(of_tensors)
+        return of_files
 
 
 class _RankFile:
-    """A file that this rank writes a part of. It is opened when there is something to write."""
+    """A file that this rank writes a part of. It is opened when there is something to write.
+
+    Without a path nothing is written, and only the digests are computed.
+    """
 
     def __init__(self, path: str, nbytes: int) -> None:
         self._path, self._nbytes = path, nbytes
         self._opened = ExitStack()
         self._output: Output | None = None
+        self._file: Output | Uncached | None = None
 
     def write(self, chunk: Sequence[tuple[int, torch.Tensor | LazyTensor]]) -> list[str]:
         """Writes tensors, each at an offset. Returns their digests."""
         if not chunk:
             return []
-        if self._output is None:
+        if self._path and self._output is None:
             self._output = self._opened.enter_context(_opened(self._path))
             self._file = self._opened.enter_context(past_page_cache(self._output, self._nbytes))
         return write_blocks(self._file, [at for at, _ in chunk], [tensor for _, tensor in chunk])

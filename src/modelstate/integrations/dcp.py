@@ -9,6 +9,7 @@
 
 import io
 import os
+import pickle
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -31,7 +32,7 @@ from torch.futures import Future
 from modelstate.checkpoint.checkpoint import Checkpoint, verify
 from modelstate.checkpoint.open import Source, is_path
 from modelstate.checkpoint.open import open as open_checkpoint
-from modelstate.distributed.agreement import TIMEOUT_SECONDS, Digest
+from modelstate.distributed.agreement import TIMEOUT_SECONDS, Agreement, Digest, agreement_of
 from modelstate.errors import OptionError, ProcessGroupError, RanksDifferError
 from modelstate.formats.block_writer import write_blocks
 from modelstate.formats.dcp import with_positions
@@ -290,33 +291,42 @@ class Writer(StorageWriter):
         """Does nothing: the files are created when all ranks write."""
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Returns the plan as it is: what each rank writes follows from the placements of its tensors."""
-        return plan
+        """Checks the path. What each rank writes follows from the placements of its tensors."""
+        self._target = self._file()
+        group = self._group_of_ranks()
+        return replace(plan, storage_data=0 if group is None else dist.get_world_size(group))
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Tells each rank how many of them save."""
+        others = {plan.storage_data for plan in plans} - {len(plans)}
+        if len(plans) > 1 and others:
+            raise ProcessGroupError(
+                "the ranks of the writer are not those of dcp.save",
+                expected=f"{len(plans)} ranks",
+                found=f"{min(others)} ranks",
+                remedy="modelstate.dcp.Writer(process_group=) with the process_group of dcp.save",
+            )
         return [replace(plan, storage_data=len(plans)) for plan in plans]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Writes and commits the state of the planner, with all ranks."""
-        state, group = _state_of(planner), None
-        if plan.storage_data > 1:
-            group = dist.group.WORLD if self._group is None else self._group
-            if dist.get_world_size(group) != plan.storage_data:
-                raise ProcessGroupError(
-                    "the ranks of the writer are not those of dcp.save",
-                    expected=f"{plan.storage_data} ranks",
-                    found=f"{dist.get_world_size(group)} ranks",
-                    remedy="modelstate.dcp.Writer(process_group=) with the process_group of dcp.save",
-                )
-            state = _with_values_of_all(state, group)
-        save(_tree(state), self._file(), process_group=group, timeout_seconds=self._timeout_seconds, **self._options)
+        group = self._group_of_ranks() if plan.storage_data > 1 else None
+        agreement = agreement_of((), group, self._timeout_seconds, "dcp.save")
+        with agreement.phase("planning"):
+            state = _state_of(planner)
+        if group is not None:
+            state = _with_values_of_all(state, agreement, group)
+        save(_tree(state), self._target, process_group=group, timeout_seconds=self._timeout_seconds, **self._options)
         done: Future[list[WriteResult]] = Future()
         done.set_result([])
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Does nothing: `write_data` has committed."""
+
+    def _group_of_ranks(self) -> dist.ProcessGroup | None:
+        is_distributed = dist.is_available() and dist.is_initialized()
+        return self._group or (dist.group.WORLD if is_distributed else None)
 
     def _file(self) -> str:
         if self._path is None:
@@ -389,22 +399,35 @@ class _Layout:
         return layouts
 
 
-def _with_values_of_all(state: dict[_Path, object], group: dist.ProcessGroup | None) -> dict[_Path, object]:
-    """Returns the state with the values and the DTensors that only other ranks have.
+def _with_values_of_all(
+    state: dict[_Path, object], agreement: Agreement, group: dist.ProcessGroup
+) -> dict[_Path, object]:
+    """Returns the state with the values and the DTensors that only other ranks have: a call of all ranks."""
+    number = Digest.of("", "", state).number
+    high, low = agreement.maximum("comparing the names", [number, -number])
+    if high == -low:
+        return state
+    with agreement.phase("describing the state"):
+        values = {path: value for path, value in state.items() if not isinstance(value, torch.Tensor)}
+        own = pickle.dumps((values, _Layout.of_all(state)))
+    of_ranks = [b""] * len(agreement.ranks)
+    dist.all_gather_object(of_ranks, own, group)
+    with agreement.phase("planning"):
+        ranks = dist.get_process_group_ranks(group)
+        return _united(state, ranks, *zip(*map(pickle.loads, of_ranks), strict=True))
+
+
+def _united(
+    state: dict[_Path, object],
+    ranks: Sequence[int],
+    values: Sequence[dict[_Path, object]],
+    layouts: Sequence[dict[_Path, _Layout]],
+) -> dict[_Path, object]:
+    """Returns the state with the values and the DTensors of all ranks.
 
     A tensor of some ranks that is no DTensor becomes one that is replicated on these ranks. The order is the same on
     all ranks.
     """
-    numbers: list[int] = [0] * dist.get_world_size(group)
-    dist.all_gather_object(numbers, Digest.of("", "", state).number, group)
-    if len(set(numbers)) == 1:
-        return state
-    ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
-    values: list[dict[_Path, object]] = [{}] * len(ranks)
-    own = {path: value for path, value in state.items() if not isinstance(value, torch.Tensor)}
-    dist.all_gather_object(values, own, group)
-    layouts: list[dict[_Path, _Layout]] = [{}] * len(ranks)
-    dist.all_gather_object(layouts, _Layout.of_all(state), group)
     of_all: dict[_Path, object] = {}
     locals_of: dict[tuple[int, _Path], torch.Tensor] = {}
     for others in values:

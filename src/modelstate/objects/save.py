@@ -11,7 +11,7 @@ from torch import nn
 from modelstate.checkpoint.checkpoint import Checkpoint
 from modelstate.checkpoint.open import argument_order, is_module, is_path
 from modelstate.checkpoint.write import SaveReport, StateToWrite, check_options, streamed, target_path, write_state
-from modelstate.distributed.agreement import TIMEOUT_SECONDS, agreement_of
+from modelstate.distributed.agreement import TIMEOUT_SECONDS, Agreement, agreement_of
 from modelstate.distributed.writing import PLANNING, CollectiveWriter
 from modelstate.errors import ModelCodeError, ModelStateError, SaveTargetError, UnsavableError
 from modelstate.formats.sharded import check_both
@@ -21,7 +21,21 @@ from modelstate.problems import GATHER
 from modelstate.torch_compat.modules import unwrapped
 
 
-@argument_order("ms.save", lambda value: is_module(value) or isinstance(value, Mapping), is_path)
+def _agreement(
+    target: object,
+    process_group: "dist.ProcessGroup | None" = None,
+    timeout_seconds: float = TIMEOUT_SECONDS,
+) -> Agreement:
+    """Returns the ranks that save the target."""
+    return agreement_of(tensors_within(target, reshards=True), process_group, timeout_seconds, "modelstate.save")
+
+
+@argument_order(
+    "ms.save",
+    lambda value: is_module(value) or isinstance(value, Mapping),
+    is_path,
+    within=lambda target, path, process_group=None, **options: _agreement(target, process_group).phase(PLANNING),
+)
 def save(
     target: nn.Module | Mapping[str, object] | Checkpoint,
     path: str | os.PathLike[str],
@@ -89,7 +103,7 @@ def save(
         >>> ms.save({"model": model, "optimizer": optimizer, "epoch": 3}, "run.safetensors")
     """
     begin = perf_counter()
-    agreement = agreement_of(tensors_within(target, reshards=True), process_group, timeout_seconds, "modelstate.save")
+    agreement = _agreement(target, process_group, timeout_seconds)
     with agreement.before(PLANNING):
         where = target_path(path)
         chosen = check_options(where, format, shard_size_bytes, lock_timeout_seconds, extra, schema)

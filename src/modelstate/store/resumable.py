@@ -20,7 +20,8 @@ from dataclasses import asdict
 from types import CodeType, FrameType
 from typing import Any, Self
 
-from modelstate.distributed.agreement import Digest
+from modelstate.checkpoint.open import argument_order, is_objects
+from modelstate.distributed.agreement import Agreement, Digest, agreement_of
 from modelstate.errors import (
     OptionError,
     ReadFailedError,
@@ -31,7 +32,7 @@ from modelstate.errors import (
     WriteFailedError,
 )
 from modelstate.objects.loaders import checked_iterators, left_loader_problem
-from modelstate.objects.objects import targets_of
+from modelstate.objects.objects import targets_of, tensors_within
 from modelstate.objects.parts import Kind
 from modelstate.planning.matching import nearest
 from modelstate.store.deadline import Deadline, now_seconds
@@ -395,6 +396,18 @@ _newest: dict[str, "weakref.ref[Resumable]"] = {}
 """The loop over each directory that was made last."""
 
 
+def _agreement(store: Store | str | os.PathLike[str], objects: object) -> Agreement:
+    if isinstance(store, Store):
+        return store.agreement(objects, "modelstate.resumable")
+    return agreement_of(tensors_within(objects), call="modelstate.resumable")
+
+
+@argument_order(
+    "ms.resumable",
+    lambda value: isinstance(value, Store | str | os.PathLike),
+    is_objects,
+    within=lambda store, objects, **options: _agreement(store, objects).phase("beginning"),
+)
 def resumable(
     store: Store | str | os.PathLike[str],
     objects: Mapping[str, object],
@@ -460,34 +473,25 @@ def resumable(
         >>> for step in ms.resumable("checkpoints", objects, steps=1000, save_every=100, keep=3):
         ...     train_step()
     """
-    for name, value in (("steps", steps), ("save_every", save_every)):
-        if type(value) is not int or value < 1:
-            raise OptionError(f"{name}= is a number of steps", expected="an int, 1 or more", found=repr(value))
-    if deadline is not None and not isinstance(deadline, Deadline):
-        raise OptionError("deadline= says when to end", expected="a modelstate.Deadline", found=repr(deadline))
-    is_path = not isinstance(store, Store)
-    if not is_path and keep is not None:
-        raise OptionError("keep= is for the path of a store", found=repr(keep), remedy="give it to the Store: keep=...")
-    store = store if isinstance(store, Store) else Store(store, keep=keep)
-    if any(loop.store.directory == store.directory and loop.is_in_step() for loop in _loops.in_step()):
-        raise OptionError(
-            "a loop within another one's step, of the same store, in which their steps would be mixed up",
-            where=store.directory,
-            remedy="give each loop a Store of its own, in another directory",
-        )
-    for name in restoring:  # now, not when there is something to restore
-        if name not in _RESTORE_OPTIONS:
+    agreement = _agreement(store, objects)
+    with agreement.before("beginning"):
+        _check_options(steps, save_every, deadline, restoring)
+        is_path = not isinstance(store, Store)
+        if not is_path and keep is not None:
+            remedy = "give it to the Store: keep=..."
+            raise OptionError("keep= is for the path of a store", found=repr(keep), remedy=remedy)
+        store = store if isinstance(store, Store) else Store(store, keep=keep)
+        if any(loop.store.directory == store.directory and loop.is_in_step() for loop in _loops.in_step()):
             raise OptionError(
-                "no option of Store.restore, which takes the further ones",
-                expected=nearest(name, _RESTORE_OPTIONS) or ", ".join(_RESTORE_OPTIONS),
-                found=name,
+                "a loop within another one's step, of the same store, in which their steps would be mixed up",
+                where=store.directory,
+                remedy="give each loop a Store of its own, in another directory",
             )
-    earlier = _newest.get(store.directory, lambda: None)()
-    if earlier is not None and earlier.store is not store:
-        # A loop that was left by an exception stays alive: the interpreter keeps the last exception, with its frames.
-        earlier._saver.collect()
-        earlier.store.close()
-    agreement = store.agreement(objects, "modelstate.resumable")
+        earlier = _newest.get(store.directory, lambda: None)()
+        if earlier is not None and earlier.store is not store:
+            # A loop that was left by an exception stays alive: the interpreter keeps the exception, with its frames.
+            earlier._saver.collect()
+            earlier.store.close()
     options = steps, save_every, background, deadline is not None
     with agreement.phase("beginning", lambda: [Digest.of("the arguments", f"{steps=}, {save_every=}", options)]):
         found = _reached(store, objects)
@@ -509,6 +513,22 @@ def resumable(
                 store.close()  # the traceback keeps the store alive, and with it the lock of the directory
             raise
     return Resumable(store, objects, steps, save_every, deadline, background, restored, reached, is_path)
+
+
+def _check_options(steps: int, save_every: int, deadline: Deadline | None, restoring: Mapping[str, object]) -> None:
+    """Raises `OptionError` for an argument of `resumable` that cannot be used."""
+    for name, value in (("steps", steps), ("save_every", save_every)):
+        if type(value) is not int or value < 1:
+            raise OptionError(f"{name}= is a number of steps", expected="an int, 1 or more", found=repr(value))
+    if deadline is not None and not isinstance(deadline, Deadline):
+        raise OptionError("deadline= says when to end", expected="a modelstate.Deadline", found=repr(deadline))
+    for name in restoring:  # now, not when there is something to restore
+        if name not in _RESTORE_OPTIONS:
+            raise OptionError(
+                "no option of Store.restore, which takes the further ones",
+                expected=nearest(name, _RESTORE_OPTIONS) or ", ".join(_RESTORE_OPTIONS),
+                found=name,
+            )
 
 
 def _reached(store: Store, objects: Mapping[str, object]) -> CheckpointInfo | None:

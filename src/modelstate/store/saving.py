@@ -7,7 +7,7 @@ it, and stays complete when the old one is removed. Tensors that change and tens
 
 import json
 import os
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
@@ -15,12 +15,12 @@ import torch
 
 from modelstate.background import AtExit, BackgroundTask
 from modelstate.distributed.agreement import Agreement, Digest
-from modelstate.distributed.writing import CollectiveWriter, ShardedTensor
+from modelstate.distributed.writing import COMPARING, CollectiveWriter, ShardedTensor
 from modelstate.errors import OpenError, TargetExistsError
 from modelstate.formats import safetensors, sharded
 from modelstate.formats.block_writer import LazyTensor, write_blocks
 from modelstate.formats.manifest import KEY, digest
-from modelstate.formats.safetensors import Layout, Written, layout, nbytes_of, parts_of
+from modelstate.formats.safetensors import Layout, layout, nbytes_of, parts_of
 from modelstate.formats.sharded import INDEX_SUFFIX, SHARD_METADATA, SUFFIX, in_shards, index_of
 from modelstate.io import system
 from modelstate.io.atomic import Output, new_file
@@ -149,6 +149,11 @@ class NewStep:
             if path not in spread:
                 self._objects[path] = _write_object(new, path, self.job, self._before, self._shard_bytes, self.index)
 
+    def linkable(self) -> "dict[str, _Linkable]":
+        """Returns what can be linked of the last checkpoint, for the objects that several ranks write."""
+        found = {path: _linkable(self._before, path, self.index) for path in self.job.spread}
+        return {path: linkable for path, linkable in found.items() if linkable is not None}
+
     def link(self, file: "SpreadFile") -> bool:
         """Links a file of the last checkpoint, where it is there as it was written. Returns whether it did."""
         before = self._before
@@ -201,9 +206,8 @@ class NewStep:
                 of_object.bytes_written += file.nbytes
             else:
                 of_object.bytes_linked += file.nbytes
-            digests = {} if file.written is None else file.written.digests
-            of_object.tensors[file.name], of_object.records[file.name] = tuple(digests), record_of(path)
-            of_object.digests |= digests
+            of_object.tensors[file.name], of_object.records[file.name] = tuple(file.digests), record_of(path)
+            of_object.digests |= file.digests
         for path, of_object in of_objects.items():
             self._objects[path] = _finish_object(new, path, self.job, of_object), of_object
 
@@ -250,11 +254,10 @@ def _write_object(
             return ObjectEntry(kind, name, {name: record}), files
         unwritten: dict[str, torch.Tensor] = state.live
         constant: Set[str] = job.frozen[path]
-        old = before.record.entries.get(path) if before is not None and before.record is not None else None
-        if before is not None and old is not None and old.index:
-            linkable = _linkable(before.place.files, old, index)
+        linkable = _linkable(before, path, index)
+        if linkable is not None:
             # The tensors that have not changed since the checkpoint before go into files of their own.
-            constant = constant if linkable is None else _link_unchanged(new, files, unwritten, linkable)
+            constant = _link_unchanged(new, files, unwritten, linkable)
         for group in _groups(unwritten, constant, shard_bytes):
             planned = layout(group, lambda _: SHARD_METADATA)
             name, written, record = new.write_tensors(path, planned)
@@ -287,6 +290,10 @@ def _finish_object(new: NewFiles, path: str, job: Job, files: _Files) -> ObjectE
     return ObjectEntry(job.kinds[path], index, files.records)
 
 
+_Key = tuple[str, str]
+"""The path of an object, and the name of a tensor."""
+
+
 @dataclass(frozen=True, slots=True)
 class SpreadFile:
     """A file that several ranks have written."""
@@ -296,30 +303,30 @@ class SpreadFile:
     tensors: tuple[str, ...]
     """The names of its tensors."""
     nbytes: int
-    unnamed: str
+    unnamed: str = ""
     """The name of the file while it is written."""
-    written: Written | None = None
-    """The digests; None on other ranks than the first one."""
+    name: str = ""
+    """The name of the file, by its content; empty on other ranks than the first one."""
+    digests: Mapping[str, str] = field(default_factory=dict)
+    """Those of the tensors; none on other ranks than the first one."""
     is_new: bool = True
     """Whether the file was written for this checkpoint."""
 
     @property
-    def name(self) -> str:
-        """The name of the file, by its content. For the first rank."""
-        assert self.written is not None
-        return f"{self.key}-{self.written.content[:16]}{SUFFIX}"
-
-
-_Key = tuple[str, str]
-"""The path of an object, and the name of a tensor."""
+    def keys(self) -> set[_Key]:
+        return {(self.key, name) for name in self.tensors}
 
 
 class SpreadWriter:
     """Writes the objects whose tensors are spread over the ranks.
 
-    A file is not written again where no rank's part of its tensors has changed since the last save of this process: the
-    first rank links it. Other tensors that have not changed go into files of their own. In the first save of a process
-    those are the tensors that training does not change.
+    A file is not written again where no rank's part of its tensors has changed since the last checkpoint: the first
+    rank links it. Other tensors that have not changed go into files of their own.
+
+    Each rank knows the digests of what it held in the last save of this process. In the first save the first rank has
+    those of the last checkpoint, by the parts that ranks have written. The ranks compute the digests of the same parts,
+    for which short rows are exchanged. On another number of ranks or in another layout the parts are other ones, and
+    the tensors are written.
     """
 
     def __init__(self) -> None:
@@ -337,7 +344,7 @@ class SpreadWriter:
         agreement: Agreement,
         writer: CollectiveWriter,
         shard_bytes: int | None,
-        link: Callable[[SpreadFile], bool],
+        new: NewStep | None,
     ) -> Sequence[SpreadFile]:
         """Writes the files: a call of all ranks.
 
@@ -347,7 +354,7 @@ class SpreadWriter:
             agreement: the ranks.
             writer: their writer.
             shard_bytes: the most bytes of tensors in a file; None for no limit.
-            link: links a file of the last save, on the first rank; returns whether it could.
+            new: the new step, on the first rank.
 
         Returns:
             The files that were written, whose bytes are durable, and those that are linked.
@@ -356,22 +363,24 @@ class SpreadWriter:
         """
         layouts: list[Layout] = []
         files: list[SpreadFile] = []
+
+        def compared() -> list[object]:
+            return [job.states[path].manifest(None, {}) for path in job.spread]
+
         with writer.planning():
             parts = {key: part for path in job.spread for key, part in _parts(path, job)}
-        unchanged = self._unchanged(parts, agreement, link)
-        linked = [
-            replace(file, is_new=False)
-            for file in self._files
-            if unchanged is not None and {(file.key, name) for name in file.tensors} <= unchanged
-        ]
-        in_links = {(file.key, name) for file in linked for name in file.tensors}
-        saved = {file.key for file in self._files}
+        last, unchanged = self._files, self._unchanged(parts, agreement, new)
+        if unchanged is None:
+            last, unchanged = _compared_with_the_disk(job, agreement, writer, new, compared)
+        linked = [replace(file, is_new=False) for file in last if file.keys <= unchanged]
+        in_links = {key for file in linked for key in file.keys}
+        saved = {file.key for file in last}
         with writer.planning():
             for path in job.spread:
                 tensors = job.states[path].tensors
                 rest = {name: tensor for name, tensor in tensors.items() if (path, name) not in in_links}
                 constant: Set[str] = job.frozen[path]
-                if unchanged is not None and path in saved:
+                if path in saved:
                     constant = {name for name in rest if (path, name) in unchanged}
                 for group in _groups(rest, constant, shard_bytes):
                     with size_errors(path):
@@ -384,30 +393,67 @@ class SpreadWriter:
                 with new_file(os.path.join(directory, file.unnamed)) as output:
                     yield output
 
-        def compared() -> list[object]:
-            return [job.states[path].manifest(None, {}) for path in job.spread]
-
         written = writer.write(layouts, outputs, compared)
         if agreement.is_first:
-            files = [replace(file, written=of_file) for file, of_file in zip(files, written, strict=True)]
+            files = [
+                replace(file, name=f"{file.key}-{of_file.content[:16]}{SUFFIX}", digests=of_file.digests)
+                for file, of_file in zip(files, written, strict=True)
+            ]
         self._files, self._parts, self._save = [*linked, *files], parts, os.path.basename(directory)
         return self._files
 
-    def _unchanged(
-        self, parts: Mapping[_Key, object], agreement: Agreement, link: Callable[[SpreadFile], bool]
-    ) -> Set[_Key] | None:
+    def _unchanged(self, parts: Mapping[_Key, object], agreement: Agreement, new: NewStep | None) -> Set[_Key] | None:
         """Returns the tensors that no rank has changed; None where the ranks have no last save in common."""
         same = {key for key, part in parts.items() if self._parts.get(key) == part}
-        for file in self._files if agreement.is_first else ():
-            keys = {(file.key, name) for name in file.tensors}
-            if same.issuperset(keys) and not link(file):
-                same -= keys  # they are written again
+        same -= _not_linked(self._files, same, new)
         save = Digest.of("", "", [self._save]).number
         numbers = [save, -save, *(key not in same for key in parts)]
-        reduced = agreement.maximum("comparing tensors with the last save", numbers)
-        if not reduced or reduced[0] != -reduced[1]:
+        reduced = agreement.maximum(COMPARING, numbers)
+        if not self._save or not reduced or reduced[0] != -reduced[1]:
             return None
         return {key for key, is_changed in zip(parts, reduced[2:], strict=True) if not is_changed}
+
+
+def _not_linked(files: Iterable[SpreadFile], same: Set[_Key], new: NewStep | None) -> set[_Key]:
+    """Links the files whose tensors are all the same, on the first rank. Returns the tensors for which it could not."""
+    return {key for file in files if new is not None and file.keys <= same and not new.link(file) for key in file.keys}
+
+
+def _compared_with_the_disk(
+    job: Job,
+    agreement: Agreement,
+    writer: CollectiveWriter,
+    new: NewStep | None,
+    compared: Callable[[], Sequence[object]],
+) -> tuple[Sequence[SpreadFile], Set[_Key]]:
+    """Returns the files of the last checkpoint, and the tensors that are the same in it: a call of all ranks."""
+    linkable: dict[str, _Linkable] = {}
+
+    def look() -> list[str]:
+        if new is not None:
+            linkable.update(new.linkable())
+        return [*linkable]
+
+    paths = agreement.decided(COMPARING, look)
+    if not paths:
+        return (), set()
+    with writer.planning():
+        tensors = {path: [*job.states[path].tensors.items()] for path in job.spread if path in paths}
+    hashes = writer.digests(tensors, compared)
+    files: list[SpreadFile] = []
+
+    def compare() -> tuple[list[tuple[str, tuple[str, ...], int]], list[_Key]]:
+        same: set[_Key] = set()
+        for path, before in linkable.items():
+            digests = {name: value for (name, _), value in zip(tensors[path], hashes[path], strict=True)}
+            same |= {(path, name) for name in before.unchanged(dict(tensors[path]), digests)}
+            files.extend(before.as_spread(path))
+        same -= _not_linked(files, same, new)
+        return [(file.key, file.tensors, file.nbytes) for file in files], [*same]
+
+    of_all, unchanged = agreement.decided(COMPARING, compare)
+    files = files or [SpreadFile(key, tuple(names), nbytes) for key, names, nbytes in of_all]
+    return files, {(path, name) for path, name in unchanged}
 
 
 def _parts(path: str, job: Job) -> Iterator[tuple[_Key, object]]:
@@ -435,14 +481,39 @@ class _Linkable:
     digests: Mapping[str, str]
     """The digest of each tensor."""
 
+    def unchanged(self, tensors: Mapping[str, torch.Tensor | LazyTensor], hashes: Mapping[str, str]) -> set[str]:
+        """Returns which of the tensors, with their digests, are the same."""
+        return {
+            name
+            for name, value in hashes.items()
+            if self.is_alike(name, tensors[name]) and self.digests.get(name) == value
+        }
+
+    def is_alike(self, name: str, tensor: torch.Tensor | LazyTensor) -> bool:
+        """Whether there is a tensor of this name, dtype and shape."""
+        return self.layouts.get(name) == (tensor.dtype, tuple(tensor.shape))
+
+    def as_spread(self, key: str) -> Iterator[SpreadFile]:
+        """Yields the files, for the object at a path that several ranks write."""
+        for path, names in self.files.items():
+            digests = {name: self.digests.get(name, "") for name in names}
+            yield SpreadFile(key, names, self.records[path].nbytes, name=os.path.basename(path), digests=digests)
+
 
 def _is_untouched(index: StepIndex, path: str, record: FileRecord) -> bool:
     """Whether a file can be linked: it has not changed since it was written, and no damaged checkpoint has it."""
     return index.medium.file_key(path) not in index.doubtful and index.medium.is_untouched(path, record)
 
 
-def _linkable(directory: str, entry: ObjectEntry, index: StepIndex) -> _Linkable | None:
-    """Returns the files of an object that can be linked; None where they cannot be read."""
+def _linkable(before: StepEntry | None, key: str, index: StepIndex) -> _Linkable | None:
+    """Returns the files of an object in the checkpoint before that can be linked.
+
+    None where it is not there, or cannot be read: all files are written then.
+    """
+    entry = before.record.entries.get(key) if before is not None and before.record is not None else None
+    if before is None or entry is None or not entry.index:
+        return None
+    directory = before.place.files
     try:
         weight_map, metadata = sharded.read_index(os.path.join(directory, entry.index))
         digests = json.loads(metadata[KEY])["digests"]["tensors"]
@@ -457,7 +528,7 @@ def _linkable(directory: str, entry: ObjectEntry, index: StepIndex) -> _Linkable
                 layouts |= {key: (tensor.dtype, tuple(tensor.shape)) for key, tensor in tensors.items()}
                 files[path], records[path] = tuple(tensors), record
     except (OpenError, OSError, ValueError, KeyError, TypeError):
-        return None  # all files are written
+        return None
     return _Linkable(files, records, layouts, digests)
 
 
@@ -466,13 +537,9 @@ def _link_unchanged(new: NewFiles, files: _Files, unwritten: dict[str, torch.Ten
 
     Returns the names of the other tensors that have not changed.
     """
-    comparable = {
-        name: tensor
-        for name, tensor in unwritten.items()
-        if before.layouts.get(name) == (tensor.dtype, tuple(tensor.shape))
-    }
+    comparable = {name: tensor for name, tensor in unwritten.items() if before.is_alike(name, tensor)}
     digests = dict(zip(comparable, write_blocks(None, 0, list(comparable.values())), strict=True))
-    unchanged = {name for name, value in digests.items() if before.digests.get(name) == value}
+    unchanged = before.unchanged(comparable, digests)
     for path, names in before.files.items():
         if not unchanged.issuperset(names):
             continue

@@ -171,7 +171,13 @@ class Store(Shown):
         overwrite: bool = ...,
         when_busy: Literal["wait", "skip"] = ...,
     ) -> PendingSave | None: ...
-    @argument_order("store.save", lambda value: isinstance(value, int), is_objects, is_method=True)
+    @argument_order(
+        "store.save",
+        lambda value: isinstance(value, int),
+        is_objects,
+        is_method=True,
+        within=lambda store, _, objects, **options: store.agreement(objects, "Store.save").phase("beginning"),
+    )
     def save(
         self,
         step: int,
@@ -413,7 +419,7 @@ class Store(Shown):
                     agreement,
                     writer,
                     self._shard_bytes,
-                    link=new_step.link,
+                    new_step if agreement.is_first else None,
                 )
             (path, bytes_written, bytes_linked), seconds, pruned = agreement.decided(f"committing step {step}", commit)
         except BaseException:
@@ -432,7 +438,13 @@ class Store(Shown):
 
     # Restoring.
 
-    @argument_order("store.restore", is_objects, lambda value: isinstance(value, int | str), is_method=True)
+    @argument_order(
+        "store.restore",
+        is_objects,
+        lambda value: isinstance(value, int | str),
+        is_method=True,
+        within=lambda store, objects, _, **options: store.agreement(objects, "Store.restore").phase("beginning"),
+    )
     def restore(
         self,
         objects: Mapping[str, object],
