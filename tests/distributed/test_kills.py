@@ -1,12 +1,15 @@
 """Ranks that are killed while they save: all ranks restore the newest step that was reported, and no mixture of steps.
 
 The same kills with `dcp.save` beside ours. MODELSTATE_EXHAUSTIVE=1 kills each rank before each of its system calls that
-write and before each of its collectives, prints what came of it, and kills all ranks at 100 random moments.
+write and before each of its collectives, prints what came of it, and kills all ranks at 100 random moments. It also has
+`strace` kill ranks at the system calls themselves, where the fault layer only knows those that go through it.
 """
 
 import os
 import random
+import shutil
 import signal
+import subprocess
 import threading
 import time
 from collections import Counter
@@ -39,6 +42,8 @@ __all__ = ["stock_fails"]
 pytestmark = pytest.mark.slow
 DCP_COLLECTIVES = ("reduce_scatter", "all_reduce", "broadcast")
 COLLECTIVES = ("maximum", "gathered", "broadcast", "exchange")
+SYSTEM_CALLS = ("mkdir", "openat", "fallocate", "pwritev", "fsync", "close", "rename", "link", "unlink", "sendmsg")
+"""Where `strace` kills."""
 RANDOM_KILLS = 100 if EXHAUSTIVE else 3
 
 
@@ -106,9 +111,28 @@ DCP: tuple[Save, Restore] = save_by_dcp, restore_by_dcp
 
 
 @contextmanager
+def killed_by_strace(call: str, number: int) -> Iterator[list[str]]:
+    """Kills this process where a thread of it enters one of its system calls of a name, counted from 0."""
+    command = ["strace", "-f", "-o", os.devnull, "-e", f"trace={call}", "-p", str(os.getpid())]
+    command += ["-e", f"inject={call}:signal=KILL:when={number + 1}"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as strace:
+        assert strace.stderr is not None
+        attached = strace.stderr.readline()
+        assert "attached" in attached, attached
+        try:
+            yield []
+        finally:
+            strace.terminate()
+
+
+@contextmanager
 def killed_before(kind: str, number: int) -> Iterator[list[str]]:
     """Kills this process before one of its calls of a kind, counted from 0."""
-    made: list[str] = []
+    if kind in SYSTEM_CALLS:
+        with killed_by_strace(kind, number) as made:
+            yield made
+        return
+    made = []
 
     def note(name: str) -> None:
         made.append(name)
@@ -217,6 +241,16 @@ def test_a_rank_that_is_killed(ranks: Ranks, tmp_path: Path, kind: str, rank: in
         assert set(store.verify().values()) == {""}
         store.save(3, {"value": 3})
         assert not litter(run)
+
+
+@pytest.mark.skipif(not EXHAUSTIVE, reason="takes minutes: MODELSTATE_EXHAUSTIVE=1")
+@pytest.mark.skipif(not shutil.which("strace"), reason="strace is not here")
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("call", SYSTEM_CALLS)
+def test_a_rank_that_is_killed_at_a_system_call(ranks: Ranks, tmp_path: Path, call: str, rank: int) -> None:
+    outcomes = sweep(ranks, tmp_path, STORE, call, rank, [])
+    assert outcomes.keys() <= {"old", "new", ""}
+    assert all(set(ms.Store(run / "store").verify().values()) == {""} for run in tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("rank", range(WORLD_SIZE) if EXHAUSTIVE else [3])
