@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -83,19 +84,29 @@ def gathered(model: Model, folder: Path) -> None:
 
 
 def torch_checkpointing(model: Model, folder: Path, consolidates: bool = False) -> None:
-    """Its files are safetensors, since its own consolidation takes no others."""
+    """Its files are safetensors, since its own consolidation takes no others.
+
+    Version 0.1.1 gathers what the ranks hold on CUDA devices only; here gloo does it.
+    """
     import torch.distributed as dist
     from torch.distributed.checkpoint.state_dict import get_model_state_dict
     from torch_checkpointing import CheckpointManager, ItemSpec
     from torch_checkpointing.checkpoint_layout import LayoutInfo, SafetensorsSerialization
     from torch_checkpointing.default_resharder import DefaultResharder
     from torch_checkpointing.hf.consolidation import consolidate_hf_safetensors_checkpoint
+    from torch_checkpointing.metadata_manager import DefaultMetadataManager
+
+    def gather(_: object, data: object, group: Any = None) -> dict[int, object]:
+        of_ranks: list[object] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(of_ranks, data, group)
+        return dict(enumerate(of_ranks))
 
     config = CheckpointManager.Config.with_sync_save()
     layout = LayoutInfo(SHARD_OF_RANK.replace("*", "{rank}"), SafetensorsSerialization())
     config.items = {"model": ItemSpec(layout=layout, resharder=DefaultResharder())}
     manager = config.build()
-    manager.save(str(folder / SHARDS), {"model": get_model_state_dict(model)})
+    with mock.patch.object(DefaultMetadataManager, "_all_gather_pickled_data", gather):
+        manager.save(str(folder / SHARDS), {"model": get_model_state_dict(model)})
     manager.close()
     if consolidates:
         dist.barrier()
