@@ -42,8 +42,12 @@ __all__ = ["stock_fails"]
 pytestmark = pytest.mark.slow
 DCP_COLLECTIVES = ("reduce_scatter", "all_reduce", "broadcast")
 COLLECTIVES = ("maximum", "gathered", "broadcast", "exchange")
-SYSTEM_CALLS = ("mkdir", "openat", "fallocate", "pwritev", "fsync", "close", "rename", "link", "unlink", "sendmsg")
-"""Where `strace` kills."""
+SYSTEM_CALLS = {
+    **dict.fromkeys(("mkdir", "fallocate", "ftruncate", "pwritev2", "pwrite64", "fsync", "rename"), 1),
+    **dict.fromkeys(("openat", "flock", "close"), 1),
+    "writev": 50,
+}
+"""Where `strace` kills: at each call of a name, or each 50th one. The last one is that of connections."""
 RANDOM_KILLS = 100 if EXHAUSTIVE else 3
 
 
@@ -217,7 +221,7 @@ def sweep(
 ) -> Counter[str]:
     """Kills a rank before some of its calls of a kind, or before each of them."""
     outcomes = []
-    for number in count() if EXHAUSTIVE else numbers:
+    for number in count(step=SYSTEM_CALLS.get(kind, 1)) if EXHAUSTIVE else numbers:
         outcomes.append(outcome_of(ranks, folder / str(number), way, kind, rank, number))
         if not outcomes[-1]:
             break
