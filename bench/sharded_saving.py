@@ -86,7 +86,8 @@ def gathered(model: Model, folder: Path) -> None:
 def torch_checkpointing(model: Model, folder: Path, consolidates: bool = False) -> None:
     """Its files are safetensors, since its own consolidation takes no others.
 
-    Version 0.1.1 gathers what the ranks hold on CUDA devices only; here gloo does it.
+    Version 0.1.1 gathers what the ranks hold on CUDA devices only; here gloo does it. Its writes with O_DIRECT, the
+    default, are not aligned, so that ext4 refuses them.
     """
     import torch.distributed as dist
     from torch.distributed.checkpoint.state_dict import get_model_state_dict
@@ -95,22 +96,24 @@ def torch_checkpointing(model: Model, folder: Path, consolidates: bool = False) 
     from torch_checkpointing.default_resharder import DefaultResharder
     from torch_checkpointing.hf.consolidation import consolidate_hf_safetensors_checkpoint
     from torch_checkpointing.metadata_manager import DefaultMetadataManager
+    from torch_checkpointing.storage.filesystem import LocalFileSystemStorageConfig
 
     def gather(_: object, data: object, group: Any = None) -> dict[int, object]:
         of_ranks: list[object] = [None] * dist.get_world_size(group)
         dist.all_gather_object(of_ranks, data, group)
         return dict(enumerate(of_ranks))
 
-    config = CheckpointManager.Config.with_sync_save()
+    config, storage = CheckpointManager.Config.with_sync_save(), LocalFileSystemStorageConfig(use_direct_io=False)
     layout = LayoutInfo(SHARD_OF_RANK.replace("*", "{rank}"), SafetensorsSerialization())
     config.items = {"model": ItemSpec(layout=layout, resharder=DefaultResharder())}
+    config.storage_config = storage
     manager = config.build()
     with mock.patch.object(DefaultMetadataManager, "_all_gather_pickled_data", gather):
         manager.save(str(folder / SHARDS), {"model": get_model_state_dict(model)})
     manager.close()
     if consolidates:
         dist.barrier()
-        consolidate_hf_safetensors_checkpoint(str(folder / SHARDS), output_dir=str(folder))
+        consolidate_hf_safetensors_checkpoint(str(folder / SHARDS), output_dir=str(folder), storage_config=storage)
     dist.barrier()
     if dist.get_rank() == 0:
         _flush(folder)
