@@ -1,8 +1,8 @@
 """Saves an FSDP2 model of four ranks in each of the usual ways, and prints a table.
 
 Every run has four fresh processes, which share a gloo group on the CPU. A save counts when its bytes are on the disk:
-what does not flush its files itself is followed by a flush of them. `--rank` is one rank of a contender. What is not
-installed is left out, and named; `pip install torch_checkpointing` brings what is not among the requirements.
+what does not flush its files itself is followed by a flush of them. `--rank` is one rank of a contender. The table
+names what did not run; `pip install torch_checkpointing` brings what is not among the requirements.
 """
 
 import hashlib
@@ -235,9 +235,11 @@ def table_rows(results: Mapping[str, Sequence[Saved]]) -> Iterator[tuple[str, ..
 
 
 def rows(runs: int = RUNS, width: int = WIDTH, layers: int = LAYERS) -> list[tuple[str, ...]]:
-    """Measures, and returns the rows of the table."""
+    """Measures, and returns the rows of the table, in which those of contenders that fail or are missing say so."""
     with temporary_folder() as folder:
-        return list(table_rows(measured(runs, width, layers, folder)))
+        found = measured(runs, width, layers, folder)
+    absent = (name for name in CONTENDERS if name not in found)
+    return [*table_rows(found), *((name, "did not run", *[""] * 4) for name in absent)]
 
 
 TABLE = InPage(
