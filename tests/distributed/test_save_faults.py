@@ -12,8 +12,10 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import modelstate as ms
 from modelstate.distributed import writing
@@ -234,6 +236,14 @@ def _save_something_else(folder: Path) -> dict[str, Result]:
         with mock.patch.object(writing, "__version__", "9.9.9") if here else nullcontext():
             return ms.save(net, path)
 
+    def with_replicas(_: nn.Module) -> object:
+        mesh = models.mesh(2, 2)["inner"]  # of the ranks 0 and 1, or of 2 and 3
+        values = torch.arange(8.0).view(4, 2)
+        same = distribute_tensor(values, mesh, [Shard(0)], src_data_rank=None)
+        ms.save({"w": same}, folder.parent / "same.safetensors", process_group=dist.group.WORLD)
+        other = distribute_tensor(values + (dist.get_rank() == 3), mesh, [Shard(0)], src_data_rank=None)
+        return ms.save({"w": other}, path, process_group=dist.group.WORLD)
+
     saves: dict[str, Callable[[nn.Module], object]] = {
         "directory": lambda net: ms.save(net, (folder.parent / "elsewhere" if here else folder) / NAME),
         "no directory": lambda net: ms.save(net, (folder / "none" if here else folder) / NAME),
@@ -244,6 +254,7 @@ def _save_something_else(folder: Path) -> dict[str, Result]:
         "extra": lambda net: ms.save(net, path, extra={"rank": int(here)}),
         "option": lambda net: ms.save(net, path, shard_size_bytes=1500 if here else None),
         "argument": lambda net: ms.save(net, path, shard_size_bytes=-1 if here else None),
+        "replica": with_replicas,
         "order": lambda net: ms.save(*(path, net) if here else (net, path)),
         "version": with_other_version,
         "timeout": lambda net: ms.save(net, path, timeout_seconds=-1 if here else 60),
@@ -266,6 +277,7 @@ def test_a_rank_that_saves_something_else(ranks: Ranks, tmp_path: Path) -> None:
         "extra": "RanksDifferError",
         "option": "RanksDifferError",
         "argument": "OptionError",
+        "replica": "RanksDifferError",
         "order": "OptionError",
         "version": "RanksDifferError",
         "timeout": "OptionError",
@@ -277,6 +289,8 @@ def test_a_rank_that_saves_something_else(ranks: Ranks, tmp_path: Path) -> None:
         assert {name: result.error for name, result in results.items()} == expected, results
         assert {result.files for result in results.values()} == {(NAME,)}
         assert {result.seed for result in results.values()} == {OLD}
+    assert torch.equal(ms.open(tmp_path / "same.safetensors").tensor("w"), torch.arange(8.0).view(4, 2))
+    assert "ranks of different meshes" in by_rank[0]["replica"].text
     assert "directory that all ranks share" in by_rank[0]["directory"].text
     assert "no DTensors" in by_rank[2]["buffer"].text
     assert "ranks 1: model.safetensors, modelstate 9.9.9" in by_rank[0]["version"].text

@@ -54,6 +54,8 @@ WRITING, FINISHING, COMMIT = "writing", "writing the headers", "the commit"
 COMPARING = "comparing tensors with the last checkpoint"
 """The phases of a save. Each ends with a vote of all ranks."""
 
+_LEAST = -(2**63)
+"""Less than each number of a digest, and than its negative."""
 _Mesh = tuple[tuple[int, ...], tuple[int, ...]]
 """The shape of a mesh, and its ranks in the order of their coordinates."""
 
@@ -348,7 +350,31 @@ class CollectiveWriter:
             found, first_meshes = agreement.on_first(lambda: (on_first(), meshes)) or ([], [])
         # Ranks of other replicas may have meshes of their own: those of the first rank write.
         of_first = {own: _mesh(first) for own, first in zip(meshes, first_meshes, strict=True)}
+        if any({*ranks} != {*self._ranks} for _, ranks in of_first.values()):
+            self._check_replicas(layouts, of_first)
         return self._pieces(layouts, of_first), found
+
+    def _check_replicas(self, layouts: Sequence[Layout], of_first: Mapping[_Mesh, _Mesh]) -> None:
+        """Raises `RanksDifferError` where ranks of different meshes have other values under the same names."""
+        agreement, here = self._agreement, dist.get_rank()
+        (is_different,) = agreement.maximum(PLANNING, [any(own != first for own, first in of_first.items())])
+        if not is_different:
+            return
+        numbers: list[int] = []
+        with agreement.phase(PLANNING):
+            tensors = [tensor for planned in layouts for _, tensor in planned.tensors]
+            for own in of_first:
+                held = [tensor.local for tensor in tensors if isinstance(tensor, ShardedTensor) and tensor.mesh == own]
+                number = Digest.of("", "", write_blocks(None, 0, held)).number if here in own[1] else 0
+                # For each place in the mesh, of all ranks that have it, the largest and the smallest number.
+                numbers += (sign * number if rank == here else _LEAST for rank in own[1] for sign in (1, -1))
+        found = agreement.maximum(PLANNING, numbers)
+        if any(high != -low for high, low in zip(found[::2], found[1::2], strict=True)):
+            raise RanksDifferError(
+                "ranks of different meshes have other values of the same tensors; nothing has been changed",
+                expected="the same names and values in each replica",
+                remedy="give tensors that differ names of their own, or one mesh over all ranks that hold them",
+            )
 
     def _meshes(self, layouts: Sequence[Layout]) -> list[_Mesh]:
         tensors = (tensor for planned in layouts for _, tensor in planned.tensors)
