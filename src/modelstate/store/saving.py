@@ -426,34 +426,53 @@ def _compared_with_the_disk(
     new: NewStep | None,
     compared: Callable[[], Sequence[object]],
 ) -> tuple[Sequence[SpreadFile], Set[_Key]]:
-    """Returns the files of the last checkpoint, and the tensors that are the same in it: a call of all ranks."""
+    """Returns the files of the last checkpoint, and tensors of them that are the same now: a call of all ranks.
+
+    First the smallest tensor of each file is compared: where training has changed all of them, the others need not be.
+    """
     linkable: dict[str, _Linkable] = {}
-
-    def look() -> list[str]:
-        if new is not None:
-            linkable.update(new.linkable())
-        return [*linkable]
-
-    paths = agreement.decided(COMPARING, look)
-    if not paths:
-        return (), set()
-    with writer.planning():
-        tensors = {path: [*job.states[path].tensors.items()] for path in job.spread if path in paths}
-    hashes = writer.digests(tensors, compared)
     files: list[SpreadFile] = []
 
-    def compare() -> tuple[list[tuple[str, tuple[str, ...], int]], list[_Key]]:
-        same: set[_Key] = set()
-        for path, before in linkable.items():
-            digests = {name: value for (name, _), value in zip(tensors[path], hashes[path], strict=True)}
-            same |= {(path, name) for name in before.unchanged(dict(tensors[path]), digests)}
-            files.extend(before.as_spread(path))
-        same -= _not_linked(files, same, new)
-        return [(file.key, file.tensors, file.nbytes) for file in files], [*same]
+    def smallest(file: SpreadFile) -> str:
+        tensors = job.states[file.key].tensors
+        return min(file.tensors, key=lambda name: nbytes_of(tensors[name]))
 
-    of_all, unchanged = agreement.decided(COMPARING, compare)
+    def look() -> list[_Key]:
+        if new is not None:
+            linkable.update(new.linkable())
+        for path, before in linkable.items():
+            tensors = job.states[path].tensors
+            for file in before.as_spread(path):
+                if all(name in tensors and before.is_alike(name, tensors[name]) for name in file.tensors):
+                    files.append(file)
+        return [(file.key, smallest(file)) for file in files]
+
+    def same(keys: Sequence[Sequence[str]]) -> set[_Key]:
+        """Returns the tensors among `keys` that are the same; on the first rank only."""
+        chosen = {(path, name) for path, name in keys}
+        with writer.planning():
+            tensors = {path: [*job.states[path].tensors.items()] for path in job.spread}
+            tensors = {path: [item for item in of if (path, item[0]) in chosen] for path, of in tensors.items()}
+        found = set[_Key]()
+        for path, hashes in writer.digests(tensors, compared).items() if chosen else ():
+            digests = {name: value for (name, _), value in zip(tensors[path], hashes, strict=True)}
+            if path in linkable:
+                found |= {(path, name) for name in linkable[path].unchanged(dict(tensors[path]), digests)}
+        return found
+
+    probes = same(agreement.decided(COMPARING, look))
+    keys = agreement.decided(
+        COMPARING, lambda: [key for file in files if (file.key, smallest(file)) in probes for key in file.keys]
+    )
+    unchanged = same(keys)
+
+    def link() -> tuple[list[tuple[str, tuple[str, ...], int]], list[_Key]]:
+        left = unchanged - _not_linked(files, unchanged, new)
+        return [(file.key, file.tensors, file.nbytes) for file in files], [*left]
+
+    of_all, of_first = agreement.decided(COMPARING, link)
     files = files or [SpreadFile(key, tuple(names), nbytes) for key, names, nbytes in of_all]
-    return files, {(path, name) for path, name in unchanged}
+    return files, {(path, name) for path, name in of_first}
 
 
 def _parts(path: str, job: Job) -> Iterator[tuple[_Key, object]]:
