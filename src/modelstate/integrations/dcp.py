@@ -9,7 +9,6 @@
 
 import io
 import os
-import pickle
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -409,12 +408,13 @@ def _with_values_of_all(
         return state
     with agreement.phase("describing the state"):
         values = {path: value for path, value in state.items() if not isinstance(value, torch.Tensor)}
-        own = pickle.dumps((values, _Layout.of_all(state)))
-    of_ranks = [b""] * len(agreement.ranks)
+        own = values, _Layout.of_all(state)
+        _pickled(own)  # what cannot be sent is an error here, and not in the gather, where the others would wait
+    of_ranks = [own] * len(agreement.ranks)
     dist.all_gather_object(of_ranks, own, group)
     with agreement.phase("planning"):
         ranks = dist.get_process_group_ranks(group)
-        return _united(state, ranks, *zip(*map(pickle.loads, of_ranks), strict=True))
+        return _united(state, ranks, *zip(*of_ranks, strict=True))
 
 
 def _united(
