@@ -436,9 +436,9 @@ def cp(
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Copy the files of a checkpoint, byte for byte, between directories and buckets.
+    """Copy the files of a checkpoint, from and to buckets too.
 
-    Bytes with digests are compared on the way. All files are there at the end, or none; a file that is there already
+    They are copied byte for byte. Bytes with digests are compared on the way. All files are there at the end, or none; a file that is there already
     is left as it is, unless --overwrite is given.
     """
     with reported(debug):
