@@ -438,8 +438,8 @@ def cp(
 ) -> None:
     """Copy the files of a checkpoint, from and to buckets too.
 
-    They are copied byte for byte. Bytes with digests are compared on the way. All files are there at the end, or none; a file that is there already
-    is left as it is, unless --overwrite is given.
+    They are copied byte for byte. Bytes with digests are compared on the way. All files are there at the end, or none.
+    A file that is there already is left as it is, unless --overwrite is given.
     """
     with reported(debug):
         report = ms.copy(path, target, overwrite=overwrite, allow=allow or ())
