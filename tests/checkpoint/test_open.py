@@ -336,6 +336,7 @@ def test_a_home_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_a_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)  # as where it is not installed
     with pytest.raises(SourceNotFoundError, match="hf://sentence-transformers/all-MiniLM-L6-v2"):
         open_checkpoint("sentence-transformers/all-MiniLM-L6-v2")
 

@@ -162,6 +162,75 @@ def test_a_file_of_the_cache_is_read_from_there(hub: type[Hub], tmp_path: Path) 
     assert not hub.requests
 
 
+@pytest.mark.parametrize("revision", ["", "@v1", f"@{COMMIT}"])
+def test_a_name_without_a_scheme_is_a_repository(
+    hub: type[Hub], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, revision: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    model, target = make_model(), make_model("meta")
+    ms.save(model, hub.directory / "model.safetensors", shard_size_bytes=60_000)
+    url = f"hf://org/name@{COMMIT}"
+    checkpoint = ms.open(f"org/name{revision}")
+    assert checkpoint.source == url
+    assert all(path.startswith(f"{url}/") for path in checkpoint.files)
+    assert url in str(ms.plan(target, f"org/name{revision}"))
+    report = ms.load(target, f"org/name{revision}")
+    assert url in str(report)
+    assert all(map(torch.equal, target.state_dict().values(), model.state_dict().values()))
+
+
+@pytest.mark.parametrize("source", ["org/name", f"org/name@{COMMIT}"])
+def test_without_a_connection_a_name_is_read_from_the_cache(
+    hub: type[Hub], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str
+) -> None:
+    ms.save(make_model(), hub.directory / "model.safetensors")
+    huggingface_hub.snapshot_download("org/name")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    del hub.requests[:]
+    checkpoint = ms.open(source)
+    assert checkpoint.source == f"hf://org/name@{COMMIT}"
+    assert checkpoint.files[0].startswith(str(tmp_path / "cache"))
+    assert not hub.requests
+
+
+@pytest.mark.parametrize(
+    "source", ["org/name", "org/name@v1", Path("none/name"), "none/x.safetensors", "none/x.pt@v1", "none/--x", "none/a/b"]
+)
+def test_what_may_be_local_is_never_asked_of_the_hub(
+    hub: type[Hub], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str | Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "org").mkdir()
+    with pytest.raises(FileNotFoundError, match="no such file or directory"):
+        ms.open(source)
+    assert not hub.requests
+
+
+@pytest.mark.parametrize(
+    ("is_offline", "source", "text"),
+    [(False, "org/other", "no such repository"), (False, "org/name@v9", "no such revision"), (True, "org/name", "hub")],
+)
+def test_a_name_that_is_nowhere_is_an_error_for_both(
+    hub: type[Hub], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_offline: bool, source: str, text: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", is_offline)
+    with pytest.raises(FileNotFoundError, match=f"(?s)no such file or directory.*hf://{source}: .*{text}") as raised:
+        ms.open(source)
+    assert isinstance(raised.value, ms.ModelStateError)
+    assert raised.value.where == str(tmp_path / source)
+    assert "for a path: check the path" in raised.value.remedy
+    assert "for a repository: " in raised.value.remedy
+
+
+def test_a_save_to_a_name_is_local(hub: type[Hub], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ms.errors.SaveError):
+        ms.save(make_model(), "org/name")
+    assert not hub.requests
+
+
 @pytest.mark.parametrize(
     ("url", "text"),
     [

@@ -431,8 +431,10 @@ def open(
 
     Args:
         source: The path of a file of `torch.save`, of a safetensors file, of an index of shards (`*.index.json`), or of
-            a directory with one of these or with torch.distributed.checkpoint; a `file://` URL; a mapping in memory; a
-            `Checkpoint`; or a list of these.
+            a directory with one of these or with torch.distributed.checkpoint; a URL; a mapping in memory; a
+            `Checkpoint`; or a list of these. A string `ORG/NAME[@REVISION]` is a repository of the Hugging Face hub
+            where nothing is at `ORG` on this machine, it does not end as a file of a checkpoint does, and
+            huggingface_hub is installed; a `Path` never is.
         key: The dotted path of a part of the checkpoint, such as "model_state".
         allow: Classes and functions, or their qualified names, that a pickle may use besides those that torch allows.
         skip_forbidden: Whether other classes and functions are left out, instead of raising `ForbiddenGlobalError`.
@@ -474,14 +476,35 @@ def open(
         return source if key is None else source.select(key)
     source = cast(Source, source)
     with gc_paused(), recorded_fingerprints(cache) as fingerprints:
-        contents = read_contents(source, allow=allow, skip_forbidden=skip_forbidden)
+        repository = _repository(source) if isinstance(source, str) else None
+        contents = read_contents(repository or source, allow=allow, skip_forbidden=skip_forbidden)
         name = "mapping" if isinstance(source, Mapping) else os.fspath(source)
+        if repository:  # the directory of a commit in the cache of the hub, or a URL
+            name = f"hf://{name.partition('@')[0]}@{os.path.basename(repository).rpartition('@')[2]}"
         name = locate(name).url if is_remote(name) else name
         # The fingerprints are from before the headers were read: a file that changed meanwhile is refused when read.
         fingerprints |= current_fingerprints(path for path in contents.files if path not in fingerprints)
         return Checkpoint(
             contents, source=name, key=key, fingerprints={path: fingerprints[path] for path in contents.files}
         )
+
+
+def _repository(given: str) -> str | None:
+    """The path of the hub that a name without a scheme stands for, at its commit; None for a path of this machine."""
+    name = given.partition("@")[0]
+    if any(_NAMED.search(text) or _FOREIGN.search(text) for text in (given, name)) or not hub.is_bare_name(given):
+        return None
+    try:
+        return hub.at_commit(f"hf://{given}")
+    except (SourceNotFoundError, ReadFailedError) as error:
+        path = local_path(given)
+        missing = not_found(path, path)
+        raise SourceNotFoundError(
+            f"{missing.what}; and {error.where}: {error.what}",
+            where=missing.where,
+            found="; ".join(filter(None, (missing.found, error.found))),
+            remedy=f"for a path: {missing.remedy}; for a repository: {error.remedy}",
+        ) from error
 
 
 def read_contents(source: Source, *, allow: Sequence[object] = (), skip_forbidden: bool = False) -> Contents:

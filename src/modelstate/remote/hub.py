@@ -12,12 +12,14 @@ import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
+from importlib.util import find_spec
 from typing import NamedTuple
 
 from modelstate.errors import PackageError, ReadFailedError, SourceAccessError, SourceNotFoundError, SourceTypeError
 
 _URL = re.compile(r"hf://(?P<name>[\w.-]+/[\w.-]+)(?:@(?P<revision>[^/]+))?(?:/(?P<file>.*))?", re.DOTALL)
 _COMMIT = re.compile(r"[0-9a-f]{40}")
+_BARE = re.compile(r"(?P<name>[\w.-]+/[\w.-]+)(?:@[^/]+)?", re.ASCII)
 
 
 class HubFile(NamedTuple):
@@ -52,18 +54,33 @@ def at_commit(url: str) -> str:
     """
     wanted = parse(url)
     check_installed()
-    if _COMMIT.fullmatch(wanted.revision):
-        commit = wanted.revision
-    else:
-        try:
-            with _hub_errors(wanted):
+    commit = wanted.revision
+    try:
+        with _hub_errors(wanted):
+            if not _COMMIT.fullmatch(commit):
                 commit = _commit(wanted)
-        except ReadFailedError:
-            directory = _cached(wanted, wanted.revision)
-            if directory is None:
-                raise
-            return os.path.join(directory, wanted.file).rstrip(os.sep)
+            elif not wanted.file:
+                files_of_commit(wanted.name, commit)  # they are needed next, and the cache may have them
+    except ReadFailedError:
+        directory = _cached(wanted, wanted.revision)
+        if directory is None:
+            raise
+        return os.path.join(directory, wanted.file).rstrip(os.sep)
     return wanted._replace(revision=commit).url
+
+
+def is_bare_name(text: str) -> bool:
+    """Whether a text is `ORG/NAME[@REVISION]`, nothing is at `ORG` on this machine, and the hub can be asked."""
+    match = _BARE.fullmatch(text)
+    if not match or os.path.lexists(text.partition("/")[0]) or find_spec("huggingface_hub") is None:
+        return False
+    from huggingface_hub.utils import HFValidationError, validate_repo_id
+
+    try:
+        validate_repo_id(match["name"])
+    except HFValidationError:
+        return False
+    return True
 
 
 def cached(path: str, others: Iterable[str] = ()) -> str | None:
