@@ -184,7 +184,10 @@ def test_without_a_connection_a_name_is_read_from_the_cache(
     hub: type[Hub], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str
 ) -> None:
     ms.save(make_model(), hub.directory / "model.safetensors")
-    huggingface_hub.snapshot_download("org/name")
+    huggingface_hub.hf_hub_download("org/name", "model.safetensors", revision=COMMIT)
+    branch = tmp_path / "cache" / "models--org--name" / "refs" / "main"
+    branch.parent.mkdir(exist_ok=True)
+    branch.write_text(COMMIT)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     del hub.requests[:]
@@ -195,7 +198,8 @@ def test_without_a_connection_a_name_is_read_from_the_cache(
 
 
 @pytest.mark.parametrize(
-    "source", ["org/name", "org/name@v1", Path("none/name"), "none/x.safetensors", "none/x.pt@v1", "none/--x", "none/a/b"]
+    "source",
+    ["org/name", "org/name@v1", Path("none/name"), "none/x.safetensors", "none/x.pt@v1", "none/--x", "none/a/b"],
 )
 def test_what_may_be_local_is_never_asked_of_the_hub(
     hub: type[Hub], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str | Path

@@ -69,6 +69,7 @@ def verify(
     progress: bool | None = None,
     allow: Sequence[object] = (),
     skip_forbidden: bool = False,
+    cache: Cache | None = None,
 ) -> Verification:
     """Reads every tensor of a checkpoint, and compares its bytes with the digests in the files.
 
@@ -80,6 +81,7 @@ def verify(
         progress: Whether to show a progress bar. None shows one on a terminal after half a second.
         allow: Classes and functions that a pickle may use, as for `modelstate.open`.
         skip_forbidden: Whether other classes and functions are left out, instead of raising.
+        cache: Where what is read of remote files is kept, a `Cache`.
 
     Returns:
         What was verified; prints as one line.
@@ -95,7 +97,7 @@ def verify(
         >>> modelstate.verify("weight.safetensors").bytes
         16
     """
-    with open_checkpoint(source, key=key, allow=allow, skip_forbidden=skip_forbidden) as checkpoint:
+    with open_checkpoint(source, key=key, allow=allow, skip_forbidden=skip_forbidden, cache=cache) as checkpoint:
         begin = perf_counter()
         with progress_bar(progress, sum(storage.nbytes for storage in checkpoint.checksums), "verifying") as advance:
             nbytes = checkpoint.verify(advance)

@@ -28,6 +28,7 @@ from modelstate.formats.sharded import check_both
 from modelstate.io.atomic import LOCK_TIMEOUT_SECONDS
 from modelstate.planning.matching import DecodeFailure, ModelSchemaView, entries_of, renamed_versions
 from modelstate.planning.plan import check_model
+from modelstate.remote.cache import Cache
 from modelstate.rules.expression import Derived, values_of
 from modelstate.rules.expression import Source as DerivedSource
 from modelstate.rules.rule import Entry, Rule, Value
@@ -52,6 +53,7 @@ def convert_checkpoint(
     progress: bool | None = None,
     overwrite: bool = True,
     lock_timeout_seconds: float = LOCK_TIMEOUT_SECONDS,
+    cache: Cache | None = None,
 ) -> SaveReport:
     """Writes a checkpoint as `modelstate.save` does, holding only the tensors in memory that are being written.
 
@@ -75,6 +77,7 @@ def convert_checkpoint(
             as much room on the disk again.
         max_memory_bytes: the most memory that tensors may take at once. If it is small, fewer threads work.
         progress: whether to show a progress bar. None shows one on a terminal after half a second.
+        cache: where what is read of remote files is kept, a `Cache`.
 
     Returns:
         A report of what was written.
@@ -100,7 +103,7 @@ def convert_checkpoint(
     cast = floating_dtype(dtype)
     check_budget_option(max_memory_bytes, minimum=1)
     check_both(path, overwrite)
-    checkpoint = open_checkpoint(source, key=key)
+    checkpoint = open_checkpoint(source, key=key, cache=cache)
     chain = rules.rules_for(checkpoint) if isinstance(rules, Schema) else check_rules(rules)
     state = _changed_by_rules(checkpoint, chain, cast, model) if chain else streamed(checkpoint, cast)
     if isinstance(rules, Schema):
