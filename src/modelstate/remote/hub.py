@@ -19,7 +19,8 @@ from modelstate.errors import PackageError, ReadFailedError, SourceAccessError, 
 
 _URL = re.compile(r"hf://(?P<name>[\w.-]+/[\w.-]+)(?:@(?P<revision>[^/]+))?(?:/(?P<file>.*))?", re.DOTALL)
 _COMMIT = re.compile(r"[0-9a-f]{40}")
-_BARE = re.compile(r"(?P<name>[\w.-]+/[\w.-]+)(?:@[^/]+)?", re.ASCII)
+_BARE = re.compile(r"(?P<name>\w(?:[\w.-]*\w)?/\w(?:[\w.-]*\w)?)(?:@[^/]+)?", re.ASCII)
+"""The names that huggingface_hub takes: a part begins and ends with a letter, a digit or `_`."""
 
 
 class HubFile(NamedTuple):
@@ -74,13 +75,8 @@ def is_bare_name(text: str) -> bool:
     match = _BARE.fullmatch(text)
     if not match or os.path.lexists(text.partition("/")[0]) or find_spec("huggingface_hub") is None:
         return False
-    from huggingface_hub.utils import HFValidationError, validate_repo_id
-
-    try:
-        validate_repo_id(match["name"])
-    except HFValidationError:
-        return False
-    return True
+    name = match["name"]
+    return len(name) <= 96 and "--" not in name and ".." not in name and not name.endswith(".git")
 
 
 def cached(path: str, others: Iterable[str] = ()) -> str | None:
