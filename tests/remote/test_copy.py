@@ -169,3 +169,34 @@ def test_a_store_and_other_files_are_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ms.errors.UnknownFormatError):
         ms.copy(tmp_path / "config.json", tmp_path / "other.json")
+
+
+def test_a_copy_is_not_hidden_by_a_file_of_its_name(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+    ms.save(make_model(0), tmp_path / "a" / "model.safetensors", shard_size_bytes=600_000)
+    ms.save(make_model(1), tmp_path / "b" / "model.safetensors")
+    with pytest.raises(ms.errors.TargetExistsError):
+        ms.copy(tmp_path / "a", tmp_path / "b")
+    with pytest.raises(ms.errors.SaveTargetError):
+        ms.copy(tmp_path / "a", tmp_path / "b", overwrite=True)
+    assert ms.diff(tmp_path / "b", make_model(1)).is_equal
+
+
+def test_a_target_that_cannot_be_made(tmp_path: Path) -> None:
+    ms.save(make_model(), tmp_path / "model.safetensors")
+    for target in ("model.safetensors/x.safetensors", "model.safetensors/x/"):
+        with pytest.raises(ms.ModelStateError):
+            ms.copy(tmp_path / "model.safetensors", f"{tmp_path}/{target}")
+
+
+def test_the_root_of_a_bucket(bucket: str, tmp_path: Path, s3_client: Callable[[], Any]) -> None:
+    ms.save(make_model(), tmp_path / "model.safetensors")
+    for target in (f"s3://{bucket}", f"s3://{bucket}/"):
+        ms.copy(tmp_path / "model.safetensors", target, overwrite=True)
+    ms.save(make_model(), tmp_path / "other.safetensors", shard_size_bytes=600_000)
+    ms.copy(tmp_path / "other.safetensors", f"s3://{bucket}/")
+    names = [item["Key"] for item in s3_client().list_objects_v2(Bucket=bucket)["Contents"]]
+    assert {"model.safetensors", "other.safetensors.index.json"} <= {*names}
+    with pytest.raises(ms.errors.TargetExistsError):
+        ms.copy(tmp_path / "model.safetensors", f"s3://{bucket}/other.safetensors")

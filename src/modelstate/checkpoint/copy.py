@@ -14,6 +14,7 @@ from modelstate.checkpoint.open import open as open_checkpoint
 from modelstate.checkpoint.write import target_path
 from modelstate.errors import ChecksumError, OptionError, SaveTargetError, TargetExistsError, UnsafePathError
 from modelstate.formats.copy_file import StreamedDigests, copy_file
+from modelstate.formats.sharded import INDEX_SUFFIX
 from modelstate.html.page import Kind, Page, Shown
 from modelstate.progress import progress_bar
 from modelstate.remote.location import is_remote, locate
@@ -109,11 +110,18 @@ def copy(
             where=replaced[0],
             remedy="take another path, or overwrite=True to replace it",
         )
-    if targets[0] in replaced and len(replaced) > 1:
+    other = targets[0].removesuffix(INDEX_SUFFIX) if len(targets) > 1 else f"{targets[0]}{INDEX_SUFFIX}"
+    if other != targets[0] and _is_there(other):  # of a file and an index of the same name readers prefer the file
+        if not overwrite:
+            raise TargetExistsError(
+                "something is there already", where=other, remedy="copy to another directory, or remove it first"
+            )
+        replaced += [other] if len(targets) > 1 else []
+    if (other != targets[0] and other in replaced) or (targets[0] in replaced and len(replaced) > 1):
         raise SaveTargetError(
             "the checkpoint that is there has files of the same names, so it cannot be replaced as a whole",
             where=targets[0],
-            found=", ".join(replaced[1:5]),
+            found=", ".join(replaced[:5]),
             remedy="copy to another directory, or remove the one that is there first",
         )
     digests = {path: StreamedDigests(path, checkpoint.checksums) for path in checkpoint.files}
@@ -162,9 +170,10 @@ def _names(files: Sequence[str]) -> list[str]:
 
 
 def _targets(names: Sequence[str], given: str) -> list[str]:
-    is_directory = len(names) > 1 or given.endswith("/") or (not is_remote(given) and os.path.isdir(given))
+    is_there = not locate(given).key if is_remote(given) else os.path.isdir(given)
+    is_directory = len(names) > 1 or given.endswith("/") or is_there
     target = target_path(given.rstrip("/") if is_directory else given)
-    return [f"{target}/{name}" for name in names] if is_directory else [target]
+    return [f"{target.rstrip('/')}/{name}" for name in names] if is_directory else [target]
 
 
 def _is_there(path: str) -> bool:

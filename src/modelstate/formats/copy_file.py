@@ -13,7 +13,7 @@ import xxhash
 from modelstate.errors import ChecksumError
 from modelstate.formats.manifest import ALGORITHM
 from modelstate.formats.sharded import write_file
-from modelstate.io.atomic import atomic_file
+from modelstate.io.atomic import atomic_file, write_errors
 from modelstate.io.engine import Request, read_ranges
 from modelstate.io.files import FileFingerprint
 from modelstate.process import prefetch_one
@@ -71,7 +71,8 @@ def copy_file(
         with new_object(locate(target), fingerprint.nbytes, overwrite=overwrite) as output:
             stream(output)
         return
-    os.makedirs(os.path.dirname(target), exist_ok=True)
+    with write_errors(target):
+        os.makedirs(os.path.dirname(target), exist_ok=True)
     if replaces_shards:
         write_file(target, stream, overwrite=overwrite)
         return
