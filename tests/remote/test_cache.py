@@ -1,5 +1,7 @@
 """`cache=`: what is read of a server once is read from the disk afterwards, unless it has changed or is damaged."""
 
+import os
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -212,3 +214,40 @@ def test_other_arguments_are_refused(argument: object) -> None:
 def test_other_caches_are_refused(directory: str, nbytes: int) -> None:
     with pytest.raises(ms.errors.OptionError):
         ms.Cache(directory, max_bytes=nbytes)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.name == "nt" or os.getuid() != 0, reason="another user needs root")
+def test_a_cache_of_another_user_is_no_error(proxy: FaultProxy, cache: ms.Cache) -> None:
+    check_load(proxy, cache)
+    for directory in (cache.directory, *cache.directory.iterdir()):
+        assert directory.stat().st_mode & 0o777 == 0o700
+    code = f"""
+import os, torch, modelstate as ms
+model = torch.nn.Sequential(*[torch.nn.Linear(512, 512) for _ in range(4)])
+ms.load(model, {url_of(proxy)!r})
+os.setgid(65534)
+os.setuid(65534)
+ms.load(model, {url_of(proxy)!r}, cache=ms.Cache({str(cache.directory)!r}))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "CacheWarning" in done.stderr
+
+
+def test_what_was_not_asked_for_is_not_kept(tmp_path: Path, cache: ms.Cache) -> None:
+    class Long(FileServer):
+        directory = tmp_path
+        more = b"Z" * (3 << 20)
+
+        def _reply(self, status: int, body: bytes, headers: dict[str, str] | None = None) -> None:
+            super()._reply(status, body + self.more * (status == 206), headers)
+
+    stored = {"a": torch.rand(1024, 1024), "b": torch.rand(1024, 1024)}
+    ms.save(stored, tmp_path / "model.safetensors")
+    with http_server(Long) as url:
+        with ms.open(f"{url}/model.safetensors", cache=cache) as checkpoint:
+            assert torch.equal(checkpoint.tensor("a"), stored["a"])
+        Long.more = b""
+        with ms.open(f"{url}/model.safetensors", cache=cache) as checkpoint:
+            assert all(torch.equal(checkpoint.tensor(name), tensor) for name, tensor in stored.items())

@@ -91,7 +91,7 @@ class Cache:
 
     def has(self, version: str, index: int) -> bool:
         """Whether there is a block, which may be damaged."""
-        return self._path(version, index).exists()
+        return os.path.exists(self._path(version, index))  # False where it may not be looked at
 
     def write(self, version: str, index: int, data: bytes) -> None:
         """Keeps a block. Gives a `CacheWarning` where that fails, and keeps nothing from then on."""
@@ -107,7 +107,9 @@ class Cache:
                 if self._unchecked_bytes >= self.max_bytes // _CHECKS:
                     self._remove_oldest()
                     self._unchecked_bytes = 0
-            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self.directory.parent.mkdir(parents=True, exist_ok=True)
+            for directory in (self.directory, self._blocks, path.parent):  # `parents=True` ignores the mode
+                directory.mkdir(mode=0o700, exist_ok=True)
             try:
                 with open(unfinished, "xb", buffering=0) as file:
                     if file.write(xxhash.xxh3_128_digest(data) + data) != nbytes:
