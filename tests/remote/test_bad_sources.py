@@ -1,5 +1,6 @@
 """What cannot be read from a server: each is an error of its own, with a remedy, and without secrets."""
 
+import json
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 import modelstate as ms
 from modelstate.errors import (
@@ -23,7 +25,7 @@ from modelstate.errors import (
 )
 from modelstate.remote import location
 from modelstate.testing import FaultProxy
-from tests.remote.servers import http_server
+from tests.remote.servers import FileServer, http_server
 
 pytest.importorskip("obstore")
 
@@ -183,3 +185,61 @@ except ms.ModelStateError as error:
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "pip install 'modelstate[remote]'"
+
+
+@pytest.mark.parametrize(
+    "shard", ["%2e%2e/outside.safetensors", "..%2foutside.safetensors", ".%2e/outside.safetensors"]
+)
+def test_an_index_of_a_web_server_stays_in_its_directory(files: tuple[Path, str], shard: str) -> None:
+    (files[0] / "in").mkdir()
+    save_file({"w": torch.ones(4)}, files[0] / "outside.safetensors")
+    (files[0] / "in" / "m.safetensors.index.json").write_text(json.dumps({"weight_map": {"w": shard}}))
+    with pytest.raises(ms.errors.OpenError):
+        ms.open(f"{files[1]}/in/m.safetensors.index.json")
+
+
+@pytest.mark.parametrize("shard", ["a b.safetensors", "a#b.safetensors", "a?b.safetensors", "a%41.safetensors"])
+def test_names_of_shards_are_quoted(files: tuple[Path, str], shard: str) -> None:
+    save_file({"w": torch.ones(4)}, files[0] / shard)
+    (files[0] / "m.safetensors.index.json").write_text(json.dumps({"weight_map": {"w": shard}}))
+    assert torch.equal(ms.open(f"{files[1]}/m.safetensors.index.json").tensor("w"), torch.ones(4))
+
+
+def test_a_missing_file_with_a_query(tmp_path: Path) -> None:
+    class Signed(FileServer):
+        directory = tmp_path
+
+        def do_GET(self) -> None:
+            if "sig=word" in self.path:
+                super().do_GET()
+            else:
+                self._reply(401, b"")
+
+    with http_server(Signed) as url, pytest.raises(ms.errors.SourceNotFoundError):
+        ms.open(f"{url}/missing.safetensors?sig=word")
+
+
+class _Empty(FileServer):
+    directory: Path
+
+    def do_GET(self) -> None:
+        self._reply(416, b"") if self.command == "GET" else self._reply(403, b"")
+
+    do_HEAD = do_GET
+
+
+def test_an_empty_object_whose_head_is_refused() -> None:
+    with http_server(_Empty) as url, pytest.raises(ms.ModelStateError):
+        ms.open(f"{url}/x?sig=word")
+
+
+class _Page(FileServer):
+    directory: Path
+
+    def do_GET(self) -> None:
+        self._reply(200, b"12345") if "Range" in self.headers else self._reply(403, b"")
+
+
+def test_a_server_without_ranges_that_refuses_the_second_request() -> None:
+    with http_server(_Page) as url, pytest.raises(ms.ModelStateError):
+        ms.open(f"{url}/x?sig=word")

@@ -78,11 +78,12 @@ class Elsewhere(FileServer):
 
     requests: list[tuple[str, str, str]]
     expired: str = ""
+    refusal = 403, b"Request has expired"
 
     def do_GET(self) -> None:
         self.requests.append((self.command, self.path, self.headers.get("Authorization", "")))
         if self.path.endswith(f"={self.expired}"):
-            self._reply(403, b"Request has expired")
+            self._reply(*self.refusal)
         else:
             super().do_GET()
 
@@ -150,6 +151,17 @@ def test_an_address_that_has_expired_is_asked_for_again(hub: type[Hub], is_renew
     ms.load(target, checkpoint)
     assert all(map(torch.equal, target.state_dict().values(), model.state_dict().values()))
     assert sum("/resolve/" in path for _, path, _ in hub.requests) == 1  # for all threads
+
+
+def test_an_address_whose_token_has_expired_is_asked_for_again(hub: type[Hub]) -> None:
+    model = make_model(width=512)
+    ms.save(model, hub.directory / "model.safetensors")
+    checkpoint = ms.open("hf://org/name")
+    hub.files.expired, hub.files.refusal = "word", (400, b"<Error><Code>ExpiredToken</Code></Error>")
+    hub.signature = "next"
+    target = make_model("meta", 512)
+    ms.load(target, checkpoint)
+    assert all(map(torch.equal, target.state_dict().values(), model.state_dict().values()))
 
 
 def test_a_file_of_the_cache_is_read_from_there(hub: type[Hub], tmp_path: Path) -> None:

@@ -5,7 +5,8 @@ import os
 
 import pytest
 
-from modelstate.errors import SourceAccessError, SourceTypeError
+import modelstate
+from modelstate.errors import ModelStateError, SourceAccessError, SourceTypeError
 from modelstate.remote.location import is_remote, locate, redacted, store_of
 
 pytest.importorskip("obstore")
@@ -77,3 +78,23 @@ def test_azure_takes_a_connection_string(monkeypatch: pytest.MonkeyPatch) -> Non
     store, key = store_of(locate("az://box/a"))
     assert key == "a"
     assert store.config["account_name"] == "me"  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "http://127.0.0.1:9/x?sig=word",
+        "http://127.0.0.1:9/x?sig=a,word",
+        "http://127.0.0.1:9/x?sig=a)word",
+        "http://user:p@word@127.0.0.1:bad/x",
+        "http://user:word two@127.0.0.1:9/x",
+        "http://user:a/word@127.0.0.1:9/x",
+    ],
+)
+def test_no_secret_in_a_traceback(url: str) -> None:
+    with pytest.raises(ModelStateError) as raised:
+        modelstate.open(url)
+    error: BaseException | None = raised.value
+    while error is not None:
+        assert "word" not in str(error)
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)

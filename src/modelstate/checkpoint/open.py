@@ -573,6 +573,8 @@ def _object_or_below(path: str) -> str:
         try:
             return opened(path).path
         except SourceNotFoundError as missing:
+            if location.mark:  # a query is of this address alone
+                raise
             try:
                 return opened(path + sharded.INDEX_SUFFIX).path  # `modelstate.save` adds this suffix to the path
             except SourceNotFoundError:

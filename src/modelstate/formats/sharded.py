@@ -246,9 +246,10 @@ def safe_paths(index_path: str, directory: str, shards: list[str]) -> list[str]:
     Raises `UnsafePathError`, `SourceNotFoundError`, and `DamagedFileError` for a shard that is not a file.
     """
     unsafe = [quote(shard) for shard in shards if not _is_below(shard)]
-    paths = [] if unsafe else [os.path.join(directory, shard) for shard in shards]
-    if paths and is_remote(directory):
+    if not unsafe and is_remote(directory):
+        paths = [locate(directory).below(shard).url for shard in shards]
         return _check_there(index_path, directory, dict(zip(shards, paths, strict=True)))
+    paths = [] if unsafe else [os.path.join(directory, shard) for shard in shards]
     unsafe += _links_outside(shards, paths, _roots(index_path, directory))
     if unsafe:
         raise UnsafePathError(

@@ -27,7 +27,17 @@ from modelstate.process import parallel_for
 from modelstate.remote import location as locations
 from modelstate.remote.cache import BLOCK_BYTES, Cache, version_name
 from modelstate.remote.hub import files_of
-from modelstate.remote.location import Cause, Failure, Location, failure_of, hub_store, listed_below, locate, store_of
+from modelstate.remote.location import (
+    Cause,
+    Failure,
+    Location,
+    failure_of,
+    hub_store,
+    listed_below,
+    locate,
+    store_of,
+    without_secrets,
+)
 
 if TYPE_CHECKING:
     from obstore import GetOptions, GetResult
@@ -196,9 +206,12 @@ class RemoteFile:
             before, store = start, self._store
             try:
                 for chunk in self._chunks(store, start, end):
-                    start += len(chunk)
+                    part = memoryview(chunk)[: end - start]  # a server may send more than was asked for
+                    start += len(part)
                     tries = 0
-                    yield chunk
+                    yield part
+                    if start == end:
+                        break
                 end = min(end, self.version.nbytes)
                 if start == before and start < end:
                     if tries >= locations.RETRIES:
@@ -215,10 +228,11 @@ class RemoteFile:
                 if isinstance(error, ReadFailedError):
                     raise
                 failure = failure_of(error, self.location)
-                if failure.cause in (Cause.REFUSED, Cause.NO_CREDENTIALS) and self._is_new_address(store):
+                refusals = (Cause.REFUSED, Cause.NO_CREDENTIALS, Cause.EXPIRED)
+                if failure.cause in refusals and self._is_new_address(store):
                     continue
                 if failure.cause is not Cause.CUT or tries >= locations.RETRIES:
-                    raise self._error(failure, start) from error
+                    raise self._error(failure, start) from without_secrets(error)
                 time.sleep(_wait(tries))
                 tries += 1
 
@@ -282,7 +296,10 @@ class RemoteFile:
     def _is_empty(self) -> bool:
         import obstore
 
-        meta = obstore.head(self._store, self._key)
+        try:
+            meta = obstore.head(self._store, self._key)
+        except Exception as error:  # such as the refusal of a HEAD by an address that is signed for GET
+            raise _open_error(failure_of(error, self.location), self.path) from without_secrets(error)
         if meta["size"]:
             return False
         self._pinned = Version(0, int(meta["last_modified"].timestamp()) * 1_000_000_000, meta["e_tag"] or "")
@@ -292,7 +309,10 @@ class RemoteFile:
         """The error for a web page in place of a file; None where the server sends something else."""
         import obstore
 
-        kind = str(obstore.get(self._store, self._key).attributes.get("Content-Type", ""))
+        try:
+            kind = str(obstore.get(self._store, self._key).attributes.get("Content-Type", ""))
+        except Exception:
+            return None  # the first answer is the error
         if not kind.startswith("text/html"):
             return None
         return UnknownFormatError(
@@ -407,7 +427,7 @@ def listing(directory: str) -> tuple[list[str], list[str]]:
     try:
         directories, objects = listed_below(location)
     except Exception as error:
-        raise _open_error(failure_of(error, location), directory) from error
+        raise _open_error(failure_of(error, location), directory) from without_secrets(error)
     return [item.name for item in objects], directories
 
 

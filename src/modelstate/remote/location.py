@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from obstore.store import ObjectStore
 
 _REMOTE = re.compile(r"(s3|gs|az|http|https|hf)://")
-_SECRET = re.compile(r"(?<=://)[^/@\s]*@|(?<=\?)[^\s),]+")
+_SECRET = re.compile(r"(?<=://)[^/\s]*@|(?<=\?)\S+")
 """The user of a URL, and its query, which may be a signature."""
 _CODE = re.compile(r"<Code>(\w+)</Code>|\"(?:reason|code)\": ?\"?(\w+)")
 """The code of an error in the answer of a server."""
@@ -118,7 +118,14 @@ def redacted(text: object) -> str:
 
 
 def _not_valid(url: str, expected: str) -> SourceTypeError:
-    return SourceTypeError("this URL names nothing that can be read", where=redacted(url), expected=expected)
+    scheme, _, rest = url.partition("://")
+    shown = f"{scheme}://...{rest.rpartition('@')[2]}" if "@" in rest else url  # a password may have any character
+    return SourceTypeError("this URL names nothing that can be read", where=redacted(shown), expected=expected)
+
+
+def without_secrets(error: BaseException) -> BaseException | None:
+    """The error as a cause, whose text a traceback shows; None where the text has the user or the query of a URL."""
+    return error if redacted(error) == str(error) else None
 
 
 # Clients.
