@@ -214,6 +214,8 @@ def save_wrongly(path: str, what: str) -> None:
     elif dist.get_rank() == 2:
         if what == "a value":
             state["step"] = 6
+        elif what == "a value, and other names":
+            state |= {"step": 6, "more": 1}
         elif what == "a directory":
             path = f"{path}/elsewhere/x.safetensors"
         elif what == "a tensor without values":
@@ -240,6 +242,7 @@ class Planner(dcp.DefaultSavePlanner):
 
 WRONG = {
     "a value": "differ",
+    "a value, and other names": "differ",
     "a tensor": "differs between the ranks",
     "a directory": "differ",
     "a tensor without values": "describing the state failed on 1 of 4 ranks",

@@ -39,7 +39,8 @@ from modelstate.io.atomic import sync_directory, write_errors
 from modelstate.io.engine import Request, read_ranges
 from modelstate.io.files import local_path
 from modelstate.loading.collective import digest_of_source
-from modelstate.objects.save import save
+from modelstate.objects.objects import tensors_within
+from modelstate.objects.save import save_with
 from modelstate.planning.matching import DecodeFailure, Patterns, entries_of
 from modelstate.problems import NotATensor, Problem, Unexpected, WrongDtype, plan_error
 from modelstate.rules.expression import Source as TensorSource
@@ -311,11 +312,16 @@ class Writer(StorageWriter):
         """Writes and commits the state of the planner, with all ranks."""
         group = self._group_of_ranks() if plan.storage_data > 1 else None
         agreement = agreement_of((), group, self._timeout_seconds, "dcp.save")
+        if agreement.is_collective:  # the thread of dcp.async_save votes while the program may save or load
+            agreement = agreement.on_channel("dcp.save")
         with agreement.phase("planning"):
             state = _state_of(planner)
         if group is not None:
             state = _with_values_of_all(state, agreement, group)
-        save(_tree(state), self._target, process_group=group, timeout_seconds=self._timeout_seconds, **self._options)
+        tree = _tree(state)
+        if group is None:  # DTensors still need the ranks of their mesh
+            agreement = agreement_of(tensors_within(tree, reshards=True), None, self._timeout_seconds, "dcp.save")
+        save_with(agreement, tree, self._target, **self._options)
         done: Future[list[WriteResult]] = Future()
         done.set_result([])
         return done
@@ -452,7 +458,9 @@ def _united(
             # Ties are the same on all ranks.
             value = locals_of.setdefault((holders[0], layout.tied_to), torch.empty(0, dtype=layout.dtype))
         of_all[path] = dtensor_on(*mesh, placements, layout.shape, value)
-    of_all = {**of_all, **{path: value for path, value in state.items() if path not in of_all}}
+    # A value that is no tensor stays that of this rank, so that the save finds the ranks that differ.
+    own = {path: value for path, value in state.items() if path not in of_all or not isinstance(value, torch.Tensor)}
+    of_all = {**of_all, **own}
     return {path: of_all[path] for path in sorted(of_all, key=lambda path: [str(step) for step in path])}
 
 

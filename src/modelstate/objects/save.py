@@ -102,8 +102,36 @@ def save(
         >>> ms.save(model, "model.safetensors")
         >>> ms.save({"model": model, "optimizer": optimizer, "epoch": 3}, "run.safetensors")
     """
-    begin = perf_counter()
     agreement = _agreement(target, process_group, timeout_seconds)
+    return save_with(
+        agreement,
+        target,
+        path,
+        format=format,
+        shard_size_bytes=shard_size_bytes,
+        extra=extra,
+        schema=schema,
+        overwrite=overwrite,
+        lock_timeout_seconds=lock_timeout_seconds,
+        progress=progress,
+    )
+
+
+def save_with(
+    agreement: Agreement,
+    target: nn.Module | Mapping[str, object] | Checkpoint,
+    path: str | os.PathLike[str],
+    *,
+    format: str | None = None,
+    shard_size_bytes: int | None = None,
+    extra: Mapping[str, object] | None = None,
+    schema: str | None = None,
+    overwrite: bool = True,
+    lock_timeout_seconds: float = LOCK_TIMEOUT_SECONDS,
+    progress: bool | None = None,
+) -> SaveReport:
+    """Saves as `save` does, with the ranks of an agreement, and its connections."""
+    begin = perf_counter()
     with agreement.before(PLANNING):
         where = target_path(path)
         chosen = check_options(where, format, shard_size_bytes, lock_timeout_seconds, extra, schema)
