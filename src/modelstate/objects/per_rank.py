@@ -43,8 +43,8 @@ def gathered(parts: Mapping[str, Part], agreement: Agreement) -> dict[str, Part]
     """
     own = {path: part for path, part in parts.items() if part.kind not in (Kind.MODULE, Kind.OPTIMIZER)}
     kinds = {path: part.kind for path, part in parts.items()}
-    texts = {path: _text(path, part.tree, with_values=False) for path, part in own.items()}
     with agreement.phase("capturing states", lambda: [Digest.of("the objects", ", ".join(kinds), kinds.items())]):
+        texts = {path: _text(path, part.tree, with_values=False) for path, part in own.items()}
         numbers = [Digest.of("", "", [text]).number for text in texts.values()]
     of_ranks = [json.loads(text) for text in agreement.texts("comparing states", json.dumps(numbers))]
     differing = [path for path, *values in zip(own, *of_ranks, strict=True) if len(set(values)) > 1]

@@ -381,7 +381,10 @@ class SpreadWriter:
                 rest = {name: tensor for name, tensor in tensors.items() if (path, name) not in in_links}
                 constant: Set[str] = job.frozen[path]
                 if path in saved:
-                    constant = {name for name in rest if (path, name) in unchanged}
+                    same = {name for name in rest if (path, name) in unchanged}
+                    # Nothing is the same as in a checkpoint of another layout. What is frozen still gets files of its
+                    # own, which the next save links.
+                    constant = same if last is self._files else same | constant
                 for group in _groups(rest, constant, shard_bytes):
                     with size_errors(path):
                         layouts.append(layout(group, lambda _: SHARD_METADATA))
