@@ -3,6 +3,7 @@
 import errno
 import os
 import signal
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -21,6 +22,7 @@ from modelstate.errors import ModelStateError
 from modelstate.io import system
 from modelstate.store import PendingSave
 from modelstate.store import store as store_module
+from modelstate.store.saving import NewStep
 from tests.distributed import models
 from tests.distributed.ranks import Ranks
 from tests.sweeps import EXHAUSTIVE
@@ -114,7 +116,7 @@ class Position:
         self.value = value
 
     def state_dict(self) -> dict[str, Any]:
-        return {"value": self.value, "table": torch.arange(self.value)}
+        return {"value": self.value, "table": torch.arange(self.value if isinstance(self.value, int) else 0)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         assert len(state["table"]) == state["value"]
@@ -182,6 +184,9 @@ def save_with_different(folder: Path, case: str) -> tuple[str, bool]:
         del objects["epoch"]
     if odd and case == "name":
         objects["a/b"] = 1
+    if case == "encoding":
+        objects["position"] = Position(0)
+        objects["position"].value = object() if odd else 0
     directory = folder / ("other" if odd and case == "directory" else "store")
     with ms.Store(directory, process_group=dist.group.WORLD) as store:
         kind, _ = error_of(lambda: store.check(objects) if case == "directory" else None)
@@ -192,9 +197,9 @@ def save_with_different(folder: Path, case: str) -> tuple[str, bool]:
         return kind, bool(store.steps())
 
 
-@pytest.mark.parametrize("case", ["objects", "step", "directory", "version", "name"])
+@pytest.mark.parametrize("case", ["objects", "step", "directory", "version", "name", "encoding"])
 def test_ranks_that_save_different_things(ranks: Ranks, tmp_path: Path, case: str) -> None:
-    error = "OptionError" if case == "name" else "RanksDifferError"
+    error = {"name": "OptionError", "encoding": "CodecError"}.get(case, "RanksDifferError")
     assert ranks.values(save_with_different, tmp_path, case) == [(error, False)] * 4
 
 
@@ -459,6 +464,68 @@ def test_an_error_of_one_rank_leaves_the_last_step(
         assert kind == "WriteFailedError", text
     check_store(tmp_path, 1)
     assert not list((tmp_path / "store").glob("*.unfinished"))
+
+
+def after_an_error_in_the_background(folder: Path, call: str) -> tuple[str, str, tuple[int, ...]]:
+    """The errors of a call and of a save, after a failed save whose error one rank has taken; and the steps."""
+    objects = sharded_objects("fsdp", seed=1)
+    with ms.Store(folder / "store", timeout_seconds=10) as store:
+        store.save(1, objects)
+        with full_disk() if dist.get_rank() == 0 else nullcontext():
+            pending = store.save(2, objects | {"epoch": 2}, background=True)
+            assert pending is not None
+            pending.wait()
+        if dist.get_rank() == 2:
+            assert error_of(pending.result)[0]
+        calls: dict[str, Any] = {
+            "save": lambda: store.save(3, objects),
+            "check": lambda: store.check(objects),
+            "restore": lambda: store.restore(objects),
+        }
+        return error_of(calls[call])[0], error_of(lambda: store.save(4, objects))[0], store.steps()
+
+
+@pytest.mark.parametrize("call", ["save", "check", "restore"])
+def test_an_error_in_the_background_is_raised_once_on_all_ranks(ranks: Ranks, tmp_path: Path, call: str) -> None:
+    expected = ("WriteFailedError", "", (1, 4))
+    assert ranks.values(after_an_error_in_the_background, tmp_path, call, timeout=40) == [expected] * 4
+
+
+def save_after_a_cancelled_one(folder: Path) -> tuple[int, ...]:
+    def slow(*args: Any) -> None:
+        time.sleep(0.2)
+        write(*args)
+
+    objects, write = sharded_objects("fsdp", seed=1), NewStep.write
+    with ms.Store(folder / "store", timeout_seconds=10) as store:
+        with mock.patch.object(NewStep, "write", slow):
+            pending = store.save(1, objects, background=True)
+            assert pending is not None
+            assert pending.cancel()
+        store.save(2, objects)
+        return store.steps()
+
+
+def test_a_save_after_a_cancelled_one(ranks: Ranks, tmp_path: Path) -> None:
+    assert ranks.values(save_after_a_cancelled_one, tmp_path, timeout=40) == [(2,)] * 4
+
+
+def save_to_two_stores(folder: Path) -> list[tuple[int, ...]]:
+    """The steps of two stores, whose threads write at the same time."""
+    objects = sharded_objects("fsdp", seed=1)
+    stores = [ms.Store(folder / name, timeout_seconds=10) for name in ("first", "second")]
+    for step in range(6):
+        pending = [store.save(step, objects, background=True) for store in stores]
+        for save in pending:
+            assert save is not None
+            save.result()
+    for store in stores:
+        store.close()
+    return [store.steps() for store in stores]
+
+
+def test_two_stores_save_at_the_same_time(ranks: Ranks, tmp_path: Path) -> None:
+    assert ranks.values(save_to_two_stores, tmp_path, timeout=40) == [[(0, 1, 2, 3, 4, 5)] * 2] * 4
 
 
 def save_in_a_locked_store(folder: Path) -> tuple[str, str]:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from modelstate.checkpoint.checkpoint import Checkpoint
-from modelstate.checkpoint.open import argument_order, is_objects, patterns_of
+from modelstate.checkpoint.open import argument_order, check_budget_option, is_objects, patterns_of
 from modelstate.comparison.diff import diff as diff_checkpoints
 from modelstate.comparison.result import Diff
 from modelstate.distributed.agreement import TIMEOUT_SECONDS, Agreement, Digest, agreement_of, check_timeout
@@ -36,6 +36,7 @@ from modelstate.objects.loaders import preserved_generators
 from modelstate.objects.objects import targets_of, tensors_within
 from modelstate.objects.per_rank import of_this_rank
 from modelstate.objects.restore import Restored, RulesOf, restore_objects
+from modelstate.process import Stopped
 from modelstate.remote.location import is_remote, locate
 from modelstate.remote.upload import check_writable
 from modelstate.store.directory import Step, StepEntry, StepIndex, not_shared, store_file_problem
@@ -230,7 +231,7 @@ class Store(Shown):
         """
         begin_seconds = time.perf_counter()
         agreement = self.agreement(objects, "Store.save")
-        with agreement.phase("beginning", _same(f"step {step}", step, background, pin, overwrite, when_busy)):
+        with agreement.phase("beginning", _same(f"{step=}, {background=}, {pin=}, {overwrite=}, {when_busy=}")):
             targets = targets_of(objects)
             checked_metrics = _check_save(step, metrics, when_busy)
         if when_busy == "skip":
@@ -240,10 +241,14 @@ class Store(Shown):
         with self._exclusive(wait=when_busy == "wait" or agreement.is_collective) as is_acquired:
             if not is_acquired:
                 return None
-            self.wait()
-            # The thread votes over connections of its own, while this thread may load, or save again.
-            writing = agreement.on_channel("saving") if background else agreement
-            name = writing.decided("naming the directory", lambda: unfinished_name(step))
+            with agreement.phase("waiting for the earlier save"):
+                self.wait()
+            # The thread votes over connections of its own, while this thread may load, or save again. Each store has
+            # others, since the threads of two stores do not vote in the same order on all ranks.
+            channel, name = agreement.decided(
+                "naming the directory", lambda: (f"saving to {self.directory}", unfinished_name(step))
+            )
+            writing = agreement.on_channel(channel) if background else agreement
             writer = _writer(writing, os.path.join(self.directory, name))
             job = job_of(targets, agreement, writer, pin, begin_seconds)
             record = Record("", step, time.time(), checked_metrics, {})
@@ -287,7 +292,8 @@ class Store(Shown):
         """
         agreement = self.agreement(objects, "Store.check")
         with self._exclusive():
-            self.wait()
+            with agreement.phase("waiting for the earlier save"):
+                self.wait()
             nbytes = self.check_state(objects)
             with agreement.phase("opening the store"):
                 if agreement.is_first:
@@ -393,7 +399,15 @@ class Store(Shown):
         files: Sequence[SpreadFile] = ()
 
         def check() -> None:
-            check_cancelled()
+            try:
+                check_cancelled()
+            except Stopped:
+                if not agreement.is_collective:
+                    raise
+                # It is raised on all ranks, and the next save ignores it there.
+                raise BackgroundCancelledError(
+                    "the save has no result", where=f"step {step}", found="it was cancelled", remedy="save again"
+                ) from None
             self._lock.check_directory()
 
         def write() -> None:
@@ -492,13 +506,14 @@ class Store(Shown):
             >>> restored.step
             1000
         """
-        self.wait()
         agreement = self.agreement(objects, "Store.restore")
-        with agreement.phase("beginning", _same(f"step {step}", step)):
+        with agreement.phase("beginning", _same(f"step {step!r}")):
+            self.wait()
             targets = targets_of(objects)
             may_miss = patterns_of("allow_missing", allow_missing)
             may_exceed = patterns_of("allow_unexpected", allow_unexpected)
             kept_options = patterns_of("keep_options", keep_options)
+            check_budget_option(max_memory_bytes)
 
         def attempt(entry: StepEntry) -> tuple[Record, Restored]:
             record, parts = self.index.opened(entry, verify, agreement, progress)
@@ -841,10 +856,10 @@ class Store(Shown):
         self.close()
 
 
-def _same(text: str, *arguments: object) -> Callable[[], list[Digest]]:
+def _same(text: str) -> Callable[[], list[Digest]]:
     """Returns the digests of what all ranks must call a method with, in the same version of modelstate."""
     return lambda: [
-        Digest.of("the arguments", text, arguments),
+        Digest.of("the arguments", text, [text]),
         Digest.of("the versions of modelstate", __version__, [__version__]),
     ]
 
