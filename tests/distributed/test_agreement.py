@@ -117,6 +117,52 @@ def test_an_interrupt_of_one_rank_ends_the_others(ranks: Ranks) -> None:
     assert kinds == ["DistributedError", "KeyboardInterrupt", "DistributedError", "DistributedError"]
 
 
+def interrupted_vote(decides: bool) -> str:
+    """Rank 1 is interrupted while it waits for the others at the end of a phase."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    ranks = agreement()
+    try:
+        with mock.patch.object(sharding, "CHECK_SECONDS", 0.1):
+            with ranks.phase("reading", decides=decides):
+                if dist.get_rank() == 1:
+                    signal.setitimer(signal.ITIMER_REAL, 0.05)
+                else:
+                    time.sleep(0.4)
+            with ranks.phase("the commit"):
+                pass
+    except (KeyboardInterrupt, errors.RankLostError) as error:
+        dist.barrier()
+        return f"{type(error).__name__} {phases()}"
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    return "ended"
+
+
+@pytest.mark.parametrize("decides", [False, True])
+def test_an_interrupt_of_a_rank_that_waits_ends_the_others(ranks: Ranks, decides: bool) -> None:
+    others = "RankLostError committed"
+    assert ranks.values(interrupted_vote, decides) == [others, "KeyboardInterrupt committed", others, others]
+
+
+def other_calls() -> None:
+    """Rank 3 is in a phase of another call, which compares more."""
+    ranks = agreement()
+    parts = [Digest("the models", "Net", 1), Digest("the sources", "x.pt", 2)]
+    with ranks.phase("planning", lambda: parts[: 1 + (dist.get_rank() == 3)]):
+        pass
+
+
+def test_ranks_in_different_calls(ranks: Ranks) -> None:
+    for text in failures(ranks.run(other_calls), errors.RanksDifferError):
+        assert "not in the same call" in text
+        assert "ranks 0-2 compare the models; ranks 3 compare the models, the sources" in text
+
+
 @pytest.mark.parametrize(("part", "name"), [(0, "the model"), (1, "the source"), (2, "the rules")])
 def test_ranks_that_load_different_things(ranks: Ranks, part: int, name: str) -> None:
     for text in failures(ranks.run(differing, part), errors.RanksDifferError):

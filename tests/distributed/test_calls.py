@@ -188,13 +188,13 @@ def other_states() -> list[str]:
         try:
             ms.load_optimizer_state(net, optimizer, given if here else state, **(options if here else {}))
         except ms.ModelStateError as error:
-            found.append(type(error).__name__)
+            found.append(f"{type(error).__name__} {'ranks call modelstate.load_optimizer_state' in str(error)}")
         assert str(ms.optimizer_state(net, optimizer)) == before
     return found
 
 
 def test_ranks_with_other_optimizer_states(ranks: Ranks) -> None:
-    assert ranks.values(other_states) == [["RanksDifferError"] * 2] * 4
+    assert ranks.values(other_states) == [["RanksDifferError True"] * 2] * 4
 
 
 def unfit_states() -> list[str]:
@@ -222,6 +222,39 @@ def test_states_that_no_rank_can_take_its_part_of(ranks: Ranks) -> None:
     for factored, other_ranks in ranks.values(unfit_states):
         assert "one value for each row or column, which is not split over the ranks of a DTensor" in factored
         assert "cannot be split over the ranks: DTensors that are placed in another way" in other_ranks
+
+
+def loads_in_inference_mode(kind: str, path: str) -> list[str]:
+    """The tensors that could not be trained after a load in inference mode."""
+    found = []
+    for meta, dtype in ((False, None), (False, "bf16"), (True, None)):
+        net = models.sharded(kind, meta=meta)
+        with torch.inference_mode():
+            ms.load(net, path, dtype=dtype)
+        tensors = {**dict(net.named_parameters()), **dict(net.named_buffers())}
+        found += [name for name, tensor in tensors.items() if tensor.is_inference()]
+        found += [name for name, tensor in net.named_parameters() if tensor.to_local().is_inference()]
+        sum(parameter.to_local().sum() for parameter in net.parameters()).backward()
+    return found
+
+
+@pytest.mark.parametrize("kind", ["fsdp", "tp"])
+def test_a_load_in_inference_mode(ranks: Ranks, kind: str, tmp_path: Path) -> None:
+    ms.save(models.plain(kind), tmp_path / "model.pt")
+    assert ranks.values(loads_in_inference_mode, kind, str(tmp_path / "model.pt")) == [[]] * 4
+
+
+def loads_conjugates() -> bool:
+    net = nn.Linear(4, 4, dtype=torch.complex64)
+    fully_shard(net, mesh=models.mesh(4))
+    values = torch.randn(4, 4, dtype=torch.complex64, generator=torch.Generator().manual_seed(0))
+    ms.load(net, {"weight": values.conj(), "bias": values[0].conj()})
+    weight: Any = net.weight
+    return torch.equal(weight.full_tensor(), values.conj())
+
+
+def test_views_of_conjugates_in_a_mapping(ranks: Ranks) -> None:
+    assert ranks.values(loads_conjugates) == [True] * 4
 
 
 def state_dicts(kind: str, assign: bool) -> list[str]:

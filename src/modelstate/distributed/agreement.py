@@ -356,6 +356,11 @@ class Agreement:
                 reports = [json.loads(text) for text in connections.gathered(report, longest, self.timeout_seconds)]
         except Exception as cause:
             lost = _without_frames(cause)
+        except BaseException:  # an interrupt: this rank ends no further phase, so the others wait no longer
+            if phase.decides and connections is not None:
+                connections.decide(False)
+            self.abandon()
+            raise
         if (
             phase.decides
             and not reports
@@ -420,6 +425,16 @@ class Agreement:
                 values.setdefault(what, {}).setdefault(number, []).append(rank)
                 texts[what, number] = text
         differing = {what: found for what, found in values.items() if len(found) > 1}
+        if not differing:  # ranks within other calls, or in other phases of them, send other parts
+            calls: dict[str, list[int]] = defaultdict(list)
+            for rank, report in zip(self.ranks, reports, strict=True):
+                calls[", ".join(what for what, _, _ in report["digests"]) or "nothing"].append(rank)
+            raise RanksDifferError(
+                f"the ranks are not in the same call: this one is in {self.call}; nothing has been changed",
+                expected="the same calls in the same order on all ranks of the mesh",
+                found="; ".join(f"ranks {_numbers(ranks)} compare {text}" for text, ranks in calls.items()),
+                remedy="call modelstate's functions in the same order on every rank, and in one thread at a time",
+            )
         raise RanksDifferError(
             f"the ranks call {self.call} differently: {' and '.join(differing)} differ; nothing has been changed",
             expected="the same on all ranks of the mesh",

@@ -105,7 +105,8 @@ def _by_handler(name: str, param: torch.Tensor, value: torch.Tensor, transaction
 
 def _rewrap(tensor: torch.Tensor, local: torch.Tensor, transaction: Transaction) -> None:
     """Gives a DTensor another local tensor, of any dtype and device. It stays the same object."""
-    with torch.no_grad():
+    # Outside inference mode, where the DTensor would become an inference tensor, which cannot be trained.
+    with torch.inference_mode(local.is_inference()), torch.no_grad():
         transaction.save_metadata(tensor)
         grad = tensor.grad if tensor.is_leaf and local.is_floating_point() else None
         new_grad = None if grad is None else grad.to(local.device, local.dtype)

@@ -143,7 +143,7 @@ def load_optimizer_state(
         >>> optimizer = torch.optim.AdamW(model.parameters())
         >>> ms.load_optimizer_state(model, optimizer, state_of_adam, keep_options=["*"])
     """
-    agreement = agreement_of(check_model(model), process_group, timeout_seconds)
+    agreement = agreement_of(check_model(model), process_group, timeout_seconds, "modelstate.load_optimizer_state")
     text = f"state of {type(optimizer).__name__}"
     with agreement.phase("planning", lambda: [digest_of_state("the states and options", text, given)]):
         patterns = patterns_of("keep_options", keep_options)

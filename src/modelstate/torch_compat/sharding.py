@@ -196,18 +196,22 @@ def _wait(group: Any, work: Any, timeout_seconds: float, is_abandoned: IsAbandon
     gloo can miss that the connection to another rank has been closed, and would wait until the timeout.
     """
     end = time.monotonic() + timeout_seconds
-    while True:
-        left = end - time.monotonic()
-        try:
-            work.wait(datetime.timedelta(seconds=max(min(left, CHECK_SECONDS), 0.001)))
-            return
-        except RuntimeError:
-            if work.is_completed() or left <= CHECK_SECONDS:
-                raise
-        if is_abandoned():
+    try:
+        while True:
+            left = end - time.monotonic()
+            try:
+                work.wait(datetime.timedelta(seconds=max(min(left, CHECK_SECONDS), 0.001)))
+                return
+            except RuntimeError:
+                if work.is_completed() or left <= CHECK_SECONDS:
+                    raise
+            if is_abandoned():
+                raise RuntimeError("another rank has abandoned the connections")
+    except BaseException:  # also an interrupt
+        if time.monotonic() < end and not work.is_completed():
             # A thread of the group waits on, and the destructor of the group would wait for the thread.
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
-            raise RuntimeError("another rank has abandoned the connections")
+        raise
 
 
 def all_reduce_maximum(group: Any, tensor: torch.Tensor, timeout_seconds: float, is_abandoned: IsAbandoned) -> None:
@@ -343,7 +347,8 @@ def refresh_shards(modules: Iterable[torch.nn.Module]) -> Callable[[], None]:
                 continue
             undos += [(param, name, getattr(param, name)) for name in _OF_FSDP_PARAM]
             undos.append((now, "_local_tensor", local))
-            with torch.no_grad():
+            # Outside inference mode, where its tensors could not be trained.
+            with torch.inference_mode(local.is_inference()), torch.no_grad():
                 param.reset_sharded_param()
 
     def undo() -> None:
