@@ -251,3 +251,10 @@ def test_what_was_not_asked_for_is_not_kept(tmp_path: Path, cache: ms.Cache) -> 
         Long.more = b""
         with ms.open(f"{url}/model.safetensors", cache=cache) as checkpoint:
             assert all(torch.equal(checkpoint.tensor(name), tensor) for name, tensor in stored.items())
+
+
+def test_a_load_without_a_cache_uses_none(proxy: FaultProxy, cache: ms.Cache) -> None:
+    check_load(proxy, cache)
+    proxy.reset()
+    check_load(proxy, None)
+    assert proxy.downloaded_bytes >= sum(parameter.nbytes for parameter in make_model().parameters())

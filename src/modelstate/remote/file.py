@@ -404,6 +404,8 @@ def opened(path: str) -> RemoteFile:
     if opening is None:
         return RemoteFile(path)
     if path not in opening.files:
+        if opening.cache is None:  # that of an earlier open
+            _caches.pop(path, None)
         opening.files[path] = RemoteFile(path, cache=opening.cache)
     return opening.files[path]
 
@@ -450,6 +452,8 @@ def open_all(paths: Iterable[str]) -> set[str]:
         while waiting and not stop.is_set():
             with suppress(IndexError):
                 path = waiting.pop()
+                if cache is None:  # that of an earlier open
+                    _caches.pop(path, None)
                 try:
                     files[path] = RemoteFile(path, cache=cache)
                 except SourceNotFoundError:
