@@ -205,6 +205,24 @@ def test_names_of_shards_are_quoted(files: tuple[Path, str], shard: str) -> None
     assert torch.equal(ms.open(f"{files[1]}/m.safetensors.index.json").tensor("w"), torch.ones(4))
 
 
+def test_shards_are_requested_with_the_user_of_their_index(tmp_path: Path) -> None:
+    class Private(FileServer):
+        directory = tmp_path
+
+        def do_GET(self) -> None:
+            if self.headers.get("Authorization") == "Basic dXNlcjp3b3Jk":
+                super().do_GET()
+            else:
+                self._reply(401, b"")
+
+    save_file({"w": torch.ones(4)}, tmp_path / "a b.safetensors")
+    (tmp_path / "m.safetensors.index.json").write_text(json.dumps({"weight_map": {"w": "a b.safetensors"}}))
+    with http_server(Private) as url:
+        checkpoint = ms.open(f"{url.replace('://', '://user:word@')}/m.safetensors.index.json")
+        assert torch.equal(checkpoint.tensor("w"), torch.ones(4))
+    assert "word" not in str(checkpoint.files)
+
+
 def test_a_missing_file_with_a_query(tmp_path: Path) -> None:
     class Signed(FileServer):
         directory = tmp_path

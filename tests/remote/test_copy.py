@@ -191,6 +191,8 @@ def test_a_target_that_cannot_be_made(tmp_path: Path) -> None:
 
 
 def test_the_root_of_a_bucket(bucket: str, tmp_path: Path, s3_client: Callable[[], Any]) -> None:
+    with pytest.raises(ms.errors.SaveTargetError, match="the root of a bucket"):
+        ms.save(make_model(), f"s3://{bucket}")
     ms.save(make_model(), tmp_path / "model.safetensors")
     for target in (f"s3://{bucket}", f"s3://{bucket}/"):
         ms.copy(tmp_path / "model.safetensors", target, overwrite=True)

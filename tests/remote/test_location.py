@@ -89,6 +89,11 @@ def test_azure_takes_a_connection_string(monkeypatch: pytest.MonkeyPatch) -> Non
         "http://user:p@word@127.0.0.1:bad/x",
         "http://user:word two@127.0.0.1:9/x",
         "http://user:a/word@127.0.0.1:9/x",
+        "HTTP://user:word@127.0.0.1:9/x",
+        "ftp://user:word@127.0.0.1/x",
+        "s3://key:word@bucket/x",
+        "s3://key:a/word@bucket/x",
+        "s3://bucket/x?X-Amz-Signature=word",
     ],
 )
 def test_no_secret_in_a_traceback(url: str) -> None:

@@ -172,8 +172,7 @@ def _names(files: Sequence[str]) -> list[str]:
 def _targets(names: Sequence[str], given: str) -> list[str]:
     is_there = not locate(given).key if is_remote(given) else os.path.isdir(given)
     is_directory = len(names) > 1 or given.endswith("/") or is_there
-    target = target_path(given.rstrip("/") if is_directory else given)
-    return [f"{target.rstrip('/')}/{name}" for name in names] if is_directory else [target]
+    return [target_path(f"{given.rstrip('/')}/{name}") for name in names] if is_directory else [target_path(given)]
 
 
 def _is_there(path: str) -> bool:

@@ -29,7 +29,7 @@ from modelstate.io.atomic import LOCK_TIMEOUT_SECONDS
 from modelstate.io.engine import read_ranges
 from modelstate.io.files import current_fingerprints, local_path
 from modelstate.progress import progress_bar
-from modelstate.remote.location import is_remote, locate
+from modelstate.remote.location import is_remote, locate, redacted_url
 from modelstate.remote.upload import check_writable, exists, head
 from modelstate.spec import Encoded, Refused, Stored, bytes_key
 from modelstate.text_format import as_given, seconds, size
@@ -392,11 +392,12 @@ def target_path(path: object) -> str:
     given = os.fspath(path) if isinstance(path, str | os.PathLike) else path
     if not isinstance(given, str):
         raise SaveTargetError("a file is saved to a path", expected="a str or a pathlib.Path", found=repr(path)[:80])
-    if given.endswith(os.sep):
+    is_bucket = is_remote(given) and given.count("/") < 3
+    if given.endswith(os.sep) or is_bucket:
         raise SaveTargetError(
             "a file cannot be put here",
-            where=given[:200],
-            found="the path of a directory, as it ends with a slash",
+            where=redacted_url(given[:200]) if is_remote(given) else given[:200],
+            found="the path of a directory, as it ends with a slash" if not is_bucket else "the root of a bucket",
             remedy="give the path of a file",
         )
     try:

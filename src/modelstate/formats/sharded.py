@@ -74,7 +74,7 @@ from modelstate.io.atomic import (
 from modelstate.io.files import SourceFile, forget_fingerprint
 from modelstate.io.lock import is_at
 from modelstate.remote.file import open_all
-from modelstate.remote.location import Location, is_remote, locate
+from modelstate.remote.location import Location, beside, is_remote, locate
 from modelstate.remote.upload import ObjectWriter, exists, get, head, new_object, remove
 from modelstate.spec import Contents, Described, LazyMapping, StoredTensor, StoredTensors
 from modelstate.text_format import listed, quote
@@ -247,7 +247,7 @@ def safe_paths(index_path: str, directory: str, shards: list[str]) -> list[str]:
     """
     unsafe = [quote(shard) for shard in shards if not _is_below(shard)]
     if not unsafe and is_remote(directory):
-        paths = [locate(directory).below(shard).url for shard in shards]
+        paths = [beside(index_path, shard) for shard in shards]
         return _check_there(index_path, directory, dict(zip(shards, paths, strict=True)))
     paths = [] if unsafe else [os.path.join(directory, shard) for shard in shards]
     unsafe += _links_outside(shards, paths, _roots(index_path, directory))

@@ -28,7 +28,7 @@ from modelstate.errors import (
 from modelstate.io import system
 from modelstate.remote.cache import Cache
 from modelstate.remote.file import RemoteFile, forget, opened, opened_once
-from modelstate.remote.location import is_remote
+from modelstate.remote.location import is_remote, redacted_url
 from modelstate.text_format import note_given
 
 NOT_FOUND = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG)
@@ -57,17 +57,21 @@ def local_path(path: str) -> str:
     except UnicodeEncodeError as error:
         raise SourceTypeError("this can be no path", where=repr(path[:80]), found=error) from error
     if _URL.match(path):
-        url = urlsplit(path)
-        if url.scheme.lower() != "file" or url.netloc not in ("", "localhost"):
-            download = _DOWNLOADS.get(url.scheme.lower(), "")
+        scheme, _, rest = path.partition("://")
+        if scheme.lower() != "file" or rest.partition("/")[0] not in ("", "localhost"):
+            shown = redacted_url(path)
+            download = _DOWNLOADS.get(scheme.lower(), "").format(url=shown, rest=shown.partition("://")[2])
+            can_be_read = is_remote(f"{scheme.lower()}://")
             raise SourceTypeError(
                 "a URL is not opened here",
-                where=path,
+                where=shown,
                 expected="a path",
-                found=f"a URL of {url.scheme}://",
-                remedy=f"download it first: {download.format(url=path, rest=url.netloc + url.path)}".rstrip(": "),
+                found=f"a URL of {scheme}://",
+                remedy=f"write {scheme.lower()}:// in lower case"
+                if can_be_read and not is_remote(path)
+                else f"download it first: {download}".rstrip(": "),
             )
-        path = url2pathname(url.path)
+        path = url2pathname(urlsplit(path).path)
     # Normalizing `x/..` away would be wrong where x is a symbolic link.
     absolute = os.path.abspath(path) if ".." not in path.split(os.sep) else os.path.join(os.getcwd(), path)
     note_given(absolute, path)

@@ -40,6 +40,8 @@ _SECRET = re.compile(r"(?<=://)[^/\s]*@|(?<=\?)\S+")
 """The user of a URL, and its query, which may be a signature."""
 _CODE = re.compile(r"<Code>(\w+)</Code>|\"(?:reason|code)\": ?\"?(\w+)")
 """The code of an error in the answer of a server."""
+_SIGNED = re.compile(r"\?.*(?:sig|signature|credential|token)=", re.IGNORECASE)
+"""The query of a signed address, which a name in a bucket lacks."""
 _KEY = re.compile(r"(?!.*(?:^|/)\.{0,2}(?:/|$))[^\0]+", re.DOTALL)
 """The names that a client takes: without empty parts, `.` and `..`."""
 
@@ -95,6 +97,10 @@ def locate(url: str) -> Location:
         root, _, key = rest.partition("/")
         if not root or (key.rstrip("/") and not _KEY.fullmatch(key.rstrip("/"))):
             raise _not_valid(url, f"{scheme}://BUCKET/NAME, and no empty part, `.` or `..` in the name")
+        if "@" in root or (":" in root and "@" in key) or _SIGNED.search(key):
+            raise _not_valid(
+                url, f"{scheme}://BUCKET/NAME; the environment has the credentials, and https:// a signature"
+            )
         return Location(scheme, root, key)
     try:
         parts = urlsplit(url)
@@ -112,15 +118,29 @@ def locate(url: str) -> Location:
     return location
 
 
+def beside(url: str, name: str) -> str:
+    """The URL of a name in the directory of a file: with the user of a web address, and without its query."""
+    location = locate(url)
+    whole = _secrets[location.url][1] if location.mark else ""
+    user, at, _ = urlsplit(whole).netloc.rpartition("@")
+    key = f"{location.key.rpartition('/')[0]}/{name}".lstrip("/")
+    key = quote(key) if location.scheme.startswith("http") else key
+    return locate(f"{location.scheme}://{user}{at}{location.root}/{key}").url
+
+
 def redacted(text: object) -> str:
     """A text without the users and the queries of the URLs in it."""
     return _SECRET.sub("...", str(text))
 
 
-def _not_valid(url: str, expected: str) -> SourceTypeError:
+def redacted_url(url: str) -> str:
+    """A URL, which may be invalid, without its user and its query: a password may have any character."""
     scheme, _, rest = url.partition("://")
-    shown = f"{scheme}://...{rest.rpartition('@')[2]}" if "@" in rest else url  # a password may have any character
-    return SourceTypeError("this URL names nothing that can be read", where=redacted(shown), expected=expected)
+    return redacted(f"{scheme}://...{rest.rpartition('@')[2]}" if "@" in rest else url)
+
+
+def _not_valid(url: str, expected: str) -> SourceTypeError:
+    return SourceTypeError("this URL names nothing that can be read", where=redacted_url(url), expected=expected)
 
 
 def without_secrets(error: BaseException) -> BaseException | None:
