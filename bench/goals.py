@@ -160,14 +160,21 @@ def _is_ours(row: str) -> bool:
     return row.startswith("modelstate")
 
 
-def _best(found: Found, key: str, stage: str = "ready", which: Callable[[str], bool] = lambda _: True) -> str:
+def _best(
+    found: Found,
+    key: str,
+    stage: str = "ready",
+    which: Callable[[str], bool] = lambda _: True,
+    case: str | None = None,
+) -> str:
     """The fastest of the other contenders."""
     if key not in found:
         raise NotMeasuredError(key)
-    rows = [row for row in found[key].rows if not _is_ours(row) and which(row)]
+    measured = found[key].rows if case is None else found[key].cases.get(case, ())
+    rows = [row for row in measured if not _is_ours(row) and which(row)]
     if not rows:
         raise NotMeasuredError(f"{key}: no other contender")
-    return min(rows, key=lambda row: _seconds(found, key, row, stage))
+    return min(rows, key=lambda row: _seconds(found, key, row, stage, case))
 
 
 def _share(found: Found, key: str, row: str) -> float:
@@ -472,6 +479,8 @@ class Comparison:
     stage: str = "ready"
     peers: Callable[[Found, str], bool] = lambda found, row: True
     """Whether another row of the table does the same job."""
+    case: str | None = None
+    """The column of a grid; without one, the first."""
 
 
 COMPARISONS = {
@@ -488,12 +497,38 @@ COMPARISONS = {
         Comparison("float32 file to int8 weights", "int8", f"{OURS}, transform=Quantize"),
         Comparison("20,000 small tensors", "small/meta", OURS),
         Comparison("a Llama of transformers, with its construction", "hub/load", HUB_OURS),
+    ),
+    "benchmarks_converting.md": (
         Comparison(
             "1.2 GB module in memory, from float32 to bfloat16",
             "convert/large",
             "modelstate.convert",
             peers=lambda found, row: "modelstate" not in row,
         ),
+        Comparison(
+            "20,000 small tensors in memory, from float32 to bfloat16",
+            "convert/small",
+            "modelstate.convert",
+            peers=lambda found, row: "modelstate" not in row,
+        ),
+        Comparison("the average of three checkpoints of 1.2 GB", "merge/average", "modelstate.load, merge.Average"),
+        Comparison("a LoRA adapter merged into 1.2 GB", "merge/lora", "modelstate.load, merge.LoRA"),
+        Comparison(
+            "two checkpoints of 1.2 GB compared",
+            "diff",
+            "modelstate.diff",
+            peers=lambda found, row: row.startswith("two torch.load"),
+        ),
+        *(
+            Comparison(
+                f"names and shapes of 20,000 tensors, a {kind} file",
+                "opening",
+                "modelstate.open + every shape",
+                case=f"20,000 tensors, {kind}",
+            )
+            for kind in ("safetensors", "torch")
+        ),
+        Comparison("load_state_dict of 5,000 modules", "state-dict", "modelstate.load_state_dict"),
     ),
     "benchmarks_saving.md": (
         Comparison(
@@ -553,11 +588,12 @@ def compared(found: Found, page: str) -> list[Compared]:
     rows = []
     for one in COMPARISONS[page]:
         try:
-            peer = _best(found, one.key, one.stage, partial(one.peers, found))
-            ours, theirs = (_seconds(found, one.key, row, one.stage) for row in (one.ours, peer))
+            peer = _best(found, one.key, one.stage, partial(one.peers, found), one.case)
+            ours, theirs = (_seconds(found, one.key, row, one.stage, one.case) for row in (one.ours, peer))
         except NotMeasuredError:
             continue
-        runs = next(iter(found[one.key].cases.values()))
+        cases = found[one.key].cases
+        runs = next(iter(cases.values())) if one.case is None else cases[one.case]
         turns = [
             mine[one.stage].seconds / other[one.stage].seconds
             for mine, other in zip(runs[one.ours], runs[peer], strict=False)

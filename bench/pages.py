@@ -43,8 +43,9 @@ class Page:
 
 _LOADING = """The files are in the page cache, unless a title says that they are cold. Before the clock starts, the
 target module is built (unless a title or the name of a contender says otherwise), and the contender has loaded and run
-a tiny model once, so that imports and the start of threads do not count. What saving costs is in
-[Benchmarks of saving](benchmarks_saving.md), what serving does in [Benchmarks of serving](benchmarks_serving.md).
+a tiny model once, so that imports and the start of threads do not count. There are pages of their own about
+[converting, merging and comparing](benchmarks_converting.md), [saving](benchmarks_saving.md) and
+[serving](benchmarks_serving.md).
 
 - **ready**: from the file to the module with its weights. **×**: compared with the first row of the table.
 - **own memory**: the most anonymous memory that the process grew by until then; pages of a mapped file are not in it.
@@ -55,8 +56,16 @@ PAGES = (
         "benchmarks.md",
         "Benchmarks",
         _LOADING,
-        ("limits", *LOADS, "state-dict", "opening", "diff", "convert", "merge"),
+        ("limits", *LOADS),
         ("mapped", "first-forward", "own-memory", "in-place", "cold", "cast", "int8", "small", "many", "shards"),
+    ),
+    Page(
+        "benchmarks_converting.md",
+        "Benchmarks of converting, merging and comparing",
+        "The files are in the page cache. **×**: compared with the first row of the table. **own memory**: the most "
+        "anonymous memory that the process grew by.",
+        ("convert", "merge", "diff", "opening", "state-dict"),
+        (),
     ),
     Page(
         "benchmarks_saving.md",
@@ -265,7 +274,9 @@ def _single(measured: Measured) -> str:
 
 
 def goals(found: Sequence[Goal]) -> str:
-    """What was to be reached, and what was."""
+    """What was to be reached, and what was; nothing for a page without goals."""
+    if not found:
+        return ""
     rows = [f"| {one.job} | {one.goal} | {one.reached} | {one.by} | **{one.verdict}** |" for one in found]
     limits = [f"- {one.job}: {one.limit}" for one in found if one.limit]
     head = ["| job | goal | reached | by what | |", "| --- | --- | --- | --- | --- |"]

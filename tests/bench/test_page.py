@@ -46,7 +46,7 @@ def test_a_run_prints_ratios_and_leaves_nothing_behind(
     given = ["--quick", "--only", "state-dict", "--folder", str(tmp_path / "files"), "--out", str(once)]
     main([*given, "--keep", str(keep)])
     assert "| modelstate.load_state_dict |" in capsys.readouterr().out
-    page, again = once / "benchmarks.md", twice / "benchmarks.md"
+    page, again = once / "benchmarks_converting.md", twice / "benchmarks_converting.md"
     assert list(once.iterdir()) == [page]  # of the others nothing was measured
     assert "## load_state_dict by the number of modules" in page.read_text()
     assert not list((tmp_path / "files").iterdir())
