@@ -67,6 +67,7 @@ SIZES: dict[str, dict[str, Any]] = {
     "uneven": {"width": 6, "hidden": 10, "rows": 18},  # 6 rows on 4 ranks: 2, 2, 2, 0
     "empty": {"width": 3, "hidden": 2, "rows": 5},  # most ranks hold nothing of most tensors
     "tied": {"tied": True},
+    "tied+tp": {"tied": True},
 }
 
 

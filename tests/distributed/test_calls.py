@@ -1,5 +1,7 @@
 """Calls besides a plain load, on sharded models: plans, transforms, optimizers, `load_state_dict`, `convert`."""
 
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -195,6 +197,73 @@ def other_states() -> list[str]:
 
 def test_ranks_with_other_optimizer_states(ranks: Ranks) -> None:
     assert ranks.values(other_states) == [["RanksDifferError True"] * 2] * 4
+
+
+def wrong_arguments(path: str) -> list[bool]:
+    """Whether each wrong call of rank 1 raised: the other ranks call rightly."""
+    net = models.sharded("fsdp")
+    optimizer = trained(net)
+    train(net, optimizer, 0, 1)
+    state: dict[str, Any] = get_optimizer_state_dict(net, optimizer, options=FULL)
+    here = torch.distributed.get_rank() == 1
+    load: Any = ms.load_optimizer_state
+    swapped: dict[str, Any] = {"model": path, "source": net}
+    calls: list[Callable[[], object]] = [
+        lambda: load(net, optimizer, state, **{"strict": True} if here else {}),
+        lambda: load(*(optimizer, net) if here else (net, optimizer), state),
+        lambda: ms.load(**swapped) if here else ms.load(net, path),
+    ]
+    found = []
+    for call in calls:
+        try:
+            call()
+        except (ms.ModelStateError, TypeError) as error:
+            found.append(isinstance(error, TypeError) or "1 of 4 ranks" in str(error) or here)
+    return found
+
+
+def test_wrong_arguments_of_one_rank(ranks: Ranks, tmp_path: Path) -> None:
+    ms.save(models.plain("fsdp"), tmp_path / "model.pt")
+    assert ranks.values(wrong_arguments, str(tmp_path / "model.pt")) == [[True] * 3] * 4
+
+
+def loads_in_two_threads(paths: list[str], mixed: bool) -> list[str]:
+    """Loads two models in two threads, if `mixed` in another order on rank 1."""
+    nets = [models.sharded(kind) for kind in ("fsdp", "uneven")]
+    before = [models.gathered(net) for net in nets]
+    is_reading = threading.Event()
+    found = ["", ""]
+
+    def transform(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        is_reading.set()
+        return tensor
+
+    def load(index: int) -> None:
+        try:
+            ms.load(nets[index], paths[index], transform=transform)
+        except ms.ModelStateError as error:
+            found[index] = type(error).__name__
+
+    order = [1, 0] if mixed and torch.distributed.get_rank() == 1 else [0, 1]
+    threads = [threading.Thread(target=load, args=(index,)) for index in order]
+    threads[0].start()
+    is_reading.wait(0.3)
+    threads[1].start()
+    for thread in threads:
+        thread.join()
+    for index, net in enumerate(nets):
+        is_same = all(torch.equal(value, before[index][name]) for name, value in models.gathered(net).items())
+        found[index] = found[index] or "loaded"
+        assert is_same == (found[index] != "loaded")
+    return found
+
+
+def test_loads_in_two_threads(ranks: Ranks, tmp_path: Path) -> None:
+    paths = [str(tmp_path / f"{kind}.pt") for kind in ("fsdp", "uneven")]
+    for kind, path in zip(("fsdp", "uneven"), paths, strict=True):
+        ms.save(models.plain(kind), path)
+    assert ranks.values(loads_in_two_threads, paths, True) == [["RanksDifferError"] * 2] * 4
+    assert ranks.values(loads_in_two_threads, paths, False) == [["loaded"] * 2] * 4
 
 
 def unfit_states() -> list[str]:

@@ -38,11 +38,13 @@ MESHES: dict[str, tuple[tuple[int, ...], dict[str, str] | None]] = {
     "uneven": ((4,), None),
     "empty": ((4,), None),
     "tied": ((4,), None),
+    "tied+tp": ((4,), TENSOR_PARALLEL),  # which unties
 }
 
 
 def _held_bytes(kind: str) -> int:
-    net = models.sharded(kind)
+    net = models.plain(kind)
+    models.SHARD[kind.removeprefix("tied+")](net)
     tensors: list[torch.Tensor] = [
         *net.parameters(),
         *(buffer for name, buffer in net.named_buffers() if name != "table"),

@@ -21,9 +21,10 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass
 from hashlib import blake2b
+from threading import RLock
 from typing import Any, NoReturn
 from uuid import uuid4
 from weakref import WeakKeyDictionary
@@ -60,6 +61,8 @@ TIMEOUT_SECONDS = 1800.0
 CONNECT_SECONDS = 60.0
 """How long ranks that have met may take to connect, and a second more for each of them."""
 NOTHING_CHANGED = "nothing has been changed"
+_WITHOUT_RANKS = ("modelstate.restore", "modelstate.resumable")
+"""Calls that have no `process_group=` and no `timeout_seconds=`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +139,10 @@ class Agreement:
         with other.phase("connecting"):
             return other
 
+    def held(self) -> AbstractContextManager[object]:
+        """Returns a block that the votes of other threads of this process, over the same ranks, wait for."""
+        return _held.setdefault((self.ranks, self._channel), RLock()) if self.is_collective else nullcontext()
+
     @contextmanager
     def phase(
         self,
@@ -185,7 +192,7 @@ class Agreement:
         try:
             yield
         except Exception:  # also one of torch, such as for a lack of memory
-            with self.phase(name):
+            with self.held(), self.phase(name):
                 raise
 
     def decided(self, name: str, choose: Callable[[], Any]) -> Any:
@@ -386,7 +393,8 @@ class Agreement:
             where=f"rank {dist.get_rank()} of the ranks {_numbers(self.ranks)}",
             expected=f"all of them within {self.timeout_seconds:g} seconds",
             found=str(cause).split("\n")[0],
-            remedy=f"see the log of the rank that is missing; if it needs more time: {self.call}(timeout_seconds=)",
+            remedy="see the log of the rank that is missing"
+            + ("" if self.call in _WITHOUT_RANKS else f"; if it needs more time: {self.call}(timeout_seconds=)"),
         )
 
     def _raise(self, phase: "_Phase", error: BaseException | None, reports: Sequence[Mapping[str, Any]]) -> None:
@@ -508,7 +516,9 @@ def agreement_of(
                 expected=f"meshes within the ranks {_numbers(ranks)}"
                 + ("" if process_group else ", those of one mesh"),
                 found=f"meshes over the ranks {_numbers(sorted(all_of_meshes))}",
-                remedy=f"{call}(process_group=) with a group that has all ranks of all meshes, such as group.WORLD",
+                remedy="make all meshes over the same ranks"
+                if call in _WITHOUT_RANKS
+                else f"{call}(process_group=) with a group that has all ranks of all meshes, such as group.WORLD",
             )
     ordered = tuple(sorted(ranks))
     made = _connections_of_group()
@@ -693,6 +703,8 @@ _Made = dict[tuple[tuple[int, ...], str], _Connections]
 _made: WeakKeyDictionary[Any, _Made] = WeakKeyDictionary()
 """The connections of each default process group, by their ranks and channel. They hold the group's store, so they end
 with the group: torch cannot make the next group over a store with the keys of a group that has ended."""
+_held: dict[tuple[tuple[int, ...], str], AbstractContextManager[object]] = {}
+"""The locks of calls, by their ranks and channel: votes of two calls that overlap would be taken for one call."""
 # A thread of gloo may still hold a tensor of the last vote. Where it releases it while the interpreter ends, the
 # process aborts. The end of the connections waits for their threads.
 atexit.register(_made.clear)

@@ -1,13 +1,19 @@
 """What the ranks of a load tell each other: digests of what they load before they read, and what they have read."""
 
+import inspect
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from functools import wraps
+from traceback import walk_tb
+from typing import Any, ParamSpec, TypeVar
 
 import torch
+from torch import nn
 
 from modelstate.checkpoint.checkpoint import Checkpoint
-from modelstate.distributed.agreement import Agreement, Digest
+from modelstate.distributed.agreement import TIMEOUT_SECONDS, Agreement, Digest, agreement_of
+from modelstate.errors import OptionError
 from modelstate.io.engine import Request, read_ranges
 from modelstate.loading.replicas import to_read_here
 from modelstate.loading.report import RankReport
@@ -20,6 +26,8 @@ from modelstate.text_format import count
 from modelstate.torch_compat.plain import is_plain, is_sharded
 from modelstate.torch_compat.sharding import layout_of
 
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 PLANNING, READING, SHARING = "planning", "reading", "sending values to replicas"
 LAST_CHECKS, COMMIT = "the last checks", "the commit"
 """The phases of a load. Each phase ends with a vote of all ranks."""
@@ -57,6 +65,28 @@ def digest_of_source(checkpoint: Checkpoint) -> Digest:
 def digest_of_state(what: str, text: str, state: object) -> Digest:
     """Returns a digest of a tree of containers, values and tensors. A tensor adds its shape, dtype and a few bytes."""
     return Digest.of(what, text, _described(state))
+
+
+def wrong_on_all_ranks(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Decorates a call so that arguments that it does not have are an error on all ranks of the model's mesh."""
+    code = inspect.unwrap(function).__code__
+
+    @wraps(function)
+    def called(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        try:
+            return function(*args, **kwargs)
+        except (OptionError, TypeError) as error:
+            has_begun = any(frame.f_code is code for frame, _ in walk_tb(error.__traceback__))
+            models = [value for value in (*args, *kwargs.values()) if isinstance(value, nn.Module)]
+            group: Any = kwargs.get("process_group")
+            agreement = Agreement((), TIMEOUT_SECONDS)
+            if not has_begun:
+                call = f"modelstate.{code.co_name}"
+                agreement = agreement_of(models[0] if models else (), group, call=call)
+            with agreement.before(PLANNING):
+                raise
+
+    return called
 
 
 def _described(state: object) -> Iterator[object]:

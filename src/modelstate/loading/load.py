@@ -1,14 +1,12 @@
 """`load` and `plan`: plan a load, stage the values, commit them."""
 
-import inspect
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Set
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial, wraps
-from traceback import walk_tb
-from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypedDict, TypeVar, Unpack, overload
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, overload
 
 import torch
 from torch import nn
@@ -35,6 +33,7 @@ from modelstate.loading.collective import (
     digests_of,
     rank_reports,
     shared_generator,
+    wrong_on_all_ranks,
 )
 from modelstate.loading.commit import Place, commit, held_for_commit, place_fallible
 from modelstate.loading.replicas import broadcast, connect, notes_on_shared, shared_reads, to_read_here
@@ -62,8 +61,6 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup  # which torch may have been built without
 
 Source = str | os.PathLike[str] | Mapping[str, Any] | Checkpoint
-_P = ParamSpec("_P")
-_R = TypeVar("_R")
 _OF_TORCH = {
     "map_location": "device=: the device of the tensors; without it each tensor stays on its device",
     "strict": 'leave it out: all names have to fit. To allow exceptions: allow_missing=["head.*"], '
@@ -167,24 +164,6 @@ class LoadArguments(TypedDict, total=False):
     cache: Cache | None
 
 
-def _wrong_on_all_ranks(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Decorates `load` so that arguments that it does not have are an error on all ranks of the model's mesh."""
-    code = inspect.unwrap(function).__code__
-
-    @wraps(function)
-    def called(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-        try:
-            return function(*args, **kwargs)
-        except (OptionError, TypeError) as error:
-            has_begun = any(frame.f_code is code for frame, _ in walk_tb(error.__traceback__))
-            models = [value for value in (*args, *kwargs.values()) if isinstance(value, nn.Module)]
-            group: Any = kwargs.get("process_group")
-            with nullcontext() if has_begun else agreement_of(models[0] if models else (), group).before(PLANNING):
-                raise
-
-    return called
-
-
 @overload
 def load(
     model: nn.Module,
@@ -201,7 +180,7 @@ def load(
 def load(
     model: nn.Module, source: Source | LoadPlan, *, background: bool, **arguments: Unpack[LoadArguments]
 ) -> LoadReport | LoadHandle: ...
-@_wrong_on_all_ranks
+@wrong_on_all_ranks
 @argument_order("ms.load", is_module, lambda value: is_source(value) or isinstance(value, LoadPlan))
 @foreign_arguments(**_OF_TORCH)
 def load(
@@ -315,7 +294,9 @@ def load(
         >>> report.coverage
         1.0
     """
-    ranks = agreement_of(model if isinstance(model, nn.Module) else (), process_group, timeout_seconds)
+    # A module that is passed as the source is an error, of all its ranks.
+    given_model: nn.Module | tuple[()] = next((value for value in (model, source) if isinstance(value, nn.Module)), ())
+    ranks = agreement_of(given_model, process_group, timeout_seconds)
     agreement = ranks if ranks.is_collective else None
     started = time.perf_counter()
     with nullcontext() if agreement is None else agreement.before(PLANNING):
@@ -349,7 +330,7 @@ def load(
     # A transform is the user's code. It may create reference cycles of tensors, which must be collected in time.
     paused_gc = gc_paused if chosen.transform is None else nullcontext[None]
     if not background:
-        with exclusive(model), paused_gc(), Transaction(model) as transaction:
+        with exclusive(model), ranks.held(), paused_gc(), Transaction(model) as transaction:
             return _execute(transaction, source, options, load_options)
     with exclusive(model), paused_gc():
         staged = _stage_in_background(model, source, options, load_options)
@@ -404,7 +385,7 @@ def load_then(
         agreement if agreement.is_collective else None,
         time.perf_counter(),
     )
-    with exclusive(transaction.root), gc_paused():
+    with exclusive(transaction.root), agreement.held(), gc_paused():
         return _execute(
             *(transaction, checkpoint, options, load_options),
             then=then,

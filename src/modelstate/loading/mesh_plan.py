@@ -170,7 +170,7 @@ def plan_for_mesh(
         raise OptionError("mesh= has too many ranks", expected=f"at most {_MOST_RANKS:,}", found=f"{math.prod(mesh):,}")
     styles = {} if parallel is None else _styles(model, parallel)
     alike: dict[object, list[Step]] = {}  # a large model has hundreds of tensors, and few different ones
-    for step in plan.steps:
+    for step in (own for planned in plan.steps for own in _untied(planned, styles)):
         source = step.expression
         layout = (source.dtype, source.shape, source.stride) if isinstance(source, StoredTensor) else step.name
         alike.setdefault((_splits(step, styles, mesh, fsdp_dims), step.shape, step.dtype, layout), []).append(step)
@@ -213,14 +213,23 @@ def _splits(step: Step, styles: Mapping[str, str], mesh: Sequence[int], fsdp_dim
 
 def _split_dim(step: Step, styles: Mapping[str, str]) -> int | None:
     """Returns the dimension that tensor parallelism splits; None where it replicates the parameter."""
-    for name in (step.name, *step.ties):
-        path, _, leaf = name.rpartition(".")
-        match styles.get(path), leaf:
-            case ("Linear colwise", _) | ("Embedding rowwise", _):
-                return 0
-            case ("Linear rowwise", "weight") | ("Embedding colwise", _):
-                return 1
+    path, _, leaf = step.name.rpartition(".")
+    match styles.get(path), leaf:
+        case ("Linear colwise", _) | ("Embedding rowwise", _):
+            return 0
+        case ("Linear rowwise", "weight") | ("Embedding colwise", _):
+            return 1
     return None
+
+
+def _untied(step: Step, styles: Mapping[str, str]) -> Iterator[Step]:
+    """Yields a step for each tensor: `parallelize_module` gives a module with a style parameters of its own."""
+    names = (step.name, *step.ties)
+    own = [name for name in names if step.kind == "parameter" and name.rpartition(".")[0] in styles]
+    if rest := [name for name in names if name not in own]:
+        yield step._replace(name=rest[0], ties=tuple(rest[1:]))
+    for name in own:
+        yield step._replace(name=name, ties=())
 
 
 def _styles(model: nn.Module, parallel: Mapping[str, str]) -> dict[str, str]:

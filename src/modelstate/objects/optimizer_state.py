@@ -19,7 +19,7 @@ from torch import nn
 from modelstate.checkpoint.open import argument_order, is_module, patterns_of
 from modelstate.distributed.agreement import TIMEOUT_SECONDS, agreement_of
 from modelstate.errors import OptimizerStateError, OptionError
-from modelstate.loading.collective import digest_of_state, text_of
+from modelstate.loading.collective import digest_of_state, text_of, wrong_on_all_ranks
 from modelstate.planning.matching import wrapper_rule
 from modelstate.planning.plan import check_model
 from modelstate.planning.sharded import ShardedSlot, sharded_slot
@@ -87,6 +87,7 @@ def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[
     return {"state": state, _GROUPS: groups, _CLASS: _class_name(_computing_class(optimizer))}
 
 
+@wrong_on_all_ranks
 @argument_order("ms.load_optimizer_state", is_module, _is_optimizer)
 def load_optimizer_state(
     model: nn.Module,
@@ -143,27 +144,30 @@ def load_optimizer_state(
         >>> optimizer = torch.optim.AdamW(model.parameters())
         >>> ms.load_optimizer_state(model, optimizer, state_of_adam, keep_options=["*"])
     """
-    agreement = agreement_of(check_model(model), process_group, timeout_seconds, "modelstate.load_optimizer_state")
+    given_model = model if isinstance(model, nn.Module) else ()
+    agreement = agreement_of(given_model, process_group, timeout_seconds, "modelstate.load_optimizer_state")
     text = f"state of {type(optimizer).__name__}"
-    with agreement.phase("planning", lambda: [digest_of_state("the states and options", text, given)]):
-        patterns = patterns_of("keep_options", keep_options)
-        rules = rules if isinstance(rules, Schema) else tuple(rules)
-        given = [state, patterns, allow_missing, text_of(rules)]
-        planned = plan_by_name(
-            model,
-            optimizer,
-            state,
-            rules=rules,
-            may_miss=lambda _: allow_missing,
-            may_exceed=lambda _: False,
-            keeps=lambda option: any(fnmatchcase(option, pattern) for pattern in patterns),
-        )
-        check_keep_options(patterns, [str(key) for group in optimizer.param_groups for key in _options(group)])
-        if planned.problems:
-            other = planned.other_class
-            remedy = remedy_of("True") if other is None else other.remedy('["*"]', "do not load this state")
-            raise misfit(type(optimizer).__name__, planned.problems, remedy)
-    planned.load(agreement.phase("reading", decides=True))
+    with agreement.held():
+        with agreement.phase("planning", lambda: [digest_of_state("the states and options", text, given)]):
+            model = check_model(model)
+            patterns = patterns_of("keep_options", keep_options)
+            rules = rules if isinstance(rules, Schema) else tuple(rules)
+            given = [state, patterns, allow_missing, text_of(rules)]
+            planned = plan_by_name(
+                model,
+                optimizer,
+                state,
+                rules=rules,
+                may_miss=lambda _: allow_missing,
+                may_exceed=lambda _: False,
+                keeps=lambda option: any(fnmatchcase(option, pattern) for pattern in patterns),
+            )
+            check_keep_options(patterns, [str(key) for group in optimizer.param_groups for key in _options(group)])
+            if planned.problems:
+                other = planned.other_class
+                remedy = remedy_of("True") if other is None else other.remedy('["*"]', "do not load this state")
+                raise misfit(type(optimizer).__name__, planned.problems, remedy)
+        planned.load(agreement.phase("reading", decides=True))
 
 
 def check_keep_options(patterns: Iterable[str], options: Sequence[str]) -> None:

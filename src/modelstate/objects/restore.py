@@ -180,7 +180,7 @@ def restore(
         >>> ms.restore({"model": model, "optimizer": optimizer, "epoch": 0}, "run.safetensors")["epoch"]
         3
     """
-    with agreement_of(tensors_within(objects)).before(PLANNING):
+    with agreement_of(tensors_within(objects), call="modelstate.restore").before(PLANNING):
         targets = targets_of(objects)
         checkpoint = open_checkpoint(source, cache=cache)
         if verify:
@@ -302,7 +302,7 @@ def restore_objects(
     Raises what `restore` raises.
     """
     if agreement is None:
-        agreement = agreement_of(tensors_within(objects))
+        agreement = agreement_of(tensors_within(objects), call="modelstate.restore")
     with agreement.before(PLANNING):
         targets = targets_of(objects)
         modules = modules_of(targets)
