@@ -192,7 +192,8 @@ def save_with_different(folder: Path, case: str) -> tuple[str, bool]:
         kind, _ = error_of(lambda: store.check(objects) if case == "directory" else None)
         if case != "directory":
             with mock.patch.object(store_module, "__version__", "9.9") if odd and case == "version" else nullcontext():
-                kind, _ = error_of(lambda: store.save(2 if odd and case == "step" else 1, objects))
+                kind, text = error_of(lambda: store.save(2 if odd and case == "step" else 1, objects))
+                assert case != "step" or "step=2" in text, text
         dist.barrier()
         return kind, bool(store.steps())
 
@@ -228,6 +229,35 @@ def test_wrong_arguments_of_one_rank(ranks: Ranks, tmp_path: Path, case: str) ->
         assert kind == "OptionError"
         assert case in ("options", "steps of a path") or "wrong order" in text
     assert not (tmp_path / "store").exists()
+
+
+def call_with_no_such_arguments(folder: Path, case: str) -> str:
+    """The class of the error of a call where rank 2 passes arguments that the function does not take."""
+    objects: Any = {"model": models.sharded("fsdp")}  # the ranks are those of its mesh
+    odd = dist.get_rank() == 2
+    store: Any = ms.Store(folder / "store", timeout_seconds=10)
+    save: Any = ms.save
+    path = folder / "x.safetensors"
+    calls: dict[str, Callable[[], object]] = {
+        "model for step": lambda: store.save(*(objects["model"], 1) if odd else (1, objects)),
+        "names": lambda: store.save(**{"step": objects, "objects": 1} if odd else {"step": 1, "objects": objects}),
+        "no step": lambda: store.save(*[objects] if odd else [1, objects]),
+        "option": lambda: store.save(1, objects, **{"safe": True} if odd else {}),
+        "no path": lambda: save(objects, *[] if odd else [path]),
+        "option of ms.save": lambda: save(objects, path, **{"safe_serialization": True} if odd else {}),
+    }
+    try:
+        calls[case]()
+    except Exception as error:
+        return type(error).__name__
+    return ""
+
+
+@pytest.mark.parametrize("case", ["model for step", "names", "no step", "option", "no path", "option of ms.save"])
+def test_arguments_of_one_rank_that_a_function_does_not_take(ranks: Ranks, tmp_path: Path, case: str) -> None:
+    own, others = ("OptionError",) * 2 if case in ("model for step", "names") else ("TypeError", "DistributedError")
+    assert ranks.values(call_with_no_such_arguments, tmp_path, case, timeout=40) == [others, others, own, others]
+    assert not list(tmp_path.iterdir())
 
 
 def damaged_latest(folder: Path) -> tuple[int, list[int]]:

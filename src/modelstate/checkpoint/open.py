@@ -314,27 +314,36 @@ def argument_order(
         is_second: Whether a value can be the second argument.
         call_for_paths: The function to call where the second argument is a path, if it is another one.
         is_method: Whether `self` comes before the two arguments.
-        within: Returns the block that raises the error, such as a phase of all ranks, for all arguments in their order.
+        within: Returns the block that raises the error, such as a phase of all ranks, for the arguments of the call. A
+            call that the signature does not allow raises its `TypeError` there, too.
     """
 
     def decorate(function: Callable[_P, _R]) -> Callable[_P, _R]:
+        signature = inspect.signature(function)
+
         @wraps(function)
         def checked(*args: _P.args, **kwargs: _P.kwargs) -> _R:
             passed = args[is_method:][:2]
             if len(passed) == 2 and not (is_first(passed[0]) and is_second(passed[1])):
                 second, first = passed
                 if is_first(first) and is_second(second):
-                    names = tuple(inspect.signature(function).parameters)[is_method:][:2]
+                    names = tuple(signature.parameters)[is_method:][:2]
                     first_text, second_text = _argument_text(names[0], first), _argument_text(names[1], second)
                     right = (call_for_paths if is_path(second) else "") or call
-                    with within(*args[:is_method], first, second, **kwargs):
+                    with within(*args, **kwargs):
                         raise OptionError(
                             f"the arguments of {call} are in the wrong order; nothing has been changed",
                             expected=f"{call}({', '.join(names)})",
                             found=f"{call}({second_text}, {first_text})",
                             remedy=f"{right}({first_text}, {second_text})",
                         )
-            return function(*args, **kwargs)
+            block: AbstractContextManager[object] = nullcontext()
+            try:
+                signature.bind(*args, **kwargs)
+            except TypeError:
+                block = within(*args, **kwargs)
+            with block:
+                return function(*args, **kwargs)
 
         return checked
 

@@ -34,7 +34,7 @@ def _agreement(
     "ms.save",
     lambda value: is_module(value) or isinstance(value, Mapping),
     is_path,
-    within=lambda target, path, process_group=None, **options: _agreement(target, process_group).phase(PLANNING),
+    within=lambda *args, process_group=None, **options: _agreement((args, options), process_group).phase(PLANNING),
 )
 def save(
     target: nn.Module | Mapping[str, object] | Checkpoint,

@@ -396,17 +396,18 @@ _newest: dict[str, "weakref.ref[Resumable]"] = {}
 """The loop over each directory that was made last."""
 
 
-def _agreement(store: Store | str | os.PathLike[str], objects: object) -> Agreement:
-    if isinstance(store, Store):
-        return store.agreement(objects, "modelstate.resumable")
-    return agreement_of(tensors_within(objects), call="modelstate.resumable")
+def _agreement(*arguments: object) -> Agreement:
+    for store in arguments:
+        if isinstance(store, Store):
+            return store.agreement(arguments, "modelstate.resumable")
+    return agreement_of(tensors_within(arguments), call="modelstate.resumable")
 
 
 @argument_order(
     "ms.resumable",
     lambda value: isinstance(value, Store | str | os.PathLike),
     is_objects,
-    within=lambda store, objects, **options: _agreement(store, objects).phase("beginning"),
+    within=lambda *args, **options: _agreement(*args, *options.values()).phase("beginning"),
 )
 def resumable(
     store: Store | str | os.PathLike[str],

@@ -177,7 +177,7 @@ class Store(Shown):
         lambda value: isinstance(value, int),
         is_objects,
         is_method=True,
-        within=lambda store, _, objects, **options: store.agreement(objects, "Store.save").phase("beginning"),
+        within=lambda store, *args, **options: store.agreement((args, options), "Store.save").phase("beginning"),
     )
     def save(
         self,
@@ -230,7 +230,7 @@ class Store(Shown):
             >>> store.save(1000, {"model": model, "optimizer": optimizer}, metrics={"loss": 0.3})
         """
         begin_seconds = time.perf_counter()
-        agreement = self.agreement(objects, "Store.save")
+        agreement = self.agreement((step, objects), "Store.save")
         with agreement.phase("beginning", _same(f"{step=}, {background=}, {pin=}, {overwrite=}, {when_busy=}")):
             targets = targets_of(objects)
             checked_metrics = _check_save(step, metrics, when_busy)
@@ -457,7 +457,7 @@ class Store(Shown):
         is_objects,
         lambda value: isinstance(value, int | str),
         is_method=True,
-        within=lambda store, objects, _, **options: store.agreement(objects, "Store.restore").phase("beginning"),
+        within=lambda store, *args, **options: store.agreement((args, options), "Store.restore").phase("beginning"),
     )
     def restore(
         self,
@@ -506,7 +506,7 @@ class Store(Shown):
             >>> restored.step
             1000
         """
-        agreement = self.agreement(objects, "Store.restore")
+        agreement = self.agreement((step, objects), "Store.restore")
         with agreement.phase("beginning", _same(f"step {step!r}")):
             self.wait()
             targets = targets_of(objects)
@@ -803,8 +803,11 @@ class Store(Shown):
             try:
                 self._lock.acquire()
             except LockedError as error:
-                if self._process_group is None and dist.is_available() and dist.is_initialized():
-                    error.remedy = f"if the other writer is a rank of this run: Store(process_group=); {error.remedy}"
+                if dist.is_available() and dist.is_initialized():
+                    error.remedy = (
+                        "if the other writer is a rank of this run: Store(process_group=) for a save on all ranks, and "
+                        f"prune(), pin() and unpin() on the first rank only; {error.remedy}"
+                    )
                 raise
             try:
                 # Before anything is removed: a store of a newer version is refused here.
