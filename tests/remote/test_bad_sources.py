@@ -205,6 +205,13 @@ def test_names_of_shards_are_quoted(files: tuple[Path, str], shard: str) -> None
     assert torch.equal(ms.open(f"{files[1]}/m.safetensors.index.json").tensor("w"), torch.ones(4))
 
 
+def test_an_index_with_a_query_is_known_by_its_name(files: tuple[Path, str]) -> None:
+    save_file({"w": torch.ones(4)}, files[0] / "a.safetensors")
+    index = {"metadata": {"text": "x" * 5000}, "weight_map": {"w": "a.safetensors"}}
+    (files[0] / "m.safetensors.index.json").write_text(json.dumps(index))
+    assert torch.equal(ms.open(f"{files[1]}/m.safetensors.index.json?download=true").tensor("w"), torch.ones(4))
+
+
 def test_shards_are_requested_with_the_user_of_their_index(tmp_path: Path) -> None:
     class Private(FileServer):
         directory = tmp_path

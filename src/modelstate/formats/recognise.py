@@ -53,7 +53,9 @@ def recognise(head: bytes, path: str = "") -> Format | None:
         head: The first `HEAD_BYTES` of the file.
         path: Its path: damaged indexes and metadata of torch.distributed.checkpoint are recognised by their names.
     """
-    if head.lstrip(b" \t\r\n").startswith(b"{") and (b'"weight_map"' in head or path.endswith(_INDEX_SUFFIX)):
+    if head.lstrip(b" \t\r\n").startswith(b"{") and (
+        b'"weight_map"' in head or path.partition("?")[0].endswith(_INDEX_SUFFIX)
+    ):
         return Format.INDEX
     is_dcp = head.startswith(b"\x80") and b"torch.distributed.checkpoint" in head[:_DCP_HEAD_BYTES]
     if is_dcp or (head and os.path.basename(path) == DCP_METADATA):
