@@ -17,7 +17,7 @@ from modelstate.cli.main import app
 from modelstate.remote import location, upload
 from modelstate.testing import Fault, FaultProxy
 
-pytest.importorskip("obstore")
+obstore = pytest.importorskip("obstore")
 
 
 def make_model(seed: int = 0, width: int = 512) -> nn.Module:
@@ -181,6 +181,36 @@ def test_a_copy_is_not_hidden_by_a_file_of_its_name(tmp_path: Path) -> None:
     with pytest.raises(ms.errors.SaveTargetError):
         ms.copy(tmp_path / "a", tmp_path / "b", overwrite=True)
     assert ms.diff(tmp_path / "b", make_model(1)).is_equal
+
+
+def test_an_index_that_is_refused_leaves_no_shards(
+    tmp_path: Path, bucket: str, s3_client: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put = obstore.put
+
+    def refuse(store: Any, key: str, *args: Any, **kwargs: Any) -> object:
+        if key.endswith(".index.json"):
+            raise obstore.exceptions.PermissionDeniedError("status code: 403 Forbidden")
+        return put(store, key, *args, **kwargs)
+
+    monkeypatch.setattr(obstore, "put", refuse)
+    write_shards(tmp_path)
+    with pytest.raises(ms.errors.WriteFailedError, match="refused"):
+        ms.copy(tmp_path, f"s3://{bucket}/run/")
+    with pytest.raises(ms.errors.WriteFailedError, match="refused"):
+        ms.save(make_model(), f"s3://{bucket}/saved.safetensors", shard_size_bytes=2_500_000)
+    assert not objects(s3_client(), bucket)
+
+
+def test_shards_of_another_index_are_not_replaced(tmp_path: Path) -> None:
+    for directory in (tmp_path / "a", tmp_path / "b"):
+        directory.mkdir()
+        write_shards(directory)
+    (tmp_path / "b" / "model.safetensors.index.json").rename(tmp_path / "b" / "other.safetensors.index.json")
+    before = contents(tmp_path)
+    with pytest.raises(ms.errors.SaveTargetError, match="another checkpoint"):
+        ms.copy(tmp_path / "a", tmp_path / "b", overwrite=True)
+    assert contents(tmp_path) == before
 
 
 def test_a_target_that_cannot_be_made(tmp_path: Path) -> None:

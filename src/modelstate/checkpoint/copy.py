@@ -14,11 +14,11 @@ from modelstate.checkpoint.open import open as open_checkpoint
 from modelstate.checkpoint.write import target_path
 from modelstate.errors import ChecksumError, OptionError, SaveTargetError, TargetExistsError, UnsafePathError
 from modelstate.formats.copy_file import StreamedDigests, copy_file
-from modelstate.formats.sharded import INDEX_SUFFIX
+from modelstate.formats.sharded import INDEX_SUFFIX, named_in
 from modelstate.html.page import Kind, Page, Shown
 from modelstate.progress import progress_bar
 from modelstate.remote.location import is_remote, locate
-from modelstate.remote.upload import head, remove
+from modelstate.remote.upload import head, is_absent, listing, remove
 from modelstate.text_format import count, seconds, size
 
 
@@ -124,6 +124,8 @@ def copy(
             found=", ".join(replaced[:5]),
             remedy="copy to another directory, or remove the one that is there first",
         )
+    if len(targets) > 1 and replaced:
+        _check_other_indexes(targets[0], replaced)
     digests = {path: StreamedDigests(path, checkpoint.checksums) for path in checkpoint.files}
     written: list[str] = []
     is_last = False
@@ -143,7 +145,8 @@ def copy(
                 )
         except BaseException as error:
             # Without an answer of the server the file to open may be there, and may name the others.
-            if not (is_last and is_remote(targets[0])) or isinstance(error, TargetExistsError | ChecksumError):
+            is_unknown = is_last and is_remote(targets[0]) and not isinstance(error, TargetExistsError | ChecksumError)
+            if not is_unknown or is_absent(locate(targets[0]), error):
                 _remove(written[:-1])
             raise
     found = [entry for entry in digests.values() if entry.verified_bytes]
@@ -173,6 +176,23 @@ def _targets(names: Sequence[str], given: str) -> list[str]:
     is_there = not locate(given).key if is_remote(given) else os.path.isdir(given)
     is_directory = len(names) > 1 or given.endswith("/") or is_there
     return [target_path(f"{given.rstrip('/')}/{name}") for name in names] if is_directory else [target_path(given)]
+
+
+def _check_other_indexes(target: str, replaced: Sequence[str]) -> None:
+    """Raises `SaveTargetError` where another index in the directory may name a file that is going to be replaced."""
+    directory, _, own = target.rpartition("/")
+    is_bucket = is_remote(target)
+    names = [item.name for item in listing(locate(directory))[1]] if is_bucket else os.listdir(directory or os.sep)
+    for name in names:
+        if name.endswith(INDEX_SUFFIX) and name != own:
+            shards = named_in(f"{directory}/{name}")
+            if shards is None or not shards.isdisjoint(path.removeprefix(f"{directory}/") for path in replaced):
+                raise SaveTargetError(
+                    "a shard of another checkpoint would be replaced",
+                    where=f"{directory}/{name}",
+                    found=", ".join(replaced[:5]),
+                    remedy="copy to another directory, or remove the checkpoint that is there first",
+                )
 
 
 def _is_there(path: str) -> bool:

@@ -75,7 +75,7 @@ from modelstate.io.files import SourceFile, forget_fingerprint
 from modelstate.io.lock import is_at
 from modelstate.remote.file import open_all
 from modelstate.remote.location import Location, beside, is_remote, locate
-from modelstate.remote.upload import ObjectWriter, exists, get, head, new_object, remove
+from modelstate.remote.upload import ObjectWriter, exists, get, head, is_absent, new_object, remove
 from modelstate.spec import Contents, Described, LazyMapping, StoredTensor, StoredTensors
 from modelstate.text_format import listed, quote
 from modelstate.torch_compat.values import set_version_metadata, version_metadata
@@ -441,18 +441,18 @@ def old_files(path: str, but: Collection[str] = ()) -> list[str]:
     directory, name = os.path.split(path)
     index = name + INDEX_SUFFIX
     entries = sorted(os.listdir(directory or "."))
-    named = (_named_in(os.path.join(directory, index)) if index in entries else None) or frozenset()
+    named = (named_in(os.path.join(directory, index)) if index in entries else None) or frozenset()
     mine = re.compile(re.escape(name.removesuffix(SUFFIX)) + _OWN)
     shards = {entry for entry in entries if mine.fullmatch(entry) or (entry in named and _ANY.fullmatch(entry))}
     for other in entries if shards else ():
         if other.endswith(INDEX_SUFFIX) and other != index:
-            elsewhere = _named_in(os.path.join(directory, other))
+            elsewhere = named_in(os.path.join(directory, other))
             shards = set() if elsewhere is None else shards - elsewhere
     paths = [os.path.join(directory, entry) for entry in (index, *sorted(shards)) if entry in entries]
     return [path for path in paths if path not in but]
 
 
-def _named_in(index: str) -> frozenset[str] | None:
+def named_in(index: str) -> frozenset[str] | None:
     """The files that an index names; None where it cannot be read."""
     try:
         return frozenset(read_index(index)[0].values())
@@ -720,7 +720,7 @@ def _upload(
                 remove([where])  # readers prefer it to the index
         except BaseException as error:
             # Without an answer of the server the index may be there, and may name the shards.
-            if not is_unknown or isinstance(error, TargetExistsError):
+            if not is_unknown or isinstance(error, TargetExistsError) or is_absent(index, error):
                 with suppress(WriteFailedError):
                     remove(shards)
             raise

@@ -172,6 +172,16 @@ def _sent(
         time.sleep(FIRST_WAIT_SECONDS * 2 ** (number - 1))
 
 
+def is_absent(location: Location, error: BaseException) -> bool:
+    """Whether an upload with this error has left no object: the server has refused it, and says so when asked."""
+    if error.__cause__ is None or failure_of(error.__cause__, location).cause not in _DEFINITE:
+        return False
+    try:
+        return head(location) is None
+    except WriteFailedError:
+        return False
+
+
 def _has_nonce(location: Location, nonce: str) -> bool:
     """Whether the object is that of the upload with this nonce."""
     import obstore
