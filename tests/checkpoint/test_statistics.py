@@ -240,3 +240,17 @@ def test_a_file_that_has_changed(tmp_path: Path) -> None:
     save_file({"w": torch.zeros(4)}, tmp_path / "m.safetensors")
     with pytest.raises(ReadFailedError):
         inspection.stats()
+
+
+def test_statistics_of_folded_rows_count_ties_once_and_nan_of_parts() -> None:
+    zeros, ones = torch.zeros(10), torch.ones(10)
+    text = ms.inspect({"l.0.w": zeros, "l.1.w": zeros, "l.2.w": ones}).stats().text()
+    assert " 0.5  " in text.splitlines()[-1]
+    sparse = [torch.sparse_coo_tensor([[0]], [torch.nan], (4,)) for _ in range(2)]
+    text = ms.inspect({f"l.{i}.w": tensor for i, tensor in enumerate(sparse)}).stats().text(depth=2)
+    assert text.splitlines()[-1].endswith(" 2")
+
+
+def test_a_negative_depth_is_refused() -> None:
+    with pytest.raises(OptionError, match="depth="):
+        ms.inspect({"w": torch.ones(2)}).stats().text(depth=-1)

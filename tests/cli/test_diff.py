@@ -152,3 +152,24 @@ def test_names_in_errors_cannot_control_the_terminal() -> None:
     done = run("diff", "red.safetensors", "a.safetensors")
     assert done.exit_code == 2
     assert r"found: \x1b[31mred" in done.stderr
+
+
+def test_all_objects_of_two_steps_are_compared(project: Path) -> None:
+    state = {"w": torch.ones(2, 2), "b": torch.ones(3)}
+    with ms.Store("run") as store:
+        store.save(1, {"model": state, "ema": {"x": torch.zeros(5)}})
+        store.save(2, {"net": state})
+    done = run("store", "diff", "run", "1", "2")
+    assert done.exit_code == 1
+    assert "ema.x" in done.stdout
+    assert str(project) not in done.stdout
+    assert str(project) not in run("store", "diff", "run", "1", "2", "--json").stdout
+
+
+def test_a_page_replaces_pages_only(project: Path) -> None:
+    content = (project / "a.safetensors").read_bytes()
+    done = run("diff", "a.safetensors", "b.safetensors", "--html", "a.safetensors")
+    assert done.exit_code == 2
+    assert "web pages only" in done.stderr
+    assert (project / "a.safetensors").read_bytes() == content
+    assert [run("diff", "a.safetensors", "b.safetensors", "--html", "a.html").exit_code for _ in "12"] == [1, 1]

@@ -571,3 +571,50 @@ def test_names_that_are_removed_have_their_specs() -> None:
 def test_a_key_that_is_no_pair(key: Any) -> None:
     with pytest.raises(OptionError, match="pair of paths"):
         ms.diff({"model": {"w": torch.ones(1)}}, {"w": torch.ones(1)}, key=key)
+
+
+def test_a_tensor_that_became_nan_comes_first() -> None:
+    first = {f"m{i}": torch.full((i + 1,), 1.0) for i in range(40)} | {"head": torch.ones(100)}
+    second = {name: tensor * 1.01 for name, tensor in first.items()} | {"head": torch.ones(100)}
+    second["head"][1:] = torch.nan
+    assert "head" in ms.diff(first, second).text(top=1)
+
+
+def test_only_may_name_an_equal_value() -> None:
+    state = {"w": torch.ones(2), "epoch": 3}
+    assert ms.diff(state, dict(state), only=["epoch"]).is_equal
+    with pytest.raises(OptionError):
+        ms.diff(state, dict(state), only=["epochs"])
+
+
+def test_a_guess_is_not_folded_with_equal_names() -> None:
+    first = {"l.0.w": torch.ones(3), "l.1.w": torch.ones(3), "old.w": torch.ones(3) * 5}
+    second = {f"l.{i}.w": torch.ones(3) * (i + 2) for i in range(3)}
+    assert "from old.w by guess" in str(ms.diff(first, second))
+
+
+def test_the_rest_of_two_checkpoints_is_not_left_out() -> None:
+    state = {"w": torch.ones(2, 2), "b": torch.ones(3)}
+    found = ms.diff(
+        {"model": state, "ema": {"x": torch.zeros(5)}},
+        {"net": state, "gone": {"q": torch.ones(7)}},
+    )
+    assert not found.is_equal
+    assert ([spec.name for spec in found.removed], [spec.name for spec in found.added]) == (["ema.x"], ["gone.q"])
+
+
+def test_a_quantized_tensor_of_torch_is_not_equal_to_its_floats() -> None:
+    quantized = torch.quantize_per_tensor(torch.tensor([-1.0, 0.5]), 0.5, 0, torch.qint8)
+    found = ms.diff({"q": quantized}, {"q": quantized.dequantize()})
+    (tensor,) = found.tensors
+    assert (tensor.status, tensor.dtypes) == (Status.OTHER_DTYPE, (torch.qint8, torch.float32))
+    assert (tensor.difference.max_abs, found.is_equal) == (0.0, False)
+    assert ms.diff({"q": quantized}, {"q": quantized.clone()}).is_equal
+    other = torch.quantize_per_tensor(torch.tensor([-1.0, 1.5]), 0.5, 0, torch.qint8)
+    (tensor,) = ms.diff({"q": quantized}, {"q": other}).tensors
+    assert (tensor.status, tensor.difference.max_abs) == (Status.CHANGED, 1.0)
+
+
+def test_a_negative_number_of_rows_is_refused() -> None:
+    with pytest.raises(OptionError, match="top="):
+        ms.diff({"w": torch.ones(2)}, {"w": torch.zeros(2)}).text(top=-1)

@@ -187,7 +187,7 @@ class CheckpointStatistics(Shown):
             width: The most characters of a line; columns that do not fit are left out. None for any number.
 
         Raises:
-            OptionError: `sort` is none of the orders.
+            OptionError: `sort` is none of the orders, or `depth` is negative.
 
         Examples:
             >>> print(modelstate.inspect({"w": torch.ones(2)}).stats().text(sort="size").splitlines()[0])
@@ -199,6 +199,10 @@ class CheckpointStatistics(Shown):
             raise OptionError(
                 "sort= is no order of rows", expected=", ".join(order.value for order in Sort), found=repr(sort)
             ) from error
+        if depth is not None and depth < 0:
+            raise OptionError(
+                "depth= must be a number of parts of names", expected="an integer >= 0, or None", found=repr(depth)
+            )
         entries = list(_with_parts(self.tensors)) if depth is None else []
         rows = [_module(entry.name, [entry]) for entry in entries] if depth is None else self.modules(depth)
         shapes = {entry.name: str(list(entry.shape)) for entry in entries}
@@ -463,7 +467,9 @@ def _combined(moments: Sequence[tuple[int, float, float]]) -> tuple[float, float
 
 def merged(statistics: Iterable[Statistics]) -> Statistics:
     """The statistics of all elements of several tensors; of those that have any."""
+    statistics = [*statistics]
     groups = [group for group in statistics if group.finite is not None]
+    counted = [group for group in statistics if group.nan is not None]  # also those whose parts are counted only
     elements = sum(group.elements for group in groups)
     zeros = math.fsum(group.elements * (group.zeros or 0.0) for group in groups)
     filled = [group for group in groups if group.finite and group.min is not None]
@@ -485,8 +491,8 @@ def merged(statistics: Iterable[Statistics]) -> Statistics:
         mean,
         std,
         zeros / elements if elements else None,
-        sum(group.nan or 0 for group in groups) if groups else None,
-        sum(group.infinite or 0 for group in groups) if groups else None,
+        sum(group.nan or 0 for group in counted) if counted else None,
+        sum(group.infinite or 0 for group in counted) if counted else None,
     )
 
 
@@ -535,7 +541,7 @@ def _folded(table: Iterable[tuple[ModuleStatistics, str]]) -> list[tuple[ModuleS
             sum(row.tensors for row in rows),
             dict(numbers.most_common()),
             sum(row.bytes for row in rows),
-            merged(row.statistics for row in rows),
+            merged(row.statistics for row in ([row for row in rows if row.bytes] or rows)),
         )
         joined.append((whole, shape))
     return joined

@@ -393,6 +393,15 @@ def write_page(path: str | None, result: Shown | Page) -> None:
         from modelstate.io.files import local_path
 
         make_parents(path)
+        if os.path.isfile(local_path(path)):
+            with open(local_path(path), "rb") as file:
+                beginning = file.read(15)
+            if beginning and beginning.lower() != b"<!doctype html>":
+                raise ms.errors.SaveTargetError(
+                    "--html replaces web pages only, and this file is not one",
+                    where=path,
+                    remedy="give the path of a new file",
+                )
         with atomic_file(local_path(path), overwrite=True) as output:
             output.append(result.to_html().encode())
 

@@ -82,7 +82,7 @@ def diff(
         b: The second checkpoint.
         rules: Rules, or a `Schema`, that lead from the names of `a` to those of `b`.
         key: The part to compare, such as "model_state"; a pair for a part of each. By default the whole, or, where the
-            names have nothing in common, the part with the names of the other one.
+            names have nothing in common, the part of one checkpoint that has the names of the other one.
         only: Patterns of names of `b` (of `a` for names that `b` lacks); other tensors and values are left out.
         values: Whether the values of tensors are read and compared; otherwise names, shapes and dtypes.
         guess: Whether rules are guessed for names that are left over on both sides. No rules are guessed where some
@@ -121,7 +121,9 @@ def diff(
         for source, own_key in zip((a, b), given_keys, strict=True)
     )
     if key is None and not first.keys() & second.keys():
-        first, second = matching_part(first, [*second], [str]), matching_part(second, [*first], [str])
+        parts = matching_part(first, [*second], [str]), matching_part(second, [*first], [str])
+        if parts[0] is first or parts[1] is second:  # parts of both sides would hide the rest of both
+            first, second = parts
     comparison = _Comparison(first, second, rules, guess, patterns)
     tensors, read_bytes, skipped_bytes = comparison.compared(values, max_memory_bytes, progress)
     return Diff(
@@ -213,7 +215,7 @@ class _Comparison:
                 assert entry.tensor is not None
                 assert b is not None
                 self.pairs.append(_Pair(name, entry.sources, matched[name], entry.tensor, b))
-        if self.patterns and not (self.pairs or self.added or self.removed or [*self.values()]):
+        if self.patterns and not (any(map(self._is_asked, self.others)) or self.removed or [*self.values()]):
             raise OptionError(
                 "no name matches the patterns",
                 where=f"{first.source} and {second.source}",
@@ -333,11 +335,17 @@ class _Part:
 
     @property
     def dtypes(self) -> tuple[torch.dtype, torch.dtype]:
-        return _dtype_of(self.a), _dtype_of(self.b)
+        return self.a.dtype, self.b.dtype
+
+    @property
+    def read_dtypes(self) -> tuple[torch.dtype, torch.dtype]:
+        """The dtypes of the values that are read."""
+        return _read_dtype(self.a), _read_dtype(self.b)
 
     @property
     def is_comparable(self) -> bool:
-        return self.kinds == ("strided", "strided") and self.shapes[0] == self.shapes[1] and is_comparable(*self.dtypes)
+        are_plain = self.kinds == ("strided", "strided")
+        return are_plain and self.shapes[0] == self.shapes[1] and is_comparable(*self.read_dtypes)
 
 
 def _parts(pair: _Pair) -> list[_Part]:
@@ -353,7 +361,8 @@ def _parts(pair: _Pair) -> list[_Part]:
     return [_Part(pair, "", pair.a, pair.b, kinds)]
 
 
-def _dtype_of(source: TensorSource) -> torch.dtype:
+def _read_dtype(source: TensorSource) -> torch.dtype:
+    """The dtype of the values: tensors of torch's own quantized dtypes are dequantized."""
     return torch.float32 if isinstance(source, torch.Tensor) and source.is_quantized else source.dtype
 
 
@@ -377,7 +386,7 @@ class _Reads:
         if key not in self.known:
             self.known[key] = len(self.items)
             self.items.append((_operand(part.a, self.first), _operand(part.b, self.second)))
-            self.accumulators.append(Accumulator(*part.dtypes))
+            self.accumulators.append(Accumulator(*part.read_dtypes))
         return self.known[key]
 
     def run(self, max_memory_bytes: int | None, progress: bool | None) -> None:
@@ -453,7 +462,7 @@ def _tensor_diff(part: _Part, values: bool, reads: _Reads, number: int | None) -
         accumulator = reads.accumulators[number]
         found, is_equal = accumulator.result(), accumulator.is_equal
     elif values and part.is_comparable:
-        found, is_equal = equal_unread(math.prod(part.shapes[1]), part.dtypes[1]), True
+        found, is_equal = equal_unread(math.prod(part.shapes[1]), part.read_dtypes[1]), True
     if part.kinds[0] != part.kinds[1]:
         status = Status.OTHER_KIND
     elif part.shapes[0] != part.shapes[1]:

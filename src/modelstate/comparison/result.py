@@ -11,11 +11,12 @@ from typing import Any
 import torch
 
 from modelstate.comparison.difference import Difference
+from modelstate.errors import OptionError
 from modelstate.html.page import Kind, Page, Shown, bar_chart, heat_chart
 from modelstate.spec import (
     TensorSpec,
 )
-from modelstate.text_format import columns, count, folded, listed, printable, seconds, shorten, size
+from modelstate.text_format import as_given, columns, count, folded, listed, printable, seconds, shorten, size
 from modelstate.torch_compat.dtypes import short
 
 _TEXT_WIDTH = 72
@@ -77,10 +78,15 @@ class TensorDiff:
 
     @property
     def change(self) -> float:
-        """The measure that tensors are sorted by: the relative L2 difference, or else the share that has changed."""
+        """The measure that tensors are sorted by: the relative L2 difference, or else the share that has changed.
+
+        Infinite where the numbers of NaN or of infinite elements differ, which no measure of finite elements shows.
+        """
         found = self.difference
         if found is None:
             return 0.0 if self.status in (Status.EQUAL, Status.NOT_COMPARED) else math.inf
+        if any(sides is not None and sides[0] != sides[1] for sides in (found.nan, found.infinite)):
+            return math.inf
         if found.relative_l2 is None:
             return found.changed or 0.0 if not found.max_abs else math.inf
         return max(found.relative_l2, 1e-30 * (found.changed or 0.0))
@@ -151,12 +157,17 @@ class Diff(Shown):
             fold: Whether tensors whose names differ in numbers only are one row.
             width: The most characters of a row; columns that do not fit are left out. None for any number.
 
+        Raises:
+            OptionError: `top` is negative.
+
         Examples:
             >>> print(modelstate.diff({"w": torch.ones(2)}, {"w": torch.ones(2)}).text(top=5).splitlines()[0])
             mapping and mapping: equal
         """
+        if top is not None and top < 0:
+            raise OptionError("top= must be a number of rows", expected="an integer >= 0, or None", found=repr(top))
         found = "equal" if self.is_equal else ", ".join(self._counts())
-        parts = ["\n".join([printable(f"{self.a} and {self.b}: {found}"), self._cost()])]
+        parts = ["\n".join([printable(f"{as_given(self.a)} and {as_given(self.b)}: {found}"), self._cost()])]
         parts += [self._rules()] if self.guessed_rules else []
         for what, specs in (("only in the first", self.removed), ("only in the second", self.added)):
             parts += [_names(what, specs)] if specs else []
@@ -172,8 +183,8 @@ class Diff(Shown):
         """
         return json.dumps(
             {
-                "a": self.a,
-                "b": self.b,
+                "a": as_given(self.a),
+                "b": as_given(self.b),
                 "equal": self.is_equal,
                 "tensors": [_tensor_json(tensor) for tensor in self.tensors],
                 "removed": [_spec_json(spec) for spec in self.removed],
@@ -223,7 +234,7 @@ class Diff(Shown):
                 ulps.update(dict(enumerate(tensor.difference.ulps or ())))
         labels = {0: "equal", 1: "1", **{i: f"{2 ** (i - 1):,} to {2**i - 1:,}" for i in range(2, 66)}}
         return Page(
-            f"{self.a} and {self.b}",
+            f"{as_given(self.a)} and {as_given(self.b)}",
             (
                 ("Result", "equal" if self.is_equal else ", ".join(self._counts())),
                 ("Read", size(self.read_bytes)),
@@ -321,7 +332,8 @@ def _table(tensors: Sequence[TensorDiff], top: int | None, fold: bool, width: in
     groups: dict[object, list[TensorDiff]] = {}
     for tensor in differing:
         pattern = folded([tensor.name])[0] if fold else tensor.name
-        groups.setdefault((pattern, tensor.part, tensor.status, tensor.shapes, tensor.dtypes), []).append(tensor)
+        sides = (tensor.shapes, tensor.dtypes, tensor.kinds)
+        groups.setdefault((pattern, tensor.part, tensor.status, tensor.match, sides), []).append(tensor)
     if not groups:
         return ""
     ordered = sorted(groups.values(), key=lambda group: -max(tensor.change for tensor in group))
@@ -329,7 +341,7 @@ def _table(tensors: Sequence[TensorDiff], top: int | None, fold: bool, width: in
     more = [f"and {len(ordered) - len(shown):,} more rows"] if len(ordered) > len(shown) else []
     worst = "; of folded tensors, the largest difference" if any(len(group) > 1 for group in shown) else ""
     heading = f"tensors that differ, the largest change first{worst}:"
-    table = columns([_HEADS, *map(_row, shown)], right=range(3, 9), width=width, optional=(9, 7, 5, 8, 1, 2))
+    table = columns([_HEADS, *map(_row, shown)], right=range(3, 9), width=width, optional=(7, 5, 8, 1, 2, 9))
     return "\n".join([heading, table, *more])
 
 

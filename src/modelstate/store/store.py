@@ -623,7 +623,10 @@ class Store(Shown):
             return entry.usable_record.open(entry.place.files)
 
         first, second = (self.index.first_usable(step, attempt, _ALONE)[0] for step in (a, b))
-        return diff_checkpoints(first, second, only=only, values=values, max_memory_bytes=max_memory_bytes)
+        # With a key, all objects are compared, even if no name is in both.
+        return diff_checkpoints(
+            first, second, key=(None, None), only=only, values=values, max_memory_bytes=max_memory_bytes
+        )
 
     def agreement(self, objects: object, call: str) -> Agreement:
         """Returns the ranks that save and restore these objects together.
