@@ -588,7 +588,7 @@ def explain(
         hint = f"if the names below are these in another spelling, {suggest}; "
     for cause, members in groups:
         lines.append(f"  {cause.title} ({len(members)}):")
-        lines += [f"    {problem.line()}" for problem in members[:_SHOWN]]
+        lines += [f"    {printable(problem.line())}" for problem in members[:_SHOWN]]
         if len(members) > _SHOWN:
             lines.append(f"    ... and {len(members) - _SHOWN} more")
         remedy = (remedies or {}).get(cause) or (hint if cause is Missing else "") + cause.remedy_for(members)

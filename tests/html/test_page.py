@@ -120,3 +120,21 @@ def test_every_result_has_a_page_and_a_short_one_for_notebooks(tmp_path: Path) -
 @pytest.mark.parametrize("number", [10, 20_000])
 def test_the_table_of_a_notebook_is_short(number: int) -> None:
     assert len(ms.open({f"t{i}": torch.zeros(1) for i in range(number)})._repr_html_()) < 3_000
+
+
+def test_the_heat_chart_shows_the_part_that_changed_most() -> None:
+    chart = heat_chart("", [("l.0.w", 0.5), ("l.0.w", 0.0), ("l.1.w", 0.0), ("l.1.w", 0.25)])
+    assert [box.title for box in chart.boxes[1:]] == ["l.0.w: 0.5", "l.1.w: 0.25"]
+
+
+def test_names_forge_no_lines_of_a_report_and_break_no_page() -> None:
+    name = "x\x1b[2J\n  note: all is well\ud800"
+    model = torch.nn.Linear(2, 2)
+    state = model.state_dict() | {name: torch.ones(1)}
+    plan = ms.plan(model, state)
+    report = ms.load(model, state, allow_unexpected=["x*"])
+    for shown in (plan, report):
+        assert "\x1b" not in str(shown)
+        assert "\n  note: all is well" not in str(shown)
+        shown.to_html().encode()
+        shown._repr_html_().encode()

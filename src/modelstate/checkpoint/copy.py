@@ -19,7 +19,7 @@ from modelstate.html.page import Kind, Page, Shown
 from modelstate.progress import progress_bar
 from modelstate.remote.location import is_remote, locate
 from modelstate.remote.upload import head, is_absent, listing, remove
-from modelstate.text_format import count, seconds, size
+from modelstate.text_format import as_given, count, seconds, size
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class CopyReport(Shown):
     def __str__(self) -> str:
         digests = f"{', '.join(self.algorithms)} digests of {size(self.verified_bytes)} compared"
         return (
-            f"{self.files[0]}: {count(len(self.files), 'file')}, {size(self.bytes)}, "
+            f"{as_given(self.files[0])}: {count(len(self.files), 'file')}, {size(self.bytes)}, "
             f"{digests if self.algorithms else 'no digests to compare'}, {seconds(self.seconds)}"
         )
 

@@ -32,7 +32,7 @@ from modelstate.progress import progress_bar
 from modelstate.remote.location import is_remote, locate, redacted_url
 from modelstate.remote.upload import check_writable, exists, head
 from modelstate.spec import Encoded, Refused, Stored, bytes_key
-from modelstate.text_format import as_given, seconds, size
+from modelstate.text_format import as_given, printable, seconds, size
 from modelstate.torch_compat.dtypes import Overflows
 from modelstate.torch_compat.plain import is_quantized
 from modelstate.torch_compat.values import set_version_metadata, version_metadata
@@ -237,7 +237,7 @@ class SaveReport(Shown):
         return f"<{type(self).__name__}: {self._line()}{notes}>"
 
     def __str__(self) -> str:
-        return "\n".join([self._line(), *(f"  note: {note}" for note in self.notes)])
+        return "\n".join([self._line(), *(f"  note: {printable(note)}" for note in self.notes)])
 
     def _page(self) -> Page:
         facts = (("Tensors", f"{self.tensors:,}"), ("Bytes", size(self.bytes)), ("Time", seconds(self.seconds)))

@@ -2,6 +2,7 @@
 // Shows the rows of the page as a table: folded by module, searched or sorted. Text goes in as text, never as markup.
 const { columns, rows } = JSON.parse(document.getElementById("data").textContent);
 const byId = (id) => document.getElementById(id);
+const MAX_DEPTH = 60; // the parts of a name that become levels of the tree; the rest is one level
 const CHUNK = 400; // rows that are added to the table at once
 
 function toggleTheme() {
@@ -33,7 +34,9 @@ function treeOf(rows) {
   const root = { path: "", label: "", children: new Map(), row: null };
   for (const row of rows) {
     let node = root;
-    for (const part of String(row[0]).split(".")) {
+    const parts = String(row[0]).split(".");
+    if (parts.length > MAX_DEPTH) parts.push(parts.splice(MAX_DEPTH - 1).join("."));
+    for (const part of parts) {
       if (!node.children.has(part)) {
         const path = node === root ? part : `${node.path}.${part}`;
         node.children.set(part, { path, label: part, children: new Map(), row: null });

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from modelstate.errors import PackageError
-from modelstate.text_format import printable, shorten, size
+from modelstate.text_format import printable, printable_lines, shorten, size
 
 if TYPE_CHECKING:
     import pandas
@@ -127,7 +127,13 @@ class Page:
         charts = [chart for chart in self.charts if chart.boxes]
         return str(
             _template().render(
-                page=replace(self, title=printable(self.title)),
+                page=replace(
+                    self,
+                    title=printable(self.title),
+                    facts=tuple((label, printable(text)) for label, text in self.facts),
+                    text=printable_lines(self.text),
+                    notes=tuple(map(printable, self.notes)),
+                ),
                 charts=charts,
                 policy=policy,
                 style=style,
@@ -156,7 +162,7 @@ class Page:
         left = len(self.rows) - most_rows
         parts = [
             f"<p><b>{escape(printable(self.title))}</b><br>{facts}</p>",
-            f"<pre>{escape(shorten(self.text, 4000))}</pre>" if self.text else "",
+            f"<pre>{escape(shorten(printable_lines(self.text), 4000))}</pre>" if self.text else "",
             "".join(f"<p>{escape(printable(note))}</p>" for note in self.notes[:5]),
             _NOTEBOOK_TABLE.format(head=head, body=body) if self.rows else "",
             f"<p>and {left:,} more</p>" if left > 0 else "",
@@ -290,7 +296,10 @@ def heat_chart(title: str, measures: Iterable[tuple[str, float | None]]) -> Char
         place = next((i for i, part in enumerate(parts) if part.isdecimal() and len(part) < 7), None)
         if place is not None:
             row = ".".join([*parts[:place], "#", *parts[place + 1 :]])
-            cells.setdefault(row, {})[int(parts[place])] = measure
+            layers_of_row, layer = cells.setdefault(row, {}), int(parts[place])
+            # Another part of the same tensor may have a measure.
+            known = [m for m in (layers_of_row.get(layer), measure) if m is not None]
+            layers_of_row[layer] = max(known, default=None)
     cells = {row: layers for row, layers in cells.items() if len(layers) > 1}
     layers = sorted({layer for row in cells.values() for layer in row})
     positive = [m for row in cells.values() for m in row.values() if m is not None and 0 < m < math.inf]

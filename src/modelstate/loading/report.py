@@ -7,7 +7,7 @@ from typing import Any, Self
 
 from modelstate.html.page import Page, Shown
 from modelstate.planning.plan import Step, placements, steps_page
-from modelstate.text_format import seconds, size
+from modelstate.text_format import printable, seconds, size
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +134,7 @@ class LoadReport(Shown):
         lines = self._conversion() if self.action else self._load()
         lines += [f"  {line}" for line in placements(self.steps)]
         lines += [f"  {line}" for line in self._of_ranks()]
-        lines += [f"  note: {note}" for note in self.notes]
+        lines += [f"  note: {printable(note)}" for note in self.notes]
         if self.verified_bytes:
             lines.append(f"  {size(self.verified_bytes)} verified against their checksums")
         if self.references_lost:

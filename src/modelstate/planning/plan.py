@@ -23,7 +23,7 @@ from modelstate.problems import Problem, explain
 from modelstate.rules.expression import Source
 from modelstate.rules.rule import Rule
 from modelstate.rules.schema import Applied, Schema, check_rules
-from modelstate.text_format import size
+from modelstate.text_format import printable, size
 from modelstate.torch_compat.dtypes import device_name, floating_dtype, short
 from modelstate.torch_compat.modules import unwrapped
 from modelstate.transaction.slots import SlotSignature
@@ -374,7 +374,7 @@ class LoadPlan(Shown):
             f"{self.source} into {self.target}: {len(self.steps)} of {self.slots} slots filled",
             f"  {size(self.bytes)} to read, {size(self.extra_bytes)} of memory beyond the final tensors",
             *(f"  {line}" for line in placements(self.steps)),
-            *(f"  note: {note}" for note in self.notes),
+            *(f"  note: {printable(note)}" for note in self.notes),
         ]
         if self.problems:
             lines += [f"problems ({len(self.problems)}):", explain(self.problems)]
