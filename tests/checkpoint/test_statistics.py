@@ -190,6 +190,7 @@ def test_the_payloads_of_quantized_tensors(writer: str, bits: int | str, tmp_pat
     found = {tensor.name: tensor for tensor in ms.inspect(source).stats().tensors}["0.weight"]  # type: ignore[arg-type]
     assert (found.statistics.mean, found.kind.startswith("torchao.")) == (None, True)
     parts = {part.name: part for part in found.parts}
+    assert found.bytes == sum(part.bytes for part in found.parts) < 2 * 64 * 32
     for name in ("qdata", "scale"):
         values, statistics = getattr(weight, name), parts[f"0.weight, {name}"].statistics
         assert statistics.max == values.float().max().item()

@@ -334,9 +334,9 @@ def statistics_of(
             name = f"{spec.name}, {label}" if label else spec.name
             members.append(TensorStatistics(name, shape, stored.dtype, "strided", nbytes, statistics))
         whole = Statistics(math.prod(spec.shape), *_UNKNOWN) if kind != "strided" else members[0].statistics
-        nbytes = 0 if key in counted else spec.nbytes
         counted.add(key)
         below = tuple(members) if kind != "strided" else ()
+        nbytes = sum(member.bytes for member in members)
         tensors.append(TensorStatistics(spec.name, spec.shape, spec.dtype, kind, nbytes, whole, below))
     label = checkpoint.source + (f", key {checkpoint.key!r}" if checkpoint.key else "")
     return CheckpointStatistics(label, tuple(tensors), read_bytes, perf_counter() - begin)
