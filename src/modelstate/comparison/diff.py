@@ -215,7 +215,7 @@ class _Comparison:
                 assert entry.tensor is not None
                 assert b is not None
                 self.pairs.append(_Pair(name, entry.sources, matched[name], entry.tensor, b))
-        if self.patterns and not (any(map(self._is_asked, self.others)) or self.removed or [*self.values()]):
+        if self.patterns and not (any(map(self._is_asked, self.others)) or self.removed or any(self.values())):
             raise OptionError(
                 "no name matches the patterns",
                 where=f"{first.source} and {second.source}",
