@@ -11,7 +11,7 @@ from torch import nn
 from typer.testing import CliRunner, Result
 
 import modelstate as ms
-from modelstate.cli.main import app
+from modelstate.cli.main import app, main
 from modelstate.comparison.diff import diff
 from modelstate.comparison.result import Diff
 
@@ -173,3 +173,11 @@ def test_a_page_replaces_pages_only(project: Path) -> None:
     assert "web pages only" in done.stderr
     assert (project / "a.safetensors").read_bytes() == content
     assert [run("diff", "a.safetensors", "b.safetensors", "--html", "a.html").exit_code for _ in "12"] == [1, 1]
+
+
+def test_a_closed_standard_output_is_an_error(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    monkeypatch.setattr("sys.stdout", None)
+    with pytest.raises(SystemExit) as raised:
+        main()
+    assert raised.value.code == 2
+    assert "standard output is closed" in capsys.readouterr().err

@@ -390,12 +390,12 @@ def write_page(path: str | None, result: Shown | Page) -> None:
     """Writes the page of a result, where `--html` asks for it."""
     if path is not None:
         from modelstate.io.atomic import atomic_file
-        from modelstate.io.files import local_path
+        from modelstate.io.files import SourceFile, local_path
 
         make_parents(path)
         if os.path.isfile(local_path(path)):
-            with open(local_path(path), "rb") as file:
-                beginning = file.read(15)
+            with SourceFile(path) as file:
+                beginning = file.read(0, min(15, file.nbytes), "the page")
             if beginning and beginning.lower() != b"<!doctype html>":
                 raise ms.errors.SaveTargetError(
                     "--html replaces web pages only, and this file is not one",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect as inspection
 import json
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
@@ -499,4 +500,7 @@ def _show_pages(pages: Sequence[Page], as_json: bool) -> None:
 
 def main() -> None:
     """Runs the `modelstate` command."""
+    if sys.stdout is None:  # closed by the shell
+        print("error: standard output is closed\n  to do: direct it to /dev/null", file=sys.stderr)
+        sys.exit(2)
     app(prog_name="modelstate")
