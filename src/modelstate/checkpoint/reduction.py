@@ -47,11 +47,11 @@ _BLOCK_BYTES = 4 << 20
 _CHUNK_ELEMENTS = 256 << 10
 """What is folded at once. Each operation of torch lets other threads run Python: with smaller chunks, threads wait for
 each other more than the cache of the processor saves."""
-_LEAST_CHUNK_ELEMENTS = 4 << 10
-_CHUNK_SHARE = 16
+_LEAST_CHUNK_ELEMENTS = 2 << 10
+_CHUNK_SHARE = 32
 """With smaller blocks, a chunk has one element for this many bytes of a block."""
-WORKING_BYTES = 64
-"""The most bytes of temporary tensors for each element of a chunk that a fold may use."""
+WORKING_BYTES = 112
+"""The most bytes of temporary tensors for each element of a chunk that a fold may use: those of complex128."""
 _REGION_SHARE = 8
 """With a memory budget, regions leave the chunks one part in this many."""
 _REGION_BYTES = 64 << 20
@@ -247,7 +247,7 @@ def reduce(
 
 
 def _chunk_elements(block_bytes: int) -> int:
-    return min(_CHUNK_ELEMENTS, max(_LEAST_CHUNK_ELEMENTS, block_bytes // _CHUNK_SHARE))
+    return _CHUNK_ELEMENTS if block_bytes >= _BLOCK_BYTES else max(_LEAST_CHUNK_ELEMENTS, block_bytes // _CHUNK_SHARE)
 
 
 def _chunk_bytes(chunk_elements: int) -> int:
