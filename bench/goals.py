@@ -306,7 +306,7 @@ def _converted(found: Found, key: str, hub: str, ours: str, ratio_goal: float, e
     assert ready is not None
     assert check is not None
     extra = ready.total_bytes - check.facts["nbytes"]
-    less = f"{size(abs(extra))} less than the target, a part of which is still in the file"
+    less = f"{size(abs(extra))} less than the target: a part of the target is still in the mapped file"
     conditions.append((extra <= extra_goal, f"target + {size(extra)}" if extra >= 0 else less))
     return Reached(conditions, by)
 

@@ -17,7 +17,7 @@ from modelstate.conversion.checkpoint import convert_checkpoint
 from modelstate.errors import SaveTargetError, TargetExistsError, WriteFailedError
 from modelstate.remote import location, upload
 from modelstate.testing import Fault, FaultProxy, HttpRequest
-from tests.programs import CONTEXT
+from tests.remote.kills import exit_code_of_killed
 from tests.sweeps import sample, spread
 
 MB = 1 << 20
@@ -315,18 +315,7 @@ def test_kill_at_each_request(
         for name in content():
             s3_client().delete_object(Bucket=bucket, Key=name)
         ms.save(state(1000), path)
-        process = CONTEXT.Process(target=_saver, args=(path, environment))
-
-        def kill(request: HttpRequest, number: int = number, process: Any = process) -> None:
-            if request.number == number:
-                os.kill(process.pid, signal.SIGKILL)
-
-        proxy.reset()
-        proxy.fault = kill
-        process.start()
-        process.join(60)
-        proxy.fault = None
-        assert process.exitcode == -signal.SIGKILL
+        assert exit_code_of_killed(proxy, number, _saver, path, environment) == -signal.SIGKILL
         folder = tmp_path / str(number)
         folder.mkdir()
         checkpoint = opened(content(), "model.safetensors", folder)

@@ -103,29 +103,7 @@ def copy(
     fingerprints = checkpoint.fingerprints
     names = _names(checkpoint.files)
     targets = _targets(names, os.fspath(target))
-    replaced = [path for path in targets if _is_there(path)]
-    if replaced and not overwrite:
-        raise TargetExistsError(
-            "something is there already",
-            where=replaced[0],
-            remedy="take another path, or overwrite=True to replace it",
-        )
-    other = targets[0].removesuffix(INDEX_SUFFIX) if len(targets) > 1 else f"{targets[0]}{INDEX_SUFFIX}"
-    if other != targets[0] and _is_there(other):  # of a file and an index of the same name readers prefer the file
-        if not overwrite:
-            raise TargetExistsError(
-                "something is there already", where=other, remedy="copy to another directory, or remove it first"
-            )
-        replaced += [other] if len(targets) > 1 else []
-    if (other != targets[0] and other in replaced) or (targets[0] in replaced and len(replaced) > 1):
-        raise SaveTargetError(
-            "the checkpoint that is there has files of the same names, so it cannot be replaced as a whole",
-            where=targets[0],
-            found=", ".join(replaced[:5]),
-            remedy="copy to another directory, or remove the one that is there first",
-        )
-    if len(targets) > 1 and replaced:
-        _check_other_indexes(targets[0], replaced)
+    _check_targets(targets, overwrite)
     digests = {path: StreamedDigests(path, checkpoint.checksums) for path in checkpoint.files}
     written: list[str] = []
     is_last = False
@@ -176,6 +154,32 @@ def _targets(names: Sequence[str], given: str) -> list[str]:
     is_there = not locate(given).key if is_remote(given) else os.path.isdir(given)
     is_directory = len(names) > 1 or given.endswith("/") or is_there
     return [target_path(f"{given.rstrip('/')}/{name}") for name in names] if is_directory else [target_path(given)]
+
+
+def _check_targets(targets: Sequence[str], overwrite: bool) -> None:
+    """Raises where something is there that is not replaced, or that cannot be replaced as a whole."""
+    first, has_index = targets[0], len(targets) > 1
+    replaced = [path for path in targets if _is_there(path)]
+    # Of a file and an index of the same name, readers prefer the file.
+    other = first.removesuffix(INDEX_SUFFIX) if has_index else f"{first}{INDEX_SUFFIX}"
+    preferred = [other] if other != first and _is_there(other) else []
+    if not overwrite and (replaced or preferred):
+        raise TargetExistsError(
+            "something is there already",
+            where=(replaced or preferred)[0],
+            remedy="take another path, or overwrite=True to replace it"
+            if replaced
+            else "copy to another directory, or remove it first",
+        )
+    if has_index and (preferred or (first in replaced and len(replaced) > 1)):
+        raise SaveTargetError(
+            "the checkpoint that is there has files of the same names, so it cannot be replaced as a whole",
+            where=first,
+            found=", ".join([*replaced, *preferred][:5]),
+            remedy="copy to another directory, or remove the one that is there first",
+        )
+    if has_index and replaced:
+        _check_other_indexes(first, replaced)
 
 
 def _check_other_indexes(target: str, replaced: Sequence[str]) -> None:

@@ -1,19 +1,15 @@
 """What the ranks of a load tell each other: digests of what they load before they read, and what they have read."""
 
-import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
-from functools import wraps
-from traceback import walk_tb
-from typing import Any, ParamSpec, TypeVar
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import torch
 from torch import nn
 
 from modelstate.checkpoint.checkpoint import Checkpoint
-from modelstate.distributed.agreement import TIMEOUT_SECONDS, Agreement, Digest, agreement_of
-from modelstate.errors import OptionError
+from modelstate.distributed.agreement import Agreement, Digest, agreement_of
 from modelstate.io.engine import Request, read_ranges
 from modelstate.loading.replicas import to_read_here
 from modelstate.loading.report import RankReport
@@ -26,8 +22,6 @@ from modelstate.text_format import count
 from modelstate.torch_compat.plain import is_plain, is_sharded
 from modelstate.torch_compat.sharding import layout_of
 
-_P = ParamSpec("_P")
-_R = TypeVar("_R")
 PLANNING, READING, SHARING = "planning", "reading", "sending values to replicas"
 LAST_CHECKS, COMMIT = "the last checks", "the commit"
 """The phases of a load. Each phase ends with a vote of all ranks."""
@@ -67,26 +61,14 @@ def digest_of_state(what: str, text: str, state: object) -> Digest:
     return Digest.of(what, text, _described(state))
 
 
-def wrong_on_all_ranks(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Decorates a call so that arguments that it does not have are an error on all ranks of the model's mesh."""
-    code = inspect.unwrap(function).__code__
+def before_call(call: str) -> Callable[..., AbstractContextManager[object]]:
+    """Returns the `within=` of `argument_order` for a call with a model: its ranks raise the error of any of them."""
 
-    @wraps(function)
-    def called(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-        try:
-            return function(*args, **kwargs)
-        except (OptionError, TypeError) as error:
-            has_begun = any(frame.f_code is code for frame, _ in walk_tb(error.__traceback__))
-            models = [value for value in (*args, *kwargs.values()) if isinstance(value, nn.Module)]
-            group: Any = kwargs.get("process_group")
-            agreement = Agreement((), TIMEOUT_SECONDS)
-            if not has_begun:
-                call = f"modelstate.{code.co_name}"
-                agreement = agreement_of(models[0] if models else (), group, call=call)
-            with agreement.before(PLANNING):
-                raise
+    def within(*args: object, process_group: Any = None, **options: object) -> AbstractContextManager[object]:
+        models = [value for value in (*args, *options.values()) if isinstance(value, nn.Module)]
+        return agreement_of(models[0] if models else (), process_group, call=call).before(PLANNING)
 
-    return called
+    return within
 
 
 def _described(state: object) -> Iterator[object]:

@@ -30,10 +30,10 @@ from modelstate.loading.collective import (
     PLANNING,
     READING,
     SHARING,
+    before_call,
     digests_of,
     rank_reports,
     shared_generator,
-    wrong_on_all_ranks,
 )
 from modelstate.loading.commit import Place, commit, held_for_commit, place_fallible
 from modelstate.loading.replicas import broadcast, connect, notes_on_shared, shared_reads, to_read_here
@@ -180,8 +180,12 @@ def load(
 def load(
     model: nn.Module, source: Source | LoadPlan, *, background: bool, **arguments: Unpack[LoadArguments]
 ) -> LoadReport | LoadHandle: ...
-@wrong_on_all_ranks
-@argument_order("ms.load", is_module, lambda value: is_source(value) or isinstance(value, LoadPlan))
+@argument_order(
+    "ms.load",
+    is_module,
+    lambda value: is_source(value) or isinstance(value, LoadPlan),
+    within=before_call("modelstate.load"),
+)
 @foreign_arguments(**_OF_TORCH)
 def load(
     model: nn.Module,

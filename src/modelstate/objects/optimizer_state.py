@@ -19,7 +19,7 @@ from torch import nn
 from modelstate.checkpoint.open import argument_order, is_module, patterns_of
 from modelstate.distributed.agreement import TIMEOUT_SECONDS, agreement_of
 from modelstate.errors import OptimizerStateError, OptionError
-from modelstate.loading.collective import digest_of_state, text_of, wrong_on_all_ranks
+from modelstate.loading.collective import before_call, digest_of_state, text_of
 from modelstate.planning.matching import wrapper_rule
 from modelstate.planning.plan import check_model
 from modelstate.planning.sharded import ShardedSlot, sharded_slot
@@ -87,8 +87,9 @@ def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[
     return {"state": state, _GROUPS: groups, _CLASS: _class_name(_computing_class(optimizer))}
 
 
-@wrong_on_all_ranks
-@argument_order("ms.load_optimizer_state", is_module, _is_optimizer)
+@argument_order(
+    "ms.load_optimizer_state", is_module, _is_optimizer, within=before_call("modelstate.load_optimizer_state")
+)
 def load_optimizer_state(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,

@@ -377,6 +377,13 @@ class _Opening(NamedTuple):
     files: dict[str, RemoteFile]
     cache: Cache | None
 
+    def file(self, path: str) -> RemoteFile:
+        if path not in self.files:
+            if self.cache is None:  # that of an earlier open
+                _caches.pop(path, None)
+            self.files[path] = RemoteFile(path, cache=self.cache)
+        return self.files[path]
+
 
 _opened: ContextVar[_Opening | None] = ContextVar("_opened", default=None)
 _caches: dict[str, Cache] = {}
@@ -401,13 +408,7 @@ def opened_once(cache: Cache | None) -> Iterator[None]:
 def opened(path: str) -> RemoteFile:
     """The file at a URL, from the files of this `open` where it is one of them. Raises what `RemoteFile` raises."""
     opening = _opened.get()
-    if opening is None:
-        return RemoteFile(path)
-    if path not in opening.files:
-        if opening.cache is None:  # that of an earlier open
-            _caches.pop(path, None)
-        opening.files[path] = RemoteFile(path, cache=opening.cache)
-    return opening.files[path]
+    return RemoteFile(path) if opening is None else opening.file(path)
 
 
 def listing(directory: str) -> tuple[list[str], list[str]]:
@@ -445,17 +446,14 @@ def open_all(paths: Iterable[str]) -> set[str]:
     missing: set[str] = set()
     if opening is None:
         return missing
-    files, cache = opening
-    waiting = [path for path in paths if path not in files]
+    waiting = [path for path in paths if path not in opening.files]
 
     def work(stop: threading.Event) -> None:
         while waiting and not stop.is_set():
             with suppress(IndexError):
                 path = waiting.pop()
-                if cache is None:  # that of an earlier open
-                    _caches.pop(path, None)
                 try:
-                    files[path] = RemoteFile(path, cache=cache)
+                    opening.file(path)
                 except SourceNotFoundError:
                     missing.add(path)
 

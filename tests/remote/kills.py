@@ -1,0 +1,24 @@
+"""Kills a process at one of its requests."""
+
+import os
+import signal
+from collections.abc import Callable
+
+from modelstate.testing import FaultProxy, HttpRequest
+from tests.programs import CONTEXT
+
+
+def exit_code_of_killed(proxy: FaultProxy, number: int, target: Callable[..., None], *arguments: object) -> int | None:
+    """Runs a function in a process that is killed at a request; returns how it ended."""
+    process = CONTEXT.Process(target=target, args=arguments)
+
+    def kill(request: HttpRequest) -> None:
+        if request.number == number and process.pid is not None:
+            os.kill(process.pid, signal.SIGKILL)
+
+    proxy.reset()
+    proxy.fault = kill
+    process.start()
+    process.join(60)
+    proxy.fault = None
+    return process.exitcode
