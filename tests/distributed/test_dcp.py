@@ -1,5 +1,6 @@
 """`ms.dcp` below the real `torch.distributed.checkpoint`, on four ranks: FSDP2 with its optimizer, and others."""
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -174,7 +175,13 @@ def save_training(kind: str, path: str, way: str) -> bool:
     state: dict[str, Any] = {"model": model_state, "optimizer": optimizer_state, "step": 5, "losses": [0.5, 0.25]}
     state["loader"] = {f"rank_{rank}": {"position": 10 * rank}}  # names that only one rank has
     if way == "async":
-        dcp.async_save(state, storage_writer=ms.dcp.Writer(path)).result()
+        group = dist.new_group(backend="gloo")  # the gathers of DCP's thread are over a group of its own
+        saving = dcp.async_save(state, storage_writer=ms.dcp.Writer(path, timeout_seconds=20), process_group=group)
+        time.sleep(0.003 * rank)  # the ranks vote in another order in both threads
+        for number in range(3):
+            ms.save(net, f"{path}-{number}.safetensors", timeout_seconds=20)
+        saving.result()
+        assert ms.open(f"{path}-2.safetensors").keys() == net.state_dict().keys()
     else:
         dcp.save(state, checkpoint_id=path, storage_writer=ms.dcp.Writer(shard_size_bytes=2000))
     whole = whole_state(net, optimizer)
