@@ -20,7 +20,7 @@ from contextlib import ExitStack, contextmanager
 from http.server import BaseHTTPRequestHandler
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 
 import torch
 from torch import nn
@@ -89,7 +89,7 @@ def of_s3torchconnector() -> Target:
     def load(url: str, folder: str) -> nn.Module:
         config = S3ClientConfig(force_path_style=True)
         with S3Checkpoint("us-east-1", endpoint=url, s3client_config=config).reader(f"s3://{BUCKET}/model.pt") as file:
-            return assigned(torch.load(file))
+            return assigned(torch.load(cast(IO[bytes], file)))
 
     return load
 
