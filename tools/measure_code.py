@@ -1,8 +1,11 @@
 """Counts what the structure of the source is judged by.
 
-    python tools/measure_code.py [--list small|any|private] [FOLDER]
+    python tools/measure_code.py [--list small|inline|any|private] [FOLDER]
 
 - small: functions with one caller in the source and a body of fewer than 5 lines.
+- inline: those of them whose body could stand at the caller. Left out are functions that are passed as values (sort
+  keys, callbacks, entries of a table), methods that several classes have, and `torch_compat`, which has a function for
+  each private name of torch.
 - any: annotations that are, or contain, `Any`.
 - private: attributes and imports of torch whose names begin with an underscore, by file.
 """
@@ -35,21 +38,32 @@ def body_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
     return (body[-1].end_lineno or 0) - body[0].lineno + 1
 
 
-def small_functions(trees: dict[Path, ast.Module]) -> Iterator[str]:
-    """Functions with one mention besides their definition, and a body of fewer than 5 lines; no special methods."""
+def small_functions(trees: dict[Path, ast.Module]) -> Iterator[tuple[str, bool]]:
+    """Functions with one mention besides their definition, and a body of fewer than 5 lines; no special methods.
+
+    Each comes with whether its body could stand at the caller.
+    """
     mentions: Counter[str] = Counter()
+    calls: Counter[str] = Counter()
+    definitions: Counter[str] = Counter()
     for tree in trees.values():
         for node in ast.walk(tree):
             if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
                 mentions[node.id] += 1
             elif isinstance(node, ast.Attribute):
                 mentions[node.attr] += 1
+            elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name | ast.Attribute):
+                calls[node.func.id if isinstance(node.func, ast.Name) else node.func.attr] += 1
+            elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                definitions[node.name] += 1
     for path, tree in trees.items():
+        is_seam = path.is_relative_to(SOURCE / "torch_compat")
         for node in ast.walk(tree):
             if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or node.decorator_list:
                 continue
             if mentions[node.name] == 1 and body_lines(node) < 5 and not node.name.startswith("__"):
-                yield f"{path.relative_to(SOURCE)}:{node.lineno} {node.name}"
+                is_movable = calls[node.name] == 1 and definitions[node.name] == 1 and not is_seam
+                yield f"{path.relative_to(SOURCE)}:{node.lineno} {node.name}", is_movable
 
 
 def any_annotations(trees: dict[Path, ast.Module]) -> Iterator[str]:
@@ -91,14 +105,16 @@ def private_torch(trees: dict[Path, ast.Module]) -> dict[str, list[str]]:
 def main() -> None:
     """Prints the table, or one of the lists."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--list", choices=("small", "any", "private"))
+    parser.add_argument("--list", choices=("small", "inline", "any", "private"))
     parser.add_argument("folder", nargs="?", help="only this folder of the source is listed")
     arguments = parser.parse_args()
     trees = parsed(SOURCE)
     small, broad, private = [*small_functions(trees)], [*any_annotations(trees)], private_torch(trees)
+    inline = [function for function, is_movable in small if is_movable]
     if arguments.list:
         lists = {
-            "small": small,
+            "small": [function for function, _ in small],
+            "inline": inline,
             "any": broad,
             "private": [f"{name}:{use}" for name, uses in private.items() for use in uses],
         }
@@ -106,7 +122,7 @@ def main() -> None:
         return
     functions = sum(isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef) for t in trees.values() for n in ast.walk(t))
     print(f"files {len(trees)}, lines {sum(len(path.read_text().splitlines()) for path in trees):,}")
-    print(f"functions {functions:,}, of these small with one caller {len(small)}")
+    print(f"functions {functions:,}, small with one caller {len(small)}, of these fit to inline {len(inline)}")
     print(f"annotations with Any {len(broad):,}")
     print(f"files outside torch_compat with private names of torch {len(private)}")
 

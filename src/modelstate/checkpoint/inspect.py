@@ -493,7 +493,12 @@ def _runs(node: Node) -> list[list[Node]]:
             groups.append([child])
         elif numbered:
             runs = list(_numbered_runs(numbered))
-            groups += _similar(runs) if len(runs) > _MAX_RUNS else runs
+            if len(runs) > _MAX_RUNS:  # one group for all that are similar, in the order of their first members
+                similar: dict[int, list[Node]] = {}
+                for run in runs:
+                    similar.setdefault(run[0].shape, []).extend(run)
+                runs = [*similar.values()]
+            groups += runs
             numbered = []
     return groups
 
@@ -509,14 +514,6 @@ def _numbered_runs(numbered: list[tuple[int, Node]]) -> Iterator[list[Node]]:
         previous = number
     if run:
         yield run
-
-
-def _similar(runs: list[list[Node]]) -> list[list[Node]]:
-    """Joins the runs that are similar, in the order of their first members."""
-    groups: dict[int, list[Node]] = {}
-    for run in runs:
-        groups.setdefault(run[0].shape, []).extend(run)
-    return list(groups.values())
 
 
 def _is_number(name: str) -> bool:

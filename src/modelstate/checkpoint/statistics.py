@@ -9,7 +9,7 @@ import json
 import math
 import threading
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from fnmatch import fnmatchcase
@@ -203,7 +203,8 @@ class CheckpointStatistics(Shown):
             raise OptionError(
                 "depth= must be a number of parts of names", expected="an integer >= 0, or None", found=repr(depth)
             )
-        entries = list(_with_parts(self.tensors)) if depth is None else []
+        # Without a depth, each tensor has a row, and each part that it consists of has one below it.
+        entries = [entry for tensor in self.tensors for entry in (tensor, *tensor.parts)] if depth is None else []
         rows = [_module(entry.name, [entry]) for entry in entries] if depth is None else self.modules(depth)
         shapes = {entry.name: str(list(entry.shape)) for entry in entries}
         table = [(row, shapes.get(row.name, "")) for row in rows]
@@ -216,9 +217,9 @@ class CheckpointStatistics(Shown):
         lines = [_HEADS, *(_row(row, shape) for row, shape in table)]
         if len(table) > 1:
             lines.append(_row(whole, "", "all"))
-        return f"{printable(self.source)}: {tensors}, {seconds(self.seconds)}\n{_histogram(whole)}\n\n" + columns(
-            lines, right=range(3, 11), width=width, optional=(1, 2, 6, 7, 10, 9)
-        )
+        dtypes = ", ".join(f"{short(dtype)} ({number:,})" for dtype, number in whole.dtypes.items())
+        heading = f"{printable(self.source)}: {tensors}, {seconds(self.seconds)}\ndtypes: {dtypes}\n\n"
+        return heading + columns(lines, right=range(3, 11), width=width, optional=(1, 2, 6, 7, 10, 9))
 
     def _page(self) -> Page:
         measures = (
@@ -559,17 +560,6 @@ def _row(row: ModuleStatistics, shape: str, name: str = "") -> tuple[str, ...]:
         f"{found.nan:,}" if found.nan else "",
         f"{found.infinite:,}" if found.infinite else "",
     )
-
-
-def _with_parts(tensors: Iterable[TensorStatistics]) -> Iterator[TensorStatistics]:
-    """The tensors, each with the parts that it consists of below it."""
-    for tensor in tensors:
-        yield tensor
-        yield from tensor.parts
-
-
-def _histogram(whole: ModuleStatistics) -> str:
-    return "dtypes: " + ", ".join(f"{short(dtype)} ({number:,})" for dtype, number in whole.dtypes.items())
 
 
 def _tensor_json(tensor: TensorStatistics) -> dict[str, object]:

@@ -45,7 +45,7 @@ from modelstate.planning.matching import DecodeFailure, Patterns, entries_of
 from modelstate.problems import NotATensor, Problem, Unexpected, WrongDtype, plan_error
 from modelstate.rules.expression import Source as TensorSource
 from modelstate.rules.expression import region, values_of
-from modelstate.rules.rule import Entries, Rule, Value
+from modelstate.rules.rule import Rule, Value
 from modelstate.rules.schema import Schema, apply_rules, check_rules
 from modelstate.spec import Refused, StoredTensor
 from modelstate.torch_compat.dtypes import cast_between, short
@@ -111,7 +111,11 @@ class Reader(StorageReader):
     def read_metadata(self, *_: object, **__: object) -> Metadata:
         """Opens the source, and returns its names, shapes and dtypes after the rules. Raises what `open` raises."""
         self._checkpoint = open_checkpoint(self._source, key=self._key)
-        self._entries = self._after_rules(self._checkpoint)
+        rules = self._rules
+        rules = rules.rules_for(self._checkpoint) if isinstance(rules, Schema) else check_rules(rules)
+        applied = apply_rules(rules, entries_of(self._checkpoint), self._checkpoint.read)
+        applied.check("the rules cannot be applied; nothing has been changed", where=self._checkpoint.source)
+        self._entries = applied.entries
         self._values: dict[str, object] = {}
         described: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
         for name, entry in self._entries.items():
@@ -200,12 +204,6 @@ class Reader(StorageReader):
         done: Future[None] = Future()
         done.set_result(None)
         return done
-
-    def _after_rules(self, checkpoint: Checkpoint) -> Entries:
-        rules = self._rules.rules_for(checkpoint) if isinstance(self._rules, Schema) else check_rules(self._rules)
-        applied = apply_rules(rules, entries_of(checkpoint), checkpoint.read)
-        applied.check("the rules cannot be applied; nothing has been changed", where=checkpoint.source)
-        return applied.entries
 
     def _tensor(self, name: str) -> TensorSource:
         content = self._entries[name].content
