@@ -3,6 +3,7 @@
 import gc
 import math
 import os
+import re
 import signal
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
@@ -26,6 +27,8 @@ settings.register_profile(
     "busy", deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize="CI" in os.environ
 )
 settings.load_profile("busy")
+
+WHOLE_FILE_IS_SLOW = re.compile(r"^pytestmark = (\[.*)?pytest\.mark\.slow\b", re.MULTILINE)
 
 
 def pytest_configure() -> None:
@@ -56,6 +59,14 @@ def _skipped_by_an_old_torch() -> Iterator[None]:
         if error.has_fields and error.what.endswith("need a newer PyTorch"):
             pytest.skip(f"{error.what}: {error.expected}")
         raise
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leaves out a file that is slow as a whole where slow tests are left out: its imports may take seconds."""
+    is_named = collection_path in (Path(argument.partition("::")[0]).absolute() for argument in config.args)
+    if is_named or config.getoption("markexpr") != "not slow" or collection_path.suffix != ".py":
+        return None
+    return True if WHOLE_FILE_IS_SLOW.search(collection_path.read_text()) else None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -75,7 +75,7 @@ ModelStateError
 """
 
 from collections.abc import Sequence
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, TypedDict, Unpack
 
 from modelstate.text_format import as_given, printable
 
@@ -89,6 +89,16 @@ AppReason = Literal["unreachable", "no answer", "access", "refused"]
 """
 CUT_SHORT = "the file is damaged or cut short: compare its size with the original, and copy it again"
 """The remedy for a damaged file."""
+
+
+class ErrorFields(TypedDict, total=False):
+    """The arguments of every error; `ModelStateError` says what they mean."""
+
+    where: object
+    expected: object
+    found: object
+    remedy: object
+    names: Sequence[str]
 
 
 class ModelStateError(Exception):
@@ -187,7 +197,7 @@ class UnknownFormatError(OpenError, ValueError, page="unknown-format"):
 class AmbiguousCheckpointError(OpenError, ValueError, page="several-checkpoints"):
     """A file holds several state dicts that fit equally well, or a directory several checkpoints."""
 
-    def __init__(self, what: str, *, candidates: Sequence[tuple[str, int]] = (), **fields: Any) -> None:
+    def __init__(self, what: str, *, candidates: Sequence[tuple[str, int]] = (), **fields: Unpack[ErrorFields]) -> None:
         super().__init__(what, **fields)
         self.candidates = tuple(candidates)
         """Pairs of a key and the number of names that match those of the module; empty for a directory."""
@@ -219,7 +229,7 @@ class ForbiddenGlobalError(OpenError, ValueError, page="forbidden-global"):
         *,
         refused: Sequence[tuple[str, str]] = (),
         allow: Sequence[str] = (),
-        **fields: Any,
+        **fields: Unpack[ErrorFields],
     ) -> None:
         super().__init__(what, **fields)
         self.refused = tuple(refused)
@@ -299,7 +309,7 @@ class ObjectStateError(ModelStateError, KeyError, TypeError, ValueError, page="o
 class PlanError(ModelStateError, RuntimeError, page="plan-problems"):
     """A plan that has problems, all of them in `problems`."""
 
-    def __init__(self, what: str, *, problems: Sequence[Any] = (), **fields: Any) -> None:
+    def __init__(self, what: str, *, problems: Sequence[Any] = (), **fields: Unpack[ErrorFields]) -> None:
         super().__init__(what, **fields)
         self.problems = tuple(problems)
         """The problems, each a `modelstate.problems.Problem`."""
@@ -476,7 +486,7 @@ class QuarantinedError(LiveError, RuntimeError):
 class SkippedCheckpointError(LiveError, ValueError, page="following"):
     """A checkpoint of a followed store is skipped, and not tried again. Its cause says why."""
 
-    def __init__(self, what: str, *, step: int | None = None, **fields: Any) -> None:
+    def __init__(self, what: str, *, step: int | None = None, **fields: Unpack[ErrorFields]) -> None:
         super().__init__(what, **fields)
         self.step = step
         """The step of the checkpoint."""
@@ -485,7 +495,7 @@ class SkippedCheckpointError(LiveError, ValueError, page="following"):
 class AppError(LiveError, RuntimeError, page="serving-app"):
     """A serving app that does not answer, or does not take a checkpoint; `reason` says which."""
 
-    def __init__(self, what: str, *, reason: AppReason = "no answer", status: int | None = None, **fields: Any) -> None:
+    def __init__(self, what: str, *, reason: AppReason = "no answer", status: int | None = None, **fields: Unpack[ErrorFields]) -> None:
         super().__init__(what, **fields)
         self.reason = reason
         """What is wrong, as an `AppReason`."""

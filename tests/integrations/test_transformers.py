@@ -28,6 +28,7 @@ from modelstate.errors import (
 from modelstate.io import system
 from modelstate.store.record import ObjectEntry
 
+pytestmark = pytest.mark.slow
 transformers = pytest.importorskip("transformers")
 
 from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, TrainingArguments  # noqa: E402
@@ -104,7 +105,6 @@ def assert_equal(one: nn.Module, other: nn.Module) -> None:
         assert torch.equal(a, b), name
 
 
-@pytest.mark.slow
 def test_it_saves_in_place_of_the_trainer(tmp_path: Path, uninterrupted: Net) -> None:
     store, model = ms.Store(tmp_path / "run"), Net()
     saving = StoreCallback(store)
@@ -118,7 +118,6 @@ def test_it_saves_in_place_of_the_trainer(tmp_path: Path, uninterrupted: Net) ->
     assert set(store.verify().values()) == {""}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("stop", "background"), [(4, True), (5, False), (6, True), (11, False)])
 def test_a_run_that_was_killed_goes_on_as_if_nothing_had_been(
     tmp_path: Path, uninterrupted: Net, stop: int, background: bool
@@ -142,7 +141,6 @@ def test_a_run_that_was_killed_goes_on_as_if_nothing_had_been(
     assert len(logged) == 15
 
 
-@pytest.mark.slow
 def test_evaluation_between_steps_changes_nothing(tmp_path: Path) -> None:
     options: Any = {"eval_strategy": "steps", "eval_steps": 3}
     whole, first, second = Net(), Net(), Net()
@@ -159,7 +157,6 @@ def test_evaluation_between_steps_changes_nothing(tmp_path: Path) -> None:
     assert_equal(second, whole)
 
 
-@pytest.mark.slow
 def test_at_the_ends_of_epochs(tmp_path: Path, uninterrupted: Net) -> None:
     first, second = Net(), Net()
     with ms.Store(tmp_path / "run") as store:
@@ -173,7 +170,6 @@ def test_at_the_ends_of_epochs(tmp_path: Path, uninterrupted: Net) -> None:
     assert_equal(second, uninterrupted)
 
 
-@pytest.mark.slow
 def test_a_language_model_with_tied_weights(tmp_path: Path) -> None:
     def model() -> Any:
         torch.manual_seed(0)
@@ -206,7 +202,6 @@ class Signal(TrainerCallback):  # type: ignore[misc]
             os.kill(os.getpid(), signal.SIGTERM)
 
 
-@pytest.mark.slow
 def test_a_signal_saves_and_ends(tmp_path: Path) -> None:
     before = signal.getsignal(signal.SIGTERM)
     first, second = Net(), Net()
@@ -223,7 +218,6 @@ def test_a_signal_saves_and_ends(tmp_path: Path) -> None:
     assert len(first.losses) + len(second.losses) == 15
 
 
-@pytest.mark.slow
 def test_a_deadline_learns_from_the_saves(tmp_path: Path) -> None:
     for background in (True, False):
         with ms.Store(tmp_path / f"run{background}") as store:
@@ -234,7 +228,6 @@ def test_a_deadline_learns_from_the_saves(tmp_path: Path) -> None:
             assert deadline.margin_seconds < 60
 
 
-@pytest.mark.slow
 def test_a_damaged_newest_step_is_passed_over(tmp_path: Path, uninterrupted: Net) -> None:
     with ms.Store(tmp_path / "run") as store:
         saving = StoreCallback(store)
@@ -253,7 +246,6 @@ def test_a_damaged_newest_step_is_passed_over(tmp_path: Path, uninterrupted: Net
         assert set(store.verify().values()) == {""}
 
 
-@pytest.mark.slow
 def test_going_back_to_a_step_replaces_those_behind_it(tmp_path: Path, uninterrupted: Net) -> None:
     with ms.Store(tmp_path / "run") as store:
         saving, model = StoreCallback(store), Net()
@@ -266,7 +258,6 @@ def test_going_back_to_a_step_replaces_those_behind_it(tmp_path: Path, uninterru
         assert set(store.verify().values()) == {""}
 
 
-@pytest.mark.slow
 def test_a_run_that_went_back_and_was_killed_goes_on(tmp_path: Path, uninterrupted: Net) -> None:
     first, second = Net(), Net()
     with ms.Store(tmp_path / "run") as store:
@@ -284,7 +275,6 @@ def test_a_run_that_went_back_and_was_killed_goes_on(tmp_path: Path, uninterrupt
             saving.train(trainer_of(tmp_path, saving), step=None)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "accumulation"),
     [({"max_steps": 8}, 1), ({"max_steps": 10}, 2), ({"max_steps": 8, "save_strategy": "epoch"}, 2)],
@@ -343,7 +333,6 @@ class Waits(TrainerCallback):  # type: ignore[misc]
             self.store._pending.wait(60)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("call", ["mkdir", "fsync"])
 def test_a_save_in_the_background_that_fails_does_not_end_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, uninterrupted: Net, call: str
@@ -361,7 +350,6 @@ def test_a_save_in_the_background_that_fails_does_not_end_it(
         assert set(store.verify().values()) == {""}
 
 
-@pytest.mark.slow
 def test_where_the_disk_stays_full_the_last_save_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = Net()
     with ms.Store(tmp_path / "run") as store:
@@ -384,7 +372,6 @@ class SaveAt(TrainerCallback):  # type: ignore[misc]
         control.should_save = state.global_step == 4
 
 
-@pytest.mark.slow
 def test_what_was_lost_is_saved_when_the_run_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where nothing else is."""
     for end, steps in ((5, (15,)), (99, ())):
@@ -402,7 +389,6 @@ def test_what_was_lost_is_saved_when_the_run_ends(tmp_path: Path, monkeypatch: p
             assert store.steps() == steps
 
 
-@pytest.mark.slow
 def test_a_save_that_it_waits_for_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with ms.Store(tmp_path / "run") as store:
         saving = StoreCallback(store)
@@ -412,7 +398,6 @@ def test_a_save_that_it_waits_for_raises(tmp_path: Path, monkeypatch: pytest.Mon
         assert store.steps() == (3,)
 
 
-@pytest.mark.slow
 def test_a_step_that_is_taken_away_while_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with ms.Store(tmp_path / "run") as store:
         saving = StoreCallback(store)
@@ -435,7 +420,6 @@ def test_a_step_that_is_taken_away_while_it_is_read(tmp_path: Path, monkeypatch:
             saving.train(trainer_of(tmp_path, saving), step=9)
 
 
-@pytest.mark.slow
 def test_other_callbacks_and_objects_of_ones_own(tmp_path: Path) -> None:
     class Counter:
         count = 0
@@ -466,7 +450,6 @@ def test_other_callbacks_and_objects_of_ones_own(tmp_path: Path) -> None:
             other.train(trainer_of(tmp_path, other))
 
 
-@pytest.mark.slow
 def test_what_does_not_fit_changes_nothing(tmp_path: Path) -> None:
     with ms.Store(tmp_path / "run") as store:
         saving = StoreCallback(store)
@@ -498,7 +481,6 @@ def test_wrong_arguments(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.slow
 def test_a_library_that_is_not_there() -> None:
     code = """
 import importlib, sys

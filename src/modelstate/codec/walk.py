@@ -12,9 +12,9 @@ import struct
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
-from modelstate.errors import CodecError, ModelStateError
+from modelstate.errors import CodecError, ErrorFields, ModelStateError
 from modelstate.spec import TensorSpec
 from modelstate.text_format import is_unicode, printable
 from modelstate.torch_compat.values import is_tensor
@@ -148,7 +148,7 @@ class Walk:
                 remedy=REGISTER,
             )
 
-    def fail(self, what: str, **fields: Any) -> CodecError:
+    def fail(self, what: str, **fields: Unpack[ErrorFields]) -> CodecError:
         return CodecError(what, where=self.place, **fields)
 
     @property

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from typing import TypeVar
 
 import torch
 
@@ -369,7 +369,10 @@ def _row(group: Sequence[TensorDiff]) -> tuple[str, ...]:
     )
 
 
-def _both(sides: tuple[Any, Any], text: Callable[[Any], str]) -> str:
+_Side = TypeVar("_Side")
+
+
+def _both(sides: tuple[_Side, _Side], text: Callable[[_Side], str]) -> str:
     return text(sides[0]) if sides[0] == sides[1] else f"{text(sides[0])} -> {text(sides[1])}"
 
 

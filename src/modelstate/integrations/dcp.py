@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
-from torch.distributed.tensor import Replicate
+from torch.distributed.tensor import Placement, Replicate
 from torch.futures import Future
 
 from modelstate.checkpoint.checkpoint import Checkpoint, verify
@@ -370,7 +370,7 @@ class _Layout:
 
     dtype: torch.dtype
     shape: tuple[int, ...]
-    placements: tuple[Any, ...]
+    placements: tuple[Placement, ...]
     """Empty where the tensor is no DTensor; so is the mesh."""
     mesh: tuple[tuple[int, ...], tuple[int, ...]]
     """The shape of the mesh, and its ranks."""
@@ -388,7 +388,7 @@ class _Layout:
             if isinstance(value, torch.Tensor):
                 tensor: Any = value
                 local = local_tensor(value) if is_sharded(value) else value
-                placements: tuple[Any, ...] = ()
+                placements: tuple[Placement, ...] = ()
                 mesh: tuple[tuple[int, ...], tuple[int, ...]] = (), ()
                 digest = ""
                 if is_sharded(value):
@@ -462,21 +462,23 @@ def _united(
     return {path: of_all[path] for path in sorted(of_all, key=lambda path: [str(step) for step in path])}
 
 
-def _tree(state: Mapping[_Path, object]) -> dict[Any, object]:
+def _tree(state: Mapping[_Path, object]) -> dict[object, object]:
     """Returns the containers of a flattened state: dicts, and lists where the keys are integers.
 
     DCP turns the positions in the state of an optimizer into text; they become integers again.
     """
-    root: dict[Any, Any] = {}
+    root = _Node()
     for path, value in state.items():
         node = root
         for step in path[:-1]:
-            node = node.setdefault(step, _Node())
+            below = node.setdefault(step, _Node())
+            assert isinstance(below, _Node)
+            node = below
         node[path[-1]] = value
     return with_positions({key: _finished(value) for key, value in root.items()})
 
 
-class _Node(dict[Any, Any]):
+class _Node(dict[object, object]):
     """A container of the state dict, in contrast to a dict that is a value."""
 
 

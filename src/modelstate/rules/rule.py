@@ -32,7 +32,18 @@ class Rule(Protocol):
     """
 
     def rename(self, name: str) -> str | None:
-        """Returns the name in the model for a name in the checkpoint; None if the rule does not apply to it."""
+        """Returns the name in the model for a name in the checkpoint.
+
+        Args:
+            name: the name in the checkpoint, after the rules before this one.
+
+        Returns:
+            The name in the model; None if the rule does not apply to it.
+
+        Examples:
+            >>> ms.rules.Rename("fc.*", "head.*").rename("fc.weight")
+            'head.weight'
+        """
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,8 +48,15 @@ class Rules(tuple[Rule, ...]):
         They undo what these rules did to a checkpoint, unless a name that these rules left alone looks like one that
         they made.
 
+        Returns:
+            The reverses, as rules.
+
         Raises:
             RuleError: A rule has no reverse.
+
+        Examples:
+            >>> ms.rules.Rules([ms.rules.Rename("fc.*", "head.*")]).reverse()
+            Rules([Rename('head.*', 'fc.*')])
         """
         reverses = []
         for rule in reversed(self):
@@ -268,9 +275,18 @@ class Schema:
             since: the version to begin with.
             to: the version to end with, by default the current one. For an older version, the rules are reversed.
 
+        Returns:
+            The rules, in order.
+
         Raises:
             SchemaError: A version is unknown.
             RuleError: A rule has no reverse.
+
+        Examples:
+            >>> schema = ms.rules.Schema("1.0", [ms.rules.Migration("2.0", [ms.rules.Rename("fc.*", "head.*")])])
+            >>> schema.rules("1.0")
+            Rules([Rename('fc.*', 'head.*')])
+            >>> ms.load(model, "unmarked.safetensors", rules=schema.rules("1.0"))
         """
         begin, end = self._index(since), self._index(self.version if to is None else to)
         if end < begin:
@@ -281,7 +297,21 @@ class Schema:
         return Rules(rules[:-1])
 
     def rules_for(self, checkpoint: Checkpoint) -> Rules:
-        """Returns the rules from the version of a checkpoint to the current one. Raises `SchemaError`."""
+        """Returns the rules from the version of a checkpoint to the current one.
+
+        Args:
+            checkpoint: one state dict; of a file with several, the part that is loaded.
+
+        Returns:
+            The rules, in order; none for a checkpoint of the current version.
+
+        Raises:
+            SchemaError: No version is noted, and no predicate or several recognise the checkpoint.
+
+        Examples:
+            >>> schema.rules_for(ms.open("old.safetensors"))
+            Rules([Rename('fc.*', 'head.*')])
+        """
         return self.rules(self.version_of(checkpoint))
 
     def version_of(self, checkpoint: Checkpoint) -> str:
@@ -290,8 +320,15 @@ class Schema:
         Args:
             checkpoint: one state dict; of a file with several, the part that is loaded.
 
+        Returns:
+            The version that is noted in the checkpoint, or else the one whose predicate recognises it.
+
         Raises:
             SchemaError: No version is noted, and no predicate or several recognise the checkpoint.
+
+        Examples:
+            >>> schema.version_of(ms.open("old.safetensors"))
+            '1.0'
         """
         noted = self._noted(checkpoint)
         if noted is not None:
@@ -303,13 +340,40 @@ class Schema:
     def version_of_names(self, names: Iterable[str], where: str) -> str:
         """Returns the version of a state whose names alone are known, such as an optimizer's.
 
-        A predicate that asks for a shape or a dtype gets an error. Raises `SchemaError`.
+        Args:
+            names: the names of the state.
+            where: the text that says in errors which state it is.
+
+        Returns:
+            The version whose predicate recognises the names.
+
+        Raises:
+            SchemaError: No predicate or several recognise the names, or one asks for a shape or a dtype.
+
+        Examples:
+            >>> schema.version_of_names(["fc.weight", "fc.bias"], "the optimizer")
+            '1.0'
         """
         specs = dict.fromkeys(names, _NameOnly())
         return self._recognised(cast(Mapping[str, TensorSpec], specs), where)
 
     def renamings(self, checkpoint: Checkpoint) -> list[Callable[[str], str]]:
-        """Returns, for each version that the checkpoint may have, a function from its names to the current names."""
+        """Returns the ways in which the names of a checkpoint may have changed.
+
+        Args:
+            checkpoint: one state dict; of a file with several, the part that is loaded.
+
+        Returns:
+            For each version that the checkpoint may have, a function from its names to the current names.
+
+        Raises:
+            SchemaError: A version is noted that the schema does not have.
+
+        Examples:
+            >>> [renamed] = schema.renamings(ms.open("noted.safetensors"))
+            >>> renamed("fc.weight")
+            'head.weight'
+        """
         noted = self._noted(checkpoint)
         return [partial(renamed_by, self.rules(version)) for version in (self.versions if noted is None else [noted])]
 
