@@ -495,7 +495,14 @@ class SkippedCheckpointError(LiveError, ValueError, page="following"):
 class AppError(LiveError, RuntimeError, page="serving-app"):
     """A serving app that does not answer, or does not take a checkpoint; `reason` says which."""
 
-    def __init__(self, what: str, *, reason: AppReason = "no answer", status: int | None = None, **fields: Unpack[ErrorFields]) -> None:
+    def __init__(
+        self,
+        what: str,
+        *,
+        reason: AppReason = "no answer",
+        status: int | None = None,
+        **fields: Unpack[ErrorFields],
+    ) -> None:
         super().__init__(what, **fields)
         self.reason = reason
         """What is wrong, as an `AppReason`."""

@@ -12,9 +12,9 @@ import struct
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import TYPE_CHECKING, Any
 
-from modelstate.errors import CodecError, ErrorFields, ModelStateError
+from modelstate.errors import CodecError, ModelStateError
 from modelstate.spec import TensorSpec
 from modelstate.text_format import is_unicode, printable
 from modelstate.torch_compat.values import is_tensor
@@ -148,8 +148,8 @@ class Walk:
                 remedy=REGISTER,
             )
 
-    def fail(self, what: str, **fields: Unpack[ErrorFields]) -> CodecError:
-        return CodecError(what, where=self.place, **fields)
+    def fail(self, what: str, *, expected: object = "", found: object = "", remedy: object = "") -> CodecError:
+        return CodecError(what, where=self.place, expected=expected, found=found, remedy=remedy)
 
     @property
     def place(self) -> str:

@@ -462,7 +462,7 @@ def _united(
     return {path: of_all[path] for path in sorted(of_all, key=lambda path: [str(step) for step in path])}
 
 
-def _tree(state: Mapping[_Path, object]) -> dict[object, object]:
+def _tree(state: Mapping[_Path, object]) -> dict[Any, object]:
     """Returns the containers of a flattened state: dicts, and lists where the keys are integers.
 
     DCP turns the positions in the state of an optimizer into text; they become integers again.
@@ -478,7 +478,7 @@ def _tree(state: Mapping[_Path, object]) -> dict[object, object]:
     return with_positions({key: _finished(value) for key, value in root.items()})
 
 
-class _Node(dict[object, object]):
+class _Node(dict[Any, object]):
     """A container of the state dict, in contrast to a dict that is a value."""
 
 
