@@ -55,9 +55,10 @@ class Case:
     def on_meta(self) -> nn.Module:
         return on_meta(self.name, self.sizes)
 
-    def with_memory(self) -> nn.Module:
-        """A model with its optimizer."""
+    def with_memory(self, dtype: torch.dtype | None = None) -> nn.Module:
+        """A model with its optimizer, in the dtype of the file or in another one."""
         model = with_memory(self.name, self.sizes)
+        model = model if dtype is None else model.to(dtype)
         self.optimizers.append(torch.optim.AdamW(model.parameters()))
         return model
 
@@ -89,16 +90,16 @@ def pt(prepare: Prepare) -> Way:
     return Way(prepare, files="pt")
 
 
-def ours(*, meta: bool = True, torch_file: bool = False, **options: Any) -> Way:
+def ours(*, meta: bool = True, torch_file: bool = False, model: torch.dtype | None = None, **options: Any) -> Way:
     def prepare(case: Case) -> Work:
         import modelstate as ms
 
-        model = case.on_meta() if meta else case.with_memory()
+        module = case.on_meta() if meta else case.with_memory(model)
         path = case.torch_file if torch_file else case.safetensors
 
         def work() -> nn.Module:
-            ms.load(model, path, **options)
-            return model
+            ms.load(module, path, **options)
+            return module
 
         return work
 
@@ -130,11 +131,11 @@ def usual(case: Case) -> Work:
     return work
 
 
-def torch_load(*, meta: bool, mmap: bool) -> Way:
+def torch_load(*, meta: bool, mmap: bool, dtype: torch.dtype | None = None) -> Way:
     """`load_state_dict`: onto meta with `assign=True`, into memory as a copy."""
 
     def prepare(case: Case) -> Work:
-        model = case.on_meta() if meta else case.with_memory()
+        model = case.on_meta() if meta else case.with_memory(dtype)
 
         def work() -> nn.Module:
             state = torch.load(case.torch_file, weights_only=True, mmap=mmap)
@@ -159,11 +160,11 @@ def safetensors_assign(case: Case) -> Work:
     return work
 
 
-def safetensors_load_model(*, meta: bool) -> Prepare:
+def safetensors_load_model(*, meta: bool, dtype: torch.dtype | None = None) -> Prepare:
     def prepare(case: Case) -> Work:
         from safetensors.torch import load_model
 
-        model = case.on_meta() if meta else case.with_memory()
+        model = case.on_meta() if meta else case.with_memory(dtype)
 
         def work() -> nn.Module:
             if meta:
@@ -176,19 +177,22 @@ def safetensors_load_model(*, meta: bool) -> Prepare:
     return prepare
 
 
-def safetensors_copy(case: Case) -> Work:
-    from safetensors import safe_open
+def safetensors_copy(*, dtype: torch.dtype | None = None) -> Prepare:
+    def prepare(case: Case) -> Work:
+        from safetensors import safe_open
 
-    model = case.with_memory()
+        model = case.with_memory(dtype)
 
-    def work() -> nn.Module:
-        state = model.state_dict()
-        with safe_open(case.safetensors, "pt") as file, torch.no_grad():
-            for name in file.keys():  # noqa: SIM118
-                state[name].copy_(file.get_tensor(name))
-        return model
+        def work() -> nn.Module:
+            state = model.state_dict()
+            with safe_open(case.safetensors, "pt") as file, torch.no_grad():
+                for name in file.keys():  # noqa: SIM118
+                    state[name].copy_(file.get_tensor(name))
+            return model
 
-    return work
+        return work
+
+    return prepare
 
 
 def accelerate_load(*, meta: bool) -> Way:
@@ -482,7 +486,7 @@ MATERIALISED = {
     "torch.load + load_state_dict": torch_load(meta=False, mmap=False),
     "torch.load(mmap) + load_state_dict": torch_load(meta=False, mmap=True),
     "safetensors load_model": Way(safetensors_load_model(meta=False)),
-    "safetensors safe_open + copy_": Way(safetensors_copy),
+    "safetensors safe_open + copy_": Way(safetensors_copy()),
     "accelerate load_checkpoint_in_model": accelerate_load(meta=False),
     "DCP": dcp(meta=False),
     "DCP, Hugging Face storage": dcp(meta=False, hugging_face=True),
@@ -521,6 +525,15 @@ CAST = {
 }
 """From a file in float32 to a module in bfloat16."""
 
+CAST_INTO_MEMORY = {
+    "modelstate.load, dtype=bfloat16": ours(meta=False, model=BF16, dtype=BF16),
+    "modelstate.load, dtype=bfloat16, torch file": ours(meta=False, model=BF16, dtype=BF16, torch_file=True),
+    "torch.load(mmap) + load_state_dict": torch_load(meta=False, mmap=True, dtype=BF16),
+    "safetensors load_model": Way(safetensors_load_model(meta=False, dtype=BF16)),
+    "safetensors safe_open + copy_": Way(safetensors_copy(dtype=BF16)),
+}
+"""From a file in float32 into a module in bfloat16 that has memory, and whose parameters an optimizer holds."""
+
 
 def _quantized(config: Config) -> dict[str, Way]:
     return {
@@ -552,6 +565,7 @@ TABLES = {
     "materialised": MATERIALISED,
     "default": DEFAULT,
     "cast": CAST,
+    "cast-memory": CAST_INTO_MEMORY,
     "int8": _quantized(int8),
     "int4": _quantized(int4),
     "hub": HUB,

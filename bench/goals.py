@@ -494,6 +494,7 @@ COMPARISONS = {
             peers=lambda found, row: _keeps_references(found, "default/large", row),
         ),
         Comparison("float32 file to a bfloat16 module", "cast", f"{OURS}, dtype=bfloat16"),
+        Comparison("the same, into memory that is there", "cast/memory", f"{OURS}, dtype=bfloat16"),
         Comparison("float32 file to int8 weights", "int8", f"{OURS}, transform=Quantize"),
         Comparison("20,000 small tensors", "small/meta", OURS),
         Comparison("a Llama of transformers, with its construction", "hub/load", HUB_OURS),

@@ -102,6 +102,13 @@ LOADS: dict[str, tuple[Load, ...]] = {
             {"": "large"},
             form="cast",
         ),
+        Load(
+            "cast/memory",
+            f"{DECODER} in float32, into a module in bfloat16 that has memory and an optimizer",
+            "cast-memory",
+            {"": "large"},
+            form="cast",
+        ),
     ),
     "int8": (
         Load(

@@ -299,30 +299,23 @@ def gc_paused() -> Iterator[None]:
     Tables of tensors contain no garbage, and with torch imported each pass over all objects of the process costs more
     than the table.
     """
+    global _was_enabled
     token = object()
     try:
         try:
-            _pause(id(token))
+            with _collector_lock:
+                if not _pauses:
+                    _was_enabled = gc.isenabled()
+                _pauses[id(token)] = threading.get_ident()
+                gc.disable()
             yield
         finally:
-            _resume(id(token))
+            with _collector_lock:
+                _end_pauses([id(token)])
     except BaseException:
-        _resume(id(token))  # an interrupt may have arrived before the first call
+        with _collector_lock:
+            _end_pauses([id(token)])  # an interrupt may have arrived before the first call
         raise
-
-
-def _pause(token: int) -> None:
-    global _was_enabled
-    with _collector_lock:
-        if not _pauses:
-            _was_enabled = gc.isenabled()
-        _pauses[token] = threading.get_ident()
-        gc.disable()
-
-
-def _resume(token: int) -> None:
-    with _collector_lock:
-        _end_pauses([token])
 
 
 def _end_pauses(tokens: Iterable[int]) -> None:

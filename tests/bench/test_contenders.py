@@ -64,7 +64,9 @@ def test_the_published_checkpoint_is_loaded_by_all_that_are_asked_to(folder: Pat
     assert len({fingerprint(way.prepare(case)()) for way in ways}) == 1
 
 
-@pytest.mark.parametrize(("table", "dtype"), [("meta", torch.float32), ("cast", torch.bfloat16)])
+@pytest.mark.parametrize(
+    ("table", "dtype"), [("meta", torch.float32), ("cast", torch.bfloat16), ("cast-memory", torch.bfloat16)]
+)
 def test_the_first_of_a_table_loads_what_the_file_has(table: str, dtype: torch.dtype, folder: Path) -> None:
     case = Case("tiny", QUICK, folder)
     state = next(iter(TABLES[table].values())).prepare(case)().state_dict()

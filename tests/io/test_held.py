@@ -17,8 +17,9 @@ import pytest
 import torch
 
 from modelstate.errors import ReadFailedError
-from modelstate.io import engine, held, lease, linux, memory, prefetch
-from modelstate.io.engine import ReadStrategy, Request, Wanted, read_ranges, stream
+from modelstate.io import held, lease, linux, memory, prefetch
+from modelstate.io.blocks import Block, Wanted, stream
+from modelstate.io.engine import ReadStrategy, Request, read_ranges
 from modelstate.io.files import current_fingerprints
 from modelstate.io.held import HeldFiles, held_files
 from modelstate.io.prefetch import bring_into_cache
@@ -251,7 +252,7 @@ def test_a_block_whose_consumer_fails_is_consumed_again(path: Path) -> None:
     failed, seen = set[int](), bytearray(SIZE)
     lock = threading.Lock()
 
-    def consume(block: engine.Block, buffer: torch.Tensor) -> None:
+    def consume(block: Block, buffer: torch.Tensor) -> None:
         for part in block.parts:
             with lock:
                 if part.first not in failed:

@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from modelstate.errors import ReadFailedError
-from modelstate.io.engine import Block, ReadStrategy, Wait, Wanted, in_blocks, read_threads, stream
+from modelstate.io.blocks import Block, Wait, Wanted, in_blocks, stream
+from modelstate.io.engine import ReadStrategy, read_threads
 from modelstate.io.files import current_fingerprints
 from modelstate.process import parallel_for
 from modelstate.spec import ByteRange

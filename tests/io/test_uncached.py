@@ -14,19 +14,17 @@ from hypothesis import strategies as st
 
 from modelstate.errors import ReadFailedError
 from modelstate.io import engine, linux
+from modelstate.io.blocks import Block, Wanted, stream
 from modelstate.io.engine import (
     ALIGN_BYTES,
     BUFFER_BYTES,
-    Block,
     LocalFile,
     Piece,
     ReadStrategy,
     Request,
-    Wanted,
     can_read_uncached,
     coalesce,
     read_ranges,
-    stream,
     windows,
 )
 from modelstate.io.files import current_fingerprints

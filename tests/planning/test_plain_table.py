@@ -54,7 +54,7 @@ def tables_of(model: nn.Module, path: Path, options: Options | None = None) -> l
     tensors = checkpoint.flat.tensors
     assert isinstance(tensors, StoredTensors)
     return plain_tables(
-        slots_of(model).tensors, tensors, options or Options(in_place=False), Maps(checkpoint.fingerprints)
+        slots_of(model).tensors, tensors, options or Options(in_place=False), lambda: Maps(checkpoint.fingerprints)
     )
 
 

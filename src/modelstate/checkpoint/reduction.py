@@ -25,7 +25,8 @@ import torch
 
 from modelstate.errors import MemoryBudgetError
 from modelstate.formats.torch_globals import SPARSE_PARTS
-from modelstate.io.engine import BUFFER_BYTES, Block, Part, ReadStrategy, Wanted, read_threads, stream, uncached_threads
+from modelstate.io.blocks import Block, Part, Wanted, stream
+from modelstate.io.engine import BUFFER_BYTES, ReadStrategy, read_threads, uncached_threads
 from modelstate.io.files import FileFingerprint
 from modelstate.io.memory import aligned
 from modelstate.io.prefetch import files_to_read_uncached

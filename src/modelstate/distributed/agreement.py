@@ -113,15 +113,12 @@ class Agreement:
         self, ranks: Sequence[int], timeout_seconds: float, *, call: str = "modelstate.load", channel: str = ""
     ) -> None:
         self.ranks = tuple(ranks)
+        self.is_collective = len(self.ranks) > 1
+        """Whether other ranks take part."""
         self.timeout_seconds = timeout_seconds
         self.call, self._channel = call, channel
         self.seconds: dict[str, float] = {}
         """The time of each phase on this rank, without the time that it waited for others."""
-
-    @property
-    def is_collective(self) -> bool:
-        """Whether other ranks take part."""
-        return len(self.ranks) > 1
 
     @property
     def is_first(self) -> bool:

@@ -27,20 +27,17 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 from modelstate.errors import ReadFailedError
 from modelstate.io import linux, system
 from modelstate.io.files import FileFingerprint, check_unchanged, open_unchanged
-from modelstate.io.memory import HUGE_PAGE_BYTES, UffdFiller, aligned, spare_tensors
+from modelstate.io.memory import HUGE_PAGE_BYTES, UffdFiller, aligned
 from modelstate.process import parallel_for
 from modelstate.remote.cache import BLOCK_BYTES
 from modelstate.remote.file import CONNECTIONS, RemoteFile, Version, is_cached
 from modelstate.remote.location import is_remote
 from modelstate.spec import GAP_BYTES, MOST_THREADS, ByteRange
-
-if TYPE_CHECKING:
-    import torch
 
 BATCH_BYTES = 8 << 20
 """The most that one call reads: large enough to amortise the call, small enough to share the work out evenly."""
@@ -92,7 +89,7 @@ def threads_for(paths: Iterable[str], uncached: Collection[str] = ()) -> int:
     return uncached_threads(read_threads()) if uncached else read_threads()
 
 
-def _align_bytes(paths: Iterable[str]) -> int:
+def common_align_bytes(paths: Iterable[str]) -> int:
     """A multiple at which reads end: with a cache two threads would request the block that they share."""
     return BLOCK_BYTES if any(map(is_cached, paths)) else 1
 
@@ -227,12 +224,18 @@ class LocalFile:
 
 @contextmanager
 def open_files(
-    paths: Iterable[str], fingerprints: Mapping[str, FileFingerprint], uncached: Collection[str] = ()
-) -> Iterator[dict[str, RangeFile]]:
-    """Opens files, and yields them by path.
+    paths: Iterable[str],
+    fingerprints: Mapping[str, FileFingerprint],
+    uncached: Collection[str] = (),
+    held: Mapping[str, RangeFile] | None = None,
+) -> Iterator[Mapping[str, RangeFile]]:
+    """Opens files, and yields them by path; or yields the files that are held, which are not closed.
 
     Raises `ReadFailedError` where a file does not match its fingerprint when it is opened, or when the block ends.
     """
+    if held is not None:
+        yield held
+        return
     files: dict[str, RangeFile] = {}
     try:
         for path in dict.fromkeys(paths):
@@ -247,21 +250,6 @@ def open_files(
     finally:
         for file in files.values():
             file.close()
-
-
-@contextmanager
-def _opened(
-    paths: Iterable[str],
-    fingerprints: Mapping[str, FileFingerprint],
-    uncached: Collection[str],
-    held: Mapping[str, RangeFile] | None,
-) -> Iterator[Mapping[str, RangeFile]]:
-    """`open_files`, or the files that are held, which are not closed."""
-    if held is not None:
-        yield held
-        return
-    with open_files(paths, fingerprints, uncached) as files:
-        yield files
 
 
 def can_read_uncached(path: str, fingerprint: FileFingerprint | None) -> bool:
@@ -466,15 +454,16 @@ def read_ranges(
         else:
             rows.extend(request.split(ROWS_BYTES))
     paths = {request.source.path for request in single} | {request.source.path for request in rows}
-    align_bytes = _align_bytes(paths)
+    remote = [path for path in paths if is_remote(path)]
+    align_bytes = common_align_bytes(remote) if remote else 1
     if batch_bytes is None:
         batch_bytes = BATCH_BYTES
-        if any(map(is_remote, paths)):  # all connections share the work
+        if remote:  # all connections share the work
             share = sum(request.source.nbytes for request in single) // CONNECTIONS
             batch_bytes = min(max(share, _LEAST_REMOTE_BYTES), BATCH_BYTES)
     batches = coalesce(single, batch_bytes=batch_bytes, gap_bytes=gap_bytes, align_bytes=align_bytes)
     items: list[Batch | Rows] = [*batches, *rows]
-    threads = min(threads or threads_for(paths, uncached), len(items))
+    threads = min(threads or threads_for(remote, uncached), len(items))
     filler = UffdFiller() if is_fresh else None
     # The buffers are there before memory is written to that must not be left half written.
     span = max((entry.count * entry.file_step for entry in rows if entry.has_small_gaps(gap_bytes)), default=0)
@@ -482,7 +471,7 @@ def read_ranges(
 
     @contextmanager
     def worker() -> Iterator[Callable[[Batch | Rows], None]]:
-        read, buffer = _reader(uncached, filler), buffers.pop() if buffers else None
+        read, buffer = batch_reader(uncached, filler), buffers.pop() if buffers else None
 
         def process(item: Batch | Rows) -> None:
             if isinstance(item, Batch):
@@ -504,7 +493,7 @@ def read_ranges(
             on_read(item.wanted_bytes)
 
     try:
-        with _opened(paths, fingerprints, uncached, held) as files:
+        with open_files(paths, fingerprints, uncached, held) as files:
             run = for_each if held is None else for_all
             run(items, worker, threads, on_done, with_torch=bool(span) or on_piece is not None)
     finally:
@@ -526,7 +515,7 @@ def block_reads(
     Raises:
         ReadFailedError: An I/O error, a short read, or a file that has changed.
     """
-    with _opened(paths, fingerprints, (), held) as files:
+    with open_files(paths, fingerprints, (), held) as files:
 
         def read(requests: Iterable[Request]) -> None:
             for (path, start, nbytes), address in ((request.source, request.address) for request in requests):
@@ -572,8 +561,13 @@ def coalesce(requests: Iterable[Request], *, batch_bytes: int, gap_bytes: int, a
     return batches
 
 
-def _reader(uncached: Collection[str], filler: UffdFiller | None = None) -> Callable[[RangeFile, Batch], None]:
-    """Returns the function with which one thread reads batches."""
+def batch_reader(uncached: Collection[str], filler: UffdFiller | None = None) -> Callable[[RangeFile, Batch], None]:
+    """Returns the function with which one thread reads batches.
+
+    Args:
+        uncached: As for `read_ranges`.
+        filler: Fills untouched memory that batches are read into, where it can.
+    """
     buffer: Buffer | None = None
     with suppress(OSError):  # hardly any memory is left: the read goes through the page cache instead
         buffer = Buffer() if uncached else None
@@ -742,166 +736,3 @@ class Buffer:
         nbytes = -(-nbytes // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
         advice = (linux.Advice.HUGEPAGE, linux.Advice.POPULATE_WRITE, linux.Advice.COLLAPSE)
         self.is_huge = all(linux.madvise(self.address, nbytes, each) == 0 for each in advice)
-
-
-# Reading blocks that are consumed while the next ones are read.
-
-
-class Wanted(NamedTuple):
-    """A range of a file that is requested in pieces."""
-
-    source: ByteRange
-    unit: int
-    """The length of every piece but the last is a multiple of this number of bytes."""
-
-
-class Part(NamedTuple):
-    """A piece of a range, in a buffer."""
-
-    which: int
-    """The index of the range among those that are requested."""
-    first: int
-    """Bytes from the beginning of the range."""
-    nbytes: int
-    at: int
-    """Bytes from the beginning of the buffer."""
-
-
-@dataclass(frozen=True, slots=True)
-class Block:
-    """The parts that are read into a buffer at once."""
-
-    parts: tuple[Part, ...]
-    nbytes: int
-    """The size of the buffer that the block needs."""
-
-    @property
-    def wanted_bytes(self) -> int:
-        return sum(part.nbytes for part in self.parts)
-
-
-Wait = Callable[[], object]
-Consume = Callable[[Block, "torch.Tensor"], Wait | None]
-"""Consumes a block from a byte buffer. The function that it returns is called before the buffer is used again."""
-
-
-def stream(
-    wanted: Sequence[Wanted],
-    consume: Consume,
-    *,
-    strategy: ReadStrategy,
-    fingerprints: Mapping[str, FileFingerprint],
-    on_block: Callable[[Block, float], None],
-    blocks: Sequence[Block] | None = None,
-    buffers: int = 1,
-    pinned: bool = False,
-    held: Mapping[str, RangeFile] | None = None,
-) -> None:
-    """Reads the requested ranges in blocks; the thread that has read a block consumes it while another one reads.
-
-    No thread is at work any more when this returns or raises.
-
-    Args:
-        wanted: The ranges to read.
-        consume: Called with each block and its buffer.
-        strategy: The number of threads, the size of a block, and the files to read with O_DIRECT.
-        fingerprints: What each file must be before the first byte is read and after the last.
-        on_block: Called with each consumed block and the seconds that it took, by one thread at a time.
-        blocks: The blocks, for a caller that needs parts of several ranges in one block; by default `in_blocks`.
-        buffers: Buffers of each thread. With more than one, a thread reads on while an operation that `consume` has
-            started is still running.
-        pinned: Whether a device copies from the buffers.
-        held: As for `read_ranges`. `consume` may get a block twice.
-
-    Raises:
-        ReadFailedError: An I/O error, a short read, or a file that has changed. What `consume` raises passes through.
-    """
-    if blocks is None:
-        paths = {entry.source.path for entry in wanted}
-        blocks = in_blocks(wanted, strategy.block_bytes, _align_bytes(paths))
-    largest = max((block.nbytes for block in blocks), default=0)
-    threads = min(strategy.threads, len(blocks))
-    # From held files memory is written to that must not be left half written: the buffers are there before.
-    ready = [_block_buffer(largest, pinned) for _ in range(threads * buffers)] if held is not None else []
-
-    @contextmanager
-    def worker() -> Iterator[Callable[[Block], None]]:
-        read = _reader(strategy.uncached)
-        own = [ready.pop() if ready else _block_buffer(largest, pinned) for _ in range(buffers)]
-        waits: list[Wait | None] = [None for _ in own]
-
-        def process(block: Block) -> None:
-            buffer, wait = own[0], waits[0]
-            if wait is not None:
-                wait()
-            requests = []
-            for part in block.parts:
-                source = wanted[part.which].source
-                extent = ByteRange(source.path, source.start + part.first, part.nbytes)
-                requests.append(Request(extent, buffer.data_ptr() + part.at))
-            for batch in coalesce(requests, batch_bytes=block.nbytes, gap_bytes=GAP_BYTES):
-                read(files[batch.path], batch)
-            waits[0] = consume(block, buffer)
-            own.append(own.pop(0))
-            waits.append(waits.pop(0))
-
-        try:
-            yield process
-            for wait in waits:
-                if wait is not None:
-                    wait()
-        finally:
-            ready.extend(own if held is not None else ())  # for the caller's thread, where this one has failed
-
-    with _opened((entry.source.path for entry in wanted), fingerprints, strategy.uncached, held) as files:
-        run = for_each if held is None else for_all
-        run(blocks, worker, threads, on_block, with_torch=True)
-
-
-def in_blocks(wanted: Sequence[Wanted], block_bytes: int, align_bytes: int = 1) -> list[Block]:
-    """Packs every byte of every range once into blocks, in the order of the files.
-
-    A block needs a buffer of at most `block_bytes`, or holds one unit that is larger. Where it ends within a range, it
-    ends at a multiple of `align_bytes` in the file, if there is one.
-    """
-    blocks: list[Block] = []
-    parts: list[Part] = []
-    used = 0
-
-    def close() -> None:
-        nonlocal used
-        if parts:
-            blocks.append(Block(tuple(parts), used))
-            parts.clear()
-        used = 0
-
-    for index in sorted(range(len(wanted)), key=lambda i: (wanted[i].source.path, wanted[i].source.start)):
-        source, unit = wanted[index]
-        first = 0
-        while first < source.nbytes:
-            left, room = source.nbytes - first, block_bytes - used
-            nbytes = left
-            if left > room:
-                nbytes = room // unit * unit
-                excess = -(-((source.start + first + nbytes) % align_bytes) // unit) * unit
-                nbytes -= excess if excess < nbytes else 0
-            if nbytes <= 0:
-                if parts:
-                    close()
-                    continue
-                nbytes = min(unit, left)
-            parts.append(Part(index, first, nbytes, used))
-            first += nbytes
-            used += aligned(nbytes)
-            if first < source.nbytes:
-                close()
-    close()
-    return blocks
-
-
-def _block_buffer(nbytes: int, pinned: bool) -> torch.Tensor:
-    import torch
-
-    if pinned:
-        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
-    return spare_tensors([(torch.Size([nbytes]), None, torch.uint8)])[0]

@@ -19,7 +19,7 @@ import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import TYPE_CHECKING
 
@@ -59,6 +59,7 @@ class HeapTrim:
             linux.trim_heap()
 
 
+@dataclass(eq=False, slots=True)
 class MemoryTracker:
     """Counts the bytes that a load holds beyond the final tensors, and the most that it has held at once.
 
@@ -66,9 +67,9 @@ class MemoryTracker:
     stays, so that very many small ones cost nothing.
     """
 
-    def __init__(self) -> None:
-        self.peak_bytes = 0
-        self._now, self._lock = 0, threading.Lock()
+    peak_bytes: int = 0
+    _now: int = 0
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     def take(self, nbytes: int) -> None:
         """Adds to the running total; a negative value releases memory."""
@@ -236,6 +237,8 @@ _spare_bytes = 128 << 20
 
 def spare_tensors(like: Sequence[Layout]) -> list[torch.Tensor]:
     """`fresh_tensors` for values that are soon gone, in the memory of such values of earlier loads where it fits."""
+    if sum(shape.numel() * dtype.itemsize for shape, _, dtype in like) < _LEAST_POOLED_BYTES:
+        return fresh_tensors(like)
     with _spare.lending() as lent:
         tensors = fresh_tensors(like)
     _spare.keep(lent, _spare_bytes)

@@ -176,20 +176,24 @@ def _placement_error(name: str, target: torch.Tensor, value: torch.Tensor, error
 
 
 @contextmanager
-def held_for_commit(staging: Staging, planned: Sequence[Planned], advance: Progress) -> Iterator[HeldFiles | None]:
+def held_for_commit(
+    staging: Staging, waiting: Sequence[Planned], planned: Sequence[Planned], advance: Progress
+) -> Iterator[HeldFiles | None]:
     """Holds the files that are read at the commit. Where they cannot be held, their values are staged now.
 
+    Args:
+        staging: How the values are read.
+        waiting: What is read at the commit.
+        planned: Everything that the load reads.
+        advance: Called with numbers of bytes that are done.
+
     Yields:
-        The files; None where nothing is read at the commit.
+        The files; None where they cannot be held.
 
     Raises:
         ReadFailedError: A file cannot be read, or has changed.
         MemoryBudgetError: The values have to be staged, and need too much memory.
     """
-    waiting = leased(planned)
-    if not waiting:
-        yield None
-        return
     # Progress may be shown in a way that fails, so it comes before the commit.
     extents = [extent for item in waiting for extent in item.extents]
     with held_files(extents, staging.checkpoint.fingerprints, lambda _: advance(0)) as files:

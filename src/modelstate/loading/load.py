@@ -1,6 +1,7 @@
 """`load` and `plan`: plan a load, stage the values, commit them."""
 
 import os
+import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Set
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -42,7 +43,7 @@ from modelstate.loading.stage import read_in_place, stage
 from modelstate.loading.staging import Inspect, Staging, bring_in, prefault_async, prefetch_range, stage_unleased
 from modelstate.planning.assignment import Assignment
 from modelstate.planning.matching import ModelSchemaView, match
-from modelstate.planning.plain_table import PlainTable, Planned
+from modelstate.planning.plain_table import PlainTable, Planned, leased
 from modelstate.planning.plan import AnyTransform, LoadPlan, Options, check_model, options_of
 from modelstate.planning.preparation import Preparation
 from modelstate.planning.record import bind, record
@@ -334,7 +335,8 @@ def load(
     # A transform is the user's code. It may create reference cycles of tensors, which must be collected in time.
     paused_gc = gc_paused if chosen.transform is None else nullcontext[None]
     if not background:
-        with exclusive(model), ranks.held(), paused_gc(), Transaction(model) as transaction:
+        votes = nullcontext() if agreement is None else agreement.held()
+        with exclusive(model), votes, paused_gc(), Transaction(model) as transaction:
             return _execute(transaction, source, options, load_options)
     with exclusive(model), paused_gc():
         staged = _stage_in_background(model, source, options, load_options)
@@ -498,7 +500,8 @@ def _execute(
                 _read_in_place(staging, planned, advance)
             if then is not None:
                 then(preparation.initialised)
-            files = held.enter_context(held_for_commit(staging, planned, advance))
+            waiting = leased(planned)
+            files = held.enter_context(held_for_commit(staging, waiting, planned, advance)) if waiting else None
             if agreement is not None:  # a rank that is interrupted behind the vote would not commit, and others would
                 held.enter_context(deferred_signals())
         with phase(COMMIT, effect="all other ranks have loaded"):
@@ -512,7 +515,7 @@ def _execute(
         preparation.steps_later(with_sources=False),
         target=target,
         source=source_name,
-        notes=(*notes, *staging.overflows.notes()),
+        notes=(*notes, *(staging.overflows.notes() if staging.overflows.counts else ())),
         slots=preparation.slot_count,
         seconds=time.perf_counter() - load_options.started,
         peak_memory_bytes=staging.held.peak_bytes,
@@ -539,7 +542,8 @@ def prepare(
 
     `in_use` is why no value can be read at the commit.
     """
-    reshard(transaction.root)
+    if "torch.distributed.fsdp" in sys.modules:
+        reshard(transaction.root)
     view = ModelSchemaView(transaction.root)
     if not isinstance(source, LoadPlan):
         matched = match(open_checkpoint(source), options, view)

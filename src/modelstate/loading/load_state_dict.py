@@ -2,7 +2,7 @@
 
 import warnings
 import weakref
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -11,7 +11,7 @@ from torch import nn
 
 from modelstate.checkpoint.open import argument_order, is_module, is_source
 from modelstate.planning.assignment import copy_cannot_fail
-from modelstate.planning.recorder import IncompatibleKeys, Owner, walk
+from modelstate.planning.recorder import IncompatibleKeys, Owner, compare_names, needs_walk, walk
 from modelstate.process import gc_paused
 from modelstate.torch_compat.modules import IncompatibleKeys as ReturnedKeys
 from modelstate.torch_compat.plain import has_its_memory, is_plain, is_sharded, same_place
@@ -67,16 +67,21 @@ def load_state_dict(
         reshard(module)
         sink = _TorchSink(transaction)
         with gc_paused():
-            walk(
-                module,
-                slots_of(module),
-                state_dict,
-                versions,
-                assign=assign,
-                transaction=transaction,
-                sink=sink,
-                outcome=outcome,
-            )
+            slots = slots_of(module)
+            if assign or needs_walk(slots, state_dict.keys(), versions):
+                walk(
+                    module,
+                    slots,
+                    state_dict,
+                    versions,
+                    assign=assign,
+                    transaction=transaction,
+                    sink=sink,
+                    outcome=outcome,
+                )
+            else:
+                for key in compare_names(slots, state_dict.keys(), outcome):
+                    sink.tensor(key, slots.by_name[key].tensor, state_dict[key], None, outcome.errors)
         _raise_errors(module, outcome, strict)
         transaction.register_undo(refresh_shards(module.modules()))
         transaction.commit()
@@ -104,9 +109,6 @@ class _TorchSink:
     def __init__(self, transaction: Transaction) -> None:
         self._transaction = transaction
         self._swaps = torch.__future__.get_swap_module_params_on_conversion()
-
-    def take_plain(self) -> Collection[str]:
-        return ()
 
     def extra_state(self, module: nn.Module, key: str, value: Any) -> None:
         module.set_extra_state(value)

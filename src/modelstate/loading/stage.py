@@ -4,6 +4,7 @@ import sys
 import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from functools import partial
 from itertools import cycle
 from operator import itemgetter
@@ -13,7 +14,7 @@ import torch
 from torch.autograd.graph import increment_version
 
 from modelstate.errors import ModelStateError, PlacementError
-from modelstate.io.engine import block_reads, read_ranges, read_threads
+from modelstate.io.engine import Request, block_reads, read_ranges, read_threads
 from modelstate.io.held import HeldFiles
 from modelstate.io.memory import HeapTrim, aligned, fresh_tensors
 from modelstate.io.tensors import compute, elements
@@ -99,12 +100,13 @@ def stage(staging: Staging, planned: Iterable[Planned], progress: Progress) -> N
 
 
 def _stage_table(staging: Staging, table: PlainTable, progress: Progress) -> None:
-    if table.placement.mapped:
+    if table.maps is not None:
         table.final = table.maps.tensors(table.columns)
         progress(table.nbytes)
         return
     staging.held.take(table.staged_bytes)
-    memory = (staging.temporary if table.placement.staged else fresh_tensors)(table.layouts)
+    layouts = [(param.size(), None, dtype) for param, dtype in zip(table.params, table.dtypes, strict=True)]
+    memory = (staging.temporary if table.placement.staged else fresh_tensors)(layouts)
     _read_table(staging, table, memory, progress, is_fresh=staging.strategy.cached)
     table.final = memory
 
@@ -543,10 +545,12 @@ def _read_table(
         return
     started, inspect = time.perf_counter(), staging.inspect if held is None else None
     uncached = frozenset[str]() if held is not None else staging.strategy.uncached
+    columns = table.columns
+    sources = map(ByteRange, columns.paths, columns.starts, columns.nbytes)
     try:
-        with staging.held.during(staging.strategy.uncached_bytes if uncached else 0):
+        with staging.held.during(staging.strategy.uncached_bytes) if uncached else nullcontext():
             read_ranges(
-                table.requests(targets),
+                [*map(Request, sources, [target.data_ptr() for target in targets])],
                 fingerprints=staging.checkpoint.fingerprints,
                 on_read=progress,
                 uncached=uncached,

@@ -95,12 +95,10 @@ def stage_unleased(checkpoint: Checkpoint, planned: Iterable[Planned], in_use: s
     `in_use` is another reason to stage them; empty without one.
     """
     waiting = leased(planned)
-    if not waiting:
-        return
-    extents = [extent for item in waiting for extent in item.extents]
-    if sum(extent.nbytes for extent in extents) < _LEAST_LEASED_BYTES:
+    if sum(item.nbytes for item in waiting) < _LEAST_LEASED_BYTES:
         reason = "they are small"
     else:
+        extents = [extent for item in waiting for extent in item.extents]
         reason = why_not_held(extents, checkpoint.fingerprints) or in_use
     for item in waiting if reason else ():
         item.stage_instead(reason)

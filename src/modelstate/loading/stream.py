@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 import torch
 
 from modelstate.errors import TransformError
-from modelstate.io.engine import BUFFER_BYTES, Block, Part, Wait, Wanted, stream
+from modelstate.io.blocks import Block, Part, Wait, Wanted, stream
+from modelstate.io.engine import BUFFER_BYTES
 from modelstate.io.held import HeldFiles
 from modelstate.io.memory import fresh_tensors
 from modelstate.loading.staging import Staging

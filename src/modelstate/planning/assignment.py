@@ -45,11 +45,11 @@ class Placement:
     """Of `direct`: the bytes are read at the commit, from a file that a read lease holds; else the value is staged."""
     by_handler: bool = False
     """The `module_load` handler of a tensor subclass decides."""
+    staged: bool = field(init=False)
+    """The value is read into temporary memory, and copied when all values are read."""
 
-    @property
-    def staged(self) -> bool:
-        """Whether the value is read into temporary memory, and copied when all values are read."""
-        return self.name == "copy" and not self.direct
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "staged", self.name == "copy" and not self.direct)
 
 
 CALL = Placement("call", "passed to set_extra_state")

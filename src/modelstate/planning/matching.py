@@ -97,11 +97,11 @@ class StoredEntries(Mapping[str, Entry]):
     """The entries of tensors in files, before rules. An entry is created when it is accessed."""
 
     def __init__(self, tensors: StoredTensors) -> None:
-        self.tensors = tensors
+        self.tensors, self._names = tensors, tensors.keys()
 
     def keys(self) -> KeysView[str]:
         """The names."""
-        return self.tensors.keys()
+        return self._names
 
     def __getitem__(self, name: str) -> Entry:
         return Entry(self.tensors[name], (name,))
@@ -187,7 +187,9 @@ def match(checkpoint: Checkpoint, asked: Options, view: ModelSchemaView) -> Matc
     applied, names, fits_in_part = Applied(entries_of(part)), slots.by_name.keys(), False
     if options.rules:
         applied = apply_rules(options.rules, applied.entries, part.read, view.before)
-    elif applied.entries.keys() != names and is_transformers_model(view.model):
+    elif applied.entries.keys() == names:
+        return MatchedCheckpoint(asked, part, options, applied, {}, part.versions, tuple(notes), fits_in_part)
+    elif is_transformers_model(view.model):
         applied, options, note, fits_in_part = _applied_mapping(part, applied, options, view)
         notes += [note] if note else []
     if options.rules:

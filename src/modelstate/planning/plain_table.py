@@ -13,8 +13,6 @@ import numpy as np
 import torch
 
 from modelstate.checkpoint.mapped import UNALIGNED, Maps
-from modelstate.io.engine import Request
-from modelstate.io.memory import Layout
 from modelstate.planning.assignment import (
     COPYABLE,
     DIRECT,
@@ -50,27 +48,22 @@ class PlainTable:
     placement: Placement
     route: ReadRoute
     """Streamed values are cast. All values of such a table have one dtype in the files."""
-    maps: Maps
-    """Maps the values, where the route is to map them."""
+    maps: Maps | None = None
+    """Maps the values; None where they are read."""
     final: list[torch.Tensor] | None = None
     """The values, mapped or in memory of their own; None until they have been read, and where they are read into their
     slots."""
     seconds: float = 0.0
+    params: list[torch.Tensor] = field(init=False)
+    """The tensors of the slots."""
+    nbytes: int = field(init=False)
+    """Bytes to read."""
+    casts: bool = field(init=False)
+    """Whether the values are cast while they are read."""
 
-    @property
-    def params(self) -> list[torch.Tensor]:
-        """The tensors of the slots."""
-        return [slot.tensor for slot in self.slots]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes to read."""
-        return sum(self.columns.nbytes)
-
-    @property
-    def casts(self) -> bool:
-        """Whether the values are cast while they are read."""
-        return self.route is ReadRoute.STREAMED
+    def __post_init__(self) -> None:
+        self.params = [slot.tensor for slot in self.slots]
+        self.nbytes, self.casts = sum(self.columns.nbytes), self.route is ReadRoute.STREAMED
 
     @property
     def staged_bytes(self) -> int:
@@ -83,11 +76,6 @@ class PlainTable:
     def stored_dtype(self) -> torch.dtype:
         """The dtype of the first value in its file."""
         return _DTYPES[self.columns.dtype_names[0]]
-
-    @property
-    def layouts(self) -> list[Layout]:
-        """Shape, stride and dtype of new memory for each slot."""
-        return [(param.size(), None, dtype) for param, dtype in zip(self.params, self.dtypes, strict=True)]
 
     @property
     def sources(self) -> list[ByteRange]:
@@ -133,10 +121,6 @@ class PlainTable:
 
         return make
 
-    def requests(self, targets: Iterable[torch.Tensor]) -> list[Request]:
-        """Returns the read of each value into a tensor."""
-        return [*map(Request, self.sources, [target.data_ptr() for target in targets])]
-
     def stage_instead(self, reason: str) -> None:
         """Has the values read before the commit that were planned to be read at the commit."""
         self.placement = staged_because(reason)
@@ -172,10 +156,18 @@ class _Rows:
         return _Rows([slot for slot, _, _ in chosen], [row for _, row, _ in chosen], [dtype for _, _, dtype in chosen])
 
 
-def plain_tables(slots: Iterable[Slot], tensors: StoredTensors, options: Options, maps: Maps) -> list[PlainTable]:
+def plain_tables(
+    slots: Iterable[Slot], tensors: StoredTensors, options: Options, maps_of_load: Callable[[], Maps]
+) -> list[PlainTable]:
     """Returns the tables of the slots that get the tensor of their name in a way that cannot fail.
 
     A slot that shares its storage with another one is left out.
+
+    Args:
+        slots: All slots of a model.
+        tensors: The values, by the names of the model.
+        options: The options of the load.
+        maps_of_load: Returns what maps values, where a slot may be a map.
     """
     rows, columns = tensors.rows, tensors.columns
     # By whether the slots are on meta, and the stored dtype where values are cast.
@@ -212,22 +204,23 @@ def plain_tables(slots: Iterable[Slot], tensors: StoredTensors, options: Options
     is_shared = slots_of_storage.total() + len(others)
     slots_of_storage.update(address_range(slot.tensor)[0] for slot in others if is_plain(slot.tensor))
     in_place = {None: LEASED, True: DIRECT, False: STAGED}[options.in_place]
-    parts: list[tuple[_Rows, Placement, ReadRoute]] = []
+    parts: list[tuple[_Rows, Placement, ReadRoute, Maps | None]] = []
     for (is_meta, cast_from), group in groups.items():
         route = ReadRoute.STREAMED if cast_from else ReadRoute.DIRECT
         if not is_meta:
             if len(slots_of_storage) < is_shared:
                 storages = enumerate(group.storages)
                 group = group.selected(index for index, storage in storages if slots_of_storage[storage] == 1)
-            parts.append((group, in_place, route))
+            parts.append((group, in_place, route, None))
             continue
-        if not cast_from:
-            mapped, group = _split_by_map(group, columns, options, maps)
-            parts.append((mapped, MAPPED, ReadRoute.MAPPED))
-        parts.append((group, NEW_MEMORY, route))
+        if not (cast_from or options.map is False or (options.read_once and not options.map)):
+            maps = maps_of_load()
+            mapped, group = _split_by_map(group, columns, options.map, maps)
+            parts.append((mapped, MAPPED, ReadRoute.MAPPED, maps))
+        parts.append((group, NEW_MEMORY, route, None))
     return [
         PlainTable(part.slots, columns.selected(part.rows), part.dtypes, placement, route, maps)
-        for part, placement, route in parts
+        for part, placement, route, maps in parts
         if part.slots
     ]
 
@@ -245,10 +238,8 @@ def _dtype_after(stored_name: str, dtype: torch.dtype, is_meta: bool, options: O
     return dtype if cast in ("same", "lossless") or (cast == "lossy" and dtype == options.dtype) else None
 
 
-def _split_by_map(on_meta: _Rows, columns: TensorColumns, options: Options, maps: Maps) -> tuple[_Rows, _Rows]:
+def _split_by_map(on_meta: _Rows, columns: TensorColumns, asked: bool | None, maps: Maps) -> tuple[_Rows, _Rows]:
     """Returns the slots that may be maps of their file, and those that get memory. No two slots map the same bytes."""
-    if options.map is False or (options.read_once and not options.map):
-        return _Rows(), on_meta
     may_show: dict[str, bool] = {}
     mapped: dict[int, int] = {}
     for index, row in enumerate(on_meta.rows):
@@ -257,7 +248,7 @@ def _split_by_map(on_meta: _Rows, columns: TensorColumns, options: Options, maps
             maps.note(UNALIGNED, path)
             continue
         if path not in may_show:
-            may_show[path] = maps.may_show(ByteRange(path, start, nbytes), options.map)
+            may_show[path] = maps.may_show(ByteRange(path, start, nbytes), asked)
         if may_show[path]:
             mapped.setdefault(row, index)
     is_mapped = {*mapped.values()}

@@ -117,7 +117,7 @@ class Preparation:
         """The slots of the model. `slots` is updated after the walk: the model's code may have replaced tensors."""
         transform = self.options.transform
         self.transforms = None if transform is None else Transforms(transform, transaction.root, self.slots)
-        self.incoming = MappedState(matched, transaction)
+        self._incoming: MappedState | None = None
         self.problems: list[Problem] = []
         self.notes: list[str] = []
         self.overflows = overflows
@@ -140,7 +140,8 @@ class Preparation:
         self._by_storage: dict[int, list[Assignment]] = {}
         self._shown: dict[ByteRange, list[ByteRange]] = {}
         """The ranges that slots map, by their storages."""
-        quantized = (self.slots.by_name.get(name) for name in self.incoming.quantized)
+        self.quantized = () if isinstance(matched.applied.entries, StoredEntries) else self.incoming.quantized
+        quantized = (self.slots.by_name.get(name) for name in self.quantized)
         keeps_stored_dtypes = any(slot is not None and slot.tensor.is_meta for slot in quantized)
         self.changes_dtypes = self.options.dtype is not None or keeps_stored_dtypes
         """Whether floating-point tensors get the dtype that is requested; or, on meta, the dtype of the checkpoint,
@@ -154,12 +155,21 @@ class Preparation:
         # Code of the model may change a lazy parameter before `plan` is called.
         self._signatures = signatures(self.slots) if not call_extra_state else {}
 
+    @property
+    def incoming(self) -> MappedState:
+        """The values as a state dict. It is made when it is first used: plain values get into their slots without."""
+        if self._incoming is None:
+            self._incoming = MappedState(self.matched, self.transaction)
+        return self._incoming
+
     def settle(self) -> None:
         """Ends the recording: from now on, values of rules are computed only for their slots."""
-        self.incoming.settle()
         if self._has_shards:
             self.notes += self._notes_on_strides()
-        self.notes = [*dict.fromkeys((*self.notes, *self.incoming.maps.notes))]
+        if self._incoming is not None:
+            self._incoming.settle()
+            self.notes += self._incoming.maps.notes
+        self.notes = [*dict.fromkeys(self.notes)]
 
     def _notes_on_strides(self) -> list[str]:
         """Says how the parts of DTensors are read whose bytes do not adjoin in the file."""
@@ -189,14 +199,13 @@ class Preparation:
         """Everything that is read."""
         return [*self.assignments, *self.tables]
 
-    # The methods of `LoadSink`.
-
     def take_plain(self) -> Collection[str]:
-        options, entries = self.options, self.incoming.entries
+        """Takes plain values all at once, and returns their names. Called where a load runs no code of the model."""
+        options, entries = self.options, self.matched.applied.entries
         is_changed = options.transform is not None or options.device not in (None, _CPU)
         if is_changed or not (self._with_tables and isinstance(entries, StoredEntries)):
             return ()
-        self.tables = plain_tables(self.slots.tensors, entries.tensors, options, self.incoming.maps)
+        self.tables = plain_tables(self.slots.tensors, entries.tensors, options, lambda: self.incoming.maps)
         for table in self.tables:
             self.used.update(slot.names[0] for slot in table.slots)
             self.filled.update(dict.fromkeys(map(id, table.params)))
@@ -205,6 +214,8 @@ class Preparation:
                 for extent in table.sources if table.placement.mapped else ():
                     self._shown.setdefault(extent, []).append(extent)
         return self.used
+
+    # The methods of `LoadSink`.
 
     def device_after(self, param: torch.Tensor) -> torch.device:
         return self.options.device or (_CPU if param.is_meta else param.device)
@@ -624,7 +635,7 @@ class Preparation:
         extra = [Step(name, EXTRA, self.incoming.source_of(name), CALL) for name in self.extra_states]
         if not self.tables:
             return lambda: (*steps, *extra)
-        entries = self.incoming.entries
+        entries = self.matched.applied.entries
         tensors = entries.tensors if with_sources and isinstance(entries, StoredEntries) else {}
         rows = [table.steps(tensors) for table in self.tables]
         names = [*self.slots.by_name] if len(rows) > 1 or steps else []

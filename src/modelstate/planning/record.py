@@ -17,7 +17,13 @@ from modelstate.planning.assignment import Assignment
 from modelstate.planning.matching import Patterns, adapter_names, one_prefix
 from modelstate.planning.plan import LoadPlan, Step
 from modelstate.planning.preparation import Preparation
-from modelstate.planning.recorder import IncompatibleKeys, loads_by_version, runs_code, walk
+from modelstate.planning.recorder import (
+    IncompatibleKeys,
+    compare_names,
+    loads_by_version,
+    needs_walk,
+    walk,
+)
 from modelstate.problems import (
     Complaint,
     IdlePattern,
@@ -34,6 +40,7 @@ from modelstate.problems import (
 from modelstate.rules.expression import lacks_values
 from modelstate.spec import StoredComposite
 from modelstate.torch_compat.dtypes import short
+from modelstate.torch_compat.modules import runs_loading_code
 from modelstate.torch_compat.plain import is_plain, is_quantized
 from modelstate.torch_compat.private import module_load
 from modelstate.transaction.slots import HIDDEN, PARAMETER, Slot, signatures, slots_of
@@ -46,27 +53,35 @@ _FITS_IN_PART = (
 
 def record(preparation: Preparation) -> None:
     """Runs the model's loading protocol, and finds every problem. Raises `ModelCodeError` where the protocol raises."""
-    preparation.notes += preparation.matched.notes
-    preparation.problems += preparation.matched.applied.problems
+    matched, slots, transaction = preparation.matched, preparation.slots, preparation.transaction
+    preparation.notes += matched.notes
+    preparation.problems += matched.applied.problems
     outcome = IncompatibleKeys()
-    with model_errors("the model's own loading code", preparation.model):
-        walk(
-            preparation.model,
-            preparation.slots,
-            preparation.incoming,
-            preparation.matched.versions,
-            assign=False,
-            transaction=preparation.transaction,
-            sink=preparation,
-            outcome=outcome,
-        )
-    if preparation.incoming.quantized or preparation.transaction.armed:
+    names = matched.applied.entries.keys()
+    if needs_walk(slots, names, matched.versions):
+        with model_errors("the model's own loading code", preparation.model):
+            walk(
+                preparation.model,
+                slots,
+                preparation.incoming,
+                matched.versions,
+                assign=False,
+                transaction=transaction,
+                sink=preparation,
+                outcome=outcome,
+            )
+    elif left := compare_names(slots, names, outcome, preparation.take_plain()):
+        with model_errors("code of a tensor subclass or a transform", preparation.model):
+            for name in left:
+                value = preparation.incoming[name]
+                preparation.tensor(name, slots.by_name[name].tensor, value, None, outcome.errors)
+    if transaction.armed or preparation.quantized:
         _check_quantized(preparation)
-    if preparation.transaction.armed:
+    if transaction.armed:
         preparation.slots = slots_of(preparation.model)
     if not _is_exact(preparation, outcome):
         _Coverage(preparation, outcome).settle()
-    if preparation.matched.fits_in_part and not preparation.problems:
+    if matched.fits_in_part and not preparation.problems:
         preparation.problems.append(Complaint("", _FITS_IN_PART))
     preparation.settle()
 
@@ -87,7 +102,7 @@ def bind(preparation: Preparation, plan: LoadPlan, stale_remedy: str) -> None:
     """
     slots, incoming = preparation.slots, preparation.incoming
     _check_same(preparation, plan.binding.slots, signatures(slots), stale_remedy)
-    if plan.binding.runs_code or runs_code(slots.modules.values()):
+    if plan.binding.runs_code or runs_loading_code(slots.modules.values()):
         record(preparation)
         if not preparation.problems:
             # Whether a file may be mapped depends on other processes too: it does not make a plan stale.

@@ -2,14 +2,16 @@
 
 `walk` makes the calls of `torch.nn.Module.load_state_dict` in the same order: pre-hooks, `_load_from_state_dict` with
 its overrides, `set_extra_state`, post-hooks. Each tensor that the base class would write goes to the sink, which may
-defer the write. Most models have no loading code of their own; for them `walk` only compares names. For other models it
-groups the names by child once. The base class searches the whole state dict for every child, which is quadratic for a
-module with many children.
+defer the write. `walk` groups the names by child once. The base class searches the whole state dict for every child,
+which is quadratic for a module with many children.
+
+Most models have no loading code of their own. `needs_walk` tells them apart, and `compare_names` does what the protocol
+does for them.
 """
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, KeysView, Mapping
 from contextlib import contextmanager, nullcontext
 from copy import copy
 from dataclasses import dataclass, field
@@ -24,16 +26,16 @@ from modelstate.torch_compat.modules import IncompatibleKeys as ReturnedKeys
 from modelstate.torch_compat.modules import (
     MethodOverride,
     Overrides,
-    have_load_hooks,
     have_plain_names,
-    is_stock,
     load_from_state_dict,
     load_post_hooks,
     load_pre_hooks,
     non_persistent_buffers,
+    overrides_loading,
     own_buffers,
     own_modules,
     own_parameters,
+    runs_loading_code,
 )
 from modelstate.torch_compat.values import set_version_metadata
 from modelstate.transaction.slots import Slots
@@ -47,12 +49,6 @@ class LoadSink(Protocol):
         """Receives `value`, which is `state_dict[key]`, for the tensor that is `param` before the load.
 
         `owner` is None unless the value itself is to be registered instead of `param`, as with `assign=True`.
-        """
-
-    def take_plain(self) -> Collection[str]:
-        """Takes plain values all at once, and returns their names: `tensor` is not called for them.
-
-        Called where a load runs no code of the model.
         """
 
     def extra_state(self, module: nn.Module, key: str, value: Any) -> None:
@@ -78,6 +74,15 @@ class Owner(NamedTuple):
     name: str
 
 
+def needs_walk(slots: Slots, names: Iterable[object], versions: object) -> bool:
+    """Whether a load of values with these names makes the calls of the protocol: it may run code of the modules."""
+    # The versions may contain the flag that torch's `assign=True` leaves there.
+    saved_versions = versions.values() if isinstance(versions, Mapping) else () if versions is None else (None,)
+    asks = any(not isinstance(saved, Mapping) or "assign_to_params_buffers" in saved for saved in saved_versions)
+    modules = list(slots.modules.values())
+    return asks or runs_loading_code(modules) or not ({str}.issuperset(map(type, names)) and have_plain_names(modules))
+
+
 def walk(
     root: nn.Module,
     slots: Slots,
@@ -94,13 +99,6 @@ def walk(
     Passes on every exception of the model's own code.
     """
     modules = list(slots.modules.values())
-    if (
-        not (assign or _ask_for_assigning(versions) or runs_code(modules))
-        and {str}.issuperset(map(type, state_dict.keys()))
-        and have_plain_names(modules)
-    ):
-        _compare_names(slots, state_dict, sink, outcome)
-        return
     recording = _Recording(transaction, sink, outcome, set(map(id, modules)), _Overriding())
     ordered = OrderedDict(state_dict)
     if versions is not None:
@@ -109,33 +107,33 @@ def walk(
         _visit(recording, root, ordered, "", versions, assign)
 
 
-def _ask_for_assigning(versions: object) -> bool:
-    """Whether the versions may contain the flag that torch's `assign=True` leaves there."""
-    if not isinstance(versions, Mapping):
-        return versions is not None
-    return any(not isinstance(saved, Mapping) or "assign_to_params_buffers" in saved for saved in versions.values())
-
-
-def _compare_names(slots: Slots, state_dict: Mapping[str, Any], sink: LoadSink, outcome: IncompatibleKeys) -> None:
+def compare_names(
+    slots: Slots, given: KeysView[str], outcome: IncompatibleKeys, taken: Collection[str] = ()
+) -> list[str]:
     """Does what the protocol does for modules without code of their own: compares the names.
 
-    Missing and unexpected keys are recorded in torch's order.
+    Missing and unexpected names are recorded in torch's order.
+
+    Args:
+        slots: The slots of the model.
+        given: The names of the values.
+        outcome: Gets the names that only one side has.
+        taken: Names on both sides whose values are taken already.
+
+    Returns:
+        The names on both sides whose values are not taken, in the order of the slots.
     """
-    left_out, taken = slots.left_out, sink.take_plain()
-    given = state_dict.keys()
+    left_out, common = slots.left_out, list[str]()
     if len(taken) < len(slots.by_name):
-        for key, slot in slots.by_name.items():
+        for key in slots.by_name:
             if key in left_out or key in taken:
                 continue
-            if key in given:
-                sink.tensor(key, slot.tensor, state_dict[key], None, outcome.errors)
-            else:
-                outcome.missing.append(key)
+            (common if key in given else outcome.missing).append(key)
     if len(taken) == len(given):
-        return
+        return common
     left = [key for key in given if key not in slots.by_name or key in left_out]
     if not left:
-        return
+        return common
     positions = {prefix: position for position, prefix in enumerate(slots.modules)}
     unexpected: list[tuple[int, bool, str]] = []
     for key in left:
@@ -147,6 +145,7 @@ def _compare_names(slots: Slots, state_dict: Mapping[str, Any], sink: LoadSink, 
         if not (dot and name in own_modules(slots.modules[prefix])):
             unexpected.append((positions[prefix], dot != "" or name != EXTRA_STATE, key))
     outcome.unexpected += [key for _, _, key in sorted(unexpected, key=itemgetter(0, 1))]
+    return common
 
 
 @dataclass(slots=True, weakref_slot=True, eq=False)
@@ -286,32 +285,17 @@ class _Overriding:
 
     def has(self, module: nn.Module) -> bool:
         if "_load_from_state_dict" in module.__dict__:
-            return _overrides_loading(module)
+            return overrides_loading(module)
         cls = type(module)
         overrides = self._classes.get(cls)
         if overrides is None:
-            overrides = self._classes[cls] = _overrides_loading(module)
+            overrides = self._classes[cls] = overrides_loading(module)
         return overrides
-
-
-def runs_code(modules: Iterable[nn.Module]) -> bool:
-    """Whether a load runs code of these modules: hooks, overrides of `_load_from_state_dict`, `set_extra_state`."""
-    modules = list(modules)
-    one_of_each = {type(module): module for module in modules}
-    if any(cls.set_extra_state is not nn.Module.set_extra_state for cls in one_of_each) or have_load_hooks(modules):
-        return True
-    patched = [module for module in modules if "_load_from_state_dict" in module.__dict__]
-    return any(map(_overrides_loading, (*one_of_each.values(), *patched)))
-
-
-def _overrides_loading(module: nn.Module) -> bool:
-    function = getattr(load_from_state_dict(module), "__func__", None)
-    return function is not _override.replacement and not is_stock(function)
 
 
 def loads_by_version(module: nn.Module) -> bool:
     """Whether the module has loading code of its own that may depend on a version."""
-    return _overrides_loading(module) and getattr(module, "_version", None) not in (None, 1)
+    return overrides_loading(module) and getattr(module, "_version", None) not in (None, 1)
 
 
 KEEPS_NAMES = "modelstate_keeps_names"

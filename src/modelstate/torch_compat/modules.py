@@ -97,14 +97,24 @@ def have_plain_names(modules: Iterable[torch.nn.Module]) -> bool:
     )
 
 
-def have_load_hooks(modules: Iterable[torch.nn.Module]) -> bool:
-    """Whether a module has pre-hooks or post-hooks of `load_state_dict`, other than those of FSDP2."""
-    return any(
-        not is_hook_of_fsdp(hook)
-        for module in modules
-        for hooks in (module._load_state_dict_pre_hooks, module._load_state_dict_post_hooks)
-        for hook in hooks.values()
-    )
+def runs_loading_code(modules: Iterable[torch.nn.Module]) -> bool:
+    """Whether a load runs code of these modules: hooks other than FSDP2's, or methods that override torch's own."""
+    modules = list(modules)
+    one_of_each = {type(module): module for module in modules}
+    if any(cls.set_extra_state is not torch.nn.Module.set_extra_state for cls in one_of_each):
+        return True
+    for module in modules:
+        for hooks in (module._load_state_dict_pre_hooks, module._load_state_dict_post_hooks):
+            if not all(is_hook_of_fsdp(hook) for hook in hooks.values()):
+                return True
+    patched = [module for module in modules if "_load_from_state_dict" in module.__dict__]
+    return any(map(overrides_loading, (*one_of_each.values(), *patched)))
+
+
+def overrides_loading(module: torch.nn.Module) -> bool:
+    """Whether `_load_from_state_dict` of a module is not torch's own, nor what a `MethodOverride` has put there."""
+    function = getattr(module._load_from_state_dict, "__func__", None)
+    return getattr(getattr(function, "__code__", None), "co_filename", "") not in _STOCK_OR_REPLACED
 
 
 def has_load_pre_hooks(module: torch.nn.Module) -> bool:
@@ -333,6 +343,7 @@ def _has_hooks(module: torch.nn.Module) -> bool:
 
 
 _MODULE_FILE = torch.nn.Module.named_parameters.__code__.co_filename
+_STOCK_OR_REPLACED = (_MODULE_FILE, overrides_loading.__code__.co_filename)
 
 
 def is_stock(function: Any) -> bool:

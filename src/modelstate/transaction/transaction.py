@@ -103,7 +103,8 @@ class Transaction:
         self._watched = 0
         self._entangled = False
         """Whether a write reads memory of the model, so that all writes have to run in order."""
-        self._guard = _Guard(weakref.ref(self))
+        self._guard: _Guard | None = None
+        """Sees the tensors that model code uses; None until model code runs."""
 
     def __enter__(self) -> Self:
         # Python handles signals at the start of a function, so an interrupt can end `__exit__` before its first
@@ -151,7 +152,8 @@ class Transaction:
         failures: list[Exception] = []
         unreadable: list[str] = []
         with deferred_signals():
-            self._guard.stop()
+            if self._guard is not None:
+                self._guard.stop()
             for step in self._undo_steps():
                 try:
                     step()
@@ -263,13 +265,15 @@ class Transaction:
         """A block that runs model code: the code sees every earlier write, and its changes can be undone."""
         self.arm()
         self._run_replacing()
+        if self._guard is None:
+            self._guard = _Guard(weakref.ref(self))
         with self._guard.watching(True):
             yield
 
     @contextmanager
     def library_code(self) -> Iterator[None]:
         """A block within `model_code`, for a call of model code back into the library."""
-        with self._guard.watching(False):
+        with nullcontext() if self._guard is None else self._guard.watching(False):
             yield
         self._run_replacing()
 
