@@ -20,10 +20,15 @@ import time
 import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from email.utils import formatdate
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import count
 from pathlib import Path
-from urllib.parse import quote, unquote, urlsplit
+from urllib.parse import parse_qsl, quote, unquote, urlsplit
+from xml.etree.ElementTree import fromstring
+from xml.sax.saxutils import escape
 
 INSTALLED = Path(os.environ.get("MODELSTATE_SERVERS", ".venv-servers")).absolute()
 """Where `make test-remote` installs servers that `make test` does without."""
@@ -66,8 +71,8 @@ def moto_server() -> Iterator[str]:
 
 def missing(server: str) -> str:
     """Says what of a server is not installed; nothing where it can be started."""
-    if server == "moto":
-        return ""  # of the extra `test`
+    if server in ("moto", "gcs"):
+        return ""  # of the extra `test`, and a part of the tests
     pattern = {"ministack": _MINISTACK, "azurite": _AZURITE, "fake-gcs-server": _FAKE_GCS}[server]
     return "" if any(INSTALLED.glob(pattern)) else f"{server} is not installed: make test-remote"
 
@@ -82,10 +87,11 @@ def object_store(server: str) -> Iterator[str]:
     """Starts an object store on a free port of the loopback interface, and yields its URL. Ends it by its process id.
 
     Args:
-        server: moto, ministack (both S3), azurite (Azure Blob Storage) or fake-gcs-server (Google Cloud Storage).
+        server: moto, ministack (both S3), azurite (Azure Blob Storage), fake-gcs-server or gcs (both Google Cloud
+            Storage).
     """
-    if server == "moto":
-        with moto_server() as url:
+    if server in ("moto", "gcs"):
+        with moto_server() if server == "moto" else gcs_server() as url:
             yield url
         return
     with socket.socket() as free:
@@ -176,10 +182,13 @@ class FileServer(BaseHTTPRequestHandler):
         path = self.directory / unquote(urlsplit(self.path).path).lstrip("/")
         if not path.is_file():
             return self._reply(404, b"no such file\n")
-        content = path.read_bytes()
-        etag = f'"{hashlib.sha256(content).hexdigest()[:32]}"'
-        headers = {"ETag": etag, "Accept-Ranges": "bytes", "Content-Type": "application/octet-stream"}
-        headers["Last-Modified"] = self.date_time_string(path.stat().st_mtime)
+        return self._answer(path.read_bytes(), path.stat().st_mtime, {})
+
+    def _answer(self, content: bytes, modified: float, headers: dict[str, str]) -> None:
+        """Answers a GET or a HEAD with the content or a range of it, under its conditions."""
+        etag = _etag(content)
+        headers |= {"ETag": etag, "Accept-Ranges": "bytes", "Content-Type": "application/octet-stream"}
+        headers["Last-Modified"] = self.date_time_string(modified)
         if self.headers.get("If-Match") not in (None, "*", etag):
             return self._reply(412, b"", headers)
         if self.headers.get("If-None-Match") in ("*", etag):
@@ -212,6 +221,11 @@ class FileServer(BaseHTTPRequestHandler):
 class _Server(ThreadingHTTPServer):
     request_queue_size = 128  # with the 5 of the class, a connection that is refused is tried again after seconds
 
+    def handle_error(self, request: object, client_address: object) -> None:
+        """Prints the error, unless the client has gone away."""
+        if not isinstance(sys.exception(), ConnectionError):
+            super().handle_error(request, client_address)  # type: ignore[arg-type]
+
 
 @contextmanager
 def http_server(handler: type[BaseHTTPRequestHandler]) -> Iterator[str]:
@@ -230,6 +244,165 @@ def http_server(handler: type[BaseHTTPRequestHandler]) -> Iterator[str]:
 def file_server(directory: Path) -> Iterator[str]:
     """Serves the files of a directory over HTTP, and yields the URL."""
     with http_server(type("Handler", (FileServer,), {"directory": directory})) as url:
+        yield url
+
+
+@dataclass
+class _Stored:
+    """An object of a bucket of Google Cloud Storage."""
+
+    content: bytes
+    generation: int
+    metadata: dict[str, str]
+    time: float = field(default_factory=time.time)
+
+
+@dataclass
+class _Upload:
+    """A multipart upload that has not ended."""
+
+    path: str
+    metadata: dict[str, str]
+    parts: dict[int, bytes] = field(default_factory=dict)
+
+
+class GcsServer(FileServer):
+    """Answers the requests of the XML interface of Google Cloud Storage, from memory, as its documentation describes.
+
+    These are those that obstore sends: objects are put, copied, read, listed and removed, and uploaded in parts. A put
+    and a copy take `x-goog-if-generation-match`; a multipart upload takes no condition, and its parts except the last
+    one have 5 MiB at least. Every bucket exists. Any token is taken.
+    """
+
+    objects: dict[str, _Stored]
+    """By `/BUCKET/NAME`."""
+    uploads: dict[str, _Upload]
+    lock: threading.Lock
+    generations: Iterator[int]
+
+    def parse_request(self) -> bool:
+        is_valid = super().parse_request()
+        if is_valid:
+            parts = urlsplit(self.path)
+            self.name, self.query = unquote(parts.path), dict(parse_qsl(parts.query, keep_blank_values=True))
+        return is_valid
+
+    def do_GET(self) -> None:
+        with self.lock:
+            if "list-type" in self.query:
+                return self._list()
+            stored = self.objects.get(self.name)
+        if stored is None:
+            return self._error(404, "NoSuchKey")
+        headers = {**stored.metadata, "x-goog-generation": str(stored.generation)}
+        return self._answer(stored.content, stored.time, headers)
+
+    do_HEAD = do_GET
+
+    def do_PUT(self) -> None:
+        content = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        with self.lock:
+            if "uploadId" in self.query:
+                upload = self.uploads.get(self.query["uploadId"])
+                if upload is None or upload.path != self.name:
+                    return self._error(404, "NoSuchUpload")
+                upload.parts[int(self.query["partNumber"])] = content
+                return self._reply(200, b"", {"ETag": _etag(content)})
+            metadata = self._metadata()
+            if source := self.headers.get("x-goog-copy-source"):
+                copied = self.objects.get("/" + unquote(source).lstrip("/"))
+                if copied is None:
+                    return self._error(404, "NoSuchKey")
+                content, metadata = copied.content, copied.metadata
+            expected, current = self.headers.get("x-goog-if-generation-match"), self.objects.get(self.name)
+            if expected is not None and int(expected) != (current.generation if current else 0):
+                return self._error(412, "PreconditionFailed")
+            return self._store(content, metadata, b"<CopyObjectResult/>" if source else b"")
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        with self.lock:
+            if any(name.lower().startswith("x-goog-if-") for name in self.headers):
+                return self._error(400, "NotImplemented")
+            if "uploads" in self.query:
+                number = f"upload-{next(self.generations)}"
+                self.uploads[number] = _Upload(self.name, self._metadata())
+                text = _xml("InitiateMultipartUploadResult", Key=self.name, UploadId=number)
+                return self._reply(200, text)
+            upload = self.uploads.get(self.query["uploadId"])
+            if upload is None or upload.path != self.name:
+                return self._error(404, "NoSuchUpload")
+            fields = [{field.tag.rpartition("}")[2]: field.text or "" for field in part} for part in fromstring(body)]
+            numbers = [int(part["PartNumber"]) for part in fields]
+            parts = [upload.parts.get(number, b"") for number in numbers]
+            tags = [part["ETag"] for part in fields]
+            if not numbers or numbers != sorted(set(numbers)) or tags != [_etag(part) for part in parts]:
+                return self._error(400, "InvalidPart")
+            if any(len(part) < 5 << 20 for part in parts[:-1]):
+                return self._error(400, "EntityTooSmall")
+            del self.uploads[self.query["uploadId"]]
+            content = b"".join(parts)
+            text = _xml("CompleteMultipartUploadResult", Key=self.name, ETag=_etag(content))
+            return self._store(content, upload.metadata, text)
+
+    def do_DELETE(self) -> None:
+        with self.lock:
+            if "uploadId" in self.query:
+                is_there = self.uploads.pop(self.query["uploadId"], None) is not None
+            else:
+                is_there = self.objects.pop(self.name, None) is not None
+        return self._reply(204, b"") if is_there else self._error(404, "NoSuchKey")
+
+    def _metadata(self) -> dict[str, str]:
+        return {name: value for name, value in self.headers.items() if name.lower().startswith("x-goog-meta-")}
+
+    def _store(self, content: bytes, metadata: dict[str, str], answer: bytes) -> None:
+        stored = self.objects[self.name] = _Stored(content, next(self.generations), metadata)
+        self._reply(200, answer, {"ETag": _etag(content), "x-goog-generation": str(stored.generation)})
+
+    def _list(self) -> None:
+        root, prefix = f"{self.name.rstrip('/')}/", self.query.get("prefix", "")
+        delimiter, after = self.query.get("delimiter", ""), self.query.get("continuation-token", "")
+        items: dict[str, str] = {}
+        for path, stored in sorted(self.objects.items()):
+            name = path.removeprefix(root)
+            if path.startswith(root + prefix):
+                head, found, _ = name[len(prefix) :].partition(delimiter) if delimiter else (name, "", "")
+                if found:
+                    directory = prefix + head + delimiter
+                    items[directory] = f"<CommonPrefixes><Prefix>{escape(directory)}</Prefix></CommonPrefixes>"
+                    continue
+                when = datetime.fromtimestamp(stored.time, UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
+                items[name] = (
+                    f"<Contents><Key>{escape(name)}</Key><Size>{len(stored.content)}</Size>"
+                    f"<LastModified>{when}</LastModified><ETag>{escape(_etag(stored.content))}</ETag></Contents>"
+                )
+        page = [name for name in items if name > after][:1000]
+        rest = [name for name in items if page and name > page[-1]]
+        token = f"<NextContinuationToken>{escape(page[-1])}</NextContinuationToken>" if rest else ""
+        text = "".join(items[name] for name in page)
+        self._reply(
+            200, f"<ListBucketResult><IsTruncated>{bool(rest)}</IsTruncated>{token}{text}</ListBucketResult>".encode()
+        )
+
+    def _error(self, status: int, code: str) -> None:
+        self._reply(status, _xml("Error", Code=code))
+
+
+def _etag(content: bytes) -> str:
+    return f'"{hashlib.sha256(content).hexdigest()[:32]}"'
+
+
+def _xml(name: str, **fields: str) -> bytes:
+    text = "".join(f"<{field}>{escape(value)}</{field}>" for field, value in fields.items())
+    return f"<?xml version='1.0' encoding='UTF-8'?><{name}>{text}</{name}>".encode()
+
+
+@contextmanager
+def gcs_server() -> Iterator[str]:
+    """Starts an empty `GcsServer`, and yields its URL."""
+    state = {"objects": {}, "uploads": {}, "lock": threading.Lock(), "generations": count(1)}
+    with http_server(type("Handler", (GcsServer,), state)) as url:
         yield url
 
 
