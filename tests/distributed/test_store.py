@@ -526,9 +526,9 @@ def save_after_a_cancelled_one(folder: Path) -> tuple[int, ...]:
         time.sleep(0.2)
         write(*args)
 
-    objects, write = sharded_objects("fsdp", seed=1), NewStep.write
+    objects, write = sharded_objects("fsdp", seed=1), NewStep._write
     with ms.Store(folder / "store", timeout_seconds=10) as store:
-        with mock.patch.object(NewStep, "write", slow):
+        with mock.patch.object(NewStep, "_write", slow):
             pending = store.save(1, objects, background=True)
             assert pending is not None
             assert pending.cancel()

@@ -21,7 +21,7 @@ from torch import nn
 import modelstate as ms
 from modelstate import errors
 from modelstate.io import system
-from modelstate.store.snapshot import Staging
+from modelstate.store.saving import Staging
 from tests.store.common import Held, Training, failing_call, litter, program
 
 

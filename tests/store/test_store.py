@@ -22,6 +22,17 @@ from tests.store.common import Held, Training, contents, flip, litter, network, 
 from tests.store.training import Run, state_of
 
 
+def test_the_parent_of_a_symbolic_link_is_that_of_its_target(tmp_path: Path) -> None:
+    (tmp_path / "disk" / "inner").mkdir(parents=True)
+    (tmp_path / "link").symlink_to(tmp_path / "disk" / "inner")
+    with ms.Store(f"{tmp_path}/link/../run/") as store:
+        store.save(1, {"epoch": 1})
+    assert ms.Store(tmp_path / "disk" / "run").steps() == (1,)
+    assert not (tmp_path / "run").exists()
+    # A directory that is not there yet has the parent that its name says.
+    assert ms.Store(f"{tmp_path}/new/../disk/run").steps() == (1,)
+
+
 def test_everything_comes_back(tmp_path: Path) -> None:
     run = Run()
     run.train(3)

@@ -14,6 +14,7 @@ from torch import nn
 
 import modelstate as ms
 from modelstate import errors
+from modelstate.formats import manifest
 from modelstate.formats.manifest import OPEN_SEAL, SEAL, sealed
 from modelstate.io import lock
 from tests.store.common import Held, Training, contents, flip, network, state
@@ -163,6 +164,16 @@ def test_a_value_that_nobody_would_read_again(tmp_path: Path) -> None:
     with pytest.raises(errors.UnsavableError):
         store.save(2, {str(number): "x" * 22_000_000 for number in range(3)})
     assert contents(tmp_path) == was
+
+
+@pytest.mark.parametrize("call", ["save", "check"])
+def test_more_digests_than_a_reader_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+    monkeypatch.setattr(manifest, "MAX_BYTES", 2000)
+    objects = {"model": nn.ParameterList([nn.Parameter(torch.ones(1)) for _ in range(60)])}
+    store = ms.Store(tmp_path)
+    with pytest.raises(errors.UnsavableError):
+        store.save(1, objects) if call == "save" else store.check(objects)
+    assert store.steps() == ()
 
 
 def edit(path: Path) -> None:

@@ -6,7 +6,7 @@ import tempfile
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from math import inf
 from time import perf_counter
@@ -253,31 +253,62 @@ class SaveReport(Shown):
         return f"{as_given(self.path)}: {self.tensors} tensors, {size(self.bytes)}{shards} in {self.seconds:.3f} s"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveOptions:
+    """The options of a save, as `modelstate.save` and `convert_checkpoint` describe them."""
+
+    format: str | None = None
+    shard_size_bytes: int | None = None
+    extra: Mapping[str, object] | None = None
+    schema: str | None = None
+    overwrite: bool = True
+    lock_timeout_seconds: float = LOCK_TIMEOUT_SECONDS
+    max_memory_bytes: int | None = None
+    progress: bool | None = False
+
+    def checked(self, where: str) -> "SaveOptions":
+        """Returns the options of a save to a path, with the format that is written.
+
+        Raises `OptionError`, and `SaveTargetError` for a path whose suffix no format has.
+        """
+        schema, extra = self.schema, self.extra
+        if schema is not None and (not isinstance(schema, str) or not schema):
+            raise OptionError("schema= is a text", expected='such as "2.0"', found=repr(schema))
+        shard = self.shard_size_bytes
+        if shard is not None and not (isinstance(shard, int) and not isinstance(shard, bool) and shard > 0):
+            raise OptionError("shard_size_bytes= is a number of bytes", expected="1 or more", found=repr(shard))
+        if extra is not None and not (isinstance(extra, Mapping) and all(isinstance(key, str) for key in extra)):
+            raise OptionError("extra= has values under names", expected="a mapping", found=repr(extra)[:80])
+        seconds = self.lock_timeout_seconds
+        if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 <= seconds < inf:
+            raise OptionError("lock_timeout_seconds= is a number of seconds", expected="0 or more", found=repr(seconds))
+        format = format_of(where, self.format)
+        if format == "torch" and (shard, extra, schema) != (None, None, None):
+            raise OptionError(
+                "a file of torch.save has no shards, no extra= and no schema=",
+                where=where,
+                remedy="give a path that ends in .safetensors, or leave these options out",
+            )
+        return replace(self, format=format)
+
+
 def write_state(
-    source: StateToWrite,
-    where: str,
-    begin: float,
-    *,
-    format: str,
-    shard_bytes: int | None,
-    overwrite: bool,
-    max_memory_bytes: int | None = None,
-    lock_timeout_seconds: float = LOCK_TIMEOUT_SECONDS,
-    writer: Writer | None = None,
-    progress: bool | None = False,
+    source: StateToWrite, where: str, begin: float, options: SaveOptions, writer: Writer | None = None
 ) -> SaveReport:
-    """Writes a state whose options have been checked. Raises what `save` raises, and `MemoryBudgetError`.
+    """Writes a state, with options that have been checked. Raises what `save` raises, and `MemoryBudgetError`.
 
     All ranks of a `writer` write it together.
     """
-    if format == "torch":
+    overwrite, lock_timeout_seconds = options.overwrite, options.lock_timeout_seconds
+    attached = source.attached if options.extra is None else options.extra
+    if options.format == "torch":
         written = [leaf for _, leaf in leaves(source.state) if isinstance(leaf, torch.Tensor | LazyTensor)]
-        with progress_bar(progress, sum(map(nbytes_of, written)), "writing") as advance:
+        with progress_bar(options.progress, sum(map(nbytes_of, written)), "writing") as advance:
             write = partial(
                 write_torch_file,
                 source.state,
                 overwrite=overwrite,
-                max_memory_bytes=max_memory_bytes,
+                max_memory_bytes=options.max_memory_bytes,
                 lock_timeout_seconds=lock_timeout_seconds,
                 on_written=advance,
             )
@@ -286,16 +317,17 @@ def write_state(
     else:
         with writer.planning() if writer else nullcontext():
             of_shard = writer.of_shard if writer else None
-            serialized = serialize(source.state, where, source.attached, of_shard=of_shard)
-        with progress_bar(progress, sum(map(nbytes_of, serialized.tensors.values())), "writing") as advance:
+            serialized = serialize(source.state, where, attached, of_shard=of_shard)
+        with progress_bar(options.progress, sum(map(nbytes_of, serialized.tensors.values())), "writing") as advance:
             counted = dict(source.overflows.counts)
             if writer is None:
-                writer = LocalWriter(threads_within(serialized.tensors, max_memory_bytes, where), on_written=advance)
+                threads = threads_within(serialized.tensors, options.max_memory_bytes, where)
+                writer = LocalWriter(threads, on_written=advance)
             files = write_checkpoint(
                 serialized,
                 where,
-                schema=source.schema,
-                shard_bytes=shard_bytes,
+                schema=source.schema if options.schema is None else options.schema,
+                shard_bytes=options.shard_size_bytes,
                 overwrite=overwrite,
                 writer=writer,
                 metadata=source.metadata,
@@ -318,38 +350,6 @@ def _uploaded(write: Callable[[str], Files], where: str, overwrite: bool) -> Fil
         (nbytes,) = write(path).values()
         copy_file(path, where, current_fingerprints([path])[path], overwrite=overwrite)
     return {where: nbytes}
-
-
-def check_options(
-    where: str,
-    format: object,
-    shard_size_bytes: object,
-    lock_timeout_seconds: object,
-    extra: object = None,
-    schema: object = None,
-) -> str:
-    """Checks the options of a save to a path, and returns the format that is written.
-
-    Raises `OptionError`, and `SaveTargetError` for a path whose suffix no format has.
-    """
-    if schema is not None and (not isinstance(schema, str) or not schema):
-        raise OptionError("schema= is a text", expected='such as "2.0"', found=repr(schema))
-    number = isinstance(shard_size_bytes, int) and not isinstance(shard_size_bytes, bool) and shard_size_bytes > 0
-    if shard_size_bytes is not None and not number:
-        raise OptionError("shard_size_bytes= is a number of bytes", expected="1 or more", found=repr(shard_size_bytes))
-    if extra is not None and not (isinstance(extra, Mapping) and all(isinstance(key, str) for key in extra)):
-        raise OptionError("extra= has values under names", expected="a mapping", found=repr(extra)[:80])
-    seconds = lock_timeout_seconds
-    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 <= seconds < inf:
-        raise OptionError("lock_timeout_seconds= is a number of seconds", expected="0 or more", found=repr(seconds))
-    chosen = format_of(where, format)
-    if chosen == "torch" and (shard_size_bytes, extra, schema) != (None, None, None):
-        raise OptionError(
-            "a file of torch.save has no shards, no extra= and no schema=",
-            where=where,
-            remedy="give a path that ends in .safetensors, or leave these options out",
-        )
-    return chosen
 
 
 def format_of(path: str, format: object = None) -> str:

@@ -14,11 +14,11 @@ from modelstate.checkpoint.open import Source, argument_order, check_budget_opti
 from modelstate.checkpoint.open import open as open_checkpoint
 from modelstate.checkpoint.write import (
     LazyStateBuilder,
+    SaveOptions,
     SaveReport,
     StateToWrite,
     allowed,
     around,
-    check_options,
     streamed,
     target_path,
     write_state,
@@ -99,7 +99,14 @@ def convert_checkpoint(
     """
     begin = perf_counter()
     path = target_path(path)
-    checked_format = check_options(path, format, shard_size_bytes, lock_timeout_seconds)
+    options = SaveOptions(
+        format=format,
+        shard_size_bytes=shard_size_bytes,
+        overwrite=overwrite,
+        lock_timeout_seconds=lock_timeout_seconds,
+        max_memory_bytes=max_memory_bytes,
+        progress=progress,
+    ).checked(path)
     cast = floating_dtype(dtype)
     check_budget_option(max_memory_bytes, minimum=1)
     check_both(path, overwrite)
@@ -108,17 +115,7 @@ def convert_checkpoint(
     state = _changed_by_rules(checkpoint, chain, cast, model) if chain else streamed(checkpoint, cast)
     if isinstance(rules, Schema):
         state.schema = rules.version
-    return write_state(
-        state,
-        path,
-        begin,
-        format=checked_format,
-        shard_bytes=shard_size_bytes,
-        overwrite=overwrite,
-        max_memory_bytes=max_memory_bytes,
-        lock_timeout_seconds=lock_timeout_seconds,
-        progress=progress,
-    )
+    return write_state(state, path, begin, options)
 
 
 def _changed_by_rules(

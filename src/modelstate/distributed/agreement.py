@@ -140,7 +140,6 @@ class Agreement:
         """Returns a block that the votes of other threads of this process, over the same ranks, wait for."""
         return _held.setdefault((self.ranks, self._channel), RLock()) if self.is_collective else nullcontext()
 
-    @contextmanager
     def phase(
         self,
         name: str,
@@ -148,8 +147,8 @@ class Agreement:
         *,
         decides: bool = False,
         effect: str = NOTHING_CHANGED,
-    ) -> Iterator[None]:
-        """A block that all ranks end, or that raises on every rank.
+    ) -> AbstractContextManager[None]:
+        """Returns a block that all ranks end, or that raises on every rank.
 
         Args:
             name: The name of the phase, for errors.
@@ -162,12 +161,12 @@ class Agreement:
             RanksDifferError: The digests differ.
             ModelStateError: The block raised on another rank: the class is that of the first such rank.
         """
-        if not self.is_collective:
-            yield
-            return
+        return self._vote(_Phase(name, effect, decides), digests) if self.is_collective else nullcontext()
+
+    @contextmanager
+    def _vote(self, phase: _Phase, digests: Callable[[], Sequence[Digest]] | None) -> Iterator[None]:
         own: Sequence[Digest] = ()
         started = time.perf_counter()
-        phase = _Phase(name, effect, decides)
         try:
             # Before the block, so that the death of a rank within the block shows at once.
             _connections(self.ranks, self.timeout_seconds, self._channel)
@@ -177,7 +176,7 @@ class Agreement:
         try:
             yield
             own = digests() if digests is not None else ()
-            self.seconds[name] = time.perf_counter() - started
+            self.seconds[phase.name] = time.perf_counter() - started
         except BaseException as error:
             self._end(phase, error, own)
             raise

@@ -94,7 +94,8 @@ _TORCH_NAMES = {name: dtype.torch_name for name, dtype in DTYPES.items()}
 _WITHOUT_DTYPE = {"F6_E2M3", "F6_E3M2"}
 """Dtypes of the format that PyTorch lacks."""
 
-_METADATA_NAME = "__metadata__"
+METADATA_NAME = "__metadata__"
+"""The entry of the header that has text instead of a tensor."""
 _MOST_INT_DIGITS = 19
 
 Members = tuple[tuple[str, object], ...]
@@ -244,10 +245,10 @@ def _parse_header(header: bytes, path: str, begin: int, file_bytes: int) -> tupl
     if len(header) > manifest.MAX_PARTS:  # otherwise it has no more parts than that
         _check_parts(header, path)
     members = parse_object(header)
-    metadata = [fields for name, fields in members if name == _METADATA_NAME]
+    metadata = [fields for name, fields in members if name == METADATA_NAME]
     if len(metadata) > 1:
-        raise RepeatedKeyError(_METADATA_NAME, str(metadata[1])[:60])
-    entries = [member for member in members if member[0] != _METADATA_NAME] if metadata else members
+        raise RepeatedKeyError(METADATA_NAME, str(metadata[1])[:60])
+    entries = [member for member in members if member[0] != METADATA_NAME] if metadata else members
     names = [name for name, _ in entries]
     if b"\\" in header and b"\\u" in header:
         for name in names:
@@ -481,7 +482,7 @@ Metadata = Callable[[Mapping[str, str]], Mapping[str, str]]
 
 def why_not(name: object, tensor: torch.Tensor | LazyTensor) -> str:
     """The reason why a tensor cannot be stored under a name; empty if it can."""
-    if not isinstance(name, str) or not is_unicode(name) or name == _METADATA_NAME:
+    if not isinstance(name, str) or not is_unicode(name) or name == METADATA_NAME:
         return "not a name that the format has"
     from modelstate.torch_compat.plain import why_not_plain
 
@@ -512,11 +513,15 @@ class Layout:
 def layout(tensors: Mapping[str, torch.Tensor | LazyTensor], metadata: Metadata) -> Layout:
     """Plans a file. Raises `ValueError` where the header would be larger than the format allows."""
     ordered = sorted(tensors.items(), key=lambda item: -item[1].itemsize)
-    blank = {
+    return Layout(ordered, metadata, len(_header(ordered, metadata(blank_digests(tensors)))))
+
+
+def blank_digests(tensors: Mapping[str, torch.Tensor | LazyTensor]) -> dict[str, str]:
+    """Zeros in place of the digests of tensors, which have the same length."""
+    return {
         name: "0" * (HEX * sum(-(-part // BLOCK_BYTES) for part in parts_of(tensor) or (nbytes_of(tensor),)))
-        for name, tensor in ordered
+        for name, tensor in tensors.items()
     }
-    return Layout(ordered, metadata, len(_header(ordered, metadata(blank))))
 
 
 @dataclass(frozen=True, slots=True)
@@ -596,11 +601,12 @@ def write_in_order(
 
 
 def _header(tensors: Iterable[tuple[str, torch.Tensor | LazyTensor]], metadata: Mapping[str, str]) -> bytes:
-    entries: dict[str, object] = {_METADATA_NAME: {SEAL: OPEN_SEAL, **metadata}}
+    entries: dict[str, object] = {METADATA_NAME: {SEAL: OPEN_SEAL, **metadata}}
     end = 0
     for name, tensor in tensors:
         begin, end = end, end + nbytes_of(tensor)
-        entries[name] = {"dtype": NAMES[str(tensor.dtype)], "shape": _shape(tensor), "data_offsets": [begin, end]}
+        dtype, shape = dtype_and_shape(tensor)
+        entries[name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
     text = json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     if len(text) > MAX_HEADER_BYTES or len(entries) > MAX_ENTRIES:
@@ -608,9 +614,10 @@ def _header(tensors: Iterable[tuple[str, torch.Tensor | LazyTensor]], metadata: 
     return len(text).to_bytes(8, "little") + sealed(text)
 
 
-def _shape(tensor: torch.Tensor | LazyTensor) -> list[int]:
-    sizes = list(tensor.shape)
-    return [*sizes[:-1], 2 * sizes[-1]] if NAMES[str(tensor.dtype)] == "F4" else sizes
+def dtype_and_shape(tensor: torch.Tensor | LazyTensor) -> tuple[str, list[int]]:
+    """The dtype and the shape of a tensor, as they stand in the header."""
+    dtype, sizes = NAMES[str(tensor.dtype)], list(tensor.shape)
+    return dtype, [*sizes[:-1], 2 * sizes[-1]] if dtype == "F4" else sizes
 
 
 def nbytes_of(tensor: torch.Tensor | LazyTensor) -> int:

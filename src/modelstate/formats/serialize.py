@@ -134,14 +134,17 @@ class _Serializer:
             self._prefix = "_" + self._prefix
 
     def add_flat(self, state: Mapping[Any, Any]) -> None:
+        others: list[tuple[str, object]] = []
         for name, value in state.items():
-            if _is_tensor(value) or not isinstance(name, str) or not is_unicode(name):
-                self.state.names += 1
-                owner = self.add(name, value)
-                if owner != name:
-                    self.state.aliases[name] = owner
-        for name, value in state.items():
-            if not _is_tensor(value) and name not in self._wrong:
+            if not _is_tensor(value) and isinstance(name, str) and is_unicode(name):
+                others.append((name, value))
+                continue
+            self.state.names += 1
+            owner = self.add(name, value)
+            if owner != name:
+                self.state.aliases[name] = owner
+        for name, value in others:
+            if name not in self._wrong:
                 self.state.extra[name] = self.encode(value, f"{self._where}: {name}")
         self.state.versions = self._versions(state)
 

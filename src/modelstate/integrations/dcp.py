@@ -31,6 +31,7 @@ from torch.futures import Future
 from modelstate.checkpoint.checkpoint import Checkpoint, verify
 from modelstate.checkpoint.open import Source, is_path
 from modelstate.checkpoint.open import open as open_checkpoint
+from modelstate.checkpoint.write import SaveOptions
 from modelstate.distributed.agreement import TIMEOUT_SECONDS, Agreement, Digest, agreement_of
 from modelstate.errors import OptionError, ProcessGroupError, RanksDifferError
 from modelstate.formats.block_writer import write_blocks
@@ -272,7 +273,7 @@ class Writer(StorageWriter):
         timeout_seconds: float = TIMEOUT_SECONDS,
     ) -> None:
         self._path, self._group = path, process_group
-        self._options: dict[str, Any] = {"shard_size_bytes": shard_size_bytes, "overwrite": overwrite}
+        self._options = SaveOptions(shard_size_bytes=shard_size_bytes, overwrite=overwrite, progress=None)
         self._timeout_seconds = timeout_seconds
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
@@ -319,7 +320,7 @@ class Writer(StorageWriter):
         tree = _tree(state)
         if group is None:  # DTensors still need the ranks of their mesh
             agreement = agreement_of(tensors_within(tree, reshards=True), None, self._timeout_seconds, "dcp.save")
-        save_with(agreement, tree, self._target, **self._options)
+        save_with(agreement, tree, self._target, self._options)
         done: Future[list[WriteResult]] = Future()
         done.set_result([])
         return done

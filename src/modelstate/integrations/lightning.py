@@ -10,7 +10,7 @@ from time import perf_counter
 import torch
 
 from modelstate.checkpoint.open import open as open_checkpoint
-from modelstate.checkpoint.write import StateToWrite, write_state
+from modelstate.checkpoint.write import SaveOptions, StateToWrite, write_state
 from modelstate.errors import CodecError, OpenError, OptionError, PackageError, ReadFailedError
 from modelstate.formats.recognise import Format, recognise
 from modelstate.io import system
@@ -70,9 +70,7 @@ class StoreCheckpointIO(CheckpointIO):  # type: ignore[misc]
             os.makedirs(os.path.dirname(where) or ".", exist_ok=True)
         try:
             # The suffix is Lightning's, .ckpt by default, and does not choose the format here.
-            write_state(
-                StateToWrite(checkpoint), where, perf_counter(), format="safetensors", shard_bytes=None, overwrite=True
-            )
+            write_state(StateToWrite(checkpoint), where, perf_counter(), SaveOptions(format="safetensors"))
         except CodecError as error:
             error.remedy = f"{error.remedy}; {_IGNORE_REMEDY}" if error.remedy else _IGNORE_REMEDY
             raise

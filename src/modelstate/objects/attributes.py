@@ -131,22 +131,22 @@ def _target_device(module: nn.Module, current: object) -> torch.device | None:
     return next((device for device in devices if device.type != "meta"), None)
 
 
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
+def _tensors(value: object) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         yield value
-    elif type(value) in (list, tuple):
+    elif type(value) is list or type(value) is tuple:
         for part in value:
             yield from _tensors(part)
     elif type(value) is dict:
         yield from _tensors(list(value.values()))
 
 
-def _moved(value: Any, device: torch.device | None) -> Any:
+def _moved(value: object, device: torch.device | None) -> object:
     if device is None:
         return value
     if isinstance(value, torch.Tensor):
         return value if value.device == device else value.to(device)
-    if type(value) in (list, tuple):
+    if type(value) is list or type(value) is tuple:
         return type(value)(_moved(part, device) for part in value)
     if type(value) is dict:
         return {key: _moved(part, device) for key, part in value.items()}

@@ -161,7 +161,7 @@ def _declare(cls: type[nn.Module], declaration: "Declaration") -> None:
 def _methods(layer: "Layer") -> tuple[Any, ...]:
     """Returns the functions that become the `METHODS` of a class."""
 
-    def get_extra_state(self: nn.Module) -> dict[str, Any]:
+    def get_extra_state(self: nn.Module) -> dict[str, object]:
         return layer.get(self)
 
     def set_extra_state(self: nn.Module, state: object) -> None:
@@ -292,7 +292,7 @@ class Layer:
         inherited: object = getattr(super(self.cls, module), method)
         return None if getattr(inherited, "__func__", None) is getattr(nn.Module, method) else inherited
 
-    def _chain(self, module: nn.Module) -> "tuple[list[Layer], Any]":
+    def _chain(self, module: nn.Module) -> "tuple[list[Layer], Callable[[object], None] | None]":
         """Returns this layer and those below it, and the hand-written `set_extra_state` below those, or None."""
         layers = [self]
         while True:
@@ -304,7 +304,7 @@ class Layer:
 
     # Saving.
 
-    def get(self, module: nn.Module) -> dict[str, Any]:
+    def get(self, module: nn.Module) -> dict[str, object]:
         """Implements `get_extra_state`: returns a snapshot."""
         declaration = self.declaration
         # One encoding for all attributes, so that a tensor which two of them share is shared after loading too.
@@ -345,7 +345,7 @@ class Layer:
             attributes.check_value(module, name, attribute)
         return prepared
 
-    def _split(self, value: Any, below: list[str], has_own: bool) -> tuple[Any, Any]:
+    def _split(self, value: object, below: list[str], has_own: bool) -> tuple[object, object]:
         """Splits a saved value into the part of this layer and the part of the layers below."""
         if value is _ABSENT:
             return _ABSENT, _ABSENT
@@ -359,9 +359,9 @@ class Layer:
             return _ABSENT, value
         if isinstance(value, Mapping) and not value:  # as users add it to old state dicts by hand
             return _ABSENT, _ABSENT
-        is_dict_of_values = isinstance(value, Mapping) and all(isinstance(name, str) for name in value)
-        if self.declaration.upgrade is not None and is_dict_of_values and not {"version", "values"} <= value.keys():
-            return {"version": 0, "values": value}, _ABSENT  # a hand-written get_extra_state returned it
+        by_name = value if isinstance(value, Mapping) and all(isinstance(name, str) for name in value) else None
+        if self.declaration.upgrade is not None and by_name is not None and not {"version", "values"} <= by_name.keys():
+            return {"version": 0, "values": by_name}, _ABSENT  # a hand-written get_extra_state returned it
         raise _bad_format(self.name, "what a declaration of extra state saves", _kind(value))
 
     def _check_format(self, value: Mapping[str, object]) -> None:
@@ -387,7 +387,7 @@ class Layer:
         if unknown := [str(key) for key in value if key not in _KEYS]:
             raise _bad_format(self.name, f"the keys {listed(sorted(_KEYS))}", f"also {listed(unknown)}")
 
-    def _values(self, module: nn.Module, saved: Any) -> dict[str, object]:
+    def _values(self, module: nn.Module, saved: object) -> dict[str, object]:
         """Returns the values of this layer's names, upgraded and completed with defaults."""
         declaration = self.declaration
         values: dict[str, object] = {}
@@ -395,6 +395,7 @@ class Layer:
         if saved is _ABSENT:
             missing = [] if declaration.optional else [n for n in declaration.names if n not in declaration.defaults]
         else:
+            assert isinstance(saved, Mapping)
             values, source = self._upgraded(module, saved)
             missing = [n for n in declaration.names if n not in values and n not in declaration.defaults]
         unknown = [name for name in values if name not in declaration.names]

@@ -65,13 +65,16 @@ def capture(targets: Mapping[str, Target]) -> dict[str, Part]:
         OptimizerStateError: An optimizer has parameters of a module that is not among the objects.
         ObjectStateError: The own code of an object raised.
     """
-    modules = modules_of(targets)
-    check_owners(targets, modules)
+    modules: nn.Module | None = None
+    if any(target.kind is Kind.OPTIMIZER for target in targets.values()):
+        modules = modules_of(targets)
+        check_owners(targets, modules)
     parts = {path: Part(target.kind, _state_of(path, target, modules)) for path, target in restore_order(targets)}
     return {path: parts[path] for path in targets}
 
 
-def _state_of(path: str, target: Target, modules: nn.Module) -> object:
+def _state_of(path: str, target: Target, modules: nn.Module | None) -> object:
+    """Returns the state of an object. `modules` has the parameters of an optimizer."""
     with object_code(path, "the object's own code raised when it was asked for its state"):
         match target.kind:
             case Kind.VALUE:
@@ -79,6 +82,7 @@ def _state_of(path: str, target: Target, modules: nn.Module) -> object:
             case Kind.MODULE:
                 return target.obj.state_dict()
             case Kind.OPTIMIZER:
+                assert modules is not None
                 return optimizer_state(modules, target.obj)
             case Kind.GENERATOR:
                 return target.obj.get_state()

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from time import perf_counter
 from typing import Any
 
@@ -10,7 +11,7 @@ from torch import nn
 
 from modelstate.checkpoint.checkpoint import Checkpoint
 from modelstate.checkpoint.open import argument_order, is_module, is_path
-from modelstate.checkpoint.write import SaveReport, StateToWrite, check_options, streamed, target_path, write_state
+from modelstate.checkpoint.write import SaveOptions, SaveReport, StateToWrite, streamed, target_path, write_state
 from modelstate.distributed.agreement import TIMEOUT_SECONDS, Agreement, agreement_of
 from modelstate.distributed.writing import PLANNING, CollectiveWriter
 from modelstate.errors import ModelCodeError, ModelStateError, SaveTargetError, UnsavableError
@@ -102,11 +103,7 @@ def save(
         >>> ms.save(model, "model.safetensors")
         >>> ms.save({"model": model, "optimizer": optimizer, "epoch": 3}, "run.safetensors")
     """
-    agreement = _agreement(target, process_group, timeout_seconds)
-    return save_with(
-        agreement,
-        target,
-        path,
+    options = SaveOptions(
         format=format,
         shard_size_bytes=shard_size_bytes,
         extra=extra,
@@ -115,48 +112,32 @@ def save(
         lock_timeout_seconds=lock_timeout_seconds,
         progress=progress,
     )
+    return save_with(_agreement(target, process_group, timeout_seconds), target, path, options)
 
 
 def save_with(
     agreement: Agreement,
     target: nn.Module | Mapping[str, object] | Checkpoint,
     path: str | os.PathLike[str],
-    *,
-    format: str | None = None,
-    shard_size_bytes: int | None = None,
-    extra: Mapping[str, object] | None = None,
-    schema: str | None = None,
-    overwrite: bool = True,
-    lock_timeout_seconds: float = LOCK_TIMEOUT_SECONDS,
-    progress: bool | None = None,
+    options: SaveOptions,
 ) -> SaveReport:
     """Saves as `save` does, with the ranks of an agreement, and its connections."""
     begin = perf_counter()
     with agreement.before(PLANNING):
         where = target_path(path)
-        chosen = check_options(where, format, shard_size_bytes, lock_timeout_seconds, extra, schema)
+        options = options.checked(where)
         if agreement.is_first:
-            check_both(where, overwrite)
-        if agreement.ranks and chosen == "torch":
+            check_both(where, options.overwrite)
+        if agreement.ranks and options.format == "torch":
             raise UnsavableError(
                 "a file of torch.save cannot be written by several ranks, and cannot have DTensors",
                 where=where,
                 remedy=f"give a path that ends in .safetensors, or {GATHER}",
             )
         state = streamed(target) if isinstance(target, Checkpoint) else StateToWrite(_state_of(target))
-        state.attached = state.attached if extra is None else extra
-        state.schema = state.schema if schema is None else schema
-    return write_state(
-        state,
-        where,
-        begin,
-        format=chosen,
-        shard_bytes=shard_size_bytes,
-        overwrite=overwrite,
-        lock_timeout_seconds=lock_timeout_seconds,
-        writer=CollectiveWriter(agreement, where) if agreement.ranks else None,
-        progress=progress if not agreement.ranks else False,
-    )
+    if not agreement.ranks:
+        return write_state(state, where, begin, options)
+    return write_state(state, where, begin, replace(options, progress=False), CollectiveWriter(agreement, where))
 
 
 def _state_of(target: object) -> Mapping[Any, object]:
@@ -182,13 +163,15 @@ def _state_dict(module: nn.Module) -> object:
         raise ModelCodeError(what, where=type(module).__qualname__, found=error) from error
 
 
-def _nested(by_path: Mapping[str, object]) -> dict[str, Any]:
+def _nested(by_path: Mapping[str, object]) -> dict[str, object]:
     """Returns values by dotted path as mappings within mappings."""
-    root: dict[str, Any] = {}
+    root: dict[str, object] = {}
     for path, value in by_path.items():
         *parents, name = path.split(".")
         mapping = root
         for key in parents:
-            mapping = mapping.setdefault(key, {})
+            inner = mapping.setdefault(key, {})
+            assert isinstance(inner, dict)
+            mapping = inner
         mapping[name] = value
     return root

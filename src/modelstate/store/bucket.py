@@ -26,7 +26,7 @@ import socket
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from datetime import datetime, timedelta
@@ -153,14 +153,11 @@ class Bucket:
     def problem_of(self, place: Place, files: Mapping[str, FileRecord]) -> str:
         return ""  # objects do not change, and a checkpoint gets its claim when all of them are there
 
-    def is_untouched(self, path: str, record: FileRecord) -> bool:
+    def is_untouched(self, path: str, record: FileRecord, doubtful: Set[object]) -> bool:
         return True
 
     def files_of(self, place: Place) -> Sequence[object]:
         return ()
-
-    def file_key(self, path: str) -> object:
-        return path
 
     # Writing.
 

@@ -10,7 +10,7 @@ import threading
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Literal, TypeVar
@@ -19,6 +19,7 @@ from modelstate.errors import (
     ChecksumError,
     DamagedCheckpointError,
     DamagedCheckpointWarning,
+    LockedError,
     ModelStateError,
     NewerManifestError,
     OpenError,
@@ -27,16 +28,20 @@ from modelstate.errors import (
     ReadFailedError,
     SourceNotFoundError,
     StepNotFoundError,
+    StoreMovedError,
     WriteFailedError,
 )
-from modelstate.formats.manifest import OPEN_SEAL, SEAL, check_seal, sealed
+from modelstate.formats.manifest import OPEN_SEAL, SEAL, check_seal, digest, sealed
+from modelstate.io.atomic import write_errors
 from modelstate.io.engine import for_each
+from modelstate.io.files import SourceFile
+from modelstate.io.lock import check_directory
 from modelstate.objects.parts import Kind, Part
 from modelstate.progress import progress_bar
 from modelstate.remote.location import is_remote
 from modelstate.store.bucket import Bucket
 from modelstate.store.medium import STORE_FILE, LocalMedium, Medium, Place
-from modelstate.store.record import ALL, RECORD_FILE, Record, damaged, read_record, read_small
+from modelstate.store.record import ALL, RECORD_FILE, FileRecord, Record, damaged, read_record, read_small
 from modelstate.store.retention import CheckpointInfo, Keep, check_metric, kept
 
 if TYPE_CHECKING:
@@ -183,7 +188,7 @@ class StepIndex:
         """Damage that only reading a checkpoint shows."""
         self._whole: set[_Key] = set()
         """Checkpoints all of whose bytes this object has read, or written."""
-        self.doubtful: set[object] = set()
+        self._doubtful: set[object] = set()
         """Keys of the files of damaged checkpoints; other checkpoints may share the same files."""
         self._cache: dict[str, tuple[object, Record]] | None = {} if self.medium.is_lazy() else None
         """Records by the path of the checkpoint, each with the identity of the file that it was read from."""
@@ -191,17 +196,20 @@ class StepIndex:
     def cached(self) -> "StepIndex":
         """Returns an index of the same directory that reads each record once, as long as its file is the same."""
         index = StepIndex(self.directory, self.medium)
-        index._damage, index._whole, index.doubtful = self._damage, self._whole, self.doubtful
+        index._damage, index._whole, index._doubtful = self._damage, self._whole, self._doubtful
         index._cache = {} if self._cache is None else self._cache
         return index
 
     # Listing.
 
-    def all_revisions(self) -> list[StepEntry]:
-        """Returns every revision of every step, in order. Raises `ReadFailedError`."""
+    def all_revisions(self, store: str = "") -> list[StepEntry]:
+        """Returns every revision of every step, in order. Raises `ReadFailedError`.
+
+        `store` is the name of the store, where that is known.
+        """
         for _ in range(_MAX_TRIES):
             found = self._places()
-            names: list[str] = []
+            names = [store] if store else []
 
             def read(place: Place, found: list[Place] = found, names: list[str] = names) -> _Read:
                 record, error = self._read(place)
@@ -532,6 +540,23 @@ class StepIndex:
                 return to_prune
             bad.add(newest.place.step)
 
+    def prune(self, keep: Keep | None) -> tuple[int, ...]:
+        """Removes the steps that no rule keeps, with all their revisions, and returns them. Raises `OSError`."""
+        steps = self.steps_to_prune(keep)
+        if steps:
+            revisions = self.all_revisions()
+            removed = [entry for entry in revisions if entry.place.step in steps]
+            self.medium.discard(removed, lambda: self.read_all(revisions))
+        return tuple(steps)
+
+    def untouched_head(self, path: str, record: FileRecord) -> bytes | None:
+        """Returns the head of a file that can be linked; None where it has changed, or a damaged checkpoint has it."""
+        if self.medium.is_untouched(path, record, self._doubtful):
+            with suppress(OSError, OpenError), SourceFile(path) as file:
+                head = file.read(0, record.head_bytes, "its header")
+                return head if digest(head) == record.head else None
+        return None
+
     def note_whole(self, path: str) -> None:
         """Counts a checkpoint as whole, so that it need not be read again before others are pruned."""
         if (key := self._key(path)) is not None:
@@ -543,7 +568,7 @@ class StepIndex:
         if isinstance(error, DamagedCheckpointError) and key is not None:
             self._damage[key] = error
             self._whole.discard(key)
-            self.doubtful.update(self.medium.files_of(entry.place))
+            self._doubtful.update(self.medium.files_of(entry.place))
 
     def _key(self, path: str) -> _Key | None:
         identity = self.medium.identity(path)
@@ -574,6 +599,105 @@ class StepIndex:
         text = json.dumps({SEAL: OPEN_SEAL, "format": STORE_FORMAT, "store": name}).encode() + b"\n"
         self.medium.write_name(sealed(text))
         return name
+
+
+class WriteAccess:
+    """The right to change a store, of one process at a time, and of one thread of it.
+
+    Args:
+        index: the checkpoints of the store.
+    """
+
+    def __init__(self, index: StepIndex) -> None:
+        self._index, self.lock = index, index.medium.lock
+        self._in_use: os.stat_result | None = None
+        """The directory of the last restore or save, which no other directory may replace."""
+        self._pid, self._thread_lock = os.getpid(), threading.RLock()
+        self._is_writing = False
+        """Whether the thread that has the lock is writing: a signal handler runs in the same thread."""
+
+    @contextmanager
+    def exclusive(self, wait: bool = True) -> Iterator[bool]:
+        """Keeps other threads from saving and pruning. Yields False where `wait` is false and another thread does."""
+        if self._pid != os.getpid():  # a forked child lacks the thread that may hold the lock
+            self._pid, self._thread_lock, self._is_writing = os.getpid(), threading.RLock(), False
+        if not self._thread_lock.acquire(blocking=wait):
+            yield False
+            return
+        try:
+            if self._is_writing:
+                raise LockedError(
+                    "a save in this thread has been interrupted by another one, as by a signal's handler",
+                    where=self._index.directory,
+                    remedy="have the handler set a flag, and the loop save: see modelstate.Deadline",
+                )
+            self._is_writing = True
+            try:
+                yield True
+            finally:
+                self._is_writing = False
+        finally:
+            self._thread_lock.release()
+
+    def acquire(self) -> str:
+        """Creates the directory and locks it for this process, unless that is done. Returns the name of the store."""
+        index = self._index
+        with write_errors(index.directory):
+            if self.lock.held:
+                try:
+                    self.lock.confirm()
+                    return index.ensure_name()
+                except LockedError:
+                    # The lock file was replaced. The lock is acquired again, unless another process has it.
+                    self.lock.release()
+            if self._in_use is not None:
+                check_directory(index.directory, self._in_use)
+            index.medium.make()
+            try:
+                self.lock.acquire()
+            except LockedError as error:
+                dist = sys.modules.get("torch.distributed")
+                if dist is not None and dist.is_available() and dist.is_initialized():
+                    error.remedy = (
+                        "if the other writer is a rank of this run: Store(process_group=) for a save on all ranks, and "
+                        f"prune(), pin() and unpin() on the first rank only; {error.remedy}"
+                    )
+                raise
+            try:
+                # Before anything is removed: a store of a newer version is refused here.
+                store = index.ensure_name()
+                self._in_use = index.medium.in_use()
+                index.medium.clear(index.read_all)
+                return store
+            except BaseException:
+                self.lock.release()
+                raise
+
+    def note_in_use(self) -> None:
+        """Has a later `acquire` refuse a directory that has replaced the present one."""
+        with suppress(OSError):
+            self._in_use = self._index.medium.in_use()
+
+    @contextmanager
+    def errors(self, name: str = "") -> Iterator[None]:
+        """Raises `WriteFailedError` in place of an I/O error, or `StoreMovedError` where the directory was moved.
+
+        `name` is the file or the directory, in that of the store, that is written.
+        """
+        try:
+            with write_errors(os.path.join(self._index.directory, name)):
+                yield
+        except OSError as error:
+            try:
+                self.lock.check_directory()
+            except StoreMovedError as moved:
+                raise moved from error
+            raise
+
+    def release(self) -> None:
+        """Unlocks the store for other processes."""
+        self.lock.release()
+        self._in_use = None
 
 
 def _read_store_file(directory: str) -> tuple[str, object]:

@@ -15,17 +15,15 @@ import os
 import re
 import secrets
 import stat
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from contextlib import suppress
 from typing import NamedTuple, Protocol
 
-from modelstate.errors import OpenError
 from modelstate.formats.manifest import digest
 from modelstate.formats.safetensors import Layout, Written, write
-from modelstate.formats.sharded import INDEX_SUFFIX, SUFFIX
+from modelstate.formats.sharded import SUFFIX
 from modelstate.io import system
 from modelstate.io.atomic import atomic_file, new_file, sync_directory
-from modelstate.io.files import SourceFile
 from modelstate.io.lock import WriterLock
 from modelstate.remote.location import is_remote
 from modelstate.store.record import RECORD_FILE, FileRecord
@@ -136,14 +134,17 @@ class Medium(Protocol):
     def problem_of(self, place: Place, files: Mapping[str, FileRecord]) -> str:
         """Returns which file is missing or has another size, as far as that is known without reading it."""
 
-    def is_untouched(self, path: str, record: FileRecord) -> bool:
-        """Whether a file is as it was written, as far as that is known without reading all of it."""
+    def is_untouched(self, path: str, record: FileRecord, doubtful: Set[object]) -> bool:
+        """Whether a file is as it was written, as far as that is known without reading it, and is not `doubtful`.
+
+        Args:
+            path: the file.
+            record: its record.
+            doubtful: keys of files, as `files_of` returns them.
+        """
 
     def files_of(self, place: Place) -> Sequence[object]:
         """Returns keys of the files of a checkpoint, which are equal for files that checkpoints share."""
-
-    def file_key(self, path: str) -> object:
-        """Returns the key of a file in `files_of`."""
 
     # Writing, by the holder of the lock.
 
@@ -224,25 +225,17 @@ class LocalMedium:
                 return f"{name} has {status.st_size:,} bytes, not {file.nbytes:,}"
         return ""
 
-    def is_untouched(self, path: str, record: FileRecord) -> bool:
-        with suppress(OSError, OpenError):
+    def is_untouched(self, path: str, record: FileRecord, doubtful: Set[object]) -> bool:
+        with suppress(OSError):
             status = os.stat(path, follow_symlinks=False)
-            if (status.st_size, status.st_mtime_ns) != (record.nbytes, record.mtime_ns):
-                return False
-            with SourceFile(path) as file:
-                return digest(file.read(0, record.head_bytes, "its header")) == record.head
+            is_same = (status.st_size, status.st_mtime_ns) == (record.nbytes, record.mtime_ns)
+            return is_same and (status.st_dev, status.st_ino) not in doubtful
         return False
 
     def files_of(self, place: Place) -> Sequence[object]:
         with suppress(OSError), os.scandir(place.path) as files:
             return [(status.st_dev, status.st_ino) for status in (file.stat(follow_symlinks=False) for file in files)]
         return ()
-
-    def file_key(self, path: str) -> object:
-        with suppress(OSError):
-            status = os.stat(path, follow_symlinks=False)
-            return status.st_dev, status.st_ino
-        return None
 
     def make(self) -> None:
         _make_directory(self._directory)
@@ -324,13 +317,13 @@ class _NewDirectory:
             written = write(output, planned)
         name = f"{key}-{written.content[:16]}{SUFFIX}"
         system.replace(unnamed, os.path.join(self.path, name))
-        return name, written, record_of(os.path.join(self.path, name))
+        return name, written, record_of(os.path.join(self.path, name), written.header)
 
     def write_text(self, name: str, text: bytes) -> tuple[str, FileRecord]:
         path = os.path.join(self.path, name)
         with new_file(path) as output:
             output.append(text)
-        return name, record_of(path)
+        return name, record_of(path, text)
 
     def link(self, file: str) -> bool:
         try:
@@ -357,14 +350,9 @@ class _NewDirectory:
         _remove_directory(self.path)
 
 
-def record_of(path: str) -> FileRecord:
-    """Returns the record of a file that was written. Raises `OSError` and `OpenError`."""
+def record_of(path: str, head: bytes) -> FileRecord:
+    """Returns the record of a file that was written, with this head. Raises `OSError`."""
     status = os.stat(path)
-    with SourceFile(path) as file:
-        nbytes = file.nbytes
-        if not path.endswith(INDEX_SUFFIX):
-            nbytes = 8 + int.from_bytes(file.read(0, 8, "the length of its header"), "little")
-        head = file.read(0, nbytes, "its header")
     return FileRecord(status.st_size, status.st_mtime_ns, len(head), digest(head))
 
 

@@ -7,28 +7,40 @@ it, and stays complete when the old one is removed. Tensors that change and tens
 
 import json
 import os
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence, Set
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 import torch
 
 from modelstate.background import AtExit, BackgroundTask
-from modelstate.distributed.agreement import Agreement, Digest
-from modelstate.distributed.writing import COMPARING, CollectiveWriter, ShardedTensor
-from modelstate.errors import OpenError, TargetExistsError
-from modelstate.formats import safetensors, sharded
+from modelstate.distributed.agreement import Agreement
+from modelstate.distributed.writing import CollectiveWriter, ShardedTensor
+from modelstate.errors import BackgroundCancelledError, ModelStateError, TargetExistsError, UnsavableError
 from modelstate.formats.block_writer import LazyTensor, write_blocks
-from modelstate.formats.manifest import KEY, digest
-from modelstate.formats.safetensors import Layout, layout, nbytes_of, parts_of
+from modelstate.formats.manifest import KEY, MAX_PARTS, check_size
+from modelstate.formats.safetensors import METADATA_NAME, blank_digests, dtype_and_shape, layout, nbytes_of
+from modelstate.formats.serialize import SerializedState, serialize
 from modelstate.formats.sharded import INDEX_SUFFIX, SHARD_METADATA, SUFFIX, in_shards, index_of
 from modelstate.io import system
-from modelstate.io.atomic import Output, new_file
-from modelstate.store.directory import StepEntry, StepIndex
-from modelstate.store.medium import NewFiles, record_of
+from modelstate.io.engine import for_each, read_threads
+from modelstate.io.memory import empty_cpu
+from modelstate.objects.objects import Target, capture
+from modelstate.objects.parts import Kind
+from modelstate.objects.per_rank import gathered
+from modelstate.process import Stopped
+from modelstate.spec import contiguous_stride
+from modelstate.store.directory import StepEntry, StepIndex, WriteAccess
+from modelstate.store.medium import NewFiles, name_of, record_of
 from modelstate.store.record import MAX_RECORD_BYTES, FileRecord, ObjectEntry, Record
-from modelstate.store.snapshot import Job, local_part, size_errors, unsavable
+from modelstate.store.retention import Keep
 from modelstate.text_format import size
+from modelstate.torch_compat.sharding import reshard
+
+_ALIGN = 64
+_BLOCK_BYTES = 4 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,12 +98,128 @@ class PendingSave(BackgroundTask[SavedStep]):
         self.step, self.staging_bytes = step, staging_bytes
 
 
+@dataclass(frozen=True, slots=True)
+class Job:
+    """The objects of a checkpoint that is about to be written. The mappings go by the paths of the objects."""
+
+    kinds: Mapping[str, Kind]
+    ranks: Mapping[str, int]
+    """For each object the number of ranks whose states it has; 0 for one state for all of them."""
+    states: Mapping[str, SerializedState]
+    frozen: Mapping[str, frozenset[str]]
+    """For each module, the names of parameters that training does not change."""
+    pin: bool
+    begin_seconds: float
+    """When the save began, by `time.perf_counter`."""
+    spread: tuple[str, ...] = ()
+    """The objects whose tensors are spread over several ranks."""
+
+    @property
+    def nbytes(self) -> int:
+        """The size of the tensors."""
+        return sum(nbytes_of(tensor) for state in self.states.values() for tensor in state.tensors.values())
+
+
+def job_of(
+    targets: Mapping[str, Target],
+    agreement: Agreement,
+    writer: CollectiveWriter | None,
+    pin: bool = False,
+    begin_seconds: float = 0.0,
+) -> Job:
+    """Encodes the state of the objects. Raises the error for which it cannot be saved."""
+    with agreement.phase("capturing the state"):
+        for target in targets.values():
+            if agreement.is_collective and target.kind is Kind.MODULE:
+                reshard(target.obj)
+        parts = capture(targets)
+    if agreement.is_collective:
+        parts = gathered(parts, agreement)
+    of_shard = None if writer is None else writer.of_shard
+    with agreement.phase("encoding the state"):
+        states = {
+            path: serialize(part.tree, path, as_tree=part.kind is not Kind.MODULE, of_shard=of_shard)
+            for path, part in parts.items()
+        }
+        for path, state in states.items():
+            with size_errors(path):
+                check_size(state.manifest(None, blank_digests(state.tensors)))
+    frozen = {
+        path: frozenset(
+            name for name, param in target.obj.named_parameters(remove_duplicate=False) if not param.requires_grad
+        )
+        if target.kind is Kind.MODULE
+        else frozenset()
+        for path, target in targets.items()
+    }
+    spread: tuple[str, ...] = ()
+    if writer is not None:
+        spread = tuple(
+            path
+            for path, state in states.items()
+            if any(isinstance(tensor, ShardedTensor) for tensor in state.tensors.values())
+        )
+    kinds = {path: part.kind for path, part in parts.items()}
+    return Job(kinds, {path: part.ranks for path, part in parts.items()}, states, frozen, pin, begin_seconds, spread)
+
+
+@contextmanager
+def size_errors(path: str) -> Iterator[None]:
+    """Raises `UnsavableError` in place of the `ValueError` for a header or a manifest that is too large."""
+    try:
+        yield
+    except ValueError as error:
+        if isinstance(error, ModelStateError):
+            raise
+        raise _unsavable(path, error) from error
+
+
+def _unsavable(where: str, found: object) -> UnsavableError:
+    """Returns the error for a state with more in it than one checkpoint can hold."""
+    return UnsavableError(
+        "this is more than a checkpoint of a store holds",
+        where=where,
+        found=found,
+        remedy="large values are better kept as tensors or arrays; shard_size_bytes= makes more files",
+    )
+
+
+Key = tuple[str, str]
+"""The path of an object, and the name of a tensor."""
+
+
+@dataclass(frozen=True, slots=True)
+class SpreadFile:
+    """A file that several ranks have written."""
+
+    key: str
+    """The path of the object."""
+    tensors: tuple[str, ...]
+    """The names of its tensors."""
+    nbytes: int
+    unnamed: str = ""
+    """The name of the file while it is written."""
+    name: str = ""
+    """The name of the file, by its content; empty on other ranks than the first one."""
+    digests: Mapping[str, str] = field(default_factory=dict)
+    """Those of the tensors; none on other ranks than the first one."""
+    header: bytes = b""
+    """The header of a file that the first rank has written."""
+    is_new: bool = True
+    """Whether the file was written for this checkpoint."""
+
+    @property
+    def keys(self) -> set[Key]:
+        return {(self.key, name) for name in self.tensors}
+
+
 class NewStep:
     """A checkpoint that is written where no reader sees it, until it is complete.
 
-    Of several ranks only the first one calls the methods; the others have nothing to discard.
+    Of several ranks only the first one writes it, but for the tensors that are spread over the ranks.
 
     Args:
+        access: the right to change the store.
         index: the checkpoints of the store.
         name: the temporary name: the result of `unfinished_name`.
         record: the record of the checkpoint, without its objects, and without the names that the store gives.
@@ -99,8 +227,10 @@ class NewStep:
         shard_bytes: the most bytes of tensors in a file; None for no limit.
     """
 
-    def __init__(self, index: StepIndex, name: str, record: Record, job: Job, shard_bytes: int | None) -> None:
-        self.index, self.name, self.record, self.job = index, name, record, job
+    def __init__(
+        self, access: WriteAccess, index: StepIndex, name: str, record: Record, job: Job, shard_bytes: int | None
+    ) -> None:
+        self.name, self._access, self._index, self._record, self._job = name, access, index, record, job
         self._shard_bytes = shard_bytes
         self._new: NewFiles | None = None
         self._before: StepEntry | None = None
@@ -109,117 +239,168 @@ class NewStep:
         """The checkpoints of the same step."""
         self._by_age: list[StepEntry] = []
         """The checkpoints of the store, the newest last."""
-        self._is_pinned = job.pin
         self._objects: dict[str, tuple[ObjectEntry, _Files]] = {}
-        self._links = set[str]()
+        self._links: dict[str, FileRecord] = {}
+        """The files that `link` has linked, by name."""
 
     def begin(self, overwrite: bool) -> None:
-        """Lists the store. Raises `TargetExistsError` where it has a checkpoint of this step that is not replaced."""
-        revisions = self.index.all_revisions()
-        self._by_age = self.index.by_age(revisions)
-        self._revisions = [entry for entry in revisions if entry.place.step == self.record.step]
-        existing = next((entry for entry in self._by_age if entry.place.step == self.record.step), None)
-        if existing is None or existing.is_damaged or (overwrite and existing.is_whole):
-            return
-        raise TargetExistsError(
-            "there is a checkpoint of this step already",
-            where=existing.place.path,
-            found="" if existing.error is None else existing.error.what,
-            remedy="overwrite=True replaces it; Store.restore says from which step to go on"
-            if existing.is_whole
-            else "it is another store's, or a newer version's: take it away, or take another directory",
-        )
+        """Locks and lists the store. Raises `TargetExistsError` where it has this step, and does not replace it."""
+        store = self._access.acquire()
+        revisions = self._index.all_revisions(store)
+        self._by_age = self._index.by_age(revisions)
+        step = self._record.step
+        self._revisions = [entry for entry in revisions if entry.place.step == step]
+        existing = next((entry for entry in self._by_age if entry.place.step == step), None)
+        if existing is not None and not existing.is_damaged and not (overwrite and existing.is_whole):
+            raise TargetExistsError(
+                "there is a checkpoint of this step already",
+                where=existing.place.path,
+                found="" if existing.error is None else existing.error.what,
+                remedy="overwrite=True replaces it; Store.restore says from which step to go on"
+                if existing.is_whole
+                else "it is another store's, or a newer version's: take it away, or take another directory",
+            )
+        serial = self._index.medium.serial(max((entry.serial or 0 for entry in self._by_age), default=0))
+        self._record = replace(self._record, store=store, serial=serial)
 
-    def write(self, check: Callable[[], object]) -> None:
-        """Writes the objects that this process holds whole.
+    def save(
+        self,
+        agreement: Agreement,
+        keep: Keep | None,
+        write_spread: "Callable[[], Sequence[SpreadFile]] | None",
+        staging_bytes: int = 0,
+        blocked_seconds: float | None = None,
+        check_cancelled: Callable[[], None] | None = None,
+    ) -> SavedStep:
+        """Writes the checkpoint, makes it visible and durable, and removes those that are not kept.
 
-        `check` is called before each object, and may raise. Raises `OSError` and `UnsavableError`, too.
+        Args:
+            agreement: the ranks.
+            keep: the rules for which checkpoints stay.
+            write_spread: writes the tensors that are spread over the ranks; None where there are none.
+            staging_bytes: the memory that the state was copied to.
+            blocked_seconds: how long `Store.save` has blocked, where it has returned.
+            check_cancelled: raises `Stopped` where the save was cancelled.
+
+        Raises:
+            WriteFailedError: An I/O error. The checkpoint is not visible then.
+            StoreMovedError: The directory was renamed, removed or replaced.
+            UnsavableError: The values are too large.
+            BackgroundCancelledError: The save was cancelled.
         """
-        medium = self.index.medium
-        medium.clear(self.index.read_all)
-        self._before = next((entry for entry in reversed(self._by_age) if entry.is_whole and entry.record), None)
-        self._is_pinned |= any(entry.is_pinned for entry in self._revisions)
-        serial = medium.serial(max((entry.serial or 0 for entry in self._by_age), default=0))
-        self.record = replace(self.record, store=self.index.ensure_name(), serial=serial)
-        places = [entry.place for entry in self._revisions]
-        self._new = new = medium.new_step(self.name, self.record.step, serial, places)
-        spread = self.job.spread
-        for path in self.job.states:
-            check()
-            if path not in spread:
-                self._objects[path] = _write_object(new, path, self.job, self._before, self._shard_bytes, self.index)
+        record, job, files = self._record, self._job, list[SpreadFile]()
 
-    def linkable(self) -> "dict[str, _Linkable]":
+        def check() -> None:
+            if check_cancelled is not None:
+                try:
+                    check_cancelled()
+                except Stopped:
+                    if not agreement.is_collective:
+                        raise
+                    # It is raised on all ranks, and the next save ignores it there.
+                    raise BackgroundCancelledError(
+                        "the save has no result",
+                        where=f"step {record.step}",
+                        found="it was cancelled",
+                        remedy="save again",
+                    ) from None
+            self._access.lock.check_directory()
+
+        def commit() -> tuple[str, int, int, float, tuple[int, ...]]:
+            with self._access.errors(name_of(record.step, 0)):
+                path = self._commit(files, check)
+            seconds = time.perf_counter() - job.begin_seconds
+            pruned: tuple[int, ...] = ()
+            with suppress(OSError):  # the checkpoint is saved; the next save prunes again
+                replaced = [entry for entry in self._revisions if entry.is_whole or entry.is_damaged]
+                self._index.medium.discard(replaced, self._index.read_all)
+                pruned = self._index.prune(keep)
+            of_objects = [of_object for _, of_object in self._objects.values()]
+            bytes_written = sum(of_object.bytes_written for of_object in of_objects)
+            return path, bytes_written, sum(of_object.bytes_linked for of_object in of_objects), seconds, pruned
+
+        try:
+            agreement.decided(f"writing step {record.step}", lambda: self._write(check))
+            if write_spread is not None:
+                files += write_spread()
+            path, written, linked, seconds, pruned = agreement.decided(f"committing step {record.step}", commit)
+        except BaseException:
+            if self._new is not None:
+                self._new.discard()
+            raise
+        blocked_seconds = seconds if blocked_seconds is None else blocked_seconds
+        return SavedStep(record.step, path, written, linked, staging_bytes, blocked_seconds, seconds, tuple(pruned))
+
+    def _write(self, check: Callable[[], object]) -> None:
+        """Writes the objects that this process holds whole. `check` is called before each of them, and may raise."""
+        with self._access.errors(name_of(self._record.step, 0)):
+            check()
+            medium, record, job = self._index.medium, self._record, self._job
+            medium.clear(self._index.read_all)
+            self._before = next((entry for entry in reversed(self._by_age) if entry.is_whole and entry.record), None)
+            places = [entry.place for entry in self._revisions]
+            self._new = new = medium.new_step(self.name, record.step, record.serial, places)
+            for path in job.states:
+                if path not in job.spread:
+                    check()
+                    linkable = _linkable(self._before, path, self._index)
+                    self._objects[path] = _write_object(new, path, job, linkable, self._shard_bytes)
+
+    def linkable(self) -> "dict[str, Linkable]":
         """Returns what can be linked of the last checkpoint, for the objects that several ranks write."""
-        found = {path: _linkable(self._before, path, self.index) for path in self.job.spread}
+        found = {path: _linkable(self._before, path, self._index) for path in self._job.spread}
         return {path: linkable for path, linkable in found.items() if linkable is not None}
 
     def link(self, file: "SpreadFile") -> bool:
         """Links a file of the last checkpoint, where it is there as it was written. Returns whether it did."""
         before = self._before
-        if before is None or before.record is None or file.key not in before.record.entries:
+        if before is None or before.record is None or file.key not in before.record.entries or self._new is None:
             return False
         record = before.record.entries[file.key].files.get(file.name)
         path = os.path.join(before.place.files, file.name)
-        new = self._new
-        if new is None or record is None or not _is_untouched(self.index, path, record) or not new.link(path):
+        if record is None or self._index.untouched_head(path, record) is None or not self._new.link(path):
             return False
-        self._links.add(file.name)
+        self._links[file.name] = record
         return True
 
-    def commit(self, files: "Sequence[SpreadFile]", check: Callable[[], object]) -> tuple[str, int, int]:
-        """Makes the checkpoint visible and durable.
+    def _commit(self, files: "Sequence[SpreadFile]", check: Callable[[], object]) -> str:
+        """Makes the checkpoint visible and durable, with the files that several ranks have written.
 
-        Args:
-            files: the files of the objects that several ranks have written.
-            check: called right before the checkpoint becomes visible; it may raise.
-
-        Returns:
-            Its path, the bytes that were written, and those of linked files.
-
-        Raises:
-            OSError: An I/O error. The checkpoint is not visible then.
-            UnsavableError: The values are too large.
+        `check` is called right before the checkpoint becomes visible; it may raise. Returns the path.
         """
-        assert self._new is not None
-        self._add(self._new, files)
-        entries = {path: replace(self._objects[path][0], ranks=ranks) for path, ranks in self.job.ranks.items()}
-        text = replace(self.record, entries=entries).text()
+        new, job = self._new, self._job
+        assert new is not None
+        if job.spread:
+            self._add(new, files)
+        entries = {path: replace(self._objects[path][0], ranks=ranks) for path, ranks in job.ranks.items()}
+        text = replace(self._record, entries=entries).text()
         if len(text) > MAX_RECORD_BYTES:
-            raise unsavable(
+            raise _unsavable(
                 "the values that are no tensors", f"{len(text):,} bytes of them, above {MAX_RECORD_BYTES:,}"
             )
-        path = self._new.commit(text, self._is_pinned, check)
-        self.index.note_whole(path)
-        of_objects = [of_object for _, of_object in self._objects.values()]
-        return path, sum(one.bytes_written for one in of_objects), sum(one.bytes_linked for one in of_objects)
+        path = new.commit(text, job.pin or any(entry.is_pinned for entry in self._revisions), check)
+        self._index.note_whole(path)
+        return path
 
     def _add(self, new: NewFiles, files: "Sequence[SpreadFile]") -> None:
         """Adds the objects that several ranks have written: names new files, and removes links that are not needed."""
-        for name in self._links.difference(file.name for file in files if not file.is_new):
+        for name in self._links.keys() - {file.name for file in files if not file.is_new}:
             system.unlink(os.path.join(new.path, name))
-        of_objects = {path: _Files() for path in self.job.spread}
+        of_objects = {path: _Files() for path in self._job.spread}
         for file in files:
-            of_object, path = of_objects[file.key], os.path.join(new.path, file.name)
+            of_object = of_objects[file.key]
             if file.is_new:
+                path = os.path.join(new.path, file.name)
                 system.replace(os.path.join(new.path, file.unnamed), path)
+                of_object.records[file.name] = record_of(path, file.header)
                 of_object.bytes_written += file.nbytes
             else:
+                of_object.records[file.name] = self._links[file.name]
                 of_object.bytes_linked += file.nbytes
-            of_object.tensors[file.name], of_object.records[file.name] = tuple(file.digests), record_of(path)
+            of_object.tensors[file.name] = tuple(file.digests)
             of_object.digests |= file.digests
         for path, of_object in of_objects.items():
-            self._objects[path] = _finish_object(new, path, self.job, of_object), of_object
-
-    @property
-    def replaced(self) -> list[StepEntry]:
-        """The checkpoints of the same step that this one replaces."""
-        return [entry for entry in self._revisions if entry.is_whole or entry.is_damaged]
-
-    def discard(self) -> None:
-        """Removes what was written, unless the checkpoint has been committed."""
-        if self._new is not None:
-            self._new.discard()
+            self._objects[path] = _finish_object(new, path, self._job, of_object), of_object
 
 
 _Tensor = TypeVar("_Tensor", torch.Tensor, torch.Tensor | LazyTensor)
@@ -239,7 +420,7 @@ class _Files:
 
 
 def _write_object(
-    new: NewFiles, path: str, job: Job, before: StepEntry | None, shard_bytes: int | None, index: StepIndex
+    new: NewFiles, path: str, job: Job, linkable: "Linkable | None", shard_bytes: int | None
 ) -> tuple[ObjectEntry, _Files]:
     """Writes an object where readers do not see it yet. Raises `OSError` and `UnsavableError`."""
     state, kind, files = job.states[path], job.kinds[path], _Files()
@@ -254,11 +435,10 @@ def _write_object(
             return ObjectEntry(kind, name, {name: record}), files
         unwritten: dict[str, torch.Tensor] = state.live
         constant: Set[str] = job.frozen[path]
-        linkable = _linkable(before, path, index)
         if linkable is not None:
             # The tensors that have not changed since the checkpoint before go into files of their own.
             constant = _link_unchanged(new, files, unwritten, linkable)
-        for group in _groups(unwritten, constant, shard_bytes):
+        for group in groups(unwritten, constant, shard_bytes):
             planned = layout(group, lambda _: SHARD_METADATA)
             name, written, record = new.write_tensors(path, planned)
             files.records[name] = record
@@ -268,7 +448,7 @@ def _write_object(
     return _finish_object(new, path, job, files), files
 
 
-def _groups(
+def groups(
     tensors: Mapping[str, _Tensor], constant: Set[str], shard_bytes: int | None
 ) -> Iterator[Mapping[str, _Tensor]]:
     """Yields the tensors of each file. Those that are `constant` are in files of their own."""
@@ -290,216 +470,16 @@ def _finish_object(new: NewFiles, path: str, job: Job, files: _Files) -> ObjectE
     return ObjectEntry(job.kinds[path], index, files.records)
 
 
-_Key = tuple[str, str]
-"""The path of an object, and the name of a tensor."""
-
-
 @dataclass(frozen=True, slots=True)
-class SpreadFile:
-    """A file that several ranks have written."""
-
-    key: str
-    """The path of the object."""
-    tensors: tuple[str, ...]
-    """The names of its tensors."""
-    nbytes: int
-    unnamed: str = ""
-    """The name of the file while it is written."""
-    name: str = ""
-    """The name of the file, by its content; empty on other ranks than the first one."""
-    digests: Mapping[str, str] = field(default_factory=dict)
-    """Those of the tensors; none on other ranks than the first one."""
-    is_new: bool = True
-    """Whether the file was written for this checkpoint."""
-
-    @property
-    def keys(self) -> set[_Key]:
-        return {(self.key, name) for name in self.tensors}
-
-
-class SpreadWriter:
-    """Writes the objects whose tensors are spread over the ranks.
-
-    A file is not written again where no rank's part of its tensors has changed since the last checkpoint: the first
-    rank links it. Other tensors that have not changed go into files of their own.
-
-    Each rank knows the digests of what it held in the last save of this process. In the first save the first rank has
-    those of the last checkpoint, by the parts that ranks have written. The ranks compute the digests of the same parts,
-    for which short rows are exchanged. On another number of ranks or in another layout the parts are other ones, and
-    the tensors are written.
-    """
-
-    def __init__(self) -> None:
-        self._files: Sequence[SpreadFile] = ()
-        """Those of the last save."""
-        self._parts: Mapping[_Key, object] = {}
-        """For each tensor of the last save its layout, and the digest of what this rank holds."""
-        self._save = ""
-        """The last save: its temporary name, which no other save has."""
-
-    def write(
-        self,
-        directory: str,
-        job: Job,
-        agreement: Agreement,
-        writer: CollectiveWriter,
-        shard_bytes: int | None,
-        new: NewStep | None,
-    ) -> Sequence[SpreadFile]:
-        """Writes the files: a call of all ranks.
-
-        Args:
-            directory: the directory of the new step, as this rank names it.
-            job: the objects.
-            agreement: the ranks.
-            writer: their writer.
-            shard_bytes: the most bytes of tensors in a file; None for no limit.
-            new: the new step, on the first rank.
-
-        Returns:
-            The files that were written, whose bytes are durable, and those that are linked.
-
-        Raises what `CollectiveWriter.write` raises.
-        """
-        layouts: list[Layout] = []
-        files: list[SpreadFile] = []
-
-        def compared() -> list[object]:
-            return [job.states[path].manifest(None, {}) for path in job.spread]
-
-        with writer.planning():
-            parts = {key: part for path in job.spread for key, part in _parts(path, job)}
-        last, unchanged = self._files, self._unchanged(parts, agreement, new)
-        if unchanged is None:
-            last, unchanged = _compared_with_the_disk(job, agreement, writer, new, compared)
-        linked = [replace(file, is_new=False) for file in last if file.keys <= unchanged]
-        in_links = {key for file in linked for key in file.keys}
-        saved = {file.key for file in last}
-        with writer.planning():
-            for path in job.spread:
-                tensors = job.states[path].tensors
-                rest = {name: tensor for name, tensor in tensors.items() if (path, name) not in in_links}
-                constant: Set[str] = job.frozen[path]
-                if path in saved:
-                    same = {name for name in rest if (path, name) in unchanged}
-                    # Nothing is the same as in a checkpoint of another layout. What is frozen still gets files of its
-                    # own, which the next save links.
-                    constant = same if last is self._files else same | constant
-                for group in _groups(rest, constant, shard_bytes):
-                    with size_errors(path):
-                        layouts.append(layout(group, lambda _: SHARD_METADATA))
-                    unnamed = f".{len(files)}{SUFFIX}"  # no object has such a name
-                    files.append(SpreadFile(path, tuple(group), layouts[-1].nbytes, unnamed))
-
-        def outputs() -> Generator[Output]:
-            for file in files:
-                with new_file(os.path.join(directory, file.unnamed)) as output:
-                    yield output
-
-        written = writer.write(layouts, outputs, compared)
-        if agreement.is_first:
-            files = [
-                replace(file, name=f"{file.key}-{of_file.content[:16]}{SUFFIX}", digests=of_file.digests)
-                for file, of_file in zip(files, written, strict=True)
-            ]
-        self._files, self._parts, self._save = [*linked, *files], parts, os.path.basename(directory)
-        return self._files
-
-    def _unchanged(self, parts: Mapping[_Key, object], agreement: Agreement, new: NewStep | None) -> Set[_Key] | None:
-        """Returns the tensors that no rank has changed; None where the ranks have no last save in common."""
-        same = {key for key, part in parts.items() if self._parts.get(key) == part}
-        same -= _not_linked(self._files, same, new)
-        save = Digest.of("", "", [self._save]).number
-        numbers = [save, -save, *(key not in same for key in parts)]
-        reduced = agreement.maximum(COMPARING, numbers)
-        if not self._save or not reduced or reduced[0] != -reduced[1]:
-            return None
-        return {key for key, is_changed in zip(parts, reduced[2:], strict=True) if not is_changed}
-
-
-def _not_linked(files: Iterable[SpreadFile], same: Set[_Key], new: NewStep | None) -> set[_Key]:
-    """Links the files whose tensors are all the same, on the first rank. Returns the tensors for which it could not."""
-    return {key for file in files if new is not None and file.keys <= same and not new.link(file) for key in file.keys}
-
-
-def _compared_with_the_disk(
-    job: Job,
-    agreement: Agreement,
-    writer: CollectiveWriter,
-    new: NewStep | None,
-    compared: Callable[[], Sequence[object]],
-) -> tuple[Sequence[SpreadFile], Set[_Key]]:
-    """Returns the files of the last checkpoint, and tensors of them that are the same now: a call of all ranks.
-
-    First the smallest tensor of each file is compared: where training has changed all of them, the others need not be.
-    """
-    linkable: dict[str, _Linkable] = {}
-    files: list[SpreadFile] = []
-
-    def smallest(file: SpreadFile) -> str:
-        tensors = job.states[file.key].tensors
-        return min(file.tensors, key=lambda name: nbytes_of(tensors[name]))
-
-    def look() -> list[_Key]:
-        if new is not None:
-            linkable.update(new.linkable())
-        for path, before in linkable.items():
-            tensors = job.states[path].tensors
-            for file in before.as_spread(path):
-                if all(name in tensors and before.is_alike(name, tensors[name]) for name in file.tensors):
-                    files.append(file)
-        return [(file.key, smallest(file)) for file in files]
-
-    def same(keys: Sequence[Sequence[str]]) -> set[_Key]:
-        """Returns the tensors among `keys` that are the same; on the first rank only."""
-        chosen = {(path, name) for path, name in keys}
-        with writer.planning():
-            tensors = {path: [*job.states[path].tensors.items()] for path in job.spread}
-            tensors = {path: [item for item in of if (path, item[0]) in chosen] for path, of in tensors.items()}
-        found = set[_Key]()
-        for path, hashes in writer.digests(tensors, compared).items() if chosen else ():
-            digests = {name: value for (name, _), value in zip(tensors[path], hashes, strict=True)}
-            if path in linkable:
-                found |= {(path, name) for name in linkable[path].unchanged(dict(tensors[path]), digests)}
-        return found
-
-    probes = same(agreement.decided(COMPARING, look))
-    keys = agreement.decided(
-        COMPARING, lambda: [key for file in files if (file.key, smallest(file)) in probes for key in file.keys]
-    )
-    unchanged = same(keys)
-
-    def link() -> tuple[list[tuple[str, tuple[str, ...], int]], list[_Key]]:
-        left = unchanged - _not_linked(files, unchanged, new)
-        return [(file.key, file.tensors, file.nbytes) for file in files], [*left]
-
-    of_all, of_first = agreement.decided(COMPARING, link)
-    files = files or [SpreadFile(key, tuple(names), nbytes) for key, names, nbytes in of_all]
-    return files, {(path, name) for path, name in of_first}
-
-
-def _parts(path: str, job: Job) -> Iterator[tuple[_Key, object]]:
-    """Yields the layout of each tensor of an object, and the digest of what this rank holds of it."""
-    tensors = job.states[path].tensors
-    hashes = write_blocks(None, 0, [local_part(tensor) for tensor in tensors.values()])
-    for (name, tensor), hashed in zip(tensors.items(), hashes, strict=True):
-        spread = (tensor.placements, tensor.mesh) if isinstance(tensor, ShardedTensor) else ()
-        yield (path, name), (tensor.dtype, tuple(tensor.shape), *spread, parts_of(tensor), digest(hashed.encode()))
-
-
-_DtypeAndShape = tuple[torch.dtype, tuple[int, ...]]
-
-
-@dataclass(frozen=True, slots=True)
-class _Linkable:
+class Linkable:
     """The files of an object in the checkpoint before, which the new one may link to."""
 
     files: Mapping[str, tuple[str, ...]]
     """The names of the tensors in each file, by its path."""
     records: Mapping[str, FileRecord]
     """The record of each file, by its path."""
-    layouts: Mapping[str, _DtypeAndShape]
-    """The dtype and shape of each tensor."""
+    layouts: Mapping[str, tuple[object, object]]
+    """The dtype and the shape of each tensor, as they stand in the header of its file."""
     digests: Mapping[str, str]
     """The digest of each tensor."""
 
@@ -508,12 +488,12 @@ class _Linkable:
         return {
             name
             for name, value in hashes.items()
-            if self.is_alike(name, tensors[name]) and self.digests.get(name) == value
+            if self.digests.get(name) == value and self.is_alike(name, tensors[name])
         }
 
     def is_alike(self, name: str, tensor: torch.Tensor | LazyTensor) -> bool:
         """Whether there is a tensor of this name, dtype and shape."""
-        return self.layouts.get(name) == (tensor.dtype, tuple(tensor.shape))
+        return self.layouts.get(name) == dtype_and_shape(tensor)
 
     def as_spread(self, key: str) -> Iterator[SpreadFile]:
         """Yields the files, for the object at a path that several ranks write."""
@@ -522,39 +502,39 @@ class _Linkable:
             yield SpreadFile(key, names, self.records[path].nbytes, name=os.path.basename(path), digests=digests)
 
 
-def _is_untouched(index: StepIndex, path: str, record: FileRecord) -> bool:
-    """Whether a file can be linked: it has not changed since it was written, and no damaged checkpoint has it."""
-    return index.medium.file_key(path) not in index.doubtful and index.medium.is_untouched(path, record)
-
-
-def _linkable(before: StepEntry | None, key: str, index: StepIndex) -> _Linkable | None:
+def _linkable(before: StepEntry | None, key: str, index: StepIndex) -> Linkable | None:
     """Returns the files of an object in the checkpoint before that can be linked.
 
     None where it is not there, or cannot be read: all files are written then.
     """
     entry = before.record.entries.get(key) if before is not None and before.record is not None else None
-    if before is None or entry is None or not entry.index:
+    if before is None or entry is None or not entry.index.endswith(INDEX_SUFFIX):
         return None
-    directory = before.place.files
+    files, records, layouts = {}, {}, dict[str, tuple[object, object]]()
+    digests: object = None
     try:
-        weight_map, metadata = sharded.read_index(os.path.join(directory, entry.index))
-        digests = json.loads(metadata[KEY])["digests"]["tensors"]
-        layouts: dict[str, _DtypeAndShape] = {}
-        files, records = {}, {}
-        for name in dict.fromkeys(weight_map.values()):
-            path = os.path.join(directory, name)
-            record = entry.files.get(name)
-            if record is not None and _is_untouched(index, path, record):
-                tensors = safetensors.read(path).tree
-                assert isinstance(tensors, Mapping)
-                layouts |= {key: (tensor.dtype, tuple(tensor.shape)) for key, tensor in tensors.items()}
+        for name, record in entry.files.items():
+            path = os.path.join(before.place.files, name)
+            head = index.untouched_head(path, record)
+            if head is None:
+                continue
+            if sum(map(head.count, (b"[", b"{", b","))) > MAX_PARTS:
+                continue  # parsing it could need gigabytes
+            if name == entry.index:
+                manifest = json.loads(head)["metadata"][KEY]
+                check_size(manifest)
+                digests = json.loads(manifest)["digests"]["tensors"]
+            else:
+                entries = json.loads(head[8:]).items()
+                tensors = {key: (of["dtype"], of["shape"]) for key, of in entries if key != METADATA_NAME}
                 files[path], records[path] = tuple(tensors), record
-    except (OpenError, OSError, ValueError, KeyError, TypeError):
+                layouts |= tensors
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
         return None
-    return _Linkable(files, records, layouts, digests)
+    return Linkable(files, records, layouts, digests) if isinstance(digests, dict) else None
 
 
-def _link_unchanged(new: NewFiles, files: _Files, unwritten: dict[str, torch.Tensor], before: _Linkable) -> set[str]:
+def _link_unchanged(new: NewFiles, files: _Files, unwritten: dict[str, torch.Tensor], before: Linkable) -> set[str]:
     """Links files whose tensors have not changed, and removes their tensors from `unwritten`.
 
     Returns the names of the other tensors that have not changed.
@@ -574,3 +554,101 @@ def _link_unchanged(new: NewFiles, files: _Files, unwritten: dict[str, torch.Ten
             files.digests[tensor_name] = digests[tensor_name]
             del unwritten[tensor_name]
     return unchanged & set(unwritten)
+
+
+class Staging:
+    """A buffer of CPU memory for the copy of a state: it grows to the largest one, and is pinned for CUDA."""
+
+    def __init__(self) -> None:
+        self._buffer: torch.Tensor | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """The size of the buffer now."""
+        return 0 if self._buffer is None else self._buffer.numel()
+
+    def copy(self, states: Iterable[SerializedState]) -> None:
+        """Copies the tensors of the states, and replaces them by the copies. The copies before are overwritten.
+
+        Raises torch's error where there is not enough memory; then no tensor is replaced.
+        """
+        states = list(states)
+        tensors = [local_part(tensor) for state in states for tensor in state.tensors.values()]
+        copies = self._allocate(tensors)
+        _copy_all(tensors, copies)
+        remaining = iter(copies)
+        for state in states:
+            state.tensors = {
+                name: tensor.with_local(next(remaining)) if isinstance(tensor, ShardedTensor) else next(remaining)
+                for name, tensor in state.tensors.items()
+            }
+
+    def _allocate(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        starts, end = [], 0
+        for tensor in tensors:
+            starts.append(end)
+            end += -(-nbytes_of(tensor) // _ALIGN) * _ALIGN
+        pinned = any(tensor.device.type == "cuda" for tensor in tensors)
+        buffer = self._buffer
+        if buffer is None or buffer.numel() < end or (pinned and not buffer.is_pinned()):
+            self._buffer = buffer = None  # released before the new one is allocated
+            if pinned:
+                buffer = torch.empty(end, dtype=torch.uint8, pin_memory=True)
+            else:
+                buffer = empty_cpu((max(end, 1),), torch.uint8)
+            self._buffer = buffer
+        storage = buffer.untyped_storage()
+        with torch.inference_mode(False):
+            return [
+                torch.empty(0, dtype=tensor.dtype, device="cpu").set_(
+                    storage, start // tensor.itemsize, tuple(tensor.shape), contiguous_stride(tensor.shape)
+                )
+                for tensor, start in zip(tensors, starts, strict=True)
+            ]
+
+
+def local_part(tensor: torch.Tensor | LazyTensor) -> torch.Tensor:
+    """Returns what this rank holds of a tensor of a live state."""
+    held = tensor.local if isinstance(tensor, ShardedTensor) else tensor
+    assert isinstance(held, torch.Tensor)
+    return held
+
+
+def _copy_all(tensors: Sequence[torch.Tensor], copies: Sequence[torch.Tensor]) -> None:
+    """Copies tensors with several threads. Each thread takes pieces of at most a few megabytes."""
+    jobs: list[list[tuple[torch.Tensor, torch.Tensor]]] = [[]]
+    total = 0
+    devices: set[torch.device] = set()
+    for tensor, copy in zip(tensors, copies, strict=True):
+        if tensor.device.type != "cpu":
+            devices.add(tensor.device)
+        for pair in _pieces(tensor, copy):
+            if total >= _BLOCK_BYTES:
+                jobs.append([])
+                total = 0
+            jobs[-1].append(pair)
+            total += nbytes_of(pair[1])
+
+    @contextmanager
+    def worker() -> Iterator[Callable[[list[tuple[torch.Tensor, torch.Tensor]]], None]]:
+        def copy(job: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+            for source, target in job:
+                target.copy_(source, non_blocking=source.device.type == "cuda")
+
+        with torch.inference_mode(False), torch.no_grad():
+            yield copy
+
+    for_each(jobs, worker, min(read_threads(), len(jobs)), with_torch=True)
+    for device in devices:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+
+def _pieces(tensor: torch.Tensor, copy: torch.Tensor) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
+    nbytes = nbytes_of(tensor)
+    if nbytes <= _BLOCK_BYTES or not tensor.is_contiguous() or tensor.device.type != "cpu":
+        return [(tensor.detach(), copy)]
+    step = _BLOCK_BYTES // tensor.itemsize
+    with torch.inference_mode(False):
+        source, target = tensor.detach().view(-1), copy.view(-1)
+    return [(source[at : at + step], target[at : at + step]) for at in range(0, tensor.numel(), step)]

@@ -2,16 +2,14 @@
 
 import logging
 import os
-import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from functools import partial
 from typing import TYPE_CHECKING, Literal, Self, overload
 
 import torch
-import torch.distributed as dist
 
 from modelstate.checkpoint.checkpoint import Checkpoint
 from modelstate.checkpoint.open import argument_order, check_budget_option, is_objects, patterns_of
@@ -21,36 +19,26 @@ from modelstate.distributed.agreement import TIMEOUT_SECONDS, Agreement, Digest,
 from modelstate.distributed.writing import CollectiveWriter
 from modelstate.errors import (
     BackgroundCancelledError,
-    LockedError,
     OptionError,
     SaveTargetError,
     SourceTypeError,
     StepNotFoundError,
-    StoreMovedError,
 )
 from modelstate.html.page import Page, Shown
 from modelstate.io.atomic import write_errors
 from modelstate.io.files import local_path
-from modelstate.io.lock import check_directory
 from modelstate.objects.loaders import preserved_generators
 from modelstate.objects.objects import targets_of, tensors_within
 from modelstate.objects.per_rank import of_this_rank
 from modelstate.objects.restore import Restored, RulesOf, restore_objects
-from modelstate.process import Stopped
 from modelstate.remote.location import is_remote, locate
 from modelstate.remote.upload import check_writable
-from modelstate.store.directory import Step, StepEntry, StepIndex, not_shared, store_file_problem
-from modelstate.store.medium import STORE_FILE, name_of, unfinished_name
+from modelstate.store.directory import Step, StepEntry, StepIndex, WriteAccess, not_shared, store_file_problem
+from modelstate.store.medium import STORE_FILE, unfinished_name
 from modelstate.store.record import RECORD_FILE, Record
 from modelstate.store.retention import CheckpointInfo, Keep, as_keep, infos_page, metric_value
-from modelstate.store.saving import (
-    NewStep,
-    PendingSave,
-    SavedStep,
-    SpreadFile,
-    SpreadWriter,
-)
-from modelstate.store.snapshot import Staging, job_of
+from modelstate.store.saving import NewStep, PendingSave, SavedStep, SpreadFile, Staging, job_of
+from modelstate.store.spread import SpreadWriter
 from modelstate.text_format import as_given, size
 from modelstate.version import __version__
 
@@ -129,13 +117,7 @@ class Store(Shown):
         self._process_group, self._timeout_seconds = process_group, check_timeout(timeout_seconds)
         self.index = StepIndex(self.directory)
         """The checkpoints of the directory, as they are now."""
-        self._medium = self.index.medium
-        self._lock = self._medium.lock
-        self._in_use: os.stat_result | None = None
-        """The directory of the last restore or save, which no other directory may replace."""
-        self._pid, self._thread_lock = os.getpid(), threading.RLock()
-        self._is_writing = False
-        """Whether the thread that has the lock is writing: a signal handler runs in the same thread."""
+        self._medium, self._access = self.index.medium, WriteAccess(self.index)
         self._staging = Staging()
         self._spread = SpreadWriter()
         self._pending: PendingSave | None = None
@@ -238,7 +220,7 @@ class Store(Shown):
             is_busy = self._pending is not None and not self._pending.done
             if any(agreement.texts("looking for an earlier save", "busy" if is_busy else "")):
                 return None
-        with self._exclusive(wait=when_busy == "wait" or agreement.is_collective) as is_acquired:
+        with self._access.exclusive(wait=when_busy == "wait" or agreement.is_collective) as is_acquired:
             if not is_acquired:
                 return None
             with agreement.phase("waiting for the earlier save"):
@@ -249,27 +231,31 @@ class Store(Shown):
                 "naming the directory", lambda: (f"saving to {self.directory}", unfinished_name(step))
             )
             writing = agreement.on_channel(channel) if background else agreement
-            writer = _writer(writing, os.path.join(self.directory, name))
+            directory = os.path.join(self.directory, name)
+            writer = _writer(writing, directory)
             job = job_of(targets, agreement, writer, pin, begin_seconds)
             record = Record("", step, time.time(), checked_metrics, {})
-            new_step = NewStep(self.index.cached(), name, record, job, self._shard_bytes)
+            new_step = NewStep(self._access, self.index.cached(), name, record, job, self._shard_bytes)
+            write_spread: Callable[[], Sequence[SpreadFile]] | None = None
+            if writer is not None and job.spread:
+                of_first = new_step if agreement.is_first else None
+                write_spread = partial(self._spread.write, directory, job, writing, writer, self._shard_bytes, of_first)
             with agreement.phase("opening the store"):
-                if job.spread and is_remote(self.directory):
+                if write_spread is not None and is_remote(self.directory):
                     raise SaveTargetError(
                         "several ranks write into one file, which an object in a bucket does not allow",
                         where=self.directory,
                         remedy="save to a directory that the ranks share",
                     )
                 if agreement.is_first:
-                    self._become_writer()
                     new_step.begin(overwrite)
                 if background:
                     self._staging.copy(job.states.values())
+            write = partial(new_step.save, writing, self.keep, write_spread)
             if not background:
-                return self._write(new_step, writing, writer)
-            blocked_seconds = time.perf_counter() - begin_seconds
-            write = partial(self._write, new_step, writing, writer, self._staging.nbytes, blocked_seconds)
-            self._pending = pending = PendingSave(step, self._staging.nbytes, write)
+                return write()
+            nbytes, blocked_seconds = self._staging.nbytes, time.perf_counter() - begin_seconds
+            self._pending = pending = PendingSave(step, nbytes, partial(write, nbytes, blocked_seconds))
             pending.start()
             return pending
 
@@ -291,14 +277,14 @@ class Store(Shown):
             >>> store.check({"model": model, "optimizer": optimizer})
         """
         agreement = self.agreement(objects, "Store.check")
-        with self._exclusive():
+        with self._access.exclusive():
             with agreement.phase("waiting for the earlier save"):
                 self.wait()
             nbytes = self.check_state(objects)
             with agreement.phase("opening the store"):
                 if agreement.is_first:
-                    self._become_writer()
-                    with self._in_its_directory(), write_errors(self.directory):
+                    self._access.acquire()
+                    with self._access.errors():
                         self._medium.probe()
             with agreement.phase("looking for the store"):
                 try:
@@ -358,97 +344,6 @@ class Store(Shown):
         finally:
             if pending.done and self._pending is pending:
                 self._pending = None
-
-    @contextmanager
-    def _exclusive(self, wait: bool = True) -> Iterator[bool]:
-        """Keeps other threads from saving and pruning. Yields False where `wait` is false and another thread does."""
-        if self._pid != os.getpid():  # a forked child lacks the thread that may hold the lock
-            self._pid, self._thread_lock, self._is_writing = os.getpid(), threading.RLock(), False
-        if not self._thread_lock.acquire(blocking=wait):
-            yield False
-            return
-        try:
-            if self._is_writing:
-                raise LockedError(
-                    "a save in this thread has been interrupted by another one, as by a signal's handler",
-                    where=self.directory,
-                    remedy="have the handler set a flag, and the loop save: see modelstate.Deadline",
-                )
-            self._is_writing = True
-            try:
-                yield True
-            finally:
-                self._is_writing = False
-        finally:
-            self._thread_lock.release()
-
-    def _write(
-        self,
-        new_step: NewStep,
-        agreement: Agreement,
-        writer: CollectiveWriter | None,
-        staging_bytes: int = 0,
-        blocked_seconds: float | None = None,
-        check_cancelled: Callable[[], None] = lambda: None,
-    ) -> SavedStep:
-        """Writes a checkpoint under a temporary name, commits it, and prunes.
-
-        Of several ranks the first one does this, but for the tensors that are spread over the ranks.
-        """
-        index, step, job = new_step.index, new_step.record.step, new_step.job
-        files: Sequence[SpreadFile] = ()
-
-        def check() -> None:
-            try:
-                check_cancelled()
-            except Stopped:
-                if not agreement.is_collective:
-                    raise
-                # It is raised on all ranks, and the next save ignores it there.
-                raise BackgroundCancelledError(
-                    "the save has no result", where=f"step {step}", found="it was cancelled", remedy="save again"
-                ) from None
-            self._lock.check_directory()
-
-        def write() -> None:
-            with self._errors(step):
-                new_step.write(check)
-
-        def commit() -> tuple[tuple[str, int, int], float, tuple[int, ...]]:
-            with self._errors(step):
-                published = new_step.commit(files, check)
-            seconds = time.perf_counter() - job.begin_seconds
-            pruned: tuple[int, ...] = ()
-            with suppress(OSError):  # the checkpoint is saved; the next save prunes again
-                self._medium.discard(new_step.replaced, index.read_all)
-                pruned = self._prune(self.keep, index)
-            return published, seconds, pruned
-
-        try:
-            agreement.decided(f"writing step {step}", write)
-            if writer is not None and job.spread:
-                files = self._spread.write(
-                    os.path.join(self.directory, new_step.name),
-                    job,
-                    agreement,
-                    writer,
-                    self._shard_bytes,
-                    new_step if agreement.is_first else None,
-                )
-            (path, bytes_written, bytes_linked), seconds, pruned = agreement.decided(f"committing step {step}", commit)
-        except BaseException:
-            new_step.discard()
-            raise
-        return SavedStep(
-            step,
-            path,
-            bytes_written,
-            bytes_linked,
-            staging_bytes,
-            seconds if blocked_seconds is None else blocked_seconds,
-            seconds,
-            tuple(pruned),
-        )
 
     # Restoring.
 
@@ -534,8 +429,7 @@ class Store(Shown):
             )
 
         (record, restored), skipped = self.index.first_usable(step, attempt, agreement)
-        with suppress(OSError):
-            self._in_use = self._medium.in_use()
+        self._access.note_in_use()
         inherited = {field.name: getattr(restored, field.name) for field in fields(restored)}
         return RestoredStep(
             **inherited, step=record.step, time=record.time, metrics=dict(record.metrics), skipped=skipped
@@ -734,12 +628,12 @@ class Store(Shown):
         rules = self.keep if keep is None else as_keep(keep)
         if dry_run:
             return tuple(self.index.steps_to_prune(rules))
-        with self._exclusive():
+        with self._access.exclusive():
             self.wait()
-            self._become_writer()
+            self._access.acquire()
             with write_errors(self.directory):
                 self._medium.clear(self.index.read_all)
-                return self._prune(rules, self.index)
+                return self.index.prune(rules)
 
     def pin(self, step: int) -> None:
         """Keeps a checkpoint whatever `keep` says, until `unpin`.
@@ -772,73 +666,13 @@ class Store(Shown):
         self._set_pin(step, False)
 
     def _set_pin(self, step: int, pinned: bool) -> None:
-        with self._exclusive():
+        with self._access.exclusive():
             self.wait()
             entry = self.index.step(step)
-            self._become_writer()
+            self._access.acquire()
             if pinned != entry.is_pinned:
                 with write_errors(entry.place.path):
                     self._medium.set_pin(entry.place, pinned)
-
-    def _prune(self, keep: Keep | None, index: StepIndex) -> tuple[int, ...]:
-        steps = index.steps_to_prune(keep)
-        revisions = index.all_revisions() if steps else []
-        self._medium.discard(
-            [entry for entry in revisions if entry.place.step in steps], lambda: index.read_all(revisions)
-        )
-        return tuple(steps)
-
-    # The writer lock and the directory.
-
-    def _become_writer(self) -> None:
-        """Creates the directory and locks it for this process, unless it is locked already."""
-        with write_errors(self.directory):
-            if self._lock.held:
-                try:
-                    self._lock.confirm()
-                    return
-                except LockedError:
-                    # The lock file was replaced. The lock is acquired again, unless another process has it.
-                    self._lock.release()
-            if self._in_use is not None:
-                check_directory(self.directory, self._in_use)
-            self._medium.make()
-            try:
-                self._lock.acquire()
-            except LockedError as error:
-                if dist.is_available() and dist.is_initialized():
-                    error.remedy = (
-                        "if the other writer is a rank of this run: Store(process_group=) for a save on all ranks, and "
-                        f"prune(), pin() and unpin() on the first rank only; {error.remedy}"
-                    )
-                raise
-            try:
-                # Before anything is removed: a store of a newer version is refused here.
-                self.index.ensure_name()
-                self._in_use = self._medium.in_use()
-                self._medium.clear(self.index.read_all)
-            except BaseException:
-                self._lock.release()
-                raise
-
-    @contextmanager
-    def _errors(self, step: int) -> Iterator[None]:
-        """Raises `WriteFailedError` in place of an I/O error of a checkpoint, or `StoreMovedError`."""
-        with self._in_its_directory(), write_errors(os.path.join(self.directory, name_of(step, 0))):
-            yield
-
-    @contextmanager
-    def _in_its_directory(self) -> Iterator[None]:
-        """Raises `StoreMovedError` in place of an I/O error that comes from a moved directory."""
-        self._lock.check_directory()
-        try:
-            yield
-        except OSError as error:
-            try:
-                self._lock.check_directory()
-            except StoreMovedError as moved:
-                raise moved from error
-            raise
 
     def close(self) -> None:
         """Waits for the save in the background, unlocks the store for other processes, and frees the staging memory.
@@ -851,8 +685,7 @@ class Store(Shown):
         try:
             self.wait()
         finally:
-            self._lock.release()
-            self._in_use = None
+            self._access.release()
             self._staging, self._spread = Staging(), SpreadWriter()
 
     def __enter__(self) -> Self:
@@ -884,7 +717,12 @@ def _directory(given: object) -> str:
             location = locate(text.rstrip("/"))
             check_writable(location)
             return location.url
-        path = os.path.abspath(local_path(text))
+        path = local_path(text)
+        parts = path.split(os.sep)
+        if ".." in parts:  # after a symbolic link it leads to the directory above the link's target
+            end = len(parts) - parts[::-1].index("..")
+            path = os.path.join(os.path.realpath(os.sep.join(parts[:end])), *parts[end:])
+        path = os.path.abspath(path)
     except SourceTypeError as error:
         raise SaveTargetError("this can be no directory", where=repr(text[:80]), found=error.what) from error
     if os.path.lexists(path) and not os.path.isdir(path):

@@ -1,0 +1,191 @@
+"""Writes the tensors of a checkpoint that are spread over several ranks, or finds them in the last one."""
+
+import os
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import replace
+
+from modelstate.distributed.agreement import Agreement, Digest
+from modelstate.distributed.writing import COMPARING, CollectiveWriter, ShardedTensor
+from modelstate.formats.block_writer import write_blocks
+from modelstate.formats.manifest import digest
+from modelstate.formats.safetensors import Layout, layout, nbytes_of, parts_of
+from modelstate.formats.sharded import SHARD_METADATA, SUFFIX
+from modelstate.io.atomic import Output, new_file
+from modelstate.store.saving import Job, Key, Linkable, NewStep, SpreadFile, groups, local_part, size_errors
+
+
+class SpreadWriter:
+    """Writes the objects whose tensors are spread over the ranks.
+
+    A file is not written again where no rank's part of its tensors has changed since the last checkpoint: the first
+    rank links it. Other tensors that have not changed go into files of their own.
+
+    Each rank knows the digests of what it held in the last save of this process. In the first save the first rank has
+    those of the last checkpoint, by the parts that ranks have written. The ranks compute the digests of the same parts,
+    for which short rows are exchanged. On another number of ranks or in another layout the parts are other ones, and
+    the tensors are written.
+    """
+
+    def __init__(self) -> None:
+        self._files: Sequence[SpreadFile] = ()
+        """Those of the last save."""
+        self._parts: Mapping[Key, object] = {}
+        """For each tensor of the last save its layout, and the digest of what this rank holds."""
+        self._save = ""
+        """The last save: its temporary name, which no other save has."""
+
+    def write(
+        self,
+        directory: str,
+        job: Job,
+        agreement: Agreement,
+        writer: CollectiveWriter,
+        shard_bytes: int | None,
+        new: NewStep | None,
+    ) -> Sequence[SpreadFile]:
+        """Writes the files: a call of all ranks.
+
+        Args:
+            directory: the directory of the new step, as this rank names it.
+            job: the objects.
+            agreement: the ranks.
+            writer: their writer.
+            shard_bytes: the most bytes of tensors in a file; None for no limit.
+            new: the new step, on the first rank.
+
+        Returns:
+            The files that were written, whose bytes are durable, and those that are linked.
+
+        Raises what `CollectiveWriter.write` raises.
+        """
+        layouts: list[Layout] = []
+        files: list[SpreadFile] = []
+
+        def compared() -> list[object]:
+            return [job.states[path].manifest(None, {}) for path in job.spread]
+
+        with writer.planning():
+            parts = {key: part for path in job.spread for key, part in _parts(path, job)}
+        last, unchanged = self._files, self._unchanged(parts, agreement, new)
+        if unchanged is None:
+            last, unchanged = _compared_with_the_disk(job, agreement, writer, new, compared)
+        linked = [replace(file, is_new=False) for file in last if file.keys <= unchanged]
+        in_links = {key for file in linked for key in file.keys}
+        saved = {file.key for file in last}
+        with writer.planning():
+            for path in job.spread:
+                tensors = job.states[path].tensors
+                rest = {name: tensor for name, tensor in tensors.items() if (path, name) not in in_links}
+                constant: Set[str] = job.frozen[path]
+                if path in saved:
+                    same = {name for name in rest if (path, name) in unchanged}
+                    # Nothing is the same as in a checkpoint of another layout. What is frozen still gets files of its
+                    # own, which the next save links.
+                    constant = same if last is self._files else same | constant
+                for group in groups(rest, constant, shard_bytes):
+                    with size_errors(path):
+                        layouts.append(layout(group, lambda _: SHARD_METADATA))
+                    unnamed = f".{len(files)}{SUFFIX}"  # no object has such a name
+                    files.append(SpreadFile(path, tuple(group), layouts[-1].nbytes, unnamed))
+
+        def outputs() -> Generator[Output]:
+            for file in files:
+                with new_file(os.path.join(directory, file.unnamed)) as output:
+                    yield output
+
+        written = writer.write(layouts, outputs, compared)
+        if agreement.is_first:
+            files = [
+                replace(
+                    file,
+                    name=f"{file.key}-{of_file.content[:16]}{SUFFIX}",
+                    digests=of_file.digests,
+                    header=of_file.header,
+                )
+                for file, of_file in zip(files, written, strict=True)
+            ]
+        of_all = [*linked, *files]
+        self._files, self._parts = [replace(file, header=b"") for file in of_all], parts
+        self._save = os.path.basename(directory)
+        return of_all
+
+    def _unchanged(self, parts: Mapping[Key, object], agreement: Agreement, new: NewStep | None) -> Set[Key] | None:
+        """Returns the tensors that no rank has changed; None where the ranks have no last save in common."""
+        same = {key for key, part in parts.items() if self._parts.get(key) == part}
+        same -= _not_linked(self._files, same, new)
+        save = Digest.of("", "", [self._save]).number
+        numbers = [save, -save, *(key not in same for key in parts)]
+        reduced = agreement.maximum(COMPARING, numbers)
+        if not self._save or not reduced or reduced[0] != -reduced[1]:
+            return None
+        return {key for key, is_changed in zip(parts, reduced[2:], strict=True) if not is_changed}
+
+
+def _not_linked(files: Iterable[SpreadFile], same: Set[Key], new: NewStep | None) -> set[Key]:
+    """Links the files whose tensors are all the same, on the first rank. Returns the tensors for which it could not."""
+    return {key for file in files if new is not None and file.keys <= same and not new.link(file) for key in file.keys}
+
+
+def _compared_with_the_disk(
+    job: Job,
+    agreement: Agreement,
+    writer: CollectiveWriter,
+    new: NewStep | None,
+    compared: Callable[[], Sequence[object]],
+) -> tuple[Sequence[SpreadFile], Set[Key]]:
+    """Returns the files of the last checkpoint, and tensors of them that are the same now: a call of all ranks.
+
+    First the smallest tensor of each file is compared: where training has changed all of them, the others need not be.
+    """
+    linkable: dict[str, Linkable] = {}
+    files: list[SpreadFile] = []
+
+    def smallest(file: SpreadFile) -> str:
+        tensors = job.states[file.key].tensors
+        return min(file.tensors, key=lambda name: nbytes_of(tensors[name]))
+
+    def look() -> list[Key]:
+        if new is not None:
+            linkable.update(new.linkable())
+        for path, before in linkable.items():
+            tensors = job.states[path].tensors
+            for file in before.as_spread(path):
+                if all(name in tensors and before.is_alike(name, tensors[name]) for name in file.tensors):
+                    files.append(file)
+        return [(file.key, smallest(file)) for file in files]
+
+    def same(keys: Sequence[Sequence[str]]) -> set[Key]:
+        """Returns the tensors among `keys` that are the same; on the first rank only."""
+        chosen = {(path, name) for path, name in keys}
+        with writer.planning():
+            tensors = {path: [*job.states[path].tensors.items()] for path in job.spread}
+            tensors = {path: [item for item in of if (path, item[0]) in chosen] for path, of in tensors.items()}
+        found = set[Key]()
+        for path, hashes in writer.digests(tensors, compared).items() if chosen else ():
+            digests = {name: value for (name, _), value in zip(tensors[path], hashes, strict=True)}
+            if path in linkable:
+                found |= {(path, name) for name in linkable[path].unchanged(dict(tensors[path]), digests)}
+        return found
+
+    probes = same(agreement.decided(COMPARING, look))
+    keys = agreement.decided(
+        COMPARING, lambda: [key for file in files if (file.key, smallest(file)) in probes for key in file.keys]
+    )
+    unchanged = same(keys)
+
+    def link() -> tuple[list[tuple[str, tuple[str, ...], int]], list[Key]]:
+        left = unchanged - _not_linked(files, unchanged, new)
+        return [(file.key, file.tensors, file.nbytes) for file in files], [*left]
+
+    of_all, of_first = agreement.decided(COMPARING, link)
+    files = files or [SpreadFile(key, tuple(names), nbytes) for key, names, nbytes in of_all]
+    return files, {(path, name) for path, name in of_first}
+
+
+def _parts(path: str, job: Job) -> Iterator[tuple[Key, object]]:
+    """Yields the layout of each tensor of an object, and the digest of what this rank holds of it."""
+    tensors = job.states[path].tensors
+    hashes = write_blocks(None, 0, [local_part(tensor) for tensor in tensors.values()])
+    for (name, tensor), hashed in zip(tensors.items(), hashes, strict=True):
+        spread = (tensor.placements, tensor.mesh) if isinstance(tensor, ShardedTensor) else ()
+        yield (path, name), (tensor.dtype, tuple(tensor.shape), *spread, parts_of(tensor), digest(hashed.encode()))
