@@ -105,9 +105,14 @@ def test_format_puts_code_in_order(checkout: Path) -> None:
 
 @pytest.mark.slow
 def test_fast_tests_leave_out_the_slow_ones(checkout: Path) -> None:
-    tests = checkout / "tests" / "test_of_this_test.py"
-    tests.write_text("import pytest\ndef test_one(): pass\n@pytest.mark.slow\ndef test_other(): assert False\n")
-    done = make(checkout, "test-fast", f"TESTS={tests.relative_to(checkout)}", "JOBS=1")
+    folder = checkout / "tests" / "of_this_test"
+    folder.mkdir()
+    some = "import pytest\ndef test_one(): pass\n@pytest.mark.slow\ndef test_other(): assert False\n"
+    (folder / "test_some.py").write_text(some)
+    (folder / "test_all.py").write_text(
+        "import pytest\npytestmark = pytest.mark.slow\nraise AssertionError('imported')"
+    )
+    done = make(checkout, "test-fast", f"TESTS={folder.relative_to(checkout)}", "JOBS=1")
     assert "1 passed" in done.stdout
 
 

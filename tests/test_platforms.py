@@ -9,6 +9,8 @@ import pytest
 
 import modelstate
 
+pytestmark = pytest.mark.slow
+
 BEFORE = """
 import builtins, ctypes, errno, fcntl, mmap, os, platform, signal, sys
 import numpy, safetensors.torch, torch, torch._dynamo
@@ -204,7 +206,6 @@ print("done")
 """
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("system", [MACOS, OLD_LINUX], ids=["macos", "old_linux"])
 def test_without_what_only_a_new_linux_has(system: str, tmp_path: Path) -> None:
     done = subprocess.run(

@@ -7,8 +7,9 @@ pytest.importorskip("moto")
 
 from bench import remote
 
+pytestmark = pytest.mark.slow
 
-@pytest.mark.slow
+
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_the_tables_count_requests_and_bytes(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

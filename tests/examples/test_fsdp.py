@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.mark.slow
 def test_each_rank_holds_a_quarter_and_the_output_is_that_of_the_whole_model(
     real_file: Callable[[str], Path],
 ) -> None:

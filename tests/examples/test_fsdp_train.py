@@ -9,6 +9,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[2]
 SAVE_EVERY, STEPS = 5, 60
 
@@ -38,7 +40,6 @@ def run_and_kill_a_rank(directory: Path) -> int | None:
     return None if run.wait(90) == 0 else last
 
 
-@pytest.mark.slow
 def test_a_run_goes_on_with_two_of_four_ranks_after_one_was_killed(tmp_path: Path) -> None:
     last, directory = None, tmp_path
     for attempt in range(5):

@@ -10,6 +10,8 @@ import torch
 
 import modelstate as ms
 
+pytestmark = pytest.mark.slow
+
 HOSTILE = "<script>document.title = 'run'</script>"
 
 
@@ -50,7 +52,6 @@ def names(page: Any) -> list[str]:
     return page.locator("#body td:first-child").all_inner_texts()
 
 
-@pytest.mark.slow
 def test_modules_fold_and_unfold_by_keyboard(opened: Any) -> None:
     assert names(opened) == ["▸ layers", f"head.{HOSTILE}"]
     opened.locator("button[data-path=layers]").focus()
@@ -61,7 +62,6 @@ def test_modules_fold_and_unfold_by_keyboard(opened: Any) -> None:
     assert len(names(opened)) == 2
 
 
-@pytest.mark.slow
 def test_a_tensor_whose_name_begins_other_names_has_a_line(browser: Any, tmp_path: Path) -> None:
     path = tmp_path / "page.html"
     path.write_text(ms.inspect({"a": torch.zeros(1), "a.b": torch.zeros(2), "c": torch.zeros(3)}).to_html())
@@ -73,7 +73,6 @@ def test_a_tensor_whose_name_begins_other_names_has_a_line(browser: Any, tmp_pat
     page.close()
 
 
-@pytest.mark.slow
 def test_rows_are_searched_sorted_and_added(opened: Any) -> None:
     opened.fill("#search", "layers.12.w")
     assert opened.inner_text("#count") == "20 of 10,000"
@@ -87,7 +86,6 @@ def test_rows_are_searched_sorted_and_added(opened: Any) -> None:
     assert opened.locator("#head th[aria-sort=descending]").inner_text() == "Bytes ↓"
 
 
-@pytest.mark.slow
 def test_the_theme_follows_the_system_and_the_button(opened: Any) -> None:
     back = "getComputedStyle(document.body).backgroundColor"
     light = opened.evaluate(back)
@@ -100,14 +98,12 @@ def test_the_theme_follows_the_system_and_the_button(opened: Any) -> None:
     assert opened.evaluate(back) == dark
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("width", [400, 1400])
 def test_a_page_is_no_wider_than_the_window(opened: Any, width: int) -> None:
     opened.set_viewport_size({"width": width, "height": 900})
     assert opened.evaluate("document.documentElement.scrollWidth") == width
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("kind", ["diff", "inspect", "plan", "statistics"])
 def test_axe_finds_nothing_serious(browser: Any, tmp_path: Path, scheme: str, kind: str) -> None:

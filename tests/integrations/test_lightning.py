@@ -13,7 +13,7 @@ import modelstate as ms
 from modelstate.errors import ChecksumError, CodecError, OptionError, SourceNotFoundError, WriteFailedError
 from modelstate.io import system
 
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 lightning = pytest.importorskip("lightning.pytorch")
 
 from lightning.pytorch.callbacks import ModelCheckpoint  # noqa: E402

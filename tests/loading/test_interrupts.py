@@ -10,6 +10,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+pytestmark = pytest.mark.slow
+
 BATCHES = 12
 # Every request takes half a second. Says when the second is under way, and when it has been interrupted.
 PROGRAM = """
@@ -59,7 +61,6 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("signals", [1, 3])
 @pytest.mark.parametrize("options", ["{'in_place': False}", "{'in_place': True}"])
 def test_ctrl_c_in_the_middle_of_a_load(options: str, signals: int, path: Path) -> None:

@@ -10,6 +10,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+pytestmark = pytest.mark.slow
+
 LAYERS, WIDTH = 16, 4096
 FILE_BYTES = LAYERS * WIDTH * WIDTH * 4
 LIMIT_BYTES = (768 if torch.version.cuda is None else 960) << 20
@@ -107,7 +109,6 @@ def run(work: str, group: Path, path: Path) -> "subprocess.CompletedProcess[str]
     return subprocess.run(code, capture_output=True, text=True, timeout=300)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("work", OURS.values(), ids=OURS)
 def test_a_checkpoint_larger_than_memory(work: str, group: Path, path: Path) -> None:
     assert path.stat().st_size > FILE_BYTES > LIMIT_BYTES
@@ -116,7 +117,6 @@ def test_a_checkpoint_larger_than_memory(work: str, group: Path, path: Path) -> 
     assert "done" in done.stdout
 
 
-@pytest.mark.slow
 def test_the_limit_is_one(group: Path, path: Path) -> None:
     """The usual way does not get through it."""
     assert run(TORCH, group, path).returncode == -9

@@ -9,6 +9,8 @@ import pytest
 from modelstate.io.engine import read_threads
 from tests.programs import run_program
 
+pytestmark = pytest.mark.slow
+
 # Samples the anonymous memory of the process every millisecond while a 256 MB model is loaded.
 PROGRAM = """
 import sys, threading, time, torch, modelstate as ms
@@ -70,7 +72,6 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("target", "options", "new_bytes", "extra_bytes"),
     [
@@ -118,7 +119,6 @@ def measured(target: str, path: Path, options: str, of: str = "16, (2048, 2048),
 LAYERS, SHAPE = 2, (16384, 2048)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("target", ["skeleton", "materialised"])
 @pytest.mark.parametrize(
     ("dtype", "adapter"), [("bfloat16", "float32"), ("bfloat16", "bfloat16"), ("float32", "float64")]
@@ -145,7 +145,6 @@ def test_a_merge_takes_no_more_than_its_plan_states(target: str, dtype: str, ada
     assert taken <= (LAYERS * into * out * kind.itemsize if target == "skeleton" else 0) + stated + SLACK_BYTES // 3
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_an_average_of_transposed_tensors_takes_no_more_than_its_plan_states(dtype: str, tmp_path: Path) -> None:
     import torch
@@ -160,7 +159,6 @@ def test_an_average_of_transposed_tensors_takes_no_more_than_its_plan_states(dty
     assert taken <= LAYERS * into * out * kind.itemsize + stated + SLACK_BYTES // 3
 
 
-@pytest.mark.slow
 def test_an_average_by_many_threads_takes_no_more_than_its_plan_states(tmp_path: Path) -> None:
     """Each of 8 threads has memory for a piece of each of 8 parts: more than the slack of the measurement."""
     import torch
@@ -200,7 +198,6 @@ assert [id(p) for p in model.parameters()] == objects
 """
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "megabytes", "outcomes"),
     [

@@ -15,6 +15,8 @@ from modelstate.errors import PlanError
 from modelstate.problems import Missing
 from tests.loading.fingerprint import described_module
 
+pytestmark = pytest.mark.slow
+
 BUILT, DEFAULT = "as built", "the default"
 
 
@@ -122,7 +124,6 @@ def torchs_missing(error: BaseException) -> set[str]:
     return set(re.findall(r'"([^"]+)"', listed[1])) if listed else set()
 
 
-@pytest.mark.slow
 @settings(max_examples=75, deadline=None)
 @given(cases(), st.sampled_from(["", "module."]))
 def test_random_trees_with_random_keys_missing(case: tuple[Tree, Bare, set[str]], wrap: str) -> None:

@@ -10,6 +10,8 @@ from tests.programs import run_program
 from tests.serve.bad_weights import BAD, CRASH, cases
 from tests.serve.targets import KINDS
 
+pytestmark = pytest.mark.slow
+
 
 def outcomes(kind: str, folder: Path, *names: str) -> dict[str, dict[str, Any]]:
     code = "import sys; from pathlib import Path; from tests.serve.bad_weights import main; "
@@ -20,7 +22,6 @@ def outcomes(kind: str, folder: Path, *names: str) -> dict[str, dict[str, Any]]:
     return found
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_is_refused_while_requests_go_on(kind: str, tmp_path: Path) -> None:
     found = outcomes(kind, tmp_path)
@@ -34,7 +35,6 @@ def test_each_is_refused_while_requests_go_on(kind: str, tmp_path: Path) -> None
     assert not found
 
 
-@pytest.mark.slow
 def test_what_ends_a_process_has_its_name(tmp_path: Path) -> None:
     """The test above could not pass by accident."""
     found = outcomes("eager", tmp_path, "NaN", CRASH, "infinity")

@@ -4,6 +4,8 @@ import pytest
 
 from tests.programs import run_program
 
+pytestmark = pytest.mark.slow
+
 # The program in the child is one that torch itself can run there. A matrix product waits for locks of its library, and
 # outside inference mode each operation takes a lock of its tensor's autograd data, which a thread of the parent may
 # have held at the fork.
@@ -99,7 +101,6 @@ in_child(serves_and_swaps)
 """
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "script",
     [SERVING, PINNED, SWAPPING.replace("MODE", "'available'"), SWAPPING.replace("MODE", "'in_place'")],

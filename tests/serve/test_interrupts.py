@@ -21,6 +21,8 @@ from tests.serve.models import Constant, weights_of
 from tests.serve.targets import target_of
 from tests.sweeps import spread
 
+pytestmark = pytest.mark.slow
+
 X = torch.ones(2, 8)
 OURS = {str(Path(package.__file__).with_name(f"{name}.py")) for name in ("live", "versions")}
 MODULE = Constant(2, 8)
@@ -127,7 +129,6 @@ def interrupted(work: Callable[[ms.Live], None], at: int) -> "tuple[ms.Live, wea
     return live, current
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("work", WORK)
 def test_an_interrupt_before_any_instruction(work: Callable[[ms.Live], None]) -> None:
     _, interrupt = run(work, 0, "eager")

@@ -13,6 +13,8 @@ import modelstate as ms
 from tests.serve.models import Constant, weights_of
 from tests.serve.targets import KINDS, Readers, target_of
 
+pytestmark = pytest.mark.slow
+
 SECONDS = float(os.environ.get("MODELSTATE_TORTURE_SECONDS", "0.4"))
 X = torch.ones(32, 128)
 
@@ -45,7 +47,6 @@ def summary(what: str, readers: Readers, swaps: int) -> None:
     )
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("way", ["single", "pinned", "in_place"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_request_is_torn(kind: str, way: str) -> None:
@@ -82,7 +83,6 @@ def swap_assigning(module: nn.Module, k: int) -> None:
     module.load_state_dict(weights_of(module, k), assign=True)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("swap", [swap_in_place, swap_assigning])
 def test_the_stock_mechanisms_tear(swap: Callable[[nn.Module, int], None]) -> None:
     """The same requests, and `load_state_dict` between them: some see layers of two versions."""

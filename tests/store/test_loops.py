@@ -17,10 +17,11 @@ from tests.serve.packages import needs_a_compiler
 from tests.store.killed import start
 from tests.store.loops import LOOPS, run
 
+pytestmark = pytest.mark.slow
+
 KILLS = 2
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", LOOPS)
 def test_a_run_that_is_killed_has_the_losses_of_one_that_is_not(tmp_path: Path, name: str) -> None:
     if name == "compiled":
