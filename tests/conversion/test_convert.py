@@ -257,14 +257,42 @@ def test_views_from_before_are_noted() -> None:
 
 
 def test_the_budget_counts_what_is_needed_at_once() -> None:
-    module = nn.Sequential(*(nn.Linear(100, 100, bias=False) for _ in range(10)))
+    module = nn.Sequential(*(nn.Linear(200, 200, bias=False) for _ in range(10)))
     with pytest.raises(errors.MemoryBudgetError):
-        ms.convert(module, torch.bfloat16, max_memory_bytes=19_999)
+        ms.convert(module, torch.bfloat16, max_memory_bytes=79_999)
     assert {p.dtype for p in module.parameters()} == {torch.float32}
-    assert ms.convert(module, torch.bfloat16, max_memory_bytes=20_000).peak_memory_bytes == 20_000
+    assert ms.convert(module, torch.bfloat16, max_memory_bytes=80_000).peak_memory_bytes == 80_000
     with pytest.raises(errors.MemoryBudgetError):
-        ms.convert(module, torch.float32, max_memory_bytes=219_999)
-    assert ms.convert(module, torch.float32, max_memory_bytes=220_000).peak_memory_bytes == 220_000
+        ms.convert(module, torch.float32, max_memory_bytes=879_999)
+    assert ms.convert(module, torch.float32, max_memory_bytes=880_000).peak_memory_bytes == 880_000
+
+
+def test_small_tensors_need_the_memory_of_a_few() -> None:
+    module = nn.ParameterList(torch.full((size % 40, 8), float(size)) for size in range(2000))
+    before = list(module)
+    report = ms.convert(module, torch.bfloat16)
+    assert all(now is then for now, then in zip(module, before, strict=True))
+    for size, parameter in enumerate(module):
+        assert (parameter.dtype, parameter.shape) == (torch.bfloat16, (size % 40, 8))
+        assert torch.equal(parameter.detach(), torch.full((size % 40, 8), float(size)).bfloat16())
+        assert parameter.untyped_storage().nbytes() == parameter.nbytes
+    assert report.peak_memory_bytes < 200_000 < sum(parameter.nbytes for parameter in module)
+    assert sorted(step.name for step in report.steps) == sorted(name for name, _ in module.named_parameters())
+    assert all(step.shape == (int(step.name) % 40, 8) for step in report.steps)
+
+
+def test_values_that_overflow_are_counted_by_tensor() -> None:
+    """Among small tensors, which are cast together, and at the end of a large one, which is cast block by block."""
+    module = nn.ParameterDict({name: torch.ones(3, 3) for name in ("a", "b", "c")})
+    module["large"] = nn.Parameter(torch.ones(1200, 1200))
+    module["across"] = nn.Parameter(torch.ones(1200, 1200).T)
+    with torch.no_grad():
+        module["b"][0, :2] = 1e6
+        module["large"][-1, -3:] = -1e6
+        module["across"][0, 0] = 1e6
+    (note,) = ms.convert(module, torch.float16).notes
+    assert "6 in all: across (1), b (2), large (3)" in note
+    assert ms.convert(module, torch.float32).notes == ()
 
 
 PEAK = """

@@ -9,11 +9,13 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import chain
 from operator import is_
 
 import torch
 from torch import nn
 
+from modelstate.conversion.casts import Casts
 from modelstate.conversion.tensors import (
     DATA,
     GRADIENT,
@@ -32,7 +34,7 @@ from modelstate.errors import MemoryBudgetError, ModelStateError, PlacementError
 from modelstate.planning.assignment import Placement
 from modelstate.planning.plan import Step
 from modelstate.process import cached_attribute, deferred_signals
-from modelstate.torch_compat.dtypes import Overflows, can_overflow, nonfinite, short
+from modelstate.torch_compat.dtypes import Overflows, nonfinite, short
 from modelstate.torch_compat.modules import call_apply, has_custom_apply, modules_of, own_buffers, own_parameters
 from modelstate.torch_compat.plain import has_its_memory, is_dense, is_fake, is_plain
 from modelstate.torch_compat.private import (
@@ -44,6 +46,7 @@ from modelstate.torch_compat.private import (
     storage_id,
     storage_owners,
     use_count,
+    with_more_owners,
 )
 from modelstate.transaction.references import Holders, holders_of, lost_references
 from modelstate.transaction.slots import BUFFER, PARAMETER, Slot, extent, sharing, slots_of
@@ -69,11 +72,13 @@ class Conversion:
         self.root, self.target = root, target
         self.transaction = transaction
         self.changes: list[Change] = []
-        self.steps: list[Step] = []
-        """A step for each tensor that changes, where the target is reported."""
+        self._steps: list[Step] = []
+        """A step for each of the changes, where the target is reported."""
         self.notes: list[str] = []
         self.overflows = Overflows() if target.cause else None
         """Counts values that become infinite or NaN."""
+        self.casts = Casts(target, self.overflows)
+        """What the commit casts, beside the changes."""
         self.modules = modules_of(root)
         self.slots = slots_of(root)
         if is_faking() and not all(is_fake(slot.tensor) for slot in self.slots.tensors):
@@ -87,7 +92,6 @@ class Conversion:
         self._objects = _registered(self.modules)
         self.peak_bytes = 0
         """The most memory that the conversion takes at any time, on top of the module's own."""
-        self._now = self._reserve = 0
         self._max_memory_bytes = max_memory_bytes
         self._recorded: list[tuple[Slot, Apply | None]] = []
         self._seen: set[int] = set()
@@ -133,8 +137,8 @@ class Conversion:
                     self._visit(self.root, None)
                 else:
                     self._collect(self.root, None, False)
-                self._make_all()
-            self._check(self.changes)
+                self._make_all(self.casts)
+            self._check(self.changes, self.casts.slots)
         finally:
             self._returned.clear()
             self._holders, self._owners = {}, {}  # a traceback must not keep objects alive that are to be dropped
@@ -181,8 +185,8 @@ class Conversion:
                         self._slot_of[id(tensor)] = slot
                     self._recorded.append((slot, fn))
 
-    def _make_all(self) -> None:
-        """Makes the new tensors of all recorded slots."""
+    def _make_all(self, casts: Casts | None = None) -> None:
+        """Makes the new tensors of all recorded slots, except those that `casts` takes."""
         plain: list[Slot] = []
         others: list[tuple[Slot, Apply | None]] = []
         for slot, fn in self._recorded:
@@ -197,50 +201,14 @@ class Conversion:
                 plain = [slot for slot in plain if id(slot.tensor) not in together]
         else:
             self._unshared += sharing(plain)
-        for slot in self._defer_casts(plain):
+        if casts is not None:
+            plain = casts.take(plain)
+            self.peak_bytes += max(casts.peak_bytes, 0)
+            self._check_budget()
+        for slot in plain:
             self._make_one(slot, None, True)
         for slot, fn in others:
             self._make_one(slot, fn, False)
-
-    def _defer_casts(self, plain: Sequence[Slot]) -> list[Slot]:
-        """Leaves casts that are certain to succeed to the commit, where each frees the old memory at once.
-
-        Returns the slots of all other tensors, but for those that have the dtype already.
-        """
-        others: list[Slot] = []
-        deferred: list[Change] = []
-        now = peak = self._now
-        casts: dict[torch.dtype, tuple[torch.Tensor | None, Overflows | None]] = {}
-        for slot in plain:
-            tensor = slot.tensor
-            dtype = tensor.dtype
-            if dtype not in casts:
-                empty = self.target.deferred_cast(dtype)
-                is_counted = empty is not None and can_overflow(dtype, empty.dtype)
-                casts[dtype] = empty, self.overflows if is_counted else None
-            empty, overflows = casts[dtype]
-            if empty is None or not tensor.is_cpu or tensor.is_inference() or not has_its_memory(tensor):
-                others.append(slot)
-                continue
-            grad = tensor.grad if tensor.is_leaf else None
-            # The cast of the gradient must be as certain to succeed as that of its tensor.
-            if grad is not None and (
-                not is_plain(grad) or grad.is_nested or not grad.is_cpu or grad.is_inference() or grad.dtype != dtype
-            ):
-                others.append(slot)
-                continue
-            if empty.dtype == dtype:
-                continue
-            old = tensor.nbytes if grad is None else tensor.nbytes + grad.nbytes
-            new = old // dtype.itemsize * empty.dtype.itemsize
-            self._reserve += new
-            peak = max(peak, now + new)
-            now += new - old
-            deferred.append(Change(slot, empty, DATA, grad, None, True, overflows))
-        self._now, self.peak_bytes = now, max(self.peak_bytes, peak)
-        self._check_budget()
-        self._add(*deferred)
-        return others
 
     def _make_one(self, slot: Slot, fn: Apply | None, plain: bool) -> None:
         tensor, target = slot.tensor, self.target
@@ -342,7 +310,7 @@ class Conversion:
         self.changes += changes
         self.transaction.add(*changes)
         if self.target.is_reported:
-            self.steps += [step_of(change) for change in changes if change.placement is not GRADIENT]
+            self._steps += [step_of(change) for change in changes if change.placement is not GRADIENT]
 
     def _add_made(self, change: Change) -> None:
         """Adds a change whose new tensor, or gradient, has been made."""
@@ -364,7 +332,6 @@ class Conversion:
 
     def spend(self, nbytes: int) -> None:
         """Counts memory that is needed beside the old tensors until the end. Raises `MemoryBudgetError`."""
-        self._now += nbytes
         self.peak_bytes += nbytes
         self._check_budget()
 
@@ -412,50 +379,51 @@ class Conversion:
 
     # Between the phases.
 
-    def _check(self, changes: Sequence[Change]) -> None:
-        """Raises `SwapError` if something would keep the old value of a tensor."""
-        error = self._refusal(changes)
+    def _check(self, changes: Sequence[Change], cast: Sequence[Slot] = ()) -> None:
+        """Raises `SwapError` if something would keep the old value of a tensor that changes or is cast."""
+        error = self._refusal(changes, cast)
         if error is not None:
             raise error
 
-    def _refusal(self, changes: Sequence[Change]) -> SwapError | None:
+    def _refusal(self, changes: Sequence[Change], cast: Sequence[Slot]) -> SwapError | None:
         """Returns the error instead of raising it, so that no frame of its traceback keeps the holders alive."""
-        holders = self._holders_of(
-            [change for change in changes if not change.done and change.placement is not GRADIENT]
-        )
-        refused: list[tuple[Change, list[str]]] = []
-        for change in changes if holders else ():
-            held = holders.get(id(change.target))
-            if held is None or change.placement is GRADIENT:
+        waiting = [change for change in changes if not change.done and change.placement is not GRADIENT]
+        holders = self._holders_of([*(change.target for change in waiting), *(slot.tensor for slot in cast)])
+        refused: list[tuple[Slot, list[str]]] = []
+        rows = [(change.slot, change) for change in waiting], [(slot, None) for slot in cast]
+        for slot, change in chain(*rows) if holders else ():
+            held = holders.get(id(slot.tensor))
+            if held is None:
                 continue
-            texts = held.of_the_graph() if change.placement is DATA else held.all()
-            if texts and not (change.placement is DATA and change.keeps_values):
-                refused.append((change, texts))
+            is_data = change is None or change.placement is DATA
+            texts = held.of_the_graph() if is_data else held.all()
+            if texts and not (is_data and change is not None and change.keeps_values):
+                refused.append((slot, texts))
             elif held.views:
-                self.notes.append(f"{change.name}: views of it that were taken before keep the old memory")
+                self.notes.append(f"{slot.name}: views of it that were taken before keep the old memory")
         if not refused:
             return None
-        names = ", ".join(change.name for change, _ in refused[:4]) + (", ..." if len(refused) > 4 else "")
+        names = ", ".join(slot.name for slot, _ in refused[:4]) + (", ..." if len(refused) > 4 else "")
         tensors = f"{len(refused)} tensors are" if len(refused) > 1 else "the tensor is"
         return SwapError(
             f"{tensors} held by something that would keep the old values; nothing has been changed",
             where=names,
             expected="tensors that only Python refers to",
             found="; ".join(dict.fromkeys(text for _, texts in refused[:4] for text in texts)),
-            remedy=holders[id(refused[0][0].target)].remedy,
+            remedy=holders[id(refused[0][0].tensor)].remedy,
         )
 
-    def _holders_of(self, changes: Sequence[Change]) -> dict[int, Holders]:
-        """Returns what else holds the tensors of changes, by their ids, from one search for all tensors of the module.
+    def _holders_of(self, tensors: Sequence[torch.Tensor]) -> dict[int, Holders]:
+        """Returns what else holds the tensors, by their ids, from one search for all tensors of the module.
 
         The search looks at every object of the process. Modules with an `_apply` of their own are checked one by one,
         so its result is kept from one to the next, unless the number of owners of a tensor has changed.
         """
-        held = [change.target for change in changes if use_count(change.target) > 1]
+        held = with_more_owners(tensors)
         if any(self._owners.get(id(tensor)) != use_count(tensor) for tensor in held):
-            tensors = {id(tensor): tensor for tensor in (*held, *(slot.tensor for slot in self.slots.tensors))}
-            self._holders = holders_of(tensors.values())
-            self._owners = {key: use_count(tensor) for key, tensor in tensors.items()}
+            all_tensors = {id(tensor): tensor for tensor in (*held, *(slot.tensor for slot in self.slots.tensors))}
+            self._holders = holders_of(all_tensors.values())
+            self._owners = {key: use_count(tensor) for key, tensor in all_tensors.items()}
         return {id(tensor): self._holders[id(tensor)] for tensor in held if id(tensor) in self._holders}
 
     # Phase two: put the new tensors in place.
@@ -465,20 +433,19 @@ class Conversion:
 
         `last` is called at the end, when nothing can fail any more.
         """
-        self._run([change for change in self.changes if not change.deferred])
-        if self._reserve:
-            # Allocates the memory that the deferred casts need, and frees it untouched, to learn that it is there.
+        self._run(self.changes)
+        if self.casts.new_bytes:
+            # Allocates the memory that the casts need, and frees it untouched, to learn that it is there.
             try:
-                torch.empty(self._reserve, dtype=torch.uint8, device="cpu")
+                torch.empty(self.casts.new_bytes, dtype=torch.uint8, device="cpu")
             except RuntimeError as error:
                 raise MemoryBudgetError(
                     "the system has no memory for the new tensors; nothing has been changed",
-                    expected=f"{self._reserve} bytes",
+                    expected=f"{self.casts.new_bytes} bytes",
                     found=error,
                     remedy="convert the parts of the module one after the other",
                 ) from error
-        with torch.inference_mode(False), torch.no_grad():
-            self.transaction.commit(*last)
+        self.transaction.commit(*last, first=self.casts.run)
 
     def _run(self, changes: Iterable[Change]) -> None:
         """Runs changes in the transaction. Signals are deferred, so that no undo is lost.
@@ -503,11 +470,20 @@ class Conversion:
                     ) from error
                 change.done = True
 
+    def finals(self) -> dict[torch.Tensor, torch.Tensor]:
+        """Returns a tensor of the new dtype and device for each tensor that changes."""
+        return {change.target: change.value for change in self.changes} | self.casts.finals()
+
+    def steps(self) -> Callable[[], tuple[Step, ...]]:
+        """Returns a function that makes the steps. The function holds no tensor."""
+        steps, steps_of_casts = self._steps, self.casts.steps()
+        return lambda: (*steps, *steps_of_casts())
+
     def references_lost(self) -> tuple[str, ...]:
         """Returns the names of what is no longer the same object, and of what no longer shares memory."""
         now = _registered(modules_of(self.root) if self.transaction.armed else self.modules)
         same = len(now) == len(self._objects) and all(map(is_, now, self._objects))
-        changed = {id(change.target) for change in self.changes} if self._unshared else set()
+        changed = {id(tensor) for tensor in self.finals()} if self._unshared else set()
         unshared = tuple(
             f"{' and '.join(slot.name for slot in group)} no longer share memory"
             for group in self._unshared

@@ -89,14 +89,14 @@ def convert(
                 conversion.record()
         else:
             conversion.record()
-        finals = {change.target: change.value for change in conversion.changes} if before else {}
+        finals = conversion.finals() if before else {}
         state = following_state(checked, finals, before, conversion.spend)
         behind = left_behind(others, finals, before)
         conversion.commit(*(partial(values.__setitem__, key, value) for values, key, value in state))
-        report = LoadReport(
+        report = LoadReport.with_later_steps(
+            conversion.steps(),
             target=type(conversion.root).__name__,
             source="",
-            steps=tuple(conversion.steps),
             notes=(*conversion.notes, *(conversion.overflows.notes() if conversion.overflows is not None else ())),
             slots=len(conversion.slots.tensors),
             seconds=time.perf_counter() - started,

@@ -18,7 +18,7 @@ from torch import nn
 from modelstate.errors import ModelStateError, PlacementError, TransformError
 from modelstate.planning.assignment import COPYABLE, Placement
 from modelstate.planning.plan import Step
-from modelstate.torch_compat.dtypes import Overflows, device_name, has_finite_sum, short
+from modelstate.torch_compat.dtypes import device_name, short
 from modelstate.torch_compat.plain import has_its_memory, is_plain
 from modelstate.torch_compat.private import can_set_data, payload_of, slots_of_class, sparse_values, write_count
 from modelstate.transaction.object_snapshot import has_dispatch
@@ -252,7 +252,7 @@ def placement_of(tensor: torch.Tensor, value: torch.Tensor) -> Placement:
 class Change(Write):
     """A tensor that becomes another one: the write that puts the new one in place."""
 
-    __slots__ = ("deferred", "grad", "old_grad", "overflows", "placement", "slot")
+    __slots__ = ("grad", "old_grad", "placement", "slot")
 
     def __init__(
         self,
@@ -261,17 +261,11 @@ class Change(Write):
         placement: Placement,
         old_grad: torch.Tensor | None,
         grad: torch.Tensor | None = None,
-        deferred: bool = False,
-        overflows: Overflows | None = None,
     ) -> None:
         self.target, self.value, self.done = slot.tensor, value, False
         self.slot, self.placement = slot, placement
         self.old_grad, self.grad = old_grad, grad
         """The gradient before and after. `grad` is None if there is none, or if the new tensor cannot have it."""
-        self.deferred = deferred
-        """Whether the value is a cast that `run` makes; until then `value` only has its dtype."""
-        self.overflows = overflows
-        """Counts values that become infinite or NaN in a deferred cast."""
 
     @property
     def name(self) -> str:
@@ -284,18 +278,12 @@ class Change(Write):
         A graph that waits for backward stays right then. Finding out compares all values.
         """
         tensor, value = self.target, self.value
-        if self.deferred or (tensor.dtype, tensor.device) != (value.dtype, value.device) or tensor.is_meta:
+        if (tensor.dtype, tensor.device) != (value.dtype, value.device) or tensor.is_meta:
             return False
         return same_values(tensor.detach(), value)
 
     def run(self, transaction: Transaction | None) -> None:
         tensor, value, grad = self.target, self.value, self.grad
-        if self.deferred:
-            value = tensor.to(self.value.dtype)
-            if self.overflows is not None and not has_finite_sum(value):
-                self.overflows.check(self.name, tensor, value)
-            if self.old_grad is not None:
-                grad = self.old_grad.to(self.value.dtype)
         if self.placement is GRADIENT:
             if self.old_grad is None or grad is None:
                 return
@@ -316,11 +304,8 @@ class Change(Write):
 def step_of(change: Change) -> Step:
     """Returns the description of a change that has not been made yet. It holds no tensor."""
     tensor, value, (names, kind, _) = change.target, change.value, change.slot
-    if change.deferred:
-        shape, nbytes = tuple(tensor.shape), tensor.nbytes
-    else:
-        shape = () if torch.nn.parameter.is_lazy(tensor) or tensor.is_nested else tuple(tensor.shape)
-        nbytes = nbytes_of(tensor)
+    shape = () if torch.nn.parameter.is_lazy(tensor) or tensor.is_nested else tuple(tensor.shape)
+    nbytes = nbytes_of(tensor)
     return Step(names[0], kind, "", change.placement, shape, value.dtype, tensor.dtype, value.device, nbytes, names[1:])
 
 

@@ -9,7 +9,7 @@ import re
 import sys
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import IO, TYPE_CHECKING, Any
 
@@ -28,6 +28,11 @@ without_subclasses: Any = torch._C.DisableTorchFunctionSubclass
 def use_count(tensor: torch.Tensor) -> int:
     """How many owners the tensor has in torch's core; 1 where only Python holds it, more for views and graphs."""
     return int(tensor._use_count())  # type: ignore[attr-defined]
+
+
+def with_more_owners(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Returns the tensors whose `use_count` is above 1."""
+    return [tensor for tensor in tensors if tensor._use_count() > 1]  # type: ignore[attr-defined]
 
 
 def has_gradient_node(tensor: torch.Tensor) -> bool:
@@ -446,6 +451,14 @@ def without_modes() -> AbstractContextManager[object]:
 def copy_each(targets: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
     """Copies each value into its target, in one call of torch."""
     torch._foreach_copy_(list(targets), list(values))
+
+
+def flattened(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Copies the elements of tensors of one dtype into one flat tensor."""
+    if all(tensor.dim() == 1 for tensor in tensors):
+        return torch.cat(list(tensors))
+    flat: torch.Tensor = torch._C._nn.flatten_dense_tensors(list(tensors))
+    return flat
 
 
 # Versions of PyTorch; `docs/compatibility.md` has those that features need as a table.

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -167,29 +168,34 @@ def overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 def sharing(slots: Sequence[Slot]) -> list[list[Slot]]:
     """Returns the groups of slots whose plain tensors share elements of a storage, found by sorting the addresses."""
-    starts = [slot.tensor.data_ptr() for slot in slots]
+    tensors = [slot.tensor for slot in slots]
+    # Empty tensors, and those on meta, have no elements in memory.
+    starts = np.array([tensor.data_ptr() for tensor in tensors], np.uint64)
+    sizes = np.array(
+        [tensor.nbytes if tensor.is_contiguous() else _span_bytes(tensor) for tensor in tensors], np.uint64
+    )
+    order = np.argsort(starts, kind="stable")
+    order = order[(starts[order] > 0) & (sizes[order] > 0)]
+    starts, ends = starts[order], np.maximum.accumulate(starts[order] + sizes[order])
+    overlaps = (starts[1:] < ends[:-1]).tolist()
     groups: list[list[Slot]] = []
+    if not any(overlaps):
+        return groups
     run: list[Slot] = []
-    end = 0
-    for index in sorted(range(len(slots)), key=starts.__getitem__):
-        start, slot = starts[index], slots[index]
-        tensor = slot.tensor
-        nbytes = 0
-        if start and tensor.is_contiguous():
-            nbytes = tensor.nbytes
-        elif start:
-            first, end_element = extent(tensor)
-            nbytes = (end_element - first) * tensor.itemsize
-        if not nbytes:  # empty, or on meta
-            continue
-        if start < end and any(overlap(tensor, other.tensor) for other in run):
+    for index, may_overlap in zip(order.tolist(), (False, *overlaps), strict=True):
+        slot = slots[index]
+        if may_overlap and any(overlap(slot.tensor, other.tensor) for other in run):
             run.append(slot)
             if len(run) == 2:
                 groups.append(run)
         else:
             run = [slot]
-        end = max(end, start + nbytes)
     return groups
+
+
+def _span_bytes(tensor: torch.Tensor) -> int:
+    first, end = extent(tensor)
+    return (end - first) * tensor.itemsize
 
 
 def clash(a: torch.Tensor, a_value: torch.Tensor, b: torch.Tensor, b_value: torch.Tensor) -> bool:
