@@ -43,7 +43,6 @@ from modelstate.io.files import SourceFile
 from modelstate.remote.upload import ObjectWriter
 from modelstate.spec import Contents, StoredTensors, TensorColumns
 from modelstate.text_format import excerpt, is_unicode, listed, printable, quote
-from modelstate.torch_compat.values import is_tensor
 
 if TYPE_CHECKING:
     import torch
@@ -481,17 +480,14 @@ Metadata = Callable[[Mapping[str, str]], Mapping[str, str]]
 
 
 def why_not(name: object, tensor: torch.Tensor | LazyTensor) -> str:
-    """The reason why a tensor cannot be stored under a name; empty if it can."""
+    """The reason why the format does not have a plain tensor under a name; empty if it has."""
     if not isinstance(name, str) or not is_unicode(name) or name == METADATA_NAME:
         return "not a name that the format has"
-    from modelstate.torch_compat.plain import why_not_plain
-
-    problem = why_not_plain(tensor) if is_tensor(tensor) else ""
-    if not problem and str(tensor.dtype) not in NAMES:
-        problem = f"{tensor.dtype}, which safetensors does not have"
-    if not problem and NAMES[str(tensor.dtype)] == "F4" and not tensor.shape:
-        problem = f"{tensor.dtype} without dimensions, which safetensors does not have"
-    return problem
+    if str(tensor.dtype) not in NAMES:
+        return f"{tensor.dtype}, which safetensors does not have"
+    if NAMES[str(tensor.dtype)] == "F4" and not tensor.shape:
+        return f"{tensor.dtype} without dimensions, which safetensors does not have"
+    return ""
 
 
 @dataclass(frozen=True, slots=True)

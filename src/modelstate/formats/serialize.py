@@ -17,7 +17,7 @@ from modelstate.formats.safetensors import listed_problems, why_not
 from modelstate.formats.tree import EXTRA_STATE
 from modelstate.spec import bytes_key
 from modelstate.text_format import is_unicode, quote
-from modelstate.torch_compat.plain import is_sharded, remedies_for
+from modelstate.torch_compat.plain import is_sharded, remedies_for, why_not_plain
 from modelstate.torch_compat.values import version_metadata
 from modelstate.version import __version__
 
@@ -199,7 +199,8 @@ class _Serializer:
                 self._wrong[name] = shard
                 return str(name)
             tensor = shard
-        if problem := why_not(name, tensor):
+        problem = why_not_plain(tensor) if isinstance(tensor, torch.Tensor) else ""
+        if problem := problem or why_not(name, tensor):
             self._wrong[name] = problem
             self._refused.append(tensor)
             return str(name)
@@ -253,7 +254,7 @@ class _Serializer:
 
     def _put(self, tensor: torch.Tensor) -> str:
         name = f"{self._prefix}{len(self.state.extra_tensors)}"
-        if problem := why_not(name, tensor):
+        if problem := why_not_plain(tensor) or why_not(name, tensor):
             raise ValueError(problem)
         self._kept.append(tensor)
         self.state.tensors[name] = tensor

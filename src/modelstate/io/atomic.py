@@ -312,8 +312,13 @@ def write_errors(path: str) -> Iterator[None]:
     except OSError as error:
         if isinstance(error, ModelStateError):
             raise
-        remedy = _REMEDIES.get(error.errno or 0, _UNTOUCHED)
-        raise WriteFailedError("the file cannot be written", where=path, found=error, remedy=remedy) from error
+        raise write_error(path, error) from error
+
+
+def write_error(path: str, error: OSError) -> WriteFailedError:
+    """The error for an I/O error of a write to a path."""
+    remedy = _REMEDIES.get(error.errno or 0, _UNTOUCHED)
+    return WriteFailedError("the file cannot be written", where=path, found=error, remedy=remedy)
 
 
 @contextmanager

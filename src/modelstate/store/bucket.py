@@ -68,6 +68,8 @@ class _Listing:
 class Bucket:
     """A prefix of a bucket."""
 
+    is_lazy = True
+
     def __init__(self, directory: str) -> None:
         self._root = locate(directory)
         self._lease = _Lease(self)
@@ -131,9 +133,6 @@ class Bucket:
             name = self.name_of(listed, serial)
             every += [place for place in candidates if os.path.basename(place.path) == name]
         return sorted(every)
-
-    def is_lazy(self) -> bool:
-        return True
 
     def identity(self, path: str) -> object:
         return True  # its name has a nonce

@@ -31,10 +31,9 @@ from modelstate.errors import (
     StoreMovedError,
     WriteFailedError,
 )
-from modelstate.formats.manifest import OPEN_SEAL, SEAL, check_seal, digest, sealed
-from modelstate.io.atomic import write_errors
+from modelstate.formats.manifest import OPEN_SEAL, SEAL, check_seal, sealed
+from modelstate.io.atomic import write_error, write_errors
 from modelstate.io.engine import for_each
-from modelstate.io.files import SourceFile
 from modelstate.io.lock import check_directory
 from modelstate.objects.parts import Kind, Part
 from modelstate.progress import progress_bar
@@ -67,12 +66,10 @@ class StepEntry:
 
     __slots__ = ("_medium", "_read", "_result", "place")
 
-    def __init__(
-        self, place: Place, medium: Medium, read: Callable[[Place], tuple[Record | None, ModelStateError | None]]
-    ) -> None:
+    def __init__(self, place: Place, medium: Medium, read: Callable[[Place], _Read]) -> None:
         self.place, self._medium, self._read = place, medium, read
-        self._result: tuple[Record | None, ModelStateError | None] | None = None
-        if not medium.is_lazy():
+        self._result: _Read | None = None
+        if not medium.is_lazy:
             self._result = read(place)
 
     def read(self) -> None:
@@ -100,7 +97,7 @@ class StepEntry:
     @property
     def serial(self) -> int | None:
         """The number of the save; None where it is not known."""
-        if self._medium.is_lazy():
+        if self._medium.is_lazy:
             return self.place.revision
         return self.record.serial if self.record is not None else None
 
@@ -190,7 +187,7 @@ class StepIndex:
         """Checkpoints all of whose bytes this object has read, or written."""
         self._doubtful: set[object] = set()
         """Keys of the files of damaged checkpoints; other checkpoints may share the same files."""
-        self._cache: dict[str, tuple[object, Record]] | None = {} if self.medium.is_lazy() else None
+        self._cache: dict[str, tuple[object, Record]] | None = {} if self.medium.is_lazy else None
         """Records by the path of the checkpoint, each with the identity of the file that it was read from."""
 
     def cached(self) -> "StepIndex":
@@ -284,7 +281,7 @@ class StepIndex:
     def _read(self, place: Place) -> _Read:
         identity: object = None
         if self._cache is not None:
-            if self.medium.is_lazy():
+            if self.medium.is_lazy:
                 identity = True  # an object that is a record does not change
             else:
                 with suppress(OSError):
@@ -552,9 +549,8 @@ class StepIndex:
     def untouched_head(self, path: str, record: FileRecord) -> bytes | None:
         """Returns the head of a file that can be linked; None where it has changed, or a damaged checkpoint has it."""
         if self.medium.is_untouched(path, record, self._doubtful):
-            with suppress(OSError, OpenError), SourceFile(path) as file:
-                head = file.read(0, record.head_bytes, "its header")
-                return head if digest(head) == record.head else None
+            with suppress(OSError, OpenError):
+                return record.read_head(path)
         return None
 
     def note_whole(self, path: str) -> None:
@@ -685,14 +681,15 @@ class WriteAccess:
         `name` is the file or the directory, in that of the store, that is written.
         """
         try:
-            with write_errors(os.path.join(self._index.directory, name)):
-                yield
+            yield
         except OSError as error:
             try:
                 self.lock.check_directory()
             except StoreMovedError as moved:
                 raise moved from error
-            raise
+            if isinstance(error, ModelStateError):
+                raise
+            raise write_error(os.path.join(self._index.directory, name), error) from error
 
     def release(self) -> None:
         """Unlocks the store for other processes."""

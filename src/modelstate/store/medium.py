@@ -110,14 +110,13 @@ class Medium(Protocol):
     """What a store does with the place of its checkpoints. Methods raise `OSError` where I/O fails."""
 
     lock: Lock
+    is_lazy: bool
+    """Whether a checkpoint that is listed is complete, so that its record is read only where it is asked for."""
 
     # Reading, by any process at any time.
 
     def places(self) -> list[Place]:
         """Returns every revision of every step, in order."""
-
-    def is_lazy(self) -> bool:
-        """Whether a checkpoint that is listed is complete, so that its record is read only where it is asked for."""
 
     def identity(self, path: str) -> object:
         """Returns what changes where a checkpoint is replaced; None where there is no checkpoint at the path."""
@@ -182,6 +181,8 @@ class Medium(Protocol):
 class LocalMedium:
     """A directory of this machine, or of a network file system."""
 
+    is_lazy = False
+
     def __init__(self, directory: str) -> None:
         self._directory = directory
         self.lock: Lock = WriterLock(directory)
@@ -194,9 +195,6 @@ class LocalMedium:
                 if name == name_of(place.step, place.revision):
                     every.append(place)
         return sorted(every)
-
-    def is_lazy(self) -> bool:
-        return False
 
     def identity(self, path: str) -> object:
         try:

@@ -23,7 +23,7 @@ from modelstate.errors import (
 )
 from modelstate.formats.manifest import OPEN_SEAL, SEAL, check_seal, digest, sealed
 from modelstate.formats.safetensors import MAX_HEADER_BYTES
-from modelstate.io.files import SourceFile, read_whole
+from modelstate.io.files import read_start, read_whole
 from modelstate.objects.parts import Kind
 from modelstate.remote.location import is_remote, locate
 from modelstate.remote.upload import get
@@ -50,6 +50,14 @@ class FileRecord:
     """The size of the head, which describes the tensors: the header of a file, or all of an index."""
     head: str
     """The digest of the head. The file's own seal is not enough: damage to the key of the seal removes it."""
+
+    def read_head(self, path: str) -> bytes | None:
+        """Returns the head of the file at a path; None where it is not what was written.
+
+        Raises `OpenError`, and `ReadFailedError` for a disk that cannot be read.
+        """
+        head = read_start(path, self.head_bytes, "its header")
+        return head if digest(head) == self.head else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,11 +94,10 @@ class ObjectEntry:
             return  # the state is in the record, which is sealed
         for name, file in self.files.items():
             try:
-                with SourceFile(os.path.join(directory, name)) as opened_file:
-                    head = digest(opened_file.read(0, file.head_bytes, "its header"))
+                head = file.read_head(os.path.join(directory, name))
             except OpenError as error:
                 raise damaged(directory, short(error)) from error
-            if head != file.head:
+            if head is None:
                 raise damaged(directory, f"{name}: what it says of its tensors is not what was written")
         checkpoint = self.open(directory)
         try:

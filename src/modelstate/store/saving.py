@@ -312,9 +312,10 @@ class NewStep:
             seconds = time.perf_counter() - job.begin_seconds
             pruned: tuple[int, ...] = ()
             with suppress(OSError):  # the checkpoint is saved; the next save prunes again
-                replaced = [entry for entry in self._revisions if entry.is_whole or entry.is_damaged]
-                self._index.medium.discard(replaced, self._index.read_all)
-                pruned = self._index.prune(keep)
+                if replaced := [entry for entry in self._revisions if entry.is_whole or entry.is_damaged]:
+                    self._index.medium.discard(replaced, self._index.read_all)
+                if keep is not None:
+                    pruned = self._index.prune(keep)
             of_objects = [of_object for _, of_object in self._objects.values()]
             bytes_written = sum(of_object.bytes_written for of_object in of_objects)
             return path, bytes_written, sum(of_object.bytes_linked for of_object in of_objects), seconds, pruned
@@ -461,9 +462,7 @@ def groups(
 def _finish_object(new: NewFiles, path: str, job: Job, files: _Files) -> ObjectEntry:
     """Writes the index of the files of an object."""
     state = job.states[path]
-    with size_errors(path):
-        total = sum(map(nbytes_of, state.tensors.values()))
-        text = index_of(files.tensors, total, state.manifest(None, files.digests))
+    text = index_of(files.tensors, sum(map(nbytes_of, state.tensors.values())), state.manifest(None, files.digests))
     index, record = new.write_text(f"{path}{SUFFIX}{INDEX_SUFFIX}", text)
     files.records[index] = record
     files.bytes_written += len(text)
