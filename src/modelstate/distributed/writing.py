@@ -35,6 +35,7 @@ from modelstate.formats.sharded import Files, Outputs
 from modelstate.io import system
 from modelstate.io.atomic import Output, write_errors
 from modelstate.io.engine import memory_at
+from modelstate.remote.location import is_remote
 from modelstate.text_format import count
 from modelstate.torch_compat.plain import why_not_plain
 from modelstate.torch_compat.private import storage_id
@@ -56,7 +57,7 @@ COMPARING = "comparing tensors with the last checkpoint"
 
 _LEAST = -(2**63)
 """Less than each number of a digest, and than its negative."""
-_Mesh = tuple[tuple[int, ...], tuple[int, ...]]
+Mesh = tuple[tuple[int, ...], tuple[int, ...]]
 """The shape of a mesh, and its ranks in the order of their coordinates."""
 
 
@@ -86,7 +87,7 @@ class _Region:
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
+class Part:
     """A range of elements of a tensor that one rank writes."""
 
     start: int
@@ -94,19 +95,24 @@ class _Part:
     ranks: tuple[int, ...]
     """The ranks that hold it. Any of them may write it."""
     region: _Region | None
-    """The region that it is part of; None where whole rows are exchanged."""
+    """The region that it is part of; None where it is exchanged: whole rows, or a range of columns of one row."""
+
+    def block(self, row_elements: int) -> tuple[range, range]:
+        """Returns its rows and columns, for a part that is exchanged."""
+        row, column = divmod(self.start, row_elements)
+        rows = range(row, -(-self.end // row_elements))
+        return rows, range(row_elements) if len(rows) > 1 else range(column, column + self.end - self.start)
 
 
 @dataclass(frozen=True, slots=True)
-class _Parts:
+class Parts:
     """The parts of a tensor, in the order of its bytes."""
 
     row_elements: int
     regions: tuple[_Region, ...]
-    parts: tuple[_Part, ...]
+    parts: tuple[Part, ...]
     rows: tuple[tuple[range, int, _Region], ...] = ()
-    """For parts that are exchanged: the rows of the regions by their starts, each with its first row in the local
-    tensor."""
+    """The rows of the regions by their starts, each with its first row in the local tensor."""
     reach: tuple[int, ...] = ()
     """The greatest end of these rows and those before them."""
 
@@ -118,7 +124,7 @@ class _Parts:
 
 
 @lru_cache(maxsize=4096)
-def _parts_of(shape: tuple[int, ...], placements: tuple[Any, ...], mesh: _Mesh, itemsize: int, least: int) -> _Parts:
+def _parts_of(shape: tuple[int, ...], placements: tuple[Any, ...], mesh: Mesh, itemsize: int, least: int) -> Parts:
     """Returns the parts of a tensor over a mesh. The tensors of a model have few different layouts."""
     mesh_shape, ranks = mesh
     holders: dict[Any, list[int]] = {}
@@ -140,32 +146,37 @@ def _parts_of(shape: tuple[int, ...], placements: tuple[Any, ...], mesh: _Mesh, 
             regions.append(_Region(tuple(own), tuple(rows), tuple(columns or [range(row_elements)])))
     nbytes = prod(shape) * itemsize
     if not nbytes:
-        return _Parts(row_elements, (), ())
-    runs_of = [len(r.rows) if r.width == row_elements else sum(map(len, r.rows)) * len(r.columns) for r in regions]
-    if sum(runs_of) == 1 or nbytes // sum(runs_of) >= least or row_elements * itemsize > ROUND_BYTES:
-        parts = [
-            _Part(start, min(start + step, run.stop), region.ranks, region)
-            for region in regions
-            for run in region.runs(row_elements)
-            for step in [_share(len(run), itemsize, len(region.ranks))]
-            for start in range(run.start, run.stop, step)
-        ]
-        return _Parts(row_elements, tuple(regions), tuple(sorted(parts, key=lambda part: part.start)))
-    step = max(1, max(BLOCK_BYTES, least) // (row_elements * itemsize)) * row_elements
-    starts = range(0, prod(shape), step)
-    exchanged = (_Part(start, min(start + step, prod(shape)), ranks, None) for start in starts)
+        return Parts(row_elements, (), ())
     placed = [
         (own, before, region)
         for region in regions
         for own, before in zip(region.rows, accumulate(map(len, region.rows), initial=0), strict=False)
     ]
     placed.sort(key=_start)
-    reach = accumulate((own.stop for own, _, _ in placed), max)
-    return _Parts(row_elements, tuple(regions), tuple(exchanged), tuple(placed), tuple(reach))
+    reach = tuple(accumulate((own.stop for own, _, _ in placed), max))
+    runs_of = [len(r.rows) if r.width == row_elements else sum(map(len, r.rows)) * len(r.columns) for r in regions]
+    if sum(runs_of) == 1 or nbytes // sum(runs_of) >= least or row_elements * itemsize > ROUND_BYTES:
+        parts = [
+            Part(start, min(start + step, run.stop), region.ranks, region)
+            for region in regions
+            for run in region.runs(row_elements)
+            for step in [_share(len(run), itemsize, len(region.ranks))]
+            for start in range(run.start, run.stop, step)
+        ]
+        parts.sort(key=lambda part: part.start)
+        return Parts(row_elements, tuple(regions), tuple(parts), tuple(placed), reach)
+    step = max(1, max(BLOCK_BYTES, least) // (row_elements * itemsize)) * row_elements
+    starts = range(0, prod(shape), step)
+    exchanged = (Part(start, min(start + step, prod(shape)), ranks, None) for start in starts)
+    return Parts(row_elements, tuple(regions), tuple(exchanged), tuple(placed), reach)
 
 
 def _start(rows: tuple[range, int, _Region]) -> int:
     return rows[0].start
+
+
+def _common(a: range, b: range) -> range:
+    return range(max(a.start, b.start), min(a.stop, b.stop))
 
 
 def _within(rows: Sequence[range], size: int, runs: Sequence[range]) -> list[range]:
@@ -183,12 +194,12 @@ def _within(rows: Sequence[range], size: int, runs: Sequence[range]) -> list[ran
     return found
 
 
-def _replicated(elements: int, itemsize: int, ranks: tuple[int, ...]) -> _Parts:
+def replicated(elements: int, itemsize: int, ranks: tuple[int, ...]) -> Parts:
     """Returns the parts of a tensor that all ranks hold."""
     region = _Region(ranks, (range(elements),), (range(1),))
     step = _share(elements, itemsize, len(ranks))
     starts = range(0, elements, step) if elements else ()
-    return _Parts(1, (region,), tuple(_Part(start, min(start + step, elements), ranks, region) for start in starts))
+    return Parts(1, (region,), tuple(Part(start, min(start + step, elements), ranks, region) for start in starts))
 
 
 def _share(elements: int, itemsize: int, ranks: int) -> int:
@@ -204,7 +215,7 @@ class ShardedTensor(LazyTensor):
     local: torch.Tensor
     """The local tensor."""
     placements: tuple[Any, ...]
-    mesh: _Mesh
+    mesh: Mesh
     writer: "CollectiveWriter"
 
     def with_local(self, local: torch.Tensor) -> "ShardedTensor":
@@ -213,24 +224,28 @@ class ShardedTensor(LazyTensor):
 
     @property
     def parts(self) -> tuple[int, ...]:
+        if not self.writer.digests_of_parts:
+            return ()
         sizes = [(part.end - part.start) * self.itemsize for part in self.parts_on(self.mesh).parts]
         return tuple(sizes) if any(nbytes % BLOCK_BYTES for nbytes in sizes[:-1]) else ()
 
-    def parts_on(self, mesh: _Mesh) -> _Parts:
+    def parts_on(self, mesh: Mesh) -> Parts:
         """Returns the parts, for the ranks of a mesh of the same shape."""
         return _parts_of(self.shape, self.placements, mesh, self.itemsize, self.writer.least_bytes)
 
 
 @dataclass(frozen=True, slots=True)
-class _Piece:
+class Piece:
     """A part of a tensor that one rank writes to a place in a file."""
 
     tensor: torch.Tensor | LazyTensor
     at: int
     """Bytes from the beginning of the file."""
-    part: _Part
+    part: Part
     rank: int
-    parts: _Parts
+    parts: Parts
+    place: tuple[int, int] = (-1, -1)
+    """The numbers of an object in a bucket, and of the tensor in it."""
 
     @property
     def nbytes(self) -> int:
@@ -249,8 +264,13 @@ class CollectiveWriter:
         path: The target, as this rank names it. The files are created in its directory.
     """
 
+    digests_of_parts = True
+    """Whether each part of a tensor that a rank writes has digests of its own."""
+
     def __init__(self, agreement: Agreement, path: str) -> None:
         self._agreement, self._path = agreement, path
+        # Directories may have other names on other ranks; a URL is the same on all of them.
+        self._name = path if is_remote(path) else os.path.basename(path)
         self._ranks = agreement.ranks or (dist.get_rank(),)
         self._total_bytes = 0
 
@@ -296,7 +316,8 @@ class CollectiveWriter:
         No error leaves a file, but for what the first rank has created; the caller removes that.
         """
         agreement, directory = self._agreement, os.path.dirname(self._path)
-        files, names = self._planned(layouts, compared, CREATING, lambda: self._create(layouts, outputs))
+        meshes, names = self._planned(layouts, compared, CREATING, lambda: self._create(layouts, outputs))
+        files = self._pieces(layouts, meshes)
         paths = [os.path.join(directory, name) for name in names]
         with agreement.phase(OPENING), write_errors(self._path):
             _check_visible(paths, directory)
@@ -320,7 +341,7 @@ class CollectiveWriter:
             RankLostError: A rank did not take part in time.
         """
         layouts = [Layout(of_object, lambda _: {}, 0) for of_object in tensors.values()]
-        files, _ = self._planned(layouts, compared, COMPARING, list)
+        files = self._pieces(layouts, self._planned(layouts, compared, COMPARING, list)[0])
         with self._agreement.phase(COMPARING):
             hashes = self._write(layouts, [""] * len(layouts), files)
         with self._agreement.phase(COMPARING):
@@ -341,8 +362,8 @@ class CollectiveWriter:
         compared: Callable[[], Sequence[object]],
         phase: str,
         on_first: Callable[[], Sequence[str]],
-    ) -> tuple[list[list[_Piece]], Sequence[str]]:
-        """Returns the pieces of each file, and what the first rank returns in a phase."""
+    ) -> tuple[dict[Mesh, Mesh], Sequence[str]]:
+        """Returns the ranks that write for each mesh, and what the first rank returns in a phase."""
         agreement = self._agreement
         with agreement.phase(PLANNING, lambda: self._digests(layouts, compared)):
             meshes = self._meshes(layouts)
@@ -352,9 +373,9 @@ class CollectiveWriter:
         of_first = {own: _mesh(first) for own, first in zip(meshes, first_meshes, strict=True)}
         if any({*ranks} != {*self._ranks} for _, ranks in of_first.values()):
             self._check_replicas(layouts, of_first)
-        return self._pieces(layouts, of_first), found
+        return of_first, found
 
-    def _check_replicas(self, layouts: Sequence[Layout], of_first: Mapping[_Mesh, _Mesh]) -> None:
+    def _check_replicas(self, layouts: Sequence[Layout], of_first: Mapping[Mesh, Mesh]) -> None:
         """Raises `RanksDifferError` where ranks of different meshes have other values under the same names."""
         agreement, here = self._agreement, dist.get_rank()
         (is_different,) = agreement.maximum(PLANNING, [any(own != first for own, first in of_first.items())])
@@ -376,7 +397,7 @@ class CollectiveWriter:
                 remedy="give tensors that differ names of their own, or one mesh over all ranks that hold them",
             )
 
-    def _meshes(self, layouts: Sequence[Layout]) -> list[_Mesh]:
+    def _meshes(self, layouts: Sequence[Layout]) -> list[Mesh]:
         tensors = (tensor for planned in layouts for _, tensor in planned.tensors)
         return list(dict.fromkeys(tensor.mesh for tensor in tensors if isinstance(tensor, ShardedTensor)))
 
@@ -399,18 +420,18 @@ class CollectiveWriter:
             Digest.of("the values of tensors that are no DTensors", count(len(plain), "tensor"), values),
             Digest.of(
                 "the path, the options, the other values or the versions of modelstate",
-                f"{os.path.basename(self._path)}, modelstate {__version__}",
-                [__version__, *compared()],
+                f"{self._name}, modelstate {__version__}",
+                [__version__, self._name, *compared()],
             ),
         ]
 
-    def _pieces(self, layouts: Sequence[Layout], meshes: dict[_Mesh, _Mesh]) -> list[list[_Piece]]:
+    def _pieces(self, layouts: Sequence[Layout], meshes: dict[Mesh, Mesh]) -> list[list[Piece]]:
         """Returns the pieces of each file. Of several ranks that hold one, the one with the least work writes it.
 
         The ranks take turns with what is exchanged: each takes up to a block, or its share of all of it.
         """
         loads = dict.fromkeys(self._ranks, 0)
-        files: list[list[_Piece]] = []
+        files: list[list[Piece]] = []
         exchanged = (
             (part.end - part.start) * tensor.itemsize
             for planned in layouts
@@ -428,7 +449,7 @@ class CollectiveWriter:
                 if isinstance(tensor, ShardedTensor):
                     parts = tensor.parts_on(meshes[tensor.mesh])
                 else:
-                    parts = _replicated(tensor.numel(), tensor.itemsize, self._ranks)
+                    parts = replicated(tensor.numel(), tensor.itemsize, self._ranks)
                 for part in parts.parts:
                     if part.region is None:
                         nbytes = (part.end - part.start) * tensor.itemsize
@@ -438,7 +459,7 @@ class CollectiveWriter:
                         rank = part.ranks[turn % len(part.ranks)]
                     else:
                         rank = min(part.ranks, key=loads.__getitem__)
-                    piece = _Piece(tensor, start + part.start * tensor.itemsize, part, rank, parts)
+                    piece = Piece(tensor, start + part.start * tensor.itemsize, part, rank, parts)
                     loads[rank] += piece.nbytes
                     files[-1].append(piece)
                 start += nbytes_of(tensor)
@@ -456,7 +477,7 @@ class CollectiveWriter:
                 names.append(os.path.relpath(output.path, os.path.dirname(self._path)))
         return names
 
-    def _write(self, layouts: Sequence[Layout], paths: Sequence[str], files: list[list[_Piece]]) -> list[str]:
+    def _write(self, layouts: Sequence[Layout], paths: Sequence[str], files: list[list[Piece]]) -> list[str]:
         """Writes the pieces of this rank; with empty paths only computes their digests, which it returns.
 
         Takes part in all exchanges, also after an error.
@@ -466,7 +487,7 @@ class CollectiveWriter:
         for planned, path, pieces in zip(layouts, paths, files, strict=True):
             own = [piece for piece in pieces if piece.rank == dist.get_rank()]
             file = _RankFile(path, planned.nbytes)
-            held = [(piece.at, _elements(piece)) for piece in own if piece.part.region is not None]
+            held = [(piece.at, elements_of(piece)) for piece in own if piece.part.region is not None]
             rounds = _rounds(pieces)
             for number in range(len(rounds) + 1):
                 try:
@@ -487,47 +508,52 @@ class CollectiveWriter:
             raise failed
         return hashes
 
-    def _exchanged(self, pieces: Sequence[_Piece]) -> list[tuple[int, torch.Tensor | LazyTensor]]:
-        """Exchanges rows, and returns those that this rank writes."""
+    def _exchanged(self, pieces: Sequence[Piece]) -> list[tuple[int, torch.Tensor | LazyTensor]]:
+        """Exchanges pieces, and returns the bytes of those that this rank writes, in their order."""
         sent: list[list[torch.Tensor]] = [[] for _ in self._ranks]
-        blocks: list[list[tuple[torch.Tensor, range, _Region, int]]] = [[] for _ in self._ranks]
+        blocks: list[list[tuple[torch.Tensor, range, list[range], int]]] = [[] for _ in self._ranks]
         position = {rank: index for index, rank in enumerate(self._ranks)}
         result: list[tuple[int, torch.Tensor | LazyTensor]] = []
+        here = dist.get_rank()
         for number, piece in enumerate(pieces):
-            tensor, row_elements = piece.tensor, piece.parts.row_elements
+            tensor = piece.tensor
             assert isinstance(tensor, ShardedTensor)
-            first, end = piece.part.start // row_elements, piece.part.end // row_elements
-            rows = torch.empty(0)
-            if piece.rank == dist.get_rank():
-                rows = torch.empty(end - first, row_elements * tensor.itemsize, dtype=torch.uint8)
-                result.append((piece.at, rows.view(-1)))
-            for own, before, region in piece.parts.overlapping(first, end):
+            rows, columns = piece.part.block(piece.parts.row_elements)
+            target = torch.empty(0)
+            if piece.rank == here:
+                target = torch.empty(len(rows), len(columns) * tensor.itemsize, dtype=torch.uint8)
+                result.append((piece.at, target.view(-1)))
+            for own, before, region in piece.parts.overlapping(rows.start, rows.stop):
+                common = [both for own_columns in region.columns if (both := _common(own_columns, columns))]
+                if not common:
+                    continue
                 sender = piece.rank if piece.rank in region.ranks else region.ranks[number % len(region.ranks)]
-                overlap = range(max(own.start, first), min(own.stop, end))
-                if sender == dist.get_rank():
+                overlap, width = _common(own, rows), sum(map(len, common))
+                if sender == here:
                     start = (before + overlap.start - own.start) * region.width
-                    local = _bytes(tensor.local, start, len(overlap) * region.width)
-                    sent[position[piece.rank]].append(local)
-                if piece.rank == dist.get_rank():
-                    place = range(overlap.start - first, overlap.stop - first)
-                    blocks[position[sender]].append((rows, place, region, tensor.itemsize))
-        counts = [sum(len(place) * region.width * itemsize for _, place, region, itemsize in own) for own in blocks]
+                    start += sum(len(_common(own_columns, range(columns.start))) for own_columns in region.columns)
+                    sent[position[piece.rank]].append(_bytes(tensor.local, start, len(overlap) * width))
+                if piece.rank == here:
+                    place = range(overlap.start - rows.start, overlap.stop - rows.start)
+                    common = [range(both.start - columns.start, both.stop - columns.start) for both in common]
+                    blocks[position[sender]].append((target, place, common, tensor.itemsize))
+        counts = [sum(len(place) * sum(map(len, common)) * size for _, place, common, size in own) for own in blocks]
         received = self._agreement.exchange(sent, counts)
         at = 0
-        for rows, place, region, itemsize in (block for own in blocks for block in own):
-            width = region.width * itemsize
+        for target, place, common, itemsize in (block for own in blocks for block in own):
+            width = sum(map(len, common)) * itemsize
             block = received[at : at + len(place) * width].view(len(place), width)
             at, column = at + block.numel(), 0
-            for own in region.columns:
-                nbytes = len(own) * itemsize
-                rows[place.start : place.stop, own.start * itemsize : own.stop * itemsize] = block[
+            for own_columns in common:
+                nbytes = len(own_columns) * itemsize
+                target[place.start : place.stop, own_columns.start * itemsize : own_columns.stop * itemsize] = block[
                     :, column : column + nbytes
                 ]
                 column += nbytes
         return result
 
     def _finish(
-        self, layouts: Sequence[Layout], paths: Sequence[str], files: list[list[_Piece]], hashes: Sequence[str]
+        self, layouts: Sequence[Layout], paths: Sequence[str], files: list[list[Piece]], hashes: Sequence[str]
     ) -> Sequence[Written]:
         """Sends the digests to the first rank, which writes the headers."""
         written = []
@@ -538,19 +564,14 @@ class CollectiveWriter:
                 output.sync()
         return written
 
-    def _gathered(self, layouts: Sequence[Layout], files: list[list[_Piece]], hashes: Sequence[str]) -> list[list[str]]:
+    def _gathered(self, layouts: Sequence[Layout], files: list[list[Piece]], hashes: Sequence[str]) -> list[list[str]]:
         """Returns on the first rank the digests of the tensors of each file; on the others nothing."""
-        is_first = self._agreement.is_first
         nbytes = dict.fromkeys(self._ranks, 0)
         for piece in (piece for pieces in files for piece in pieces):
             nbytes[piece.rank] += piece.digest_length
-        own = torch.tensor(list("".join(hashes).encode()), dtype=torch.uint8)
-        received = self._agreement.exchange(
-            [[own], *([] for _ in self._ranks[1:])], [nbytes[rank] if is_first else 0 for rank in self._ranks]
-        )
-        if not is_first:
+        text = self._on_first("".join(hashes), nbytes)
+        if not self._agreement.is_first:
             return []
-        text = bytes(memory_at(received.data_ptr(), received.numel())).decode()
         places = dict(zip(self._ranks, accumulate(nbytes.values(), initial=0), strict=False))
         of_files = []
         for planned, pieces in zip(layouts, files, strict=True):
@@ -569,6 +590,13 @@ class CollectiveWriter:
                     left -= piece.nbytes
             of_files.append(of_tensors)
         return of_files
+
+    def _on_first(self, text: str, nbytes: Mapping[int, int]) -> str:
+        """Returns on the first rank the ASCII texts of all ranks, whose lengths it has; on the others nothing."""
+        own = torch.tensor(list(text.encode()), dtype=torch.uint8)
+        counts = [nbytes[rank] if self._agreement.is_first else 0 for rank in self._ranks]
+        received = self._agreement.exchange([[own], *([] for _ in self._ranks[1:])], counts)
+        return bytes(memory_at(received.data_ptr(), received.numel())).decode() if received.numel() else ""
 
 
 class _RankFile:
@@ -624,9 +652,9 @@ def _check_visible(paths: Sequence[str], directory: str) -> None:
         )
 
 
-def _rounds(pieces: Sequence[_Piece]) -> list[list[_Piece]]:
+def _rounds(pieces: Sequence[Piece]) -> list[list[Piece]]:
     """Groups the pieces whose rows are exchanged, so that no rank receives much in a round."""
-    rounds: list[list[_Piece]] = []
+    rounds: list[list[Piece]] = []
     loads: dict[int, int] = {}
     for piece in pieces:
         if piece.part.region is None:
@@ -638,7 +666,7 @@ def _rounds(pieces: Sequence[_Piece]) -> list[list[_Piece]]:
     return rounds
 
 
-def _elements(piece: _Piece) -> torch.Tensor | LazyTensor:
+def elements_of(piece: Piece) -> torch.Tensor | LazyTensor:
     """Returns the elements of a piece, which this rank holds in a row."""
     tensor, part, region = piece.tensor, piece.part, piece.part.region
     assert region is not None
@@ -674,14 +702,13 @@ def _index(ranges: Sequence[range], index: int) -> int:
 def _bytes(local: torch.Tensor, start: int, count: int) -> torch.Tensor:
     """Returns the bytes of some elements of a local tensor, on the CPU."""
     with torch.inference_mode(False), torch.no_grad():
-        flat = local.detach().reshape(-1)[start : start + count]
-        return flat.cpu().contiguous().view(torch.uint8)
+        return in_a_row(local.detach().reshape(-1)[start : start + count]).view(torch.uint8)
 
 
 def _make(first: int, end: int) -> torch.Tensor:
     raise AssertionError("a part of a DTensor is written by CollectiveWriter")
 
 
-def _mesh(fields: Sequence[Sequence[int]]) -> _Mesh:
+def _mesh(fields: Sequence[Sequence[int]]) -> Mesh:
     shape, ranks = fields
     return tuple(shape), tuple(ranks)

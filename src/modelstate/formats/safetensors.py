@@ -548,12 +548,13 @@ def write(
 
 def write_header(output: Output, planned: Layout, hashes: Sequence[str]) -> Written:
     """Writes the header of a file, whose tensors have these digests, in the order of their bytes."""
-    header, written = _finished(planned, hashes)
+    header, written = finished_header(planned, hashes)
     output.write_at(0, header)
     return written
 
 
-def _finished(planned: Layout, hashes: Sequence[str]) -> tuple[bytes, Written]:
+def finished_header(planned: Layout, hashes: Sequence[str]) -> tuple[bytes, Written]:
+    """Returns the header of a file whose tensors have these digests, and the digests. That of a shard has none."""
     digests = {name: value for (name, _), value in zip(planned.tensors, hashes, strict=True)}
     header = _header(planned.tensors, planned.metadata(digests))
     assert len(header) == planned.header_bytes
@@ -584,7 +585,7 @@ def write_in_order(
 
     tensors = [tensor for _, tensor in planned.tensors]
     hashes = write_blocks(None, 0, tensors, threads)
-    header, written = _finished(planned, hashes)
+    header, written = finished_header(planned, hashes)
     with upload(written) as output:
         output.append(header)
         if write_blocks(output, len(header), tensors, 1, on_written) != hashes:

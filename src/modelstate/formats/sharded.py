@@ -19,6 +19,7 @@ Invariants:
 
 from __future__ import annotations
 
+import heapq
 import json
 import os
 import re
@@ -28,14 +29,14 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import PurePosixPath, PureWindowsPath
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 
 from modelstate.errors import (
     DamagedFileError,
     ModelStateError,
     ReadFailedError,
-    SaveTargetError,
     SourceNotFoundError,
     TargetExistsError,
     UnsafePathError,
@@ -415,6 +416,20 @@ def in_shards(tensors: Mapping[str, Kind], shard_bytes: int) -> list[dict[str, K
     return shards
 
 
+def balanced(tensors: Mapping[str, Kind], count: int) -> list[dict[str, Kind]]:
+    """Groups the tensors into at most `count` shards of about the same size; those of a shard keep their order."""
+    loads = [(0, number) for number in range(count)]
+    number_of = {}
+    for name, tensor in sorted(tensors.items(), key=lambda item: -nbytes_of(item[1])):
+        nbytes, number = loads[0]
+        heapq.heapreplace(loads, (nbytes + nbytes_of(tensor), number))
+        number_of[name] = number
+    shards: list[dict[str, Kind]] = [{} for _ in range(count)]
+    for name, tensor in tensors.items():
+        shards[number_of[name]][name] = tensor
+    return [shard for shard in shards if shard]
+
+
 def shard_names(path: str, shards: Sequence[str]) -> list[str]:
     """The names of shards beside the path, from the digests of their content.
 
@@ -497,6 +512,28 @@ class Writer(Protocol):
         """Returns what `put` returns, which only the first process calls: it puts the files in their places."""
 
 
+@runtime_checkable
+class Uploader(Writer, Protocol):
+    """A writer that writes into buckets."""
+
+    def shards(self, tensors: Mapping[str, Kind]) -> list[dict[str, Kind]]:
+        """Returns the shards of tensors, where the caller has no size for them; none where they become one object."""
+
+    def upload(
+        self, layouts: Sequence[Layout], names: Callable[[], Sequence[str]], compared: Callable[[], Sequence[object]]
+    ) -> Sequence[Written]:
+        """Writes shards, and replaces what is there.
+
+        Args:
+            layouts: What the shards hold. Their metadata do not depend on digests.
+            names: Returns their URLs. Of several processes only the first one calls it.
+            compared: As in `write`.
+
+        Returns:
+            As in `write`. After an error the caller removes the shards, in the first process.
+        """
+
+
 @dataclass(frozen=True, slots=True)
 class LocalWriter:
     """Writes the files of a checkpoint in this process, with a number of threads."""
@@ -517,6 +554,25 @@ class LocalWriter:
             for planned, output in zip(layouts, opened, strict=True):
                 written.append(write_tensors(output, planned, self.threads, self.on_written))
         return written
+
+    def shards(self, tensors: Mapping[str, Kind]) -> list[dict[str, Kind]]:
+        return []
+
+    def upload(
+        self, layouts: Sequence[Layout], names: Callable[[], Sequence[str]], compared: Callable[[], Sequence[object]]
+    ) -> Sequence[Written]:
+        return [
+            self.upload_object(locate(name), planned, overwrite=True)
+            for name, planned in zip(names(), layouts, strict=True)
+        ]
+
+    def upload_object(self, location: Location, planned: Layout, *, overwrite: bool) -> Written:
+        """Writes an object into a bucket."""
+
+        def upload(_: Written) -> AbstractContextManager[ObjectWriter]:
+            return new_object(location, planned.nbytes, overwrite=overwrite)
+
+        return write_tensors_in_order(upload, planned, self.threads, self.on_written)
 
     def commit(self, put: Callable[[], Files]) -> Files:
         return put()
@@ -559,15 +615,16 @@ def write_checkpoint(
     groups = [] if shard_bytes is None or total_bytes <= shard_bytes else in_shards(state.tensors, shard_bytes)
     with writer.planning():
         planned = _planned(state, path, schema, text)
+        uploader = writer if is_remote(path) and isinstance(writer, Uploader) else None
+        if uploader is not None and state.tensors:
+            groups = groups or uploader.shards(state.tensors)
         layouts = [layout(group, lambda _: text) for group in groups] or [planned]
-        if is_remote(path) and not isinstance(writer, LocalWriter):
-            raise SaveTargetError(
-                "several ranks write into one file, which an object in a bucket does not allow",
-                where=path,
-                remedy="save to a directory that the ranks share, and copy it: modelstate cp",
-            )
-    if is_remote(path) and isinstance(writer, LocalWriter):
-        return _upload(path, layouts, groups, writer, overwrite, lambda digests: state.manifest(schema, digests))
+
+    def compared() -> Sequence[object]:
+        return overwrite, shard_bytes, planned.metadata({})
+
+    if uploader is not None:
+        return _upload(path, layouts, groups, uploader, overwrite, compared, partial(state.manifest, schema))
     with write_errors(path), ExitStack() as opened:
         output: Output | None = None
         unfinished: list[str] = []
@@ -585,9 +642,6 @@ def write_checkpoint(
                 unfinished.append(output.numbered_path(number))
                 with new_file(unfinished[-1], mode) as shard:
                     yield shard
-
-        def compared() -> Sequence[object]:
-            return os.path.basename(path), overwrite, shard_bytes, planned.metadata({})
 
         written = writer.write(layouts, outputs, compared)
 
@@ -677,60 +731,62 @@ def _upload(
     path: str,
     layouts: Sequence[Layout],
     groups: Sequence[Mapping[str, torch.Tensor | LazyTensor]],
-    writer: LocalWriter,
+    writer: Uploader,
     overwrite: bool,
+    compared: Callable[[], Sequence[object]],
     manifest_of: Callable[[Mapping[str, str]], str],
 ) -> Files:
     """Writes a file, or shards and then their index, into a bucket.
 
     The object that a reader opens is written last. The shards of another save have other names.
     """
-    where, index = locate(path), locate(path + INDEX_SUFFIX)
-    old_index = get(index)
-    is_single = old_index is not None or not overwrite or bool(groups)
-    is_single = is_single and head(where) is not None
-    if not overwrite and (old_index is not None or is_single):
-        raise exists(where)
+    where, index, directory = locate(path), locate(path + INDEX_SUFFIX), path.rpartition("/")[0]
+    shards: list[Location] = []
+    old_index: bytes | None = None
+    is_single = is_unknown = False
 
-    def write(location: Location, planned: Layout, overwrite: bool) -> Written:
-        def upload(_: Written) -> AbstractContextManager[ObjectWriter]:
-            return new_object(location, planned.nbytes, overwrite=overwrite)
+    def names() -> list[str]:
+        nonlocal old_index, is_single
+        old_index = get(index)
+        is_single = (old_index is not None or not overwrite or bool(groups)) and head(where) is not None
+        if not overwrite and (old_index is not None or is_single):
+            raise exists(where)
+        unique = shard_names(path, [secrets.token_hex(16)] * len(groups))
+        shards[:] = [locate(f"{directory}/{name}") for name in unique]
+        return [shard.url for shard in shards]
 
-        return write_tensors_in_order(upload, planned, writer.threads, writer.on_written)
-
-    files: Files = {}
-    if not groups:
-        write(where, layouts[0], overwrite)
-        files[path] = layouts[0].nbytes
-    else:
-        directory = path.rpartition("/")[0]
-        names = shard_names(path, [secrets.token_hex(16)] * len(groups))
-        shards = [locate(f"{directory}/{name}") for name in names]
-        is_unknown = False
-        try:
-            digests: dict[str, str] = {}
-            for shard, planned in zip(shards, layouts, strict=True):
-                digests |= write(shard, planned, True).digests
+    def put() -> Files:
+        nonlocal is_unknown
+        if not groups:
+            alone = writer if isinstance(writer, LocalWriter) else LocalWriter()
+            alone.upload_object(where, layouts[0], overwrite=overwrite)
+            files = {path: layouts[0].nbytes}
+        else:
+            digests = {name: value for file in written for name, value in file.digests.items()}
             total_bytes = sum(nbytes_of(tensor) for group in groups for tensor in group.values())
-            text = index_of(dict(zip(names, groups, strict=True)), total_bytes, manifest_of(digests))
+            by_name = {shard.key.rpartition("/")[2]: group for shard, group in zip(shards, groups, strict=True)}
+            text = index_of(by_name, total_bytes, manifest_of(digests))
             is_unknown = True
             with new_object(index, len(text), overwrite=overwrite) as output:
                 output.append(text)
             if is_single:
                 remove([where])  # readers prefer it to the index
-        except BaseException as error:
-            # Without an answer of the server the index may be there, and may name the shards.
-            if not is_unknown or isinstance(error, TargetExistsError) or is_absent(index, error):
-                with suppress(WriteFailedError):
-                    remove(shards)
-            raise
-        files = {index.url: len(text)} | {
-            shard.url: planned.nbytes for shard, planned in zip(shards, layouts, strict=True)
-        }
-    if old_index is not None:
-        with suppress(WriteFailedError):  # the new checkpoint is complete
-            remove(_own_shards(path, old_index) + ([] if groups else [index]))
-    return files
+            sizes = (planned.nbytes for planned in layouts)
+            files = {index.url: len(text)} | {shard.url: nbytes for shard, nbytes in zip(shards, sizes, strict=True)}
+        if old_index is not None:
+            with suppress(WriteFailedError):  # the new checkpoint is complete
+                remove(_own_shards(path, old_index) + ([] if groups else [index]))
+        return files
+
+    try:
+        written = writer.upload(layouts if groups else [], names, compared)
+        return writer.commit(put)
+    except BaseException as error:
+        # Without an answer of the server the index may be there, and may name the shards.
+        if not is_unknown or isinstance(error, TargetExistsError) or is_absent(index, error):
+            with suppress(WriteFailedError):
+                remove(shards)
+        raise
 
 
 def _own_shards(path: str, index: bytes) -> list[Location]:

@@ -13,7 +13,8 @@ from modelstate.checkpoint.checkpoint import Checkpoint
 from modelstate.checkpoint.open import argument_order, is_module, is_path
 from modelstate.checkpoint.write import SaveOptions, SaveReport, StateToWrite, streamed, target_path, write_state
 from modelstate.distributed.agreement import TIMEOUT_SECONDS, Agreement, agreement_of
-from modelstate.distributed.writing import PLANNING, CollectiveWriter
+from modelstate.distributed.uploading import writer_of
+from modelstate.distributed.writing import PLANNING
 from modelstate.errors import ModelCodeError, ModelStateError, SaveTargetError, UnsavableError
 from modelstate.formats.sharded import check_both
 from modelstate.io.atomic import LOCK_TIMEOUT_SECONDS
@@ -137,7 +138,7 @@ def save_with(
         state = streamed(target) if isinstance(target, Checkpoint) else StateToWrite(_state_of(target))
     if not agreement.ranks:
         return write_state(state, where, begin, options)
-    return write_state(state, where, begin, replace(options, progress=False), CollectiveWriter(agreement, where))
+    return write_state(state, where, begin, replace(options, progress=False), writer_of(agreement, where))
 
 
 def _state_of(target: object) -> Mapping[Any, object]:

@@ -5,6 +5,7 @@ step-<step>.<serial>.<nonce>/checkpoint.json    the record of a checkpoint
 lease-<serial>.<nonce>                     the holder of a lease, written again all the time while it lives
 pin-<serial>                               a checkpoint that is pinned
 data/<object>-<digest>.<nonce>.safetensors, data/<object>.<nonce>.safetensors.index.json
+data/<object>-<number>.<nonce>.safetensors    the same where several ranks save: each file by one of them
 store.json                                 the name of the store
 
 A checkpoint is visible from the moment at which its claim is there: a small object with a nonce, written last and under
@@ -271,7 +272,7 @@ class _NewObjects:
             return new_object(self._new(f"{DATA}/{name}"), planned.nbytes, overwrite=True)
 
         written = write_in_order(upload, planned)
-        return name, written, FileRecord(planned.nbytes, 0, planned.header_bytes, digest(written.header))
+        return name, written, self.finish("", name, written.header, planned.nbytes)
 
     def write_text(self, name: str, text: bytes) -> tuple[str, FileRecord]:
         suffix = SUFFIX + INDEX_SUFFIX
@@ -280,8 +281,21 @@ class _NewObjects:
             output.append(text)
         return name, FileRecord(len(text), 0, len(text), digest(text))
 
+    def begin(self, keys: Sequence[str]) -> list[str]:
+        names = [f"{key}-{number:05d}.{self._nonce}{SUFFIX}" for number, key in enumerate(keys, 1)]
+        return [self._new(f"{DATA}/{name}").url for name in names]
+
+    def name_of(self, path: str, key: str, written: Written) -> str:
+        return path.rpartition("/")[2]
+
+    def finish(self, path: str, name: str, header: bytes, nbytes: int) -> FileRecord:
+        return FileRecord(nbytes, 0, len(header), digest(header))
+
     def link(self, file: str) -> bool:
         return True  # the record names the file
+
+    def unlink(self, name: str) -> None:
+        """Does nothing: the record does not name the file."""
 
     def commit(self, text: bytes, pinned: bool, check: Callable[[], object]) -> str:
         if pinned:

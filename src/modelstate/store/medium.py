@@ -82,8 +82,20 @@ class NewFiles(Protocol):
     def write_text(self, name: str, text: bytes) -> tuple[str, FileRecord]:
         """Writes a small file. Returns its name, which begins with the given one without its suffixes."""
 
+    def begin(self, keys: Sequence[str]) -> list[str]:
+        """Returns the paths of files that several ranks are about to write, for the object of each of them."""
+
+    def name_of(self, path: str, key: str, written: Written) -> str:
+        """Returns the name that such a file gets."""
+
+    def finish(self, path: str, name: str, header: bytes, nbytes: int) -> FileRecord:
+        """Gives such a file its name."""
+
     def link(self, file: str) -> bool:
         """Makes a file of an earlier checkpoint a file of this one; False where this is not possible."""
+
+    def unlink(self, name: str) -> None:
+        """Undoes `link`."""
 
     def commit(self, text: bytes, pinned: bool, check: Callable[[], object]) -> str:
         """Makes the checkpoint visible and durable with its record. Returns its path.
@@ -313,15 +325,24 @@ class _NewDirectory:
         unnamed = os.path.join(self.path, f".{self._count}{SUFFIX}")  # no object has such a name
         with new_file(unnamed) as output:
             written = write(output, planned)
-        name = f"{key}-{written.content[:16]}{SUFFIX}"
-        system.replace(unnamed, os.path.join(self.path, name))
-        return name, written, record_of(os.path.join(self.path, name), written.header)
+        name = self.name_of(unnamed, key, written)
+        return name, written, self.finish(unnamed, name, written.header, planned.nbytes)
 
     def write_text(self, name: str, text: bytes) -> tuple[str, FileRecord]:
         path = os.path.join(self.path, name)
         with new_file(path) as output:
             output.append(text)
-        return name, record_of(path, text)
+        return name, _record_of(path, text)
+
+    def begin(self, keys: Sequence[str]) -> list[str]:
+        return [os.path.join(self.path, f".{number}{SUFFIX}") for number in range(len(keys))]
+
+    def name_of(self, path: str, key: str, written: Written) -> str:
+        return f"{key}-{written.content[:16]}{SUFFIX}"
+
+    def finish(self, path: str, name: str, header: bytes, nbytes: int) -> FileRecord:
+        system.replace(path, os.path.join(self.path, name))
+        return _record_of(os.path.join(self.path, name), header)
 
     def link(self, file: str) -> bool:
         try:
@@ -329,6 +350,9 @@ class _NewDirectory:
         except OSError:
             return False  # the file system has no links, or the file has too many
         return True
+
+    def unlink(self, name: str) -> None:
+        system.unlink(os.path.join(self.path, name))
 
     def commit(self, text: bytes, pinned: bool, check: Callable[[], object]) -> str:
         for name, content in ((PIN_FILE, b""),) * pinned + ((RECORD_FILE, text),):
@@ -348,7 +372,7 @@ class _NewDirectory:
         _remove_directory(self.path)
 
 
-def record_of(path: str, head: bytes) -> FileRecord:
+def _record_of(path: str, head: bytes) -> FileRecord:
     """Returns the record of a file that was written, with this head. Raises `OSError`."""
     status = os.stat(path)
     return FileRecord(status.st_size, status.st_mtime_ns, len(head), digest(head))

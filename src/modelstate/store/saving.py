@@ -24,7 +24,6 @@ from modelstate.formats.manifest import KEY, MAX_PARTS, check_size
 from modelstate.formats.safetensors import METADATA_NAME, blank_digests, dtype_and_shape, layout, nbytes_of
 from modelstate.formats.serialize import SerializedState, serialize
 from modelstate.formats.sharded import INDEX_SUFFIX, SHARD_METADATA, SUFFIX, in_shards, index_of
-from modelstate.io import system
 from modelstate.io.engine import for_each, read_threads
 from modelstate.io.memory import empty_cpu
 from modelstate.objects.objects import Target, capture
@@ -33,7 +32,7 @@ from modelstate.objects.per_rank import gathered
 from modelstate.process import Stopped
 from modelstate.spec import contiguous_stride
 from modelstate.store.directory import StepEntry, StepIndex, WriteAccess
-from modelstate.store.medium import NewFiles, name_of, record_of
+from modelstate.store.medium import NewFiles, name_of
 from modelstate.store.record import MAX_RECORD_BYTES, FileRecord, ObjectEntry, Record
 from modelstate.store.retention import Keep
 from modelstate.text_format import size
@@ -197,10 +196,10 @@ class SpreadFile:
     tensors: tuple[str, ...]
     """The names of its tensors."""
     nbytes: int
-    unnamed: str = ""
-    """The name of the file while it is written."""
+    path: str = ""
+    """The path of the file while it is written; empty on other ranks than the first one."""
     name: str = ""
-    """The name of the file, by its content; empty on other ranks than the first one."""
+    """The name of the file; empty on other ranks than the first one."""
     digests: Mapping[str, str] = field(default_factory=dict)
     """Those of the tensors; none on other ranks than the first one."""
     header: bytes = b""
@@ -347,6 +346,12 @@ class NewStep:
                     linkable = _linkable(self._before, path, self._index)
                     self._objects[path] = _write_object(new, path, job, linkable, self._shard_bytes)
 
+    @property
+    def files(self) -> NewFiles:
+        """The files that are being written, on the first rank."""
+        assert self._new is not None
+        return self._new
+
     def linkable(self) -> "dict[str, Linkable]":
         """Returns what can be linked of the last checkpoint, for the objects that several ranks write."""
         found = {path: _linkable(self._before, path, self._index) for path in self._job.spread}
@@ -369,8 +374,7 @@ class NewStep:
 
         `check` is called right before the checkpoint becomes visible; it may raise. Returns the path.
         """
-        new, job = self._new, self._job
-        assert new is not None
+        new, job = self.files, self._job
         if job.spread:
             self._add(new, files)
         entries = {path: replace(self._objects[path][0], ranks=ranks) for path, ranks in job.ranks.items()}
@@ -386,14 +390,12 @@ class NewStep:
     def _add(self, new: NewFiles, files: "Sequence[SpreadFile]") -> None:
         """Adds the objects that several ranks have written: names new files, and removes links that are not needed."""
         for name in self._links.keys() - {file.name for file in files if not file.is_new}:
-            system.unlink(os.path.join(new.path, name))
+            new.unlink(name)
         of_objects = {path: _Files() for path in self._job.spread}
         for file in files:
             of_object = of_objects[file.key]
             if file.is_new:
-                path = os.path.join(new.path, file.name)
-                system.replace(os.path.join(new.path, file.unnamed), path)
-                of_object.records[file.name] = record_of(path, file.header)
+                of_object.records[file.name] = new.finish(file.path, file.name, file.header, file.nbytes)
                 of_object.bytes_written += file.nbytes
             else:
                 of_object.records[file.name] = self._links[file.name]
@@ -439,7 +441,7 @@ def _write_object(
         if linkable is not None:
             # The tensors that have not changed since the checkpoint before go into files of their own.
             constant = _link_unchanged(new, files, unwritten, linkable)
-        for group in groups(unwritten, constant, shard_bytes):
+        for group in groups(unwritten, constant, splitter(shard_bytes)):
             planned = layout(group, lambda _: SHARD_METADATA)
             name, written, record = new.write_tensors(path, planned)
             files.records[name] = record
@@ -449,14 +451,22 @@ def _write_object(
     return _finish_object(new, path, job, files), files
 
 
+Split = Callable[[Mapping[str, _Tensor]], Iterable[Mapping[str, _Tensor]]]
+
+
+def splitter(shard_bytes: int | None) -> Split[_Tensor]:
+    """Returns a function that groups tensors into files of at most so many bytes; None stands for one file."""
+    return lambda tensors: [tensors] if shard_bytes is None else in_shards(tensors, shard_bytes)
+
+
 def groups(
-    tensors: Mapping[str, _Tensor], constant: Set[str], shard_bytes: int | None
+    tensors: Mapping[str, _Tensor], constant: Set[str], split: Split[_Tensor]
 ) -> Iterator[Mapping[str, _Tensor]]:
     """Yields the tensors of each file. Those that are `constant` are in files of their own."""
     for is_constant in (True, False):
         group = {name: tensor for name, tensor in tensors.items() if (name in constant) == is_constant}
         if group:
-            yield from in_shards(group, shard_bytes) if shard_bytes else [group]
+            yield from split(group)
 
 
 def _finish_object(new: NewFiles, path: str, job: Job, files: _Files) -> ObjectEntry:

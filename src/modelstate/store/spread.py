@@ -3,15 +3,28 @@
 import os
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
+from typing import Any
 
 from modelstate.distributed.agreement import Agreement, Digest
+from modelstate.distributed.uploading import CollectiveUploader
 from modelstate.distributed.writing import COMPARING, CollectiveWriter, ShardedTensor
 from modelstate.formats.block_writer import write_blocks
 from modelstate.formats.manifest import digest
 from modelstate.formats.safetensors import Layout, layout, nbytes_of, parts_of
-from modelstate.formats.sharded import SHARD_METADATA, SUFFIX
+from modelstate.formats.sharded import SHARD_METADATA
 from modelstate.io.atomic import Output, new_file
-from modelstate.store.saving import Job, Key, Linkable, NewStep, SpreadFile, groups, local_part, size_errors
+from modelstate.store.saving import (
+    Job,
+    Key,
+    Linkable,
+    NewStep,
+    Split,
+    SpreadFile,
+    groups,
+    local_part,
+    size_errors,
+    splitter,
+)
 
 
 class SpreadWriter:
@@ -60,6 +73,10 @@ class SpreadWriter:
         """
         layouts: list[Layout] = []
         files: list[SpreadFile] = []
+        paths: list[str] = []
+        split: Split[Any] = splitter(shard_bytes)
+        if isinstance(writer, CollectiveUploader) and shard_bytes is None:
+            split = writer.shards
 
         def compared() -> list[object]:
             return [job.states[path].manifest(None, {}) for path in job.spread]
@@ -82,27 +99,35 @@ class SpreadWriter:
                     # Nothing is the same as in a checkpoint of another layout. What is frozen still gets files of its
                     # own, which the next save links.
                     constant = same if last is self._files else same | constant
-                for group in groups(rest, constant, shard_bytes):
+                for group in groups(rest, constant, split):
                     with size_errors(path):
                         layouts.append(layout(group, lambda _: SHARD_METADATA))
-                    unnamed = f".{len(files)}{SUFFIX}"  # no object has such a name
-                    files.append(SpreadFile(path, tuple(group), layouts[-1].nbytes, unnamed))
+                    files.append(SpreadFile(path, tuple(group), layouts[-1].nbytes))
+
+        def begin() -> list[str]:
+            assert new is not None
+            paths.extend(new.files.begin([file.key for file in files]))
+            return paths
 
         def outputs() -> Generator[Output]:
-            for file in files:
-                with new_file(os.path.join(directory, file.unnamed)) as output:
+            for path in begin():
+                with new_file(path) as output:
                     yield output
 
-        written = writer.write(layouts, outputs, compared)
-        if agreement.is_first:
+        if isinstance(writer, CollectiveUploader):
+            written = writer.upload(layouts, begin, compared)
+        else:
+            written = writer.write(layouts, outputs, compared)
+        if new is not None:
             files = [
                 replace(
                     file,
-                    name=f"{file.key}-{of_file.content[:16]}{SUFFIX}",
+                    path=path,
+                    name=new.files.name_of(path, file.key, of_file),
                     digests=of_file.digests,
                     header=of_file.header,
                 )
-                for file, of_file in zip(files, written, strict=True)
+                for file, path, of_file in zip(files, paths, written, strict=True)
             ]
         of_all = [*linked, *files]
         self._files, self._parts = [replace(file, header=b"") for file in of_all], parts

@@ -16,6 +16,7 @@ from modelstate.checkpoint.open import argument_order, check_budget_option, is_o
 from modelstate.comparison.diff import diff as diff_checkpoints
 from modelstate.comparison.result import Diff
 from modelstate.distributed.agreement import TIMEOUT_SECONDS, Agreement, Digest, agreement_of, check_timeout
+from modelstate.distributed.uploading import writer_of
 from modelstate.distributed.writing import CollectiveWriter
 from modelstate.errors import (
     BackgroundCancelledError,
@@ -213,7 +214,10 @@ class Store(Shown):
         """
         begin_seconds = time.perf_counter()
         agreement = self.agreement((step, objects), "Store.save")
-        with agreement.phase("beginning", _same(f"{step=}, {background=}, {pin=}, {overwrite=}, {when_busy=}")):
+        # A directory may have other names on other ranks; a URL is the same on all of them.
+        place = self.directory if is_remote(self.directory) else "a directory"
+        options = f"{place}, {step=}, {background=}, {pin=}, {overwrite=}, {when_busy=}"
+        with agreement.phase("beginning", _same(options)):
             targets = targets_of(objects)
             checked_metrics = _check_save(step, metrics, when_busy)
         if when_busy == "skip":
@@ -241,12 +245,6 @@ class Store(Shown):
                 of_first = new_step if agreement.is_first else None
                 write_spread = partial(self._spread.write, directory, job, writing, writer, self._shard_bytes, of_first)
             with agreement.phase("opening the store"):
-                if write_spread is not None and is_remote(self.directory):
-                    raise SaveTargetError(
-                        "several ranks write into one file, which an object in a bucket does not allow",
-                        where=self.directory,
-                        remedy="save to a directory that the ranks share",
-                    )
                 if agreement.is_first:
                     new_step.begin(overwrite)
                 if background:
@@ -705,7 +703,7 @@ def _same(text: str) -> Callable[[], list[Digest]]:
 
 def _writer(agreement: Agreement, directory: str) -> CollectiveWriter | None:
     """Returns the writer of DTensors; None where one process saves alone."""
-    return CollectiveWriter(agreement, os.path.join(directory, RECORD_FILE)) if agreement.ranks else None
+    return writer_of(agreement, os.path.join(directory, RECORD_FILE)) if agreement.ranks else None
 
 
 def _directory(given: object) -> str:

@@ -1,0 +1,465 @@
+"""Ranks that save a sharded model into a bucket: each uploads objects of its own, and one commit shows all of them."""
+
+import json
+import os
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from datetime import timedelta
+from itertools import product
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import safetensors.torch
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+import modelstate as ms
+from modelstate.distributed import uploading
+from modelstate.errors import ModelStateError
+from modelstate.formats.manifest import KEY
+from modelstate.remote import location, upload
+from modelstate.store import bucket as buckets
+from modelstate.testing import Fault, FaultProxy, HttpRequest, fault_proxy
+from tests.distributed import models
+from tests.distributed.ranks import WORLD_SIZE, Ranks
+from tests.remote.servers import moto_server
+from tests.sweeps import EXHAUSTIVE
+
+pytest.importorskip("obstore")
+boto3 = pytest.importorskip("boto3")
+pytest.importorskip("moto")
+pytestmark = pytest.mark.slow
+KEYS = {"aws_access_key_id": "test", "aws_secret_access_key": "test", "region_name": "us-east-1"}
+
+
+@dataclass
+class Server:
+    """A server of S3, with a proxy for each rank in front of it."""
+
+    url: str
+    proxies: list[FaultProxy]
+    bucket: str = ""
+
+    @property
+    def urls(self) -> list[str]:
+        return [proxy.url for proxy in self.proxies]
+
+    def client(self) -> Any:
+        return boto3.client("s3", endpoint_url=self.url, **KEYS)
+
+    def names(self) -> list[str]:
+        return sorted(item["Key"] for item in self.client().list_objects_v2(Bucket=self.bucket).get("Contents", ()))
+
+    def read(self, name: str) -> bytes:
+        data: bytes = self.client().get_object(Bucket=self.bucket, Key=name)["Body"].read()
+        return data
+
+
+@pytest.fixture(scope="module")
+def started() -> Iterator[Server]:
+    with moto_server() as url, ExitStack() as opened:
+        yield Server(url, [opened.enter_context(fault_proxy(url)) for _ in range(WORLD_SIZE)])
+
+
+@pytest.fixture
+def server(started: Server, monkeypatch: pytest.MonkeyPatch) -> Server:
+    """The server with an empty bucket, which this process reaches without a proxy."""
+    started.bucket = f"test-{os.urandom(6).hex()}"
+    started.client().create_bucket(Bucket=started.bucket)
+    for proxy in started.proxies:
+        proxy.fault = None
+        proxy.reset()
+    for name, value in environment(started.url).items():
+        monkeypatch.setenv(name, value)
+    return started
+
+
+def environment(url: str) -> dict[str, str]:
+    names = {"AWS_ENDPOINT_URL": url, "AWS_ALLOW_HTTP": "true", "AWS_REGION": "us-east-1"}
+    return names | {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test"}
+
+
+def connect(urls: list[str]) -> None:
+    """Has this rank use its proxy, give up soon, and make small objects."""
+    os.environ.update(environment(urls[dist.get_rank()]))
+    location.RETRIES, location.FIRST_WAIT = 1, timedelta(milliseconds=10)
+    upload.FIRST_WAIT_SECONDS, buckets.LEASE_SECONDS = 0.01, 4.0
+    uploading.PART_BYTES = 256
+
+
+def error_of(call: Callable[[], object]) -> tuple[str, str]:
+    try:
+        call()
+    except ModelStateError as error:
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+# Equality with a save on one machine.
+
+
+def save(urls: list[str], kind: str, path: str, shard_bytes: int | None) -> tuple[str, ...]:
+    connect(urls)
+    net = models.sharded(kind, seed=3)
+    report = ms.save(net, path, shard_size_bytes=shard_bytes, extra={"epoch": 3})
+    again = models.sharded("tp" if kind == "fsdp" else kind, seed=4)
+    ms.load(again, path, verify=True)
+    expected = models.plain(kind, seed=3)
+    named = {**dict(expected.named_parameters(remove_duplicate=False)), **dict(expected.named_buffers())}
+    for name, tensor in models.gathered(again).items():
+        assert torch.equal(tensor, named[name]), name
+    return report.files
+
+
+def manifest_of(index: bytes) -> Any:
+    return json.loads(json.loads(index)["metadata"][KEY])
+
+
+@pytest.mark.parametrize("kind", models.SHARD)
+@pytest.mark.parametrize("shard_bytes", [None, 300])
+def test_the_checkpoint_is_that_of_one_machine(
+    kind: str, shard_bytes: int | None, ranks: Ranks, server: Server, tmp_path: Path
+) -> None:
+    path = f"s3://{server.bucket}/run/model.safetensors"
+    files, *others = ranks.values(save, server.urls, kind, path, shard_bytes)
+    assert others == [files] * 3
+    assert sorted(files) == [f"s3://{server.bucket}/{name}" for name in server.names()]
+    assert shard_bytes or 2 < len(files) <= 1 + WORLD_SIZE
+    net = models.plain(kind, seed=3)
+    ms.save(net, tmp_path / "model.safetensors", shard_size_bytes=300, extra={"epoch": 3})
+    index = (tmp_path / "model.safetensors.index.json").read_bytes()
+    assert manifest_of(server.read("run/model.safetensors.index.json")) == manifest_of(index)
+    found = {}
+    for url in files[1:]:
+        found |= safetensors.torch.load(server.read(url.split("/", 3)[3]))  # another reader
+    assert found
+    state = net.state_dict()
+    assert all(torch.equal(tensor, state[name]) for name, tensor in found.items())
+    with ms.open(path) as checkpoint:
+        assert checkpoint.verify() > 0
+        assert all(torch.equal(checkpoint.tensor(name), tensor) for name, tensor in state.items())
+
+
+def save_every_layout(urls: list[str], path: str) -> None:
+    """Saves tensors of several ranks and dtypes in every combination of placements, in very small pieces."""
+    connect(urls)
+    torch.manual_seed(5)
+    meshes = [models.mesh(4), models.mesh(2, 2), models.mesh(2, 2)["inner"]]
+    choices = [Replicate(), Shard(0), Shard(1), Shard(2), Shard(-1)]
+    dtypes = [torch.bfloat16, torch.bool, torch.complex64, torch.float8_e4m3fn, torch.int64, torch.float32]
+    state: dict[str, torch.Tensor] = {}
+    whole: dict[str, torch.Tensor] = {}
+    for shape in ((7,), (1, 9), (6, 5), (3, 4, 6), (0, 4)):
+        for mesh in meshes:
+            for placements in product(choices, repeat=mesh.ndim):
+                if all(placement.is_replicate() or placement.dim < len(shape) for placement in placements):
+                    name = str(len(state))
+                    whole[name] = torch.randint(0, 2, shape).to(dtypes[len(state) % len(dtypes)])
+                    state[name] = distribute_tensor(whole[name], mesh, placements, src_data_rank=None)
+    whole["transposed"] = torch.arange(24.0).view(6, 4)
+    column = whole["transposed"][:, dist.get_rank() :][:, :1]  # not contiguous
+    state["transposed"] = DTensor.from_local(column, models.mesh(4), [Shard(1)], run_check=False)
+    whole["plain"] = state["plain"] = torch.arange(40.0).view(8, 5).T  # not contiguous
+    for piece_bytes in (8, 40, 1 << 20):
+        with mock.patch.multiple(uploading, PIECE_BYTES=piece_bytes, ROUND_BYTES=4 * piece_bytes):
+            ms.save(state, path)
+        with ms.open(path) as checkpoint:
+            assert checkpoint.verify()
+            for name, tensor in whole.items():
+                read = checkpoint.tensor(name)
+                assert (read.shape, read.dtype) == (tensor.shape, tensor.dtype)
+                assert read.contiguous().view(-1).tolist() == tensor.contiguous().view(-1).tolist(), (name, piece_bytes)
+        dist.barrier()
+
+
+def test_tensors_in_every_layout(ranks: Ranks, server: Server) -> None:
+    ranks.values(save_every_layout, server.urls, f"s3://{server.bucket}/all.safetensors")
+    assert len(server.names()) == 1 + WORLD_SIZE  # of the last save: the others are removed
+
+
+def large() -> dict[str, torch.Tensor]:
+    torch.manual_seed(7)
+    return {"rows": torch.rand(3000, 1100), "columns": torch.rand(1024, 4096), "plain": torch.rand(2_400_001)}
+
+
+def save_large(urls: list[str], path: str) -> None:
+    connect(urls)
+    uploading.PART_BYTES = upload.PART_BYTES
+    state = large()
+    for name, placement in (("rows", Shard(0)), ("columns", Shard(1))):
+        state[name] = distribute_tensor(state[name], models.mesh(4), [placement], src_data_rank=None)
+    ms.save(state, path)
+
+
+def test_each_byte_of_large_tensors_is_uploaded_once(ranks: Ranks, server: Server, tmp_path: Path) -> None:
+    path = f"s3://{server.bucket}/model.safetensors"
+    ranks.values(save_large, server.urls, path)
+    nbytes = sum(tensor.nbytes for tensor in large().values())
+    assert nbytes <= sum(proxy.uploaded_bytes for proxy in server.proxies) <= 1.01 * nbytes
+    assert sum(proxy.uploaded_bytes > 1 << 20 for proxy in server.proxies) == 3  # as many as there are tensors
+    ms.save(large(), tmp_path / "model.safetensors", shard_size_bytes=1)
+    index = (tmp_path / "model.safetensors.index.json").read_bytes()
+    assert manifest_of(server.read("model.safetensors.index.json")) == manifest_of(index)
+    with ms.open(path) as checkpoint:
+        assert all(torch.equal(checkpoint.tensor(name), tensor) for name, tensor in large().items())
+
+
+def save_without_tensors(urls: list[str], path: str) -> tuple[str, str]:
+    connect(urls)
+    group = dist.group.WORLD
+    ms.save({"epoch": 3}, path, process_group=group)
+    ms.save({"epoch": 4}, path, process_group=group)
+    return error_of(lambda: ms.save({"epoch": 5}, path, process_group=group, overwrite=False))
+
+
+def test_values_without_tensors(ranks: Ranks, server: Server) -> None:
+    path = f"s3://{server.bucket}/values.safetensors"
+    assert [kind for kind, _ in ranks.values(save_without_tensors, server.urls, path)] == ["TargetExistsError"] * 4
+    assert ms.open(path).value() == {"epoch": 4}
+    assert server.names() == ["values.safetensors"]
+
+
+# A store.
+
+
+def objects_of(value: int, kind: str = "fsdp") -> dict[str, Any]:
+    """A sharded network with a frozen block, and AdamW. All elements that change have the same value."""
+    net = models.sharded(kind)
+    net.blocks[0].requires_grad_(False)
+    optimizer = torch.optim.AdamW((p for p in net.parameters() if p.requires_grad), lr=0.0)
+    for parameter in net.parameters():
+        parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+    optimizer.step()
+    for tensor in changing(net, optimizer):
+        tensor.fill_(value)
+    return {"model": net, "optimizer": optimizer}
+
+
+def changing(net: models.Net, optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+    moments = [values[key] for values in optimizer.state.values() for key in ("exp_avg", "exp_avg_sq")]
+    own = [parameter for parameter in net.parameters() if parameter.requires_grad]
+    yield from (tensor.detach().to_local() for tensor in (*own, *moments))
+
+
+def restored(store: ms.Store, kind: str = "fsdp") -> int:
+    """Restores the latest step, and returns its number, which all elements have."""
+    objects = objects_of(-1, kind)
+    step = store.restore(objects).step
+    for tensor in changing(objects["model"], objects["optimizer"]):
+        assert torch.equal(tensor, torch.full_like(tensor, step))
+    frozen = models.sharded(kind).blocks[0].state_dict()
+    assert all(torch.equal(tensor, frozen[name]) for name, tensor in objects["model"].blocks[0].state_dict().items())
+    return step
+
+
+def use_store(urls: list[str], path: str) -> list[tuple[int, int]]:
+    connect(urls)
+    sizes = []
+    with ms.Store(path, keep=2) as store:
+        for step in (1, 2):
+            saved = store.save(step, objects_of(step))
+            sizes.append((saved.bytes_written, saved.bytes_linked))
+    with ms.Store(path, keep=2) as store:  # compares with the digests in the bucket
+        pending = store.save(3, objects_of(3), background=True)
+        saved = pending.result()
+        sizes.append((saved.bytes_written, saved.bytes_linked))
+        assert saved.pruned == (1,)
+        assert [restored(store, kind) for kind in ("fsdp", "hsdp", "shard1")] == [3, 3, 3]
+    with ms.Store(path) as store:  # the digests do not depend on the layout
+        saved = store.save(4, objects_of(4, "shard1"))
+        sizes.append((saved.bytes_written, saved.bytes_linked))
+        assert restored(store) == 4
+    return sizes
+
+
+def test_a_store_uploads_what_has_changed(ranks: Ranks, server: Server) -> None:
+    path = f"s3://{server.bucket}/run"
+    sizes, *others = ranks.values(use_store, server.urls, path)
+    assert others == [sizes] * 3
+    frozen = sum(tensor.nbytes for tensor in models.plain("fsdp").blocks[0].state_dict().values())
+    assert sizes[0][1] == 0
+    for written, linked in sizes[1:]:
+        assert linked > frozen
+        assert written + linked == pytest.approx(sizes[0][0], rel=0.2)
+    store = ms.Store(path)
+    assert (store.steps(), store.verify()) == ((2, 3, 4), {2: "", 3: "", 4: ""})
+    assert referenced(store) == {name for name in server.names() if name.startswith("run/data/")}
+
+
+def referenced(store: ms.Store) -> set[str]:
+    names = (entry.file_names() for entry in store.index.read_all())
+    return {f"run/data/{name}" for of_entry in names for name in of_entry or ()}
+
+
+def run_loop(urls: list[str], path: str, steps: int) -> tuple[int, int]:
+    connect(urls)
+    objects = objects_of(0)
+    loop = ms.resumable(path, objects, steps=steps, save_every=2)
+    for step in loop:
+        for tensor in changing(net=objects["model"], optimizer=objects["optimizer"]):
+            tensor.fill_(step + 1)
+    assert restored(ms.Store(path)) == steps
+    return loop.start, loop.done
+
+
+def test_a_loop_goes_on_where_it_was(ranks: Ranks, server: Server) -> None:
+    path = f"s3://{server.bucket}/run"
+    assert ranks.values(run_loop, server.urls, path, 4) == [(0, 4)] * 4
+    assert ranks.values(run_loop, server.urls, path, 6) == [(4, 6)] * 4
+
+
+# Errors.
+
+
+def save_with_other_arguments(urls: list[str], bucket: str, case: str) -> str:
+    connect(urls)
+    odd = dist.get_rank() == 2
+    net = models.sharded("fsdp")
+    other = f"s3://{bucket}-other"
+    calls = {
+        "bucket": lambda: ms.save(net, f"{other if odd else f's3://{bucket}'}/model.safetensors"),
+        "scheme": lambda: ms.save(net, f"{'https' if odd else 's3'}://{bucket}/model.safetensors"),
+        "option": lambda: ms.save(net, f"s3://{bucket}/model.safetensors", shard_size_bytes=0 if odd else 10),
+        "store": lambda: ms.Store(other if odd else f"s3://{bucket}").save(1, {"model": net}),
+        "step": lambda: ms.Store(f"s3://{bucket}").save(2 if odd else 1, {"model": net}),
+    }
+    return error_of(calls[case])[0]
+
+
+@pytest.mark.parametrize("case", ["bucket", "scheme", "option", "store", "step"])
+def test_other_arguments_on_one_rank(case: str, ranks: Ranks, server: Server) -> None:
+    kinds = {"scheme": "SaveTargetError", "option": "OptionError"}
+    found = ranks.values(save_with_other_arguments, server.urls, server.bucket, case, timeout=60)
+    assert found == [kinds.get(case, "RanksDifferError")] * 4
+    assert server.names() == []
+
+
+def save_value(urls: list[str], url: str, value: int, how: str, overwrite: bool = True) -> tuple[str, str]:
+    """Saves a tensor for each rank to upload, in a file or as a step of a store."""
+    connect(urls)
+    mesh = models.mesh(2, 2)["inner"] if how.startswith("race") else models.mesh(4)
+    value = dist.get_rank() // 2 if how.startswith("race") else value
+    state: Any = {
+        str(number): distribute_tensor(torch.full((64, 8), float(value)), mesh, [Shard(0)], src_data_rank=None)
+        for number in range(4)
+    }
+    if how.endswith("store"):
+        with ms.Store(f"{url}/run", timeout_seconds=20) as store:
+            return error_of(lambda: store.save(1 if how.startswith("race") else value, {"model": Holder(state)}))
+    path = f"{url}/model.safetensors"
+    return error_of(lambda: ms.save(state, path, overwrite=overwrite, timeout_seconds=20))
+
+
+class Holder(nn.Module):
+    """A module whose state is a mapping of tensors."""
+
+    def __init__(self, state: dict[str, torch.Tensor]) -> None:
+        super().__init__()
+        for name, tensor in state.items():
+            self.register_buffer(f"b{name}", tensor)
+
+
+def value_in(server: Server, how: str) -> float:
+    """The value of all elements in the file, or in the latest step."""
+    url = f"s3://{server.bucket}"
+    checkpoint = ms.Store(f"{url}/run").open("model") if how.endswith("store") else ms.open(f"{url}/model.safetensors")
+    values = {float(value) for name in checkpoint for value in checkpoint.tensor(name).unique()}
+    assert len(values) == 1
+    return values.pop()
+
+
+def without_leases(server: Server) -> set[str]:
+    return {name for name in server.names() if "/lease-" not in name and "/claim-" not in name}
+
+
+@pytest.mark.parametrize("how", ["file", "store"])
+@pytest.mark.parametrize("rank", [0, 1, 3])
+def test_an_upload_that_fails_on_one_rank_is_an_error_on_all(how: str, rank: int, ranks: Ranks, server: Server) -> None:
+    url = f"s3://{server.bucket}"
+    assert ranks.values(save_value, server.urls, url, 1, how) == [("", "")] * 4
+    before = without_leases(server)
+
+    def refuse(request: HttpRequest) -> Fault | None:
+        is_upload = request.method in ("PUT", "POST") and ("/data/" in request.target or "-of-" in request.target)
+        return Fault.UNAVAILABLE if is_upload else None
+
+    server.proxies[rank].fault = refuse
+    for kind, text in ranks.values(save_value, server.urls, url, 2, how):
+        assert kind == "WriteFailedError"
+        assert "503" in text
+        assert f"rank {rank}" in text or "failed on" not in text
+    server.proxies[rank].fault = None
+    assert without_leases(server) == before
+    assert value_in(server, how) == 1
+    assert ranks.values(save_value, server.urls, url, 3, how) == [("", "")] * 4
+    assert value_in(server, how) == 3
+
+
+@pytest.mark.parametrize("how", ["race, file", "race, store"])
+def test_two_runs_race(how: str, ranks: Ranks, server: Server) -> None:
+    """Two ranks save one state while the two others save another one: exactly one of the saves succeeds."""
+    for number in range(25 if EXHAUSTIVE else 2):
+        url = f"s3://{server.bucket}/{number}"
+        found = [kind for kind, _ in ranks.values(save_value, server.urls, url, 0, how, False)]
+        assert found[0] == found[1]
+        assert found[2] == found[3]
+        first, second = found[0], found[2]
+        assert "" in (first, second)
+        assert {first, second} & {"TargetExistsError", "LockedError"}
+        checkpoint = (
+            ms.Store(f"{url}/run").open("model") if how.endswith("store") else ms.open(f"{url}/model.safetensors")
+        )
+        winner = 0.0 if first == "" else 1.0
+        assert all(checkpoint.tensor(name).eq(winner).all() for name in checkpoint)
+        assert checkpoint.verify() > 0
+
+
+@pytest.mark.parametrize("how", ["file", "store"])
+def test_kill_of_a_rank_at_each_request(
+    how: str, ranks: Ranks, server: Server, record_property: Callable[[str, object], None]
+) -> None:
+    """SIGKILL of a rank: the step before is there or the whole new one, and the next run goes on at once."""
+    url, step = f"s3://{server.bucket}", 1
+    for value in (1, 2):
+        for proxy in server.proxies:
+            proxy.reset()
+        assert ranks.values(save_value, server.urls, url, value, how) == [("", "")] * 4
+    counts = [len(proxy.requests) for proxy in server.proxies]
+    points = [(rank, number) for rank, requests in enumerate(counts) for number in range(1, requests + 1)]
+    assert min(counts) > 0
+    if not EXHAUSTIVE:
+        points = [(0, 2), (0, counts[0] // 2), (0, counts[0] - 1), (1, 1), (2, counts[2])]
+    last, new = 2, 0
+    for step, (rank, number) in enumerate(points, 3):
+        pid = ranks.values(os.getpid)[rank]
+
+        def kill(request: HttpRequest, pid: int = pid, number: int = number) -> None:
+            if request.number == number:
+                os.kill(pid, signal.SIGKILL)
+
+        for proxy in server.proxies:
+            proxy.reset()
+        server.proxies[rank].fault = kill
+        outcomes = ranks.until_failure(save_value, server.urls, url, step, how)
+        server.proxies[rank].fault = None
+        assert all(outcome.died or outcome.value is not None for outcome in outcomes.values())
+        found = value_in(server, how)
+        assert found in (last, step)
+        assert found == step or not any(outcome.value == ("", "") for outcome in outcomes.values())
+        new += found == step
+        last = int(found)
+        if how == "store":
+            assert not any(ms.Store(f"{url}/run").verify().values())
+    record_property("kills", f"{len(points)}, {new} new")
+    assert ranks.values(save_value, server.urls, url, step + 1, how) == [("", "")] * 4
+    assert value_in(server, how) == step + 1
+    if how == "store":
+        with mock.patch.object(buckets, "LEFTOVER_SECONDS", -10.0), ms.Store(f"{url}/run") as store:
+            store.prune(keep=1)
+            assert referenced(store) == {name for name in server.names() if name.startswith("run/data/")}
