@@ -510,13 +510,13 @@ def _execute(
         ranks, reread_bytes = ((), 0) if agreement is None else rank_reports(preparation, staging, agreement)
     if is_mapped and load_options.prefault is None and staged is None:
         notes += prefault_async(staging, planned)
-    target, source_name = preparation.names
+    facts = preparation.facts(with_sources=False)
     return LoadReport.with_later_steps(
-        preparation.steps_later(with_sources=False),
-        target=target,
-        source=source_name,
+        facts.make_steps,
+        target=facts.target,
+        source=facts.source,
         notes=(*notes, *(staging.overflows.notes() if staging.overflows.counts else ())),
-        slots=preparation.slot_count,
+        slots=facts.slots,
         seconds=time.perf_counter() - load_options.started,
         peak_memory_bytes=staging.held.peak_bytes,
         verified_bytes=verified,

@@ -3,6 +3,7 @@
 import threading
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +21,9 @@ from modelstate.spec import StoredTensor, contiguous_stride
 from modelstate.torch_compat.dtypes import can_overflow, is_within
 from modelstate.torch_compat.plain import is_plain
 from modelstate.torch_compat.private import copy_each
+
+_FEW = 16
+"""So many tensors of a block are checked one by one, whether a cast has made values infinite."""
 
 
 class CudaCopyStreams:
@@ -255,7 +259,8 @@ def read_cast(
                 values.append(value)
                 cast.append(target)
             copy_each(cast, values)
-            if not all(is_within(read, target) for target in narrow):
+            # The sum of a result takes less time than the limits of what was read, but a call for each tensor.
+            if narrow and (len(rows) <= _FEW or not all(is_within(read, target) for target in narrow)):
                 for row, value, target in zip(rows, values, cast, strict=True):
                     staging.overflows.check(table.slots[row].name, value, target)
 
@@ -387,7 +392,7 @@ def _memory(staging: Staging, cast: Sequence[Assignment]) -> list[torch.Tensor]:
     kept = [assignment for assignment in on_cpu if not assignment.placement.staged]
     memory_of = {
         id(assignment): tensor
-        for some, allocate in ((copied, staging.temporary), (kept, fresh_tensors))
+        for some, allocate in ((copied, staging.temporary), (kept, partial(fresh_tensors, huge=True)))
         for assignment, tensor in zip(some, allocate([assignment.layout for assignment in some]), strict=True)
     }
     memory = []

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Collection
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -209,7 +209,8 @@ class Preparation:
         for table in self.tables:
             self.used.update(slot.names[0] for slot in table.slots)
             self.filled.update(dict.fromkeys(map(id, table.params)))
-        if len({*entries.tensors.rows.values()}) < len(entries.tensors):  # other names of the same bytes are not mapped
+        rows = entries.tensors.rows
+        if len({*rows.values()}) < len(rows):  # other names of the same bytes are not mapped
             for table in self.tables:
                 for extent in table.sources if table.placement.mapped else ():
                     self._shown.setdefault(extent, []).append(extent)
@@ -575,14 +576,14 @@ class Preparation:
 
     def plan(self) -> LoadPlan:
         """Returns the frozen plan."""
-        target, source = self.names
+        facts = self.facts(with_sources=True)
         return LoadPlan(
-            target=target,
-            source=source,
-            steps=self.steps(),
+            target=facts.target,
+            source=facts.source,
+            steps=facts.make_steps(),
             problems=tuple(self.problems),
             notes=tuple(self.notes),
-            slots=self.slot_count,
+            slots=facts.slots,
             extra_bytes=peak_bytes(self.planned, ReadStrategy.fastest()),
             binding=Binding(
                 self.matched,
@@ -593,21 +594,17 @@ class Preparation:
             ),
         )
 
-    @property
-    def slot_count(self) -> int:
-        """The number of slots that need a value."""
+    def facts(self, *, with_sources: bool) -> "Facts":
+        """Returns what a plan and a report say. Without the sources, neither the facts nor the steps hold a tensor."""
         tensors = sum(1 for slot in self.slots.tensors if slot.kind != HIDDEN or id(slot.tensor) in self.filled)
-        return tensors + len(self.slots.extra) - len({id(param) for param in self.uninitialised.values()})
+        slots = tensors + len(self.slots.extra) - len({id(param) for param in self.uninitialised.values()})
+        return Facts(*self.names, slots, self._steps_later(with_sources))
 
     def steps(self) -> tuple[Step, ...]:
         """Returns the steps of a plan, with their sources."""
-        return self.steps_later(with_sources=True)()
+        return self._steps_later(with_sources=True)()
 
-    def steps_later(self, *, with_sources: bool) -> Callable[[], tuple[Step, ...]]:
-        """Returns a function that returns a step for each value, with its time, and one for each extra state.
-
-        Without the sources, neither the function nor the steps hold a tensor.
-        """
+    def _steps_later(self, with_sources: bool) -> Callable[[], tuple[Step, ...]]:
         tied = [slot.names for slot in self.slots.tensors if len(slot.names) > 1]
         ties = {name: tuple(other for other in names if other != name) for names in tied for name in names}
         steps = []
@@ -646,6 +643,19 @@ class Preparation:
             return (*sorted(unordered, key=lambda step: positions.get(step.name, len(names))), *extra)
 
         return merged
+
+
+class Facts(NamedTuple):
+    """What a plan and a report say of a load."""
+
+    target: str
+    """The class of the model."""
+    source: str
+    """The path of the checkpoint, and the key of the part that is loaded."""
+    slots: int
+    """The number of slots that need a value."""
+    make_steps: Callable[[], tuple[Step, ...]]
+    """Returns a step for each value, with its time, and one for each extra state."""
 
 
 def _are_equal(value: torch.Tensor, buffer: torch.Tensor) -> bool:
