@@ -272,10 +272,9 @@ def _strategy(total_bytes: int, uncached: frozenset[str], max_memory_bytes: int 
     raise _too_small(needed, max_memory_bytes)
 
 
-def _too_small(needed_bytes: int, max_memory_bytes: int, where: str = "") -> MemoryBudgetError:
+def _too_small(needed_bytes: int, max_memory_bytes: int) -> MemoryBudgetError:
     return MemoryBudgetError(
         "reading the tensors block by block needs more memory than it was given",
-        where=where,
         expected=f"at most {max_memory_bytes:,} bytes",
         found=f"{needed_bytes:,} bytes, at the least",
         remedy=f"max_memory_bytes={needed_bytes}, or leave it out",

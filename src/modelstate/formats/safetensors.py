@@ -628,7 +628,7 @@ def parts_of(tensor: torch.Tensor | LazyTensor) -> tuple[int, ...]:
     return parts
 
 
-def listed_problems(problems: Mapping[Any, str], most: int = 8) -> str:
-    """Joins names and problems for a message, `most` of them in full."""
+def listed_problems(problems: Mapping[Any, str]) -> str:
+    """Joins names and problems for a message, the first 8 of them in full."""
     lines = [f"{quote(str(name))}: {problem}" for name, problem in problems.items()]
-    return listed(lines, most, "; ")
+    return listed(lines, 8, "; ")

@@ -219,7 +219,7 @@ class Shown:
         return self._page().fragment()
 
 
-def area_chart(title: str, sizes: Iterable[tuple[str, int]], width: int = 1000, height: int = 320) -> Chart:
+def area_chart(title: str, sizes: Iterable[tuple[str, int]]) -> Chart:
     """Draws where the bytes are, as a treemap: one box for each module, its area in proportion to the bytes.
 
     Modules are divided into their parts, the largest first, until there are about 60 boxes. The boxes are laid out by
@@ -228,9 +228,8 @@ def area_chart(title: str, sizes: Iterable[tuple[str, int]], width: int = 1000, 
     Args:
         title: The heading.
         sizes: Pairs of a dotted name and a number of bytes.
-        width: In pixels.
-        height: In pixels.
     """
+    width, height = 1000, 320  # in pixels
     leaves = [(tuple(name.split(".")), nbytes) for name, nbytes in sizes if nbytes > 0]
     while leaves and all(len(leaf) > 1 and leaf[0] == leaves[0][0][0] for leaf, _ in leaves):
         leaves = [(leaf[1:], nbytes) for leaf, nbytes in leaves]

@@ -274,7 +274,6 @@ def restore_objects(
     device: torch.device | str | None = None,
     map: bool | None = None,
     in_place: Literal[False] | None = None,
-    verify: bool = False,
     progress: bool | None = None,
     max_memory_bytes: int | None = None,
     source_name: str = "",
@@ -294,7 +293,7 @@ def restore_objects(
             ("optimizer.lr"). With all of them, an optimizer takes the state of the parameters from another class of
             optimizer, where it fits; without, such a state is refused if the optimizer would compute otherwise.
         in_place: as in `restore`.
-        device, map, verify, progress, max_memory_bytes: as in `modelstate.load`, for the modules.
+        device, map, progress, max_memory_bytes: as in `modelstate.load`, for the modules.
         source_name: the variable that stands for the source in code that an error proposes; empty for the path of the
             checkpoint.
         agreement: the ranks that restore together; None for those of the modules' meshes.
@@ -337,8 +336,6 @@ def restore_objects(
         options = replace(options, rules=_rules(rules, checkpoints))
         restoring = _Restoring(targets, saved, options.rules, may_miss, may_exceed, kept_options)
         restoring.note_used_patterns()
-        for checkpoint in dict.fromkeys(checkpoints.values()) if verify else ():
-            checkpoint.verify()
     models = ModuleContainer({path: targets[path].obj for path in checkpoints})
     try:
         with exclusive(models), Transaction(models) as transaction:
