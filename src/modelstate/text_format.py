@@ -118,7 +118,6 @@ def columns(
     rows: Iterable[Sequence[str]],
     *,
     right: Sequence[int] = (),
-    gap: int = 2,
     width: int | None = None,
     optional: Sequence[int] = (),
 ) -> str:
@@ -130,7 +129,6 @@ def columns(
     Args:
         rows: The cells of each row; rows may differ in length.
         right: The indices of the columns that are aligned to the right.
-        gap: The number of blanks between two columns.
         width: The most characters of a line; None for any number.
         optional: The indices of columns that are left out, empty ones first, until a line fits. The first row has
             titles; a line at the end has those of the columns that are left out.
@@ -150,7 +148,7 @@ def columns(
             widths[i] = max(widths[i], cell_len(cell))
     left_out: list[int] = []
     for i in sorted(optional, key=lambda i: any(row[i : i + 1] not in ([], [""]) for row in cells[1:])):
-        if width is None or sum(widths) + gap * (len(widths) - len(left_out) - 1) <= width:
+        if width is None or sum(widths) + 2 * (len(widths) - len(left_out) - 1) <= width:
             break
         widths[i] = 0
         left_out.append(i)
@@ -162,7 +160,7 @@ def columns(
                 continue
             blank = " " * (widths[i] - cell_len(cell))
             padded.append(blank + cell if i in right else cell + blank)
-        lines.append((" " * gap).join(padded).rstrip())
+        lines.append("  ".join(padded).rstrip())
     if left_out:
         lines.append(f"not shown: {', '.join(cells[0][i] or 'notes' for i in sorted(left_out))}")
     return "\n".join(lines)
