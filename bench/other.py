@@ -92,8 +92,8 @@ class Others:
         runner.child("write_merged", folder=str(folder), quick=runner.quick)()
         nbytes = sum(value.nbytes for value in on_meta("large", self.sizes).state_dict().values())
         words = (
-            "Into a module that has memory, float32, from files in the page cache. The sums of `merge.Average` are in "
-            "float64, those of the loop in float32."
+            "Into a module that has memory, float32, from files in the page cache. `merge.Average` adds the "
+            "differences to the first checkpoint, in float32; the loop adds the tensors, in float32."
         )
         sections = []
         for key, ways, title in (

@@ -282,7 +282,7 @@ def test_small_tensors_need_the_memory_of_a_few() -> None:
 
 
 def test_values_that_overflow_are_counted_by_tensor() -> None:
-    """Among small tensors, which are cast together, and at the end of a large one, which is cast block by block."""
+    """Among small tensors, which are cast together, and in large ones."""
     module = nn.ParameterDict({name: torch.ones(3, 3) for name in ("a", "b", "c")})
     module["large"] = nn.Parameter(torch.ones(1200, 1200))
     module["across"] = nn.Parameter(torch.ones(1200, 1200).T)

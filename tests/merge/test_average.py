@@ -84,12 +84,51 @@ def test_the_sum_is_rounded_once(data: st.DataObject, dtype: torch.dtype, n: int
 def test_against_the_sum_by_hand() -> None:
     a, b = torch.randn(300, 700), torch.randn(300, 700)
     assert same(average([a, b]), ((a.double() + b.double()) / 2).float())
+    assert same(average([a, b], weights=[0.5, 0.25]), (a.double() / 2 + b.double() / 4).float())
     wide = a.bfloat16().float() * 0.25 + b.bfloat16().float() * 0.75
     assert same(average([a.bfloat16(), b.bfloat16()], weights=[0.25, 0.75]), wide.bfloat16())
     assert same(average([a.T, b.T]), ((a.double() + b.double()) / 2).float().T)
     assert average([torch.ones(2, 0), torch.ones(2, 0)]).shape == (2, 0)
     assert average([torch.tensor(1.0), torch.tensor(2.0)]).item() == 1.5
     assert average([a, b], weights=[0, 0]).eq(0).all()
+
+
+FAR = 2.0**-23
+"""A unit in the last place of the largest value, relative to that value."""
+
+
+@pytest.mark.parametrize("weights", [None, [0.2, 0.3, 0.5], [1.0, 1.0, -1.0]])
+def test_float32_with_weights_that_add_up_to_one(weights: list[float] | None) -> None:
+    """Of more elements than are computed at once."""
+    generator = torch.Generator().manual_seed(0)
+    first, *others = (torch.randn(1100, 1000, generator=generator) for _ in range(3))
+    factors = weights or [1 / 3] * 3
+
+    def exact(found: list[torch.Tensor]) -> torch.Tensor:
+        return torch.stack([one.double() * weight for one, weight in zip(found, factors, strict=True)]).sum(0)
+
+    far = [first, *others]
+    error = (average(far, weights=weights).double() - exact(far)).abs()
+    assert (error <= 3 * FAR * torch.stack(far).abs().amax(0)).all()
+    close = [first, *(first + first * one * 1e-3 for one in others)]
+    found, rounded = average(close, weights=weights), exact(close).float()
+    assert found.ne(rounded).float().mean() < 0.02
+    assert ((found.double() - exact(close)).abs() <= FAR * first.abs()).all()
+    assert same(average([first] * 3, weights=weights), first)
+    assert same(average([first, far[1]], weights=[1 - 2.0**-40, 0.0]), first)
+    zero = torch.tensor([0.0, -0.0])
+    assert torch.signbit(average([zero] * 3)).tolist() == [False, True]
+
+
+def test_infinite_values_beside_finite_ones_in_float32() -> None:
+    """Their differences have no meaning."""
+    largest = torch.finfo(torch.float32).max
+    a = torch.tensor([torch.inf, -torch.inf, torch.nan, torch.inf, largest, 1.0, 3.0])
+    b = torch.tensor([torch.inf, 1.0, 1.0, -torch.inf, -largest, torch.inf, 5.0])
+    for found in (average([a, b]), average([a, b, a, b])):
+        assert found[2:4].isnan().all()
+        assert [*found[:2].tolist(), *found[4:].tolist()] == [torch.inf, -torch.inf, 0.0, torch.inf, 4.0]
+    assert average([torch.tensor([largest])] * 2).item() == largest
 
 
 def test_weights_need_not_add_up_to_one() -> None:

@@ -19,10 +19,9 @@ from modelstate.torch_compat.private import copy_each, flattened
 from modelstate.transaction.slots import Slot
 from modelstate.transaction.swap_tensors import point_to
 
-_BATCH_BYTES = 64 << 10
-"""The bytes of the new tensors of a batch, which stay in a cache of the processor until they have been checked."""
-_BLOCK_ELEMENTS = 1 << 19
-"""The elements of a large tensor that are cast, and then checked while they are in a cache of the processor."""
+_BATCH_BYTES = 32 << 10
+"""The bytes of the new tensors of a batch. They stay in a cache of the processor until they have been checked, and are
+too few elements for torch to share them out to several threads, which would take longer than the cast."""
 _CPU = torch.device("cpu")
 
 
@@ -34,8 +33,6 @@ class Casts:
         self._batches: list[_Batch] = []
         self.new_bytes = 0
         """The memory of all new tensors."""
-        self.grown_bytes = 0
-        """The memory of all new tensors less that of the old ones."""
         self.peak_bytes = 0
         """The most memory that is in use at any time, less that of the old tensors."""
 
@@ -55,26 +52,28 @@ class Casts:
                 continue
             grad = tensor.grad if tensor.is_leaf else None
             if grad is None:
-                if kind.new.dtype != dtype:
+                if kind.is_cast:
                     kind.slots.append(slot)
             # The cast of the gradient must be as certain to succeed as that of its tensor.
             elif not is_plain(grad) or grad.is_nested or not grad.is_cpu or grad.is_inference() or grad.dtype != dtype:
                 others.append(slot)
-            elif kind.new.dtype != dtype:
+            elif kind.is_cast:
                 self._batches.append(_Batch([slot], 2 * tensor.numel(), kind, grad))
         for kind in kinds.values():
             self._batches += [] if kind is None else kind.batches()
+        grown = 0
         for batch in self._batches:
             self.new_bytes += batch.new_bytes
-            self.peak_bytes = max(self.peak_bytes, self.grown_bytes + batch.new_bytes + batch.working_bytes)
-            self.grown_bytes += batch.new_bytes - batch.old_bytes
+            self.peak_bytes = max(self.peak_bytes, grown + batch.new_bytes + batch.working_bytes)
+            grown += batch.new_bytes - batch.old_bytes
         return others
 
     def _kind(self, dtype: torch.dtype) -> "_Kind | None":
         new = self._target.deferred_cast(dtype)
         if new is None:
             return None
-        return _Kind(dtype, new, self._overflows if can_overflow(dtype, new.dtype) else None)
+        overflows = self._overflows if can_overflow(dtype, new.dtype) else None
+        return _Kind(dtype, new, new.dtype != dtype, overflows)
 
     @property
     def slots(self) -> list[Slot]:
@@ -122,6 +121,8 @@ class _Kind:
     dtype: torch.dtype
     new: torch.Tensor
     """An empty tensor of the new dtype."""
+    is_cast: bool
+    """Whether the new dtype is another one."""
     overflows: Overflows | None
     """Counts values that become infinite or NaN; None where the new dtype can hold all values."""
     slots: list[Slot] = field(default_factory=list)
@@ -169,17 +170,12 @@ class _Batch:
         """The memory that is needed beside the old and the new tensors."""
         return self.new_bytes if self.kind.overflows is not None and len(self.slots) > 1 else 0
 
-    def shapes(self) -> list[tuple[tuple[str, ...], str, torch.Size]]:
-        """Returns names, kind and shape of each tensor."""
-        return [(names, kind, tensor.shape) for names, kind, tensor in self.slots]
-
     def run(self) -> None:
         dtype, overflows, grad = self.kind.new.dtype, self.kind.overflows, self.grad
         tensors = [slot.tensor for slot in self.slots]
         values = [torch.empty_like(tensor, dtype=dtype) for tensor in tensors]
-        if overflows is None:
-            copy_each(values, tensors)
-        elif not _copied_and_finite(values, tensors):
+        copy_each(values, tensors)
+        if overflows is not None and not has_finite_sum(flattened(values) if len(values) > 1 else values[0]):
             for slot, value in zip(self.slots, values, strict=True):
                 overflows.check(slot.name, slot.tensor, value)
         if grad is not None:
@@ -187,16 +183,3 @@ class _Batch:
             return
         for tensor, value in zip(tensors, values, strict=True):
             tensor.data = value
-
-
-def _copied_and_finite(values: list[torch.Tensor], tensors: list[torch.Tensor]) -> bool:
-    """Copies each tensor into its value. Returns whether all values are seen to be finite by their sums."""
-    if len(values) > 1:
-        copy_each(values, tensors)
-        return has_finite_sum(flattened(values))
-    (value,), (tensor,) = values, tensors
-    if not tensor.is_contiguous():
-        return has_finite_sum(value.copy_(tensor))
-    blocks = zip(*(torch.split(flat.view(-1), _BLOCK_ELEMENTS) for flat in (value, tensor)), strict=True)
-    are_finite = [has_finite_sum(block.copy_(source)) for block, source in blocks]
-    return all(are_finite)

@@ -189,11 +189,13 @@ class Conversion:
         """Makes the new tensors of all recorded slots, except those that `casts` takes."""
         plain: list[Slot] = []
         others: list[tuple[Slot, Apply | None]] = []
-        for slot, fn in self._recorded:
-            if fn is None and is_plain(slot.tensor) and not slot.tensor.is_nested:
+        for recorded in self._recorded:
+            slot, fn = recorded
+            tensor = slot.tensor
+            if fn is None and is_plain(tensor) and not tensor.is_nested:
                 plain.append(slot)
             else:
-                others.append((slot, fn))
+                others.append(recorded)
         if not self.target.is_user_function:
             for group in sharing(plain):
                 self._make_together(group)

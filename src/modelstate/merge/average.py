@@ -20,6 +20,8 @@ from modelstate.text_format import listed
 _CHUNK_BYTES = 1 << 19
 """The bytes of the sums that are computed at once. They stay in the second-level cache of a processor. With smaller
 chunks the interpreter takes more of the time: 1,000 instead of 910 ms for three files of 1.2 GB with two threads."""
+_SUM_OF_ONE = 2.0**-30
+"""How far the sum of weights may be from 1 for float32: the result differs by less than it is rounded by."""
 _COMPUTED_IN = {
     torch.float16: torch.float32,
     torch.bfloat16: torch.float32,
@@ -36,9 +38,12 @@ float8 with its scales in other tensors, cannot be averaged."""
 class Average(Combination):
     """The weighted average of checkpoints of one model, for `ms.open(sources, combine=ms.merge.Average(...))`.
 
-    All checkpoints must have the same names, shapes and dtypes. float16 and bfloat16 are summed in float32, float32
-    and complex64 in double precision, and rounded once. A checkpoint whose weight is zero is left out of the sums; if
-    only one is left, with the weight 1, its tensors are taken as they are.
+    All checkpoints must have the same names, shapes and dtypes. float16 and bfloat16 are summed in float32, float32 and
+    complex64 in double precision, and rounded once. float32 with weights that add up to 1 is faster: the weighted
+    differences to the first checkpoint are added to it in float32. The result is nearly always the same for checkpoints
+    that are close to each other, and always for two with equal weights; for others it is about as exact as a sum in
+    float32. Elements that are equal in all checkpoints stay as they are. A checkpoint whose weight is zero is left out
+    of the sums; if only one is left, with the weight 1, its tensors are taken as they are.
 
     Method: "Model soups", Wortsman et al., arXiv:2203.05482; weights of other sums: "Editing Models with Task
     Arithmetic", Ilharco et al., arXiv:2212.04089.
@@ -160,10 +165,16 @@ class Average(Combination):
         wide = _COMPUTED_IN[dtype]
         factors = [weight for _, weight in used]
         keeps_equal = self.weights is None and wide == dtype
+        in_float32 = dtype == torch.float32 and len(used) > 1 and abs(math.fsum(factors) - 1) <= _SUM_OF_ONE
         chunk = min(_CHUNK_BYTES // wide.itemsize, math.prod(shape))
 
         def begin(_: Sequence[torch.Tensor], allocate: Allocate) -> Fill:
-            return partial(_sum, weights=factors, scratch=allocate((2, chunk), wide), keeps_equal=keeps_equal)
+            scratch = allocate((2, chunk), wide)
+            fill = partial(_sum, weights=factors, scratch=scratch, keeps_equal=keeps_equal)
+            if not in_float32:
+                return fill
+            # The same memory: as many bytes hold twice as many elements of float32.
+            return partial(_sum_in_float32, weights=factors, scratch=scratch.view(dtype), by_sum=fill)
 
         kind, parts = f"average of {len(parts)}", tuple(part for part, _ in used)
         return Combined(kind, dtype, shape, parts, Blocks(begin, scratch_bytes=2 * chunk * wide.itemsize))
@@ -200,6 +211,43 @@ def _sum(
                 chunk.copy_(torch.where(same, pieces[0], total))
                 continue
         chunk.copy_(total)
+
+
+def _sum_in_float32(
+    out: torch.Tensor,
+    blocks: Sequence[torch.Tensor],
+    first: int,
+    *,
+    weights: Sequence[float],
+    scratch: torch.Tensor,
+    by_sum: Fill,
+) -> None:
+    """Computes a block of an average of float32 tensors whose weights add up to 1, chunk by chunk.
+
+    Two halves are added, which rounds once. In any other average, the weighted differences to the first tensor are
+    subtracted from it: what is rounded is small where the tensors are close to each other, and an element that is equal
+    in all of them stays as it is. Chunks with sums that are infinite or NaN are computed by `by_sum`.
+    """
+    total, difference = scratch
+    halves = list(weights) == [0.5, 0.5]
+    equal = len(set(weights[1:])) == 1
+    for chunk, base, *pieces in zip(*(torch.split(tensor, scratch.shape[1]) for tensor in (out, *blocks)), strict=True):
+        if chunk.shape != total.shape:
+            total, difference = scratch[:, : chunk.numel()]
+        if halves:
+            torch.add(base, pieces[0], out=total)
+        else:
+            torch.sub(base, pieces[0], out=total)
+            if not equal:
+                total.mul_(weights[1])
+            for piece, weight in zip(pieces[1:], weights[2:], strict=True):
+                total.add_(torch.sub(base, piece, out=difference), alpha=1 if equal else weight)
+        if not math.isfinite(total.sum().item()):
+            by_sum(chunk, (base, *pieces), first)
+        elif halves:
+            torch.mul(total, 0.5, out=chunk)
+        else:
+            torch.sub(base, total, alpha=weights[1] if equal else 1, out=chunk)
 
 
 def _same(name: str, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
