@@ -1,7 +1,8 @@
 """Threads, forks, signals and the garbage collector of this process.
 
-Invariant: a function that starts threads returns or raises only after all of them have ended, also when an interrupt
-arrives, since the memory that they write to may be freed afterwards. `run_detached` is the exception.
+Invariant: a function that starts threads returns or raises only when none of them writes to memory of the caller any
+more, also when an interrupt arrives, since that memory may be freed afterwards. A thread within `leaving` is not waited
+for: it ends when it leaves the block. `run_detached` is the exception.
 """
 
 import _thread
@@ -11,8 +12,9 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from queue import Empty, SimpleQueue
 from types import FrameType
 from typing import Generic, TypeVar
 
@@ -23,7 +25,10 @@ Work = Callable[[threading.Event], None]
 
 
 _thread_state = threading.local()
-"""`computes` is set in threads of `parallel_for` that compute with torch."""
+"""Of each thread that runs work for another one: `stops`, the events that end it; in threads of `parallel_for` also
+`running` and `left`, the threads that are waited for and those that are not, and `computes` where it uses torch."""
+_POLL_SECONDS = 0.05
+"""How often a thread that waits looks whether its work is still needed."""
 
 
 def run_detached(work: Callable[[], None]) -> None:
@@ -38,7 +43,8 @@ def run_detached(work: Callable[[], None]) -> None:
 def parallel_for(work: Work, threads: int, *, with_torch: bool = False) -> None:
     """Runs `work` in several threads at once, and waits for all of them; a single thread is the caller's own.
 
-    The first exception of a thread, or an interrupt, sets the event, and is raised when all threads have ended.
+    The first exception of a thread, or an interrupt, sets the event, and is raised when all threads have ended, except
+    those within `leaving`.
 
     Args:
         work: What each thread runs.
@@ -54,25 +60,39 @@ def parallel_for(work: Work, threads: int, *, with_torch: bool = False) -> None:
         work(stop)
         return
     running: list[None] = []
+    outer: tuple[threading.Event, ...] = getattr(_thread_state, "stops", ())
+    ended: SimpleQueue[BaseException | None] = SimpleQueue()
+    left: set[threading.Thread] = set()
     single_threaded = _SingleThreadedTorch(threads) if with_torch else None
 
     def run() -> None:
         running.append(None)  # before it reads `stop`: the code that sets `stop` looks at `running` afterwards
         try:
+            _thread_state.running, _thread_state.left, _thread_state.stops = running, left, (*outer, stop)
             if single_threaded is not None and not stop.is_set():
                 _thread_state.computes = True
                 single_threaded.enter()
             work(stop)
+        except BaseException as error:
+            ended.put(error)
+        else:
+            ended.put(None)
         finally:
             running.pop()
 
-    pool = ThreadPoolExecutor(threads, "modelstate-work")
+    # Not those of a pool, which the end of the program joins: it does not wait for a thread that was left.
+    workers = [threading.Thread(target=run, name=f"modelstate-work-{i}", daemon=True) for i in range(threads)]
     try:
-        futures = [pool.submit(run) for _ in range(threads)]
+        for worker in workers:
+            worker.start()
         if single_threaded is not None:
             single_threaded.wait()
-        for future in as_completed(futures):
-            future.result()
+        for _ in workers:
+            if (error := _next_of(ended)) is not None:
+                try:
+                    raise error
+                finally:
+                    del error  # its traceback refers to this frame
     finally:
         stop.set()
         try:
@@ -82,7 +102,63 @@ def parallel_for(work: Work, threads: int, *, with_torch: bool = False) -> None:
         finally:
             if single_threaded is not None:
                 single_threaded.restore()
-            pool.shutdown(cancel_futures=True)
+            for worker in workers:
+                if worker.ident is not None and worker not in left:
+                    worker.join()
+
+
+def _next_of(ended: "SimpleQueue[BaseException | None]") -> BaseException | None:
+    """The error of the next thread that ends, or None. Raises `Stopped` where the work of this thread is to end."""
+    while getattr(_thread_state, "stops", ()):
+        with suppress(Empty):
+            return ended.get(timeout=_POLL_SECONDS)
+        check_stopped()
+    return ended.get()
+
+
+def wait_for(event: threading.Event, until: float = float("inf")) -> bool:
+    """Waits for an event, until a time of `time.monotonic`. Returns whether it has come.
+
+    An interrupt ends it in the main thread. In a thread that works for another one, raises `Stopped` where its work is
+    to end.
+    """
+    while not event.wait(max(min(_POLL_SECONDS, until - time.monotonic()), 0.0)):
+        check_stopped()
+        if time.monotonic() >= until:
+            return False
+    return True
+
+
+def check_stopped() -> None:
+    """Raises `Stopped` in a thread of `parallel_for` or `prefetch_one` whose work is to end."""
+    if any(event.is_set() for event in getattr(_thread_state, "stops", ())):
+        raise Stopped
+
+
+def may_leave() -> bool:
+    """Whether `leaving` has an effect in this thread."""
+    return hasattr(_thread_state, "running")
+
+
+@contextmanager
+def leaving() -> Iterator[None]:
+    """Within the block, the caller of `parallel_for` does not wait for this thread where its work is to end.
+
+    For calls that wait for another machine and cannot be interrupted. They must not use memory of the caller. Raises
+    `Stopped` at the end of the block where the caller has gone on. Has no effect in other threads.
+    """
+    if not may_leave():
+        yield
+        return
+    running, left, this = _thread_state.running, _thread_state.left, threading.current_thread()
+    left.add(this)
+    running.pop()
+    try:
+        yield
+    finally:
+        running.append(None)  # before it reads the event, as when the thread begins
+        left.discard(this)
+        check_stopped()
 
 
 class Stopped(BaseException):
@@ -116,9 +192,11 @@ def prefetch_one(
             use(item)
         return
     stop, running = threading.Event(), list[None]()
+    outer: tuple[threading.Event, ...] = getattr(_thread_state, "stops", ())
 
     def run(item: _Item) -> None:
         running.append(None)  # before it reads `stop`: the code that sets `stop` looks at `running` afterwards
+        _thread_state.stops = (*outer, stop)
         try:
             check()
             fetch(item, check)

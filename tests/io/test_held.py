@@ -237,11 +237,10 @@ def test_no_handler_of_this_process_is_called(path: Path) -> None:
 
 
 def test_threads_that_cannot_be_started(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class NoThread:
-        def __init__(self, *_: object) -> None:
-            raise RuntimeError("can't start new thread")
+    def start(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
 
-    monkeypatch.setattr("modelstate.process.ThreadPoolExecutor", NoThread)
+    monkeypatch.setattr("threading.Thread.start", start)
     memory = bytearray(SIZE)
     with holding(path) as files:
         read(path, files, memory)

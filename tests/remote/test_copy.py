@@ -186,14 +186,14 @@ def test_a_copy_is_not_hidden_by_a_file_of_its_name(tmp_path: Path) -> None:
 def test_an_index_that_is_refused_leaves_no_shards(
     tmp_path: Path, bucket: str, s3_client: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    put = obstore.put
+    put = obstore.put_async
 
     def refuse(store: Any, key: str, *args: Any, **kwargs: Any) -> object:
         if key.endswith(".index.json"):
             raise obstore.exceptions.PermissionDeniedError("status code: 403 Forbidden")
         return put(store, key, *args, **kwargs)
 
-    monkeypatch.setattr(obstore, "put", refuse)
+    monkeypatch.setattr(obstore, "put_async", refuse)
     write_shards(tmp_path)
     with pytest.raises(ms.errors.WriteFailedError, match="refused"):
         ms.copy(tmp_path, f"s3://{bucket}/run/")
@@ -232,3 +232,17 @@ def test_the_root_of_a_bucket(bucket: str, tmp_path: Path, s3_client: Callable[[
     assert {"model.safetensors", "other.safetensors.index.json"} <= {*names}
     with pytest.raises(ms.errors.TargetExistsError):
         ms.copy(tmp_path / "model.safetensors", f"s3://{bucket}/other.safetensors")
+
+
+def test_one_file_takes_the_place_of_an_index(tmp_path: Path, bucket: str, s3_client: Callable[[], Any]) -> None:
+    url = f"s3://{bucket}/model.safetensors"
+    for replace in (
+        lambda: ms.save(make_model(1), url),
+        lambda: ms.copy(tmp_path / "model.safetensors", url, overwrite=True),
+    ):
+        ms.save(make_model(0), url, shard_size_bytes=100_000)
+        ms.save(make_model(1), tmp_path / "model.safetensors")
+        replace()
+        assert ms.diff(f"s3://{bucket}", make_model(1)).is_equal
+        listed = s3_client().list_objects_v2(Bucket=bucket)["Contents"]
+        assert [item["Key"] for item in listed] == ["model.safetensors"]

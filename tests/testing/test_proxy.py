@@ -3,6 +3,7 @@
 import http.client
 import time
 import urllib.error
+import urllib.parse
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -59,6 +60,23 @@ def test_cut_body(proxy: FaultProxy) -> None:
     with pytest.raises(http.client.IncompleteRead) as caught:
         get(proxy)
     assert len(caught.value.partial) == 500
+
+
+@pytest.mark.parametrize("target", ["/file", "/no-such-file"])
+def test_a_stalled_reply_goes_on_when_it_is_resumed(proxy: FaultProxy, target: str) -> None:
+    proxy.fault = lambda request: Fault.STALL
+    address = urllib.parse.urlsplit(proxy.url)
+    connection = http.client.HTTPConnection(address.hostname or "", address.port, timeout=10)
+    connection.request("GET", target)
+    assert proxy.stalled.wait(10)
+    if target == "/file":
+        answer = connection.getresponse()
+        assert answer.read(500) == b"0123456789" * 50
+        assert proxy.downloaded_bytes == 500
+    proxy.resumed.set()
+    rest = answer.read() if target == "/file" else connection.getresponse().read()
+    assert rest == (b"0123456789" * 50 if target == "/file" else b"no such file\n")
+    connection.close()
 
 
 def test_a_stale_listing_is_the_one_before(proxy: FaultProxy, tmp_path: Path) -> None:

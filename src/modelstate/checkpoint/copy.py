@@ -18,6 +18,7 @@ from modelstate.formats.sharded import INDEX_SUFFIX, named_in
 from modelstate.html.page import Kind, Page, Shown
 from modelstate.progress import progress_bar
 from modelstate.remote.location import is_remote, locate
+from modelstate.remote.requests import cleanup
 from modelstate.remote.upload import head, is_absent, listing, remove
 from modelstate.text_format import as_given, count, seconds, size
 
@@ -124,8 +125,10 @@ def copy(
         except BaseException as error:
             # Without an answer of the server the file to open may be there, and may name the others.
             is_unknown = is_last and is_remote(targets[0]) and not isinstance(error, TargetExistsError | ChecksumError)
-            if not is_unknown or is_absent(locate(targets[0]), error):
-                _remove(written[:-1])
+            with cleanup():
+                if not is_unknown or is_absent(locate(targets[0]), error):
+                    # An object may be there although its request has failed.
+                    _remove(written if is_remote(targets[0]) and not is_last else written[:-1])
             raise
     found = [entry for entry in digests.values() if entry.verified_bytes]
     return CopyReport(

@@ -12,7 +12,7 @@ import xxhash
 
 from modelstate.errors import ChecksumError
 from modelstate.formats.manifest import ALGORITHM
-from modelstate.formats.sharded import write_file
+from modelstate.formats.sharded import index_of_object, remove_index, write_file
 from modelstate.io.atomic import atomic_file, write_errors
 from modelstate.io.engine import Request, read_ranges
 from modelstate.io.files import FileFingerprint
@@ -68,8 +68,11 @@ def copy_file(
             digests.check()
 
     if is_remote(target):
+        old_index = index_of_object(target) if replaces_shards else None
         with new_object(locate(target), fingerprint.nbytes, overwrite=overwrite) as output:
             stream(output)
+        if old_index is not None:
+            remove_index(target, old_index)
         return
     with write_errors(target):
         os.makedirs(os.path.dirname(target), exist_ok=True)

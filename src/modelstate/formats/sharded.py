@@ -76,6 +76,7 @@ from modelstate.io.files import SourceFile, forget_fingerprint
 from modelstate.io.lock import is_at
 from modelstate.remote.file import open_all
 from modelstate.remote.location import Location, beside, is_remote, locate
+from modelstate.remote.requests import cleanup
 from modelstate.remote.upload import ObjectWriter, exists, get, head, is_absent, new_object, remove
 from modelstate.spec import Contents, Described, LazyMapping, StoredTensor, StoredTensors
 from modelstate.text_format import listed, quote
@@ -747,7 +748,7 @@ def _upload(
 
     def names() -> list[str]:
         nonlocal old_index, is_single
-        old_index = get(index)
+        old_index = index_of_object(path)
         is_single = (old_index is not None or not overwrite or bool(groups)) and head(where) is not None
         if not overwrite and (old_index is not None or is_single):
             raise exists(where)
@@ -774,8 +775,7 @@ def _upload(
             sizes = (planned.nbytes for planned in layouts)
             files = {index.url: len(text)} | {shard.url: nbytes for shard, nbytes in zip(shards, sizes, strict=True)}
         if old_index is not None:
-            with suppress(WriteFailedError):  # the new checkpoint is complete
-                remove(_own_shards(path, old_index) + ([] if groups else [index]))
+            remove_index(path, old_index, keeps_index=bool(groups))
         return files
 
     try:
@@ -783,10 +783,21 @@ def _upload(
         return writer.commit(put)
     except BaseException as error:
         # Without an answer of the server the index may be there, and may name the shards.
-        if not is_unknown or isinstance(error, TargetExistsError) or is_absent(index, error):
-            with suppress(WriteFailedError):
+        with suppress(WriteFailedError), cleanup():
+            if not is_unknown or isinstance(error, TargetExistsError) or is_absent(index, error):
                 remove(shards)
         raise
+
+
+def index_of_object(path: str) -> bytes | None:
+    """The index that a save to this URL replaces; None where there is none. Raises `WriteFailedError`."""
+    return get(locate(path + INDEX_SUFFIX))
+
+
+def remove_index(path: str, index: bytes, *, keeps_index: bool = False) -> None:
+    """Removes an index that a save to a URL has replaced, and its shards. Readers have the new checkpoint already."""
+    with suppress(WriteFailedError):
+        remove(_own_shards(path, index) + ([] if keeps_index else [locate(path + INDEX_SUFFIX)]))
 
 
 def _own_shards(path: str, index: bytes) -> list[Location]:

@@ -38,6 +38,7 @@ from modelstate.remote.location import (
     store_of,
     without_secrets,
 )
+from modelstate.remote.requests import call, chunks, pause
 
 if TYPE_CHECKING:
     from obstore import GetOptions, GetResult
@@ -222,7 +223,7 @@ class RemoteFile:
                             found="an empty body in each reply",
                             remedy="try again; check the server, and proxies on the way to it",
                         )
-                    time.sleep(_wait(tries))
+                    pause(_wait(tries))
                     tries += 1
             except Exception as error:
                 if isinstance(error, ReadFailedError):
@@ -233,7 +234,7 @@ class RemoteFile:
                     continue
                 if failure.cause is not Cause.CUT or tries >= locations.RETRIES:
                     raise self._error(failure, start) from without_secrets(error)
-                time.sleep(_wait(tries))
+                pause(_wait(tries))
                 tries += 1
 
     def _chunks(self, store: ObjectStore, start: int, end: int) -> Iterator[Any]:
@@ -243,9 +244,9 @@ class RemoteFile:
         options: GetOptions = {"range": (start, end)}
         if self._pinned is not None and self._pinned.tag and not self._pinned.tag.startswith("W/"):
             options["if_match"] = self._pinned.tag
-        result = obstore.get(store, self._key, options=options)
+        result = call(obstore.get_async, store, self._key, options=options)
         self._check(result)
-        yield from result.stream(min_chunk_size=_CHUNK_BYTES)
+        yield from chunks(result.stream(min_chunk_size=_CHUNK_BYTES))
 
     def _check(self, result: GetResult) -> None:
         meta = result.meta
@@ -297,7 +298,7 @@ class RemoteFile:
         import obstore
 
         try:
-            meta = obstore.head(self._store, self._key)
+            meta = call(obstore.head_async, self._store, self._key)
         except Exception as error:  # such as the refusal of a HEAD by an address that is signed for GET
             raise _open_error(failure_of(error, self.location), self.path) from without_secrets(error)
         if meta["size"]:
@@ -310,7 +311,8 @@ class RemoteFile:
         import obstore
 
         try:
-            kind = str(obstore.get(self._store, self._key).attributes.get("Content-Type", ""))
+            reply = call(obstore.get_async, self._store, self._key)
+            kind = str(reply.attributes.get("Content-Type", ""))
         except Exception:
             return None  # the first answer is the error
         if not kind.startswith("text/html"):

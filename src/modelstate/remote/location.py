@@ -30,7 +30,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import quote, unquote, urlsplit
 
 from modelstate.errors import PackageError, ReadFailedError, SourceAccessError, SourceTypeError
+from modelstate.process import leaving
 from modelstate.remote.hub import address_of
+from modelstate.remote.requests import call
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
@@ -194,7 +196,7 @@ def listed_below(location: Location) -> tuple[list[str], list[ObjectInfo]]:
     import obstore
 
     store, key = store_of(location)
-    found = obstore.list_with_delimiter(store, key or None)
+    found = call(obstore.list_with_delimiter_async, store, key or None)
     objects = [
         ObjectInfo(item["path"].rpartition("/")[2], item["size"], item["last_modified"])
         for item in found["objects"]
@@ -252,7 +254,9 @@ def _store(scheme: str, root: str, whole: str, settings: tuple[tuple[str, str], 
 @lru_cache(maxsize=256)
 def hub_store(path: str, period: int) -> Any:
     """A client for the place where the hub keeps a file. Asks the hub once in each period, or after `cache_clear`."""
-    return _web_store(*address_of(path))
+    with leaving():
+        address, headers = address_of(path)
+    return _web_store(address, headers)
 
 
 def _web_store(url: str, headers: Mapping[str, str] | None = None) -> Any:

@@ -12,7 +12,6 @@
 from __future__ import annotations
 
 import secrets
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from modelstate.errors import SaveTargetError, TargetExistsError, WriteFailedError
 from modelstate.remote.location import Cause, Location, ObjectInfo, failure_of, listed_below, store_of
+from modelstate.remote.requests import call, cleanup, pause
 
 if TYPE_CHECKING:
     from datetime import datetime
@@ -63,7 +63,7 @@ def head(location: Location) -> int | None:
     import obstore
 
     store, key = store_of(location)
-    return _found(location, lambda: int(obstore.head(store, key)["size"]))
+    return _found(location, lambda: int(call(obstore.head_async, store, key)["size"]))
 
 
 def time_of(location: Location) -> datetime | None:
@@ -71,7 +71,7 @@ def time_of(location: Location) -> datetime | None:
     import obstore
 
     store, key = store_of(location)
-    return _found(location, lambda: obstore.head(store, key)["last_modified"])
+    return _found(location, lambda: call(obstore.head_async, store, key)["last_modified"])
 
 
 def get(location: Location) -> bytes | None:
@@ -79,7 +79,7 @@ def get(location: Location) -> bytes | None:
     import obstore
 
     store, key = store_of(location)
-    return _found(location, lambda: bytes(obstore.get(store, key).bytes()))
+    return _found(location, lambda: bytes(call(call(obstore.get_async, store, key).bytes_async)))
 
 
 def _found(location: Location, read: Callable[[], _Result]) -> _Result | None:
@@ -93,7 +93,7 @@ def _found(location: Location, read: Callable[[], _Result]) -> _Result | None:
         except WriteFailedError as error:
             if is_last or failure_of(error.__cause__ or error, location).cause in _DEFINITE:
                 raise
-        time.sleep(FIRST_WAIT_SECONDS)
+        pause(FIRST_WAIT_SECONDS)
     return None
 
 
@@ -108,7 +108,7 @@ def list_all(location: Location) -> list[ObjectInfo]:
 
     store, key = store_of(location)
     prefix = f"{key}/" if key else ""
-    items = _found(location, lambda: [item for page in obstore.list(store, prefix or None) for item in page])
+    items = _found(location, lambda: call(obstore.list(store, prefix or None).collect_async))
     return [ObjectInfo(item["path"].removeprefix(prefix), item["size"], item["last_modified"]) for item in items or ()]
 
 
@@ -119,7 +119,7 @@ def remove(locations: Sequence[Location]) -> None:
     for tries_left in reversed(range(_PUT_TRIES if locations else 0)):  # the client does not repeat this request
         try:
             with client_errors(locations[0]), suppress(FileNotFoundError):
-                obstore.delete(store_of(locations[0])[0], [location.key for location in locations])
+                call(obstore.delete_async, store_of(locations[0])[0], [location.key for location in locations])
             return
         except WriteFailedError:
             if not tries_left:
@@ -145,7 +145,7 @@ def put(location: Location, data: bytes, *, overwrite: bool) -> None:
 
     def send() -> None:
         mode: Any = "overwrite" if overwrite else "create"
-        obstore.put(store, key, data, mode=mode, use_multipart=False, attributes={_NONCE: nonce})
+        call(obstore.put_async, store, key, data, mode=mode, use_multipart=False, attributes={_NONCE: nonce})
 
     _sent(location, send, lambda: _has_nonce(location, nonce))
 
@@ -169,7 +169,7 @@ def _sent(
                 raise exists(location) from error
             if cause in _DEFINITE or number == tries:
                 raise _failed(location, error) from error
-        time.sleep(FIRST_WAIT_SECONDS * 2 ** (number - 1))
+        pause(FIRST_WAIT_SECONDS * 2 ** (number - 1))
 
 
 def is_absent(location: Location, error: BaseException) -> bool:
@@ -187,7 +187,7 @@ def _has_nonce(location: Location, nonce: str) -> bool:
     import obstore
 
     store, key = store_of(location)
-    found = _found(location, lambda: obstore.get(store, key, options={"head": True}).attributes)
+    found = _found(location, lambda: call(obstore.get_async, store, key, options={"head": True}).attributes)
     return found is not None and found.get(_NONCE) == nonce
 
 
@@ -200,8 +200,8 @@ def _is_copy(copied: Location, location: Location) -> bool:
         return False
     with client_errors(location):
         return all(
-            obstore.get_range(store, key, start=start, end=min(start + PART_BYTES, nbytes))
-            == obstore.get_range(store, other, start=start, end=min(start + PART_BYTES, nbytes))
+            call(obstore.get_range_async, store, key, start=start, end=min(start + PART_BYTES, nbytes))
+            == call(obstore.get_range_async, store, other, start=start, end=min(start + PART_BYTES, nbytes))
             for start in range(0, nbytes, PART_BYTES)
         )
 
@@ -222,7 +222,7 @@ class ObjectWriter:
             self._writer += data
             return
         with client_errors(self.location):
-            self._writer.write(bytes(data))  # the client refers to the memory until it has sent it
+            call(self._writer.write, bytes(data))  # the client refers to the memory until it has sent it
 
     def write_at(self, offset: int, data: bytes | memoryview) -> None:
         """As `append`, for a caller that writes in order."""
@@ -269,27 +269,27 @@ def new_object(location: Location, nbytes: int, *, overwrite: bool) -> Iterator[
     store, key = store_of(target)
     part_bytes = max(PART_BYTES, -(-nbytes // _MOST_PARTS))
     nonce = secrets.token_hex(8)
-    writer: Any = obstore.open_writer(
+    writer: Any = obstore.open_writer_async(
         store, key, attributes={_NONCE: nonce}, buffer_size=part_bytes, max_concurrency=PARTS_AT_ONCE
     )
     upload = ObjectWriter(target, nbytes, writer)
-    entered = writer.__enter__()
+    entered = call(writer.__aenter__)
     try:
         yield upload
         if upload._done_bytes != nbytes:
             raise ValueError(f"{upload._done_bytes:,} bytes were written, not {nbytes:,}")
     except BaseException as error:
-        with suppress(Exception):
-            writer.__exit__(type(error), error, error.__traceback__)  # aborts the upload
+        with suppress(Exception), cleanup():
+            call(writer.__aexit__, type(error), error, error.__traceback__)  # aborts the upload
         raise
     try:
-        _sent(target, entered.close, lambda: _has_nonce(target, nonce), tries=1)
+        _sent(target, lambda: call(entered.close), lambda: _has_nonce(target, nonce), tries=1)
         if not overwrite:
-            copy = lambda: obstore.copy(store, key, location.key, overwrite=False)  # noqa: E731
+            copy = lambda: call(obstore.copy_async, store, key, location.key, overwrite=False)  # noqa: E731
             _sent(location, copy, lambda: _is_copy(target, location))
     finally:
         if not overwrite:
-            with suppress(WriteFailedError):
+            with suppress(WriteFailedError), cleanup():
                 remove([target])
 
 

@@ -38,6 +38,7 @@ from modelstate.formats.manifest import digest
 from modelstate.formats.safetensors import Layout, Written, write_in_order
 from modelstate.formats.sharded import INDEX_SUFFIX, SUFFIX
 from modelstate.remote.location import Location, locate
+from modelstate.remote.requests import cleanup, pause
 from modelstate.remote.upload import ObjectWriter, get, head, list_all, listing, new_object, put, remove, time_of
 from modelstate.store.medium import DATA, STORE_FILE, Listed, Lock, NewFiles, Place
 from modelstate.store.record import RECORD_FILE, FileRecord
@@ -312,7 +313,7 @@ class _NewObjects:
 
     def discard(self) -> None:
         if not self._may_be_visible:  # without an answer to the claim, the checkpoint may become visible later
-            with suppress(WriteFailedError):
+            with suppress(WriteFailedError), cleanup():
                 remove(self._written)
 
 
@@ -347,8 +348,8 @@ class _Lease:
             serial = max(listed.claims, default=0) + 1
             name, text = f"lease-{serial:012d}.{nonce}", json.dumps({**holder, "nonce": nonce}).encode()
             intent = self._bucket.at(name)
-            put(intent, text, overwrite=True)
             try:
+                put(intent, text, overwrite=True)
                 while (other := self._newest(listed)) is not None:
                     now = time_of(intent)
                     left = LEASE_SECONDS - (now - other[1]).total_seconds() if now is not None else LEASE_SECONDS
@@ -357,16 +358,19 @@ class _Lease:
                     if seen is not None and seen != other:
                         raise self._locked(found)
                     seen = other
-                    time.sleep(min(left, LEASE_SECONDS / 10))
+                    pause(min(left, LEASE_SECONDS / 10))
                     put(intent, text, overwrite=True)
                     listed = self._bucket.listing()
                 self._bucket.claim(serial, name)
                 self._check_conditions(serial)
-            except (TargetExistsError, LockedError) as error:
+            except TargetExistsError:
                 remove([intent])
-                if isinstance(error, LockedError):
-                    raise
                 continue  # another writer was faster
+            except BaseException:
+                # Without its object, a claim that was written gives no lease, so the next writer need not wait for it.
+                with suppress(WriteFailedError), cleanup():
+                    remove([intent])
+                raise
             self.name, self._serial, self._text, self._pid = name, serial, text, os.getpid()
             stop = threading.Event()
             self._beat = weakref.finalize(self, stop.set)
@@ -395,7 +399,7 @@ class _Lease:
         """Ends the lease, so that the next writer need not wait."""
         if self.held and self._beat is not None:
             self._beat()
-            with suppress(WriteFailedError):
+            with suppress(WriteFailedError), cleanup():
                 put(self._bucket.at(self.name), b'{"released": true}', overwrite=True)
 
     def confirm(self) -> None:

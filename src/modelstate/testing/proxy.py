@@ -29,6 +29,9 @@ class Fault(enum.Enum):
     """The server handles the request; the connection of the client is reset before the reply."""
     STALE = "stale"
     """The client gets the reply that an earlier request of the same target got, where there was one."""
+    STALL = "stall"
+    """The server handles the request; the client gets the first half of the body, if there is one, and the rest when
+    `FaultProxy.resumed` is set."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +63,10 @@ class FaultProxy:
     """The bytes of the bodies of all requests."""
     downloaded_bytes: int
     """The bytes of the bodies of all replies that clients were sent."""
+    stalled: threading.Event
+    """Set when a reply stalls."""
+    resumed: threading.Event
+    """Ends stalls when it is set, as the end of the proxy does."""
 
     def __init__(
         self,
@@ -71,6 +78,7 @@ class FaultProxy:
         self.server, self.fault = server, fault
         self.latency_seconds, self.bytes_per_second = latency_seconds, bytes_per_second
         self.url = ""
+        self.stalled, self.resumed = threading.Event(), threading.Event()
         self._lock, self._replies = threading.Lock(), dict[str, "_Reply"]()
         self.reset()
 
@@ -85,6 +93,10 @@ class FaultProxy:
             self.requests.append(request)
             self.uploaded_bytes += nbytes
         return request
+
+    def _stall(self) -> None:
+        self.stalled.set()
+        self.resumed.wait()
 
     def _sent(self, nbytes: int) -> None:
         with self._lock:
@@ -161,6 +173,8 @@ class _Handler(BaseHTTPRequestHandler):
             connection.close()
 
     def _send(self, reply: _Reply, answer: http.client.HTTPResponse | None, fault: Fault | None) -> None:
+        if fault is Fault.STALL and not reply.body:
+            self.proxy._stall()
         self.send_response_only(reply.status, reply.reason)
         for name, value in reply.headers:
             self.send_header(name, value)
@@ -174,9 +188,13 @@ class _Handler(BaseHTTPRequestHandler):
         if self.command == "HEAD":
             return
         if reply.body is not None:
-            sent = reply.body[: len(reply.body) // 2] if fault is Fault.CUT else reply.body
-            self.proxy._sent(len(sent))
-            self.wfile.write(sent)
+            half = len(reply.body) // 2 if fault in (Fault.CUT, Fault.STALL) else len(reply.body)
+            self.proxy._sent(half)
+            self.wfile.write(reply.body[:half])
+            if fault is Fault.STALL and reply.body:
+                self.proxy._stall()
+                self.proxy._sent(len(reply.body) - half)
+                self.wfile.write(reply.body[half:])
         while answer is not None and (piece := answer.read(_PIECE_BYTES)):
             self.proxy._sent(len(piece))
             self.wfile.write(piece)
@@ -234,5 +252,6 @@ def fault_proxy(
         try:
             yield proxy
         finally:
+            proxy.resumed.set()
             listener.shutdown()
             thread.join()

@@ -1,0 +1,125 @@
+"""Requests that an interrupt ends at once, whatever the server does.
+
+The functions of obstore that block cannot be interrupted. So requests run as coroutines in one thread, and the caller
+waits for an event: where an interrupt arrives (Ctrl-C), or another thread fails, the coroutine is cancelled, which
+closes the connection, and nothing is sent again. Only the bodies of replies that are read by several threads are read
+by functions that block, which is faster; such a thread is left alone with its request (`process.leaving`): what the
+client has read is copied to memory of the caller by a thread that is still wanted.
+
+What is undone after an interrupt needs requests, too. `cleanup` bounds the time that is waited for them: they go on
+while the process does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import threading
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+
+from modelstate.process import leaving, may_leave, wait_for
+
+if TYPE_CHECKING:
+    from obstore import BytesStream
+
+_CLEANUP_SECONDS = 0.5
+"""How long an interrupt waits for the requests that undo what it has ended."""
+_Parameters = ParamSpec("_Parameters")
+_Result = TypeVar("_Result")
+
+_lock = threading.Lock()
+_loop: asyncio.AbstractEventLoop | None = None
+_cleanup = threading.local()
+"""`until`: the time until which this thread waits for requests, where it cleans up after an interrupt."""
+
+
+def call(
+    function: Callable[_Parameters, Awaitable[_Result]], *args: _Parameters.args, **options: _Parameters.kwargs
+) -> _Result:
+    """Calls an asynchronous function of the client, and waits for its result.
+
+    Args:
+        function: The function.
+        args: Its arguments, whose memory may be used for a moment after an interrupt.
+        options: Its arguments by name.
+
+    Raises:
+        obstore.exceptions.GenericError: The time for cleaning up after an interrupt has passed.
+
+    What the function raises passes through.
+    """
+    ended = threading.Event()
+    until: float = getattr(_cleanup, "until", float("inf"))
+
+    async def run() -> _Result:
+        return await function(*args, **options)
+
+    try:
+        loop = _running_loop()
+    except RuntimeError:  # no thread can be started while the program ends
+        return asyncio.run(run())
+    future = asyncio.run_coroutine_threadsafe(run(), loop)
+    try:
+        future.add_done_callback(lambda _: ended.set())
+        if not wait_for(ended, until):
+            from obstore.exceptions import GenericError
+
+            raise GenericError("the request has not ended within the time after an interrupt")
+        return future.result()
+    except BaseException:
+        if until == float("inf"):  # what cleans up goes on
+            future.cancel()
+        raise
+    finally:
+        del future  # it refers to an error, whose traceback refers to this frame
+
+
+def chunks(stream: BytesStream) -> Iterator[Any]:
+    """Yields the parts of a body as they arrive."""
+    while True:
+        try:
+            if may_leave():
+                with leaving():
+                    chunk = next(stream)
+            else:
+                chunk = call(stream.__anext__)
+        except (StopIteration, StopAsyncIteration):
+            return
+        yield chunk
+
+
+def pause(seconds: float) -> None:
+    """Waits. Raises `Stopped` where the work of this thread is to end."""
+    wait_for(threading.Event(), time.monotonic() + seconds)
+
+
+@contextmanager
+def cleanup() -> Iterator[None]:
+    """Bounds the time that is waited for all requests of the block, where an interrupt is being handled.
+
+    An error is no interrupt: what it leaves is removed with the patience of any other request.
+    """
+    error = sys.exc_info()[1]
+    if error is None or isinstance(error, Exception):
+        yield
+        return
+    outer = getattr(_cleanup, "until", float("inf"))
+    _cleanup.until = min(outer, time.monotonic() + _CLEANUP_SECONDS)
+    try:
+        yield
+    finally:
+        _cleanup.until = outer
+
+
+def _running_loop() -> asyncio.AbstractEventLoop:
+    """The loop that runs requests, in a thread that ends with the process. Raises `RuntimeError` where none starts."""
+    global _loop
+    with _lock:
+        if _loop is None:
+            loop = asyncio.new_event_loop()
+            threading.Thread(target=loop.run_forever, name="modelstate-requests", daemon=True).start()
+            _loop = loop
+        return _loop
