@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 import modelstate as ms
+from modelstate.remote import hub as hub_files
 from modelstate.remote import location
-from modelstate.remote.hub import files_of_commit
 from tests.remote.servers import FileServer, http_server
 
 pytest.importorskip("obstore")
@@ -108,7 +108,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Hub]]:
         monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
         monkeypatch.setenv("HF_TOKEN", "hf_token")
         location.hub_store.cache_clear()
-        files_of_commit.cache_clear()
+        hub_files._files.clear()
         yield handler
 
 
@@ -122,6 +122,9 @@ def test_a_repository_is_opened_and_loaded(hub: type[Hub]) -> None:
     ms.save(model, hub.directory / "model.safetensors", shard_size_bytes=60_000)
     (hub.directory / "README.md").write_text("# A model")
     checkpoint = ms.open("hf://org/name@v1")
+    assert [path for _, path, _ in hub.requests if path.startswith("/api/models")] == [
+        "/api/models/org/name/revision/v1"
+    ]
     assert all(path.startswith(f"hf://org/name@{COMMIT}/") for path in checkpoint.files)
     target = make_model("meta")
     ms.load(target, checkpoint)

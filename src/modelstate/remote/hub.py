@@ -11,7 +11,6 @@ import os
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from functools import lru_cache
 from importlib.util import find_spec
 from typing import NamedTuple
 
@@ -59,7 +58,7 @@ def at_commit(url: str) -> str:
     try:
         with _hub_errors(wanted):
             if not _COMMIT.fullmatch(commit):
-                commit = _commit(wanted)
+                commit = _ask(wanted.name, commit)
             elif not wanted.file:
                 files_of_commit(wanted.name, commit)  # they are needed next, and the cache may have them
     except ReadFailedError:
@@ -114,20 +113,22 @@ def address_of(path: str) -> tuple[str, dict[str, str]]:
     return location, {"Authorization": f"Bearer {token}"} if token else {}
 
 
-def _commit(wanted: HubFile) -> str:
-    import huggingface_hub
-
-    info = huggingface_hub.HfApi().model_info(wanted.name, revision=_unquoted(wanted.revision))
-    return str(info.sha)
+_files: dict[tuple[str, str], list[str]] = {}
+"""The files of each repository at a commit, which do not change."""
 
 
-@lru_cache(maxsize=64)
 def files_of_commit(name: str, commit: str) -> list[str]:
     """All files of a repository at a commit."""
+    return _files.get((name, commit)) or _files[name, _ask(name, commit)]
+
+
+def _ask(name: str, revision: str) -> str:
+    """Asks the hub for the commit of a revision, and its files. Returns the commit."""
     import huggingface_hub
 
-    info = huggingface_hub.HfApi().model_info(name, revision=commit)
-    return [file.rfilename for file in info.siblings or ()]
+    info = huggingface_hub.HfApi().model_info(name, revision=_unquoted(revision))
+    _files[name, str(info.sha)] = [file.rfilename for file in info.siblings or ()]
+    return str(info.sha)
 
 
 def _unquoted(revision: str) -> str | None:
