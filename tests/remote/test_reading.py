@@ -1,5 +1,7 @@
 """Checkpoints on servers are the checkpoints of this machine: the same plan, tensors and errors, in few requests."""
 
+import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -17,7 +19,7 @@ from modelstate.cli.main import app
 from modelstate.remote import location
 from modelstate.testing import Fault, FaultProxy, HttpRequest, fault_proxy
 from tests.programs import run_program
-from tests.remote.servers import file_server
+from tests.remote.servers import FileServer, file_server, http_server
 from tests.sweeps import EXHAUSTIVE
 
 pytest.importorskip("obstore")
@@ -228,3 +230,35 @@ child.kill()
 def test_a_forked_child_gets_an_error_and_does_not_hang(files: tuple[Path, str]) -> None:
     name = write_safetensors(make_model(), files[0])
     assert run_program(FORK, f"{files[1]}/{name}").stdout.strip() == "7"
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("budget_bytes", [256 << 10, 3 << 20, 12 << 20])
+def test_a_budget_bounds_the_replies_under_way(tmp_path: Path, budget_bytes: int, dtype: str) -> None:
+    lock, under_way, sizes = threading.Lock(), list[int](), [(0, 0)]
+
+    class Counting(FileServer):
+        directory = tmp_path
+
+        def do_GET(self) -> None:
+            first, last = self.headers["Range"].removeprefix("bytes=").split("-")
+            nbytes = int(last) + 1 - int(first)
+            with lock:
+                under_way.append(nbytes)
+                sizes.append((len(under_way), sum(under_way)))
+            time.sleep(0.02)
+            super().do_GET()
+            with lock:
+                under_way.remove(nbytes)
+
+    model = nn.Linear(2048, 2048)
+    ms.save(model, tmp_path / "model.safetensors")
+    with http_server(Counting) as url:
+        checkpoint = ms.open(f"{url}/model.safetensors")
+        del sizes[:]
+        target = nn.Linear(2048, 2048, dtype=getattr(torch, dtype))
+        ms.load(target, checkpoint, dtype=dtype, in_place=True, max_memory_bytes=budget_bytes)
+    assert torch.equal(target.weight, model.weight.to(target.weight.dtype))
+    replies, requested_bytes = map(max, zip(*sizes, strict=True))
+    assert replies <= max(budget_bytes // (5 << 19), 1)  # the client has at most 2.5 MiB of each
+    assert requested_bytes <= budget_bytes or budget_bytes >= 5 << 19

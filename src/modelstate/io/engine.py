@@ -43,6 +43,8 @@ BATCH_BYTES = 8 << 20
 """The most that one call reads: large enough to amortise the call, small enough to share the work out evenly."""
 _LEAST_REMOTE_BYTES = 1 << 20
 """The least that one request to a server reads of a larger range: it takes longer than the wait for the answer."""
+_REPLY_BYTES = 5 << 19
+"""The memory of the client for the reply to one request, at most: measured 2.2 MB."""
 _IOV_MAX = 1024
 """The number of buffers that Linux accepts in one call."""
 _PyBUF_WRITE = 0x200
@@ -110,6 +112,8 @@ class ReadStrategy:
     """Files that are read with O_DIRECT, through one more buffer for each thread."""
     cached: bool = False
     """Whether all of the files are in the page cache."""
+    remote: bool = False
+    """Whether files are read from servers within a memory budget, which then counts the replies under way, too."""
 
     @classmethod
     def fastest(cls) -> ReadStrategy:
@@ -122,9 +126,16 @@ class ReadStrategy:
         return self.scratch_bytes // 2 if self.ahead else self.scratch_bytes
 
     @property
-    def uncached_bytes(self) -> int:
-        """Memory of the O_DIRECT buffers of one `read_ranges`."""
+    def buffer_bytes(self) -> int:
+        """Memory of one `read_ranges` beside the destinations: O_DIRECT buffers, or replies of servers."""
+        if self.remote:
+            return self.threads * self._reply_bytes
         return uncached_threads(read_threads()) * BUFFER_BYTES if self.uncached else 0
+
+    @property
+    def _reply_bytes(self) -> int:
+        """Memory of one reply that is read: the client joins its pieces, so it has a short one twice."""
+        return min(_REPLY_BYTES, 2 * self.block_bytes) if self.remote else 0
 
     def stream_bytes(self, total: int, unit: int, working: int, buffers: int) -> int:
         """Memory of one `stream`.
@@ -137,7 +148,7 @@ class ReadStrategy:
         """
         buffer = min(aligned(max(self.block_bytes, unit)), total)
         threads = self.threads if total > buffer else 1
-        return threads * ((BUFFER_BYTES if self.uncached else 0) + buffers * buffer + working)
+        return threads * ((BUFFER_BYTES if self.uncached else 0) + self._reply_bytes + buffers * buffer + working)
 
     def smaller(self) -> Iterator[ReadStrategy]:
         """Strategies that need less and less memory."""
@@ -145,10 +156,11 @@ class ReadStrategy:
         threads, block_bytes = self.threads, self.block_bytes
         yield replace(self, ahead=False, scratch_bytes=0)
         while threads > 1 or block_bytes > _LEAST_BLOCK_BYTES:
-            if block_bytes > _LEAST_BLOCK_BYTES:
-                block_bytes //= 2
-            else:
+            # Of a server, fewer replies at a time rather than more and smaller requests.
+            if threads > 1 if self.remote else block_bytes <= _LEAST_BLOCK_BYTES:
                 threads //= 2
+            else:
+                block_bytes //= 2
             yield replace(self, threads=threads, block_bytes=block_bytes, scratch_bytes=0, ahead=False)
 
 

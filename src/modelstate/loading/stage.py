@@ -512,13 +512,16 @@ def _read(
     # Runs of a strided tensor go through the page cache: past it, neighbouring runs would read their pages again.
     runs, placed = _split(pairs, lambda pair: not (uncached and pair[0].placed))
     buffer_bytes = placed_bytes(assignment for assignment, _ in pairs)
-    with staging.held.during(buffer_bytes + (staging.strategy.uncached_bytes if uncached else 0)):
+    buffer_bytes += staging.strategy.buffer_bytes if uncached or staging.strategy.remote else 0
+    with staging.held.during(buffer_bytes):
         for some, past_cache in [(runs, uncached), *[(placed, frozenset[str]())] * bool(placed)]:
             requests = [request for assignment, tensor in some for request in assignment.requests(tensor.data_ptr())]
             read_ranges(
                 requests,
                 fingerprints=staging.checkpoint.fingerprints,
                 on_read=progress,
+                threads=staging.strategy.threads if staging.strategy.remote else None,
+                batch_bytes=staging.strategy.block_bytes if staging.strategy.remote else None,
                 uncached=past_cache,
                 is_fresh=is_fresh,
                 held=held,
@@ -549,11 +552,14 @@ def _read_table(
     columns = table.columns
     sources = map(ByteRange, columns.paths, columns.starts, columns.nbytes)
     try:
-        with staging.held.during(staging.strategy.uncached_bytes) if uncached else nullcontext():
+        buffer_bytes = staging.strategy.buffer_bytes if uncached or staging.strategy.remote else 0
+        with staging.held.during(buffer_bytes) if buffer_bytes else nullcontext():
             read_ranges(
                 [*map(Request, sources, [target.data_ptr() for target in targets])],
                 fingerprints=staging.checkpoint.fingerprints,
                 on_read=progress,
+                threads=staging.strategy.threads if staging.strategy.remote else None,
+                batch_bytes=staging.strategy.block_bytes if staging.strategy.remote else None,
                 uncached=uncached,
                 is_fresh=is_fresh,
                 held=held,

@@ -76,7 +76,10 @@ class Staging:
         """Chooses a read strategy that keeps to the memory budget. Raises `MemoryBudgetError` if there is none."""
         if self.max_memory_bytes is None:
             return
-        self.strategy = strategy_within(planned, self.max_memory_bytes)
+        usual = ReadStrategy.fastest()
+        if any(map(is_remote, self.checkpoint.fingerprints)):
+            usual = replace(usual, threads=CONNECTIONS, remote=True)
+        self.strategy = strategy_within(planned, self.max_memory_bytes, usual)
         needed = peak_bytes(planned, self.strategy)
         if needed <= self.max_memory_bytes:
             return

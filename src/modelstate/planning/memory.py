@@ -11,12 +11,11 @@ from modelstate.planning.plain_table import PlainTable, Planned
 from modelstate.planning.transforms import asked_bytes
 
 
-def strategy_within(planned: Sequence[Planned], max_bytes: int) -> ReadStrategy:
+def strategy_within(planned: Sequence[Planned], max_bytes: int, usual: ReadStrategy) -> ReadStrategy:
     """The fastest strategy that needs at most `max_bytes`; the one that needs least, if none does.
 
-    Where fewer threads and smaller blocks are not enough, transforms get fewer rows at a time.
+    Where fewer threads and smaller blocks than those of `usual` are not enough, transforms get fewer rows at a time.
     """
-    usual = ReadStrategy.fastest()
     while True:
         for strategy in (usual, *usual.smaller()):
             if peak_bytes(planned, strategy) <= max_bytes:
@@ -65,8 +64,9 @@ def peak_bytes(planned: Iterable[Planned], strategy: ReadStrategy) -> int:
         groups.get(assignment.route, whole).append(assignment)
     staged = sum(assignment.staged_bytes for assignment in needing) + sum(table.staged_bytes for table in tables)
     # These reads follow each other, and each frees its memory.
-    in_runs = any(assignment.is_run_of_bytes for assignment in whole) or any(not table.casts for table in tables)
-    read = strategy.uncached_bytes if in_runs else 0
+    in_runs = any(strategy.remote or assignment.is_run_of_bytes for assignment in whole)
+    in_runs = in_runs or any(not table.casts for table in tables)
+    read = strategy.buffer_bytes if in_runs else 0
     read += max(_scratch(whole, strategy), _alone(whole, strategy))
     read += placed_bytes(whole)
     computing = max((assignment.combined.thread_bytes for assignment in computed if assignment.combined), default=0)
