@@ -524,3 +524,33 @@ def test_commands(url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert ms.open(target).tensor("1.weight")[0, 0] == 1
     result = CliRunner().invoke(app, ["store", "ls", url + "-none"])
     assert result.exit_code != 0
+
+
+def test_a_cache_keeps_what_is_read(url: str, proxy: FaultProxy, tmp_path: Path) -> None:
+    cache = ms.Cache(tmp_path / "cache")
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(512, 512) for _ in range(2)))
+    with ms.Store(url) as store:
+        store.save(1, {"model": model})
+    nbytes = sum(parameter.nbytes for parameter in model.parameters())
+
+    def restore(cache: ms.Cache | None) -> None:
+        target = nn.Sequential(*(nn.Linear(512, 512) for _ in range(2)))
+        ms.Store(url, cache=cache).restore({"model": target})
+        assert all(map(torch.equal, target.state_dict().values(), model.state_dict().values()))
+
+    restore(cache)
+    proxy.reset()
+    restore(cache)
+    store = ms.Store(url, cache=cache)
+    store.verify()
+    with store.open("model") as checkpoint:
+        assert torch.equal(checkpoint.tensor("0.weight"), model[0].weight)
+    live, inputs = ms.Live(nn.Sequential(*(nn.Linear(512, 512) for _ in range(2)))), torch.ones(1, 512)
+    with ms.follow(live, store, background=False) as following:
+        following.poll()
+    assert torch.equal(live(inputs), model(inputs))
+    assert proxy.downloaded_bytes < nbytes / 2
+    proxy.reset()
+    restore(None)
+    assert proxy.downloaded_bytes >= nbytes

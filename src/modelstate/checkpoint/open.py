@@ -61,7 +61,7 @@ from modelstate.io.files import (
 )
 from modelstate.process import gc_paused
 from modelstate.remote import hub
-from modelstate.remote.cache import Cache
+from modelstate.remote.cache import Cache, check_cache
 from modelstate.remote.file import listing, opened
 from modelstate.remote.location import is_remote, locate
 from modelstate.spec import Contents
@@ -468,10 +468,7 @@ def open(
         >>> checkpoint["layer.weight"]
         TensorSpec(name='layer.weight', shape=(2, 3), dtype=torch.float32)
     """
-    if not (cache is None or isinstance(cache, Cache)):
-        raise OptionError(
-            "cache= must be a modelstate.Cache", found=repr(cache), remedy="cache=modelstate.Cache(directory)"
-        )
+    check_cache(cache)
     if isinstance(source, list | tuple):
         from modelstate.checkpoint.combine import combine as combined
 

@@ -161,6 +161,14 @@ class Cache:
                                 os.unlink(entry.path)
 
 
+def check_cache(cache: object) -> None:
+    """Raises `OptionError` for an argument `cache=` that is neither a cache nor None."""
+    if not (cache is None or isinstance(cache, Cache)):
+        raise OptionError(
+            "cache= must be a modelstate.Cache", found=repr(cache), remedy="cache=modelstate.Cache(directory)"
+        )
+
+
 def version_name(url: str, nbytes: int, modified_ns: int, tag: str) -> str:
     """The name under which the blocks of a version of a file are kept."""
     return hashlib.sha256(f"{url}\0{nbytes}\0{modified_ns}\0{tag}".encode()).hexdigest()[:32]

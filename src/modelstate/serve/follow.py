@@ -96,7 +96,7 @@ def follow(
     Args:
         target: a `Live`, or an object with `swap(path)`, which raises where it does not accept the checkpoint. After
             `TimeoutError`, `ConnectionError` and `SwapBusyError` the checkpoint is tried again at the next poll.
-        store: a `Store`, or its directory, which need not exist yet.
+        store: a `Store`, whose cache is used, or its directory, which need not exist yet.
         select: "latest", the checkpoint that was saved last; "best:METRIC", the lowest; "best:METRIC:max", the highest.
         object: the object of a checkpoint that has the weights.
         poll_seconds: seconds between two polls.
@@ -133,7 +133,7 @@ def follow(
         if callback is not None and not callable(callback):
             raise OptionError(f"{name}= must be callable", expected="a function, or None", found=repr(callback))
     # A separate instance: a store that also saves in the background would raise errors of its saves here.
-    own_store = Store(store.directory if isinstance(store, Store) else store)
+    own_store = Store(store.directory, cache=store.index.cache) if isinstance(store, Store) else Store(store)
     following = Following(
         target,
         own_store,

@@ -37,6 +37,7 @@ from modelstate.io.engine import for_each
 from modelstate.io.lock import check_directory
 from modelstate.objects.parts import Kind, Part
 from modelstate.progress import progress_bar
+from modelstate.remote.cache import Cache
 from modelstate.remote.location import is_remote
 from modelstate.store.bucket import Bucket
 from modelstate.store.medium import STORE_FILE, LocalMedium, Medium, Place
@@ -177,8 +178,8 @@ class StepIndex:
     them are damaged, and which are not.
     """
 
-    def __init__(self, directory: str, medium: Medium | None = None) -> None:
-        self.directory = directory
+    def __init__(self, directory: str, medium: Medium | None = None, cache: Cache | None = None) -> None:
+        self.directory, self.cache = directory, cache
         self.medium = medium_of(directory) if medium is None else medium
         self._naming = threading.Lock()
         self._damage: dict[_Key, ModelStateError] = {}
@@ -192,7 +193,7 @@ class StepIndex:
 
     def cached(self) -> "StepIndex":
         """Returns an index of the same directory that reads each record once, as long as its file is the same."""
-        index = StepIndex(self.directory, self.medium)
+        index = StepIndex(self.directory, self.medium, self.cache)
         index._damage, index._whole, index._doubtful = self._damage, self._whole, self._doubtful
         index._cache = {} if self._cache is None else self._cache
         return index
@@ -433,13 +434,16 @@ class StepIndex:
         if verify:
             with progress_bar(progress, entry.info.nbytes, "verifying") as advance:
                 for saved in entries.values():
-                    saved.verify(directory, share, advance)
+                    saved.verify(directory, self.cache, share, advance)
             self.note_whole(entry.place.path)
         parts = {}
         for path, saved in entries.items():
             is_module = saved.kind is Kind.MODULE and saved.index
             is_mapped = map and saved.kind is Kind.OPTIMIZER
-            tree = saved.open(directory) if is_module else saved.decode(directory, map=is_mapped)
+            if is_module:
+                tree: object = saved.open(directory, self.cache)
+            else:
+                tree = saved.decode(directory, self.cache, map=is_mapped)
             if saved.ranks and not (isinstance(tree, list) and len(tree) == saved.ranks):
                 raise damaged(directory, f"{path}: not the states of {saved.ranks} ranks")
             parts[path] = Part(saved.kind, tree, saved.ranks)
@@ -455,7 +459,7 @@ class StepIndex:
                 raise entry.error
             with progress_bar(progress, entry.info.nbytes, f"step {entry.place.step}") as advance:
                 for saved in read_record(entry.place.path).entries.values():
-                    saved.verify(entry.place.files, on_read=advance)
+                    saved.verify(entry.place.files, self.cache, on_read=advance)
         except (ModelStateError, OSError) as error:
             if entry.is_gone:
                 return None

@@ -25,6 +25,7 @@ from modelstate.formats.manifest import OPEN_SEAL, SEAL, check_seal, digest, sea
 from modelstate.formats.safetensors import MAX_HEADER_BYTES
 from modelstate.io.files import read_start, read_whole
 from modelstate.objects.parts import Kind
+from modelstate.remote.cache import Cache
 from modelstate.remote.location import is_remote, locate
 from modelstate.remote.upload import get
 from modelstate.version import __version__
@@ -74,16 +75,25 @@ class ObjectEntry:
     ranks: int = 0
     """The number of ranks whose states it has, as a list; 0 where there is one state for all of them."""
 
-    def open(self, directory: str) -> Checkpoint:
-        """Opens an object that has tensors. Raises `DamagedCheckpointError` and `NewerManifestError`."""
+    def open(self, directory: str, cache: Cache | None = None) -> Checkpoint:
+        """Opens an object that has tensors. Raises `DamagedCheckpointError` and `NewerManifestError`.
+
+        `cache` keeps what is read of a bucket.
+        """
         try:
-            return open_checkpoint(os.path.join(directory, self.index))
+            return open_checkpoint(os.path.join(directory, self.index), cache=cache)
         except NewerManifestError:
             raise
         except (OpenError, ChecksumError) as error:
             raise damaged(directory, short(error)) from error
 
-    def verify(self, directory: str, share: slice = ALL, on_read: Callable[[int], None] | None = None) -> None:
+    def verify(
+        self,
+        directory: str,
+        cache: Cache | None,
+        share: slice = ALL,
+        on_read: Callable[[int], None] | None = None,
+    ) -> None:
         """Reads an object, or a share of its tensors, and compares it with its digests.
 
         `on_read` is called with the size of each tensor.
@@ -99,14 +109,14 @@ class ObjectEntry:
                 raise damaged(directory, short(error)) from error
             if head is None:
                 raise damaged(directory, f"{name}: what it says of its tensors is not what was written")
-        checkpoint = self.open(directory)
+        checkpoint = self.open(directory, cache)
         try:
             if checkpoint.checksums:
                 verify(checkpoint, on_read, share)
         except ChecksumError as error:
             raise damaged(directory, short(error)) from error
 
-    def decode(self, directory: str, *, map: bool = False) -> object:
+    def decode(self, directory: str, cache: Cache | None = None, *, map: bool = False) -> object:
         """Returns the state of an object as it was captured: containers, values, and tensors.
 
         With `map` the tensors may be maps of the files, which nothing may write to; else their memory is their own.
@@ -115,7 +125,7 @@ class ObjectEntry:
         """
         from modelstate.codec.codec import decode
 
-        checkpoint = self.open(directory) if self.index else None
+        checkpoint = self.open(directory, cache) if self.index else None
         try:
             return decode(self.value) if checkpoint is None else checkpoint.value(map=None if map else False)
         except UnknownClassError:
@@ -138,14 +148,14 @@ class Record:
     serial: int = 0
     """The number of the save: the later checkpoint of a store has the higher one, independent of steps and clocks."""
 
-    def open(self, directory: str) -> Checkpoint:
+    def open(self, directory: str, cache: Cache | None = None) -> Checkpoint:
         """Opens all objects as one checkpoint, whose names begin with the path of an object.
 
         Raises what `ObjectEntry.open` and `ObjectEntry.decode` raise.
         """
-        opened = {path: entry.open(directory) for path, entry in self.entries.items() if entry.index}
+        opened = {path: entry.open(directory, cache) for path, entry in self.entries.items() if entry.index}
         tree = {
-            path: opened[path].contents.tree if path in opened else entry.decode(directory)
+            path: opened[path].contents.tree if path in opened else entry.decode(directory, cache)
             for path, entry in self.entries.items()
         }
         return join(list(opened.values()), tree, directory, format="safetensors")

@@ -32,6 +32,7 @@ from modelstate.objects.loaders import preserved_generators
 from modelstate.objects.objects import targets_of, tensors_within
 from modelstate.objects.per_rank import of_this_rank
 from modelstate.objects.restore import Restored, RulesOf, restore_objects
+from modelstate.remote.cache import Cache, check_cache
 from modelstate.remote.location import is_remote, locate
 from modelstate.remote.upload import check_writable
 from modelstate.store.directory import Step, StepEntry, StepIndex, WriteAccess, not_shared, store_file_problem
@@ -88,6 +89,7 @@ class Store(Shown):
         shard_size_bytes: the most bytes of tensors in one file; None writes one file for each object.
         process_group: the ranks that save and restore together; None for those of the meshes of the modules' DTensors.
         timeout_seconds: how long a rank waits for the others.
+        cache: where what is read of a bucket is kept, a `Cache`: by `restore`, `open`, `diff`, `verify` and `follow`.
 
     Raises:
         SaveTargetError: The path cannot be a directory.
@@ -109,6 +111,7 @@ class Store(Shown):
         shard_size_bytes: int | None = None,
         process_group: "ProcessGroup | None" = None,
         timeout_seconds: float = TIMEOUT_SECONDS,
+        cache: Cache | None = None,
     ) -> None:
         self.directory = _directory(directory)
         self.keep = as_keep(keep)
@@ -116,7 +119,8 @@ class Store(Shown):
             raise OptionError("shard_size_bytes= is a number of bytes", expected="1 or more", found=shard_size_bytes)
         self._shard_bytes = shard_size_bytes
         self._process_group, self._timeout_seconds = process_group, check_timeout(timeout_seconds)
-        self.index = StepIndex(self.directory)
+        check_cache(cache)
+        self.index = StepIndex(self.directory, cache=cache)
         """The checkpoints of the directory, as they are now."""
         self._medium, self._access = self.index.medium, WriteAccess(self.index)
         self._staging = Staging()
@@ -468,10 +472,10 @@ class Store(Shown):
                     found=repr(name),
                     remedy="give the name of one of these objects",
                 )
-            checkpoint = saved.open(entry.place.files)
+            checkpoint = saved.open(entry.place.files, self.index.cache)
             if verify:
                 # After the opening: a file that changes from here on is refused when it is read.
-                saved.verify(entry.place.files)
+                saved.verify(entry.place.files, self.index.cache)
             return checkpoint
 
         return self.index.first_usable(step, attempt, _ALONE)[0]
@@ -512,7 +516,7 @@ class Store(Shown):
         self.wait()
 
         def attempt(entry: StepEntry) -> Checkpoint:
-            return entry.usable_record.open(entry.place.files)
+            return entry.usable_record.open(entry.place.files, self.index.cache)
 
         first, second = (self.index.first_usable(step, attempt, _ALONE)[0] for step in (a, b))
         # With a key, all objects are compared, even if no name is in both.
