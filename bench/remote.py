@@ -14,11 +14,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import modelstate as ms
 from modelstate.testing import FaultProxy, fault_proxy
+from tests.distributed.ranks import Ranks
 from tests.remote.servers import moto_server
 
 BUCKET = "bucket"
@@ -48,21 +52,52 @@ def count(proxy: FaultProxy, title: str, call: Callable[[], object]) -> None:
 
 
 def reading(proxy: FaultProxy, client: Any) -> None:
-    """Prints the table of the formats."""
-    model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(20)))
-    state = model.state_dict()
-    print(f"{len(state)} tensors of {sum(tensor.nbytes for tensor in state.values()):,} bytes\n\n{HEAD}")
+    """Prints the table of the formats, and that of other reads of a file of safetensors."""
+    model = layers(20)
+    nbytes = sum(tensor.nbytes for tensor in model.state_dict().values())
+    print(f"{len(model.state_dict())} tensors of {nbytes:,} bytes\n\n{HEAD}")
     with tempfile.TemporaryDirectory() as folder:
         ms.save(model, f"{folder}/a.safetensors")
-        torch.save(state, f"{folder}/a.pt")
-        torch.save(state, f"{folder}/old.pt", _use_new_zipfile_serialization=False)
-        dcp.save(state, checkpoint_id=f"{folder}/dcp", no_dist=True)
+        ms.save(model, f"{folder}/shards/model.safetensors", shard_size_bytes=nbytes // 4)
+        torch.save(model.state_dict(), f"{folder}/a.pt")
+        torch.save(model.state_dict(), f"{folder}/old.pt", _use_new_zipfile_serialization=False)
+        dcp.save(model.state_dict(), checkpoint_id=f"{folder}/dcp", no_dist=True)
         for path in filter(Path.is_file, Path(folder).rglob("*")):
             client.upload_file(str(path), BUCKET, str(path.relative_to(folder)))
-    formats = {"a.safetensors": "safetensors", "a.pt": "`torch.save`", "old.pt": "`torch.save` before 1.6"}
-    for name, title in {**formats, "dcp": "torch.distributed.checkpoint"}.items():
+    formats = {"a.safetensors": "safetensors", "shards": "safetensors, an index and 5 shards", "a.pt": "`torch.save`"}
+    for name, title in {**formats, "old.pt": "`torch.save` before 1.6", "dcp": "torch.distributed.checkpoint"}.items():
         count(proxy, f"open, {title}", partial(ms.open, f"{URL}/{name}"))
         count(proxy, f"load, {title}", partial(ms.load, model, ms.open(f"{URL}/{name}")))
+    print(f"\n{HEAD}")
+    url = f"{URL}/a.safetensors"
+    count(proxy, "`ms.plan`", partial(ms.plan, model, url))
+    quarter = layers(5)
+    of_quarter = sum(tensor.nbytes for tensor in quarter.state_dict().values())
+    subset = partial(ms.load, quarter, ms.open(url), allow_unexpected=["*"])
+    count(proxy, f"load of 10 of the 40 tensors, {of_quarter:,} bytes", subset)
+    from bench.remote import load_shard  # ranks import it by this name, and not as that of the program
+
+    ranks = Ranks(4)
+    try:
+        ranks.values(load_shard, url)  # connects the ranks
+        count(proxy, "open and load on 4 ranks, each a quarter of the rows", lambda: ranks.values(load_shard, url))
+    finally:
+        ranks.close()
+
+
+def layers(number: int, device: str = "cpu") -> nn.Module:
+    return nn.Sequential(*(nn.Linear(256, 256, device=device) for _ in range(number)))
+
+
+def load_shard(url: str) -> None:
+    """Loads the rows of one rank."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    model = layers(20, "meta")
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            shard = distribute_tensor(parameter, mesh, [Shard(0)])
+            module.register_parameter(name, nn.Parameter(shard))
+    ms.load(model, url)
 
 
 def writing(proxy: FaultProxy) -> None:

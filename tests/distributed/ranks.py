@@ -112,11 +112,11 @@ class Ranks:
             ready = wait(list(waited), max(end - time.monotonic(), 0))
             if not ready:
                 break
-            for connection in ready:
-                assert isinstance(connection, Connection)
-                rank = waited[connection]
+            for each in ready:
+                assert isinstance(each, Connection)
+                rank = waited[each]
                 try:
-                    outcomes[rank] = connection.recv()
+                    outcomes[rank] = each.recv()
                 except EOFError:
                     outcomes[rank] = Outcome(rank, died=True)
             if until_failure and any(outcome.failure or outcome.died for outcome in outcomes.values()):
