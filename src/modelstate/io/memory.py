@@ -188,25 +188,19 @@ _of_thread = threading.local()
 """`lender` is a weak reference, which an interrupt that keeps it from being reset makes invalid."""
 
 
-def fresh_tensors(like: Sequence[Layout], *, huge: bool = False) -> list[torch.Tensor]:
+def fresh_tensors(like: Sequence[Layout]) -> list[torch.Tensor]:
     """A new CPU tensor for each shape, stride (None for contiguous) and dtype, in memory that no other tensor uses.
 
     Small tensors share mappings of up to 256 MB, each with a storage of its own. The memory is untouched, or within
     `MemoryPool.lending` that of the pool.
 
-    Args:
-        like: The shapes, strides and dtypes.
-        huge: Whether the kernel is asked for huge pages. A page fault takes about as long for a huge page as for
-            several small ones, so memory that is computed into costs less CPU time. `UffdFiller` needs small pages.
-
-    Raises:
-        MemoryBudgetError: The system has no memory.
+    Raises `MemoryBudgetError` where the system has no memory.
     """
     import torch
 
     if torch.is_inference_mode_enabled():
         with torch.inference_mode(False):  # otherwise they could never be trained
-            return fresh_tensors(like, huge=huge)
+            return fresh_tensors(like)
     tensors: list[torch.Tensor] = []
     counts = [shape.numel() if stride is None else _span(shape, stride) for shape, stride, _ in like]
     sizes = [
@@ -222,7 +216,7 @@ def fresh_tensors(like: Sequence[Layout], *, huge: bool = False) -> list[torch.T
         if arena is None or nbytes > left:
             free, left = 0, _arena_bytes(sizes, index)
             try:
-                arena = _mapping(left, huge)
+                arena = _mapping(left)
             except OSError as error:
                 raise MemoryBudgetError(
                     "the system has no memory for the tensors; nothing has been changed",
@@ -276,16 +270,17 @@ def set_spare_bytes(nbytes: int) -> None:
     _spare.keep((), nbytes)
 
 
-def _mapping(nbytes: int, huge: bool) -> mmap.mmap:
-    """Returns private memory, of the pool that lends to this thread where it has any. Raises `OSError`."""
+def _mapping(nbytes: int) -> mmap.mmap:
+    """Returns private memory, of the pool that lends to this thread where it has any. Raises `OSError`.
+
+    In small pages: on a virtual machine whose host has not backed the memory yet, faults of huge pages were measured to
+    take two to three times as long as those of small pages, which the kernel takes from memory that was used before.
+    """
     of_block: weakref.ref[_Lender] | None = getattr(_of_thread, "lender", None)
     lender = None if of_block is None or nbytes < _LEAST_POOLED_BYTES else of_block()
     mapping = None if lender is None else lender.pool.take(nbytes)
     if mapping is None:
         mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        if huge and nbytes >= HUGE_PAGE_BYTES:
-            address = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
-            linux.madvise(address, nbytes, linux.Advice.HUGEPAGE)
     if lender is not None:
         lender.lent.append(mapping)
     return mapping

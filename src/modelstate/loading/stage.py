@@ -92,8 +92,7 @@ def stage(staging: Staging, planned: Iterable[Planned], progress: Progress) -> N
     if streamed:
         read_streamed(staging, streamed, progress)
     if computed:
-        memory = fresh_tensors([assignment.layout for assignment in computed], huge=True)
-        _compute(staging, computed, memory, progress)
+        _compute(staging, computed, fresh_tensors([assignment.layout for assignment in computed]), progress)
     if together:
         _read_through_scratch(staging, together, progress, partial(_finish_staged, staging))
     if alone:
@@ -107,7 +106,7 @@ def _stage_table(staging: Staging, table: PlainTable, progress: Progress) -> Non
         return
     staging.held.take(table.staged_bytes)
     layouts = [(param.size(), None, dtype) for param, dtype in zip(table.params, table.dtypes, strict=True)]
-    memory = staging.temporary(layouts) if table.placement.staged else fresh_tensors(layouts, huge=table.casts)
+    memory = (staging.temporary if table.placement.staged else fresh_tensors)(layouts)
     _read_table(staging, table, memory, progress, is_fresh=staging.strategy.cached)
     table.final = memory
 

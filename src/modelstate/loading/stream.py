@@ -3,7 +3,6 @@
 import threading
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -392,7 +391,7 @@ def _memory(staging: Staging, cast: Sequence[Assignment]) -> list[torch.Tensor]:
     kept = [assignment for assignment in on_cpu if not assignment.placement.staged]
     memory_of = {
         id(assignment): tensor
-        for some, allocate in ((copied, staging.temporary), (kept, partial(fresh_tensors, huge=True)))
+        for some, allocate in ((copied, staging.temporary), (kept, fresh_tensors))
         for assignment, tensor in zip(some, allocate([assignment.layout for assignment in some]), strict=True)
     }
     memory = []
