@@ -2,7 +2,7 @@
 
 An object has one writer: the providers have no common way to write one from several processes, and the parts of a
 multipart upload have a least size that regions of ranks do not have. So a checkpoint has an object for each rank at
-least, and each of them has one rank as its owner, by their sizes. The owner gets the rows of its tensors from the ranks
+least, and each object has one rank as its owner, by the sizes of the objects. The owner gets the rows of its tensors from the ranks
 that hold them, a few megabytes at a time, and sends them on as they come: in the order of the file, hashed on the way.
 Each byte is uploaded once. All ranks upload at the same time, and none of them has the memory of a whole object.
 
@@ -53,7 +53,7 @@ def writer_of(agreement: Agreement, path: str) -> CollectiveWriter:
 
 
 class CollectiveUploader(CollectiveWriter):
-    """Writes the objects of a checkpoint with all ranks of an agreement: a `modelstate.formats.sharded.Writer`.
+    """Writes the objects of a checkpoint with all ranks of an agreement: a `modelstate.formats.sharded.Uploader`.
 
     Args:
         agreement: The ranks.
@@ -73,7 +73,7 @@ class CollectiveUploader(CollectiveWriter):
         names: Callable[[], Sequence[str]],
         compared: Callable[[], Sequence[object]],
     ) -> Sequence[Written]:
-        """Writes objects, as `modelstate.formats.sharded.Writer.upload` describes.
+        """Writes objects, as `modelstate.formats.sharded.Uploader.upload` describes.
 
         Raises:
             RanksDifferError: The ranks have different states or arguments.
