@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
-from itertools import product
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -17,7 +16,7 @@ import safetensors.torch
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import modelstate as ms
 from modelstate.distributed import uploading
@@ -28,6 +27,7 @@ from modelstate.store import bucket as buckets
 from modelstate.testing import Fault, FaultProxy, HttpRequest, fault_proxy
 from tests.distributed import models
 from tests.distributed.ranks import WORLD_SIZE, Ranks
+from tests.distributed.test_save_sharded import in_every_layout
 from tests.remote.servers import moto_server
 from tests.sweeps import EXHAUSTIVE
 
@@ -65,6 +65,14 @@ class Server:
 def started() -> Iterator[Server]:
     with moto_server() as url, ExitStack() as opened:
         yield Server(url, [opened.enter_context(fault_proxy(url)) for _ in range(WORLD_SIZE)])
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    """Four ranks of this module alone, since `connect` changes settings of their processes."""
+    started = Ranks()
+    yield started
+    started.close()
 
 
 @pytest.fixture
@@ -147,24 +155,9 @@ def test_the_checkpoint_is_that_of_one_machine(
 
 
 def save_every_layout(urls: list[str], path: str) -> None:
-    """Saves tensors of several ranks and dtypes in every combination of placements, in very small pieces."""
+    """Saves tensors in every layout, in very small pieces and in larger ones."""
     connect(urls)
-    torch.manual_seed(5)
-    meshes = [models.mesh(4), models.mesh(2, 2), models.mesh(2, 2)["inner"]]
-    choices = [Replicate(), Shard(0), Shard(1), Shard(2), Shard(-1)]
-    dtypes = [torch.bfloat16, torch.bool, torch.complex64, torch.float8_e4m3fn, torch.int64, torch.float32]
-    state: dict[str, torch.Tensor] = {}
-    whole: dict[str, torch.Tensor] = {}
-    for shape in ((7,), (1, 9), (6, 5), (3, 4, 6), (0, 4)):
-        for mesh in meshes:
-            for placements in product(choices, repeat=mesh.ndim):
-                if all(placement.is_replicate() or placement.dim < len(shape) for placement in placements):
-                    name = str(len(state))
-                    whole[name] = torch.randint(0, 2, shape).to(dtypes[len(state) % len(dtypes)])
-                    state[name] = distribute_tensor(whole[name], mesh, placements, src_data_rank=None)
-    whole["transposed"] = torch.arange(24.0).view(6, 4)
-    column = whole["transposed"][:, dist.get_rank() :][:, :1]  # not contiguous
-    state["transposed"] = DTensor.from_local(column, models.mesh(4), [Shard(1)], run_check=False)
+    state, whole = in_every_layout()
     whole["plain"] = state["plain"] = torch.arange(40.0).view(8, 5).T  # not contiguous
     for piece_bytes in (8, 40, 1 << 20):
         with mock.patch.multiple(uploading, PIECE_BYTES=piece_bytes, ROUND_BYTES=4 * piece_bytes):

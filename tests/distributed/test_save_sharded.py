@@ -73,8 +73,11 @@ def _files(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-def _in_every_layout(folder: Path) -> None:
-    """Saves tensors of several ranks and dtypes in every combination of placements. Called on all ranks."""
+def in_every_layout() -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Returns tensors of several ranks and dtypes in every combination of placements, and the same not sharded.
+
+    Called on all ranks.
+    """
     torch.manual_seed(5)
     meshes = [models.mesh(4), models.mesh(2, 2), models.mesh(2, 2)["inner"]]
     choices = [Replicate(), Shard(0), Shard(1), Shard(2), Shard(-1)]
@@ -93,6 +96,11 @@ def _in_every_layout(folder: Path) -> None:
     state["transposed"] = DTensor.from_local(column, models.mesh(4), [Shard(1)], run_check=False)
     whole["scalar"] = torch.tensor(2.5)
     state["scalar"] = distribute_tensor(whole["scalar"], models.mesh(4), [Replicate()], src_data_rank=None)
+    return state, whole
+
+
+def _save_in_every_layout(folder: Path) -> None:
+    state, whole = in_every_layout()
     for least_bytes, round_bytes in ((1, 16), (8, 1 << 20), (1 << 20, 16), (1 << 20, 1 << 20)):
         with mock.patch.multiple(writing, PART_BYTES=least_bytes, ROUND_BYTES=round_bytes):
             ms.save(state, folder / "all.safetensors")
@@ -110,4 +118,4 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def test_tensors_in_every_layout(ranks: Ranks, tmp_path: Path) -> None:
-    ranks.values(_in_every_layout, tmp_path)
+    ranks.values(_save_in_every_layout, tmp_path)

@@ -1,10 +1,10 @@
 """Writes a checkpoint into a bucket with all ranks: each rank uploads objects of its own, which hold whole tensors.
 
 An object has one writer: the providers have no common way to write one from several processes, and the parts of a
-multipart upload have a least size that regions of ranks do not have. So a checkpoint has an object for each rank at
-least, and each object has one rank as its owner, by the sizes of the objects. The owner gets the rows of its tensors from the ranks
-that hold them, a few megabytes at a time, and sends them on as they come: in the order of the file, hashed on the way.
-Each byte is uploaded once. All ranks upload at the same time, and none of them has the memory of a whole object.
+multipart upload have a least size that regions of ranks do not have. So a checkpoint has about as many objects as there
+are ranks, and each object has one rank as its owner. The owner gets the rows of its tensors from the ranks that hold
+them, a few megabytes at a time, and sends them on as they come: in the order of the file, hashed on the way. Each byte
+is uploaded once. All ranks upload at the same time, and none of them needs the memory of a whole object.
 
 The objects have names that no reader knows before the first rank commits the checkpoint.
 """

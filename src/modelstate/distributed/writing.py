@@ -124,8 +124,13 @@ class Parts:
 
 
 @lru_cache(maxsize=4096)
-def _parts_of(shape: tuple[int, ...], placements: tuple[Any, ...], mesh: Mesh, itemsize: int, least: int) -> Parts:
-    """Returns the parts of a tensor over a mesh. The tensors of a model have few different layouts."""
+def _parts_of(
+    shape: tuple[int, ...], placements: tuple[Any, ...], mesh: Mesh, itemsize: int, least: int, most_row: int
+) -> Parts:
+    """Returns the parts of a tensor over a mesh. The tensors of a model have few different layouts.
+
+    Runs of `least` bytes or more on average, and rows of more than `most_row` bytes, are not exchanged.
+    """
     mesh_shape, ranks = mesh
     holders: dict[Any, list[int]] = {}
     for rank, coordinate in zip(ranks, product(*map(range, mesh_shape)), strict=True):
@@ -155,7 +160,7 @@ def _parts_of(shape: tuple[int, ...], placements: tuple[Any, ...], mesh: Mesh, i
     placed.sort(key=_start)
     reach = tuple(accumulate((own.stop for own, _, _ in placed), max))
     runs_of = [len(r.rows) if r.width == row_elements else sum(map(len, r.rows)) * len(r.columns) for r in regions]
-    if sum(runs_of) == 1 or nbytes // sum(runs_of) >= least or row_elements * itemsize > ROUND_BYTES:
+    if sum(runs_of) == 1 or nbytes // sum(runs_of) >= least or row_elements * itemsize > most_row:
         parts = [
             Part(start, min(start + step, run.stop), region.ranks, region)
             for region in regions
@@ -231,7 +236,7 @@ class ShardedTensor(LazyTensor):
 
     def parts_on(self, mesh: Mesh) -> Parts:
         """Returns the parts, for the ranks of a mesh of the same shape."""
-        return _parts_of(self.shape, self.placements, mesh, self.itemsize, self.writer.least_bytes)
+        return _parts_of(self.shape, self.placements, mesh, self.itemsize, self.writer.least_bytes, ROUND_BYTES)
 
 
 @dataclass(frozen=True, slots=True)
