@@ -89,7 +89,11 @@ class Conversion:
                 found="a module whose tensors have values",
                 remedy="convert it outside of the mode",
             )
-        self._objects = _registered(self.modules)
+        self.runs_own_apply = any(map(has_custom_apply, self.modules))
+        """Whether a module has an `_apply` of its own."""
+        self._may_replace = self.runs_own_apply or target.is_user_function
+        """Whether code that is not of this library runs, which may replace tensors of the module."""
+        self._objects = _registered(self.modules) if self._may_replace else []
         self.peak_bytes = 0
         """The most memory that the conversion takes at any time, on top of the module's own."""
         self._max_memory_bytes = max_memory_bytes
@@ -131,7 +135,7 @@ class Conversion:
         """Makes and checks every new tensor; with `recurse` off, only those of the root itself."""
         try:
             with _active(self), torch.inference_mode(False), torch.no_grad():
-                if recurse and not any(map(has_custom_apply, self.modules)):
+                if recurse and not self.runs_own_apply:
                     self._recorded = [(slot, None) for slot in self.slots.tensors]
                 elif recurse:
                     self._visit(self.root, None)
@@ -483,7 +487,7 @@ class Conversion:
 
     def references_lost(self) -> tuple[str, ...]:
         """Returns the names of what is no longer the same object, and of what no longer shares memory."""
-        now = _registered(modules_of(self.root) if self.transaction.armed else self.modules)
+        now = _registered(modules_of(self.root)) if self._may_replace else []
         same = len(now) == len(self._objects) and all(map(is_, now, self._objects))
         changed = {id(tensor) for tensor in self.finals()} if self._unshared else set()
         unshared = tuple(

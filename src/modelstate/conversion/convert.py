@@ -17,7 +17,7 @@ from modelstate.planning.plan import device_of
 from modelstate.problems import model_errors
 from modelstate.process import gc_paused
 from modelstate.torch_compat.dtypes import floating_dtype
-from modelstate.torch_compat.modules import has_custom_apply, modules_of, unwrapped
+from modelstate.torch_compat.modules import modules_of, unwrapped
 from modelstate.transaction.optimizers import check_optimizers, following_state, left_behind, other_optimizers, placed
 from modelstate.transaction.transaction import Transaction, exclusive
 
@@ -84,7 +84,7 @@ def convert(
         others = other_optimizers(modules_of(module), checked)
         before = placed((*checked, *others))
         conversion = Conversion(transaction, target, max_memory_bytes)
-        if any(map(has_custom_apply, conversion.modules)):
+        if conversion.runs_own_apply:
             with replaced_apply(), model_errors("the model's own _apply", conversion.root):
                 conversion.record()
         else:

@@ -68,6 +68,8 @@ def slots_of(root: nn.Module) -> Slots:
         modules[prefix] = module
         hidden = non_persistent_buffers(module) if buffers else ()
         for usual, table in ((PARAMETER, parameters), (BUFFER, buffers)):
+            if not table:
+                continue
             for name, tensor in table.items():
                 full_name = prefix + name
                 if tensor is None:
@@ -82,7 +84,8 @@ def slots_of(root: nn.Module) -> Slots:
                 key = id(tensor)
                 known = found.get(key)
                 if known is None:
-                    found[key] = by_name[full_name] = Slot((full_name,), kind, tensor)
+                    # The constructor of a named tuple takes twice as long.
+                    found[key] = by_name[full_name] = tuple.__new__(Slot, ((full_name,), kind, tensor))
                 else:
                     strictest = min(known.kind, kind, key=_STRICTEST.index)
                     found[key] = slot = Slot((*known.names, full_name), strictest, tensor)
