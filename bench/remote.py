@@ -58,13 +58,18 @@ def reading(proxy: FaultProxy, client: Any) -> None:
     print(f"{len(model.state_dict())} tensors of {nbytes:,} bytes\n\n{HEAD}")
     with tempfile.TemporaryDirectory() as folder:
         ms.save(model, f"{folder}/a.safetensors")
+        os.mkdir(f"{folder}/shards")
         ms.save(model, f"{folder}/shards/model.safetensors", shard_size_bytes=nbytes // 4)
         torch.save(model.state_dict(), f"{folder}/a.pt")
         torch.save(model.state_dict(), f"{folder}/old.pt", _use_new_zipfile_serialization=False)
         dcp.save(model.state_dict(), checkpoint_id=f"{folder}/dcp", no_dist=True)
         for path in filter(Path.is_file, Path(folder).rglob("*")):
             client.upload_file(str(path), BUCKET, str(path.relative_to(folder)))
-    formats = {"a.safetensors": "safetensors", "shards": "safetensors, an index and 5 shards", "a.pt": "`torch.save`"}
+    formats = {
+        "a.safetensors": "safetensors",
+        "shards": "safetensors, a prefix with an index and 5 shards",
+        "a.pt": "`torch.save`",
+    }
     for name, title in {**formats, "old.pt": "`torch.save` before 1.6", "dcp": "torch.distributed.checkpoint"}.items():
         count(proxy, f"open, {title}", partial(ms.open, f"{URL}/{name}"))
         count(proxy, f"load, {title}", partial(ms.load, model, ms.open(f"{URL}/{name}")))
