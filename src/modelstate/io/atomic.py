@@ -174,6 +174,12 @@ def new_file(path: str, mode: int | None = None) -> Iterator[Output]:
         raise
 
 
+def write_new_file(path: str, content: bytes) -> None:
+    """Creates a file with this content, which is on the disk when the function returns, as of `new_file`."""
+    with new_file(path) as output:
+        output.append(content)
+
+
 def _set_mode(output: Output, mode: int) -> None:
     """Sets permission bits that the umask has removed, where the file system has permission bits."""
     try:

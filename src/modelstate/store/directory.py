@@ -32,7 +32,7 @@ from modelstate.errors import (
     WriteFailedError,
 )
 from modelstate.formats.manifest import OPEN_SEAL, SEAL, check_seal, sealed
-from modelstate.io.atomic import write_error, write_errors
+from modelstate.io.atomic import write_error
 from modelstate.io.engine import for_each
 from modelstate.io.lock import check_directory
 from modelstate.objects.parts import Kind, Part
@@ -642,7 +642,7 @@ class WriteAccess:
     def acquire(self) -> str:
         """Creates the directory and locks it for this process, unless that is done. Returns the name of the store."""
         index = self._index
-        with write_errors(index.directory):
+        with self.errors():
             if self.lock.held:
                 try:
                     self.lock.confirm()
@@ -679,10 +679,10 @@ class WriteAccess:
             self._in_use = self._index.medium.in_use()
 
     @contextmanager
-    def errors(self, name: str = "") -> Iterator[None]:
+    def errors(self, *name: str) -> Iterator[None]:
         """Raises `WriteFailedError` in place of an I/O error, or `StoreMovedError` where the directory was moved.
 
-        `name` is the file or the directory, in that of the store, that is written.
+        `name` is the file or the directory, in that of the store, that is written; without it, the store is.
         """
         try:
             yield
@@ -693,7 +693,7 @@ class WriteAccess:
                 raise moved from error
             if isinstance(error, ModelStateError):
                 raise
-            raise write_error(os.path.join(self._index.directory, name), error) from error
+            raise write_error(os.path.join(self._index.directory, *name), error) from error
 
     def release(self) -> None:
         """Unlocks the store for other processes."""

@@ -23,7 +23,7 @@ from modelstate.formats.manifest import digest
 from modelstate.formats.safetensors import Layout, Written, write
 from modelstate.formats.sharded import SUFFIX
 from modelstate.io import system
-from modelstate.io.atomic import atomic_file, new_file, sync_directory
+from modelstate.io.atomic import atomic_file, new_file, sync_directory, write_new_file
 from modelstate.io.lock import WriterLock
 from modelstate.remote.location import is_remote
 from modelstate.store.record import RECORD_FILE, FileRecord
@@ -257,8 +257,7 @@ class LocalMedium:
         beside, renamed = (os.path.join(self._directory, unfinished_name(0)) for _ in range(2))
         try:
             system.mkdir(beside)
-            with new_file(os.path.join(beside, RECORD_FILE)) as output:
-                output.append(b"{}\n")
+            write_new_file(os.path.join(beside, RECORD_FILE), b"{}\n")
             sync_directory(beside)
             system.replace(beside, renamed)
             sync_directory(self._directory)
@@ -283,8 +282,7 @@ class LocalMedium:
     def set_pin(self, place: Place, pinned: bool) -> None:
         path = os.path.join(place.path, PIN_FILE)
         if pinned:
-            with new_file(path):
-                pass
+            write_new_file(path, b"")
         else:
             system.unlink(path)
         sync_directory(place.path)
@@ -330,8 +328,7 @@ class _NewDirectory:
 
     def write_text(self, name: str, text: bytes) -> tuple[str, FileRecord]:
         path = os.path.join(self.path, name)
-        with new_file(path) as output:
-            output.append(text)
+        write_new_file(path, text)
         return name, _record_of(path, text)
 
     def begin(self, keys: Sequence[str]) -> list[str]:
@@ -356,8 +353,7 @@ class _NewDirectory:
 
     def commit(self, text: bytes, pinned: bool, check: Callable[[], object]) -> str:
         for name, content in ((PIN_FILE, b""),) * pinned + ((RECORD_FILE, text),):
-            with new_file(os.path.join(self.path, name)) as output:
-                output.append(content)
+            write_new_file(os.path.join(self.path, name), content)
         sync_directory(self.path)
         check()
         system.replace(self.path, self._final)

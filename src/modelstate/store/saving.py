@@ -230,7 +230,7 @@ class NewStep:
         self, access: WriteAccess, index: StepIndex, name: str, record: Record, job: Job, shard_bytes: int | None
     ) -> None:
         self.name, self._access, self._index, self._record, self._job = name, access, index, record, job
-        self._shard_bytes = shard_bytes
+        self._shard_bytes, self._final_name = shard_bytes, name_of(record.step, 0)
         self._new: NewFiles | None = None
         self._before: StepEntry | None = None
         """The last checkpoint; unchanged files of it are linked."""
@@ -266,7 +266,7 @@ class NewStep:
         self,
         agreement: Agreement,
         keep: Keep | None,
-        write_spread: "Callable[[], Sequence[SpreadFile]] | None",
+        write_spread: Callable[[], Sequence[SpreadFile]] | None,
         staging_bytes: int = 0,
         blocked_seconds: float | None = None,
         check_cancelled: Callable[[], None] | None = None,
@@ -306,7 +306,7 @@ class NewStep:
             self._access.lock.check_directory()
 
         def commit() -> tuple[str, int, int, float, tuple[int, ...]]:
-            with self._access.errors(name_of(record.step, 0)):
+            with self._access.errors(self._final_name):
                 path = self._commit(files, check)
             seconds = time.perf_counter() - job.begin_seconds
             pruned: tuple[int, ...] = ()
@@ -333,7 +333,7 @@ class NewStep:
 
     def _write(self, check: Callable[[], object]) -> None:
         """Writes the objects that this process holds whole. `check` is called before each of them, and may raise."""
-        with self._access.errors(name_of(self._record.step, 0)):
+        with self._access.errors(self._final_name):
             check()
             medium, record, job = self._index.medium, self._record, self._job
             medium.clear(self._index.read_all)
@@ -357,7 +357,7 @@ class NewStep:
         found = {path: _linkable(self._before, path, self._index) for path in self._job.spread}
         return {path: linkable for path, linkable in found.items() if linkable is not None}
 
-    def link(self, file: "SpreadFile") -> bool:
+    def link(self, file: SpreadFile) -> bool:
         """Links a file of the last checkpoint, where it is there as it was written. Returns whether it did."""
         before = self._before
         if before is None or before.record is None or file.key not in before.record.entries or self._new is None:
@@ -369,7 +369,7 @@ class NewStep:
         self._links[file.name] = record
         return True
 
-    def _commit(self, files: "Sequence[SpreadFile]", check: Callable[[], object]) -> str:
+    def _commit(self, files: Sequence[SpreadFile], check: Callable[[], object]) -> str:
         """Makes the checkpoint visible and durable, with the files that several ranks have written.
 
         `check` is called right before the checkpoint becomes visible; it may raise. Returns the path.
@@ -387,7 +387,7 @@ class NewStep:
         self._index.note_whole(path)
         return path
 
-    def _add(self, new: NewFiles, files: "Sequence[SpreadFile]") -> None:
+    def _add(self, new: NewFiles, files: Sequence[SpreadFile]) -> None:
         """Adds the objects that several ranks have written: names new files, and removes links that are not needed."""
         for name in self._links.keys() - {file.name for file in files if not file.is_new}:
             new.unlink(name)
@@ -522,8 +522,9 @@ def _linkable(before: StepEntry | None, key: str, index: StepIndex) -> Linkable 
     files, records, layouts = {}, {}, dict[str, tuple[object, object]]()
     digests: object = None
     try:
+        directory = before.place.files
         for name, record in entry.files.items():
-            path = os.path.join(before.place.files, name)
+            path = os.path.join(directory, name)
             head = index.untouched_head(path, record)
             if head is None:
                 continue
