@@ -193,7 +193,7 @@ def failing_reads(monkeypatch: pytest.MonkeyPatch, after: int, how: str) -> list
     return calls
 
 
-@pytest.mark.parametrize("how", ["error", "end of file"])
+@pytest.mark.parametrize("how", ["error", pytest.param("end of file", marks=pytest.mark.slow)])
 def test_a_read_that_fails_at_every_request_in_turn(how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, optimizer = trained()
     path = checkpoint_of(model, tmp_path / "x.pt")
@@ -266,6 +266,7 @@ def test_an_interrupt_anywhere(tmp_path: Path) -> None:
     assert outcomes == {True, False}
 
 
+@pytest.mark.slow
 @given(st.data())
 @settings(max_examples=40, deadline=None)
 def test_random_modules_and_random_damage(data: st.DataObject) -> None:

@@ -154,6 +154,7 @@ def test_init_weights_of_the_model(how: str) -> None:
     assert how_of["block.proj.weight"] == ("Linear.reset_parameters, Pretrained._init_weights",)
 
 
+@pytest.mark.slow
 def test_a_model_of_hugging_face() -> None:
     transformers: Any = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(

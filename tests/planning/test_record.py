@@ -74,6 +74,7 @@ DAMAGE: list[Callable[[dict[str, Any]], object]] = [
 ]
 
 
+@pytest.mark.slow
 @given(
     st.booleans(), st.booleans(), st.sampled_from(["real", "skeleton", "meta"]),
     st.sampled_from(OPTIONS), st.sets(st.sampled_from(range(len(DAMAGE))), max_size=2),

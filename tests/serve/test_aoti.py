@@ -30,6 +30,8 @@ from tests.serve.test_export import edited, rewritten
 
 X = torch.randn(3, 4, generator=torch.Generator().manual_seed(4))
 
+pytestmark = pytest.mark.slow  # compiling a package takes seconds
+
 
 def linear(k: float) -> nn.Linear:
     module = nn.Linear(4, 4)
@@ -73,7 +75,6 @@ def package_of_others(**options: Any) -> Path:
     return path
 
 
-@pytest.mark.slow
 def test_both_spellings_of_names_go_in() -> None:
     torch.manual_seed(0)
     live = ms.Live(package_of(Decoder(), X))
@@ -83,7 +84,6 @@ def test_both_spellings_of_names_go_in() -> None:
         assert torch.allclose(live(X), trained(X), atol=1e-5)
 
 
-@pytest.mark.slow
 def test_every_tensor_of_the_module_follows_small_ones_too() -> None:
     live = ms.Live(package_of(Small(), X))
     assert live.fixed == ("_tensor_constant0",)
@@ -94,7 +94,6 @@ def test_every_tensor_of_the_module_follows_small_ones_too() -> None:
     assert torch.allclose(live(X), trained(X))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("after", ["another program", "other bytes", "nothing"])
 def test_what_comes_to_the_path_later_is_not_looked_at(tmp_path: Path, after: str) -> None:
     torch.manual_seed(0)  # as in the test before: the same package
@@ -114,7 +113,6 @@ def test_what_comes_to_the_path_later_is_not_looked_at(tmp_path: Path, after: st
         assert torch.allclose(live(X), trained(X), atol=1e-5)
 
 
-@pytest.mark.slow
 def test_a_package_that_is_replaced_while_it_is_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, real = tmp_path / "served.pt2", ProgramFile.weights
     shutil.copy(package_of(Small(), X), path)
@@ -129,7 +127,6 @@ def test_a_package_that_is_replaced_while_it_is_opened(tmp_path: Path, monkeypat
         ms.Live(path)
 
 
-@pytest.mark.slow
 def test_others_load_the_package() -> None:
     from torch.export.pt2_archive._package import load_pt2
 
@@ -140,7 +137,6 @@ def test_others_load_the_package() -> None:
     assert torch._inductor.aoti_load_package(str(path)).get_constant_fqns()
 
 
-@pytest.mark.slow
 def test_a_package_of_others_and_what_was_inlined_in_it() -> None:
     live = ms.Live(package_of_others())
     assert torch.allclose(live(X), Small()(X))
@@ -168,7 +164,6 @@ def test_a_package_of_others_and_what_was_inlined_in_it() -> None:
     assert torch.allclose(live(X), trained(X))
 
 
-@pytest.mark.slow
 def test_a_package_without_weights_is_refused() -> None:
     """A call of it would end the process."""
     with pytest.raises(LiveTargetError, match="no weights"):
@@ -186,7 +181,6 @@ class Folded(nn.Module):
         return x @ (self.a @ self.b)
 
 
-@pytest.mark.slow
 def test_a_package_that_computes_constants_of_its_weights_says_so(tmp_path: Path) -> None:
     needs_a_compiler()
     with torch.no_grad():
@@ -205,7 +199,6 @@ def test_a_package_that_was_loaded_has_no_path_any_more() -> None:
         ms.Live(torch._inductor.aoti_load_package(str(package_of(Small(), X))))
 
 
-@pytest.mark.slow
 def test_inputs_are_checked_before_the_library_sees_them() -> None:
     size = Dim("size", min=2, max=16)
     path = package_of(nn.Linear(4, 4).requires_grad_(False).apply(ones), X, dynamic_shapes={"input": {0: size}})
@@ -230,7 +223,6 @@ def ones(module: nn.Module) -> nn.Module:
     return module
 
 
-@pytest.mark.slow
 def test_inputs_in_another_order_in_memory_are_put_into_the_librarys() -> None:
     live = ms.Live(package_of(linear(1), X))
     weight = torch.randn(4, 4)
@@ -240,7 +232,6 @@ def test_inputs_in_another_order_in_memory_are_put_into_the_librarys() -> None:
         assert torch.allclose(live(x), x @ weight.T, atol=1e-6)
 
 
-@pytest.mark.slow
 def test_a_swap_does_not_wait_for_requests_of_older_versions() -> None:
     live = ms.Live(package_of(linear(1), X), keep_versions=0)
     pinned, leave = threading.Event(), threading.Event()
@@ -306,7 +297,6 @@ def test_a_canary_that_keeps_the_version_calls_it_with_its_weights() -> None:
     assert torch.equal(kept[0](X), linear(2)(X))
 
 
-@pytest.mark.slow
 def test_nothing_grows_over_two_hundred_swaps() -> None:
     live, state = ms.Live(package_of(Constant(2, 8), torch.ones(2, 8))), weights_of(Constant(2, 8), 2)
     process, found = psutil.Process(), []
@@ -318,7 +308,6 @@ def test_nothing_grows_over_two_hundred_swaps() -> None:
     assert found[1][1] <= found[0][1]
 
 
-@pytest.mark.slow
 def test_the_memory_of_a_retired_version_is_free() -> None:
     live = ms.Live(package_of(Constant(2, 8), torch.ones(2, 8)), keep_versions=0)
 
@@ -336,7 +325,6 @@ def test_the_memory_of_a_retired_version_is_free() -> None:
     assert owners[2] > 2
 
 
-@pytest.mark.slow
 def test_a_version_that_is_freed_while_a_thread_traces_releases_its_memory() -> None:
     live = ms.Live(package_of(Constant(2, 8), torch.ones(2, 8)), keep_versions=0)
     live.swap(weights_of(Constant(2, 8), 2))
@@ -373,7 +361,6 @@ def test_a_manifest_that_is_not_of_the_package() -> None:
         ms.Live(rewritten(path, edited(names=None, tensors=[{**tensor, "mutable": False, "alias": "weight"}])))
 
 
-@pytest.mark.slow
 def test_buffers_are_written_in_the_memory_of_the_version() -> None:
     torch.manual_seed(0)
     module = Everything()

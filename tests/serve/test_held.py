@@ -212,6 +212,7 @@ def test_what_a_copy_follows_serves_the_new_weights(name: str, mode: Any) -> Non
         assert not torch.allclose(make().eval()(X), expected, atol=1e-3)
 
 
+@pytest.mark.slow
 def test_transformers_models_are_served() -> None:
     transformers = pytest.importorskip("transformers")
     sizes = {"hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 2, "vocab_size": 50}

@@ -33,7 +33,7 @@ def renamed(module: nn.Module) -> nn.Module:
     return module
 
 
-@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("strict", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("make", MODULES.values(), ids=MODULES)
 def test_it_is_the_state_of_the_exported_program(make: Callable[[], nn.Module], strict: bool) -> None:
     module = make()
