@@ -123,12 +123,14 @@ def nested(depth: int) -> Any:
     return made
 
 
-LARGE: dict[str, Any] = {
-    "deep": {"tree": nested(300)},
-    "the same tensor often": {"tree": {"list": ["a"] * 1_000_000}},
-    "keys of one hash": {"tree": {"dict": [[n * (2**61 - 1), {"value": 1}] for n in range(100_000)]}},
-    "digests": {"digests": {"algorithm": "xxh3-128", "block_bytes": 4 << 20, "tensors": {"a": "0" * 10_000_000}}},
-    "shape": {
+LARGE: dict[str, Callable[[], Any]] = {
+    "deep": lambda: {"tree": nested(300)},
+    "the same tensor often": lambda: {"tree": {"list": ["a"] * 1_000_000}},
+    "keys of one hash": lambda: {"tree": {"dict": [[n * (2**61 - 1), {"value": 1}] for n in range(100_000)]}},
+    "digests": lambda: {
+        "digests": {"algorithm": "xxh3-128", "block_bytes": 4 << 20, "tensors": {"a": "0" * 10_000_000}}
+    },
+    "shape": lambda: {
         "subclasses": {
             "w": {
                 "class": "torch.testing._internal.two_tensor.TwoTensor",
@@ -146,7 +148,7 @@ LARGE: dict[str, Any] = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LARGE)
 def test_large_ones_take_little(tmp_path: Path, name: str) -> None:
-    save_file({"a": torch.ones(2)}, tmp_path / NAME, metadata={KEY: json.dumps({"format": 1, **LARGE[name]})})
+    save_file({"a": torch.ones(2)}, tmp_path / NAME, metadata={KEY: json.dumps({"format": 1, **LARGE[name]()})})
     begin = time.process_time()
     if name == "the same tensor often":
         assert len(ms.open(tmp_path / NAME)) == 1_000_000
