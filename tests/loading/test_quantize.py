@@ -55,6 +55,8 @@ def _configs() -> dict[str, Callable[[], Any]]:
 
 CONFIGS = _configs()
 every_config = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+OTHER_DTYPES = [pytest.param(dtype, marks=pytest.mark.slow) for dtype in (torch.float16, torch.float32)]
+"""What is true of bfloat16 is true of these, in as many tests again."""
 
 
 class Normed(nn.Module):
@@ -81,7 +83,7 @@ def _quantized(config: Callable[[], Any], dtype: torch.dtype) -> tuple[nn.Module
 
 
 @every_config
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, *OTHER_DTYPES], ids=str)
 @pytest.mark.parametrize("skeleton", ["float32", "its dtype", "quantized"])
 def test_what_was_saved_quantized_answers_the_same(
     tmp_path: Path, config: Callable[[], Any], dtype: torch.dtype, skeleton: str
@@ -538,7 +540,7 @@ def _rows(kind: str) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("kind", ["normal", "wide", "ties", "one sign", "zeros"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, *OTHER_DTYPES], ids=str)
 @pytest.mark.parametrize(
     "name", ["int8 per channel", "int8 per group", "int8 and activations", "float8 per row", "intx, 4 bits per group"]
 )
