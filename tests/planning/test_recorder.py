@@ -1,0 +1,106 @@
+"""`needs_walk` and `compare_names`: models without loading code of their own do not run the protocol."""
+
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import modelstate as ms
+from modelstate.planning.recorder import IncompatibleKeys, compare_names, needs_walk
+from modelstate.transaction.slots import slots_of
+
+
+class Net(nn.Module):
+    """Parameters, a buffer and a non-persistent buffer at two levels, and a child that is None."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(2, 2)
+        self.block = nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 2, bias=False))
+        self.register_buffer("scale", torch.ones(2))
+        self.register_buffer("positions", torch.arange(2), persistent=False)
+        self.absent: nn.Module | None = None
+
+
+class Plain(Net):
+    """`Net` without the loading code of batch norms, which depends on a version."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block[0] = nn.LayerNorm(2)
+
+
+def state_of(model: nn.Module) -> dict[str, Any]:
+    """Lacks and exceeds names at every level."""
+    state = {name: value for name, value in model.state_dict().items() if name not in ("first.bias", "block.1.weight")}
+    extra = ("more", "first.more", "block.more", "block.0.more", "absent.more", "positions", "block._extra_state")
+    return {**{name: torch.ones(1) for name in extra}, **state}
+
+
+def test_names_are_compared_as_torch_compares_them() -> None:
+    model, outcome = Plain(), IncompatibleKeys()
+    state = state_of(model)
+    common = compare_names(slots_of(model), state.keys(), outcome)
+    expected = model.load_state_dict(state, strict=False)
+    assert (outcome.missing, outcome.unexpected) == (expected.missing_keys, expected.unexpected_keys)
+    assert common == ["scale", "first.weight", "block.0.weight", "block.0.bias"]
+
+
+def test_names_whose_values_are_taken_are_left_out() -> None:
+    model, outcome = Plain(), IncompatibleKeys()
+    state = model.state_dict()
+    assert compare_names(slots_of(model), state.keys(), outcome, {"scale", "first.bias"}) == [
+        name for name in state if name not in ("scale", "first.bias")
+    ]
+    assert compare_names(slots_of(model), state.keys(), outcome, state.keys()) == []
+    assert outcome == IncompatibleKeys()
+
+
+def hooked(model: nn.Module) -> None:
+    model.block.register_load_state_dict_post_hook(lambda *_: None)  # type: ignore[operator, union-attr]
+
+
+def patched(model: nn.Module) -> None:
+    model.first._load_from_state_dict = lambda *_: None  # type: ignore[union-attr]
+
+
+class Extra(nn.Linear):
+    def set_extra_state(self, state: object) -> None: ...
+
+
+CODE: dict[str, Callable[[Plain], object]] = {
+    "hook": hooked,
+    "method of an object": patched,
+    "method of a class": lambda model: setattr(model, "block", nn.BatchNorm1d(2)),
+    "extra state": lambda model: setattr(model, "first", Extra(2, 2)),
+    "name with a dot": lambda model: model._parameters.update({"a.b": nn.Parameter(torch.ones(1))}),
+}
+
+
+@pytest.mark.parametrize("change", CODE.values(), ids=CODE)
+def test_code_of_the_model_needs_a_walk(change: Callable[[Plain], object]) -> None:
+    model = Plain()
+    assert not needs_walk(slots_of(model), model.state_dict(), {})
+    change(model)
+    assert needs_walk(slots_of(model), model.state_dict(), {})
+
+
+@pytest.mark.parametrize("versions", [{"": {"assign_to_params_buffers": True}}, {"": 1}, "text"])
+def test_versions_that_torch_reads_itself_need_a_walk(versions: object) -> None:
+    assert needs_walk(slots_of(Plain()), ["scale"], versions)
+    assert not needs_walk(slots_of(Plain()), ["scale"], {"": {"version": 1}})
+    assert needs_walk(slots_of(Plain()), [("scale",)], None)
+
+
+def test_a_load_state_dict_that_only_compares_names_says_what_torch_says() -> None:
+    model, other = Plain(), Plain()
+    state = OrderedDict(state_of(model))
+    state["scale"] = torch.ones(3)
+    with pytest.raises(RuntimeError) as expected:
+        other.load_state_dict(state)
+    with pytest.raises(RuntimeError) as caught:
+        ms.load_state_dict(model, state)
+    assert str(caught.value) == str(expected.value)
