@@ -129,6 +129,10 @@ def test_infinite_values_beside_finite_ones_in_float32() -> None:
         assert found[2:4].isnan().all()
         assert [*found[:2].tolist(), *found[4:].tolist()] == [torch.inf, -torch.inf, 0.0, torch.inf, 4.0]
     assert average([torch.tensor([largest])] * 2).item() == largest
+    found = [torch.randn(10_000, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
+    usual = average(found)
+    found[1][7] = torch.inf
+    assert same(average(found)[8:], usual[8:])
 
 
 def test_weights_need_not_add_up_to_one() -> None:

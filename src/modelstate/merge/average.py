@@ -226,7 +226,7 @@ def _sum_in_float32(
 
     Two halves are added, which rounds once. In any other average, the weighted differences to the first tensor are
     subtracted from it: what is rounded is small where the tensors are close to each other, and an element that is equal
-    in all of them stays as it is. Chunks with sums that are infinite or NaN are computed by `by_sum`.
+    in all of them stays as it is. Elements for which the sum is infinite or NaN are computed by `by_sum`.
     """
     total, difference = scratch
     halves = list(weights) == [0.5, 0.5]
@@ -242,12 +242,16 @@ def _sum_in_float32(
                 total.mul_(weights[1])
             for piece, weight in zip(pieces[1:], weights[2:], strict=True):
                 total.add_(torch.sub(base, piece, out=difference), alpha=1 if equal else weight)
-        if not math.isfinite(total.sum().item()):
-            by_sum(chunk, (base, *pieces), first)
-        elif halves:
-            torch.mul(total, 0.5, out=chunk)
+        is_finite = math.isfinite(total.sum().item())
+        result = chunk if is_finite else torch.empty_like(chunk)
+        if halves:
+            torch.mul(total, 0.5, out=result)
         else:
-            torch.sub(base, total, alpha=weights[1] if equal else 1, out=chunk)
+            torch.sub(base, total, alpha=weights[1] if equal else 1, out=result)
+        if not is_finite:
+            is_usual = total.isfinite()
+            by_sum(chunk, (base, *pieces), first)
+            chunk.copy_(torch.where(is_usual, result, chunk))
 
 
 def _same(name: str, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
