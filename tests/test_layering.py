@@ -15,7 +15,18 @@ import modelstate
 SOURCE = Path(modelstate.__file__).parent
 
 ROOMS = (
-    {"version", "lazy", "text_format", "errors", "spec", "problems", "process", "background", "progress"},
+    {
+        "version",
+        "lazy",
+        "text_format",
+        "errors",
+        "spec",
+        "tensor_spec",
+        "problems",
+        "process",
+        "background",
+        "progress",
+    },
     {"html"},
     {"torch_compat"},
     {"remote"},

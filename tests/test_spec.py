@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 import modelstate as ms
 from modelstate import errors
 from modelstate.spec import ByteRange, StoredTensor, StoredTensors, TensorColumns, contiguous_stride, under_names
+from modelstate.tensor_spec import specs_of
 
 
 @given(
@@ -42,17 +43,16 @@ def test_the_short_way_to_a_whole_tensor_gives_the_same(dtype: torch.dtype, shap
 def test_tables_of_tensors_are_mappings(sizes: dict[str, int], new_names: list[str]) -> None:
     described = {name: StoredTensor.whole("uint8", (size,), ByteRange(name, 8, size)) for name, size in sizes.items()}
     single = [
-        StoredTensors({name: 0}, TensorColumns(["uint8"], [[size]], [name], [8], [size]))
+        StoredTensors({name: 0}, TensorColumns(["uint8"], [(size,)], [name], [8], [size]))
         for name, size in sizes.items()
     ]
     table = StoredTensors.joined(single)
     assert table == described
     assert list(table.keys()) == list(table) == list(described)
-    assert table.nbytes_of(table) == list(sizes.values())
     assert all(name in table for name in sizes)
     assert all(table[name] is table[name] for name in sizes)
     for name in sizes:
-        spec = table.spec(name)
+        (spec,) = specs_of(table, [name])
         assert pickle.loads(pickle.dumps(spec)) == spec == ms.TensorSpec(name, (sizes[name],), "uint8", described[name])
         assert (spec.stored, spec.dtype, spec.nbytes) == (described[name], torch.uint8, sizes[name])
     names = {new: old for new, old in zip(new_names, "abcdef", strict=True) if old in sizes}

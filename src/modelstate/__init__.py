@@ -50,12 +50,12 @@ if TYPE_CHECKING:
     from modelstate.serve.export import export as export
     from modelstate.serve.follow import follow as follow
     from modelstate.serve.live import Live as Live
-    from modelstate.spec import TensorSpec as TensorSpec
     from modelstate.store.deadline import Deadline as Deadline
     from modelstate.store.resumable import resumable as resumable
     from modelstate.store.retention import Keep as Keep
     from modelstate.store.store import Store as Store
     from modelstate.suggestion.suggest import suggest as suggest
+    from modelstate.tensor_spec import TensorSpec as TensorSpec
     from modelstate.transaction.references import identity as identity
     from modelstate.transaction.swap_tensors import swap_tensors as swap_tensors
 else:
@@ -75,7 +75,7 @@ else:
             "RNG": "modelstate.objects.rng",
             "SaveReport": "modelstate.checkpoint.write",
             "Store": "modelstate.store.store",
-            "TensorSpec": "modelstate.spec",
+            "TensorSpec": "modelstate.tensor_spec",
             "comparison": "modelstate.comparison",
             "conversion": "modelstate.conversion",
             "convert": "modelstate.conversion.convert",

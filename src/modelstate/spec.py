@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, KeysView, Mapping, Sequence
+from collections.abc import Callable, Iterator, KeysView, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import product
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, NoReturn, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, TypeVar
 
-from modelstate.errors import DamagedFileError, TensorSpecError
+from modelstate.errors import DamagedFileError
 
 if TYPE_CHECKING:
-    import numpy as np
     import torch
 
 
@@ -144,7 +143,7 @@ class StoredTensor:
             import torch
 
             value: Any = getattr(torch, self.dtype_name)
-            _DTYPES[self.dtype_name] = value
+            DTYPES[self.dtype_name] = value
         elif name == "dtype_name":
             value = str(self.dtype).removeprefix("torch.")
         elif name == "stride":
@@ -166,7 +165,7 @@ class StoredTensor:
         tensor: Any = _Unfrozen()
         if type(dtype) is str:
             tensor.dtype_name = dtype
-            if (known := _DTYPES.get(dtype)) is not None:
+            if (known := DTYPES.get(dtype)) is not None:
                 tensor.dtype = known
         else:
             tensor.dtype = dtype
@@ -251,7 +250,7 @@ class _Unfrozen:
     __slots__ = StoredTensor.__slots__
 
 
-_DTYPES: dict[str, torch.dtype] = {}
+DTYPES: dict[str, torch.dtype] = {}
 """The dtypes of torch by their names, as far as they have been looked up."""
 
 
@@ -381,7 +380,7 @@ class Combined:
     @property
     def nbytes(self) -> int:
         """Bytes of all parts, all of which are read."""
-        return sum(map(_elements_bytes, self.parts))
+        return sum(map(elements_bytes, self.parts))
 
     @property
     def thread_bytes(self) -> int:
@@ -411,14 +410,14 @@ class TensorColumns:
 
     dtype_names: Sequence[str]
     """The names that torch has for the dtypes."""
-    shapes: Sequence[Sequence[int]]
+    shapes: Sequence[tuple[int, ...]]
     paths: Sequence[str]
     """The files."""
     starts: Sequence[int]
     """Bytes from the beginning of the file to the first element."""
     nbytes: Sequence[int]
 
-    def rows(self) -> Iterator[tuple[torch.dtype, Sequence[int], str, int, int]]:
+    def rows(self) -> Iterator[tuple[torch.dtype, tuple[int, ...], str, int, int]]:
         """Yields dtype, shape, file, first byte and number of bytes of each tensor."""
         import torch
 
@@ -461,11 +460,6 @@ class StoredTensors(Mapping[str, StoredTensor]):
         """Some of the tensors under other names; `names` has the name here for each new name."""
         return StoredTensors({new: self.rows[old] for new, old in names.items()}, self.columns)
 
-    def nbytes_of(self, names: Iterable[str]) -> list[int]:
-        """The bytes of tensors. Does not create a `StoredTensor`."""
-        rows, nbytes = self.rows, self.columns.nbytes
-        return [nbytes[rows[name]] for name in names]
-
     def keys(self) -> KeysView[str]:
         """The names."""
         return self.rows.keys()
@@ -475,19 +469,9 @@ class StoredTensors(Mapping[str, StoredTensor]):
         if stored is None:
             row, columns = self.rows[name], self.columns
             storage = ByteRange(columns.paths[row], columns.starts[row], columns.nbytes[row])
-            stored = StoredTensor.whole(columns.dtype_names[row], tuple(columns.shapes[row]), storage)
+            stored = StoredTensor.whole(columns.dtype_names[row], columns.shapes[row], storage)
             self._created[name] = stored
         return stored
-
-    def spec(self, name: str) -> TensorSpec:
-        """Describes a tensor. Its `StoredTensor` is created when it is first accessed."""
-        row, columns = self.rows[name], self.columns
-        spec: Any = _UnfrozenSpec()
-        spec.name, spec.shape, spec.dtype_name = name, tuple(columns.shapes[row]), columns.dtype_names[row]
-        spec._tensors = self
-        spec.__class__ = TensorSpec
-        frozen: TensorSpec = spec
-        return frozen
 
     def __contains__(self, name: object) -> bool:
         return name in self.rows
@@ -649,184 +633,12 @@ class Checksum(NamedTuple):
             start = end
 
 
-@dataclass(frozen=True, slots=True, repr=False)
-class TensorSpec:
-    """Describes a tensor of a checkpoint without its data: name, shape, dtype, and where it is stored.
-
-    `checkpoint.tensor(name)` reads the values. Operators, functions of torch and methods of `torch.Tensor` raise
-    `TensorSpecError`.
-
-    Examples:
-        >>> import modelstate, torch
-        >>> spec = modelstate.open({"bias": torch.zeros(4)})["bias"]
-        >>> spec.nbytes
-        16
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    dtype_name: str
-    """The name that torch has for the dtype: "float32"."""
-    stored: Stored = field(compare=False)
-    _tensors: Mapping[str, StoredTensor] | None = field(default=None, compare=False)
-    """Has `stored` where that has not been set yet."""
-
-    def __reduce__(self) -> tuple[object, ...]:
-        """Copies and pickles the tensor without the others of its file."""
-        return TensorSpec, (self.name, self.shape, self.dtype_name, self.stored)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype. Imports torch, unlike `dtype_name`."""
-        return _DTYPES.get(self.dtype_name) or self.stored.dtype
-
-    def __repr__(self) -> str:
-        return f"TensorSpec(name={self.name!r}, shape={self.shape}, dtype=torch.{self.dtype_name})"
-
-    @property
-    def stride(self) -> tuple[int, ...]:
-        """The stride in elements; empty for a composite tensor."""
-        if isinstance(self.stored, Described):
-            return self.stored.stride if isinstance(self.stored, StoredTensor) else ()
-        return tuple(self.stored.stride()) if self.kind == "strided" else ()
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the elements; a view with repeated elements counts each of them."""
-        stored = self.stored
-        if isinstance(stored, Combined):
-            return math.prod(stored.shape) * stored.dtype.itemsize
-        return _elements_bytes(stored)
-
-    @property
-    def kind(self) -> str:
-        """ "strided", or the layout or type of a tensor that is not."""
-        if isinstance(self.stored, StoredTensor):
-            return "strided"
-        if isinstance(self.stored, Described):
-            return self.stored.kind
-        return str(self.stored.layout).removeprefix("torch.")
-
-    @property
-    def location(self) -> ByteRange | None:
-        """The bytes of the file that hold the elements; None for a tensor in memory and for a composite."""
-        return self.stored.extent if isinstance(self.stored, StoredTensor) else None
-
-
-class _UnfrozenSpec:
-    """Becomes a `TensorSpec`."""
-
-    __slots__ = TensorSpec.__slots__
-
-
-def spec_of(name: str, stored: StoredTensor) -> TensorSpec:
-    """Describes a stored tensor, in a third of the time that the constructor takes."""
-    spec: Any = _UnfrozenSpec()
-    spec.name, spec.stored, spec.shape, spec.dtype_name = name, stored, stored.shape, stored.dtype_name
-    spec._tensors = None
-    spec.__class__ = TensorSpec
-    frozen: TensorSpec = spec
-    return frozen
-
-
-def _spec_error(spec: TensorSpec, used: str) -> TensorSpecError:
-    return TensorSpecError(
-        "this is the description of a stored tensor, not the tensor",
-        where=spec.name,
-        expected="a torch.Tensor",
-        found=f"a TensorSpec, on which {used} was called",
-        remedy=f"read it first: checkpoint.tensor({spec.name!r})",
-    )
-
-
-def _stored_or_refused(self: TensorSpec, name: str) -> Stored:
-    """Runs for an attribute that is not set: looks up `stored`, and refuses the attributes of a tensor."""
-    if name == "stored" and self._tensors is not None:
-        stored = self._tensors[self.name]
-        object.__setattr__(self, "stored", stored)
-        return stored
-    if not name.startswith("_"):
-        import torch
-
-        if hasattr(torch.Tensor, name):
-            raise _spec_error(self, f".{name}")
-    raise AttributeError(f"'TensorSpec' object has no attribute {name!r}")
-
-
-def _refusal(name: str) -> Callable[..., NoReturn]:
-    def refuse(self: TensorSpec, *_: object, **__: object) -> NoReturn:
-        raise _spec_error(self, name)
-
-    refuse.__name__ = refuse.__qualname__ = name
-    return refuse
-
-
-def _refuse_function(
-    cls: type[TensorSpec],
-    function: object,
-    types: object,
-    args: Sequence[object] = (),
-    kwargs: Mapping[str, object] | None = None,
-) -> NoReturn:
-    """Runs where a function of torch is called with a `TensorSpec`."""
-    values = (*args, *(kwargs or {}).values())
-    flat = (item for value in values for item in (value if isinstance(value, list | tuple) else (value,)))
-    spec = next(item for item in flat if isinstance(item, cls))
-    raise _spec_error(spec, getattr(function, "__name__", str(function)))
-
-
-_BINARY = "add sub mul truediv floordiv mod pow matmul and or xor lshift rshift"
-_OTHERS = "neg pos abs invert lt le gt ge float int complex getitem setitem len"
-_REFUSED = (
-    *(f"__{side}{name}__" for name in _BINARY.split() for side in ("", "r")),
-    *(f"__{name}__" for name in _OTHERS.split()),
-)
-
-
-def _as_array(self: TensorSpec, dtype: np.dtype | None = None, copy: bool | None = None) -> np.ndarray:
-    """Called by NumPy. An array of dtype object, such as a column of a table, holds the description itself."""
-    import numpy as np
-
-    if dtype is None or np.dtype(dtype) != np.dtype(object):
-        raise _spec_error(self, "__array__")
-    array = np.empty((), dtype=object)
-    array[()] = self
-    return array
-
-
-for _name in _REFUSED:  # set here and not in the class, so that type checkers report these uses
-    setattr(TensorSpec, _name, _refusal(_name))
-TensorSpec.__getattr__ = _stored_or_refused  # type: ignore[attr-defined]
-TensorSpec.__array__ = _as_array  # type: ignore[attr-defined]
-TensorSpec.__bool__ = lambda self: True  # type: ignore[attr-defined]  # Python would call __len__ otherwise
-TensorSpec.__torch_function__ = classmethod(_refuse_function)  # type: ignore[attr-defined]
-
-
-@dataclass(frozen=True, slots=True)
-class Contents:
-    """What the reader of a format returns for a file: the table of contents, without any tensor data."""
-
-    format: str
-    """"torch zip", "torch legacy", "safetensors", "dcp" or "mapping"."""
-    tree: object
-    """Dicts, lists and tuples, with `Stored`, `Encoded` and plain values as leaves. An `OrderedDict` may have torch's
-    `_metadata` as an attribute."""
-    files: tuple[str, ...] = ()
-    """Every file that was read, or that holds tensors."""
-    metadata: Mapping[str, Any] = field(default_factory=dict)
-    """What the file stores about itself: text (the `__metadata__` of safetensors), or an `Encoded`."""
-    checksums: Mapping[ByteRange, Checksum] = field(default_factory=dict)
-    """The checksums of whole storages, as far as the format stores them."""
-    is_sealed: bool = False
-    """Whether everything that the files state about their tensors has been verified with a checksum."""
-
-
 def dtype_name(stored: Stored) -> str:
     """The name that torch has for the dtype of a tensor: "float32"."""
     return stored.dtype_name if isinstance(stored, StoredTensor) else str(stored.dtype).removeprefix("torch.")
 
 
-def _elements_bytes(stored: Stored) -> int:
+def elements_bytes(stored: Stored) -> int:
     """The bytes of a stored tensor, or of the elements of a live one."""
     return stored.nbytes if isinstance(stored, Described) else stored.numel() * stored.itemsize
 

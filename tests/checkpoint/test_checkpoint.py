@@ -22,7 +22,7 @@ from modelstate.checkpoint.checkpoint import Checkpoint
 from modelstate.checkpoint.mapped import Maps
 from modelstate.checkpoint.open import open as open_checkpoint
 from modelstate.errors import KeyNotFoundError, OptionError, ReadFailedError
-from modelstate.spec import TensorSpec
+from modelstate.tensor_spec import TensorSpec
 from modelstate.torch_compat.plain import is_plain_memory
 from tests.formats.files import entry, safetensors_bytes, same
 from tests.formats.torch_files import WEIGHT, as_bytes, rich_tree, saved, training

@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from modelstate.checkpoint.inspect import build, rows
-from modelstate.spec import TensorSpec
+from modelstate.tensor_spec import TensorSpec
 
 
 def specs(*names: str, shapes: dict[str, tuple[int, ...]] | None = None) -> dict[str, TensorSpec]:

@@ -5,28 +5,28 @@ from collections import OrderedDict, UserDict
 
 import torch
 
-from modelstate.checkpoint.open import read_contents
+import modelstate as ms
 
 
 def test_the_mapping_itself_is_the_tree() -> None:
     state = {"weight": torch.ones(2), "nested": {"list": [torch.zeros(1), 3]}}
-    found = read_contents(state)
+    found = ms.open(state).contents
     assert found.tree is state
     assert found.format == "mapping"
-    assert found.files == ()
+    assert found.files == {}
     assert found.metadata == {}
 
 
 def test_metadata_stays_where_it_is() -> None:
     state = torch.nn.BatchNorm1d(3).state_dict()
-    found = read_contents(state)
+    found = ms.open(state).contents
     assert isinstance(found.tree, OrderedDict)
     assert found.tree._metadata == {"": {"version": 2}}  # type: ignore[attr-defined]
 
 
 def test_any_mapping_will_do() -> None:
     state = UserDict({"weight": torch.ones(2)})
-    assert read_contents(state).tree is state
+    assert ms.open(state).contents.tree is state
 
 
 def test_tensors_of_every_kind_are_passed_as_they_are() -> None:
@@ -40,6 +40,6 @@ def test_tensors_of_every_kind_are_passed_as_they_are() -> None:
         "parameter": torch.nn.Parameter(torch.ones(1)),
         "value": object(),
     }
-    tree = read_contents(state).tree
+    tree = ms.open(state).contents.tree
     assert isinstance(tree, dict)
     assert all(tree[name] is state[name] for name in state)

@@ -32,7 +32,6 @@ from safetensors.torch import save, save_file
 import modelstate as ms
 from modelstate.checkpoint.checkpoint import Checkpoint
 from modelstate.checkpoint.open import open as open_checkpoint
-from modelstate.checkpoint.open import read_contents
 from modelstate.errors import (
     DamagedFileError,
     KeyNotFoundError,
@@ -272,7 +271,7 @@ def test_messages_are_short_and_printable(tmp_path: Path) -> None:
         path = tmp_path / "x"
         path.write_bytes(content)
         with pytest.raises(OpenError) as raised:
-            read_contents(path)
+            open_checkpoint(path)
         text = str(raised.value)
         assert len(text) < 1200, name
         assert text.replace("\n", "").isprintable(), name
@@ -448,14 +447,11 @@ def test_an_error_of_the_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
     path = tmp_path / "x.safetensors"
     save_file(STATE, path)
-    with monkeypatch.context() as patch:
-        patch.setattr(system, "pread", fail)
-        with pytest.raises(ReadFailedError):
-            open_checkpoint(path)
-    with monkeypatch.context() as patch:
-        patch.setattr(system, "stat", fail)
-        with pytest.raises(ReadFailedError):
-            open_checkpoint(path)
+    for call, source in (("open", path), ("fstat", path), ("pread", path), ("stat", tmp_path)):
+        with monkeypatch.context() as patch:
+            patch.setattr(system, call, fail)
+            with pytest.raises(ReadFailedError):
+                open_checkpoint(source)
     assert_opens(path)
 
 
@@ -533,7 +529,7 @@ def test_a_file_that_is_written_over_while_it_is_opened(make: Any, tmp_path: Pat
             found = {name: checkpoint.tensor(name).tolist() for name in checkpoint}
         count = len(faults.requests)
         assert found in ({}, {"a": [0.0] * 3, "b": [1.0] * 5}, {"a": [2.0] * 5, "b": [3.0] * 3}), at
-    assert count > 3
+    assert count >= 3
 
 
 @pytest.mark.parametrize("nbytes", [0x80, 0x280, 0x480, 0x1080])

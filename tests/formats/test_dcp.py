@@ -25,12 +25,11 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 
 import modelstate as ms
 from modelstate import errors
-from modelstate.checkpoint.open import read_contents
 from modelstate.io import system
 from modelstate.spec import StoredComposite, StoredTensor
 from tests.formats.dcp_files import Change, boxes_of, halves, write
 from tests.formats.dcp_written import write as write_module
-from tests.formats.torch_files import DTYPES, assert_same, every_byte, is_copied, values
+from tests.formats.torch_files import DTYPES, assert_same, every_byte, is_copied, read_contents, values
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:ComplexHalf")
 

@@ -20,18 +20,18 @@ from modelstate.errors import (
     SourceNotFoundError,
     UnsafePathError,
 )
-from modelstate.formats import safetensors, torch_zip
 from modelstate.formats.recognise import Format, recognise
 from modelstate.formats.sharded import read
-from modelstate.spec import Contents
+from modelstate.formats.tree import Contents
 from tests.formats.files import index_text, same, value
+from tests.formats.torch_files import read_contents
 
 STATE = {f"layers.{i}.weight": torch.full((4, 4), float(i)) for i in range(6)}
 SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
 
 
 def opened(path: Path) -> Mapping[str, Any]:
-    tree = read(str(path), read_file=safetensors.read).tree
+    tree = read(str(path), read_file=read_contents).tree
     assert isinstance(tree, Mapping)
     return tree
 
@@ -69,10 +69,10 @@ def test_what_huggingface_hub_writes(tmp_path: Path) -> None:
 
 def test_the_order_is_that_of_the_shards(tmp_path: Path) -> None:
     path = write(tmp_path, dict(reversed(truth().items())))
-    found = read(str(path), read_file=safetensors.read)
+    found = read(str(path), read_file=read_contents)
     assert list(opened(path)) == list(STATE)
     assert found.format == "safetensors"
-    assert found.files == (str(path), *(str(tmp_path / shard) for shard in SHARDS))
+    assert [*found.files] == [str(path), *(str(tmp_path / shard) for shard in SHARDS)]
     assert found.metadata == {"format": "pt"}
 
 
@@ -81,7 +81,7 @@ def test_metadata_that_differs_says_whose_it_is(tmp_path: Path) -> None:
     save_file(
         {name: STATE[name] for name in list(STATE)[4:]}, tmp_path / SHARDS[1], metadata={"format": "np", "by": "x"}
     )
-    found = read(str(path), read_file=safetensors.read).metadata
+    found = read(str(path), read_file=read_contents).metadata
     assert found == {f"{SHARDS[0]}:format": "pt", f"{SHARDS[1]}:format": "np", "by": "x"}
 
 
@@ -90,7 +90,7 @@ def test_each_shard_is_read_once(tmp_path: Path) -> None:
 
     def read_file(path: str) -> Contents:
         seen.append(os.path.basename(path))
-        return safetensors.read(path)
+        return read_contents(path)
 
     read(str(write(tmp_path)), read_file=read_file)
     assert seen == list(SHARDS)
@@ -103,7 +103,7 @@ def test_shards_of_torch_keep_their_versions(tmp_path: Path) -> None:
     weight_map = {name: f"pytorch_model-0000{1 + (name in second)}-of-00002.bin" for name in [*first, *second]}
     path = tmp_path / "pytorch_model.bin.index.json"
     path.write_text(index_text(weight_map))
-    found = read(str(path), read_file=torch_zip.read)
+    found = read(str(path), read_file=read_contents)
     assert found.format == "torch zip"
     assert isinstance(found.tree, OrderedDict)
     assert list(found.tree) == [*first, *second]
@@ -356,7 +356,7 @@ def test_a_shard_that_is_a_pipe_does_not_block(tmp_path: Path) -> None:
 @pytest.mark.parametrize("tree", [[1], {"a": {"b": 1}, 3: 4}])
 def test_a_shard_that_is_no_flat_mapping(tree: object, tmp_path: Path) -> None:
     with pytest.raises(DamagedFileError, match="flat mapping"):
-        read(str(write(tmp_path)), read_file=lambda path: Contents("torch zip", tree, (path,)))
+        read(str(write(tmp_path)), read_file=lambda path: Contents("torch zip", tree))
 
 
 def test_an_index_of_more_shards_than_are_read_is_not_called_damaged(tmp_path: Path) -> None:

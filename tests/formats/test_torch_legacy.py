@@ -15,9 +15,17 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from modelstate import errors
-from modelstate.formats import torch_legacy
 from modelstate.formats.recognise import LEGACY_MAGIC, Format, recognise
-from tests.formats.torch_files import DTYPES, assert_same, every_byte, is_copied, rich_tree, saved, values
+from tests.formats.torch_files import (
+    DTYPES,
+    assert_same,
+    every_byte,
+    is_copied,
+    read_contents,
+    rich_tree,
+    saved,
+    values,
+)
 from tests.real_files import FILES
 
 
@@ -26,7 +34,7 @@ def old(path: Path, value: object, **options: Any) -> str:
 
 
 def tree(path: str, **options: Any) -> Any:
-    return torch_legacy.read(path, **options).tree
+    return read_contents(path, **options).tree
 
 
 def stream(value: bytes, keys: bytes, storages: bytes = b"") -> bytes:
@@ -73,8 +81,8 @@ def test_a_training_checkpoint(tmp_path: Path, protocol: int) -> None:
     path = old(tmp_path / "x.pt", value, pickle_protocol=protocol)
     assert recognise(Path(path).read_bytes()[:4096]) is Format.TORCH_LEGACY
     assert recognise(Path(path).read_bytes()[:4096]) is not Format.TORCH_ZIP
-    contents = torch_legacy.read(path)
-    assert (contents.format, contents.files) == ("torch legacy", (path,))
+    contents = read_contents(path)
+    assert (contents.format, [*contents.files]) == ("torch legacy", [path])
     assert_same(values(contents), torch.load(path, weights_only=False))
     assert contents.tree["model_state"]._metadata == value["model_state"]._metadata
     one, other = contents.tree["shared"]
@@ -88,19 +96,19 @@ def test_every_dtype(tmp_path: Path, dtype: torch.dtype) -> None:
         pytest.skip(f"this torch copies no tensors of {dtype}")
     # Not all of them can be loaded by torch itself from such a file.
     value = {"a": every_byte(dtype, 64).reshape(4, 16)[1:, ::2], "b": every_byte(dtype, 0)}
-    assert_same(values(torch_legacy.read(old(tmp_path / "x.pt", value))), value)
+    assert_same(values(read_contents(old(tmp_path / "x.pt", value))), value)
 
 
 def test_sparse_and_conjugated(tmp_path: Path) -> None:
     path = old(tmp_path / "x.pt", {"s": torch.eye(3).to_sparse(), "c": torch.randn(3, dtype=torch.complex64).conj()})
     true = torch.load(path)
-    found = values(torch_legacy.read(path))
+    found = values(read_contents(path))
     assert_same(found["s"], true["s"])
     assert torch.equal(found["c"], true["c"])
 
 
 def test_a_storage_alone(tmp_path: Path) -> None:
-    found = values(torch_legacy.read(old(tmp_path / "x.pt", [torch.arange(3).untyped_storage()])))
+    found = values(read_contents(old(tmp_path / "x.pt", [torch.arange(3).untyped_storage()])))
     assert found[0].tolist() == torch.arange(3).view(torch.uint8).tolist()
 
 
@@ -108,7 +116,7 @@ def test_a_storage_alone(tmp_path: Path) -> None:
 def test_pickles_beyond_the_first_megabyte(tmp_path: Path) -> None:
     value = {f"a{i}": torch.full((1,), i) for i in range(8000)} | {"text": "x" * 3_000_000}
     path = old(tmp_path / "x.pt", value)
-    found = values(torch_legacy.read(path))
+    found = values(read_contents(path))
     assert_same(found["a7999"], value["a7999"])
     assert len(found) == 8001
 
@@ -116,7 +124,7 @@ def test_pickles_beyond_the_first_megabyte(tmp_path: Path) -> None:
 def test_a_view_of_a_storage(tmp_path: Path) -> None:
     path = tmp_path / "x.pt"
     path.write_bytes(viewed(("v", 2, 4)))
-    found = torch_legacy.read(str(path))
+    found = read_contents(str(path))
     assert_same(values(found), torch.load(path, weights_only=False))
     assert values(found)["a"].tolist() == [3, 4]
     assert found.tree["a"].storage.nbytes == 24
@@ -125,7 +133,7 @@ def test_a_view_of_a_storage(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", [name for name, file in FILES.items() if file.member.endswith((".pt", ".pth"))])
 def test_published_files(real_file: Callable[[str], Path], name: str) -> None:
     path = str(real_file(name))
-    assert_same(values(torch_legacy.read(path)), torch.load(path, map_location="cpu"))
+    assert_same(values(read_contents(path)), torch.load(path, map_location="cpu"))
 
 
 # One error a failure.
@@ -195,7 +203,7 @@ def test_a_whole_module_is_refused_with_its_classes(tmp_path: Path) -> None:
         tree(path)
     names = {name for name, place in caught.value.refused if place.startswith("net")}
     assert {"torch.nn.modules.container.Sequential", "torch.nn.modules.linear.Linear"} <= names
-    found = torch_legacy.read(path, skip_forbidden=True)
+    found = read_contents(path, skip_forbidden=True)
     assert list(found.tree["net"]) == ["0.weight", "0.bias"]
     assert_same(values(found)["w"], torch.ones(2))
 
@@ -245,7 +253,7 @@ def test_flipped_bits(sample: tuple[Path, bytes], data: st.DataObject) -> None:
         damaged[at] ^= 1 << bit
     path.write_bytes(damaged)
     try:
-        values(torch_legacy.read(str(path)))
+        values(read_contents(str(path)))
     except errors.ModelStateError:
         return
 
@@ -260,7 +268,7 @@ def test_changed_bytes(sample: tuple[Path, bytes]) -> None:
         path.write_bytes(damaged)
         recognise(bytes(damaged[:4096]))
         try:
-            values(torch_legacy.read(str(path)))
+            values(read_contents(str(path)))
         except errors.ModelStateError:
             refused += 1
     assert refused > 50, "most of the bytes say how the rest is read"
@@ -271,4 +279,4 @@ def test_cut_anywhere(sample: tuple[Path, bytes]) -> None:
     for end in range(0, len(true), 7):
         path.write_bytes(true[:end])
         with pytest.raises(errors.TruncatedFileError):
-            torch_legacy.read(str(path))
+            read_contents(str(path))

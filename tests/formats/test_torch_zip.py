@@ -17,15 +17,23 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from modelstate import errors
-from modelstate.formats import torch_zip
 from modelstate.formats.recognise import Format, recognise
 from modelstate.io import system
 from modelstate.spec import Checksum, StoredComposite, StoredTensor
-from tests.formats.torch_files import DTYPES, assert_same, every_byte, is_copied, rich_tree, saved, values
+from tests.formats.torch_files import (
+    DTYPES,
+    assert_same,
+    every_byte,
+    is_copied,
+    read_contents,
+    rich_tree,
+    saved,
+    values,
+)
 
 
 def tree(path: str, **options: Any) -> Any:
-    return torch_zip.read(path, **options).tree
+    return read_contents(path, **options).tree
 
 
 def test_matches_by_content(tmp_path: Path) -> None:
@@ -39,8 +47,8 @@ def test_matches_by_content(tmp_path: Path) -> None:
 def test_a_training_checkpoint(tmp_path: Path, protocol: int) -> None:
     value = rich_tree()
     path = saved(tmp_path / "x.pt", value, pickle_protocol=protocol)
-    contents = torch_zip.read(path)
-    assert (contents.format, contents.files) == ("torch zip", (path,))
+    contents = read_contents(path)
+    assert (contents.format, [*contents.files]) == ("torch zip", [path])
     assert_same(values(contents), torch.load(path, weights_only=False))
     assert type(contents.tree["model_state"]) is type(value["model_state"])
     assert contents.tree["model_state"]._metadata == value["model_state"]._metadata
@@ -57,7 +65,7 @@ def test_every_dtype(tmp_path: Path, dtype: torch.dtype) -> None:
         "none": every_byte(dtype, 0),
     }
     path = saved(tmp_path / "x.pt", value)
-    assert_same(values(torch_zip.read(path)), torch.load(path))
+    assert_same(values(read_contents(path)), torch.load(path))
 
 
 def test_what_a_tensor_says_of_itself(tmp_path: Path) -> None:
@@ -90,7 +98,7 @@ def test_what_a_tensor_says_of_itself(tmp_path: Path) -> None:
 
 def test_checksums_of_storages_are_kept(tmp_path: Path) -> None:
     path = saved(tmp_path / "x.pt", {"a": torch.arange(5.0), "b": torch.empty(0)})
-    contents = torch_zip.read(path)
+    contents = read_contents(path)
     region = contents.tree["a"].storage  # type: ignore[index]
     data = Path(path).read_bytes()[region.start : region.start + region.nbytes]
     assert contents.checksums == {region: Checksum("crc32", 0, f"{zlib.crc32(data):08x}")}
@@ -104,9 +112,9 @@ def test_root_may_be_a_tensor_or_a_list(tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore:TypedStorage")
 def test_a_storage_alone_is_a_flat_tensor(tmp_path: Path) -> None:
     tensor = torch.arange(3.0)
-    found = values(torch_zip.read(saved(tmp_path / "x.pt", {"s": tensor.untyped_storage()})))
+    found = values(read_contents(saved(tmp_path / "x.pt", {"s": tensor.untyped_storage()})))
     assert_same(found["s"], tensor.view(torch.uint8))
-    found = values(torch_zip.read(saved(tmp_path / "y.pt", [tensor.storage(), tensor])))
+    found = values(read_contents(saved(tmp_path / "y.pt", [tensor.storage(), tensor])))
     assert_same(found, [tensor, tensor])
 
 
@@ -122,10 +130,10 @@ def test_any_prefix_and_any_writer(tmp_path: Path) -> None:
         for name in old.namelist():
             new.writestr("ünï code/" + name.partition("/")[2], old.read(name))
     for path in (plain, again):
-        assert_same(values(torch_zip.read(str(path))), value)
+        assert_same(values(read_contents(str(path))), value)
     torch.serialization.set_crc32_options(False)
     try:
-        assert_same(values(torch_zip.read(saved(tmp_path / "nocrc.pt", value))), value)
+        assert_same(values(read_contents(saved(tmp_path / "nocrc.pt", value))), value)
     finally:
         torch.serialization.set_crc32_options(True)
 
@@ -134,7 +142,7 @@ def test_other_devices_are_where_the_file_has_them(tmp_path: Path) -> None:
     value = {"a": torch.arange(5.0), "b": torch.ones(2)}
     path = Path(saved(tmp_path / "x.pt", value))
     edit_record(path, "data.pkl", lambda data: data.replace(b"X\3\0\0\0cpu", b"X\6\0\0\0cuda:0"))
-    assert_same(values(torch_zip.read(str(path))), value)
+    assert_same(values(read_contents(str(path))), value)
 
 
 @pytest.mark.filterwarnings("ignore:Sparse")
@@ -150,7 +158,7 @@ def test_sparse(tmp_path: Path, layout: str) -> None:
         "bsc": lambda: dense.to_sparse_bsc((2, 3)),
     }[layout]()
     path = saved(tmp_path / "x.pt", {"s": made, "p": torch.nn.Parameter(made)})
-    contents = torch_zip.read(path)
+    contents = read_contents(path)
     found = contents.tree["s"]
     assert isinstance(found, StoredComposite)
     assert (found.kind, found.shape, found.dtype) == (f"sparse_{layout}", (4, 6), torch.float32)
@@ -161,7 +169,7 @@ def test_sparse(tmp_path: Path, layout: str) -> None:
 
 def test_sparse_is_checked_when_it_is_built(tmp_path: Path) -> None:
     bad = torch.sparse_coo_tensor(torch.tensor([[7]]), torch.ones(1), (3,), check_invariants=False)
-    contents = torch_zip.read(saved(tmp_path / "x.pt", {"a": {"s": bad}}))
+    contents = read_contents(saved(tmp_path / "x.pt", {"a": {"s": bad}}))
     with pytest.raises(errors.DamagedFileError, match=r"a\.s"):
         values(contents)
 
@@ -169,7 +177,7 @@ def test_sparse_is_checked_when_it_is_built(tmp_path: Path) -> None:
 def test_conjugated_and_negative_views(tmp_path: Path) -> None:
     z = torch.randn(3, 2, dtype=torch.complex64)
     for value in (z.conj(), z.conj().imag, torch._neg_view(z).conj(), torch._neg_view(z)):
-        contents = torch_zip.read(saved(tmp_path / "x.pt", {"v": value, "p": torch.nn.Parameter(value)}))
+        contents = read_contents(saved(tmp_path / "x.pt", {"v": value, "p": torch.nn.Parameter(value)}))
         assert isinstance(contents.tree, dict)
         assert (contents.tree["v"].dtype, contents.tree["v"].shape) == (value.dtype, value.shape)
         assert contents.tree["p"].is_parameter
@@ -408,7 +416,7 @@ def sample(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, bytes, Any, 
         for child in node if isinstance(node, list) else ():
             visit(child)
 
-    visit(torch_zip.read(str(path)).tree)
+    visit(read_contents(str(path)).tree)
     return path.with_name("damaged.pt"), path.read_bytes(), torch.load(path), regions
 
 
@@ -423,7 +431,7 @@ def test_flipped_bits(sample: tuple[Path, bytes, Any, list[range]], data: st.Dat
         damaged[at] ^= 1 << bit
     path.write_bytes(damaged)
     try:
-        found = values(torch_zip.read(str(path)))
+        found = values(read_contents(str(path)))
     except errors.ModelStateError:
         return
     if not any(at in region for at, _ in flips for region in regions):
@@ -440,7 +448,7 @@ def test_bytes_flipped_outside_of_the_tensors(sample: tuple[Path, bytes, Any, li
         damaged[at] ^= 1 << at % 8
         path.write_bytes(damaged)
         try:
-            found = values(torch_zip.read(str(path)))
+            found = values(read_contents(str(path)))
         except errors.ModelStateError:
             continue
         assert_same(found, value)
@@ -454,4 +462,4 @@ def test_cut_anywhere(sample: tuple[Path, bytes, Any, list[range]], data: st.Dat
     end = data.draw(st.integers(begin, len(true)))
     path.write_bytes(true[:begin] + true[end:] if end > begin else true[:begin])
     with pytest.raises(errors.OpenError):
-        torch_zip.read(str(path))
+        read_contents(str(path))

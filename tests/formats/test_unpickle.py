@@ -20,12 +20,11 @@ from hypothesis import strategies as st
 
 import modelstate
 from modelstate import errors
-from modelstate.formats import torch_zip
 from modelstate.formats.construct import construct
 from modelstate.formats.torch_globals import TorchGlobals
 from modelstate.formats.unpickle import Refused, unpickle
 from modelstate.spec import StoredComposite
-from tests.formats.torch_files import assert_same, saved, values
+from tests.formats.torch_files import assert_same, read_contents, saved, values
 
 RUN: list[str] = []
 
@@ -165,12 +164,10 @@ def test_a_command_in_a_checkpoint_does_not_run(tmp_path: Path) -> None:
     marker = tmp_path / "ran"
     path = saved(tmp_path / "x.pt", {"a": torch.ones(2), "b": Command(marker)})
     legacy = saved(tmp_path / "y.pt", {"a": torch.ones(2), "b": Command(marker)}, _use_new_zipfile_serialization=False)
-    from modelstate.formats import torch_legacy
-
-    for read, file in ((torch_zip.read, path), (torch_legacy.read, legacy)):
+    for file in (path, legacy):
         with pytest.raises(errors.ForbiddenGlobalError, match=r"posix\.system at b"):
-            read(file)
-        assert repr(read(file, skip_forbidden=True).tree["b"]) == "<refused posix.system>"
+            read_contents(file)
+        assert repr(read_contents(file, skip_forbidden=True).tree["b"]) == "<refused posix.system>"
     assert not marker.exists()
 
 
@@ -256,7 +253,7 @@ def training_state() -> dict[str, Any]:
 def test_every_refused_name_comes_at_once(tmp_path: Path) -> None:
     path = saved(tmp_path / "x.pt", training_state())
     with pytest.raises(errors.ForbiddenGlobalError) as caught:
-        torch_zip.read(path)
+        read_contents(path)
     refused = caught.value.refused
     assert ("argparse.Namespace", "args") in refused
     assert ("datetime.date", "args.when.0") in refused
@@ -271,24 +268,24 @@ def test_every_refused_name_comes_at_once(tmp_path: Path) -> None:
     given = eval(f"dict(path={pasted[1].partition(', ')[0]}, {pasted[1].partition(', ')[2]})")
     assert given["path"] == path
     assert given["allow"] == list(caught.value.allow)
-    contents = torch_zip.read(path, allow=given["allow"])
+    contents = read_contents(path, allow=given["allow"])
     assert repr(contents.tree) == repr(training_state())
     assert contents.tree["bag"].note == "n"
-    skipped = torch_zip.read(path, skip_forbidden=True).tree
+    skipped = read_contents(path, skip_forbidden=True).tree
     assert repr(skipped["args"]) == "<refused argparse.Namespace>"
     assert repr(skipped["history"][1][1]) == f"<refused {HERE}.Point>"
 
 
 def test_allowing_by_object_and_by_torchs_list(tmp_path: Path) -> None:
     path = saved(tmp_path / "x.pt", {"p": Point(1, 2)})
-    assert torch_zip.read(path, allow=[Point]).tree == {"p": Point(1, 2)}
-    assert torch_zip.read(path, allow=[(Point, f"{HERE}.Point")]).tree == {"p": Point(1, 2)}
+    assert read_contents(path, allow=[Point]).tree == {"p": Point(1, 2)}
+    assert read_contents(path, allow=[(Point, f"{HERE}.Point")]).tree == {"p": Point(1, 2)}
     with torch.serialization.safe_globals([Point]):
-        assert torch_zip.read(path).tree == {"p": Point(1, 2)}
+        assert read_contents(path).tree == {"p": Point(1, 2)}
     with pytest.raises(errors.ForbiddenGlobalError):
-        torch_zip.read(path)
+        read_contents(path)
     with pytest.raises(errors.SourceTypeError, match="allow"):
-        torch_zip.read(path, allow=[3])
+        read_contents(path, allow=[3])
 
 
 class Outer:
@@ -330,7 +327,7 @@ def test_depth() -> None:
 def test_numpy_under_its_old_and_new_names(tmp_path: Path) -> None:
     path = saved(tmp_path / "x.pt", {"a": np.float32(1.5)})
     for name in ("numpy.core.multiarray.scalar", "numpy._core.multiarray.scalar"):
-        assert torch_zip.read(path, allow=[name, "numpy.dtype"]).tree == {"a": np.float32(1.5)}
+        assert read_contents(path, allow=[name, "numpy.dtype"]).tree == {"a": np.float32(1.5)}
 
 
 def test_nothing_allowed_runs_before_all_is_known_to_be_good() -> None:
@@ -364,8 +361,8 @@ def test_an_allowed_class_that_raises_is_our_error() -> None:
 def test_tensors_in_an_allowed_object_are_unsupported(tmp_path: Path) -> None:
     path = saved(tmp_path / "x.pt", {"p": Point(1, torch.ones(2)), "t": torch.ones(1)})
     with pytest.raises(errors.UnsupportedTensorError, match="Point"):
-        torch_zip.read(path, allow=[Point])
-    assert_same(values(torch_zip.read(path, skip_forbidden=True))["t"], torch.ones(1))
+        read_contents(path, allow=[Point])
+    assert_same(values(read_contents(path, skip_forbidden=True))["t"], torch.ones(1))
 
 
 # Subclasses of tensors.
@@ -403,9 +400,9 @@ def test_a_wrapper_subclass(tmp_path: Path) -> None:
     path = saved(tmp_path / "x.pt", {"w": both, "p": torch.nn.Parameter(scaled(), requires_grad=True), "same": both})
     allow = [Scaled, Colour]
     with pytest.raises(errors.ForbiddenGlobalError) as caught:
-        torch_zip.read(path)
+        read_contents(path)
     assert {name for name, _ in caught.value.refused} == {f"{HERE}.Scaled", f"{HERE}.Colour"}
-    contents = torch_zip.read(path, allow=allow)
+    contents = read_contents(path, allow=allow)
     found = contents.tree["w"]
     assert isinstance(found, StoredComposite)
     assert (found.kind, found.shape, found.dtype) == (f"{HERE}.Scaled", (2, 3), torch.float32)
@@ -415,14 +412,14 @@ def test_a_wrapper_subclass(tmp_path: Path) -> None:
     assert type(made) is Scaled
     assert made.how is Colour.RED
     assert torch.equal(made.plain(), scaled().plain())
-    assert repr(torch_zip.read(path, skip_forbidden=True).tree["w"]) == f"<refused {HERE}.Scaled>"
+    assert repr(read_contents(path, skip_forbidden=True).tree["w"]) == f"<refused {HERE}.Scaled>"
 
 
 def test_a_subclass_with_a_storage(tmp_path: Path) -> None:
     marked = torch.arange(4.0).as_subclass(Marked)
     marked.note = ["a", torch.ones(1)]  # type: ignore[attr-defined]
     path = saved(tmp_path / "x.pt", [marked])
-    made = values(torch_zip.read(path, allow=[Marked]))[0]
+    made = values(read_contents(path, allow=[Marked]))[0]
     assert type(made) is Marked
     assert made.note[0] == "a"
     assert_same(made.note[1], torch.ones(1))
@@ -434,7 +431,7 @@ def test_torchaos_subclasses(tmp_path: Path) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(64, 32), torch.nn.Linear(32, 32))
     torchao.quantize_(model, torchao.Int8WeightOnlyConfig())
     path = saved(tmp_path / "x.pt", model.state_dict())
-    contents = torch_zip.read(path)
+    contents = read_contents(path)
     true = torch.load(path)
     found = values(contents)
     assert contents.tree["0.weight"].kind == "torchao.quantization.Int8Tensor"

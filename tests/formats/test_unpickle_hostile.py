@@ -17,13 +17,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from modelstate import errors
-from modelstate.formats import torch_zip
 from modelstate.formats.construct import construct
 from modelstate.formats.torch_globals import TorchGlobals
 from modelstate.formats.unpickle import Storage, _Machine, unpickle
 from modelstate.spec import ByteRange, StoredTensor
 from tests.formats.test_unpickle import Point, loads
-from tests.formats.torch_files import saved, tensor
+from tests.formats.torch_files import read_contents, saved, tensor
 
 
 def deep_key(levels: int) -> bytes:
@@ -50,7 +49,7 @@ def test_containers_that_cannot_be_loaded_have_a_remedy(tmp_path: Path) -> None:
         deep = [deep]
     for number, value in enumerate((ring, deep)):
         with pytest.raises(errors.DamagedFileError, match=r"holds itself|too deep") as caught:
-            torch_zip.read(saved(tmp_path / f"{number}.pt", {"a": value}))
+            read_contents(saved(tmp_path / f"{number}.pt", {"a": value}))
         assert "state dicts" in caught.value.remedy
 
 
@@ -153,14 +152,14 @@ def test_impossible_tensors(tmp_path: Path, args: tuple[Any, ...], error: type[E
 
     path = saved(tmp_path / "x.pt", {"a": [Made()]})
     with pytest.raises(error, match=says) as caught:
-        torch_zip.read(path)
+        read_contents(path)
     if error is not errors.DamagedFileError:
         assert "a.0" in str(caught.value)
 
 
 def test_stride_0_stands_for_more_than_the_file(tmp_path: Path) -> None:
     path = saved(tmp_path / "x.pt", {"a": torch.ones(1).expand(10**12)})
-    stored = torch_zip.read(path).tree["a"]
+    stored = read_contents(path).tree["a"]
     assert (stored.nbytes, stored.extent.nbytes) == (4 * 10**12, 4)
     assert tensor(stored).stride() == (0,)
 

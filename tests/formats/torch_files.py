@@ -6,7 +6,9 @@ from typing import Any
 
 import torch
 
-from modelstate.spec import Contents, StoredComposite, StoredTensor
+import modelstate as ms
+from modelstate.formats.tree import Contents
+from modelstate.spec import StoredComposite, StoredTensor
 
 DTYPES = sorted(
     (
@@ -20,6 +22,11 @@ DTYPES = sorted(
     key=str,
 )
 """Every dtype that torch can save and load, without the quantized ones."""
+
+
+def read_contents(path: object, **options: Any) -> Contents:
+    """What the reader of a file returns for it."""
+    return ms.open(path, **options).contents  # type: ignore[arg-type]
 
 
 def is_copied(dtype: torch.dtype) -> bool:

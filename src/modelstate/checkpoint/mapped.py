@@ -14,7 +14,7 @@ from modelstate.errors import OptionError, ReadFailedError, SourceTypeError
 from modelstate.formats.recognise import Format, recognise
 from modelstate.io import system
 from modelstate.io.engine import read_ranges
-from modelstate.io.files import FileFingerprint, check_mapped, open_regular, open_unchanged
+from modelstate.io.files import FileFingerprint, check_mapped, open_regular, open_unchanged, pread_fully
 from modelstate.io.lease import hold
 from modelstate.io.linux import MAP_NORESERVE
 from modelstate.remote.location import is_remote
@@ -206,7 +206,7 @@ class Maps:
             if fingerprint is not None and (status.st_ino, status.st_dev) != (fingerprint.inode, fingerprint.device):
                 return True  # the path names another file
             try:
-                head = system.pread_fully(descriptor, _HEAD_BYTES, 0)
+                head = pread_fully(descriptor, _HEAD_BYTES, 0)
             except OSError as error:
                 raise ReadFailedError("the file cannot be read", where=path, found=error) from error
             if len(head) < min(_HEAD_BYTES, status.st_size):

@@ -37,7 +37,8 @@ from modelstate.html.page import Kind, Page, Shown, area_chart
 from modelstate.io.engine import read_ranges
 from modelstate.io.tensors import read_tensor
 from modelstate.progress import progress_bar
-from modelstate.spec import Stored, TensorSpec, bytes_key, pieces
+from modelstate.spec import Stored, bytes_key, pieces
+from modelstate.tensor_spec import TensorSpec
 from modelstate.text_format import columns, count, folded, listed, printable, seconds, size
 from modelstate.torch_compat.dtypes import short
 from modelstate.torch_compat.plain import has_its_memory, is_plain, remedies_for

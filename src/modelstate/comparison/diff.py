@@ -41,15 +41,9 @@ from modelstate.rules.expression import Derived, lacks_values, leaves, region, v
 from modelstate.rules.expression import Source as TensorSource
 from modelstate.rules.rule import Entries, Rule, Value, as_code
 from modelstate.rules.schema import Schema, apply_rules, check_rules
-from modelstate.spec import (
-    Combined,
-    StoredTensor,
-    TensorSpec,
-    bytes_key,
-    dtype_name,
-    own_bytes,
-)
+from modelstate.spec import Combined, StoredTensor, bytes_key, dtype_name, own_bytes
 from modelstate.suggestion.suggest import suggest_between
+from modelstate.tensor_spec import TensorSpec
 from modelstate.text_format import count, listed, printable
 from modelstate.torch_compat.plain import is_plain, remedies_for, same_place
 

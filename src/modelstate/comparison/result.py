@@ -13,9 +13,7 @@ import torch
 from modelstate.comparison.difference import Difference
 from modelstate.errors import OptionError
 from modelstate.html.page import Kind, Page, Shown, bar_chart, heat_chart
-from modelstate.spec import (
-    TensorSpec,
-)
+from modelstate.tensor_spec import TensorSpec
 from modelstate.text_format import as_given, columns, count, folded, listed, printable, seconds, shorten, size
 from modelstate.torch_compat.dtypes import short
 

@@ -31,12 +31,13 @@ from modelstate.formats.recognise import Format, recognise
 from modelstate.formats.sharded import safe_paths
 from modelstate.formats.torch_globals import MAX_INDEX, TorchGlobals, dims, is_never
 from modelstate.formats.torch_zip import Archive
+from modelstate.formats.tree import Contents
 from modelstate.formats.unpickle import (
     DeferredCall,
     unpickle,
 )
-from modelstate.io.files import SourceFile
-from modelstate.spec import Assemble, ByteRange, Checksum, Contents, Refused, StoredComposite, StoredTensor
+from modelstate.io.files import FileFingerprint, SourceFile
+from modelstate.spec import Assemble, ByteRange, Checksum, Refused, StoredComposite, StoredTensor
 from modelstate.text_format import excerpt, listed
 
 _DCP = "torch.distributed.checkpoint."
@@ -91,14 +92,14 @@ class Metadata:
     """The path of each item in the state dict, in the order of the state dict."""
 
 
-def read_metadata(path: str, *, allow: Sequence[object] = (), skip_forbidden: bool = False) -> Metadata:
+def _read_metadata(file: SourceFile, *, allow: Sequence[object] = (), skip_forbidden: bool = False) -> Metadata:
     """Reads and checks a `.metadata` file.
 
     Besides torch's classes the file may contain the allowed ones, also in the place of torch's, as subclasses of other
     libraries do. They are not created either, and a name that is given as text is not imported.
 
     Args:
-        path: The file.
+        file: The file.
         allow: Additional classes that the file may contain.
         skip_forbidden: Whether other names are ignored instead of raising.
 
@@ -109,8 +110,7 @@ def read_metadata(path: str, *, allow: Sequence[object] = (), skip_forbidden: bo
         TruncatedFileError: The file ends too early.
         UnsupportedTensorError: Items were transformed when they were written.
     """
-    with SourceFile(path) as file:
-        data = file.read(0, file.nbytes, "the metadata")
+    path, data = file.path, file.read(0, file.nbytes, "the metadata")
     others = ((_StandIn, entry) if isinstance(entry, str) else entry for entry in allow)
     names = TorchGlobals([*others, *((stand_in, name) for name, stand_in in _STAND_INS.items())])
     try:
@@ -381,14 +381,14 @@ FORMAT = "dcp"
 KIND = "dcp shards"
 
 
-def read(path: str, *, allow: Sequence[object] = (), skip_forbidden: bool = False) -> Contents:
+def read(file: SourceFile, *, allow: Sequence[object] = (), skip_forbidden: bool = False) -> Contents:
     """Reads the table of contents of a checkpoint.
 
     Reads the metadata, the tables of all archives, and the values other than tensors. A tensor that was saved in
     several chunks is a composite of them.
 
     Args:
-        path: The file `.metadata`.
+        file: The file `.metadata`.
         allow: As of `torch_zip.read`, for the values other than tensors. The metadata may contain these names, too, but
             no objects of them are created.
         skip_forbidden: Leave placeholders for other classes and functions, instead of raising.
@@ -401,12 +401,13 @@ def read(path: str, *, allow: Sequence[object] = (), skip_forbidden: bool = Fals
         UnsupportedTensorError: As of `torch_zip.read`; also for items that were transformed when they were written.
         OpenError: A file is damaged; a subclass says how.
     """
-    metadata = read_metadata(path, allow=allow, skip_forbidden=skip_forbidden)
-    directory = os.path.dirname(path)
+    metadata = _read_metadata(file, allow=allow, skip_forbidden=skip_forbidden)
+    path, directory = file.path, os.path.dirname(file.path)
     files = sorted({place.file for place in metadata.places.values()})
     paths = dict(zip(files, safe_paths(path, directory, files), strict=True))
     names = TorchGlobals(allow)
-    archives = _read_archives(metadata.places, paths, names)
+    fingerprints = {path: file.fingerprint}
+    archives = _read_archives(metadata.places, paths, names, fingerprints)
     values: Any = construct(
         {
             name: archives[name, None].value
@@ -425,16 +426,21 @@ def read(path: str, *, allow: Sequence[object] = (), skip_forbidden: bool = Fals
     checksums: dict[ByteRange, Checksum] = {}
     for archive in archives.values():
         checksums.update(archive.checksums)
-    return Contents(FORMAT, _tree(values, metadata, path), (path, *paths.values()), checksums=checksums)
+    return Contents(FORMAT, _tree(values, metadata, path), fingerprints, checksums=checksums)
 
 
 def _read_archives(
-    places: Mapping[Index, Place], paths: Mapping[str, str], names: TorchGlobals
+    places: Mapping[Index, Place],
+    paths: Mapping[str, str],
+    names: TorchGlobals,
+    fingerprints: dict[str, FileFingerprint],
 ) -> dict[Index, Archive]:
+    """Reads all archives, and adds the fingerprints of their files."""
     archives: dict[Index, Archive] = {}
     ordered = sorted(places.items(), key=lambda item: (item[1].file, item[1].start))
     for name, path in paths.items():
         with SourceFile(path) as file:
+            fingerprints[path] = file.fingerprint
             while len(archives) < len(ordered) and ordered[len(archives)][1].file == name:
                 index, place = ordered[len(archives)]
                 archives[index] = _read_archive(file, index, place, names)

@@ -94,8 +94,7 @@ class ManifestState:
 
 def check_size(text: str) -> None:
     """Raises `ValueError` for a manifest that is too large to be parsed."""
-    # A text that is shorter than that has no more parts.
-    parts = sum(text.count(char) for char in ",[{") if len(text) > MAX_PARTS else 0
+    parts = sum(text.count(char) for char in ",[{")
     if len(text) > MAX_BYTES or parts > MAX_PARTS:
         limits = f"at most {size(MAX_BYTES)} and {MAX_PARTS:,}"
         raise ValueError(f"values that are not tensors, of {size(len(text))} in {parts:,} parts; {limits} are read")
@@ -123,8 +122,10 @@ def apply(tensors: StoredTensors, text: str, path: str, place: str, allow: Seque
     where = f"{path}: {place}[{KEY!r}]"
     manifest = _parse(text, where)
     metadata: dict[str, object] = {"schema": manifest["schema"]} if "schema" in manifest else {}
-    checksums = _checksums(manifest.get("digests", {}), tensors, where)
-    hidden = {name: tensors[name] for name in _names(manifest.get("extra_tensors", []), tensors, where)}
+    checksums = _checksums(manifest["digests"], tensors, where) if manifest.get("digests") else {}
+    hidden: dict[str, StoredTensor] = {}
+    if names := manifest.get("extra_tensors"):
+        hidden = {name: tensors[name] for name in _names(names, tensors, where)}
     if "attached" in manifest:
         metadata["extra"] = Encoded(manifest["attached"], hidden, f"{path}: extra")
     composites: dict[str, Stored] = {}
@@ -140,8 +141,9 @@ def apply(tensors: StoredTensors, text: str, path: str, place: str, allow: Seque
         except ValueError as error:
             raise damaged(where, f"{quote(name)}: {error}") from error
         parts.update(used)
-    aliases = manifest.get("aliases", {})
-    owners = _names(list(aliases.values()), known, where)
+    aliases, owners = manifest.get("aliases", {}), list[str]()
+    if aliases:
+        owners = _names(list(aliases.values()), known, where)
     for alias, owner in zip(aliases, owners, strict=True):
         if alias in tensors or owner in hidden:
             raise damaged(where, f"{quote(alias)} is another name of {quote(owner)}, and one of them means more")
@@ -149,9 +151,9 @@ def apply(tensors: StoredTensors, text: str, path: str, place: str, allow: Seque
         return ManifestState(_Tree(known, path, where).node(manifest["tree"], ""), metadata, checksums)
     state: Any = tensors
     if hidden or composites or aliases:
-        names = {name: name for name in known if name not in hidden and name not in parts}
-        names.update(zip(aliases, owners, strict=True))
-        state = under_names(known if composites else tensors, names)
+        old_names = {name: name for name in known if name not in hidden and name not in parts}
+        old_names.update(zip(aliases, owners, strict=True))
+        state = under_names(known if composites else tensors, old_names)
     extra = manifest.get("extra", {})
     if extra or composites:
         state = OrderedDict(state)
@@ -220,15 +222,13 @@ class _Tree:
 
 
 def _checksums(fields: Mapping[str, Any], tensors: StoredTensors, where: str) -> Mapping[ByteRange, Checksum]:
-    if not fields:
-        return {}
     digests, parts = fields.get("tensors"), fields.get("parts", {})
     is_known = fields.get("algorithm") == ALGORITHM and fields.get("block_bytes") == BLOCK_BYTES
     if not is_known or type(digests) is not dict or type(parts) is not dict:
         raise damaged(where, f"digests of another kind: {str(fields)[:80]}")
-    if not digests.keys() <= tensors.keys():
+    if not digests.keys() <= tensors.rows.keys():
         _names(list(digests), tensors, where)
-    sizes = tensors.nbytes_of(digests)
+    sizes = [tensors.columns.nbytes[tensors.rows[name]] for name in digests]
     values = list(digests.values())
     lengths = [-(-nbytes // BLOCK_BYTES) * HEX for nbytes in sizes]
     if parts:
@@ -265,7 +265,7 @@ def are_usual_versions(versions: Mapping[str, Any]) -> bool:
             type(entry) is dict and entry.keys() == {"version"} and type(entry["version"]) is int
             for entry in versions.values()
         )
-        and is_unicode(paths)
+        and (paths.isascii() or is_unicode(paths))
         and not paths.startswith("$")  # as a tag of the encoding does
     )
 
@@ -286,7 +286,8 @@ def _versions(tree: object, where: str) -> OrderedDict[str, object]:
 
 def _parse(text: str, where: str) -> dict[str, Any]:
     try:
-        check_size(text)
+        if len(text) > MAX_PARTS:  # otherwise it has no more parts than that
+            check_size(text)
         manifest = json.loads(text, object_pairs_hook=_unique, parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
         raise damaged(where, str(error) if isinstance(error, ValueError) else "nested too deeply") from error
@@ -447,9 +448,8 @@ SEAL = "modelstate_seal"
 OPEN_SEAL = f"{ALGORITHM}:{'0' * HEX}"
 
 
-def digest(data: bytes | memoryview) -> str:
-    """The hexadecimal XXH3-128 digest of `data`."""
-    return xxhash.xxh3_128_hexdigest(data)
+digest = xxhash.xxh3_128_hexdigest
+"""The hexadecimal XXH3-128 digest of some bytes."""
 
 
 def sealed(data: bytes) -> bytes:

@@ -53,6 +53,8 @@ def recognise(head: bytes, path: str = "") -> Format | None:
         head: The first `HEAD_BYTES` of the file.
         path: Its path: damaged indexes and metadata of torch.distributed.checkpoint are recognised by their names.
     """
+    if head[8:9] == b"{" and int.from_bytes(head[:8], "little") <= MAX_HEADER_BYTES:
+        return Format.SAFETENSORS
     if head.lstrip(b" \t\r\n").startswith(b"{") and (
         b'"weight_map"' in head or path.partition("?")[0].endswith(_INDEX_SUFFIX)
     ):

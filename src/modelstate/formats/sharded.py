@@ -31,7 +31,7 @@ from contextlib import AbstractContextManager, ExitStack, closing, contextmanage
 from dataclasses import dataclass
 from functools import partial
 from pathlib import PurePosixPath, PureWindowsPath
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 from modelstate.errors import (
     DamagedFileError,
@@ -58,6 +58,7 @@ from modelstate.formats.safetensors import (
 )
 from modelstate.formats.safetensors import write as write_tensors
 from modelstate.formats.safetensors import write_in_order as write_tensors_in_order
+from modelstate.formats.tree import Contents
 from modelstate.io import system
 from modelstate.io.atomic import (
     LOCK_TIMEOUT_SECONDS,
@@ -72,13 +73,13 @@ from modelstate.io.atomic import (
     unfinished_file,
     write_errors,
 )
-from modelstate.io.files import SourceFile, forget_fingerprint
+from modelstate.io.files import FileFingerprint, SourceFile
 from modelstate.io.lock import is_at
-from modelstate.remote.file import open_all
+from modelstate.remote.file import forget, open_all
 from modelstate.remote.location import Location, beside, is_remote, locate
 from modelstate.remote.requests import cleanup
 from modelstate.remote.upload import ObjectWriter, exists, get, head, is_absent, new_object, remove
-from modelstate.spec import Contents, Described, LazyMapping, StoredTensor, StoredTensors
+from modelstate.spec import Described, LazyMapping, StoredTensor, StoredTensors
 from modelstate.text_format import listed, quote
 from modelstate.torch_compat.values import set_version_metadata, version_metadata
 
@@ -99,8 +100,15 @@ _MOST_METADATA = 100
 _MOST_PARTS = MAX_NAMES + manifest.MAX_PARTS
 _MOST_TRIES = 20
 
-_Index = tuple[dict[str, str], dict[str, str]]
-"""The shard of each tensor by name, and the metadata that `modelstate.save` has written."""
+
+class Index(NamedTuple):
+    """The content of an index."""
+
+    weight_map: dict[str, str]
+    """The shard of each tensor by name."""
+    metadata: dict[str, str]
+    """The metadata that `modelstate.save` has written."""
+    fingerprint: FileFingerprint
 
 
 def read(index_path: str, *, read_file: Callable[[str], Contents], allow: Sequence[object] = ()) -> Contents:
@@ -123,9 +131,9 @@ def read(index_path: str, *, read_file: Callable[[str], Contents], allow: Sequen
     index = read_index(index_path)
     for _ in range(_MOST_TRIES):
         try:
-            return _read(index_path, *index, read_file, allow)
+            return _read(index_path, index, read_file, allow)
         except ModelStateError:
-            forget_fingerprint(index_path)
+            forget(index_path)
             try:
                 current = read_index(index_path)
             except ModelStateError:
@@ -133,16 +141,11 @@ def read(index_path: str, *, read_file: Callable[[str], Contents], allow: Sequen
             if current is None or current == index:
                 raise
             index = current
-    return _read(index_path, *index, read_file, allow)
+    return _read(index_path, index, read_file, allow)
 
 
-def _read(
-    index_path: str,
-    weight_map: dict[str, str],
-    metadata: dict[str, str],
-    read_file: Callable[[str], Contents],
-    allow: Sequence[object],
-) -> Contents:
+def _read(index_path: str, index: Index, read_file: Callable[[str], Contents], allow: Sequence[object]) -> Contents:
+    weight_map, metadata, fingerprint = index
     directory = os.path.dirname(index_path)
     shards = sorted(set(weight_map.values()))
     paths = safe_paths(index_path, directory, shards)
@@ -165,7 +168,9 @@ def _read(
     checksums = LazyMapping(
         lambda: {extent: checksum for shard in contents.values() for extent, checksum in shard.checksums.items()}
     )
-    files, own_metadata = (index_path, *paths), merged_metadata(contents)
+    files, own_metadata = {index_path: fingerprint}, merged_metadata(contents)
+    for shard in contents.values():
+        files.update(shard.files)
     if manifest.KEY not in metadata:
         return Contents(" and ".join(formats), merged, files, own_metadata, checksums)
     if not isinstance(merged, StoredTensors):
@@ -184,8 +189,8 @@ def _read(
     )
 
 
-def read_index(index_path: str) -> _Index:
-    """The shard of each tensor by name, and the metadata that `modelstate.save` has written."""
+def read_index(index_path: str) -> Index:
+    """Reads an index. Raises `OpenError` and `ChecksumError`."""
     with SourceFile(index_path) as file:
         if file.nbytes > MAX_INDEX_BYTES:
             raise DamagedFileError(
@@ -194,7 +199,7 @@ def read_index(index_path: str) -> _Index:
                 expected=f"at most {MAX_INDEX_BYTES:,} bytes",
                 found=f"{file.nbytes:,} bytes",
             )
-        text = file.read(0, file.nbytes, "the index")
+        text, fingerprint = file.read(0, file.nbytes, "the index"), file.fingerprint
     weight_map: dict[str, str] | None = None
     metadata: dict[str, str] = {}
     try:
@@ -239,7 +244,7 @@ def read_index(index_path: str) -> _Index:
         )
     if SEAL in metadata:
         check_seal(text, metadata[SEAL], index_path)
-    return weight_map, metadata
+    return Index(weight_map, metadata, fingerprint)
 
 
 def safe_paths(index_path: str, directory: str, shards: list[str]) -> list[str]:

@@ -15,6 +15,7 @@ from modelstate.errors import (
 from modelstate.formats.construct import construct
 from modelstate.formats.recognise import LEGACY_MAGIC, is_legacy_tar
 from modelstate.formats.torch_globals import StorageType, TorchGlobals
+from modelstate.formats.tree import Contents
 from modelstate.formats.unpickle import (
     Allowed,
     Storage,
@@ -22,7 +23,7 @@ from modelstate.formats.unpickle import (
     unpickle,
 )
 from modelstate.io.files import MAX_STRUCTURE_BYTES, SourceFile
-from modelstate.spec import ByteRange, Contents, Refused
+from modelstate.spec import ByteRange, Refused
 
 FORMAT = "torch legacy"
 VERSION = 1001
@@ -33,24 +34,24 @@ _FIRST_BYTES = 1 << 20
 Persistent = Callable[[tuple[object, ...]], object]
 
 
-def read(path: str, *, allow: Sequence[object] = (), skip_forbidden: bool = False) -> Contents:
+def read(file: SourceFile, *, allow: Sequence[object] = (), skip_forbidden: bool = False) -> Contents:
     """Reads the table of contents of a file that `torch.save` wrote before 1.6, or later with its old format.
 
     Reads the pickles and the length in front of each storage, but no tensor except what lies close to the pickles. For
     the arguments and errors see `modelstate.formats.torch_zip.read`.
     """
-    with SourceFile(path) as file:
-        if is_legacy_tar(file.read(0, min(file.nbytes, 512), "the beginning")):
-            raise UnknownFormatError(
-                "a checkpoint of PyTorch before 0.2, which is not read here",
-                where=path,
-                remedy="if you trust it, load it with torch.load(path, weights_only=False) and save it with torch.save",
-            )
-        try:
-            return Contents(FORMAT, _tree(file, allow, skip_forbidden), (path,))
-        except OpenError as error:
-            error.where = error.where if error.where.startswith(path) else f"{path}: {error.where}".rstrip(": ")
-            raise
+    path = file.path
+    if is_legacy_tar(file.read(0, min(file.nbytes, 512), "the beginning")):
+        raise UnknownFormatError(
+            "a checkpoint of PyTorch before 0.2, which is not read here",
+            where=path,
+            remedy="if you trust it, load it with torch.load(path, weights_only=False) and save it with torch.save",
+        )
+    try:
+        return Contents(FORMAT, _tree(file, allow, skip_forbidden), {path: file.fingerprint})
+    except OpenError as error:
+        error.where = error.where if error.where.startswith(path) else f"{path}: {error.where}".rstrip(": ")
+        raise
 
 
 def _tree(file: SourceFile, allow: Sequence[object], skip_forbidden: bool) -> object:

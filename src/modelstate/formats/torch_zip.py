@@ -26,7 +26,7 @@ from modelstate.formats.construct import construct
 from modelstate.formats.safetensors import listed_problems, nbytes_of
 from modelstate.formats.sharded import write_file
 from modelstate.formats.torch_globals import StorageType, TorchGlobals
-from modelstate.formats.tree import items_of, leaves
+from modelstate.formats.tree import Contents, items_of, leaves
 from modelstate.formats.unpickle import (
     InvalidTensor,
     Storage,
@@ -37,7 +37,7 @@ from modelstate.formats.zip_directory import ZipDirectory
 from modelstate.io import system
 from modelstate.io.atomic import LOCK_TIMEOUT_SECONDS, Output, unfinished_file, write_errors
 from modelstate.io.files import SourceFile
-from modelstate.spec import ByteRange, Checksum, Contents, LazyMapping, Refused
+from modelstate.spec import ByteRange, Checksum, LazyMapping, Refused
 from modelstate.text_format import excerpt
 from modelstate.torch_compat.plain import remedies_for, why_not_plain
 from modelstate.torch_compat.values import set_version_metadata, version_metadata
@@ -45,11 +45,10 @@ from modelstate.torch_compat.values import set_version_metadata, version_metadat
 FORMAT = "torch zip"
 
 
-def is_foreign(path: str) -> bool:
+def is_foreign(file: SourceFile) -> bool:
     """Whether a zip archive is known not to be a file of `torch.save`. False for a damaged archive."""
     try:
-        with SourceFile(path) as file:
-            _prefix(ZipDirectory(file))
+        _prefix(ZipDirectory(file))
     except UnknownFormatError:
         return True
     except OpenError:
@@ -57,7 +56,7 @@ def is_foreign(path: str) -> bool:
     return False
 
 
-def read(path: str, *, allow: Sequence[object] = (), skip_forbidden: bool = False) -> Contents:
+def read(file: SourceFile, *, allow: Sequence[object] = (), skip_forbidden: bool = False) -> Contents:
     """Reads the table of contents of a file of `torch.save`.
 
     Reads the directory of the archive, its headers and the pickle, but no tensor. A storage that was saved by itself
@@ -65,7 +64,7 @@ def read(path: str, *, allow: Sequence[object] = (), skip_forbidden: bool = Fals
     like those of the CPU.
 
     Args:
-        path: The file.
+        file: The file.
         allow: Classes and functions that the pickle may use, or their qualified names, in addition to torch's own
             `weights_only` list and `torch.serialization.add_safe_globals`.
         skip_forbidden: Leave placeholders for other classes and functions, instead of raising.
@@ -76,17 +75,16 @@ def read(path: str, *, allow: Sequence[object] = (), skip_forbidden: bool = Fals
         UnsupportedTensorError: A quantized, nested or meta tensor, or a file of a big-endian machine.
         OpenError: The file is damaged; a subclass says how.
     """
-    names = TorchGlobals(allow)
-    with SourceFile(path) as file:
-        try:
-            archive = read_archive(file, names)
-            tree = construct(
-                archive.value, path=path, data_nbytes=archive.pickle_nbytes, names=names, skip_forbidden=skip_forbidden
-            )
-        except OpenError as error:
-            error.where = error.where if error.where.startswith(path) else f"{path}: {error.where or 'data.pkl'}"
-            raise
-    return Contents(FORMAT, tree, (path,), checksums=archive.checksums)
+    names, path = TorchGlobals(allow), file.path
+    try:
+        archive = read_archive(file, names)
+        tree = construct(
+            archive.value, path=path, data_nbytes=archive.pickle_nbytes, names=names, skip_forbidden=skip_forbidden
+        )
+    except OpenError as error:
+        error.where = error.where if error.where.startswith(path) else f"{path}: {error.where or 'data.pkl'}"
+        raise
+    return Contents(FORMAT, tree, {path: file.fingerprint}, checksums=archive.checksums)
 
 
 class Archive(NamedTuple):
@@ -108,7 +106,11 @@ def read_archive(file: SourceFile, names: TorchGlobals) -> Archive:
     storages = _Storages(directory, prefix)
     value, _ = unpickle(data, 0, storages.find, names.find)
     checksums = LazyMapping(
-        lambda: {region: Checksum("crc32", 0, f"{crc32:08x}") for region, crc32 in storages.crc32.items() if crc32}
+        lambda: {
+            directory.region(name): Checksum("crc32", 0, f"{crc32:08x}")
+            for name in storages.records
+            if (crc32 := directory.records[name].crc32)
+        }
     )
     return Archive(value, len(data), checksums)
 
@@ -191,7 +193,8 @@ class _Storages:
         self.directory = directory
         self.prefix = prefix
         self.storages: dict[tuple[object, ...], Storage] = {}
-        self.crc32: dict[ByteRange, int] = {}
+        self.records: list[str] = []
+        """The names of the records."""
 
     def find(self, key: tuple[object, ...]) -> object:
         """The storage that a persistent id names."""
@@ -216,7 +219,7 @@ class _Storages:
                         found=f"{region.nbytes} bytes in data/{name}",
                     )
                 )
-            self.crc32[region] = self.directory.records[record].crc32
+            self.records.append(record)
             region = region if nbytes == region.nbytes else region._replace(nbytes=nbytes)
             storage = self.storages[short] = Storage(kind.dtype, region, 0, numel)
         return storage

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from modelstate.errors import AmbiguousCheckpointError, KeyNotFoundError, SourceTypeError
-from modelstate.spec import Described, Encoded, Stored, StoredTensor, StoredTensors
+from modelstate.io.files import FileFingerprint
+from modelstate.spec import ByteRange, Checksum, Described, Encoded, Stored, StoredTensor, StoredTensors
 from modelstate.torch_compat.values import (
     is_size,
     is_tensor,
@@ -26,6 +27,25 @@ EXTRA_STATE = "_extra_state"
 
 _MAX_DEPTH = 500
 _MAX_NODES = 5_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """What the reader of a format returns for a file: the table of contents, without any tensor data."""
+
+    format: str
+    """"torch zip", "torch legacy", "safetensors", "dcp" or "mapping"."""
+    tree: object
+    """Dicts, lists and tuples, with `Stored`, `Encoded` and plain values as leaves. An `OrderedDict` may have torch's
+    `_metadata` as an attribute."""
+    files: Mapping[str, FileFingerprint] = field(default_factory=dict)
+    """Every file that was read, or that holds tensors, as it was before it was read."""
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    """What the file stores about itself: text (the `__metadata__` of safetensors), or an `Encoded`."""
+    checksums: Mapping[ByteRange, Checksum] = field(default_factory=dict)
+    """The checksums of whole storages, as far as the format stores them."""
+    is_sealed: bool = False
+    """Whether everything that the files state about their tensors has been verified with a checksum."""
 
 
 @dataclass(slots=True)

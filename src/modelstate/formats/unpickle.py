@@ -14,12 +14,14 @@ import pickle
 import re
 import struct
 from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
+from bisect import bisect_right
 from collections import Counter, OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
+import numpy as np
 import torch
 
 from modelstate.errors import DamagedFileError, OpenError, TruncatedFileError
@@ -206,6 +208,55 @@ def _ends_early(pos: int) -> TruncatedFileError:
     return TruncatedFileError(f"the pickle ends early, at byte {pos}")
 
 
+_MemoRow = tuple[object, str, tuple[object, ...], tuple[int, ...], tuple[int, ...], Storage]
+"""The tensor before, and of the tensor itself the name, the persistent id, the shape, the stride and the storage."""
+_ROW_VALUES = 8
+"""The values of the memo that are set by the opcodes of a tensor."""
+
+
+class _Memo(dict[int, object]):
+    """The memo. The values that `_Machine.tensors` sets are created where the pickle refers to one of a tensor."""
+
+    def __init__(self) -> None:
+        self._firsts, self._tables = list[int](), list[list[_MemoRow]]()
+        self.end = 256
+        """The index behind all tables. The opcodes of `_TENSOR` do not set smaller ones than 256."""
+
+    def add(self, first: int, rows: list[_MemoRow]) -> None:
+        """Sets the values of consecutive tensors, from an index on that is behind all tables."""
+        self.end = first + _ROW_VALUES * len(rows)
+        indices = range(first, self.end)
+        set_before = [*filter(indices.__contains__, self)] if len(self) < len(indices) else self.keys() & indices
+        for index in set_before:
+            del self[index]
+        self._firsts.append(first)
+        self._tables.append(rows)
+
+    def __missing__(self, index: int) -> object:
+        table = bisect_right(self._firsts, index) - 1
+        if table < 0 or index - self._firsts[table] >= _ROW_VALUES * len(self._tables[table]):
+            raise KeyError(index)
+        self._create(table, (index - self._firsts[table]) // _ROW_VALUES)
+        return self[index]
+
+    def _create(self, table: int, row: int) -> None:
+        before, name, persistent_id, sizes, steps, storage = self._tables[table][row]
+        no_hooks = OrderedDict[str, object]()
+        args = storage, 0, sizes, steps, False, no_hooks
+        values = before, name, persistent_id[2], persistent_id, sizes, steps, no_hooks, args
+        for index, value in enumerate(values, self._firsts[table] + _ROW_VALUES * row):
+            self.setdefault(index, value)
+
+    def append(self, value: object) -> None:
+        """Sets the value whose index is the number of all values before."""
+        for table, rows in enumerate(self._tables):
+            for row in range(len(rows)):
+                self._create(table, row)
+        self._firsts.clear()
+        self._tables.clear()
+        self[len(self)] = value
+
+
 class _Machine:
     def __init__(self, data: bytes, start: int, persistent: Callable[[tuple[object, ...]], object], find: Find) -> None:
         self.data = data
@@ -214,7 +265,7 @@ class _Machine:
         self.find = find
         self.stack: list[Any] = []
         self.marks: list[list[Any]] = []
-        self.memo: dict[int, object] = {}
+        self.memo = _Memo()
         self.globals: dict[str, object] = {}
         self.protocol = 0
         self.budget = 4 * (len(data) - start) + 1000
@@ -301,11 +352,11 @@ class _Machine:
         another way, is a view or has an error; `run` executes what follows. The memo is set at the end: these tensors
         set it at ascending indices, and refer only to smaller ones.
         """
-        data, layouts, depth, start = self.data, self.layouts, len(stack), pos
+        data, layouts, persistent, depth, start = self.data, self.layouts, self.persistent, len(stack), pos
         first = _u32(data, pos + 1)[0]
-        if first < 256 or not self.is_ascending:
+        if first < self.memo.end or not self.is_ascending:
             return pos
-        indices, values = list[bytes](), list[object]()
+        indices, rows = list[bytes](), list[_MemoRow]()
         known: dict[tuple[bytes, ...], tuple[Any, ...]] = {}
         try:
             while data[pos] == 0x72 and data[pos + 5] == 0x58:  # LONG_BINPUT of a tensor, BINUNICODE of the next name
@@ -324,7 +375,7 @@ class _Machine:
                 word, kind, device = known[references]
                 count, sizes, steps = layouts[layout]
                 persistent_id = word, kind, key.decode(), device, count
-                storage = self.persistent(persistent_id)
+                storage = persistent(persistent_id)
                 if (
                     len(key) != key_size[0]
                     or type(storage) is not Storage
@@ -332,10 +383,9 @@ class _Machine:
                     or storage.region.nbytes != count * storage.dtype.itemsize
                 ):
                     break
-                name, no_hooks = str(data[pos + 10 : name_end], "utf-8", "surrogatepass"), OrderedDict[str, object]()
+                name = str(data[pos + 10 : name_end], "utf-8", "surrogatepass")
                 indices += data[pos + 1 : pos + 5], name_at, key_at, id_at, shape_at, stride_at, hooks_at, args_at
-                values += stack[-1], name, persistent_id[2], persistent_id, sizes, steps, no_hooks
-                values.append((storage, 0, sizes, steps, False, no_hooks))
+                rows.append((stack[-1], name, persistent_id, sizes, steps, storage))
                 stack += name, StoredTensor.whole(storage.dtype, sizes, storage.region)
                 pos = match.end()
         except Exception:
@@ -343,12 +393,12 @@ class _Machine:
             pass
         if not indices:
             return pos
-        ascending = range(first, first + len(indices))
-        if struct.unpack(f"<{len(indices)}I", b"".join(indices)) != tuple(ascending):
+        last = first + len(indices)
+        if last > 2**32 or b"".join(indices) != np.arange(first, last, dtype="<u4").tobytes():
             self.is_ascending = False
             del stack[depth:]
             return start
-        self.memo.update(zip(ascending, values, strict=True))
+        self.memo.add(first, rows)
         return pos
 
     def references(
@@ -628,7 +678,7 @@ def _table() -> list[Callable[[_Machine], object] | None]:
         pickle.GET: lambda m: m.push(m.memo[int(m.line()[:20])]),
         pickle.LONG_BINGET: lambda m: m.push(m.memo[m.number(4)]),
         pickle.PUT: lambda m: m.memo.__setitem__(int(m.line()[:20]), m.stack[-1]),
-        pickle.MEMOIZE: lambda m: m.memo.__setitem__(len(m.memo), m.stack[-1]),
+        pickle.MEMOIZE: lambda m: m.memo.append(m.stack[-1]),
         pickle.GLOBAL: lambda m: m.name(m.line(), m.line()),
         pickle.STACK_GLOBAL: _Machine.stack_global,
         pickle.NEWOBJ: _Machine.new_obj,

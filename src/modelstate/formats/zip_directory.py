@@ -60,7 +60,7 @@ class ZipDirectory:
 
         Raises `TruncatedFileError`, `UnsafePathError`, and `DamagedFileError` for any other damage.
         """
-        self.file = file
+        self.file, self._path, self._start = file, file.path, file.start
         count, start, nbytes = self._end()
         entries = self._entries(file.read(start, nbytes, "the archive's directory"), count)
         self.starts = self._local_headers(sorted(entries), start)
@@ -78,7 +78,7 @@ class ZipDirectory:
                 where=f"{self.file.path}: {name}",
                 remedy="unpack the archive and pack it again without compression (zip -0), or save it anew",
             )
-        return ByteRange(self.file.path, self.file.start + self.starts[name], record.nbytes)
+        return ByteRange(self._path, self._start + self.starts[name], record.nbytes)
 
     def read(self, name: str) -> bytes:
         """The data of a record. Raises `DamagedFileError` where it does not match its checksum."""
@@ -204,27 +204,30 @@ class ZipDirectory:
         """
         starts: dict[str, int] = {}
         ends: list[int] = []
-        block, first = b"", 0
-        read_to, reach = dict[int, int](), directory
+        block, first, block_bytes = b"", 0, 0
+        is_remote, fixed_bytes, unpack = self.file.is_remote, _LOCAL.size, _LOCAL.unpack_from
+        reaches, reach = list[int](), directory
         for entry in reversed(ordered):
             reach = reach if entry.nbytes < _SMALL_BYTES else entry.header + _HEADER_BYTES
-            read_to[entry.header] = reach
+            reaches.append(reach)
         begins = [entry.header for entry in ordered[1:]] + [directory]
-        for entry, begin in zip(ordered, begins, strict=False):
-            if self.file.is_remote and (known := _start_before(entry, begin)) is not None:
+        for entry, begin, reach in zip(ordered, begins, reversed(reaches), strict=False):
+            if is_remote and (known := _start_before(entry, begin)) is not None:
                 starts[entry.name] = known
                 ends.append(begin)
                 continue
             header, name, true_name, method, true_flags, _, true_packed, true_nbytes = entry
             at = header - first
-            if at + _LOCAL.size > len(block):
-                ahead_bytes = min(read_to[header] - header, _TOGETHER_BYTES)
-                block, first, at = self._headers(entry, _LOCAL.size, directory, ahead_bytes), header, 0
-            magic, flags, stated_method, packed, nbytes, name_size, extra_size = _LOCAL.unpack_from(block, at)
-            header_bytes = _LOCAL.size + name_size + extra_size
-            if at + header_bytes > len(block):
+            if at + fixed_bytes > block_bytes:
+                ahead_bytes = min(reach - header, _TOGETHER_BYTES)
+                block, first, at = self._headers(entry, fixed_bytes, directory, ahead_bytes), header, 0
+                block_bytes = len(block)
+            magic, flags, stated_method, packed, nbytes, name_size, extra_size = unpack(block, at)
+            header_bytes = fixed_bytes + name_size + extra_size
+            if at + header_bytes > block_bytes:
                 block, first, at = self._headers(entry, header_bytes, directory), header, 0
-            raw_name = block[at + _LOCAL.size : at + _LOCAL.size + name_size]
+                block_bytes = len(block)
+            raw_name = block[at + fixed_bytes : at + fixed_bytes + name_size]
             if magic != b"PK\3\4" or raw_name != true_name or stated_method != method:
                 raise self._size_error(name, "the same name and method in front of the data", raw_name[:100])
             if packed != true_packed or nbytes != true_nbytes:

@@ -8,9 +8,7 @@ import errno
 import os
 import re
 import stat
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Iterable
 from difflib import get_close_matches
 from types import TracebackType
 from typing import NamedTuple
@@ -26,8 +24,7 @@ from modelstate.errors import (
     TruncatedFileError,
 )
 from modelstate.io import system
-from modelstate.remote.cache import Cache
-from modelstate.remote.file import RemoteFile, forget, opened, opened_once
+from modelstate.remote.file import RemoteFile, opened
 from modelstate.remote.location import is_remote, redacted_url
 from modelstate.text_format import note_given
 
@@ -212,32 +209,6 @@ class FileFingerprint(NamedTuple):
     """The ETag of an object outside this machine."""
 
 
-_recorded: ContextVar[dict[str, FileFingerprint] | None] = ContextVar("_recorded", default=None)
-
-
-@contextmanager
-def recorded_fingerprints(cache: Cache | None = None) -> Iterator[dict[str, FileFingerprint]]:
-    """Records the fingerprint of each file that is opened within the block, before anything is read of it.
-
-    Remote files are opened with the cache.
-    """
-    fingerprints: dict[str, FileFingerprint] = {}
-    token = _recorded.set(fingerprints)
-    try:
-        with opened_once(cache):
-            yield fingerprints
-    finally:
-        _recorded.reset(token)
-
-
-def forget_fingerprint(path: str) -> None:
-    """Drops the recorded fingerprint of a file, so that the next time it is opened counts as the first."""
-    fingerprints = _recorded.get()
-    if fingerprints is not None:
-        fingerprints.pop(path, None)
-    forget(path)
-
-
 def current_fingerprints(paths: Iterable[str]) -> dict[str, FileFingerprint]:
     """The fingerprints of files as they are now. Raises `ReadFailedError`."""
     try:
@@ -319,10 +290,15 @@ _AT_ONCE_BYTES = 1 << 16
 
 
 class SourceFile:
-    """Reads exact pieces of a file. Use it as a context manager."""
+    """Reads exact pieces of a file. Use it as a context manager.
+
+    The fingerprint is from before the first read. What is read later under it is of the same version of the file.
+    """
 
     start = 0
     """The offset of this object's first byte, in bytes from the beginning of the file at `path`."""
+    _beginning = b""
+    """The first bytes, once they have been read: the format of a file is found by them before they are parsed."""
 
     def __init__(self, path: str) -> None:
         """Opens a regular file.
@@ -333,29 +309,28 @@ class SourceFile:
             SourceAccessError: The permission to read is missing.
             ReadFailedError: Any other error of the operating system.
         """
-        self.path = path
-        self.is_remote = is_remote(path)
-        self._remote = opened(path) if self.is_remote else None
+        self.path, self._remote = path, opened(path) if is_remote(path) else None
+        status: os.stat_result | RemoteFile
         if self._remote is not None:
-            self._set_status(self._remote)
-            return
-        try:
-            self._descriptor, status = open_regular(path)
-        except PermissionError as error:
-            raise SourceAccessError("the file may not be read", where=path, remedy=f"chmod u+r {path}") from error
-        except OSError as error:
-            if error.errno not in NOT_FOUND:
-                raise ReadFailedError("the file cannot be opened", where=path, found=error) from error
-            if os.path.islink(path):
-                raise not_found(path, path) from error
-            raise SourceNotFoundError("there is no such file", where=path) from error
-        self._set_status(status)
+            status = self._remote
+        else:
+            try:
+                self._descriptor, status = open_regular(path)
+            except PermissionError as error:
+                raise no_access(path, error) from error
+            except OSError as error:
+                if error.errno not in NOT_FOUND:
+                    raise ReadFailedError("the file cannot be opened", where=path, found=error) from error
+                if os.path.islink(path):
+                    raise not_found(path, path) from error
+                raise SourceNotFoundError("there is no such file", where=path) from error
+        self.fingerprint = _fingerprint(status)
+        self.nbytes = self.fingerprint.nbytes
 
-    def _set_status(self, status: os.stat_result | RemoteFile) -> None:
-        fingerprint = _fingerprint(status)
-        if (fingerprints := _recorded.get()) is not None:
-            fingerprints.setdefault(self.path, fingerprint)
-        self.nbytes = fingerprint.nbytes
+    @property
+    def is_remote(self) -> bool:
+        """Whether the file is outside this machine."""
+        return self._remote is not None
 
     def __enter__(self) -> "SourceFile":
         return self
@@ -380,17 +355,21 @@ class SourceFile:
                 expected=f"at most {most_bytes:,} bytes",
                 found=f"{nbytes:,} bytes",
             )
+        if start + nbytes <= len(self._beginning):
+            return self._beginning[start : start + nbytes]
         try:
             if self._remote is not None:
                 data = self._remote.read(start, nbytes)
             else:
-                data = system.pread_fully(self._descriptor, nbytes, start)
+                data = pread_fully(self._descriptor, nbytes, start)
         except ReadFailedError:
             raise
         except OSError as error:
             raise ReadFailedError(f"{what} cannot be read", where=self.path, found=error) from error
         if len(data) < nbytes:
             raise self.truncated(what, start + nbytes)
+        if start == 0 and nbytes <= _AT_ONCE_BYTES:
+            self._beginning = data
         return data
 
     def section(self, start: int, nbytes: int, what: str) -> "Section":
@@ -409,6 +388,19 @@ class SourceFile:
         )
 
 
+def pread_fully(descriptor: int, nbytes: int, offset: int) -> bytes:
+    """Reads `nbytes` bytes, or fewer where the file ends before: one `pread` may return less than was asked for."""
+    pieces: list[bytes] = []
+    while nbytes:
+        piece = system.pread(descriptor, nbytes, offset)
+        if not piece:
+            break
+        pieces.append(piece)
+        offset += len(piece)
+        nbytes -= len(piece)
+    return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+
 def read_whole(path: str, most_bytes: int, what: str) -> bytes:
     """Reads a small regular file. Raises what `SourceFile` raises, and `OpenError` for more than `most_bytes`."""
     with SourceFile(path) as file:
@@ -425,7 +417,7 @@ class Section(SourceFile):
     """A run of bytes of an open file, with the interface of a file. It does not own the descriptor."""
 
     def __init__(self, file: SourceFile, start: int, nbytes: int) -> None:
-        self.path, self.is_remote = file.path, file.is_remote
+        self.path, self._remote, self.fingerprint = file.path, file._remote, file.fingerprint
         self.start = file.start + start
         self.nbytes = nbytes
         self._file, self._within = file, start

@@ -19,19 +19,6 @@ open, stat, fstat, pread, userfaultfd = os.open, os.stat, os.fstat, os.pread, li
 _RWF_NOWAIT = getattr(os, "RWF_NOWAIT", 0)
 
 
-def pread_fully(descriptor: int, nbytes: int, offset: int) -> bytes:
-    """Reads `nbytes` bytes, or fewer where the file ends before: one `pread` may return less than was asked for."""
-    pieces: list[bytes] = []
-    while nbytes:
-        piece = pread(descriptor, nbytes, offset)
-        if not piece:
-            break
-        pieces.append(piece)
-        offset += len(piece)
-        nbytes -= len(piece)
-    return pieces[0] if len(pieces) == 1 else b"".join(pieces)
-
-
 def preadv(descriptor: int, buffers: Sequence[memoryview], offset: int) -> int:
     """`os.preadv`."""
     return os.preadv(descriptor, buffers, offset)

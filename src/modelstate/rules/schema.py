@@ -13,7 +13,8 @@ from modelstate.errors import ModelStateError, OptionError, RuleError, SchemaErr
 from modelstate.problems import IdlePattern, Problem, explain
 from modelstate.rules.expression import values_of
 from modelstate.rules.rule import CodeRepr, Entries, Entry, Rule, RuleContext, Value, Wanted, describe, irreversible
-from modelstate.spec import Stored, TensorSpec
+from modelstate.spec import Stored
+from modelstate.tensor_spec import TensorSpec
 
 
 class Rules(tuple[Rule, ...]):

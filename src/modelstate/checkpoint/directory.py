@@ -1,0 +1,225 @@
+"""Chooses the checkpoint in a directory, whose subdirectories are not searched.
+
+- Every file is a candidate by its content, where its name leaves a doubt. The shards of an index count as the index.
+- Files that differ only in their format are one checkpoint: `model.safetensors` and `pytorch_model.bin`,
+  `x.safetensors` and `x.pt`. The safetensors file or its index is taken, since it needs no pickle.
+- Of several checkpoints the one named `model` is taken, since repositories and training folders of Hugging Face contain
+  optimizers beside it.
+- Otherwise the `.metadata` of torch.distributed.checkpoint is taken, if there is one: the other files belong to it.
+- Otherwise there must be exactly one candidate.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+from collections.abc import Mapping
+from enum import Enum
+from typing import NamedTuple
+
+from modelstate.errors import (
+    AmbiguousCheckpointError,
+    ChecksumError,
+    DamagedFileError,
+    OpenError,
+    SourceAccessError,
+    SourceNotFoundError,
+    UnknownFormatError,
+)
+from modelstate.formats import sharded
+from modelstate.formats.recognise import DCP_METADATA, HEAD_BYTES, Format, other_zip, recognise
+from modelstate.io.files import SourceFile
+from modelstate.remote.file import listing
+from modelstate.remote.location import is_remote
+from modelstate.text_format import listed, printable
+
+MODEL = "model"
+_SHARD = re.compile(r"-\d{5}-of-\d{5}\.\w+$")
+_SUFFIX = re.compile(r"\.(safetensors|bin|pt|pth|ckpt|tar)$")
+FOREIGN = re.compile(r"\.(msgpack|h5|hdf5|keras|gguf|onnx|tflite|npz|index)$")
+"""Weights in formats that modelstate does not read."""
+NAMED = re.compile(r"\.(safetensors|bin|pt|pth|ckpt|tar)(\.index\.json)?$")
+"""The names of checkpoints in a bucket: each other name would take a request to look at it."""
+_INDEX = re.compile(r"\.(safetensors|bin)\.index\.json$")
+_OTHER_TOOLS = (
+    (
+        re.compile(r"__\d+\.metadata"),
+        "torch.distributed.checkpoint, each rank's by itself",
+        "load it with torch.distributed.checkpoint on as many ranks, and save it with use_collectives=True",
+    ),
+    (
+        re.compile(r".*\.distcp"),
+        "torch.distributed.checkpoint, without its .metadata",
+        "it is written last: take a checkpoint whose save was finished, or copy this one again",
+    ),
+    (re.compile(r"\.snapshot_metadata"), "torchsnapshot", "load it with torchsnapshot, then torch.save"),
+    (re.compile(r"saved_model\.pb"), "TensorFlow (SavedModel)", "load it with TensorFlow, save with safetensors"),
+    (re.compile(r"_CHECKPOINT_METADATA|manifest\.ocdbt"), "Orbax", "load it with Orbax, save with safetensors"),
+)
+
+
+class _Candidate(NamedTuple):
+    name: str
+    is_safetensors: bool = False
+    shards: frozenset[str] = frozenset()
+
+    @property
+    def stem(self) -> str:
+        """The name of the checkpoint, which is the same in all formats."""
+        stem = self.name.removesuffix(".index.json")
+        return _SUFFIX.sub("", stem).replace("pytorch_model", "model")
+
+
+def find_in(directory: str) -> str:
+    """Returns the path of the checkpoint in a directory.
+
+    Raises:
+        UnknownFormatError: The directory is a checkpoint of another tool.
+        DamagedFileError: The directory has shards, but no index.
+        SourceNotFoundError: No file is a checkpoint.
+        AmbiguousCheckpointError: The choice is not clear.
+        PermissionError: The directory may not be read.
+    """
+    entries = _entries(directory)
+    files = [name for name, kind in entries.items() if kind is _Kind.FILE]
+    looked_at = [name for name in files if NAMED.search(name)] if is_remote(directory) else files
+    candidates = [candidate for name in looked_at if (candidate := _candidate(directory, name))]
+    if not any(candidate.stem == MODEL for candidate in candidates):
+        if DCP_METADATA in files and _is_dcp(directory, files):
+            return os.path.join(directory, DCP_METADATA)
+        _refuse_other_tools(directory, [*entries])
+    if not candidates:
+        by_name = [name for name in files if _SUFFIX.search(name)]
+        by_name = by_name or [name for name in files if FOREIGN.search(name)][:1]
+        if len(by_name) == 1:
+            return os.path.join(directory, by_name[0])  # reading it reports what is wrong with it
+        raise _nothing(directory, entries)
+    indexed = frozenset[str]().union(*(candidate.shards for candidate in candidates))
+    candidates = [candidate for candidate in candidates if candidate.shards or candidate.name not in indexed]
+    if candidates and all(_SHARD.search(candidate.name) for candidate in candidates):
+        raise DamagedFileError(
+            "the directory holds shards, and not the index that says what is in them",
+            where=directory,
+            expected="a file *.index.json",
+            found=", ".join(candidate.name for candidate in candidates[:4]),
+            remedy="download or copy the index too; shards of torch.distributed.checkpoint need consolidating first",
+        )
+    candidates = [candidate for candidate in candidates if candidate.stem == MODEL] or candidates
+    names = {candidate.name for candidate in candidates}
+    chosen = [candidate for candidate in candidates if candidate.is_safetensors] or candidates
+    # A file is preferred to an index of the same name, as in other tools: a save that was killed may leave both.
+    chosen = [entry for entry in chosen if entry.name.removesuffix(sharded.INDEX_SUFFIX) not in names - {entry.name}]
+    if len(chosen) > 1 or len({candidate.stem for candidate in candidates}) > 1:
+        raise _several(directory, candidates)
+    return os.path.join(directory, chosen[0].name)
+
+
+class _Kind(Enum):
+    FILE = "file"
+    DIRECTORY = "directory"
+    OTHER = "other"
+
+
+def _entries(directory: str) -> dict[str, _Kind]:
+    """What is in a directory, or below the prefix of a bucket, by name and sorted."""
+    if is_remote(directory):
+        files, below = listing(directory)
+        return dict(sorted({**dict.fromkeys(below, _Kind.DIRECTORY), **dict.fromkeys(files, _Kind.FILE)}.items()))
+    return {entry.name: _kind_of(entry) for entry in sorted(os.scandir(directory), key=lambda entry: entry.name)}
+
+
+def _kind_of(entry: os.DirEntry[str]) -> _Kind:
+    try:
+        mode = entry.stat().st_mode
+    except OSError:
+        # An interrupted download leaves a link whose target is missing.
+        return _Kind.FILE if entry.is_symlink() else _Kind.OTHER
+    return _Kind.FILE if stat.S_ISREG(mode) else _Kind.DIRECTORY if stat.S_ISDIR(mode) else _Kind.OTHER
+
+
+def _candidate(directory: str, name: str) -> _Candidate | None:
+    """The candidate that a file is, or None. Decided by the name alone where the name leaves no doubt: if such a file
+    is damaged, or a pointer to a file that was never downloaded, no other file may be taken instead."""
+    if name.startswith("."):
+        return None
+    if name.endswith(".safetensors"):
+        return _Candidate(name, is_safetensors=True)
+    if name == "pytorch_model.bin":
+        return _Candidate(name)
+    path = os.path.join(directory, name)
+    try:
+        with SourceFile(path) as file:
+            head = file.read(0, min(file.nbytes, HEAD_BYTES), "its beginning")
+            format = recognise(head, path)
+            is_foreign = False
+            if format is Format.TORCH_ZIP:
+                from modelstate.formats import torch_zip
+
+                is_foreign = other_zip(path, head) is not None or torch_zip.is_foreign(file)
+    except OpenError as error:
+        if is_remote(path) and isinstance(error, SourceAccessError):
+            raise  # it is the same for all of them
+        return None
+    if format is not Format.INDEX and not _INDEX.search(name):
+        is_known = format in (Format.TORCH_ZIP, Format.TORCH_LEGACY, Format.SAFETENSORS) and not is_foreign
+        return _Candidate(name, format is Format.SAFETENSORS) if is_known else None
+    try:
+        shards = frozenset(sharded.read_index(path).weight_map.values())
+    except (OpenError, ChecksumError):
+        shards = frozenset()  # the index is damaged, which opening it reports
+    in_safetensors = any(shard.endswith(".safetensors") for shard in (*shards, name.removesuffix(".index.json")))
+    return _Candidate(name, in_safetensors, shards) if shards or _INDEX.search(name) else None
+
+
+def _is_dcp(directory: str, files: list[str]) -> bool:
+    """Whether the `.metadata` in the directory belongs to torch.distributed.checkpoint."""
+    if any(name.endswith(".distcp") for name in files):
+        return True
+    try:
+        with SourceFile(os.path.join(directory, DCP_METADATA)) as file:
+            # A path that the user gives needs only this name, but in a directory it may belong to another tool.
+            return recognise(file.read(0, min(file.nbytes, HEAD_BYTES), "its beginning")) is Format.DCP
+    except OpenError:
+        return False
+
+
+def _refuse_other_tools(directory: str, names: list[str]) -> None:
+    for mark, tool, remedy in _OTHER_TOOLS:
+        if any(map(mark.fullmatch, names)):
+            raise UnknownFormatError(
+                f"this is a checkpoint of {tool}, which is not read here",
+                where=directory,
+                found=", ".join(names[:6]),
+                remedy=remedy,
+            )
+
+
+def _nothing(directory: str, entries: Mapping[str, _Kind]) -> SourceNotFoundError:
+    below = [name for name, kind in entries.items() if kind is _Kind.DIRECTORY]
+    there = [name + ("/" if name in below else "") for name in entries]
+    if "store.json" in there:
+        remedy = "it is a store: `modelstate store ls` lists its steps, and modelstate.Store(path).open opens them"
+    elif below:
+        remedy = f"subdirectories are not searched: give one of {', '.join(below[:6])}"
+    else:
+        remedy = "finish the download or the copy, or give the path of the file to see what it is"
+    return SourceNotFoundError(
+        "no file of this directory is a checkpoint",
+        where=directory,
+        expected="model.safetensors, pytorch_model.bin, an index of shards, .metadata of torch.distributed.checkpoint, "
+        "or one file of torch.save or safetensors",
+        found=listed(there, 12) or "an empty directory",
+        remedy=remedy,
+    )
+
+
+def _several(directory: str, candidates: list[_Candidate]) -> AmbiguousCheckpointError:
+    names = [candidate.name for candidate in candidates]
+    return AmbiguousCheckpointError(
+        f"several checkpoints are in this directory, {len(names)} of them",
+        where=directory,
+        expected="one, or one named model",
+        found=listed(map(printable, names), 12),
+        remedy=f"give the path of the one that is meant, such as {os.path.join(directory, names[0])}",
+    )
