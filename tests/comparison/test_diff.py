@@ -488,6 +488,7 @@ class TestRealPairs:
                 assert tensor.difference.relative_l2 == pytest.approx(float((new - old).norm() / old.norm()), rel=1e-4)
         assert not any(name.startswith("encoder") for name in (spec.name for spec in diff.removed + diff.added))
 
+    @pytest.mark.slow
     def test_gpt2_renamed_and_transposed(self, tmp_path: Path) -> None:
         """Of transformers, whose linear layers are transposed, against the usual layout of a rewrite."""
         transformers: Any = pytest.importorskip("transformers", reason="transformers is not installed")
@@ -513,6 +514,7 @@ class TestRealPairs:
             "blocks.1.mlp.c_fc.weight"
         ]
 
+    @pytest.mark.slow
     def test_an_adapter_merged_into_its_base(self, tmp_path: Path) -> None:
         peft: Any = pytest.importorskip("peft", reason="peft is not installed")
         base = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))

@@ -15,6 +15,7 @@ from torch import nn
 import modelstate as ms
 from modelstate.errors import OptionError, RuleError
 
+pytestmark = pytest.mark.slow
 transformers = pytest.importorskip("transformers", minversion="5")
 conversion_mapping = pytest.importorskip("transformers.conversion_mapping")
 loading = pytest.importorskip("transformers.core_model_loading")
@@ -447,7 +448,6 @@ def test_other_modules_have_no_such_rules() -> None:
         ms.load(namesake, {"beta": torch.zeros(2)})
 
 
-@pytest.mark.slow
 def test_other_modules_do_not_import_transformers() -> None:
     code = (
         "import sys, torch, modelstate as ms\n"

@@ -53,6 +53,7 @@ def by_peft(base: nn.Module, configs: list[dict[str, Any]], directory: Path) -> 
         return dict(merged.merge_and_unload().state_dict())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize(
     "configs",
@@ -90,6 +91,7 @@ def test_the_result_is_that_of_peft(configs: list[dict[str, Any]], dtype: torch.
     assert all(same(value, wanted[name]) for name, value in model.state_dict().items())
 
 
+@pytest.mark.slow
 def test_square_weights_of_conv1d(tmp_path: Path) -> None:
     base = Net(Conv1D)
     save_file(base.state_dict(), tmp_path / "base.safetensors")
@@ -98,6 +100,7 @@ def test_square_weights_of_conv1d(tmp_path: Path) -> None:
     assert same(checkpoint.tensor("lin.weight"), wanted["lin.weight"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("saved", [torch.float16, torch.float32, torch.float64])
 def test_an_adapter_of_another_dtype(saved: torch.dtype, dtype: torch.dtype, tmp_path: Path) -> None:
@@ -112,6 +115,7 @@ def test_an_adapter_of_another_dtype(saved: torch.dtype, dtype: torch.dtype, tmp
     assert [name for name in wanted if not same(checkpoint.tensor(name), wanted[name])] == []
 
 
+@pytest.mark.slow
 def test_an_embedding_that_is_saved_beside_its_adapter(tmp_path: Path) -> None:
     """peft writes the weight of an embedding that it trains, `base_layer`, and what is added to that."""
     base = Net()

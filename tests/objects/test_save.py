@@ -95,6 +95,7 @@ def test_other_tools_read_the_tensors(tmp_path: Path) -> None:
     assert manifest["writer"] == f"modelstate {ms.__version__}"
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_transformers_reads_it(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers", minversion="5")

@@ -146,6 +146,7 @@ def test_more_shards_than_files_may_be_open(tmp_path: Path) -> None:
     assert len(ms.open(tmp_path / NAME)) == 300
 
 
+@pytest.mark.slow
 def test_from_pretrained_reads_shards(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     config = transformers.GPT2Config(n_layer=2, n_head=2, n_embd=16, vocab_size=50, n_positions=8)

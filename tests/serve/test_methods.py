@@ -277,6 +277,7 @@ def test_generation_has_one_version_while_weights_are_swapped(tmp_path: Path) ->
     assert live.swap(sources[0], timeout_seconds=60).drained
 
 
+@pytest.mark.slow
 def test_an_error_in_generation_keeps_no_version() -> None:
     live, other = ms.Live(language_model(0), keep_versions=0), language_model(1).state_dict()
 
