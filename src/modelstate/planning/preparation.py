@@ -140,7 +140,8 @@ class Preparation:
         self._by_storage: dict[int, list[Assignment]] = {}
         self._shown: dict[ByteRange, list[ByteRange]] = {}
         """The ranges that slots map, by their storages."""
-        self.quantized = () if isinstance(matched.applied.entries, StoredEntries) else self.incoming.quantized
+        self.quantized = () if isinstance(matched.applied.entries, StoredEntries) else tuple(self.incoming.quantized)
+        """Names of tensors of the checkpoint that are quantized by a wrapper subclass."""
         quantized = (self.slots.by_name.get(name) for name in self.quantized)
         keeps_stored_dtypes = any(slot is not None and slot.tensor.is_meta for slot in quantized)
         self.changes_dtypes = self.options.dtype is not None or keeps_stored_dtypes
