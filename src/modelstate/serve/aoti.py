@@ -16,10 +16,10 @@ from modelstate.errors import (
     WeightsError,
 )
 from modelstate.serve.inputs import Inputs
-from modelstate.serve.meta_clone import runtime_state, state_module
+from modelstate.serve.meta_clone import meta_clone, runtime_state, state_module
 from modelstate.serve.program_file import Manifest, ProgramFile
 from modelstate.serve.state_names import NameMap, names_by_tensor
-from modelstate.serve.targets import GraphTarget, Program, check_names
+from modelstate.serve.targets import Program, Target, check_names
 from modelstate.text_format import listed
 from modelstate.torch_compat.private import (
     aoti_embedded_constants,
@@ -40,7 +40,7 @@ _COMPUTED = "_FOLDED_CONST_"
 """The prefix of constants that the library computes from others: runtime constant folding."""
 
 
-class AotiTarget(GraphTarget):
+class AotiTarget(Target):
     """A `.pt2` package of AOTInductor.
 
     The manifest that `modelstate.export` writes describes every tensor. For a package from another writer only the
@@ -60,20 +60,23 @@ class AotiTarget(GraphTarget):
         file.check_unchanged()
         if manifest is not None:
             names = manifest.names if names is None else names
-            state, self._hidden = _state_of_manifest(manifest, values, file.path)
+            state, self.hidden = _state_of_manifest(manifest, values, file.path)
         else:
-            state, self._hidden = _state_without_manifest(values, names)
+            state, self.hidden = _state_without_manifest(values, names)
         self._layouts = {name: _layout(values[name]) for name in runner.names}
         self._fixed_values = {
-            name: values[name] for name in runner.names if name not in state and name not in self._hidden
+            name: values[name] for name in runner.names if name not in state and name not in self.hidden
         }
         if manifest is not None:
             check_names(state, names, file.path)
         missing = [] if names is None else [name for group in _groups(names) for name in group if name not in state]
         self.fixed = (*self._fixed_values, *missing)
         self._built_in = runtime_state(names) if isinstance(names, nn.Module) and manifest is None else {}
-        self._has_manifest = manifest is not None
-        super().__init__(file.path, state, _restricted(names, state))
+        if manifest is None:  # a manifest lists all weights
+            self.unexpected_error = self._fixed_error
+        names = meta_clone(names) if isinstance(names, nn.Module) else _restricted(names, state)
+        # On meta: a reference to the tensors would keep the memory of version 1 alive.
+        super().__init__(file.path, state_module(state), names)
         self._runners.give_back(runner)
         self._first = self._new_version(state_module(state, meta=False))
 
@@ -83,15 +86,11 @@ class AotiTarget(GraphTarget):
         changed = [name for name in changed if not torch.equal(state[name], self._built_in[name])]
         if changed:
             raise self._fixed_error(changed)
-        return self._new_version(state_module({name: state[name] for name in self._state}, meta=False))
-
-    def unexpected_error(self, unexpected: list[str]) -> WeightsError | None:
-        """The error for weights that the package cannot take; None where the manifest lists all weights."""
-        return None if self._has_manifest else self._fixed_error(unexpected)
+        return self._new_version(state_module({name: state[name] for name in self.runtime_names}, meta=False))
 
     def _new_version(self, weights: nn.Module) -> "AotiVersion":
         """Returns a version with these weights. Raises `WeightsError` where a layout is not that of the library."""
-        hidden = {name: value.clone() for name, value in self._hidden.items()}
+        hidden = {name: value.clone() for name, value in self.hidden.items()}
         available = {**self._fixed_values, **hidden, **runtime_state(weights)}
         constants = {name: available[name].detach() for name in self._layouts}
         wrong = [name for name, constant in constants.items() if _layout(constant) != self._layouts[name]]
@@ -339,10 +338,10 @@ def _groups(names: NameMap | nn.Module) -> list[tuple[str, ...]]:
     return names_by_tensor(runtime_state(names))
 
 
-def _restricted(names: NameMap | nn.Module | None, state: Mapping[str, torch.Tensor]) -> NameMap | nn.Module | None:
-    """Returns a map without the names that the package does not have; a module unchanged."""
-    if not isinstance(names, NameMap):
-        return names
+def _restricted(names: NameMap | None, state: Mapping[str, torch.Tensor]) -> NameMap | None:
+    """Returns a map without the names that the package does not have."""
+    if names is None:
+        return None
     runtime = {name: to for name, to in names.runtime.items() if to in state}
     eager = {name: to for name, to in names.eager.items() if name in state}
     ties = tuple(tie for tie in names.ties if set(tie) <= state.keys())

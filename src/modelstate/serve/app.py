@@ -4,7 +4,7 @@ import json
 import os
 import ssl
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from typing import NamedTuple
 from urllib.parse import SplitResult, urlsplit
@@ -111,8 +111,9 @@ class ServingApp:
         """
         path = os.fspath(source)
         version, served = self.version()
-        if _is_same_path(served, path):
-            return AppSwap(version, version, served, 0.0)
+        with suppress(ValueError):  # the source that the app reports need not be a path
+            if served == path or os.path.realpath(served) == os.path.realpath(path):
+                return AppSwap(version, version, served, 0.0)
         remedy = "check that it runs, and that it has memory for a second copy"
         with self._connection_errors("no answer", "the app gave no answer to a swap", remedy):
             status, answer = self._request("POST", "/swap", {"source": path}, self._timeout_seconds)
@@ -226,13 +227,6 @@ def _checked_url(url: object) -> SplitResult:
             "this is not the URL of a serving app", expected="such as http://127.0.0.1:8000", found=error
         ) from error
     return parts
-
-
-def _is_same_path(source: str, path: str) -> bool:
-    try:
-        return source == path or os.path.realpath(source) == os.path.realpath(path)
-    except ValueError:
-        return False  # the source that the app reports need not be a path
 
 
 def _answer_text(status: int, answer: dict[str, object]) -> str:

@@ -43,7 +43,7 @@ class Canary:
 
     args: tuple[object, ...] = ()
     kwargs: Mapping[str, object] = field(default_factory=dict)
-    check: Callable[[Any], object] | None = None
+    check: Callable[..., object] | None = None
     expected: object = None
     atol: float | None = None
     rtol: float | None = None

@@ -1,5 +1,6 @@
 """`modelstate.export`: writes a module as a program file, every weight of which can be swapped while it serves."""
 
+import ast
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -20,7 +21,7 @@ from modelstate.errors import (
 )
 from modelstate.io.atomic import Output, atomic_file, check_target
 from modelstate.serve.exported import ExportedTarget
-from modelstate.serve.inputs import conditions, is_equality
+from modelstate.serve.inputs import conditions
 from modelstate.serve.live import target_factory
 from modelstate.serve.meta_clone import check_captured_references, meta_clone, runtime_state, state_module
 from modelstate.serve.program_file import NAME, Kind, Manifest, ProgramTensor
@@ -46,6 +47,8 @@ if TYPE_CHECKING:
 
     from modelstate.torch_compat.private import TreeSpec
 
+DynamicShapes = dict[str, Any] | tuple[Any, ...] | list[Any] | None
+"""The argument of this name of `torch.export.export`."""
 _OPTIONS: dict[str, object] = {
     # The compiler would turn small tensors, and results of uniform tensors, into numbers in the code.
     "always_keep_tensor_constants": True,
@@ -66,7 +69,7 @@ def export(
     *,
     kwargs: Mapping[str, object] | None = None,
     kind: Kind = "exported",
-    dynamic_shapes: Any = None,
+    dynamic_shapes: DynamicShapes = None,
     strict: bool = False,
     options: Mapping[str, object] | None = None,
     overwrite: bool = False,
@@ -159,7 +162,7 @@ def _names(module: nn.Module) -> tuple[NameMap | None, str]:
 
 
 def _exported(
-    module: nn.Module, args: tuple[object, ...], named: dict[str, object], shapes: Any, strict: bool
+    module: nn.Module, args: tuple[object, ...], named: dict[str, object], shapes: DynamicShapes, strict: bool
 ) -> "ExportedProgram":
     import torch.export
 
@@ -234,12 +237,14 @@ def _specialized_sizes(program: "ExportedProgram", names: list[str]) -> list[str
 
     Comparisons with limits are left out. The compiler makes them to choose among kernels that are all correct.
     """
+    guards = sorted(set(guards_of_compiling(program)) - set(guards_of(program)))
+    found = conditions(guards, program.call_spec.in_spec, argument_names(program), names)
     specialized = []
-    for guard in set(guards_of_compiling(program)) - set(guards_of(program)):
-        (condition,) = conditions([guard], program.call_spec.in_spec, argument_names(program), names)
-        if is_equality(condition):
+    for condition in found:
+        comparisons = [node for node in ast.walk(ast.parse(condition)) if isinstance(node, ast.Compare)]
+        if any(isinstance(op, ast.Eq | ast.NotEq) for comparison in comparisons for op in comparison.ops):
             specialized.append(condition)
-    return sorted(specialized)
+    return specialized
 
 
 def _write(output: Output, program: "ExportedProgram", files: list[object] | None, manifest: Manifest) -> None:

@@ -1,16 +1,16 @@
 """Serves exported programs: all versions share one lifted graph, which is called with the weights of a version."""
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import nn
 
 from modelstate.errors import LiveTargetError
 from modelstate.serve.inputs import Inputs, conditions
-from modelstate.serve.meta_clone import runtime_state, state_module
+from modelstate.serve.meta_clone import meta_clone, runtime_state, state_module
 from modelstate.serve.state_names import NameMap, view_key
-from modelstate.serve.targets import GraphTarget, Program, check_names
+from modelstate.serve.targets import Program, Target, check_names
 from modelstate.text_format import listed
 from modelstate.torch_compat.private import argument_names, guard_function, guards_of, unflatten
 
@@ -22,7 +22,7 @@ _WEIGHTS = ("PARAMETER", "BUFFER")
 _WRITTEN = ("BUFFER_MUTATION", "PARAMETER_MUTATION", "USER_INPUT_MUTATION")
 
 
-class ExportedTarget(GraphTarget):
+class ExportedTarget(Target):
     """A `torch.export.ExportedProgram`.
 
     Args:
@@ -43,15 +43,16 @@ class ExportedTarget(GraphTarget):
         first: dict[object, torch.Tensor] = {}
         state = {name: first.setdefault(view_key(tensor), tensor) for name, tensor in program.state_dict.items()}
         check_names(state, names, name)
-        super().__init__(name, state, names)
+        # On meta: a reference to the tensors would keep the memory of version 1 alive.
+        super().__init__(name, state_module(state), meta_clone(names) if isinstance(names, nn.Module) else names)
         self._graph = _Graph(program, name)
-        lacking = [name for name, _ in self._graph.lifted if name and name not in {*self._state, *self._graph.hidden}]
+        lacking = [name for name, _ in self._graph.lifted if name and name not in {*state, *self._graph.hidden}]
         if lacking:
             raise _unsupported(self.name, f"inputs that its state lacks: {listed(lacking, 8)}")
         self.fixed = tuple(self._graph.constants)
         self._first = ExportedVersion(self._graph, state_module(state, meta=False), self._graph.hidden)
         # Copies: requests may change the buffers of version 1.
-        self._hidden = {name: value.clone() for name, value in self._graph.hidden.items()}
+        self.hidden = {name: value.clone() for name, value in self._graph.hidden.items()}
 
     @property
     def inputs(self) -> Inputs:
@@ -60,7 +61,7 @@ class ExportedTarget(GraphTarget):
 
     def program(self, filled: nn.Module) -> "ExportedVersion":
         weights = state_module(runtime_state(filled), meta=False)  # without the code of the exported module
-        hidden = {name: value.clone() for name, value in self._hidden.items()}
+        hidden = {name: value.clone() for name, value in self.hidden.items()}
         return ExportedVersion(self._graph, weights, hidden)
 
 
@@ -84,7 +85,8 @@ class ExportedVersion(Program):
         if graph.written:  # a lifted graph returns new values of buffers and inputs instead of writing them
             with torch.no_grad():
                 for value, (index, is_input) in zip(outputs, graph.written, strict=False):
-                    (inputs if is_input else self._weights)[index].copy_(value)
+                    target = inputs[index] if is_input else self._weights[index]
+                    cast(torch.Tensor, target).copy_(value)
         return unflatten(outputs[len(graph.written) :], graph.out_spec)
 
 
@@ -97,7 +99,7 @@ class _Graph:
         self.out_spec = program.call_spec.out_spec
         self.hidden: dict[str, torch.Tensor] = {}
         """Non-persistent buffers. Each version has a copy, since requests may change them."""
-        self.lifted: list[tuple[str | None, Any]] = []
+        self.lifted: list[tuple[str | None, object]] = []
         """The first inputs of the graph: each is the name of a weight, or None with a constant."""
         self.constants: list[str] = []
         """The names of the constants."""

@@ -83,7 +83,7 @@ def follow(
     on_error: Callable[[Exception], object] | None = None,
     on_swap: Callable[[FollowEvent], object] | None = None,
     background: bool = True,
-    **options: Any,
+    **options: object,
 ) -> "Following":
     """Swaps each checkpoint that is saved to a store into a program that serves.
 
@@ -380,7 +380,11 @@ class Following:
             self._wait_for(error, info.step, info.path)
             return "later"
         tries = self._refused[key] = self._refused.get(key, 0) + 1
-        if tries < _MAX_TRIES and _may_be_temporary(error):
+        # Another try may succeed after a failure of a disk or a network, or without memory.
+        cause = error.__cause__
+        is_io_error = isinstance(cause, OSError) and not isinstance(cause, ModelStateError | FileNotFoundError)
+        may_be_temporary = is_io_error or isinstance(error, _SOMETIMES_RETRIED) or _reason(error) == "no answer"
+        if tries < _MAX_TRIES and may_be_temporary:
             self._wait_for(error, info.step, info.path)
             return "later"
         self._refused[key] = _MAX_TRIES
@@ -410,13 +414,6 @@ class Following:
 
 def _key(candidate: "Candidate") -> tuple[str, float]:
     return candidate.info.path, candidate.info.time
-
-
-def _may_be_temporary(error: BaseException) -> bool:
-    """Whether another try may succeed: after a failure of a disk or a network, or without memory."""
-    cause = error.__cause__
-    is_io_error = isinstance(cause, OSError) and not isinstance(cause, ModelStateError | FileNotFoundError)
-    return isinstance(error, _SOMETIMES_RETRIED) or _reason(error) == "no answer" or is_io_error
 
 
 def _reason(error: BaseException) -> AppReason | None:

@@ -101,9 +101,12 @@ class Condition:
         self._sizes = [(name, *sizes[name]) for name in names]
         self.text = text
 
-    def holds(self, inputs: Sequence[Any]) -> bool:
+    def holds(self, inputs: Sequence[object]) -> bool:
         """Whether the inputs of a call fulfil the condition. Their numbers of dimensions have been checked."""
-        sizes = {name: inputs[at] if dim is None else inputs[at].shape[dim] for name, at, dim in self._sizes}
+        sizes = dict[str, object]()
+        for name, at, dim in self._sizes:
+            value = inputs[at]
+            sizes[name] = value.shape[dim] if isinstance(value, torch.Tensor) and dim is not None else value
         try:
             return bool(eval(self._code, _FUNCTIONS, sizes))
         except (ZeroDivisionError, OverflowError):
@@ -245,14 +248,14 @@ class Inputs:
         self._conditions += [Condition(text, ranks) for text in conditions]
         self._written |= frozenset(written)
 
-    def as_exported(self, inputs: list[Any]) -> list[torch.Tensor]:
+    def as_exported(self, inputs: list[object]) -> list[torch.Tensor]:
         """Returns the tensors among checked inputs, each with the order of strides that it had at the export.
 
         Compiled code assumes that order, and does not read strides. A tensor with another order is copied.
         """
         tensors: list[torch.Tensor] = []
         for wanted, value in zip(self._inputs, inputs, strict=True):
-            if isinstance(wanted, _Tensor):
+            if isinstance(wanted, _Tensor) and isinstance(value, torch.Tensor):
                 is_in_order = wanted.order == tuple(range(len(wanted.order)))
                 if not (value if is_in_order else value.permute(wanted.order)).is_contiguous():
                     value = self._reordered(wanted, value)
@@ -275,7 +278,7 @@ class Inputs:
         """The names of inputs that are integers and vary from request to request."""
         return [wanted.name for wanted in self._inputs if isinstance(wanted, _Number)]
 
-    def flat(self, args: tuple[object, ...], named: dict[str, object]) -> list[Any]:
+    def flat(self, args: tuple[object, ...], named: dict[str, object]) -> list[object]:
         """Checks the arguments of a call, and returns them flat, in the program's order. Raises `ProgramInputError`."""
         if named and list(named) != self._keywords and named.keys() == set(self._keywords):
             named = {name: named[name] for name in self._keywords}
@@ -481,12 +484,6 @@ def conditions(guards: Sequence[str], spec: "TreeSpec", arguments: Sequence[str]
     except (SyntaxError, RecursionError) as error:
         raise ValueError(f"no condition: {error}") from error
     return [*dict.fromkeys(texts)]
-
-
-def is_equality(condition: str) -> bool:
-    """Whether a condition compares with `==` or `!=`, as for a single size or its multiples, and not with a limit."""
-    ops = [op for node in ast.walk(ast.parse(condition)) if isinstance(node, ast.Compare) for op in node.ops]
-    return any(isinstance(op, ast.Eq | ast.NotEq) for op in ops)
 
 
 def _names_by_expression(spec: "TreeSpec", arguments: Sequence[str], names: Sequence[str]) -> dict[str, str]:

@@ -18,7 +18,6 @@ from modelstate.errors import LiveTargetError, OptionError, SwapBusyError, Versi
 from modelstate.io.files import local_path
 from modelstate.io.memory import MemoryPool
 from modelstate.loading.load import Source
-from modelstate.loading.report import LoadReport
 from modelstate.process import gc_paused
 from modelstate.rules.rule import Rule
 from modelstate.rules.schema import Schema
@@ -28,6 +27,7 @@ from modelstate.serve.swap_pipeline import (
     Buffers,
     Clock,
     Event,
+    Loaded,
     Mode,
     SwapOptions,
     SwapReport,
@@ -45,6 +45,7 @@ from modelstate.serve.targets import (
     carry_over,
     check_graph_mode,
     modified_buffers,
+    renew_buffers,
 )
 from modelstate.serve.versions import (
     Answer,
@@ -87,7 +88,7 @@ class _Flip(NamedTuple):
 
     old: Version
     new: Version
-    loaded: LoadReport
+    loaded: Loaded
     copies: int
     carried: tuple[str, ...]
     dropped: tuple[Version, ...]
@@ -428,7 +429,7 @@ class Live:
             target=self._target.name,
             source=flip.new.source,
             mode=mode,
-            tensors=len(flip.loaded.steps),
+            tensors=flip.loaded.tensors,
             bytes=flip.loaded.bytes,
             copies=flip.copies,
             staged_seconds=clock["staged"],
@@ -538,11 +539,11 @@ class Live:
             self._gate.register_undo(undo)
             before = undo.before
             with clock("staged"):
-                self._target.renew(program)
+                renew_buffers(program.weights_module, self._target.skeleton)
                 loaded = incoming.overwrite(program, before)
             with clock("flip"):
                 if swap.buffers == "reset":
-                    carry_over(self._target.hidden(), program)
+                    carry_over(self._target.hidden, program)
                 digests = buffer_digests(program)
                 carried = carry_over({name: before.get(name) for name in touched}, program)
             with clock("canary"):

@@ -91,7 +91,7 @@ class Manifest:
     unseen: tuple[str, ...]
     """Tensors whose change does not change any answer, with the inputs of the export. Most often they are unused."""
     torch_version: str
-    inputs: Mapping[str, Any] | None = None
+    inputs: Mapping[str, object] | None = None
     """The description of a package's inputs; None for an exported program, which contains it."""
 
     def __str__(self) -> str:

@@ -18,7 +18,6 @@ from torch import nn
 from modelstate.checkpoint.open import open as open_checkpoint
 from modelstate.errors import LiveTargetError, OptionError, PlanError, QuarantinedError, ReadFailedError, WeightsError
 from modelstate.loading.load import Source, load_then, prepare
-from modelstate.loading.report import LoadReport
 from modelstate.planning.assignment import Assignment
 from modelstate.planning.matching import select_part, wrapper_rule
 from modelstate.planning.plain_table import PlainTable, Planned
@@ -164,6 +163,17 @@ _REMEDIES: dict[type[Problem], str] = {
 }
 
 
+class Loaded(NamedTuple):
+    """What a swap has loaded."""
+
+    tensors: int
+    """The number of weights; a tied weight counts once."""
+    bytes: int
+    """The size of these weights."""
+    notes: tuple[str, ...]
+    """The notes of the load."""
+
+
 class SwapSource:
     """An opened source of weights for a target. Making one reads no tensor bytes.
 
@@ -174,7 +184,7 @@ class SwapSource:
         given = options.rules
         asked = Options(schema=given) if isinstance(given, Schema) else Options(rules=check_rules(given))
         self._target, self._options = target, options
-        own_names = target.names()
+        own_names = target.names
         self.part, asked = select_part(open_checkpoint(source), asked, lambda: own_names)
         self.source, self._has_rules, rules = self.part.source, bool(asked.rules), asked.rules
         names = {renamed_by(rules, name) for name in self.part} if rules else set(self.part)
@@ -188,16 +198,16 @@ class SwapSource:
             without_state_dict_hooks if without_hooks else lambda module: nullcontext()
         )
 
-    def stage(self, serving: Program) -> tuple[Program, LoadReport]:
+    def stage(self, serving: Program) -> tuple[Program, Loaded]:
         """Loads the weights into a new program. Raises what `load` and the checks raise."""
         with self._swap_errors():
-            report = self._load(self._skeleton, lambda: runtime_state(serving.weights_module))
-        return self._target.program(self._skeleton), report
+            loaded = self._load(self._skeleton, lambda: runtime_state(serving.weights_module))
+        return self._target.program(self._skeleton), loaded
 
     def check(self, serving: Program) -> None:
         """Checks a swap in place before any bytes are read. Raises `PlanError` and what the checks raise."""
         skeleton = self._skeleton
-        # Buffers may differ at this time: requests replace them, and `Target.renew` restores them before the load.
+        # Buffers may differ at this time: requests replace them, and `renew_buffers` restores them before the load.
         modules = (skeleton, serving.weights_module)
         new, old = ({name for name, _ in module.named_parameters(remove_duplicate=False)} for module in modules)
         if new != old or type(skeleton) is not type(serving.weights_module):
@@ -217,7 +227,7 @@ class SwapSource:
             )
             self._check_planned(preparation)
 
-    def overwrite(self, serving: Program, before: Mapping[str, torch.Tensor]) -> LoadReport:
+    def overwrite(self, serving: Program, before: Mapping[str, torch.Tensor]) -> Loaded:
         """Reads the weights into the memory of a program. After any exception the caller must restore that memory."""
         try:
             return self._load(serving.weights_module, lambda: before, in_place=True)
@@ -225,7 +235,7 @@ class SwapSource:
             # The outer error says that values are partly overwritten. The undo makes that untrue.
             raise (error.__cause__ if isinstance(error.__cause__, ReadFailedError) else error) from None
 
-    def _load(self, module: nn.Module, serving: State, *, in_place: bool | None = None) -> LoadReport:
+    def _load(self, module: nn.Module, serving: State, *, in_place: bool | None = None) -> Loaded:
         """Loads into a module, and checks the result. `serving` returns the weights that serve."""
         kinds = {name: kind_of(tensor) for name, tensor in runtime_state(module).items()}
         check = FiniteCheck() if self._options.check_finite else None
@@ -245,7 +255,8 @@ class SwapSource:
         check_kinds(state, kinds, self.source)
         if check is not None:
             check.check(state, serving, self.source)
-        return report
+        nbytes = {id(tensor): tensor.numel() * tensor.itemsize for tensor in state.values()}
+        return Loaded(len(nbytes), sum(nbytes.values()), report.notes)
 
     def _check_planned(self, preparation: Preparation) -> None:
         assignments = preparation.assignments
@@ -269,10 +280,9 @@ class SwapSource:
                 raise dtypes from error
             unexpected = [problem.name for problem in error.problems if isinstance(problem, Unexpected)]
             only_unexpected = len(unexpected) == len(error.problems)
-            own = self._target.unexpected_error(unexpected) if only_unexpected else None
-            if own is None:
-                raise plan_error(self._target.name, self.source, error.problems, _REMEDIES) from error.__cause__
-            raise own from error
+            if only_unexpected and self._target.unexpected_error is not None:
+                raise self._target.unexpected_error(unexpected) from error
+            raise plan_error(self._target.name, self.source, error.problems, _REMEDIES) from error.__cause__
 
 
 # Checks of the weights.

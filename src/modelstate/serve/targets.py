@@ -8,7 +8,7 @@ import types
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Set
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import xxhash
@@ -18,7 +18,7 @@ from modelstate.errors import LiveTargetError
 from modelstate.problems import REAL
 from modelstate.process import cached_attribute
 from modelstate.rules.rule import Rule
-from modelstate.serve.meta_clone import check_captured_references, meta_clone, runtime_state, state_module
+from modelstate.serve.meta_clone import check_captured_references, meta_clone, runtime_state
 from modelstate.serve.state_names import NameMap
 from modelstate.text_format import listed
 from modelstate.torch_compat.modules import (
@@ -82,15 +82,27 @@ class ReadPlan(NamedTuple):
 
 
 class Target(ABC):
-    """A kind of program that can be served. Requests call programs, and nothing of the target."""
+    """A kind of program that can be served. Requests call programs, and nothing of the target.
+
+    Args:
+        name: the name in reports and errors: a class, or the path of a file.
+        skeleton: a module without memory that has the weights and buffers of a version under their runtime names.
+        names: which other names checkpoints may have: those of a map, or those that a module without memory saves. Its
+            loading code then reads the checkpoint. For a module that is served this is the skeleton itself.
+    """
 
     kind: str
     """ "eager", "compiled", "exported" or "aoti"."""
-    name: str
-    """The name in reports and errors: a class, or the path of a file."""
     fixed: tuple[str, ...] = ()
     """Tensors that no swap changes, as far as they are known."""
+    hidden: Mapping[str, torch.Tensor]
+    """Buffers that no checkpoint contains, with the values of a new version. Read-only."""
+    unexpected_error: Callable[[list[str]], Exception] | None = None
+    """Makes a more precise error than the plan's for names that the target does not have; None for the plan's own."""
     _first: Program | None
+
+    def __init__(self, name: str, skeleton: nn.Module, names: NameMap | nn.Module | None) -> None:
+        self.name, self.skeleton, self._names = name, skeleton, names
 
     def first(self) -> Program:
         """Version 1: the target in its own memory. Returned once, so that no other reference keeps that memory."""
@@ -98,29 +110,32 @@ class Target(ABC):
         assert first is not None
         return first
 
-    @abstractmethod
+    @cached_attribute
     def names(self) -> Set[str]:
         """The names that a checkpoint of the target has."""
+        if isinstance(self._names, nn.Module):
+            return self._names.state_dict().keys()
+        return self.runtime_names if self._names is None else self._names.runtime.keys()
 
-    @abstractmethod
+    @cached_attribute
+    def runtime_names(self) -> Set[str]:
+        """The names of the weights and persistent buffers in the module tree that runs."""
+        return runtime_state(self.skeleton).keys()
+
     def read_plan(self, names: Collection[str]) -> ReadPlan:
         """How a checkpoint with these names is read."""
-
-    @abstractmethod
-    def hidden(self) -> dict[str, torch.Tensor]:
-        """Buffers that no checkpoint contains, with the values of a new version. Read-only."""
+        if not isinstance(self._names, nn.Module):
+            return ReadPlan(meta_clone(self.skeleton), () if self._names is None else (self._names,))
+        saved, runtime = self.names, self.runtime_names
+        if self._names is self.skeleton:
+            are_runtime = not (runtime - saved).isdisjoint(names) and (saved - runtime).isdisjoint(names)
+            return ReadPlan(meta_clone(self.skeleton), without_hooks=are_runtime)
+        # The module's loading code is for the names that it saves. The program's own names do not need it.
+        return ReadPlan(meta_clone(self.skeleton if set(names) <= runtime else self._names))
 
     @abstractmethod
     def program(self, filled: nn.Module) -> Program:
         """A new version with the weights of a filled skeleton. It shares no tensor that a request may change."""
-
-    @abstractmethod
-    def renew(self, program: Program) -> None:
-        """Restores the set of buffers of a program whose requests have replaced, added or deleted buffers."""
-
-    def unexpected_error(self, unexpected: list[str]) -> Exception | None:
-        """A more precise error than the plan's for names that the target does not have; None for the plan's own."""
-        return None
 
 
 class ModuleTarget(Target):
@@ -137,43 +152,23 @@ class ModuleTarget(Target):
         compiled = compiled_module(module)
         original = module if compiled is None else compiled
         self.kind = "eager" if compiled is None else "compiled"
-        self.name = type(original).__name__
+        name = type(original).__name__
         for path, submodule in original.named_modules():
             if has_compiled_call(submodule) or compiled_module(submodule) is not None:
                 raise LiveTargetError(
                     "a part of the module is compiled in place, and a copy of it would not be",
-                    where=f"{self.name}.{path}" if path else self.name,
+                    where=f"{name}.{path}" if path else name,
                     remedy="compile the whole: Live(torch.compile(module))",
                 )
-        _check_tensors(original, self.name)
-        self._skeleton = meta_clone(original)
-        check_captured_references(original, self._skeleton)
+        _check_tensors(original, name)
+        skeleton = meta_clone(original)
+        check_captured_references(original, skeleton)
         check_mode(original, training)  # last, since `eval()` alone corrects it
+        super().__init__(name, skeleton, skeleton)
+        self.hidden = {name: buffer for name, buffer in skeleton.named_buffers() if not buffer.is_meta}
         # A compilation of the skeleton: one of the module itself would keep the memory of version 1 alive.
-        self._compiled = None if compiled is None else compiled_like(module, self._skeleton)
+        self._compiled = None if compiled is None else compiled_like(module, skeleton)
         self._first = ModuleProgram(original, module)
-
-    def names(self) -> Set[str]:
-        return self._saved_names
-
-    @cached_attribute
-    def _saved_names(self) -> Set[str]:
-        return self._skeleton.state_dict().keys()
-
-    @cached_attribute
-    def _runtime_names(self) -> Set[str]:
-        return runtime_state(self._skeleton).keys()
-
-    def read_plan(self, names: Collection[str]) -> ReadPlan:
-        saved, runtime = self._saved_names, self._runtime_names
-        are_runtime = not (runtime - saved).isdisjoint(names) and (saved - runtime).isdisjoint(names)
-        return ReadPlan(meta_clone(self._skeleton), without_hooks=are_runtime)
-
-    def hidden(self) -> dict[str, torch.Tensor]:
-        return {name: buffer for name, buffer in self._skeleton.named_buffers() if not buffer.is_meta}
-
-    def renew(self, program: Program) -> None:
-        renew_buffers(program.weights_module, self._skeleton)
 
     def program(self, filled: nn.Module) -> "ModuleProgram":
         return ModuleProgram(filled, filled if self._compiled is None else compiled_like(self._compiled, filled))
@@ -210,43 +205,6 @@ def _check_tensors(module: nn.Module, name: str) -> None:
             raise LiveTargetError(
                 "a module with fake tensors cannot be served", where=f"{name}.{path}", found="a FakeTensor", remedy=REAL
             )
-
-
-class GraphTarget(Target):
-    """An exported program or a package. Checkpoints have its own names, those of a map, or those of its module.
-
-    Args:
-        name: the name in reports and errors.
-        state: the tensors of version 1 by their runtime names.
-        names: the map of names, or the module that was exported.
-    """
-
-    _hidden: dict[str, torch.Tensor]
-
-    def __init__(self, name: str, state: Mapping[str, torch.Tensor], names: NameMap | nn.Module | None) -> None:
-        self.name = name
-        # On meta: a reference to the tensors would keep the memory of version 1 alive.
-        on_meta = runtime_state(state_module(state))
-        self._state = {name: on_meta[name] for name in state}
-        self._map = names if isinstance(names, NameMap) else None
-        self._module = meta_clone(names) if isinstance(names, nn.Module) else None
-
-    def names(self) -> Set[str]:
-        if self._module is not None:
-            return self._module.state_dict().keys()
-        return self._state.keys() if self._map is None else self._map.runtime.keys()
-
-    def read_plan(self, names: Collection[str]) -> ReadPlan:
-        # The module's loading code is for the names that it saves. The program's own names do not need it.
-        if self._module is not None and not set(names) <= self._state.keys():
-            return ReadPlan(meta_clone(self._module))
-        return ReadPlan(state_module(self._state), () if self._map is None else (self._map,))
-
-    def hidden(self) -> dict[str, torch.Tensor]:
-        return self._hidden
-
-    def renew(self, program: Program) -> None:
-        """Does nothing: a graph writes into buffers, and replaces none."""
 
 
 def check_names(state: Collection[str], names: NameMap | nn.Module | None, where: str) -> None:
@@ -378,8 +336,7 @@ def _digest(buffer: torch.Tensor) -> object:
         return id(buffer)
     with torch.no_grad():
         flat = buffer.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
-        content: Any = flat.view(torch.uint8).numpy()  # its type stubs do not declare the buffer protocol
-        return buffer.shape, xxhash.xxh3_128_digest(content)
+        return buffer.shape, xxhash.xxh3_128_digest(flat.view(torch.uint8).numpy().data)
 
 
 # The mode of a target.

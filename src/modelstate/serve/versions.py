@@ -504,12 +504,9 @@ class VersionGate:
     def _closed_entry(
         self, version: Version, drain: WeakHandle[DrainGuard] | None, quarantine: str = ""
     ) -> ClosedEntry:
-        entry = ClosedEntry(self._call_when_open)
+        entry = ClosedEntry(lambda *args, **named: self._open_entry()(*args, **named))
         entry.version, entry.drain, entry.quarantine = version, drain, quarantine
         return entry
-
-    def _call_when_open(self, *args: object, **named: object) -> object:
-        return self._open_entry()(*args, **named)
 
     def _open_entry(self) -> Entry:
         """Waits until the gate is open, and returns its entry. Raises `QuarantinedError` and `SwapBusyError`."""
