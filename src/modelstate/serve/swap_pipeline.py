@@ -175,20 +175,29 @@ class Loaded(NamedTuple):
 
 
 class SwapSource:
-    """An opened source of weights for a target. Making one reads no tensor bytes.
+    """The source of a swap: the part of a checkpoint that has the weights of a target, and how the target reads it.
 
-    Raises what `modelstate.open` raises.
+    The constructor opens the source and reads no tensor bytes. `stage` loads the weights into a new program. For a swap
+    in place, `check` finds all problems first, and `overwrite` then loads into the program that serves.
+
+    Args:
+        target: the kind of program.
+        source: what `modelstate.open` accepts.
+        options: the options of the swap.
+
+    Raises:
+        OpenError: the source cannot be opened; `modelstate.open` lists the other errors.
+        OptionError: the rules are invalid.
     """
 
     def __init__(self, target: Target, source: Source, options: SwapOptions) -> None:
-        given = options.rules
-        asked = Options(schema=given) if isinstance(given, Schema) else Options(rules=check_rules(given))
         self._target, self._options = target, options
-        own_names = target.names
-        self.part, asked = select_part(open_checkpoint(source), asked, lambda: own_names)
-        self.source, self._has_rules, rules = self.part.source, bool(asked.rules), asked.rules
+        given = options.rules
+        selection = Options(schema=given) if isinstance(given, Schema) else Options(rules=check_rules(given))
+        self.part, selection = select_part(open_checkpoint(source), selection, lambda: target.names)
+        self.source, self._has_rules, rules = self.part.source, bool(selection.rules), selection.rules
         names = {renamed_by(rules, name) for name in self.part} if rules else set(self.part)
-        wrappers = wrapper_rule(names, own_names)
+        wrappers = wrapper_rule(names, target.names)
         if wrappers is not None:
             rules = (*rules, wrappers)
             names = {renamed_by(rules, name) for name in self.part}
@@ -199,13 +208,33 @@ class SwapSource:
         )
 
     def stage(self, serving: Program) -> tuple[Program, Loaded]:
-        """Loads the weights into a new program. Raises what `load` and the checks raise."""
+        """Loads the weights into a new program.
+
+        Args:
+            serving: the program that serves. Where its weights are not finite, the new ones need not be either.
+
+        Returns:
+            The new program, which no request calls yet, and what was loaded.
+
+        Raises:
+            PlanError: the source does not fit; `modelstate.load` lists the other errors of a load.
+            WeightsError: the weights fit, and the program cannot take them.
+        """
         with self._swap_errors():
             loaded = self._load(self._skeleton, lambda: runtime_state(serving.weights_module))
         return self._target.program(self._skeleton), loaded
 
     def check(self, serving: Program) -> None:
-        """Checks a swap in place before any bytes are read. Raises `PlanError` and what the checks raise."""
+        """Checks a swap in place before any bytes are read.
+
+        Args:
+            serving: the program whose weights will be overwritten.
+
+        Raises:
+            PlanError: the source does not fit.
+            WeightsError: the weights fit, and the program cannot take them.
+            LiveTargetError: only loading code of the module can read the source.
+        """
         skeleton = self._skeleton
         # Buffers may differ at this time: requests replace them, and `renew_buffers` restores them before the load.
         modules = (skeleton, serving.weights_module)
@@ -228,7 +257,19 @@ class SwapSource:
             self._check_planned(preparation)
 
     def overwrite(self, serving: Program, before: Mapping[str, torch.Tensor]) -> Loaded:
-        """Reads the weights into the memory of a program. After any exception the caller must restore that memory."""
+        """Reads the weights into the memory of a program. After any exception the caller must restore that memory.
+
+        Args:
+            serving: the program, which no request calls at this time.
+            before: copies of its weights and buffers, by name.
+
+        Returns:
+            What was loaded.
+
+        Raises:
+            ReadFailedError: a file cannot be read; `modelstate.load` lists the other errors of a load.
+            WeightsError: the weights fit, and the program cannot take them.
+        """
         try:
             return self._load(serving.weights_module, lambda: before, in_place=True)
         except ReadFailedError as error:
