@@ -345,3 +345,23 @@ def test_usual_tensors_that_set_the_memo_out_of_order(index: int) -> None:
         found = outcome(changed)
         patch.setattr(_Machine, "tensors", lambda machine, stack, pos: pos)
         assert found == outcome(changed)
+
+
+@pytest.mark.parametrize("index", [270, 277, 300])
+def test_the_memo_of_usual_tensors_is_that_of_their_opcodes(index: int) -> None:
+    """Where it was set before, where it is read later, and where a value is put behind all others."""
+    file = io.BytesIO()
+    state = {f"layers.{number}.weight": torch.empty(4) for number in range(38)}
+    torch.save([state, dict(state)], file)
+    with zipfile.ZipFile(file) as archive:
+        data = archive.read("archive/data.pkl")
+    puts = sum(opcode.name in ("BINPUT", "LONG_BINPUT") for opcode, _, _ in pickletools.genops(data))
+    set_before = data[:2] + b"K\5r" + struct.pack("<I", index) + b"0" + data[2:]
+    read_later = data[:-1] + b"j" + struct.pack("<I", index) + b"\x86."
+    put_behind = data[:-1] + b"\x940j" + struct.pack("<I", puts) + b"j" + struct.pack("<I", 301) + b"\x86."
+    for changed in (set_before, read_later, put_behind):
+        with pytest.MonkeyPatch.context() as patch:
+            found = outcome(changed)
+            patch.setattr(_Machine, "tensors", lambda machine, stack, pos: pos)
+            assert found == outcome(changed)
+            assert type(found[0]) is not type, found  # type: ignore[index]
