@@ -145,7 +145,7 @@ def take_away_when_read(monkeypatch: pytest.MonkeyPatch, *steps: int, save: int 
     """Somebody takes steps away as soon as one of them is read, and saves another one."""
     real = ObjectEntry.verify
 
-    def verify(entry: ObjectEntry, directory: str, **options: Any) -> None:
+    def verify(entry: ObjectEntry, directory: str, *more: Any, **options: Any) -> None:
         if any(f"step-{step:09d}" in directory for step in steps):
             monkeypatch.setattr(ObjectEntry, "verify", real)
             for step in steps:
@@ -153,7 +153,7 @@ def take_away_when_read(monkeypatch: pytest.MonkeyPatch, *steps: int, save: int 
             if save is not None:
                 with ms.Store("run") as store:
                     store.save(save, {"model": model_at(save)})
-        real(entry, directory, **options)
+        real(entry, directory, *more, **options)
 
     monkeypatch.setattr(ObjectEntry, "verify", verify)
 
