@@ -4,6 +4,7 @@ import errno
 import fcntl
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -211,7 +212,7 @@ def test_a_file_that_is_gone_or_another_one_cannot_be_read_so(path: str, tmp_pat
     assert not can_read_uncached(str(tmp_path / "gone"), None)
     (stamp,) = current_fingerprints([path]).values()
     assert can_read_uncached(path, stamp)
-    assert not can_read_uncached(path, stamp._replace(nbytes=1))
+    assert not can_read_uncached(path, replace(stamp, nbytes=1))
 
 
 def test_the_descriptor_reads_past_the_page_cache(path: str) -> None:

@@ -253,6 +253,30 @@ def test_what_was_not_asked_for_is_not_kept(tmp_path: Path, cache: ms.Cache) -> 
             assert all(torch.equal(checkpoint.tensor(name), tensor) for name, tensor in stored.items())
 
 
+def test_each_checkpoint_keeps_the_cache_it_was_opened_with(proxy: FaultProxy, cache: ms.Cache, tmp_path: Path) -> None:
+    small = ms.Cache(tmp_path / "small", max_bytes=2 * BLOCK_BYTES)
+    first = ms.open(url_of(proxy), cache=cache)
+    second = ms.open(url_of(proxy), cache=small)
+    third = ms.open(url_of(proxy))
+    for checkpoint in (third, second, first):
+        for name, tensor in make_model().state_dict().items():
+            assert torch.equal(checkpoint.tensor(name), tensor)
+    assert sum(path.stat().st_size for path in blocks_of(small)) <= small.max_bytes < 4 * BLOCK_BYTES
+    assert sum(path.stat().st_size for path in blocks_of(cache)) >= 4 * BLOCK_BYTES
+
+
+def test_caches_of_one_directory_keep_to_their_own_sizes(proxy: FaultProxy, cache: ms.Cache) -> None:
+    first, small = ms.open(url_of(proxy), cache=cache), ms.Cache(cache.directory, max_bytes=2 * BLOCK_BYTES)
+    ms.open(url_of(proxy), cache=small)
+    for name in make_model().state_dict():
+        first.tensor(name)
+    assert sum(path.stat().st_size for path in blocks_of(cache)) >= 4 * BLOCK_BYTES
+    for path in blocks_of(cache):
+        path.unlink()
+    check_load(proxy, small)
+    assert sum(path.stat().st_size for path in blocks_of(cache)) <= small.max_bytes
+
+
 def test_a_load_without_a_cache_uses_none(proxy: FaultProxy, cache: ms.Cache) -> None:
     check_load(proxy, cache)
     proxy.reset()

@@ -97,7 +97,7 @@ def stream(
     """
     if blocks is None:
         paths = {entry.source.path for entry in wanted}
-        blocks = in_blocks(wanted, strategy.block_bytes, common_align_bytes(paths))
+        blocks = in_blocks(wanted, strategy.block_bytes, common_align_bytes(paths, fingerprints))
     largest = max((block.nbytes for block in blocks), default=0)
     threads = min(strategy.threads, len(blocks))
     # From held files memory is written to that must not be left half written: the buffers are there before.

@@ -35,7 +35,7 @@ from modelstate.io.files import FileFingerprint, check_unchanged, open_unchanged
 from modelstate.io.memory import HUGE_PAGE_BYTES, UffdFiller, aligned
 from modelstate.process import parallel_for
 from modelstate.remote.cache import BLOCK_BYTES
-from modelstate.remote.file import CONNECTIONS, RemoteFile, Version, is_cached
+from modelstate.remote.file import CONNECTIONS, RemoteFile, Version
 from modelstate.remote.location import is_remote
 from modelstate.spec import GAP_BYTES, MOST_THREADS, ByteRange
 
@@ -91,9 +91,10 @@ def threads_for(paths: Iterable[str], uncached: Collection[str] = ()) -> int:
     return uncached_threads(read_threads()) if uncached else read_threads()
 
 
-def common_align_bytes(paths: Iterable[str]) -> int:
+def common_align_bytes(paths: Iterable[str], fingerprints: Mapping[str, FileFingerprint]) -> int:
     """A multiple at which reads end: with a cache two threads would request the block that they share."""
-    return BLOCK_BYTES if any(map(is_cached, paths)) else 1
+    known = (fingerprints.get(path) for path in paths)
+    return BLOCK_BYTES if any(each is not None and each.cache is not None for each in known) else 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,10 +253,13 @@ def open_files(
     try:
         for path in dict.fromkeys(paths):
             known = fingerprints.get(path)
-            if is_remote(path):
-                files[path] = RemoteFile(path, known and Version(known.nbytes, known.modified_ns, known.tag))
-            else:
+            if not is_remote(path):
                 files[path] = LocalFile(path, known, path in uncached)
+            elif known is None:
+                files[path] = RemoteFile(path)
+            else:
+                version = Version(known.nbytes, known.modified_ns, known.tag)
+                files[path] = RemoteFile(path, version, known.cache)
         yield files
         for file in files.values():
             file.check_unchanged()
@@ -467,7 +471,7 @@ def read_ranges(
             rows.extend(request.split(ROWS_BYTES))
     paths = {request.source.path for request in single} | {request.source.path for request in rows}
     remote = [path for path in paths if is_remote(path)]
-    align_bytes = common_align_bytes(remote) if remote else 1
+    align_bytes = common_align_bytes(remote, fingerprints) if remote else 1
     if batch_bytes is None:
         batch_bytes = BATCH_BYTES
         if remote:  # all connections share the work

@@ -9,9 +9,9 @@ import os
 import re
 import stat
 from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from types import TracebackType
-from typing import NamedTuple
 from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
@@ -24,6 +24,7 @@ from modelstate.errors import (
     TruncatedFileError,
 )
 from modelstate.io import system
+from modelstate.remote.cache import Cache
 from modelstate.remote.file import RemoteFile, opened
 from modelstate.remote.location import is_remote, redacted_url
 from modelstate.text_format import note_given
@@ -198,7 +199,8 @@ def special_file(path: str, mode: int) -> SourceTypeError:
 _WHILE = "the file has changed while it was read"
 
 
-class FileFingerprint(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class FileFingerprint:
     """Identifies a version of a file without reading it."""
 
     nbytes: int
@@ -207,6 +209,8 @@ class FileFingerprint(NamedTuple):
     device: int
     tag: str = ""
     """The ETag of an object outside this machine."""
+    cache: Cache | None = field(default=None, compare=False)
+    """Where what is read of this version is kept: the cache with which the file was opened."""
 
 
 def current_fingerprints(paths: Iterable[str]) -> dict[str, FileFingerprint]:
@@ -261,7 +265,7 @@ def check_mapped(path: str, expected: FileFingerprint, nbytes: int) -> None:
     except OSError as error:
         raise ReadFailedError("the file's size and time cannot be read", where=path, found=error) from error
     if found is None or (found.inode, found.device) != (expected.inode, expected.device):
-        found = expected._replace(nbytes=nbytes)  # the path now names another file
+        found = replace(expected, nbytes=nbytes)  # the path now names another file
     if found != expected:
         raise _changed(path, expected, found, _WHILE)
 
@@ -280,7 +284,7 @@ def _changed(path: str, expected: FileFingerprint, found: FileFingerprint, what:
 def _fingerprint(status: os.stat_result | RemoteFile) -> FileFingerprint:
     if isinstance(status, RemoteFile):
         nbytes, modified_ns, tag = status.version
-        return FileFingerprint(nbytes, modified_ns, 0, 0, tag)
+        return FileFingerprint(nbytes, modified_ns, 0, 0, tag, status.cache)
     return FileFingerprint(status.st_size, status.st_mtime_ns, status.st_ino, status.st_dev)
 
 

@@ -42,6 +42,9 @@ class Cache:
     Files without a strong ETag are not kept. A directory that cannot be written, or is full, is no error of a load: it
     gives one `CacheWarning`, and the load reads from the server.
 
+    A checkpoint is read through the cache with which it was opened, whatever other caches its URL is opened with.
+    Caches with the same directory share its blocks, and each of them keeps to its own size when it writes.
+
     Args:
         directory: Where the blocks are. It is made when it is needed, with access for this user only.
         max_bytes: The most bytes that the blocks may take. Each process looks when it has written a sixteenth of it,

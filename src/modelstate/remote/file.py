@@ -76,17 +76,14 @@ class RemoteFile:
     Args:
         path: The URL.
         version: What the object must be; None for what the first reply says.
-        cache: Where blocks of the file are kept, from now on in this process. None for the one of an earlier call.
+        cache: Where blocks of the file are kept.
 
     Raises:
         OpenError: There is no such object, or it cannot be read.
     """
 
     def __init__(self, path: str, version: Version | None = None, cache: Cache | None = None) -> None:
-        self.path = path
-        if cache is not None:
-            _caches[path] = cache
-        self._cache = _caches.get(path)
+        self.path, self.cache = path, cache
         self._store, self._key = store_of(locate(path))
         self._asked = -_LEAST_ADDRESS_SECONDS
         self._blocks: list[tuple[int, bytes]] = []
@@ -156,8 +153,8 @@ class RemoteFile:
         end = offset + sum(map(len, buffers))
         if self._pinned is not None:
             end = min(end, self._pinned.nbytes)
-            if self._cache is not None and (version := self._version_name()):
-                return self._read_cached(self._cache, version, buffers, offset, end)
+            if self.cache is not None and (version := self._version_name()):
+                return self._read_cached(self.cache, version, buffers, offset, end)
         done = 0
         for chunk in self._received(offset, end):
             _scatter(buffers, done, chunk)
@@ -381,20 +378,11 @@ class _Opening(NamedTuple):
 
     def file(self, path: str) -> RemoteFile:
         if path not in self.files:
-            if self.cache is None:  # that of an earlier open
-                _caches.pop(path, None)
             self.files[path] = RemoteFile(path, cache=self.cache)
         return self.files[path]
 
 
 _opened: ContextVar[_Opening | None] = ContextVar("_opened", default=None)
-_caches: dict[str, Cache] = {}
-"""The caches of this process, by the paths of the files that were opened with them."""
-
-
-def is_cached(path: str) -> bool:
-    """Whether what is read of a file is kept in a cache, or was read from there."""
-    return path in _caches
 
 
 @contextmanager
