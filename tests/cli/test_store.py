@@ -189,11 +189,11 @@ class TestWhileARunPrunes:
     def test_a_step_that_is_saved_anew(self, monkeypatch: pytest.MonkeyPatch) -> None:
         real = ObjectEntry.verify
 
-        def verify(entry: ObjectEntry, directory: str, **options: Any) -> None:
+        def verify(entry: ObjectEntry, directory: str, *more: Any, **options: Any) -> None:
             monkeypatch.setattr(ObjectEntry, "verify", real)
             with ms.Store("run") as store:
                 store.save(20, {"model": model_at(21)}, overwrite=True)
-            real(entry, directory, **options)
+            real(entry, directory, *more, **options)
 
         monkeypatch.setattr(ObjectEntry, "verify", verify)
         done = run("store", "verify", "run", "--step", "20")

@@ -20,7 +20,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
-from modelstate.process import leaving, may_leave, wait_for
+from modelstate.process import fork_safe_lock, leaving, may_leave, wait_for
 
 if TYPE_CHECKING:
     from obstore import BytesStream
@@ -30,8 +30,16 @@ _CLEANUP_SECONDS = 0.5
 _Parameters = ParamSpec("_Parameters")
 _Result = TypeVar("_Result")
 
-_lock = threading.Lock()
 _loop: asyncio.AbstractEventLoop | None = None
+
+
+def _forget_loop(_: int) -> None:
+    """Its thread does not exist in a process that was forked."""
+    global _loop
+    _loop = None
+
+
+_lock = fork_safe_lock(_forget_loop)
 _cleanup = threading.local()
 """`until`: the time until which this thread waits for requests, where it cleans up after an interrupt."""
 
