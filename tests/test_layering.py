@@ -25,7 +25,6 @@ ROOMS = (
         "problems",
         "process",
         "background",
-        "progress",
     },
     {"html"},
     {"torch_compat"},

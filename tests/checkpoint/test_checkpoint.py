@@ -22,6 +22,7 @@ from modelstate.checkpoint.checkpoint import Checkpoint
 from modelstate.checkpoint.mapped import Maps
 from modelstate.checkpoint.open import open as open_checkpoint
 from modelstate.errors import KeyNotFoundError, OptionError, ReadFailedError
+from modelstate.io import system
 from modelstate.tensor_spec import TensorSpec
 from modelstate.torch_compat.plain import is_plain_memory
 from tests.formats.files import entry, safetensors_bytes, same
@@ -631,7 +632,7 @@ def test_a_file_that_cannot_be_read(checkpoint: Checkpoint, monkeypatch: pytest.
     def broken(*_: object) -> int:
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr(os, "preadv", broken)
+    monkeypatch.setattr(system, "preadv", broken)
     for name in ("read_into", "verify"):
         with pytest.raises(ReadFailedError, match="Input/output error"):
             READS[name](checkpoint)

@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from modelstate.errors import ReadFailedError
+from modelstate.io import system
 from modelstate.io.engine import Batch, Request, coalesce, read_ranges
 from modelstate.io.files import current_fingerprints
 from modelstate.spec import ByteRange
@@ -182,7 +183,7 @@ def test_calls_that_read_less_than_asked_go_on(
             left -= len(given[-1])
         return real(descriptor, given, at)
 
-    monkeypatch.setattr(os, "preadv", short)
+    monkeypatch.setattr(system, "preadv", short)
     sources = [ByteRange(files["a"], 3, 7), ByteRange(files["a"], 12, 20), ByteRange(files["a"], 33, 1)]
     assert read(sources, batch_bytes=64) == truth(sources)
     assert len(calls) == -(-31 // most)
@@ -218,7 +219,7 @@ def test_an_error_ends_the_read(
     files: dict[str, str], monkeypatch: pytest.MonkeyPatch, threads: int, on_read: Callable[[int], None] | None
 ) -> None:
     broken = Broken(8, OSError(5, "Input/output error"))
-    monkeypatch.setattr(os, "preadv", broken)
+    monkeypatch.setattr(system, "preadv", broken)
     with nothing_left_behind(), pytest.raises(ReadFailedError, match="Input/output error") as caught:
         read([ByteRange(files["a"], 0, 96)], threads=threads, on_read=on_read)
     assert broken.running == 0
@@ -256,7 +257,7 @@ def test_a_file_that_is_gone(files: dict[str, str], tmp_path: Path) -> None:
 def test_a_file_that_has_changed_is_not_read(files: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     stamps = current_fingerprints(files.values())
     Path(files["b"]).write_bytes(b"another")
-    monkeypatch.setattr(os, "preadv", lambda *_: pytest.fail("read"))
+    monkeypatch.setattr(system, "preadv", lambda *_: pytest.fail("read"))
     sources = [ByteRange(files["a"], 0, 9), ByteRange(files["b"], 0, 3)]
     with nothing_left_behind(), pytest.raises(ReadFailedError, match="has changed since it was opened") as caught:
         read(sources, fingerprints=stamps)

@@ -17,6 +17,7 @@ from torch import nn
 
 import modelstate as ms
 from modelstate import errors
+from modelstate.io import system
 from modelstate.planning.assignment import Assignment
 from modelstate.planning.preparation import Preparation
 from modelstate.transaction.object_snapshot import ObjectSnapshot
@@ -175,7 +176,7 @@ def test_a_wrong_shape_anywhere(name: str, tmp_path: Path) -> None:
 
 
 def failing_reads(monkeypatch: pytest.MonkeyPatch, after: int, how: str) -> list[int]:
-    """Lets `os.preadv` fail from one call on, as a broken disk or a file that shrinks does."""
+    """Lets `preadv` fail from one call on, as a broken disk or a file that shrinks does."""
     calls = [0]
     real = os.preadv
 
@@ -190,6 +191,7 @@ def failing_reads(monkeypatch: pytest.MonkeyPatch, after: int, how: str) -> list
         return real(descriptor, [first[: max(1, len(first) // 2)]], offset) if first is not None else 0
 
     monkeypatch.setattr(os, "preadv", preadv)
+    monkeypatch.setattr(system, "preadv", preadv)
     return calls
 
 

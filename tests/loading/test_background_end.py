@@ -365,14 +365,14 @@ def test_the_program_ends_with_a_running_handle(seconds: float, tmp_path: Path) 
 SLOW = """
     import os, sys, time, torch
     import modelstate as ms
-    from modelstate.io import engine
+    from modelstate.io import engine, system
     from torch import nn
 
     def slowly(*arguments, read=os.preadv):
         time.sleep(0.1)
         return read(*arguments)
 
-    os.preadv, engine.BATCH_BYTES = slowly, 4096
+    system.preadv, engine.BATCH_BYTES = slowly, 4096
     handle = ms.load(nn.Linear(2048, 2048), sys.argv[1], background=True)
     time.sleep(0.3)
     assert not handle.done

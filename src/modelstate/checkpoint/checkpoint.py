@@ -45,7 +45,6 @@ from modelstate.io.engine import (
     threads_for,
 )
 from modelstate.io.files import FileFingerprint
-from modelstate.remote.location import is_remote
 from modelstate.spec import (
     ByteRange,
     Checksum,
@@ -56,12 +55,13 @@ from modelstate.spec import (
     StoredTensors,
     bytes_key,
     dtype_name,
+    is_tensor,
     pieces,
     under_names,
+    version_metadata,
 )
 from modelstate.tensor_spec import TensorSpec, spec_of, specs_of
 from modelstate.text_format import size
-from modelstate.torch_compat.values import is_tensor, version_metadata
 
 if TYPE_CHECKING:
     import torch
@@ -726,9 +726,10 @@ def verify(checkpoint: Checkpoint, on_read: Callable[[int], None] | None = None,
             on_read(storage.nbytes)
 
     paths = {storage.path for storage in names_of}
-    chunk_bytes = _REMOTE_CHUNK_BYTES if any(map(is_remote, paths)) else _CHUNK_BYTES
+    is_remote = any(checkpoint.fingerprints[path].is_remote for path in paths)
+    chunk_bytes = _REMOTE_CHUNK_BYTES if is_remote else _CHUNK_BYTES
     with open_files(paths, checkpoint.fingerprints) as files:
-        for_each(names_of, worker, min(threads_for(paths), len(names_of)), on_done)
+        for_each(names_of, worker, min(threads_for(is_remote), len(names_of)), on_done)
     damaged = [
         name for storage, names in names_of.items() if computed[storage] != expected[storage].value for name in names
     ]

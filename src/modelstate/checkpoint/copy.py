@@ -16,7 +16,7 @@ from modelstate.errors import ChecksumError, OptionError, SaveTargetError, Targe
 from modelstate.formats.copy_file import StreamedDigests, copy_file
 from modelstate.formats.sharded import INDEX_SUFFIX, named_in
 from modelstate.html.page import Kind, Page, Shown
-from modelstate.progress import progress_bar
+from modelstate.process import progress_bar
 from modelstate.remote.location import is_remote, locate
 from modelstate.remote.requests import cleanup
 from modelstate.remote.upload import head, is_absent, listing, remove

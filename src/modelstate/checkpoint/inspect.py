@@ -16,12 +16,11 @@ from modelstate.checkpoint.open import open as open_checkpoint
 from modelstate.errors import CodecError
 from modelstate.formats.tree import leaves
 from modelstate.html.page import Page, Shown
-from modelstate.progress import progress_bar
+from modelstate.process import progress_bar
 from modelstate.remote.cache import Cache
-from modelstate.spec import Refused, StoredTensor
+from modelstate.spec import Refused, StoredTensor, is_tensor, is_uninitialised
 from modelstate.tensor_spec import TensorSpec
 from modelstate.text_format import columns, count, printable, seconds, shorten, size
-from modelstate.torch_compat.values import is_tensor, is_uninitialised
 
 if TYPE_CHECKING:
     import torch

@@ -239,7 +239,8 @@ def open(
         >>> checkpoint["layer.weight"]
         TensorSpec(name='layer.weight', shape=(2, 3), dtype=torch.float32)
     """
-    check_cache(cache)
+    if cache is not None:
+        check_cache(cache)
     if isinstance(source, list | tuple):
         from modelstate.checkpoint.combine import combine as combined
 

@@ -36,7 +36,7 @@ from modelstate.errors import MissingValuesError, OptionError
 from modelstate.html.page import Kind, Page, Shown, area_chart
 from modelstate.io.engine import read_ranges
 from modelstate.io.tensors import read_tensor
-from modelstate.progress import progress_bar
+from modelstate.process import progress_bar
 from modelstate.spec import Stored, bytes_key, pieces
 from modelstate.tensor_spec import TensorSpec
 from modelstate.text_format import columns, count, folded, listed, printable, seconds, size

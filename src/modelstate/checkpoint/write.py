@@ -28,14 +28,13 @@ from modelstate.html.page import Kind, Page, Shown
 from modelstate.io.atomic import LOCK_TIMEOUT_SECONDS
 from modelstate.io.engine import read_ranges
 from modelstate.io.files import current_fingerprints, local_path
-from modelstate.progress import progress_bar
+from modelstate.process import progress_bar
 from modelstate.remote.location import is_remote, locate, redacted_url
 from modelstate.remote.upload import check_writable, exists, head
-from modelstate.spec import Encoded, Refused, Stored, bytes_key
+from modelstate.spec import Encoded, Refused, Stored, bytes_key, set_version_metadata, version_metadata
 from modelstate.text_format import as_given, printable, seconds, size
 from modelstate.torch_compat.dtypes import Overflows
 from modelstate.torch_compat.plain import is_quantized
-from modelstate.torch_compat.values import set_version_metadata, version_metadata
 
 
 @dataclass(slots=True)

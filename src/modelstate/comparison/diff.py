@@ -35,7 +35,7 @@ from modelstate.io.engine import read_ranges
 from modelstate.io.files import FileFingerprint
 from modelstate.io.tensors import read_tensor
 from modelstate.planning.matching import DecodeFailure, entries_of, matching_part
-from modelstate.progress import progress_bar
+from modelstate.process import progress_bar
 from modelstate.remote.cache import Cache
 from modelstate.rules.expression import Derived, lacks_values, leaves, region, values_of
 from modelstate.rules.expression import Source as TensorSource

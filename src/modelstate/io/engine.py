@@ -36,7 +36,6 @@ from modelstate.io.memory import HUGE_PAGE_BYTES, UffdFiller, aligned
 from modelstate.process import parallel_for
 from modelstate.remote.cache import BLOCK_BYTES
 from modelstate.remote.file import CONNECTIONS, RemoteFile, Version
-from modelstate.remote.location import is_remote
 from modelstate.spec import GAP_BYTES, MOST_THREADS, ByteRange
 
 BATCH_BYTES = 8 << 20
@@ -84,9 +83,9 @@ def uncached_threads(usual: int) -> int:
     return max(usual, _LEAST_UNCACHED_THREADS)
 
 
-def threads_for(paths: Iterable[str], uncached: Collection[str] = ()) -> int:
-    """The number of threads for a read of these files: many where they wait for a network."""
-    if any(map(is_remote, paths)):
+def threads_for(is_remote: bool, uncached: Collection[str] = ()) -> int:
+    """The number of threads for a read: many where they wait for a network."""
+    if is_remote:
         return CONNECTIONS
     return uncached_threads(read_threads()) if uncached else read_threads()
 
@@ -244,6 +243,8 @@ def open_files(
 ) -> Iterator[Mapping[str, RangeFile]]:
     """Opens files, and yields them by path; or yields the files that are held, which are not closed.
 
+    A file without a fingerprint is one of this machine.
+
     Raises `ReadFailedError` where a file does not match its fingerprint when it is opened, or when the block ends.
     """
     if held is not None:
@@ -253,13 +254,11 @@ def open_files(
     try:
         for path in dict.fromkeys(paths):
             known = fingerprints.get(path)
-            if not is_remote(path):
-                files[path] = LocalFile(path, known, path in uncached)
-            elif known is None:
-                files[path] = RemoteFile(path)
-            else:
+            if known is not None and known.is_remote:
                 version = Version(known.nbytes, known.modified_ns, known.tag)
                 files[path] = RemoteFile(path, version, known.cache)
+            else:
+                files[path] = LocalFile(path, known, path in uncached)
         yield files
         for file in files.values():
             file.check_unchanged()
@@ -470,7 +469,7 @@ def read_ranges(
         else:
             rows.extend(request.split(ROWS_BYTES))
     paths = {request.source.path for request in single} | {request.source.path for request in rows}
-    remote = [path for path in paths if is_remote(path)]
+    remote = [path for path in paths if path in fingerprints and fingerprints[path].is_remote]
     align_bytes = common_align_bytes(remote, fingerprints) if remote else 1
     if batch_bytes is None:
         batch_bytes = BATCH_BYTES
@@ -479,7 +478,7 @@ def read_ranges(
             batch_bytes = min(max(share, _LEAST_REMOTE_BYTES), BATCH_BYTES)
     batches = coalesce(single, batch_bytes=batch_bytes, gap_bytes=gap_bytes, align_bytes=align_bytes)
     items: list[Batch | Rows] = [*batches, *rows]
-    threads = min(threads or threads_for(remote, uncached), len(items))
+    threads = min(threads or threads_for(bool(remote), uncached), len(items))
     filler = UffdFiller() if is_fresh else None
     # The buffers are there before memory is written to that must not be left half written.
     span = max((entry.count * entry.file_step for entry in rows if entry.has_small_gaps(gap_bytes)), default=0)

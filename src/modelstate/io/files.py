@@ -211,6 +211,8 @@ class FileFingerprint:
     """The ETag of an object outside this machine."""
     cache: Cache | None = field(default=None, compare=False)
     """Where what is read of this version is kept: the cache with which the file was opened."""
+    is_remote: bool = False
+    """Whether the file is outside this machine."""
 
 
 def current_fingerprints(paths: Iterable[str]) -> dict[str, FileFingerprint]:
@@ -284,7 +286,7 @@ def _changed(path: str, expected: FileFingerprint, found: FileFingerprint, what:
 def _fingerprint(status: os.stat_result | RemoteFile) -> FileFingerprint:
     if isinstance(status, RemoteFile):
         nbytes, modified_ns, tag = status.version
-        return FileFingerprint(nbytes, modified_ns, 0, 0, tag, status.cache)
+        return FileFingerprint(nbytes, modified_ns, 0, 0, tag, status.cache, True)
     return FileFingerprint(status.st_size, status.st_mtime_ns, status.st_ino, status.st_dev)
 
 

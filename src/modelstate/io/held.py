@@ -26,7 +26,6 @@ from modelstate.errors import ReadFailedError
 from modelstate.io import lease, linux, system
 from modelstate.io.files import FileFingerprint, check_unchanged, open_unchanged
 from modelstate.io.prefetch import bring_into_cache
-from modelstate.remote.location import is_remote
 from modelstate.spec import ByteRange
 
 _FILE_SYSTEMS = frozenset(
@@ -149,7 +148,7 @@ class HeldFiles(Mapping[str, HeldFile]):
 
     def hold(self, extents: Sequence[ByteRange], fingerprints: Mapping[str, FileFingerprint]) -> str:
         """Takes a lease on the file of each range; returns the reason where one cannot be had."""
-        if any(is_remote(extent.path) for extent in extents):
+        if any(extent.path in fingerprints and fingerprints[extent.path].is_remote for extent in extents):
             return "it is not a file of this machine"
         nbytes = sum(extent.nbytes for extent in extents)
         seconds = lease.safe_seconds()

@@ -14,14 +14,10 @@ from modelstate.io import linux
 
 # Reads.
 
-open, stat, fstat, pread, userfaultfd = os.open, os.stat, os.fstat, os.pread, linux.userfaultfd
+open, stat, fstat, userfaultfd = os.open, os.stat, os.fstat, linux.userfaultfd
+pread, preadv = os.pread, os.preadv
 
 _RWF_NOWAIT = getattr(os, "RWF_NOWAIT", 0)
-
-
-def preadv(descriptor: int, buffers: Sequence[memoryview], offset: int) -> int:
-    """`os.preadv`."""
-    return os.preadv(descriptor, buffers, offset)
 
 
 def preadv_cached(descriptor: int, buffers: Sequence[memoryview], offset: int) -> int:

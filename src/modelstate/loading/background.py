@@ -15,7 +15,7 @@ from modelstate.loading.staging import Staging, bring_in, prefetch_range
 from modelstate.planning.assignment import Assignment
 from modelstate.planning.plain_table import PlainTable, Planned
 from modelstate.planning.plan import LoadPlan
-from modelstate.progress import progress_bar
+from modelstate.process import progress_bar
 from modelstate.rules.expression import Derived, Source
 from modelstate.torch_compat.plain import is_plain
 

@@ -47,8 +47,7 @@ from modelstate.planning.plain_table import PlainTable, Planned, leased
 from modelstate.planning.plan import AnyTransform, LoadPlan, Options, check_model, options_of
 from modelstate.planning.preparation import Preparation
 from modelstate.planning.record import bind, record
-from modelstate.process import deferred_signals, gc_paused
-from modelstate.progress import progress_bar
+from modelstate.process import deferred_signals, gc_paused, progress_bar
 from modelstate.remote.cache import Cache
 from modelstate.rules.rule import Rule
 from modelstate.rules.schema import Schema

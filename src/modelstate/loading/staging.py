@@ -28,7 +28,6 @@ from modelstate.planning.plain_table import PlainTable, Planned, leased
 from modelstate.planning.plan import Options
 from modelstate.process import cached_attribute
 from modelstate.remote.file import CONNECTIONS
-from modelstate.remote.location import is_remote
 from modelstate.spec import ByteRange, StoredTensor
 from modelstate.text_format import size
 from modelstate.torch_compat.dtypes import Overflows
@@ -77,7 +76,7 @@ class Staging:
         if self.max_memory_bytes is None:
             return
         usual = ReadStrategy.fastest()
-        if any(map(is_remote, self.checkpoint.fingerprints)):
+        if any(file.is_remote for file in self.checkpoint.fingerprints.values()):
             usual = replace(usual, threads=CONNECTIONS, remote=True)
         self.strategy = strategy_within(planned, self.max_memory_bytes, usual)
         needed = peak_bytes(planned, self.strategy)
@@ -113,7 +112,7 @@ def prefetch_range(staging: Staging, planned: Sequence[Planned]) -> list[str]:
     Large runs are read past the page cache, where that is possible; anything else is read ahead.
     """
     checkpoint = staging.checkpoint
-    if any(map(is_remote, checkpoint.fingerprints)):
+    if any(file.is_remote for file in checkpoint.fingerprints.values()):
         if staging.max_memory_bytes is None:
             staging.strategy = replace(staging.strategy, threads=CONNECTIONS)
         return []

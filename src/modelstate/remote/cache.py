@@ -165,8 +165,8 @@ class Cache:
 
 
 def check_cache(cache: object) -> None:
-    """Raises `OptionError` for an argument `cache=` that is neither a cache nor None."""
-    if not (cache is None or isinstance(cache, Cache)):
+    """Raises `OptionError` for an argument `cache=` that is given, and not a cache."""
+    if not isinstance(cache, Cache):
         raise OptionError(
             "cache= must be a modelstate.Cache", found=repr(cache), remedy="cache=modelstate.Cache(directory)"
         )

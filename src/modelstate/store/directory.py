@@ -36,7 +36,7 @@ from modelstate.io.atomic import write_error
 from modelstate.io.engine import for_each
 from modelstate.io.lock import check_directory
 from modelstate.objects.parts import Kind, Part
-from modelstate.progress import progress_bar
+from modelstate.process import progress_bar
 from modelstate.remote.cache import Cache
 from modelstate.remote.location import is_remote
 from modelstate.store.bucket import Bucket

@@ -119,7 +119,8 @@ class Store(Shown):
             raise OptionError("shard_size_bytes= is a number of bytes", expected="1 or more", found=shard_size_bytes)
         self._shard_bytes = shard_size_bytes
         self._process_group, self._timeout_seconds = process_group, check_timeout(timeout_seconds)
-        check_cache(cache)
+        if cache is not None:
+            check_cache(cache)
         self.index = StepIndex(self.directory, cache=cache)
         """The checkpoints of the directory, as they are now."""
         self._medium, self._access = self.index.medium, WriteAccess(self.index)
