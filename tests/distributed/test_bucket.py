@@ -394,6 +394,30 @@ def test_an_upload_that_fails_on_one_rank_is_an_error_on_all(how: str, rank: int
     assert value_in(server, how) == 3
 
 
+def save_in_many_rounds(urls: list[str], path: str) -> str:
+    """Saves a tensor of 2 MiB for each rank to upload, in rounds of 128 KiB, one part at a time."""
+    connect(urls)
+    mesh = models.mesh(4)
+    state = {
+        str(number): distribute_tensor(torch.ones(512, 1024), mesh, [Shard(0)], src_data_rank=None)
+        for number in range(4)
+    }
+    with (
+        mock.patch.multiple(uploading, PIECE_BYTES=64 << 10, ROUND_BYTES=128 << 10),
+        mock.patch.multiple(upload, PART_BYTES=64 << 10, PARTS_AT_ONCE=1),
+    ):
+        return error_of(lambda: ms.save(state, path, timeout_seconds=60))[0]
+
+
+def test_no_rank_uploads_in_vain_for_long(ranks: Ranks, server: Server) -> None:
+    server.proxies[1].fault = lambda request: Fault.UNAVAILABLE if request.method in ("PUT", "POST") else None
+    found = ranks.values(save_in_many_rounds, server.urls, f"s3://{server.bucket}/model.safetensors")
+    server.proxies[1].fault = None
+    assert found == ["WriteFailedError"] * 4
+    assert [server.proxies[rank].uploaded_bytes < 1 << 20 for rank in (0, 2, 3)] == [True] * 3
+    assert server.names() == []
+
+
 @pytest.mark.parametrize("how", ["race, file", "race, store"])
 def test_two_runs_race(how: str, ranks: Ranks, server: Server) -> None:
     """Two ranks save one state while the two others save another one: exactly one of the saves succeeds."""
