@@ -26,8 +26,9 @@ Work = Callable[[threading.Event], None]
 
 
 _thread_state = threading.local()
-"""Of each thread that runs work for another one: `stops`, the events that end it; in threads of `parallel_for` also
-`running` and `left`, the threads that are waited for and those that are not, and `computes` where it uses torch."""
+"""Of each thread that runs work for another one: `stops`, which say whether its work is to end; in threads of
+`parallel_for` also `running` and `left`, the threads that are waited for and those that are not, and `computes` where
+it uses torch."""
 _POLL_SECONDS = 0.05
 """How often a thread that waits looks whether its work is still needed."""
 
@@ -61,7 +62,7 @@ def parallel_for(work: Work, threads: int, *, with_torch: bool = False) -> None:
         work(stop)
         return
     running: list[None] = []
-    outer: tuple[threading.Event, ...] = getattr(_thread_state, "stops", ())
+    outer: tuple[Callable[[], bool], ...] = getattr(_thread_state, "stops", ())
     ended: SimpleQueue[BaseException | None] = SimpleQueue()
     left: set[threading.Thread] = set()
     single_threaded = _SingleThreadedTorch(threads) if with_torch else None
@@ -69,7 +70,7 @@ def parallel_for(work: Work, threads: int, *, with_torch: bool = False) -> None:
     def run() -> None:
         running.append(None)  # before it reads `stop`: the code that sets `stop` looks at `running` afterwards
         try:
-            _thread_state.running, _thread_state.left, _thread_state.stops = running, left, (*outer, stop)
+            _thread_state.running, _thread_state.left, _thread_state.stops = running, left, (*outer, stop.is_set)
             if single_threaded is not None and not stop.is_set():
                 _thread_state.computes = True
                 single_threaded.enter()
@@ -131,9 +132,20 @@ def wait_for(event: threading.Event, until: float = float("inf")) -> bool:
 
 
 def check_stopped() -> None:
-    """Raises `Stopped` in a thread of `parallel_for` or `prefetch_one` whose work is to end."""
-    if any(event.is_set() for event in getattr(_thread_state, "stops", ())):
+    """Raises `Stopped` in a thread of `parallel_for`, `prefetch_one` or `stopped_by` whose work is to end."""
+    if any(is_stopped() for is_stopped in getattr(_thread_state, "stops", ())):
         raise Stopped
+
+
+@contextmanager
+def stopped_by(is_stopped: Callable[[], bool]) -> Iterator[None]:
+    """Within the block, what this thread waits for ends with `Stopped` as soon as a function returns True."""
+    outer: tuple[Callable[[], bool], ...] = getattr(_thread_state, "stops", ())
+    _thread_state.stops = (*outer, is_stopped)
+    try:
+        yield
+    finally:
+        _thread_state.stops = outer
 
 
 def may_leave() -> bool:
@@ -146,12 +158,13 @@ def leaving() -> Iterator[None]:
     """Within the block, the caller of `parallel_for` does not wait for this thread where its work is to end.
 
     For calls that wait for another machine and cannot be interrupted. They must not use memory of the caller. Raises
-    `Stopped` at the end of the block where the caller has gone on. Has no effect in other threads.
+    `Stopped` at the end of the block where the caller has gone on. Has no effect in other threads, nor within itself.
     """
-    if not may_leave():
+    this = threading.current_thread()
+    if not may_leave() or this in _thread_state.left:
         yield
         return
-    running, left, this = _thread_state.running, _thread_state.left, threading.current_thread()
+    running, left = _thread_state.running, _thread_state.left
     left.add(this)
     running.pop()
     try:
@@ -193,11 +206,11 @@ def prefetch_one(
             use(item)
         return
     stop, running = threading.Event(), list[None]()
-    outer: tuple[threading.Event, ...] = getattr(_thread_state, "stops", ())
+    outer: tuple[Callable[[], bool], ...] = getattr(_thread_state, "stops", ())
 
     def run(item: _Item) -> None:
         running.append(None)  # before it reads `stop`: the code that sets `stop` looks at `running` afterwards
-        _thread_state.stops = (*outer, stop)
+        _thread_state.stops = (*outer, stop.is_set)
         try:
             check()
             fetch(item, check)

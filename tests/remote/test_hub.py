@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
 from http.server import BaseHTTPRequestHandler
@@ -154,6 +155,28 @@ def test_an_address_that_has_expired_is_asked_for_again(hub: type[Hub], is_renew
     ms.load(target, checkpoint)
     assert all(map(torch.equal, target.state_dict().values(), model.state_dict().values()))
     assert sum("/resolve/" in path for _, path, _ in hub.requests) == 1  # for all threads
+
+
+def test_a_load_that_waits_for_the_hub_is_cancelled(hub: type[Hub], monkeypatch: pytest.MonkeyPatch) -> None:
+    ms.save(make_model(width=1024), hub.directory / "model.safetensors")
+    checkpoint = ms.open("hf://org/name")
+    hub.files.expired = hub.signature
+    asked, resumed, answered = threading.Event(), threading.Event(), list[str]()
+
+    def address_of(path: str) -> tuple[str, dict[str, str]]:
+        asked.set()
+        resumed.wait(60)
+        answered.append(path)
+        return hub_files.address_of(path)
+
+    monkeypatch.setattr(location, "address_of", address_of)
+    handle = ms.load(make_model(width=1024), checkpoint, background=True)
+    assert asked.wait(60)
+    try:
+        assert handle.cancel()
+        assert not answered
+    finally:
+        resumed.set()
 
 
 def test_an_address_whose_token_has_expired_is_asked_for_again(hub: type[Hub]) -> None:

@@ -125,6 +125,28 @@ def test_a_load(http: tuple[str, FaultProxy], device: str, options: dict[str, An
     assert is_equal(target, make_model(0))
 
 
+@pytest.mark.parametrize(
+    "options", [{}, {"dtype": "bf16"}, {"max_memory_bytes": 8 * MB}], ids=["plain", "cast", "budget"]
+)
+def test_a_background_load_is_cancelled(http: tuple[str, FaultProxy], options: dict[str, Any]) -> None:
+    url, proxy = http
+    target = make_model(1)
+    proxy.reset()
+    proxy.fault = lambda request: Fault.STALL if request.number > 1 else None
+    try:
+        handle = ms.load(target, url, background=True, **options)
+        assert proxy.stalled.wait(AT_ONCE_SECONDS)
+        begin = time.monotonic()
+        assert handle.cancel()
+        assert time.monotonic() - begin < AT_ONCE_SECONDS
+    finally:
+        proxy.fault = None
+        proxy.resumed.set()
+    assert is_equal(target, make_model(1))
+    ms.load(target, url)
+    assert is_equal(target, make_model(0))
+
+
 def test_a_thread_that_is_left_writes_nothing(http: tuple[str, FaultProxy]) -> None:
     url, proxy = http
     fingerprints = current_fingerprints([url])

@@ -15,7 +15,7 @@ from modelstate.loading.staging import Staging, bring_in, prefetch_range
 from modelstate.planning.assignment import Assignment
 from modelstate.planning.plain_table import PlainTable, Planned
 from modelstate.planning.plan import LoadPlan
-from modelstate.process import progress_bar
+from modelstate.process import progress_bar, stopped_by
 from modelstate.rules.expression import Derived, Source
 from modelstate.torch_compat.plain import is_plain
 
@@ -162,7 +162,11 @@ class LoadHandle:
                 task.check()
                 advance(nbytes)
 
-            with torch.set_grad_enabled(grad_enabled), progress_bar(progress, staged.nbytes, "loading") as advance:
+            with (
+                stopped_by(lambda: task.is_cancelled),
+                torch.set_grad_enabled(grad_enabled),
+                progress_bar(progress, staged.nbytes, "loading") as advance,
+            ):
                 staged.read(on_progress)
 
         # The task does not refer to the handle, so that a handle can be dropped.
@@ -244,7 +248,8 @@ class LoadHandle:
     def cancel(self, *, wait: bool = True) -> bool:
         """Ends the load and frees the values that were read. Returns whether the load had no outcome yet.
 
-        The thread ends at its next check: after a few megabytes, or a call of a transform.
+        The thread ends at its next check: after a few megabytes, or a call of a transform. It does not wait for the
+        reply of a server.
 
         Args:
             wait: whether to return when the thread has ended.

@@ -23,7 +23,7 @@ from modelstate.errors import (
     SourceTypeError,
     UnknownFormatError,
 )
-from modelstate.process import parallel_for
+from modelstate.process import leaving, parallel_for
 from modelstate.remote import location as locations
 from modelstate.remote.cache import BLOCK_BYTES, Cache, version_name
 from modelstate.remote.hub import files_of
@@ -269,7 +269,7 @@ class RemoteFile:
         """Asks the hub where the file is now, unless another thread has: the signature of an address expires."""
         if self._pinned is None or self.location.scheme != "hf":
             return False
-        with self._address_lock:
+        with leaving(), self._address_lock:  # which another thread holds while it asks
             if self._store is not refused:
                 return True
             if time.monotonic() - self._asked < _LEAST_ADDRESS_SECONDS:
