@@ -10,8 +10,8 @@ from modelstate.background import AtExit, BackgroundTask
 from modelstate.checkpoint.checkpoint import what_to_verify
 from modelstate.errors import BackgroundCancelledError, OptionError
 from modelstate.loading.report import LoadReport
-from modelstate.loading.stage import Progress, stage
-from modelstate.loading.staging import Staging, bring_in, prefetch_range
+from modelstate.loading.stage import Progress, bring_in, prefetch_range, stage
+from modelstate.loading.staging import Staging
 from modelstate.planning.assignment import Assignment
 from modelstate.planning.plain_table import PlainTable, Planned
 from modelstate.planning.plan import LoadPlan

@@ -6,9 +6,10 @@ from dataclasses import replace
 
 import torch
 
+from modelstate.checkpoint.checkpoint import Checkpoint
 from modelstate.errors import ModelStateError, PlacementError, ReadFailedError
-from modelstate.io.held import HeldFiles, held_files
-from modelstate.loading.stage import Progress, read_leased, stage, stage_one
+from modelstate.io.held import HeldFiles, held_files, why_not_held
+from modelstate.loading.stage import Progress, limit_memory, read_leased, stage, stage_one
 from modelstate.loading.staging import Staging
 from modelstate.planning.assignment import Assignment, copy_cannot_fail
 from modelstate.planning.plain_table import PlainTable, Planned, leased
@@ -18,6 +19,9 @@ from modelstate.torch_compat.private import module_load
 from modelstate.torch_compat.sharding import dtensor_like
 from modelstate.transaction.swap_tensors import become, give_memory, give_memory_to_all, point_to, refusals
 from modelstate.transaction.transaction import Transaction, Write
+
+_LEAST_LEASED_BYTES = 1 << 20
+"""Fewer bytes are staged: it takes no longer than to hold their files."""
 
 
 class Place(Write):
@@ -175,6 +179,21 @@ def _placement_error(name: str, target: torch.Tensor, value: torch.Tensor, error
     )
 
 
+def stage_unleased(checkpoint: Checkpoint, planned: Iterable[Planned], in_use: str) -> None:
+    """Has values staged that are planned to be read at the commit, where it is known that their files cannot be held.
+
+    `in_use` is another reason to stage them; empty without one.
+    """
+    waiting = leased(planned)
+    if sum(item.nbytes for item in waiting) < _LEAST_LEASED_BYTES:
+        reason = "they are small"
+    else:
+        extents = [extent for item in waiting for extent in item.extents]
+        reason = why_not_held(extents, checkpoint.fingerprints) or in_use
+    for item in waiting if reason else ():
+        item.stage_instead(reason)
+
+
 @contextmanager
 def held_for_commit(
     staging: Staging, waiting: Sequence[Planned], planned: Sequence[Planned], advance: Progress
@@ -203,7 +222,7 @@ def held_for_commit(
             return
     for item in waiting:
         item.stage_instead(files.refusal)
-    staging.limit_memory(planned)
+    limit_memory(staging, planned)
     stage(staging, planned, advance)
     yield None
 

@@ -24,6 +24,7 @@ from modelstate.checkpoint.open import (
 from modelstate.checkpoint.open import open as open_checkpoint
 from modelstate.distributed.agreement import NOTHING_CHANGED, TIMEOUT_SECONDS, Agreement, agreement_of
 from modelstate.errors import OptionError, ReadFailedError
+from modelstate.io.memory import fresh_tensors
 from modelstate.loading.background import LOAD_AGAIN, LoadHandle, StagedLoad
 from modelstate.loading.collective import (
     COMMIT,
@@ -36,11 +37,11 @@ from modelstate.loading.collective import (
     rank_reports,
     shared_generator,
 )
-from modelstate.loading.commit import Place, commit, held_for_commit, place_fallible
+from modelstate.loading.commit import Place, commit, held_for_commit, place_fallible, stage_unleased
 from modelstate.loading.replicas import broadcast, connect, notes_on_shared, shared_reads, to_read_here
 from modelstate.loading.report import LoadReport
-from modelstate.loading.stage import read_in_place, stage
-from modelstate.loading.staging import Inspect, Staging, bring_in, prefault_async, prefetch_range, stage_unleased
+from modelstate.loading.stage import bring_in, limit_memory, prefault_async, prefetch_range, read_in_place, stage
+from modelstate.loading.staging import Inspect, Staging
 from modelstate.planning.assignment import Assignment
 from modelstate.planning.matching import ModelSchemaView, match
 from modelstate.planning.plain_table import PlainTable, Planned, leased
@@ -421,7 +422,7 @@ def _stage_in_background(
                 with_tables=True,
             )
         preparation.check()
-        staging.limit_memory(preparation.planned)
+        limit_memory(staging, preparation.planned)
         _check_optimizers(preparation.assignments, load_options.optimizers)
         notes = preparation.notes_on_mapping()
         return StagedLoad(preparation.plan(), staging, preparation.planned, load_options.verify, notes)
@@ -465,7 +466,7 @@ def _execute(
             _check_optimizers(assignments, optimizers)
         planned = preparation.planned
         if staged is None:
-            staging.limit_memory(planned)
+            limit_memory(staging, planned)
     to_stage = [*preparation.moves, *(to_read_here(planned, staging.shared) if staging.shared else planned)]
     nbytes = sum(item.nbytes for item in to_stage)
     with progress_bar(load_options.progress, nbytes, "loading") as advance, ExitStack() as held:
@@ -552,7 +553,9 @@ def prepare(
         raise OptionError("a plan has its own arguments", remedy="pass them to modelstate.plan")
     if staged is None:
         budget = None if load_options is None else load_options.max_memory_bytes
-        staging = Staging(matched.part, matched.options, transaction.root, budget, in_background=bool(in_use))
+        staging = Staging(matched.part, matched.options, transaction.root, budget)
+        if in_use:
+            staging.temporary = fresh_tensors
     else:
         staging = replace(staged.staging)  # the memory of the model is looked up again
     write = partial(Place, staging)

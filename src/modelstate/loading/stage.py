@@ -5,6 +5,7 @@ import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from itertools import cycle
 from operator import itemgetter
@@ -13,10 +14,20 @@ from typing import TypeVar
 import torch
 from torch.autograd.graph import increment_version
 
-from modelstate.errors import ModelStateError, PlacementError
-from modelstate.io.engine import Request, block_reads, read_ranges, read_threads
+from modelstate.errors import MemoryBudgetError, ModelStateError, PlacementError
+from modelstate.io import prefetch
+from modelstate.io.engine import ReadStrategy, Request, block_reads, read_ranges, read_threads
 from modelstate.io.held import HeldFiles
 from modelstate.io.memory import HeapTrim, aligned, fresh_tensors
+from modelstate.io.prefetch import (
+    LEAST_BYTES,
+    Shown,
+    are_cached,
+    files_to_read_uncached,
+    most_to_read,
+    prefault,
+    read_ahead,
+)
 from modelstate.io.tensors import compute, elements
 from modelstate.loading.staging import Inspect, Staging
 from modelstate.loading.stream import read_cast, read_streamed
@@ -29,12 +40,14 @@ from modelstate.planning.assignment import (
     as_target,
     called,
 )
-from modelstate.planning.memory import placed_bytes
+from modelstate.planning.memory import peak_bytes, placed_bytes, strategy_within, uncached_strategy
 from modelstate.planning.plain_table import PlainTable, Planned
 from modelstate.planning.transforms import Transform
 from modelstate.process import prefetch_one
+from modelstate.remote.file import CONNECTIONS
 from modelstate.rules.expression import Derived, values_of
 from modelstate.spec import ByteRange, StoredComposite, StoredTensor, contiguous_stride
+from modelstate.text_format import size
 from modelstate.torch_compat.dtypes import AT_ONCE, nonfinite
 from modelstate.torch_compat.plain import is_dense, is_plain, is_plain_memory
 from modelstate.torch_compat.private import storage_id, storage_owners, write_count
@@ -44,6 +57,64 @@ Pairs = Sequence[tuple[Assignment, torch.Tensor]]
 """What is read, each with the memory that it is read into."""
 _T = TypeVar("_T")
 _NOT_IN_A_FILE = ByteRange("", 0, 0)
+
+
+def limit_memory(staging: Staging, planned: Sequence[Planned]) -> None:
+    """Chooses a read strategy that keeps to the memory budget. Raises `MemoryBudgetError` if there is none."""
+    if staging.max_memory_bytes is None:
+        return
+    usual = ReadStrategy.fastest()
+    if any(file.is_remote for file in staging.checkpoint.fingerprints.values()):
+        usual = replace(usual, threads=CONNECTIONS, remote=True)
+    staging.strategy = strategy_within(planned, staging.max_memory_bytes, usual)
+    needed = peak_bytes(planned, staging.strategy)
+    if needed <= staging.max_memory_bytes:
+        return
+    could = not staging.options.in_place and any(item.staged_bytes for item in planned)
+    raise MemoryBudgetError(
+        "the load needs more memory beyond the final tensors than it was given; nothing has been changed",
+        expected=f"at most {staging.max_memory_bytes} bytes",
+        found=f"{needed} bytes, at the least",
+        remedy=f"max_memory_bytes={needed}" + (", or in_place=True, which needs no second copy" if could else ""),
+    )
+
+
+def prefetch_range(staging: Staging, planned: Sequence[Planned]) -> list[str]:
+    """Brings in what is read and not in the page cache, and does not wait. Returns remarks for the report.
+
+    Large runs are read past the page cache, where that is possible; anything else is read ahead.
+    """
+    checkpoint = staging.checkpoint
+    if any(file.is_remote for file in checkpoint.fingerprints.values()):
+        if staging.max_memory_bytes is None:
+            staging.strategy = replace(staging.strategy, threads=CONNECTIONS)
+        return []
+    if sum(fingerprint.nbytes for fingerprint in checkpoint.fingerprints.values()) < LEAST_BYTES:
+        return []
+    if are_cached(checkpoint.fingerprints):
+        staging.strategy = replace(staging.strategy, cached=True)
+        return []
+    notes = []
+    runs: list[ByteRange] = []
+    others: list[ByteRange] = []
+    for item in planned:
+        if item.placement.mapped:
+            continue
+        if isinstance(item, PlainTable):
+            (others if item.placement.leased else runs).extend(item.extents)
+        elif item.placed or isinstance(item.stored, StoredTensor):
+            is_run = item.is_run_of_bytes and item.is_read_together
+            (runs if is_run and not item.placement.leased else others).extend(item.extents)
+    if files := files_to_read_uncached(runs, checkpoint.fingerprints):
+        strategy, budget = staging.strategy, staging.max_memory_bytes
+        staging.strategy = uncached_strategy(planned, strategy, budget, files)
+    uncached = staging.strategy.uncached
+    if past := sum(extent.nbytes for extent in runs if extent.path in uncached):
+        notes.append(f"the file was not in the page cache: {size(past)} of it are read past it")
+    others += [extent for extent in runs if extent.path not in uncached]
+    if asked := read_ahead(others, checkpoint.fingerprints):
+        notes.append(f"the file was not in the page cache: {size(asked)} of it are read ahead")
+    return notes
 
 
 def stage(staging: Staging, planned: Iterable[Planned], progress: Progress) -> None:
@@ -596,3 +667,47 @@ def _split(items: Sequence[_T], goes_first: Callable[[_T], bool]) -> tuple[list[
     for item in items:
         (first if goes_first(item) else second).append(item)
     return first, second
+
+
+# The pages of mapped files.
+
+
+def prefault_async(staging: Staging, planned: Iterable[Planned]) -> list[str]:
+    """Brings in the mapped pages that are not in the page cache, and does not wait. Returns remarks for the report."""
+    shown = _shown(planned)
+    if staging.strategy.cached or sum(extent.nbytes for extent, _ in shown) < LEAST_BYTES:
+        return []
+    shown, rest = _that_fits(shown)
+    prefetch.prefault_async(shown)
+    return ["the file was not in the page cache: its map is brought in, while the program goes on" + rest]
+
+
+def bring_in(planned: Iterable[Planned], progress: Callable[[int], None]) -> list[str]:
+    """Brings in the mapped pages, and waits for them. Returns remarks for the report. Raises `ReadFailedError`."""
+    shown, left = _that_fits(_shown(planned))
+    prefault(shown, progress)
+    return [f"the map is brought in{left}"] if left else []
+
+
+def _shown(planned: Iterable[Planned]) -> list[Shown]:
+    """The mapped tensors, with the bytes of their files."""
+    shown: list[Shown] = []
+    for item in planned:
+        if item.placement.mapped and isinstance(item, PlainTable):
+            values = zip(item.params, item.final or item.params, strict=True)
+            # A slot that has its memory has exchanged it with the value.
+            mapped = [value if param.is_meta else param for param, value in values]
+            shown += zip(item.sources, mapped, strict=True)
+        elif item.placement.mapped and isinstance(item, Assignment) and isinstance(item.stored, StoredTensor):
+            shown.append((item.stored.extent, item.value))
+    return shown
+
+
+def _that_fits(shown: Sequence[Shown]) -> tuple[list[Shown], str]:
+    """The tensors that fit into half of the memory, and a remark where there are more."""
+    most, fits = most_to_read(), list[Shown]()
+    for extent, tensor in shown:
+        if (most := most - extent.nbytes) < 0:
+            return fits, ": as much of it as half of the memory holds"
+        fits.append((extent, tensor))
+    return fits, ""
