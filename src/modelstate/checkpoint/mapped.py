@@ -17,7 +17,6 @@ from modelstate.io.engine import read_ranges
 from modelstate.io.files import FileFingerprint, check_mapped, open_regular, open_unchanged, pread_fully
 from modelstate.io.lease import hold
 from modelstate.io.linux import MAP_NORESERVE
-from modelstate.remote.location import is_remote
 from modelstate.spec import ByteRange, Combined, Stored, StoredComposite, StoredTensor, TensorColumns
 
 if TYPE_CHECKING:
@@ -65,7 +64,7 @@ class Maps:
             return stored.detach()
         if stored.nbytes == 0:
             return torch.empty_strided(stored.shape, stored.stride, dtype=stored.dtype, device="cpu")
-        if is_remote(stored.extent.path):
+        if self.is_remote(stored.extent.path):
             return self.read(stored)
         region, dtype = stored.extent, stored.dtype
         key = region, dtype.itemsize
@@ -121,7 +120,7 @@ class Maps:
             with torch.inference_mode(False):
                 return self.tensor_for_user(stored, asked)
         if isinstance(stored, StoredTensor) and stored.nbytes:
-            if asked is not False and not is_remote(stored.extent.path):
+            if asked is not False and not self.is_remote(stored.extent.path):
                 self._map(stored.extent)
                 path = stored.extent.path
                 shared = asked is None and self._in_use(stored) is not None
@@ -169,6 +168,11 @@ class Maps:
             if fingerprint is not None:
                 check_mapped(path, fingerprint, mapped.size())
 
+    def is_remote(self, path: str) -> bool:
+        """Whether a file of the checkpoint is outside this machine, so that it cannot be mapped."""
+        known = self._fingerprints.get(path)
+        return known is not None and known.is_remote
+
     def may_show(self, extent: ByteRange, asked: bool | None, changed_ns: int = 0) -> bool:
         """Whether tensors that are kept may be mapped from this file, which is then protected while its map lives.
 
@@ -181,7 +185,7 @@ class Maps:
             changed_ns: The time of the last change of the file's inode; with another time the answer is found anew.
         """
         path = extent.path
-        if is_remote(path):
+        if self.is_remote(path):
             if asked:
                 self.note("read into memory: only files of this machine are mapped", path)
             return False

@@ -384,7 +384,8 @@ def load_then(
     values, if `runs_code` says that `then` runs such code. The argument of `then` is the names of the tensors that the
     model initialises. `then` registers an undo for each of its changes with the transaction.
     """
-    check_budget_option(max_memory_bytes)
+    if max_memory_bytes is not None:
+        check_budget_option(max_memory_bytes)
     agreement = agreement or agreement_of(transaction.root)
     load_options = _LoadOptions(
         *(tuple(optimizers), verify, progress, max_memory_bytes, None),

@@ -12,7 +12,6 @@ from modelstate.io.tensors import same_bytes
 from modelstate.planning.initialise import Initialiser
 from modelstate.planning.matching import StoredEntries
 from modelstate.planning.plan import MatchedCheckpoint
-from modelstate.remote.location import is_remote
 from modelstate.rules.expression import Derived, Source, values_of
 from modelstate.rules.rule import Entry, Value
 from modelstate.spec import Assemble, StoredComposite, StoredTensor
@@ -34,16 +33,6 @@ class DeferredValue(Write):
     def run(self, transaction: Transaction | None) -> None:
         with torch.no_grad():
             self.target.copy_(values_of(self.stored, self.maps.read))
-
-
-def _cannot_be_mapped(content: object) -> TypeGuard[StoredTensor | StoredComposite]:
-    """Whether the bytes of a tensor cannot be shown as a map: they are not aligned, or not on this machine."""
-    if isinstance(content, StoredComposite):
-        return isinstance(content.build, Assemble) and any(is_remote(part.extent.path) for part in content.parts)
-    if not isinstance(content, StoredTensor) or not content.is_contiguous:
-        return isinstance(content, StoredTensor) and content.nbytes > 0 and is_remote(content.extent.path)
-    path, start, nbytes = content.extent
-    return bool(start % content.dtype.itemsize) or (nbytes > 0 and is_remote(path))
 
 
 _NO_ORIGIN: tuple[str, Source | None] = ("", None)
@@ -85,7 +74,7 @@ class MappedState(Mapping[str, Any]):
         if isinstance(content, Value):
             self._values[name] = content.value
             return content.value
-        if isinstance(content, Derived) or _cannot_be_mapped(content):
+        if isinstance(content, Derived) or self._cannot_be_mapped(content):
             value = self._deferred_value(content)
         else:
             value = self.maps.tensor(content)
@@ -180,3 +169,14 @@ class MappedState(Mapping[str, Any]):
             read = partial(read_ranges, fingerprints=self._checkpoint.fingerprints)
             return same_kind and same_bytes(first_source.extent, second_source.extent, read)
         return same_values(self.with_values(first), self.with_values(second))
+
+    def _cannot_be_mapped(self, content: object) -> TypeGuard[StoredTensor | StoredComposite]:
+        """Whether the bytes of a tensor cannot be shown as a map: they are not aligned, or not on this machine."""
+        if isinstance(content, StoredComposite):
+            return isinstance(content.build, Assemble) and any(
+                self.maps.is_remote(part.extent.path) for part in content.parts
+            )
+        if not isinstance(content, StoredTensor) or not content.is_contiguous:
+            return isinstance(content, StoredTensor) and content.nbytes > 0 and self.maps.is_remote(content.extent.path)
+        path, start, nbytes = content.extent
+        return bool(start % content.dtype.itemsize) or (nbytes > 0 and self.maps.is_remote(path))

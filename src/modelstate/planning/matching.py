@@ -167,7 +167,7 @@ def select_part(
     part, schema = checkpoint, asked.schema
     if asked.key is not None:
         part = checkpoint.select(asked.key)
-    elif not checkpoint or len({"", *checkpoint.containers}) > 1:
+    elif not checkpoint.flat.tensors or len({"", *checkpoint.flat.containers}) > 1:
         renamings = [partial(renamed_by, asked.rules)] if schema is None else schema.renamings(checkpoint)
         part = matching_part(checkpoint, wanted(), renamings)
     # The rules follow from the version of the selected part, not from other parts of the file.
