@@ -27,7 +27,7 @@ help:
 	@echo "make test     set up and run everything that CI runs (TESTS=tests/store for a part of the tests)"
 	@echo "make test-fast  set up and run the tests that are not marked as slow"
 	@echo "make test-torch TORCH=2.15.0  run the tests that are not slow with another version of PyTorch, in an environment of its own"
-	@echo "make test-remote  run the tests of tests/remote with servers of other implementations, in an environment of their own"
+	@echo "make test-remote  run the tests of buckets with servers of other implementations, in an environment of their own"
 	@echo "make lint     look for what ruff finds; make types: for what mypy finds; make pytest: the tests alone"
 	@echo "make setup    install everything that the tests need"
 	@echo "make format   put the code in order"
@@ -132,7 +132,7 @@ $(SERVERS)/.installed: Makefile
 	@touch $@
 
 test-remote: setup $(SERVERS)/.installed
-	MODELSTATE_SERVERS=$(SERVERS) MODELSTATE_S3_SERVER=ministack $(PYTEST) -n $(JOBS) --dist worksteal $(or $(TESTS),tests/remote)
+	MODELSTATE_SERVERS=$(SERVERS) MODELSTATE_S3_SERVER=ministack $(PYTEST) -n $(JOBS) --dist worksteal $(or $(TESTS),tests/remote tests/distributed/test_bucket.py)
 
 format: setup
 	$(BIN)/ruff format .

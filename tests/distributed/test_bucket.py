@@ -28,7 +28,7 @@ from modelstate.testing import Fault, FaultProxy, HttpRequest, fault_proxy
 from tests.distributed import models
 from tests.distributed.ranks import WORLD_SIZE, Ranks
 from tests.distributed.test_save_sharded import in_every_layout
-from tests.remote.servers import moto_server
+from tests.remote import servers
 from tests.sweeps import EXHAUSTIVE
 
 pytest.importorskip("obstore")
@@ -63,7 +63,10 @@ class Server:
 
 @pytest.fixture(scope="module")
 def started() -> Iterator[Server]:
-    with moto_server() as url, ExitStack() as opened:
+    name = os.environ.get("MODELSTATE_S3_SERVER", "moto")
+    if reason := servers.missing(name):
+        pytest.skip(reason)
+    with servers.object_store(name) as url, ExitStack() as opened:
         yield Server(url, [opened.enter_context(fault_proxy(url)) for _ in range(WORLD_SIZE)])
 
 
@@ -118,11 +121,14 @@ def save(urls: list[str], kind: str, path: str, shard_bytes: int | None) -> tupl
     report = ms.save(net, path, shard_size_bytes=shard_bytes, extra={"epoch": 3})
     again = models.sharded("tp" if kind == "fsdp" else kind, seed=4)
     ms.load(again, path, verify=True)
-    expected = models.plain(kind, seed=3)
-    named = {**dict(expected.named_parameters(remove_duplicate=False)), **dict(expected.named_buffers())}
-    for name, tensor in models.gathered(again).items():
-        assert torch.equal(tensor, named[name]), name
+    check_equal(again, models.plain(kind, seed=3))
     return report.files
+
+
+def check_equal(net: models.Net, expected: models.Net) -> None:
+    named = {**dict(expected.named_parameters(remove_duplicate=False)), **dict(expected.named_buffers())}
+    for name, tensor in models.gathered(net).items():
+        assert torch.equal(tensor, named[name]), name
 
 
 def manifest_of(index: bytes) -> Any:
@@ -152,6 +158,28 @@ def test_the_checkpoint_is_that_of_one_machine(
     with ms.open(path) as checkpoint:
         assert checkpoint.verify() > 0
         assert all(torch.equal(checkpoint.tensor(name), tensor) for name, tensor in state.items())
+
+
+def save_to_azure(connection: str, path: str) -> None:
+    os.environ["AZURE_STORAGE_CONNECTION_STRING"] = connection
+    uploading.PART_BYTES = 256
+    net, again = models.sharded("fsdp", seed=3), models.sharded("tp", seed=4)
+    ms.save(net, f"{path}/model.safetensors", overwrite=False)
+    assert error_of(lambda: ms.save(net, f"{path}/model.safetensors", overwrite=False))[0] == "TargetExistsError"
+    ms.load(again, f"{path}/model.safetensors", verify=True)
+    check_equal(again, models.plain("fsdp", seed=3))
+    with ms.Store(f"{path}/run", keep=1) as store:
+        for step in (1, 2):
+            store.save(step, objects_of(step))
+        assert (restored(store), store.steps()) == (2, (2,))
+
+
+def test_ranks_save_to_azure(ranks: Ranks) -> None:
+    if reason := servers.missing("azurite"):
+        pytest.skip(reason)
+    with servers.object_store("azurite") as url:
+        servers.create_container(url, "ranks")
+        ranks.values(save_to_azure, servers.azure_connection(url), "az://ranks")
 
 
 def save_every_layout(urls: list[str], path: str) -> None:
