@@ -102,3 +102,11 @@ def test_a_failed_load_leaves_its_memory_to_the_next(files: list[Path]) -> None:
 def test_what_is_no_size(nbytes: Any) -> None:
     with pytest.raises(OptionError):
         set_spare_bytes(nbytes)
+
+
+def test_memory_of_a_load_in_the_background_is_not_kept(files: list[Path]) -> None:
+    """Its values may wait for long."""
+    model = constant(-1)
+    ms.load(model, files[0], background=True).result()
+    assert all(bool((parameter == 0).all()) for parameter in model.parameters())
+    assert memory._spare.kept_bytes == 0
