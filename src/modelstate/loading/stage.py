@@ -446,7 +446,7 @@ def _stage_alone(staging: Staging, assignments: Sequence[Assignment], progress: 
     """Computes values one after the other. While a transform runs, the next value is read."""
     transformed, rest = _split(assignments, lambda assignment: assignment.transform is not None)
     copied, rest = _split(rest, _is_copied)
-    _copy_live(copied, progress)
+    _copy_live(staging, copied, progress)
     trim = HeapTrim()
     for assignment in rest:
         stage_one(staging, assignment)
@@ -485,13 +485,15 @@ def _is_copied(assignment: Assignment) -> bool:
 
 @torch.inference_mode(False)
 @torch.no_grad()
-def _copy_live(assignments: Sequence[Assignment], progress: Progress) -> None:
+def _copy_live(staging: Staging, assignments: Sequence[Assignment], progress: Progress) -> None:
     """Copies tensors to new memory. Small ones share mappings: one of its own takes a tensor at least a page."""
     finals = fresh_tensors([assignment.layout for assignment in assignments])
     for assignment, final in zip(assignments, finals, strict=True):
         started = time.perf_counter()
         final.copy_(assignment.value)
         assignment.overflows.check(assignment.name, assignment.value, final)
+        if staging.inspect is not None:  # while the copy is in the processor's cache
+            staging.inspect(assignment.param, final)
         assignment.final = final
         assignment.seconds += time.perf_counter() - started
         progress(assignment.nbytes)
