@@ -277,6 +277,23 @@ def test_caches_of_one_directory_keep_to_their_own_sizes(proxy: FaultProxy, cach
     assert sum(path.stat().st_size for path in blocks_of(cache)) <= small.max_bytes
 
 
+def test_a_block_in_the_place_of_another_one_is_requested_again(proxy: FaultProxy, cache: ms.Cache) -> None:
+    check_load(proxy, cache)
+    first, second = blocks_of(cache)[1:3]
+    content = first.read_bytes()
+    first.write_bytes(second.read_bytes())
+    second.write_bytes(content)
+    proxy.reset()
+    check_load(proxy, ms.Cache(cache.directory))
+    assert 2 * BLOCK_BYTES <= proxy.downloaded_bytes <= 2 * BLOCK_BYTES + HEADER_BYTES
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
+def test_a_directory_that_cannot_be_made_gives_a_warning(proxy: FaultProxy) -> None:
+    with pytest.warns(ms.errors.CacheWarning, match="cannot be made"):
+        check_load(proxy, ms.Cache("/proc/none"))
+
+
 def test_a_load_without_a_cache_uses_none(proxy: FaultProxy, cache: ms.Cache) -> None:
     check_load(proxy, cache)
     proxy.reset()

@@ -1,8 +1,9 @@
 """`Cache`: blocks of remote files on a disk of this machine, so that a second load of a version reads no bytes of it.
 
-A block is a file of its own: a digest, then at most `BLOCK_BYTES` bytes. It is written to a temporary name and renamed,
-so that any number of processes share a directory without locks: a reader gets a whole block or none, and a block that
-another process removes while it is read stays readable. A block that does not match its digest counts as missing.
+A block is a file of its own: a digest of its place and its bytes, then at most `BLOCK_BYTES` bytes. It is written to a
+temporary name and renamed, so that any number of processes share a directory without locks: a reader gets a whole block
+or none, and a block that another process removes while it is read stays readable. A block that does not match its
+digest counts as missing.
 """
 
 from __future__ import annotations
@@ -84,7 +85,7 @@ class Cache:
         except OSError:
             return None
         data = content[_DIGEST_BYTES:]
-        if len(data) != nbytes or xxhash.xxh3_128_digest(data) != content[:_DIGEST_BYTES]:
+        if len(data) != nbytes or _digest(version, index, data) != content[:_DIGEST_BYTES]:
             with suppress(OSError):
                 path.unlink()
             return None
@@ -110,12 +111,10 @@ class Cache:
                 if self._unchecked_bytes >= self.max_bytes // _CHECKS:
                     self._remove_oldest()
                     self._unchecked_bytes = 0
-            self.directory.parent.mkdir(parents=True, exist_ok=True)
-            for directory in (self.directory, self._blocks, path.parent):  # `parents=True` ignores the mode
-                directory.mkdir(mode=0o700, exist_ok=True)
+            self._make(path.parent)
             try:
                 with open(unfinished, "xb", buffering=0) as file:
-                    if file.write(xxhash.xxh3_128_digest(data) + data) != nbytes:
+                    if file.write(_digest(version, index, data) + data) != nbytes:
                         raise OSError("the disk is full")
                 unfinished.replace(path)
             except BaseException:
@@ -132,6 +131,15 @@ class Cache:
         finally:
             with self._lock:
                 self._writing_bytes -= nbytes
+
+    def _make(self, version: Path) -> None:
+        """Makes the directory of a version. Raises `OSError`, but not `FileNotFoundError`, where that fails."""
+        try:
+            self.directory.parent.mkdir(parents=True, exist_ok=True)
+            for directory in (self.directory, self._blocks, version):  # `parents=True` ignores the mode
+                directory.mkdir(mode=0o700, exist_ok=True)
+        except FileNotFoundError as error:  # such as below /proc
+            raise OSError(f"the directory cannot be made: {error}") from error
 
     def _path(self, version: str, index: int) -> Path:
         return self._blocks / version / str(index)
@@ -170,6 +178,13 @@ def check_cache(cache: object) -> None:
         raise OptionError(
             "cache= must be a modelstate.Cache", found=repr(cache), remedy="cache=modelstate.Cache(directory)"
         )
+
+
+def _digest(version: str, index: int, data: bytes) -> bytes:
+    """The digest of a block, in which its place is, so that a block is not taken for another one."""
+    digest = xxhash.xxh3_128(f"{version}/{index}\0".encode())
+    digest.update(data)
+    return digest.digest()
 
 
 def version_name(url: str, nbytes: int, modified_ns: int, tag: str) -> str:
