@@ -5,6 +5,7 @@ import json
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
+from datetime import timedelta
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from urllib.parse import unquote
@@ -34,11 +35,18 @@ class Hub(BaseHTTPRequestHandler):
     files: type["Elsewhere"]
     requests: list[tuple[str, str, str]]
     gated = False
+    faults: list[int]
+    """The statuses of the next answers; 0 for a connection that is closed."""
     signature = "word"
     """What the addresses have that are given now."""
 
     def do_GET(self) -> None:
         path = unquote(self.path).partition("?")[0]
+        if self.faults and (status := self.faults.pop(0)) != 200:
+            if not status:
+                self.close_connection = True
+                return None
+            return self._reply(status, b"", {"X-Error-Message": "Invalid credentials in Authorization header"})
         self.requests.append((self.command, path, self.headers.get("Authorization", "")))
         known = {f"/api/models/org/name/revision/{revision}" for revision in ("main", "v1", COMMIT)}
         if path in {"/api/models/org/name", *known}:
@@ -99,7 +107,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Hub]]:
         handler = type(
             "Handler",
             (Hub,),
-            {"directory": directory, "elsewhere": elsewhere, "requests": files.requests, "files": files},
+            {"directory": directory, "elsewhere": elsewhere, "requests": files.requests, "files": files, "faults": []},
         )
         endpoint = stack.enter_context(http_server(handler))
         monkeypatch.setattr(constants, "ENDPOINT", endpoint)
@@ -188,6 +196,34 @@ def test_an_address_whose_token_has_expired_is_asked_for_again(hub: type[Hub]) -
     target = make_model("meta", 512)
     ms.load(target, checkpoint)
     assert all(map(torch.equal, target.state_dict().values(), model.state_dict().values()))
+
+
+@pytest.mark.parametrize("status", [0, 429, 503])
+def test_requests_to_the_hub_are_repeated(hub: type[Hub], monkeypatch: pytest.MonkeyPatch, status: int) -> None:
+    monkeypatch.setattr(location, "FIRST_WAIT", timedelta(milliseconds=1))
+    model, target = make_model(), make_model("meta")
+    ms.save(model, hub.directory / "model.safetensors")
+    hub.faults[:] = [status, 200, status, status]  # the revision, and the address
+    ms.load(target, "hf://org/name")
+    assert not hub.faults
+    assert all(map(torch.equal, target.state_dict().values(), model.state_dict().values()))
+
+
+def test_a_hub_that_stays_unavailable_is_an_error(hub: type[Hub], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(location, "FIRST_WAIT", timedelta(milliseconds=1))
+    hub.faults[:] = [503] * 99
+    with pytest.raises(ms.errors.ReadFailedError, match="503"):
+        ms.open("hf://org/name")
+    assert len(hub.faults) == 99 - 1 - location.RETRIES
+
+
+@pytest.mark.parametrize("status", [401, 403])
+def test_a_token_that_is_refused_is_an_error_of_its_own(hub: type[Hub], status: int) -> None:
+    hub.faults[:] = [status] * 9
+    with pytest.raises(ms.errors.SourceAccessError, match="refuses the token") as raised:
+        ms.open("hf://org/name")
+    assert "HF_TOKEN" in raised.value.remedy
+    assert "hf_token" not in str(raised.value)
 
 
 def test_a_file_of_the_cache_is_read_from_there(hub: type[Hub], tmp_path: Path) -> None:

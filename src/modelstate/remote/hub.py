@@ -8,18 +8,25 @@ files of this machine; without a connection, what the cache has is the only sour
 from __future__ import annotations
 
 import os
+import random
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from modelstate.errors import PackageError, ReadFailedError, SourceAccessError, SourceNotFoundError, SourceTypeError
+from modelstate.remote.requests import pause
 
 _URL = re.compile(r"hf://(?P<name>[\w.-]+/[\w.-]+)(?:@(?P<revision>[^/]+))?(?:/(?P<file>.*))?", re.DOTALL)
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _BARE = re.compile(r"(?P<name>\w(?:[\w.-]*\w)?/\w(?:[\w.-]*\w)?)(?:@[^/]+)?", re.ASCII)
 """The names that huggingface_hub takes: a part begins and ends with a letter, a digit or `_`."""
+
+
+_REPEATED = (429, 500, 502, 503, 504)
+"""The statuses after which a request is repeated."""
+_Result = TypeVar("_Result")
 
 
 class HubFile(NamedTuple):
@@ -107,7 +114,7 @@ def address_of(path: str) -> tuple[str, dict[str, str]]:
     with _hub_errors(wanted):
         endpoint = huggingface_hub.HfApi().endpoint
         url = huggingface_hub.hf_hub_url(wanted.name, wanted.file, revision=wanted.revision or None, endpoint=endpoint)
-        location = huggingface_hub.get_hf_file_metadata(url, endpoint=endpoint).location
+        location = _repeated(lambda: huggingface_hub.get_hf_file_metadata(url, endpoint=endpoint)).location
     # Only the hub gets the token: other hosts have a signature in their addresses.
     token = huggingface_hub.get_token() if location.startswith(f"{endpoint}/") else None
     return location, {"Authorization": f"Bearer {token}"} if token else {}
@@ -126,9 +133,44 @@ def _ask(name: str, revision: str) -> str:
     """Asks the hub for the commit of a revision, and its files. Returns the commit."""
     import huggingface_hub
 
-    info = huggingface_hub.HfApi().model_info(name, revision=_unquoted(revision))
+    info = _repeated(lambda: huggingface_hub.HfApi().model_info(name, revision=_unquoted(revision)))
     _files[name, str(info.sha)] = [file.rfilename for file in info.siblings or ()]
     return str(info.sha)
+
+
+def _repeated(request: Callable[[], _Result]) -> _Result:
+    """Calls a function; again after an answer of 5xx or 429, a connection that is reset, and a body that is cut short.
+
+    Not where there is no connection, since the cache is read then.
+    """
+    from modelstate.remote import location
+
+    httpx = _client()
+    for tries in range(location.RETRIES):
+        try:
+            return request()
+        except (httpx.ReadError, httpx.WriteError, httpx.RemoteProtocolError):
+            pass
+        except httpx.HTTPError as error:
+            if _status_of(error) not in _REPEATED:
+                raise
+        wait = min(location.FIRST_WAIT * 2.0**tries, location.LONGEST_WAIT).total_seconds()
+        pause(wait * random.uniform(0.5, 1))
+    return request()
+
+
+def _status_of(error: BaseException) -> int:
+    """The status of the answer; 0 without an answer."""
+    return int(getattr(getattr(error, "response", None), "status_code", 0))
+
+
+def _client() -> Any:
+    """The module of the client of huggingface_hub."""
+    try:
+        import httpx2 as httpx  # from 2.0 on
+    except ImportError:
+        import httpx  # type: ignore[import-not-found, no-redef]
+    return httpx
 
 
 def _unquoted(revision: str) -> str | None:
@@ -149,12 +191,9 @@ def _cached(wanted: HubFile, revision: str) -> str | None:
 @contextmanager
 def _hub_errors(wanted: HubFile) -> Iterator[None]:
     """Turns the errors of huggingface_hub into ours."""
-    try:
-        import httpx2 as httpx  # the client of huggingface_hub from 2.0 on
-    except ImportError:
-        import httpx  # type: ignore[import-not-found, no-redef]
     from huggingface_hub import errors
 
+    httpx = _client()
     page = f"https://huggingface.co/{wanted.name}"
     try:
         yield
@@ -180,6 +219,13 @@ def _hub_errors(wanted: HubFile) -> Iterator[None]:
             "the repository has no such file", where=wanted.url, remedy=f"see its files at {page}/tree/main"
         ) from error
     except (errors.OfflineModeIsEnabled, httpx.HTTPError, ConnectionError) as error:
+        if _status_of(error) in (401, 403):
+            raise SourceAccessError(
+                "the hub refuses the token, or the access with it",
+                where=wanted.url,
+                found=str(error).partition("\n")[0][:200],
+                remedy="hf auth login, or set HF_TOKEN to a valid token with the right to read the repository",
+            ) from error
         raise ReadFailedError(
             "the hub does not answer",
             where=wanted.url,
