@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -554,3 +555,55 @@ def test_a_cache_keeps_what_is_read(url: str, proxy: FaultProxy, tmp_path: Path)
     proxy.reset()
     restore(None)
     assert proxy.downloaded_bytes >= nbytes
+
+
+def test_a_lease_that_fails_does_not_show_the_step_of_a_killed_writer(
+    url: str, proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One writer ends before the claim of its step. The next one writes the claim of its lease, and then fails."""
+    with ms.Store(url) as store:
+        save(store, 1)
+        monkeypatch.setattr(buckets._NewObjects, "discard", lambda _: None)  # as after SIGKILL
+        with monkeypatch.context() as patch:
+            patch.setattr(buckets.Bucket, "claim", mock.Mock(side_effect=KeyboardInterrupt))
+            with pytest.raises(KeyboardInterrupt):
+                save(store, 2)
+    claims = []
+
+    def refuse(request: HttpRequest) -> Fault | None:
+        if request.method == "PUT" and "/claim-" in request.target:
+            claims.append(request)
+            return Fault.UNAVAILABLE if len(claims) > 1 else None
+        return None
+
+    proxy.fault = refuse
+    with ms.Store(url) as store, pytest.raises(WriteFailedError):
+        save(store, 3)
+    proxy.fault = None
+    assert ms.Store(url).steps() == (1,)
+    with ms.Store(url) as store:
+        save(store, 4)
+    assert ms.Store(url).steps() == (1, 4)
+
+
+def test_a_renewal_that_arrives_after_the_release_does_not_bring_the_lease_back(url: str, proxy: FaultProxy) -> None:
+    renewed = []
+    late = threading.Event()
+
+    def delay(request: HttpRequest) -> None:
+        if request.method == "PUT" and "/lease-" in request.target:
+            renewed.append(request)
+            if len(renewed) == 2:
+                late.set()
+                time.sleep(0.5)
+
+    proxy.fault = delay
+    with ms.Store(url) as store:
+        save(store, 1)
+        assert late.wait(10)
+    proxy.fault = None
+    time.sleep(1)
+    begun = time.monotonic()
+    with ms.Store(url) as store:
+        save(store, 2)
+    assert time.monotonic() - begun < buckets.LEASE_SECONDS / 2

@@ -49,6 +49,7 @@ LEASE_SECONDS = 60.0
 LEFTOVER_SECONDS = 24 * 3600.0
 """The age from which what no checkpoint refers to counts as left by a killed save."""
 _TRIES = 20
+_RELEASED = b'{"released": true}'
 _CLAIM = re.compile(r"claim-(\d{12})")
 _STEP = re.compile(r"step-(\d{9,18})\.(\d{12})\.([0-9a-f]{12})")
 _LEASE = re.compile(r"lease-(\d{12})\.([0-9a-f]{12})")
@@ -367,9 +368,12 @@ class _Lease:
                 remove([intent])
                 continue  # another writer was faster
             except BaseException:
-                # Without its object, a claim that was written gives no lease, so the next writer need not wait for it.
+                # The next writer need not wait for a lease that is released. Its object stays where its claim may be
+                # there: without it the claim would count as that of a step that a killed writer has left.
                 with suppress(WriteFailedError), cleanup():
-                    remove([intent])
+                    put(intent, _RELEASED, overwrite=True)
+                    if get(self._bucket.at(f"claim-{serial:012d}")) is None:
+                        remove([intent])
                 raise
             self.name, self._serial, self._text, self._pid = name, serial, text, os.getpid()
             stop = threading.Event()
@@ -400,7 +404,7 @@ class _Lease:
         if self.held and self._beat is not None:
             self._beat()
             with suppress(WriteFailedError), cleanup():
-                put(self._bucket.at(self.name), b'{"released": true}', overwrite=True)
+                put(self._bucket.at(self.name), _RELEASED, overwrite=True)
 
     def confirm(self) -> None:
         """Raises `LockedError` where another writer has taken the lease over."""
@@ -455,6 +459,8 @@ def _renew(location: Location, text: bytes, stop: threading.Event, seconds: floa
     while not stop.wait(seconds):
         with suppress(Exception):  # a lease that cannot be renewed expires
             put(location, text, overwrite=True)
+            if stop.is_set():  # it may have arrived after the release
+                put(location, _RELEASED, overwrite=True)
 
 
 def _boot() -> str:
