@@ -38,6 +38,9 @@ class Odd(BaseHTTPRequestHandler):
             "/page": (200, {"Content-Type": "text/html; charset=utf-8"}, b"<!doctype html>"),
             "/whole": (200, {"Content-Type": "application/octet-stream"}, b"0123"),
             "/ftp": (302, {"Location": "ftp://127.0.0.1/x"}, b""),
+            "/file": (302, {"Location": "file:///etc/passwd"}, b""),
+            "/moved": (301, {"Location": "file:///etc/passwd"}, b""),
+            "/nowhere": (302, {}, b""),
             "/forbidden": (403, {}, b""),
             "/login": (401, {}, b""),
             "/broken": (500, {}, b""),
@@ -70,6 +73,9 @@ def odd() -> Iterator[str]:
         ("page", UnknownFormatError, "a web page in place of the file"),
         ("whole", SourceTypeError, "the whole object where a part was asked for"),
         ("ftp", SourceTypeError, "another scheme"),
+        ("file", SourceTypeError, "another scheme"),
+        ("moved", SourceTypeError, "another scheme"),
+        ("nowhere", SourceTypeError, "redirects to no address"),
         ("forbidden", SourceAccessError, "refused"),
         ("login", SourceAccessError, "no credentials"),
         ("missing", SourceNotFoundError, "no such object"),
@@ -149,6 +155,15 @@ def test_the_user_of_a_url_goes_to_its_host_alone() -> None:
     assert "word" not in str(raised.value)
 
 
+@pytest.mark.parametrize("endpoint", ["127.0.0.1:9000", "us:word@host", "ftp://host", "https://", "http://host:1x"])
+def test_an_endpoint_that_is_no_url(bucket: str, monkeypatch: pytest.MonkeyPatch, endpoint: str) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
+    with pytest.raises(SourceTypeError, match="AWS_ENDPOINT_URL is not the URL of an endpoint") as raised:
+        ms.open(f"s3://{bucket}/model.safetensors")
+    assert raised.value.remedy
+    assert "word" not in str(raised.value)
+
+
 def test_a_bucket_that_is_not_there(proxy: Any) -> None:
     with pytest.raises(SourceNotFoundError, match="no such bucket"):
         ms.open("s3://no-such-bucket-at-all/model.safetensors")
@@ -160,6 +175,15 @@ def test_what_a_bucket_lacks(bucket: str, s3_client: Any) -> None:
     s3_client().put_object(Bucket=bucket, Key="run/notes.txt", Body=b"hello")
     with pytest.raises(SourceNotFoundError, match=r"(?s)no file of this directory is a checkpoint.*notes\.txt"):
         ms.open(f"s3://{bucket}/run")
+
+
+def test_an_object_that_is_removed_after_it_was_opened(bucket: str, s3_client: Any) -> None:
+    ms.save({"a": torch.ones(40_000)}, f"s3://{bucket}/model.safetensors")
+    with ms.open(f"s3://{bucket}/model.safetensors") as checkpoint:
+        s3_client().delete_object(Bucket=bucket, Key="model.safetensors")
+        with pytest.raises(ReadFailedError, match="has been removed since it was opened") as raised:
+            checkpoint.tensor("a")
+    assert "open the checkpoint again" in raised.value.remedy
 
 
 def test_shards_that_are_missing_are_listed(bucket: str, s3_client: Any) -> None:

@@ -324,3 +324,28 @@ def test_kill_at_each_request(
             assert torch.equal(checkpoint.tensor("a"), torch.ones(3 << 20))
     assert outcomes[0]
     record_property("kills", f"{len(outcomes)}, {outcomes.count(True)} old")
+
+
+@pytest.mark.parametrize("in_shards", [True, False])
+def test_a_late_removal_leaves_what_another_save_has_written(in_shards: bool, proxy: FaultProxy, bucket: str) -> None:
+    """While the removal of the old checkpoint is repeated, another save replaces what is there in the other form."""
+    path = f"s3://{bucket}/model.safetensors"
+    forms: list[dict[str, int]] = [{"shard_size_bytes": 8}, {}]
+    first, second = forms if in_shards else forms[::-1]
+    ms.save(state(64), path, **second)
+    others = []
+
+    def fail_once(request: HttpRequest) -> Fault | None:
+        if "delete" in request.target and not others:
+            others.append(None)
+            others[:] = [ms.save(state(64, 2), path, **second)]
+            return Fault.UNAVAILABLE
+        return None
+
+    proxy.fault = fail_once
+    ms.save(state(64, 1), path, **first)
+    proxy.fault = None
+    assert others[0] is not None
+    with ms.open(path) as checkpoint:
+        assert checkpoint.verify()
+        assert torch.equal(checkpoint.tensor("a"), state(64, 2)["a"])

@@ -169,3 +169,22 @@ def test_a_bucket_of_google_cloud_storage_is_read(monkeypatch: pytest.MonkeyPatc
             ms.open("gs://bucket/other.safetensors")
         with pytest.raises(WriteFailedError, match="400"):  # the server lacks writes of this kind
             ms.save(tensors, "gs://bucket/other.safetensors")
+
+
+def test_a_removal_goes_on_after_an_object_that_is_not_there(running: Running) -> None:
+    """The reply to a removal is lost, so that the repetition does not find the object."""
+    state = {str(number): torch.zeros(2) for number in range(24)}
+    ms.save(state, f"{running.url}/model.safetensors", shard_size_bytes=1)
+    lost = []
+
+    def lose_one(request: HttpRequest) -> Fault | None:
+        if (request.method == "DELETE" or "delete" in request.target) and not lost:
+            lost.append(request)
+            return Fault.LOST_REPLY
+        return None
+
+    running.proxy.fault = lose_one
+    ms.save(state, f"{running.url}/model.safetensors", shard_size_bytes=1)
+    running.proxy.fault = None
+    assert lost
+    assert len(upload.list_all(location.locate(running.url))) == 25

@@ -78,7 +78,7 @@ from modelstate.io.lock import is_at
 from modelstate.remote.file import forget, open_all
 from modelstate.remote.location import Location, beside, is_remote, locate
 from modelstate.remote.requests import cleanup
-from modelstate.remote.upload import ObjectWriter, exists, get, head, is_absent, new_object, remove
+from modelstate.remote.upload import ObjectWriter, exists, get, is_absent, new_object, remove, version
 from modelstate.spec import Described, LazyMapping, StoredTensor, StoredTensors, set_version_metadata, version_metadata
 from modelstate.text_format import listed, quote
 
@@ -748,13 +748,14 @@ def _upload(
     where, index, directory = locate(path), locate(path + INDEX_SUFFIX), path.rpartition("/")[0]
     shards: list[Location] = []
     old_index: bytes | None = None
-    is_single = is_unknown = False
+    single: object = None
+    is_unknown = False
 
     def names() -> list[str]:
-        nonlocal old_index, is_single
+        nonlocal old_index, single
         old_index = index_of_object(path)
-        is_single = (old_index is not None or not overwrite or bool(groups)) and head(where) is not None
-        if not overwrite and (old_index is not None or is_single):
+        single = version(where) if old_index is not None or not overwrite or groups else None
+        if not overwrite and (old_index is not None or single is not None):
             raise exists(where)
         unique = shard_names(path, [secrets.token_hex(16)] * len(groups))
         shards[:] = [locate(f"{directory}/{name}") for name in unique]
@@ -774,8 +775,8 @@ def _upload(
             is_unknown = True
             with new_object(index, len(text), overwrite=overwrite) as output:
                 output.append(text)
-            if is_single:
-                remove([where])  # readers prefer it to the index
+            if single is not None:  # readers prefer it to the index; one that was saved meanwhile is newer
+                remove([where], lambda: version(where) == single)
             sizes = (planned.nbytes for planned in layouts)
             files = {index.url: len(text)} | {shard.url: nbytes for shard, nbytes in zip(shards, sizes, strict=True)}
         if old_index is not None:
@@ -801,7 +802,9 @@ def index_of_object(path: str) -> bytes | None:
 def remove_index(path: str, index: bytes, *, keeps_index: bool = False) -> None:
     """Removes an index that a save to a URL has replaced, and its shards. Readers have the new checkpoint already."""
     with suppress(WriteFailedError):
-        remove(_own_shards(path, index) + ([] if keeps_index else [locate(path + INDEX_SUFFIX)]))
+        if not keeps_index:  # one that was written meanwhile is that of another save
+            remove([locate(path + INDEX_SUFFIX)], lambda: index_of_object(path) == index)
+        remove(_own_shards(path, index))
 
 
 def _own_shards(path: str, index: bytes) -> list[Location]:

@@ -285,8 +285,13 @@ class RemoteFile:
         is_open = self._pinned is not None
         where = f"{self.path}, byte {offset}" if is_open else self.path
         if is_open:
-            what = "the object has changed since it was opened" if failure.cause is Cause.CHANGED else "reading failed"
-            return ReadFailedError(what, where=where, found=failure.found, remedy=failure.remedy)
+            what, remedy = "reading failed", failure.remedy
+            if failure.cause is Cause.CHANGED:
+                what = "the object has changed since it was opened"
+            elif failure.cause in (Cause.NO_OBJECT, Cause.NO_BUCKET):
+                what = "the object has been removed since it was opened"
+                remedy = "open the checkpoint again, or another one: what wrote or cleans up there has removed this one"
+            return ReadFailedError(what, where=where, found=failure.found, remedy=remedy)
         if failure.cause is Cause.NO_RANGES and (page := self._page()):
             return page
         return _open_error(failure, self.path)

@@ -153,8 +153,12 @@ def without_secrets(error: BaseException) -> BaseException | None:
 # Clients.
 
 
-def store_of(location: Location) -> tuple[ObjectStore, str]:
+def store_of(location: Location, *, repeats: bool = True) -> tuple[ObjectStore, str]:
     """The client of obstore for a location, and the name that it has there. Clients are kept: they own connections.
+
+    Args:
+        location: where an object is.
+        repeats: whether the client repeats a request to a bucket that fails.
 
     Raises:
         PackageError: The extra `remote` is not installed.
@@ -177,7 +181,7 @@ def store_of(location: Location) -> tuple[ObjectStore, str]:
     settings = tuple(sorted(item for item in os.environ.items() if item[0].startswith(_VARIABLES)))
     if location.mark:
         return _store(location.scheme, location.root, _secrets[location.url][1], settings), ""
-    return _store(location.scheme, location.root, "", settings), location.key
+    return _store(location.scheme, location.root, "", settings, repeats), location.key
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,18 +215,22 @@ _VARIABLES = ("AWS_", "AZURE_", "GOOGLE_", "STORAGE_EMULATOR_HOST")
 """The beginnings of the environment variables that a client is made from."""
 
 
+_S3_ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
+
+
 @lru_cache(maxsize=256)
-def _store(scheme: str, root: str, whole: str, settings: tuple[tuple[str, str], ...]) -> Any:
+def _store(scheme: str, root: str, whole: str, settings: tuple[tuple[str, str], ...], repeats: bool = True) -> Any:
     store, errors = _obstore(scheme)
-    options: Any = {"retry_config": _retry(), "client_options": dict(_CLIENT)}
+    options: Any = {"retry_config": _retry(RETRIES if repeats else 0), "client_options": dict(_CLIENT)}
     client = options["client_options"]
     try:
         match scheme:
             case "s3":
                 # A copy that keeps an existing object, which R2 and others need another value for.
                 config = {"copy_if_not_exists": os.environ.get("AWS_COPY_IF_NOT_EXISTS", "multipart")}
+                _check_endpoints(*_S3_ENDPOINTS)
                 provider = _s3_credentials()
-                client["allow_http"] = _is_plain_http("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
+                client["allow_http"] = _is_plain_http(*_S3_ENDPOINTS)
                 return store.S3Store(root, config=config, credential_provider=provider, **options)
             case "gs":
                 config = _gcs_config()
@@ -268,12 +276,12 @@ def _web_store(url: str, headers: Mapping[str, str] | None = None) -> Any:
         headers["Authorization"] = f"Basic {base64.b64encode(unquote(user).encode()).decode()}"
         url = parts._replace(netloc=host).geturl()
     client: Any = {**_CLIENT, "allow_http": url.startswith("http://"), "default_headers": headers}
-    return store.HTTPStore(url, client_options=client, retry_config=_retry())
+    return store.HTTPStore(url, client_options=client, retry_config=_retry(RETRIES))
 
 
-def _retry() -> Any:
+def _retry(times: int) -> Any:
     backoff = {"init_backoff": FIRST_WAIT, "max_backoff": LONGEST_WAIT, "base": 2}
-    return {"max_retries": RETRIES, "backoff": backoff, "retry_timeout": _RETRY_FOR}
+    return {"max_retries": times, "backoff": backoff, "retry_timeout": _RETRY_FOR}
 
 
 def _obstore(scheme: str) -> tuple[Any, Any]:
@@ -289,6 +297,24 @@ def _obstore(scheme: str) -> tuple[Any, Any]:
 
 def _is_plain_http(*variables: str) -> bool:
     return any(os.environ.get(name, "").startswith("http://") for name in variables)
+
+
+def _check_endpoints(*variables: str) -> None:
+    """Raises `SourceTypeError` for an endpoint that is no URL, with which the client panics."""
+    for name in variables:
+        value = os.environ.get(name, "")
+        try:
+            parts = urlsplit(value)
+            is_url = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        except ValueError:  # of the port
+            is_url = False
+        if value and not is_url:
+            raise SourceTypeError(
+                f"{name} is not the URL of an endpoint",
+                expected="https://HOST or http://HOST:PORT",
+                found=redacted(value.rpartition("@")[2]),
+                remedy=f"set {name} with https:// or http:// before the host, or unset it",
+            )
 
 
 def _s3_credentials() -> Any:
@@ -352,12 +378,13 @@ class Cause(Enum):
     EXISTS = "there is an object already"
     NO_RANGES = "the server answers with the whole object where a part was asked for"
     NO_SUCH_RANGE = "the object is shorter"
-    REDIRECTED = "the server redirects to an address of another scheme"
+    REDIRECTED = "the server redirects to no address, or to one of another scheme"
     OTHER_REGION = "the bucket is in another region"
     CUT = "the answer of the server is cut short"
     FAILED = "the server does not answer, or answers with errors"
 
 
+_REDIRECTIONS = (301, 302, 303, 307, 308)
 _CLOCK_CODES = ("RequestTimeTooSkewed", "RequestInTheFuture")
 _EXPIRED_CODES = ("ExpiredToken", "ExpiredTokenException", "RequestExpired")
 _LOGIN = {
@@ -415,8 +442,11 @@ def failure_of(error: BaseException, location: Location) -> Failure:
         return Failure(Cause.NO_CREDENTIALS, found, login)
     if status == 403:  # of a listing, for which the client has no class
         return Failure(Cause.REFUSED, found, f"ask for the right to list it; or {login}")
-    if status == 301 or "PermanentRedirect" in text or "missing region" in text or "configured region" in text:
+    is_region = status == 301 or "PermanentRedirect" in text or "missing region" in text or "configured region" in text
+    if is_region and location.scheme == "s3":
         return Failure(Cause.OTHER_REGION, found, "set AWS_REGION to the region of the bucket")
+    if is_region or status in _REDIRECTIONS:  # to what the client cannot follow, such as file:///x
+        return Failure(Cause.REDIRECTED, found, "ask who runs the server for the address of the file")
     return Failure(Cause.FAILED, found, "try again; check the address and the network")
 
 

@@ -66,6 +66,19 @@ def head(location: Location) -> int | None:
     return _found(location, lambda: int(call(obstore.head_async, store, key)["size"]))
 
 
+def version(location: Location) -> object:
+    """Returns what tells an object from others of its name; None where there is none. Raises `WriteFailedError`."""
+    import obstore
+
+    store, key = store_of(location)
+
+    def read() -> object:
+        found = call(obstore.head_async, store, key)
+        return found["size"], found["e_tag"], found["version"], found["last_modified"]
+
+    return _found(location, read)
+
+
 def time_of(location: Location) -> datetime | None:
     """Returns when an object was written, by the clock of the server. Raises `WriteFailedError`."""
     import obstore
@@ -112,14 +125,31 @@ def list_all(location: Location) -> list[ObjectInfo]:
     return [ObjectInfo(item["path"].removeprefix(prefix), item["size"], item["last_modified"]) for item in items or ()]
 
 
-def remove(locations: Sequence[Location]) -> None:
-    """Removes objects of one bucket; one that does not exist counts as removed. Raises `WriteFailedError`."""
+def remove(locations: Sequence[Location], is_same: Callable[[], bool] | None = None) -> None:
+    """Removes objects of one bucket; one that does not exist counts as removed.
+
+    Args:
+        locations: the objects.
+        is_same: says before each request whether they are still what is to be removed; else they stay.
+
+    Raises:
+        WriteFailedError: The server refuses it, or does not answer.
+    """
     import obstore
 
     for tries_left in reversed(range(_PUT_TRIES if locations else 0)):  # the client does not repeat this request
+        if is_same is not None and not is_same():
+            return
         try:
-            with client_errors(locations[0]), suppress(FileNotFoundError):
-                call(obstore.delete_async, store_of(locations[0])[0], [location.key for location in locations])
+            store, _ = store_of(locations[0], repeats=is_same is None)
+            try:
+                with client_errors(locations[0]):
+                    call(obstore.delete_async, store, [location.key for location in locations])
+            except FileNotFoundError:
+                # Google and Azure remove one object a request, and the client stops at the first one that is not there.
+                for location in locations if len(locations) > 1 else ():
+                    with client_errors(location), suppress(FileNotFoundError):
+                        call(obstore.delete_async, store, location.key)
             return
         except WriteFailedError:
             if not tries_left:
