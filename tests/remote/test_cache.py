@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -292,6 +293,17 @@ def test_a_block_in_the_place_of_another_one_is_requested_again(proxy: FaultProx
 def test_a_directory_that_cannot_be_made_gives_a_warning(proxy: FaultProxy) -> None:
     with pytest.warns(ms.errors.CacheWarning, match="cannot be made"):
         check_load(proxy, ms.Cache("/proc/none"))
+
+
+def test_blocks_that_threads_write_at_once_keep_to_the_size(tmp_path: Path) -> None:
+    for turn in range(20):
+        cache = ms.Cache(tmp_path / f"{turn}", max_bytes=2 * BLOCK_BYTES)
+        threads = [threading.Thread(target=cache.write, args=("0" * 32, i, bytes(BLOCK_BYTES))) for i in range(6)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert sum(path.stat().st_size for path in blocks_of(cache)) <= cache.max_bytes
 
 
 def test_a_load_without_a_cache_uses_none(proxy: FaultProxy, cache: ms.Cache) -> None:

@@ -109,7 +109,8 @@ class Cache:
                 self._unchecked_bytes += nbytes
                 self._writing_bytes += nbytes
                 if self._unchecked_bytes >= self.max_bytes // _CHECKS:
-                    self._remove_oldest()
+                    if not self._makes_room():
+                        return  # other threads write as much as may be kept
                     self._unchecked_bytes = 0
             self._make(path.parent)
             try:
@@ -137,26 +138,31 @@ class Cache:
         try:
             self.directory.parent.mkdir(parents=True, exist_ok=True)
             for directory in (self.directory, self._blocks, version):  # `parents=True` ignores the mode
-                directory.mkdir(mode=0o700, exist_ok=True)
+                with suppress(FileExistsError):  # `exist_ok=True` raises where the directory is removed meanwhile
+                    directory.mkdir(mode=0o700)
         except FileNotFoundError as error:  # such as below /proc
             raise OSError(f"the directory cannot be made: {error}") from error
 
     def _path(self, version: str, index: int) -> Path:
         return self._blocks / version / str(index)
 
-    def _remove_oldest(self) -> None:
-        """Removes blocks until what is being written, and what is written before the next call, fits too."""
+    def _makes_room(self) -> bool:
+        """Removes the oldest blocks until what is being written, and what is written before the next call, fits too.
+
+        Returns whether it fits.
+        """
         found = sorted(self._found())
         most = self.max_bytes - self.max_bytes // _CHECKS - self._writing_bytes
         excess = sum(nbytes for _, nbytes, _ in found) - most
         for _, nbytes, path in found:
             if excess <= 0:
-                return
+                break
             with suppress(OSError):
                 os.unlink(path)
                 excess -= nbytes
             with suppress(OSError):  # it has other blocks
                 os.rmdir(os.path.dirname(path))
+        return excess <= 0
 
     def _found(self) -> Iterator[tuple[float, int, str]]:
         """When each block was used, its size and its path. Removes what killed processes have left."""
