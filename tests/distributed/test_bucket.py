@@ -22,7 +22,7 @@ import modelstate as ms
 from modelstate.distributed import uploading
 from modelstate.errors import ModelStateError
 from modelstate.formats.manifest import KEY
-from modelstate.remote import location, upload
+from modelstate.remote import requests, upload
 from modelstate.store import bucket as buckets
 from modelstate.testing import Fault, FaultProxy, HttpRequest, fault_proxy
 from tests.distributed import models
@@ -99,7 +99,7 @@ def environment(url: str) -> dict[str, str]:
 def connect(urls: list[str]) -> None:
     """Has this rank use its proxy, give up soon, and make small objects."""
     os.environ.update(environment(urls[dist.get_rank()]))
-    location.RETRIES, location.FIRST_WAIT = 1, timedelta(milliseconds=10)
+    requests.RETRIES, requests.FIRST_WAIT = 1, timedelta(milliseconds=10)
     upload.FIRST_WAIT_SECONDS, buckets.LEASE_SECONDS = 0.01, 4.0
     uploading.PART_BYTES = 256
 

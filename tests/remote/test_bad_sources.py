@@ -23,7 +23,7 @@ from modelstate.errors import (
     UnknownFormatError,
     WriteFailedError,
 )
-from modelstate.remote import location
+from modelstate.remote import requests
 from modelstate.testing import FaultProxy
 from tests.remote.servers import FileServer, http_server
 
@@ -89,7 +89,7 @@ def odd() -> Iterator[str]:
 def test_each_answer_is_an_error_of_its_own(
     odd: str, name: str, kind: type[ms.ModelStateError], text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(location, "FIRST_WAIT", timedelta(milliseconds=1))
+    monkeypatch.setattr(requests, "FIRST_WAIT", timedelta(milliseconds=1))
     with pytest.raises(kind, match=text) as raised:
         ms.open(f"{odd}/{name}?signature=word" if name else f"{odd}/")
     assert raised.value.remedy

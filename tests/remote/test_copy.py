@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 import modelstate as ms
 from modelstate.cli.main import app
-from modelstate.remote import location, upload
+from modelstate.remote import requests, upload
 from modelstate.testing import Fault, FaultProxy
 
 obstore = pytest.importorskip("obstore")
@@ -130,7 +130,7 @@ def test_a_damaged_file_is_not_copied(write: Callable[[Path], None], tmp_path: P
 def test_an_upload_that_fails_leaves_nothing(
     tmp_path: Path, proxy: FaultProxy, bucket: str, s3_client: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(location, "FIRST_WAIT", timedelta(milliseconds=2))
+    monkeypatch.setattr(requests, "FIRST_WAIT", timedelta(milliseconds=2))
     monkeypatch.setattr(upload, "FIRST_WAIT_SECONDS", 0.002)
     write_shards(tmp_path)
     for wanted in ("-00002-of", "index.json"):

@@ -16,7 +16,7 @@ from torch import nn
 
 import modelstate as ms
 from modelstate.remote import hub as hub_files
-from modelstate.remote import location
+from modelstate.remote import location, requests
 from tests.remote.servers import FileServer, http_server
 
 pytest.importorskip("obstore")
@@ -200,7 +200,7 @@ def test_an_address_whose_token_has_expired_is_asked_for_again(hub: type[Hub]) -
 
 @pytest.mark.parametrize("status", [0, 429, 503])
 def test_requests_to_the_hub_are_repeated(hub: type[Hub], monkeypatch: pytest.MonkeyPatch, status: int) -> None:
-    monkeypatch.setattr(location, "FIRST_WAIT", timedelta(milliseconds=1))
+    monkeypatch.setattr(requests, "FIRST_WAIT", timedelta(milliseconds=1))
     model, target = make_model(), make_model("meta")
     ms.save(model, hub.directory / "model.safetensors")
     hub.faults[:] = [status, 200, status, status]  # the revision, and the address
@@ -210,11 +210,11 @@ def test_requests_to_the_hub_are_repeated(hub: type[Hub], monkeypatch: pytest.Mo
 
 
 def test_a_hub_that_stays_unavailable_is_an_error(hub: type[Hub], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(location, "FIRST_WAIT", timedelta(milliseconds=1))
+    monkeypatch.setattr(requests, "FIRST_WAIT", timedelta(milliseconds=1))
     hub.faults[:] = [503] * 99
     with pytest.raises(ms.errors.ReadFailedError, match="503"):
         ms.open("hf://org/name")
-    assert len(hub.faults) == 99 - 1 - location.RETRIES
+    assert len(hub.faults) == 99 - 1 - requests.RETRIES
 
 
 @pytest.mark.parametrize("status", [401, 403])

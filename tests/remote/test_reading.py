@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 import modelstate as ms
 from modelstate.cli.main import app
-from modelstate.remote import location
+from modelstate.remote import requests
 from modelstate.testing import Fault, FaultProxy, HttpRequest, fault_proxy
 from tests.programs import run_program
 from tests.remote.servers import FileServer, file_server, http_server
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(autouse=True)
 def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(location, "FIRST_WAIT", timedelta(milliseconds=2))
+    monkeypatch.setattr(requests, "FIRST_WAIT", timedelta(milliseconds=2))
 
 
 def make_model(device: str = "cpu") -> nn.Module:

@@ -15,7 +15,7 @@ import torch
 import modelstate as ms
 from modelstate.conversion.checkpoint import convert_checkpoint
 from modelstate.errors import SaveTargetError, TargetExistsError, WriteFailedError
-from modelstate.remote import location, upload
+from modelstate.remote import location, requests, upload
 from modelstate.testing import Fault, FaultProxy, HttpRequest
 from tests.remote.kills import exit_code_of_killed
 from tests.sweeps import sample, spread
@@ -27,8 +27,8 @@ MB = 1 << 20
 def small_and_fast(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Parts of 5 MiB, the least that S3 takes, and clients that give up soon."""
     monkeypatch.setattr(upload, "PART_BYTES", 5 * MB)
-    monkeypatch.setattr(location, "RETRIES", 2)
-    monkeypatch.setattr(location, "FIRST_WAIT", timedelta(milliseconds=10))
+    monkeypatch.setattr(requests, "RETRIES", 2)
+    monkeypatch.setattr(requests, "FIRST_WAIT", timedelta(milliseconds=10))
     monkeypatch.setattr(upload, "FIRST_WAIT_SECONDS", 0.01)
     location._store.cache_clear()
     yield

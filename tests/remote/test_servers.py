@@ -15,7 +15,7 @@ from torch import nn
 
 import modelstate as ms
 from modelstate.errors import TargetExistsError, WriteFailedError
-from modelstate.remote import location, upload
+from modelstate.remote import location, requests, upload
 from modelstate.testing import Fault, FaultProxy, HttpRequest, fault_proxy
 from tests.remote import servers
 from tests.sweeps import sample
@@ -68,8 +68,8 @@ def running(started: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> Iterat
         monkeypatch.setenv("AWS_REGION", "us-east-1")
         monkeypatch.setenv("STORAGE_EMULATOR_HOST", proxy.url)
         monkeypatch.setenv("AZURE_STORAGE_CONNECTION_STRING", servers.azure_connection(proxy.url))
-        monkeypatch.setattr(location, "RETRIES", 2)
-        monkeypatch.setattr(location, "FIRST_WAIT", timedelta(milliseconds=2))
+        monkeypatch.setattr(requests, "RETRIES", 2)
+        monkeypatch.setattr(requests, "FIRST_WAIT", timedelta(milliseconds=2))
         monkeypatch.setattr(upload, "FIRST_WAIT_SECONDS", 0.01)
         monkeypatch.setattr(upload, "PART_BYTES", 5 << 20)
         yield Running(server, url, proxy)

@@ -25,7 +25,7 @@ from modelstate.errors import (
     TargetExistsError,
     WriteFailedError,
 )
-from modelstate.remote import location, upload
+from modelstate.remote import location, requests, upload
 from modelstate.store import bucket as buckets
 from modelstate.testing import Fault, FaultProxy, HttpRequest
 from tests.remote.kills import exit_code_of_killed
@@ -37,8 +37,8 @@ FAULTS = (Fault.UNAVAILABLE, Fault.RESET, Fault.CUT, Fault.LOST_REPLY)
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Clients that give up soon, and leases that expire soon."""
-    monkeypatch.setattr(location, "RETRIES", 2)
-    monkeypatch.setattr(location, "FIRST_WAIT", timedelta(milliseconds=10))
+    monkeypatch.setattr(requests, "RETRIES", 2)
+    monkeypatch.setattr(requests, "FIRST_WAIT", timedelta(milliseconds=10))
     monkeypatch.setattr(upload, "FIRST_WAIT_SECONDS", 0.01)
     monkeypatch.setattr(buckets, "LEASE_SECONDS", 4.0)
     location._store.cache_clear()

@@ -37,8 +37,8 @@ class Staging:
     shared: list[SharedRead] = field(default_factory=list)
     """The values that one rank reads for several."""
     inspect: Inspect | None = None
-    """Called with the values that are read from a file, or copied from a tensor, to where they stay, by the threads that
-    do so. Values that take another route are not inspected."""
+    """Called with the values that are read from a file, or copied from a tensor, to where they stay, by the threads
+    that do so. Values that take another route are not inspected."""
     temporary: Callable[[Sequence[Layout]], list[torch.Tensor]] = spare_tensors
     """Allocates memory for values that are copied into their slots at the commit, and then gone. The default keeps it
     for the next load. In the background values may wait for long, and their memory is not kept."""

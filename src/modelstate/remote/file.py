@@ -7,7 +7,6 @@ arrived are kept, and the rest is requested again.
 
 from __future__ import annotations
 
-import random
 import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -24,7 +23,7 @@ from modelstate.errors import (
     UnknownFormatError,
 )
 from modelstate.process import leaving, parallel_for
-from modelstate.remote import location as locations
+from modelstate.remote import requests
 from modelstate.remote.cache import BLOCK_BYTES, Cache, version_name
 from modelstate.remote.hub import files_of
 from modelstate.remote.location import (
@@ -38,7 +37,7 @@ from modelstate.remote.location import (
     store_of,
     without_secrets,
 )
-from modelstate.remote.requests import call, chunks, pause
+from modelstate.remote.requests import call, chunks, wait_to_retry
 
 if TYPE_CHECKING:
     from obstore import GetOptions, GetResult
@@ -212,7 +211,7 @@ class RemoteFile:
                         break
                 end = min(end, self.version.nbytes)
                 if start == before and start < end:
-                    if tries >= locations.RETRIES:
+                    if tries >= requests.RETRIES:
                         raise ReadFailedError(
                             "the server sends no bytes",
                             where=f"{self.path}, byte {start}",
@@ -220,7 +219,7 @@ class RemoteFile:
                             found="an empty body in each reply",
                             remedy="try again; check the server, and proxies on the way to it",
                         )
-                    pause(_wait(tries))
+                    wait_to_retry(tries)
                     tries += 1
             except Exception as error:
                 if isinstance(error, ReadFailedError):
@@ -229,9 +228,9 @@ class RemoteFile:
                 refusals = (Cause.REFUSED, Cause.NO_CREDENTIALS, Cause.EXPIRED)
                 if failure.cause in refusals and self._is_new_address(store):
                     continue
-                if failure.cause is not Cause.CUT or tries >= locations.RETRIES:
+                if failure.cause is not Cause.CUT or tries >= requests.RETRIES:
                     raise self._error(failure, start) from without_secrets(error)
-                pause(_wait(tries))
+                wait_to_retry(tries)
                 tries += 1
 
     def _chunks(self, store: ObjectStore, start: int, end: int) -> Iterator[Any]:
@@ -354,10 +353,6 @@ _ERRORS: dict[Cause, type[OpenError]] = {
 def _open_error(failure: Failure, where: str) -> OpenError | ReadFailedError:
     kind = _ERRORS.get(failure.cause, ReadFailedError)
     return kind(failure.cause.value, where=where, found=failure.found, remedy=failure.remedy)
-
-
-def _wait(tries: int) -> float:
-    return min(locations.FIRST_WAIT * 2.0**tries, locations.LONGEST_WAIT).total_seconds() * random.uniform(0.5, 1)
 
 
 def _scatter(buffers: Sequence[memoryview], done: int, chunk: Any) -> None:

@@ -8,7 +8,6 @@ files of this machine; without a connection, what the cache has is the only sour
 from __future__ import annotations
 
 import os
-import random
 import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -16,7 +15,7 @@ from importlib.util import find_spec
 from typing import Any, NamedTuple, TypeVar
 
 from modelstate.errors import PackageError, ReadFailedError, SourceAccessError, SourceNotFoundError, SourceTypeError
-from modelstate.remote.requests import pause
+from modelstate.remote import requests
 
 _URL = re.compile(r"hf://(?P<name>[\w.-]+/[\w.-]+)(?:@(?P<revision>[^/]+))?(?:/(?P<file>.*))?", re.DOTALL)
 _COMMIT = re.compile(r"[0-9a-f]{40}")
@@ -143,10 +142,8 @@ def _repeated(request: Callable[[], _Result]) -> _Result:
 
     Not where there is no connection, since the cache is read then.
     """
-    from modelstate.remote import location
-
     httpx = _client()
-    for tries in range(location.RETRIES):
+    for tries in range(requests.RETRIES):
         try:
             return request()
         except (httpx.ReadError, httpx.WriteError, httpx.RemoteProtocolError):
@@ -154,8 +151,7 @@ def _repeated(request: Callable[[], _Result]) -> _Result:
         except httpx.HTTPError as error:
             if _status_of(error) not in _REPEATED:
                 raise
-        wait = min(location.FIRST_WAIT * 2.0**tries, location.LONGEST_WAIT).total_seconds()
-        pause(wait * random.uniform(0.5, 1))
+        requests.wait_to_retry(tries)
     return request()
 
 

@@ -31,6 +31,7 @@ from urllib.parse import quote, unquote, urlsplit
 
 from modelstate.errors import PackageError, ReadFailedError, SourceAccessError, SourceTypeError
 from modelstate.process import leaving
+from modelstate.remote import requests
 from modelstate.remote.hub import address_of
 from modelstate.remote.requests import call
 
@@ -47,10 +48,6 @@ _SIGNED = re.compile(r"\?.*(?:sig|signature|credential|token)=", re.IGNORECASE)
 _KEY = re.compile(r"(?!.*(?:^|/)\.{0,2}(?:/|$))[^\0]+", re.DOTALL)
 """The names that a client takes: without empty parts, `.` and `..`."""
 
-RETRIES = 5
-"""How often a request is repeated after an answer of 5xx, a connection that is reset, or a body that is cut short."""
-FIRST_WAIT, LONGEST_WAIT = timedelta(milliseconds=100), timedelta(seconds=5)
-"""The waits before the first and before the last repetition. Each is twice the one before, with jitter."""
 _RETRY_FOR = timedelta(minutes=2)
 _ADDRESS_SECONDS = 600.0
 """For how long an address that the hub gives is used without asking again."""
@@ -221,7 +218,7 @@ _S3_ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
 @lru_cache(maxsize=256)
 def _store(scheme: str, root: str, whole: str, settings: tuple[tuple[str, str], ...], repeats: bool = True) -> Any:
     store, errors = _obstore(scheme)
-    options: Any = {"retry_config": _retry(RETRIES if repeats else 0), "client_options": dict(_CLIENT)}
+    options: Any = {"retry_config": _retry(requests.RETRIES if repeats else 0), "client_options": dict(_CLIENT)}
     client = options["client_options"]
     try:
         match scheme:
@@ -276,11 +273,11 @@ def _web_store(url: str, headers: Mapping[str, str] | None = None) -> Any:
         headers["Authorization"] = f"Basic {base64.b64encode(unquote(user).encode()).decode()}"
         url = parts._replace(netloc=host).geturl()
     client: Any = {**_CLIENT, "allow_http": url.startswith("http://"), "default_headers": headers}
-    return store.HTTPStore(url, client_options=client, retry_config=_retry(RETRIES))
+    return store.HTTPStore(url, client_options=client, retry_config=_retry(requests.RETRIES))
 
 
 def _retry(times: int) -> Any:
-    backoff = {"init_backoff": FIRST_WAIT, "max_backoff": LONGEST_WAIT, "base": 2}
+    backoff = {"init_backoff": requests.FIRST_WAIT, "max_backoff": requests.LONGEST_WAIT, "base": 2}
     return {"max_retries": times, "backoff": backoff, "retry_timeout": _RETRY_FOR}
 
 

@@ -13,11 +13,13 @@ while the process does.
 from __future__ import annotations
 
 import asyncio
+import random
 import sys
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from modelstate.process import fork_safe_lock, leaving, may_leave, wait_for
@@ -97,6 +99,17 @@ def chunks(stream: BytesStream) -> Iterator[Any]:
         except (StopIteration, StopAsyncIteration):
             return
         yield chunk
+
+
+RETRIES = 5
+"""How often a request is repeated after an answer of 5xx, a connection that is reset, or a body that is cut short."""
+FIRST_WAIT, LONGEST_WAIT = timedelta(milliseconds=100), timedelta(seconds=5)
+"""The waits before the first and before the last repetition. Each is twice the one before, with jitter."""
+
+
+def wait_to_retry(tries: int) -> None:
+    """Waits before a request is repeated that was repeated so often. Raises `Stopped` as `pause` does."""
+    pause(min(FIRST_WAIT * 2.0**tries, LONGEST_WAIT).total_seconds() * random.uniform(0.5, 1))
 
 
 def pause(seconds: float) -> None:
