@@ -107,6 +107,8 @@ def parallel_for(work: Work, threads: int, *, with_torch: bool = False) -> None:
             for worker in workers:
                 if worker.ident is not None and worker not in left:
                     worker.join()
+            while not ended.empty():  # the traceback of an error refers to this queue
+                ended.get()
 
 
 def _next_of(ended: "SimpleQueue[BaseException | None]") -> BaseException | None:

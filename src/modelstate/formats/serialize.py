@@ -198,8 +198,10 @@ class _Serializer:
                 self._wrong[name] = shard
                 return str(name)
             tensor = shard
-        problem = why_not_plain(tensor) if isinstance(tensor, torch.Tensor) else ""
-        if problem := problem or why_not(name, tensor):
+        problem = why_not(name, tensor)
+        if not problem and isinstance(tensor, torch.Tensor):
+            problem = why_not_plain(tensor)
+        if problem:
             self._wrong[name] = problem
             self._refused.append(tensor)
             return str(name)
