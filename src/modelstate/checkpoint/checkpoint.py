@@ -55,13 +55,12 @@ from modelstate.spec import (
     StoredTensors,
     bytes_key,
     dtype_name,
-    is_tensor,
     pieces,
     under_names,
-    version_metadata,
 )
 from modelstate.tensor_spec import TensorSpec, spec_of, specs_of
 from modelstate.text_format import size
+from modelstate.torch_compat.values import is_tensor, version_metadata
 
 if TYPE_CHECKING:
     import torch

@@ -12,8 +12,9 @@ from modelstate.checkpoint.checkpoint import Checkpoint, join
 from modelstate.errors import CombineError, OptionError
 from modelstate.formats.sharded import merged_metadata
 from modelstate.formats.tree import FlatTree, is_container, items_of, same_value, subtree
-from modelstate.spec import Combined, Stored, StoredComposite, StoredTensor, set_version_metadata, version_metadata
+from modelstate.spec import Combined, Stored, StoredComposite, StoredTensor
 from modelstate.text_format import listed
+from modelstate.torch_compat.values import set_version_metadata, version_metadata
 
 CombineFunction = Callable[[str, list[torch.Tensor]], torch.Tensor]
 """Returns one tensor from a name, and the tensors of all checkpoints that have it, in the order of the checkpoints."""

@@ -31,10 +31,11 @@ from modelstate.io.files import current_fingerprints, local_path
 from modelstate.process import progress_bar
 from modelstate.remote.location import is_remote, locate, redacted_url
 from modelstate.remote.upload import check_writable, exists, head
-from modelstate.spec import Encoded, Refused, Stored, bytes_key, set_version_metadata, version_metadata
+from modelstate.spec import Encoded, Refused, Stored, bytes_key
 from modelstate.text_format import as_given, printable, seconds, size
 from modelstate.torch_compat.dtypes import Overflows
 from modelstate.torch_compat.plain import is_quantized
+from modelstate.torch_compat.values import set_version_metadata, version_metadata
 
 
 @dataclass(slots=True)

@@ -25,8 +25,8 @@ from torch import nn
 
 from modelstate.codec.walk import MAX_BITS, REGISTER, Collisions, Decoder, Encoder, Kind, Tree, Walk, check_bits
 from modelstate.errors import UnknownClassError
-from modelstate.spec import set_version_metadata
 from modelstate.torch_compat.plain import own_copy
+from modelstate.torch_compat.values import set_version_metadata
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance

@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from modelstate.errors import CodecError, ModelStateError
-from modelstate.spec import is_tensor
 from modelstate.tensor_spec import TensorSpec
 from modelstate.text_format import is_unicode, printable
+from modelstate.torch_compat.values import is_tensor
 
 if TYPE_CHECKING:
     import torch

@@ -33,9 +33,9 @@ from modelstate.rules.expression import Derived, values_of
 from modelstate.rules.expression import Source as DerivedSource
 from modelstate.rules.rule import Entry, Rule, Value
 from modelstate.rules.schema import Schema, apply_rules, check_rules
-from modelstate.spec import set_version_metadata
 from modelstate.torch_compat.dtypes import floating_dtype
 from modelstate.torch_compat.modules import unwrapped
+from modelstate.torch_compat.values import set_version_metadata
 
 
 @argument_order("ms.convert_checkpoint", lambda value: is_source(value) or isinstance(value, Sequence), is_path)

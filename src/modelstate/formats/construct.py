@@ -19,8 +19,9 @@ from modelstate.formats.unpickle import (
     SafeGlobal,
     Storage,
 )
-from modelstate.spec import Refused, StoredComposite, StoredTensor, set_version_metadata, version_metadata
+from modelstate.spec import Refused, StoredComposite, StoredTensor
 from modelstate.text_format import listed
+from modelstate.torch_compat.values import set_version_metadata, version_metadata
 
 MAX_DEPTH = 100
 

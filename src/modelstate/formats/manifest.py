@@ -50,10 +50,10 @@ from modelstate.spec import (
     StoredComposite,
     StoredTensor,
     StoredTensors,
-    set_version_metadata,
     under_names,
 )
 from modelstate.text_format import is_unicode, quote, size
+from modelstate.torch_compat.values import set_version_metadata
 
 if TYPE_CHECKING:
     import torch

@@ -15,9 +15,10 @@ from modelstate.formats.block_writer import LazyTensor, check_repeated
 from modelstate.formats.manifest import ALGORITHM, BLOCK_BYTES, FORMAT, KEY, are_usual_versions
 from modelstate.formats.safetensors import listed_problems, why_not
 from modelstate.formats.tree import EXTRA_STATE
-from modelstate.spec import bytes_key, version_metadata
+from modelstate.spec import bytes_key
 from modelstate.text_format import is_unicode, quote
 from modelstate.torch_compat.plain import is_sharded, remedies_for, why_not_plain
+from modelstate.torch_compat.values import version_metadata
 from modelstate.version import __version__
 
 _TORCHS_OWN = ("torch.distributed.", "torch.nested.", "torch._subclasses.")

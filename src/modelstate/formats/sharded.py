@@ -79,8 +79,9 @@ from modelstate.remote.file import forget, open_all
 from modelstate.remote.location import Location, beside, is_remote, locate
 from modelstate.remote.requests import cleanup
 from modelstate.remote.upload import ObjectWriter, exists, get, is_absent, new_object, remove, version
-from modelstate.spec import Described, LazyMapping, StoredTensor, StoredTensors, set_version_metadata, version_metadata
+from modelstate.spec import Described, LazyMapping, StoredTensor, StoredTensors
 from modelstate.text_format import listed, quote
+from modelstate.torch_compat.values import set_version_metadata, version_metadata
 
 if TYPE_CHECKING:
     import torch

@@ -37,9 +37,10 @@ from modelstate.formats.zip_directory import ZipDirectory
 from modelstate.io import system
 from modelstate.io.atomic import LOCK_TIMEOUT_SECONDS, Output, unfinished_file, write_errors
 from modelstate.io.files import SourceFile
-from modelstate.spec import ByteRange, Checksum, LazyMapping, Refused, set_version_metadata, version_metadata
+from modelstate.spec import ByteRange, Checksum, LazyMapping, Refused
 from modelstate.text_format import excerpt
 from modelstate.torch_compat.plain import remedies_for, why_not_plain
+from modelstate.torch_compat.values import set_version_metadata, version_metadata
 
 FORMAT = "torch zip"
 

@@ -10,20 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from modelstate.errors import AmbiguousCheckpointError, KeyNotFoundError, SourceTypeError
 from modelstate.io.files import FileFingerprint
-from modelstate.spec import (
-    ByteRange,
-    Checksum,
-    Described,
-    Encoded,
-    Stored,
-    StoredTensor,
-    StoredTensors,
-    is_size,
-    is_tensor,
-    is_uninitialised,
-    set_version_metadata,
-    version_metadata,
-)
+from modelstate.spec import ByteRange, Checksum, Described, Encoded, Stored, StoredTensor, StoredTensors
+from modelstate.torch_compat.values import is_size, is_tensor, is_uninitialised, set_version_metadata, version_metadata
 
 if TYPE_CHECKING:
     import torch

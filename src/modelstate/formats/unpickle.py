@@ -26,7 +26,8 @@ import torch
 
 from modelstate.errors import DamagedFileError, OpenError, TruncatedFileError
 from modelstate.process import gc_paused
-from modelstate.spec import ByteRange, Refused, StoredTensor, contiguous_stride, set_version_metadata
+from modelstate.spec import ByteRange, Refused, StoredTensor, contiguous_stride
+from modelstate.torch_compat.values import set_version_metadata
 
 # What a pickle becomes before any object of it is created.
 

@@ -21,11 +21,11 @@ from modelstate.formats.tree import same_value
 from modelstate.objects.loaders import load_state, own_generator, state_of
 from modelstate.objects.optimizer_state import optimizer_state
 from modelstate.objects.parts import Kind, Part
-from modelstate.spec import set_version_metadata
 from modelstate.text_format import listed
 from modelstate.torch_compat.modules import modules_of as modules_within
 from modelstate.torch_compat.modules import own_modules, tensors_of, unwrapped
 from modelstate.torch_compat.sharding import reshard
+from modelstate.torch_compat.values import set_version_metadata
 from modelstate.transaction.transaction import Transaction
 
 _MAX_DEPTH = 100

@@ -22,7 +22,6 @@ import torch
 from torch import nn
 
 from modelstate.formats.tree import EXTRA_STATE
-from modelstate.spec import set_version_metadata
 from modelstate.torch_compat.modules import IncompatibleKeys as ReturnedKeys
 from modelstate.torch_compat.modules import (
     MethodOverride,
@@ -38,6 +37,7 @@ from modelstate.torch_compat.modules import (
     own_parameters,
     runs_loading_code,
 )
+from modelstate.torch_compat.values import set_version_metadata
 from modelstate.transaction.slots import Slots
 from modelstate.transaction.transaction import Transaction
 
