@@ -17,9 +17,10 @@ def test_the_tables_count_requests_and_bytes(
     for name in ("ENDPOINT_URL", "ACCESS_KEY_ID", "SECRET_ACCESS_KEY", "REGION"):
         monkeypatch.setenv(f"AWS_{name}", "")  # put back afterwards
     monkeypatch.setattr(remote, "STEPS", 3)
-    with remote.bucket() as (proxy, client):
+    with remote.bucket() as (proxy, client, url):
         remote.reading(proxy, client)
-        remote.writing(proxy)
+        remote.saving(proxy)
+        remote.storing(proxy, url)
     cells = [line.strip("| ").split(" | ") for line in capsys.readouterr().out.splitlines() if line.count("|") == 5]
     rows = {
         title: [int(number.replace(",", "")) for number in numbers]

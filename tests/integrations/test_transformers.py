@@ -404,11 +404,11 @@ def test_a_step_that_is_taken_away_while_it_is_read(tmp_path: Path, monkeypatch:
         saving.train(trainer_of(tmp_path, saving))
     real = ObjectEntry.verify
 
-    def verify(entry: ObjectEntry, directory: str, **options: Any) -> None:
+    def verify(entry: ObjectEntry, directory: str, *more: Any, **options: Any) -> None:
         """Removes the step when its reading begins."""
         monkeypatch.setattr(ObjectEntry, "verify", real)
         shutil.rmtree(directory)
-        real(entry, directory, **options)
+        real(entry, directory, *more, **options)
 
     with ms.Store(tmp_path / "run") as store:
         saving, model = StoreCallback(store), Net()

@@ -127,7 +127,7 @@ def test_it_can_be_stopped(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(KeyboardInterrupt):
         prefault(pairs(ms.open(path)), stop)
     assert 0 < sum(told) < 8 << 20
-    assert not [one for one in threading.enumerate() if one.name.startswith("modelstate-")]
+    assert not [one for one in threading.enumerate() if one.name.startswith("modelstate-work-")]
 
 
 def test_a_file_that_was_cut(path: Path) -> None:

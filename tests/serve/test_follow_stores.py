@@ -97,10 +97,10 @@ def test_a_step_that_is_taken_away_while_it_is_verified(tmp_path: Path, monkeypa
     following, log = by_hand(live, store)
     save(store, 1)
 
-    def meanwhile(entry: ObjectEntry, directory: str) -> None:
+    def meanwhile(entry: ObjectEntry, directory: str, *more: Any) -> None:
         if directory.endswith("1"):
             save(store, 2)
-        real(entry, directory)
+        real(entry, directory, *more)
 
     monkeypatch.setattr(ObjectEntry, "verify", meanwhile)
     assert actions(following) == [("swapped", 2)]
