@@ -14,7 +14,7 @@ from modelstate.transaction.slots import slots_of
 
 
 class Net(nn.Module):
-    """Parameters, a buffer and a non-persistent buffer at two levels, and a child that is None."""
+    """A module that has parameters, a buffer and a non-persistent buffer at two levels, and a child that is None."""
 
     def __init__(self) -> None:
         super().__init__()

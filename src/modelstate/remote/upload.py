@@ -24,6 +24,8 @@ from modelstate.remote.requests import call, cleanup, pause
 if TYPE_CHECKING:
     from datetime import datetime
 
+    from obstore import ObjectMeta
+
 PART_BYTES = 8 << 20
 """The least size of a part, and the most bytes that are sent in one request."""
 PARTS_AT_ONCE = 12
@@ -60,31 +62,28 @@ def check_writable(location: Location) -> None:
 
 def head(location: Location) -> int | None:
     """Returns the size of an object; None where there is none. Raises `WriteFailedError`."""
-    import obstore
-
-    store, key = store_of(location)
-    return _found(location, lambda: int(call(obstore.head_async, store, key)["size"]))
+    found = _described(location)
+    return None if found is None else int(found["size"])
 
 
 def version(location: Location) -> object:
     """Returns what tells an object from others of its name; None where there is none. Raises `WriteFailedError`."""
-    import obstore
-
-    store, key = store_of(location)
-
-    def read() -> object:
-        found = call(obstore.head_async, store, key)
-        return found["size"], found["e_tag"], found["version"], found["last_modified"]
-
-    return _found(location, read)
+    found = _described(location)
+    return None if found is None else (found["size"], found["e_tag"], found["version"], found["last_modified"])
 
 
 def time_of(location: Location) -> datetime | None:
     """Returns when an object was written, by the clock of the server. Raises `WriteFailedError`."""
+    found = _described(location)
+    return None if found is None else found["last_modified"]
+
+
+def _described(location: Location) -> ObjectMeta | None:
+    """What the server says of an object; None where there is none."""
     import obstore
 
     store, key = store_of(location)
-    return _found(location, lambda: call(obstore.head_async, store, key)["last_modified"])
+    return _found(location, lambda: call(obstore.head_async, store, key))
 
 
 def get(location: Location) -> bytes | None:
