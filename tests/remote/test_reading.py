@@ -247,9 +247,9 @@ def test_a_budget_bounds_the_replies_under_way(tmp_path: Path, budget_bytes: int
                 under_way.append(nbytes)
                 sizes.append((len(under_way), sum(under_way)))
             time.sleep(0.02)
-            super().do_GET()
-            with lock:
+            with lock:  # before the reply: the client may ask again while this thread still waits to go on
                 under_way.remove(nbytes)
+            super().do_GET()
 
     model = nn.Linear(2048, 2048)
     ms.save(model, tmp_path / "model.safetensors")
