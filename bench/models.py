@@ -35,7 +35,7 @@ class Sizes:
     swaps: int = 100
     matrices: tuple[int, int] = (24, 1024)
     """How many there are in the program that is served, and how wide they are."""
-    torture_seconds: float = 60.0
+    torture_seconds: float = 20.0
     """How long weights are swapped under requests."""
 
 
