@@ -19,7 +19,7 @@ import torch
 
 import modelstate as ms
 from modelstate.errors import LockedError, OptionError, SaveTargetError, TargetExistsError, WriteFailedError
-from modelstate.formats import sharded
+from modelstate.formats import writing
 from modelstate.io import system
 from modelstate.io.atomic import SUFFIX, atomic_file, put_durably
 from modelstate.testing import faulty_writes
@@ -299,7 +299,7 @@ def a_save_under_way(monkeypatch: pytest.MonkeyPatch, path: Path) -> Iterator[th
             go_on.wait(60)
         real(*arguments, **named)
 
-    monkeypatch.setattr(sharded, "put_durably", slow)
+    monkeypatch.setattr(writing, "put_durably", slow)
     thread = threading.Thread(target=ms.save, args=({"a": torch.ones(2)}, path))
     thread.start()
     try:

@@ -21,9 +21,10 @@ from modelstate.formats.block_writer import LazyTensor, OnCast, lazy_tensor, sto
 from modelstate.formats.copy_file import copy_file
 from modelstate.formats.safetensors import nbytes_of
 from modelstate.formats.serialize import serialize
-from modelstate.formats.sharded import INDEX_SUFFIX, Files, LocalWriter, Writer, write_checkpoint
+from modelstate.formats.sharded import INDEX_SUFFIX
 from modelstate.formats.torch_zip import write_torch_file
 from modelstate.formats.tree import empty_like, is_container, leaves, rebuild, subtree
+from modelstate.formats.writing import Files, LocalWriter, Writer, write_checkpoint
 from modelstate.html.page import Kind, Page, Shown
 from modelstate.io.atomic import LOCK_TIMEOUT_SECONDS
 from modelstate.io.engine import read_ranges

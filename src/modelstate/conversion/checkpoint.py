@@ -24,7 +24,7 @@ from modelstate.checkpoint.write import (
     write_state,
 )
 from modelstate.formats.block_writer import storages_of, whole
-from modelstate.formats.sharded import check_both
+from modelstate.formats.writing import check_both
 from modelstate.io.atomic import LOCK_TIMEOUT_SECONDS
 from modelstate.planning.matching import DecodeFailure, ModelSchemaView, entries_of, renamed_versions
 from modelstate.planning.plan import check_model

@@ -53,7 +53,7 @@ def writer_of(agreement: Agreement, path: str) -> CollectiveWriter:
 
 
 class CollectiveUploader(CollectiveWriter):
-    """Writes the objects of a checkpoint with all ranks of an agreement: a `modelstate.formats.sharded.Uploader`.
+    """Writes the objects of a checkpoint with all ranks of an agreement: a `modelstate.formats.uploading.Uploader`.
 
     Args:
         agreement: The ranks.
@@ -73,7 +73,7 @@ class CollectiveUploader(CollectiveWriter):
         names: Callable[[], Sequence[str]],
         compared: Callable[[], Sequence[object]],
     ) -> Sequence[Written]:
-        """Writes objects, as `modelstate.formats.sharded.Uploader.upload` describes.
+        """Writes objects, as `modelstate.formats.uploading.Uploader.upload` describes.
 
         Raises:
             RanksDifferError: The ranks have different states or arguments.

@@ -31,7 +31,7 @@ from modelstate.errors import RanksDifferError
 from modelstate.formats.block_writer import LazyTensor, Uncached, in_a_row, past_page_cache, write_blocks
 from modelstate.formats.manifest import BLOCK_BYTES, HEX
 from modelstate.formats.safetensors import Layout, Tensors, Written, nbytes_of, write_header
-from modelstate.formats.sharded import Files, Outputs
+from modelstate.formats.writing import Files, Outputs
 from modelstate.io import system
 from modelstate.io.atomic import Output, write_errors
 from modelstate.io.engine import memory_at
@@ -262,7 +262,7 @@ class Piece:
 
 
 class CollectiveWriter:
-    """Writes the files of a checkpoint with all ranks of an agreement: a `modelstate.formats.sharded.Writer`.
+    """Writes the files of a checkpoint with all ranks of an agreement: a `modelstate.formats.writing.Writer`.
 
     Args:
         agreement: The ranks.
@@ -311,7 +311,7 @@ class CollectiveWriter:
     def write(
         self, layouts: Sequence[Layout], outputs: Outputs, compared: Callable[[], Sequence[object]]
     ) -> Sequence[Written]:
-        """Writes files, as `modelstate.formats.sharded.Writer.write` describes.
+        """Writes files, as `modelstate.formats.writing.Writer.write` describes.
 
         Raises:
             RanksDifferError: The ranks have different states or arguments, or do not see the same directory.

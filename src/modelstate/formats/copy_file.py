@@ -12,7 +12,8 @@ import xxhash
 
 from modelstate.errors import ChecksumError
 from modelstate.formats.manifest import ALGORITHM
-from modelstate.formats.sharded import index_of_object, remove_index, write_file
+from modelstate.formats.uploading import index_of_object, remove_index
+from modelstate.formats.writing import write_file
 from modelstate.io.atomic import atomic_file, write_errors
 from modelstate.io.engine import Request, read_ranges
 from modelstate.io.files import FileFingerprint

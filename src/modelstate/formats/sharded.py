@@ -1,4 +1,4 @@
-"""Shards with an index, `*.index.json`, in the layout of Hugging Face; reader and writer.
+"""Shards with an index, `*.index.json`, in the layout of Hugging Face: reading, names, and the text of an index.
 
 An index may come from an untrusted place, so it must not make this process read arbitrary files. A shard is named
 relative to the directory of the index, never by an absolute path or with `..`. Where its path contains symbolic links,
@@ -11,10 +11,8 @@ the target must lie
 Invariants:
 
 - The headers of all shards are read when the index is opened, each once.
-- The rename of the index puts a new checkpoint in place as a whole. The names of shards contain a digest of their
-  content, `NAME-<digest>-00001-of-00003.safetensors`, so no shard of another checkpoint is ever overwritten.
-- All of a state is at its path after a save, or nothing has changed. A reader prefers a single file to an index of the
-  same name, so one rename activates the one that is written, whichever of the two it is.
+- The names of shards contain a digest, `NAME-<digest>-00001-of-00003.safetensors`, so no save overwrites a shard of
+  another checkpoint. Only shards with such names, or with those of other tools, are ever removed.
 """
 
 from __future__ import annotations
@@ -23,62 +21,34 @@ import heapq
 import json
 import os
 import re
-import secrets
 import stat
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext, suppress
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import PurePosixPath, PureWindowsPath
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar, runtime_checkable
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from modelstate.errors import (
     DamagedFileError,
     ModelStateError,
     ReadFailedError,
     SourceNotFoundError,
-    TargetExistsError,
     UnsafePathError,
-    UnsavableError,
-    WriteFailedError,
 )
 from modelstate.formats import manifest
-from modelstate.formats.manifest import KEY, OPEN_SEAL, SEAL, check_seal, check_size, digest, sealed
+from modelstate.formats.manifest import KEY, OPEN_SEAL, SEAL, check_seal, digest, sealed
 from modelstate.formats.safetensors import (
     JsonError,
     JsonLimitError,
-    Layout,
     RepeatedKeyError,
-    Written,
-    layout,
     nbytes_of,
     parse_object,
     strings_of,
 )
-from modelstate.formats.safetensors import write as write_tensors
-from modelstate.formats.safetensors import write_in_order as write_tensors_in_order
 from modelstate.formats.tree import Contents
 from modelstate.io import system
-from modelstate.io.atomic import (
-    LOCK_TIMEOUT_SECONDS,
-    Output,
-    check_target,
-    existing_mode,
-    locked_directory,
-    new_file,
-    put_durably,
-    remove_all,
-    sync_directory,
-    unfinished_file,
-    write_errors,
-)
 from modelstate.io.files import FileFingerprint, SourceFile
-from modelstate.io.lock import is_at
 from modelstate.remote.file import forget, open_all
-from modelstate.remote.location import Location, beside, is_remote, locate
-from modelstate.remote.requests import cleanup
-from modelstate.remote.upload import ObjectWriter, exists, get, is_absent, new_object, remove, version
+from modelstate.remote.location import beside, is_remote
 from modelstate.spec import Described, LazyMapping, StoredTensor, StoredTensors
 from modelstate.text_format import listed, quote
 from modelstate.torch_compat.values import set_version_metadata, version_metadata
@@ -87,7 +57,6 @@ if TYPE_CHECKING:
     import torch
 
     from modelstate.formats.block_writer import LazyTensor
-    from modelstate.formats.serialize import OfShard, SerializedState
 
 MAX_INDEX_BYTES = 100_000_000
 MAX_NAMES = 1_000_000
@@ -403,7 +372,8 @@ def merged_metadata(contents: Mapping[str, Contents]) -> dict[str, str]:
 Kind = TypeVar("Kind", "torch.Tensor", "LazyTensor", "torch.Tensor | LazyTensor")
 
 SUFFIX = ".safetensors"
-_OWN = r"-[0-9a-f]{12}-\d{5,}-of-\d{5,}\.safetensors"
+SHARD_METADATA = {"format": "pt"}
+"""What the header of each file says, which transformers needs."""
 _ANY = re.compile(r".*-\d{5,}-of-\d{5,}\.\w+", re.DOTALL)
 """The shard names of other tools. A file with another name is left alone, even if an index names it."""
 
@@ -446,6 +416,12 @@ def shard_names(path: str, shards: Sequence[str]) -> list[str]:
     return [f"{stem}-{together}-{number:05d}-of-{count:05d}{SUFFIX}" for number in range(1, count + 1)]
 
 
+def own_shards(path: str) -> re.Pattern[str]:
+    """Returns the pattern of the names that `shard_names` gives to the shards of any save to a path."""
+    stem = os.path.basename(path).removesuffix(SUFFIX)
+    return re.compile(re.escape(stem) + r"-[0-9a-f]{12}-\d{5,}-of-\d{5,}" + re.escape(SUFFIX))
+
+
 def index_of(files: Mapping[str, Iterable[str]], total_bytes: int, manifest: str) -> bytes:
     """The text of an index: the file of each tensor, and the manifest."""
     metadata = {SEAL: OPEN_SEAL, "total_size": str(total_bytes), KEY: manifest}
@@ -463,7 +439,7 @@ def old_files(path: str, but: Collection[str] = ()) -> list[str]:
     index = name + INDEX_SUFFIX
     entries = sorted(os.listdir(directory or "."))
     named = (named_in(os.path.join(directory, index)) if index in entries else None) or frozenset()
-    mine = re.compile(re.escape(name.removesuffix(SUFFIX)) + _OWN)
+    mine = own_shards(path)
     shards = {entry for entry in entries if mine.fullmatch(entry) or (entry in named and _ANY.fullmatch(entry))}
     for other in entries if shards else ():
         if other.endswith(INDEX_SUFFIX) and other != index:
@@ -479,373 +455,3 @@ def named_in(index: str) -> frozenset[str] | None:
         return frozenset(read_index(index)[0].values())
     except (ModelStateError, OSError):
         return None
-
-
-# Writing a state, to one file or to shards.
-
-
-SHARD_METADATA = {"format": "pt"}
-Files = dict[str, int]
-"""The sizes of files by path."""
-Outputs = Callable[[], Generator[Output]]
-
-
-class Writer(Protocol):
-    """Writes the files of a checkpoint, in this process alone or together with other ranks."""
-
-    @property
-    def of_shard(self) -> OfShard | None:
-        """The argument of `serialize` for DTensors; None where they are refused."""
-
-    def planning(self) -> AbstractContextManager[None]:
-        """A block before `write`, whose errors reach all processes."""
-
-    def write(
-        self, layouts: Sequence[Layout], outputs: Outputs, compared: Callable[[], Sequence[object]]
-    ) -> Sequence[Written]:
-        """Writes files, which are durable when it returns, but for their names.
-
-        Args:
-            layouts: What the files hold.
-            outputs: Creates the files one after the other. Of several processes only the first one calls it.
-            compared: Returns what else must be equal in all processes.
-
-        Returns:
-            The digests of the files; in the other processes nothing.
-        """
-
-    def commit(self, put: Callable[[], Files]) -> Files:
-        """Returns what `put` returns, which only the first process calls: it puts the files in their places."""
-
-
-@runtime_checkable
-class Uploader(Writer, Protocol):
-    """A writer that writes into buckets."""
-
-    def shards(self, tensors: Mapping[str, Kind]) -> list[dict[str, Kind]]:
-        """Returns the shards of tensors, where the caller has no size for them; none where they become one object."""
-
-    def upload(
-        self, layouts: Sequence[Layout], names: Callable[[], Sequence[str]], compared: Callable[[], Sequence[object]]
-    ) -> Sequence[Written]:
-        """Writes shards, and replaces what is there.
-
-        Args:
-            layouts: What the shards hold. Their metadata do not depend on digests.
-            names: Returns their URLs. Of several processes only the first one calls it.
-            compared: As in `write`.
-
-        Returns:
-            As in `write`. After an error the caller removes the shards, in the first process.
-        """
-
-
-@dataclass(frozen=True, slots=True)
-class LocalWriter:
-    """Writes the files of a checkpoint in this process, with a number of threads."""
-
-    threads: int | None = None
-    of_shard: OfShard | None = None
-    on_written: Callable[[int], None] = lambda _: None
-    """Called with numbers of bytes of tensors that were written."""
-
-    def planning(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def write(
-        self, layouts: Sequence[Layout], outputs: Outputs, compared: Callable[[], Sequence[object]]
-    ) -> Sequence[Written]:
-        written = []
-        with closing(outputs()) as opened:
-            for planned, output in zip(layouts, opened, strict=True):
-                written.append(write_tensors(output, planned, self.threads, self.on_written))
-        return written
-
-    def shards(self, tensors: Mapping[str, Kind]) -> list[dict[str, Kind]]:
-        return []
-
-    def upload(
-        self, layouts: Sequence[Layout], names: Callable[[], Sequence[str]], compared: Callable[[], Sequence[object]]
-    ) -> Sequence[Written]:
-        return [
-            self.upload_object(locate(name), planned, overwrite=True)
-            for name, planned in zip(names(), layouts, strict=True)
-        ]
-
-    def upload_object(self, location: Location, planned: Layout, *, overwrite: bool) -> Written:
-        """Writes an object into a bucket."""
-
-        def upload(_: Written) -> AbstractContextManager[ObjectWriter]:
-            return new_object(location, planned.nbytes, overwrite=overwrite)
-
-        return write_tensors_in_order(upload, planned, self.threads, self.on_written)
-
-    def commit(self, put: Callable[[], Files]) -> Files:
-        return put()
-
-
-def write_checkpoint(
-    state: SerializedState,
-    path: str,
-    *,
-    writer: Writer,
-    schema: str | None = None,
-    shard_bytes: int | None = None,
-    overwrite: bool = True,
-    metadata: Mapping[str, str] | None = None,
-    lock_timeout_seconds: float = LOCK_TIMEOUT_SECONDS,
-) -> Files:
-    """Writes a state to one file, or to shards with an index.
-
-    Args:
-        state: The state.
-        path: The target.
-        writer: The process or the ranks that write it.
-        schema: The version of the state.
-        shard_bytes: The largest size of the tensors of a file; a larger state is written in shards.
-        overwrite: Whether existing files are replaced.
-        metadata: Additional text for `__metadata__`, which other tools display.
-        lock_timeout_seconds: How long to wait for the lock of the directory.
-
-    Returns:
-        The sizes of the files by path; for shards the index is first.
-
-    Raises:
-        UnsavableError: The header would be larger than the format allows.
-
-    Also raises what `write_file` raises. The previous files are then untouched, and no other file is left.
-    """
-    text = {**(metadata or {}), **SHARD_METADATA}
-    total_bytes = sum(map(nbytes_of, state.tensors.values()))
-    index = path + INDEX_SUFFIX
-    groups = [] if shard_bytes is None or total_bytes <= shard_bytes else in_shards(state.tensors, shard_bytes)
-    with writer.planning():
-        planned = _planned(state, path, schema, text)
-        uploader = writer if is_remote(path) and isinstance(writer, Uploader) else None
-        if uploader is not None and state.tensors:
-            groups = groups or uploader.shards(state.tensors)
-        layouts = [layout(group, lambda _: text) for group in groups] or [planned]
-
-    def compared() -> Sequence[object]:
-        return overwrite, shard_bytes, planned.metadata({})
-
-    if uploader is not None:
-        return _upload(path, layouts, groups, uploader, overwrite, compared, partial(state.manifest, schema))
-    with write_errors(path), ExitStack() as opened:
-        output: Output | None = None
-        unfinished: list[str] = []
-
-        def outputs() -> Generator[Output]:
-            nonlocal output, unfinished
-            check_both(path, overwrite)
-            mode = existing_mode(index, path) if groups else existing_mode(path, index)
-            output = opened.enter_context(unfinished_file(path, mode, lock_timeout_seconds))
-            if not groups:
-                yield output
-                return
-            unfinished = opened.enter_context(_removed_on_error(output, index))
-            for number in range(1, len(groups) + 1):
-                unfinished.append(output.numbered_path(number))
-                with new_file(unfinished[-1], mode) as shard:
-                    yield shard
-
-        written = writer.write(layouts, outputs, compared)
-
-        def put() -> Files:
-            assert output is not None
-            if not groups:
-                return _put_file(output, path, overwrite, lock_timeout_seconds)
-            names = shard_names(path, [file.content for file in written])
-            digests = {name: value for file in written for name, value in file.digests.items()}
-            output.append(index_of(dict(zip(names, groups, strict=True)), total_bytes, state.manifest(schema, digests)))
-            sizes = {name: planned.nbytes for name, planned in zip(names, layouts, strict=True)}
-            return _put_shards(output, path, unfinished, sizes, overwrite, lock_timeout_seconds)
-
-        return writer.commit(put)
-
-
-def write_file(
-    path: str,
-    write_to: Callable[[Output], object],
-    *,
-    overwrite: bool,
-    lock_timeout_seconds: float = LOCK_TIMEOUT_SECONDS,
-) -> Files:
-    """Puts a file at a path, and removes the index and the shards that were there. Returns the path and its size.
-
-    Raises:
-        TargetExistsError: Something is at the path, and `overwrite` is False.
-        SaveTargetError: Something that is not a regular file is at the path.
-        LockedError: The lock of the directory is not free in time.
-        WriteFailedError: An I/O error. What `write_to` raises passes through.
-    """
-    check_both(path, overwrite)
-    mode = existing_mode(path, path + INDEX_SUFFIX)
-    with write_errors(path), unfinished_file(path, mode, lock_timeout_seconds) as output:
-        write_to(output)
-        return _put_file(output, path, overwrite, lock_timeout_seconds)
-
-
-def _put_file(output: Output, path: str, overwrite: bool, lock_timeout_seconds: float) -> Files:
-    """Puts a finished file at a path, durably, and removes the index and the shards that were there."""
-    output.sync()
-    with locked_directory(os.path.dirname(path), lock_timeout_seconds):
-        check_both(path, overwrite)
-        old = old_files(path)
-        put_durably(output.path, path, overwrite)
-        remove_all(old)
-    return {path: output.nbytes}
-
-
-def _put_shards(
-    output: Output,
-    path: str,
-    unfinished: list[str],
-    sizes: Mapping[str, int],
-    overwrite: bool,
-    lock_timeout_seconds: float,
-) -> Files:
-    """Puts finished shards beside a path, and their index, durably; removes what was there.
-
-    A shard that has got its name is added to `unfinished`, unless a file had it before.
-    """
-    directory, index = os.path.dirname(path), path + INDEX_SUFFIX
-    output.sync()
-    paths = [os.path.join(directory, name) for name in sizes]
-    with locked_directory(directory, lock_timeout_seconds):
-        check_both(path, overwrite)
-        old = old_files(path, but=(index, *paths))
-        for shard, target in zip(list(unfinished), paths, strict=True):
-            if not os.path.lexists(target):
-                unfinished.append(target)
-            system.replace(shard, target)
-        sync_directory(directory)
-        put_durably(output.path, index, overwrite, instead_of=path)
-        remove_all(old)
-    return {index: output.nbytes, **dict(zip(paths, sizes.values(), strict=True))}
-
-
-def check_both(path: str, overwrite: bool) -> None:
-    """Raises `SaveTargetError` or `TargetExistsError` where no file, or no index, can be put at the path."""
-    if is_remote(path):
-        return  # the upload asks the server
-    check_target(path, overwrite=overwrite)
-    check_target(path + INDEX_SUFFIX, overwrite=overwrite)
-
-
-def _upload(
-    path: str,
-    layouts: Sequence[Layout],
-    groups: Sequence[Mapping[str, torch.Tensor | LazyTensor]],
-    writer: Uploader,
-    overwrite: bool,
-    compared: Callable[[], Sequence[object]],
-    manifest_of: Callable[[Mapping[str, str]], str],
-) -> Files:
-    """Writes a file, or shards and then their index, into a bucket.
-
-    The object that a reader opens is written last. The shards of another save have other names.
-    """
-    where, index, directory = locate(path), locate(path + INDEX_SUFFIX), path.rpartition("/")[0]
-    shards: list[Location] = []
-    old_index: bytes | None = None
-    single: object = None
-    is_unknown = False
-
-    def names() -> list[str]:
-        nonlocal old_index, single
-        old_index = index_of_object(path)
-        single = version(where) if old_index is not None or not overwrite or groups else None
-        if not overwrite and (old_index is not None or single is not None):
-            raise exists(where)
-        unique = shard_names(path, [secrets.token_hex(16)] * len(groups))
-        shards[:] = [locate(f"{directory}/{name}") for name in unique]
-        return [shard.url for shard in shards]
-
-    def put() -> Files:
-        nonlocal is_unknown
-        if not groups:
-            alone = writer if isinstance(writer, LocalWriter) else LocalWriter()
-            alone.upload_object(where, layouts[0], overwrite=overwrite)
-            files = {path: layouts[0].nbytes}
-        else:
-            digests = {name: value for file in written for name, value in file.digests.items()}
-            total_bytes = sum(nbytes_of(tensor) for group in groups for tensor in group.values())
-            by_name = {shard.key.rpartition("/")[2]: group for shard, group in zip(shards, groups, strict=True)}
-            text = index_of(by_name, total_bytes, manifest_of(digests))
-            is_unknown = True
-            with new_object(index, len(text), overwrite=overwrite) as output:
-                output.append(text)
-            if single is not None:  # readers prefer it to the index; one that was saved meanwhile is newer
-                remove([where], lambda: version(where) == single)
-            sizes = (planned.nbytes for planned in layouts)
-            files = {index.url: len(text)} | {shard.url: nbytes for shard, nbytes in zip(shards, sizes, strict=True)}
-        if old_index is not None:
-            remove_index(path, old_index, keeps_index=bool(groups))
-        return files
-
-    try:
-        written = writer.upload(layouts if groups else [], names, compared)
-        return writer.commit(put)
-    except BaseException as error:
-        # Without an answer of the server the index may be there, and may name the shards.
-        with suppress(WriteFailedError), cleanup():
-            if not is_unknown or isinstance(error, TargetExistsError) or is_absent(index, error):
-                remove(shards)
-        raise
-
-
-def index_of_object(path: str) -> bytes | None:
-    """The index that a save to this URL replaces; None where there is none. Raises `WriteFailedError`."""
-    return get(locate(path + INDEX_SUFFIX))
-
-
-def remove_index(path: str, index: bytes, *, keeps_index: bool = False) -> None:
-    """Removes an index that a save to a URL has replaced, and its shards. Readers have the new checkpoint already."""
-    with suppress(WriteFailedError):
-        if not keeps_index:  # one that was written meanwhile is that of another save
-            remove([locate(path + INDEX_SUFFIX)], lambda: index_of_object(path) == index)
-        remove(_own_shards(path, index))
-
-
-def _own_shards(path: str, index: bytes) -> list[Location]:
-    """The shards that an index of an earlier save to a path names."""
-    directory, _, name = path.rpartition("/")
-    mine = re.compile(re.escape(name.removesuffix(SUFFIX)) + _OWN)
-    try:
-        named = set(json.loads(index)[WEIGHT_MAP].values())
-    except (ValueError, LookupError, TypeError, AttributeError):
-        return []
-    return [locate(f"{directory}/{shard}") for shard in named if isinstance(shard, str) and mine.fullmatch(shard)]
-
-
-def _planned(state: SerializedState, path: str, schema: str | None, entries: Mapping[str, str]) -> Layout:
-    def metadata(digests: Mapping[str, str]) -> dict[str, str]:
-        text = state.manifest(schema, digests)
-        check_size(text)
-        return {**entries, KEY: text}
-
-    try:
-        return layout(state.tensors, metadata)
-    except ValueError as error:
-        raise UnsavableError(
-            "this is more than the header of a safetensors file holds",
-            where=path,
-            found=error,
-            remedy="save the parts in files of their own; large values are better kept as tensors or arrays",
-        ) from error
-
-
-@contextmanager
-def _removed_on_error(output: Output, index: str) -> Iterator[list[str]]:
-    """Yields a list for the paths of shards, which are removed when the block raises.
-
-    They stay if `output` has become the index that names them: an interrupt may arrive when the save is complete.
-    """
-    paths: list[str] = []
-    try:
-        yield paths
-    except BaseException:
-        if not is_at(output.descriptor, index):
-            remove_all(path for path in paths if os.path.lexists(path))
-        raise

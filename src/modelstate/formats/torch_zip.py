@@ -24,7 +24,6 @@ from modelstate.errors import (
 from modelstate.formats.block_writer import LazyTensor, check_repeated, threads_within, write_blocks
 from modelstate.formats.construct import construct
 from modelstate.formats.safetensors import listed_problems, nbytes_of
-from modelstate.formats.sharded import write_file
 from modelstate.formats.torch_globals import StorageType, TorchGlobals
 from modelstate.formats.tree import Contents, items_of, leaves
 from modelstate.formats.unpickle import (
@@ -33,6 +32,7 @@ from modelstate.formats.unpickle import (
     damaged,
     unpickle,
 )
+from modelstate.formats.writing import write_file
 from modelstate.formats.zip_directory import ZipDirectory
 from modelstate.io import system
 from modelstate.io.atomic import LOCK_TIMEOUT_SECONDS, Output, unfinished_file, write_errors

@@ -16,7 +16,7 @@ from modelstate.distributed.agreement import TIMEOUT_SECONDS, Agreement, agreeme
 from modelstate.distributed.uploading import writer_of
 from modelstate.distributed.writing import PLANNING
 from modelstate.errors import ModelCodeError, ModelStateError, SaveTargetError, UnsavableError
-from modelstate.formats.sharded import check_both
+from modelstate.formats.writing import check_both
 from modelstate.io.atomic import LOCK_TIMEOUT_SECONDS
 from modelstate.objects.objects import capture, holds_stateful, targets_of, tensors_within
 from modelstate.problems import GATHER
