@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial, wraps
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from modelstate.checkpoint.checkpoint import Checkpoint
@@ -45,44 +46,25 @@ _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
 
-def foreign_arguments(**answers: str) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
-    """Decorates a function so that an argument of torch's function raises an `OptionError` with the replacement.
-
-    Args:
-        answers: For each argument of torch's function, what replaces it here.
-    """
-
-    def decorate(function: Callable[_P, _R]) -> Callable[_P, _R]:
-        @wraps(function)
-        def checked(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-            for name in kwargs.keys() & answers.keys():
-                raise OptionError(
-                    f"{function.__name__}() has no {name}=, which is torch's",
-                    found=f"{name}={kwargs[name]!r}",
-                    remedy=answers[name],
-                )
-            return function(*args, **kwargs)
-
-        return checked
-
-    return decorate
-
-
-def argument_order(
+def checked_call(
     call: str,
-    is_first: Callable[[object], bool],
-    is_second: Callable[[object], bool],
+    is_first: Callable[[object], bool] = lambda _: False,
+    is_second: Callable[[object], bool] = lambda _: False,
     *,
+    foreign: Mapping[str, str] = MappingProxyType({}),
     call_for_paths: str = "",
     is_method: bool = False,
     within: Callable[..., AbstractContextManager[object]] = lambda *_, **__: nullcontext(),
 ) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
-    """Decorates a function so that two swapped arguments raise an `OptionError` with the right call.
+    """Decorates a function so that a wrong call raises an `OptionError` with the right one.
+
+    These are two arguments in the wrong order, and an argument of torch's function.
 
     Args:
         call: The function as users call it: "ms.load".
         is_first: Whether a value can be the first argument.
         is_second: Whether a value can be the second argument.
+        foreign: For each argument of torch's function, what replaces it here.
         call_for_paths: The function to call where the second argument is a path, if it is another one.
         is_method: Whether `self` comes before the two arguments.
         within: Returns the block that raises the error, such as a phase of all ranks, for the arguments of the call. A
@@ -108,13 +90,20 @@ def argument_order(
                             found=f"{call}({second_text}, {first_text})",
                             remedy=f"{right}({first_text}, {second_text})",
                         )
-            block: AbstractContextManager[object] = nullcontext()
             try:
                 signature.bind(*args, **kwargs)
             except TypeError:
-                block = within(*args, **kwargs)
-            with block:
+                pass
+            else:
                 return function(*args, **kwargs)
+            with within(*args, **kwargs):
+                for name in kwargs.keys() & foreign.keys():
+                    raise OptionError(
+                        f"{function.__name__}() has no {name}=, which is torch's",
+                        found=f"{name}={kwargs[name]!r}",
+                        remedy=foreign[name],
+                    )
+                return function(*args, **kwargs)  # raises the `TypeError`
 
         return checked
 
@@ -184,10 +173,13 @@ def patterns_of(option: str, patterns: object) -> tuple[str, ...]:
 NO_PICKLE = "leave it out: no code of a pickle is ever run here"
 
 
-@foreign_arguments(
-    map_location="leave it out: no tensor is read yet. To load onto a device: ms.load(model, path, device=...)",
-    weights_only=NO_PICKLE,
-    mmap="leave it out: no tensor is read yet. checkpoint.tensor(name, map=True) maps the file",
+@checked_call(
+    "ms.open",
+    foreign={
+        "map_location": "leave it out: no tensor is read yet. To load onto a device: ms.load(model, path, device=...)",
+        "weights_only": NO_PICKLE,
+        "mmap": "leave it out: no tensor is read yet. checkpoint.tensor(name, map=True) maps the file",
+    },
 )
 def open(
     source: Source | Sequence[Source],

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from modelstate.checkpoint.checkpoint import Checkpoint
-from modelstate.checkpoint.open import Source, argument_order, check_budget_option, is_path, is_source
+from modelstate.checkpoint.open import Source, check_budget_option, checked_call, is_path, is_source
 from modelstate.checkpoint.open import open as open_checkpoint
 from modelstate.checkpoint.write import (
     LazyStateBuilder,
@@ -38,7 +38,7 @@ from modelstate.torch_compat.modules import unwrapped
 from modelstate.torch_compat.values import set_version_metadata
 
 
-@argument_order("ms.convert_checkpoint", lambda value: is_source(value) or isinstance(value, Sequence), is_path)
+@checked_call("ms.convert_checkpoint", lambda value: is_source(value) or isinstance(value, Sequence), is_path)
 def convert_checkpoint(
     source: Source | Sequence[Source],
     path: str | os.PathLike[str],

@@ -7,7 +7,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from modelstate.checkpoint.open import argument_order, check_budget_option, is_module
+from modelstate.checkpoint.open import check_budget_option, checked_call, is_module
 from modelstate.conversion.conversion import Conversion
 from modelstate.conversion.reference_keeping import replaced_apply
 from modelstate.conversion.tensors import ByFunction, CastAndMove, Target, takes_name
@@ -22,7 +22,7 @@ from modelstate.transaction.optimizers import check_optimizers, following_state,
 from modelstate.transaction.transaction import Transaction, exclusive
 
 
-@argument_order("ms.convert", is_module, lambda value: isinstance(value, torch.dtype | str))
+@checked_call("ms.convert", is_module, lambda value: isinstance(value, torch.dtype | str))
 def convert(
     module: nn.Module,
     dtype: torch.dtype | str | None = None,

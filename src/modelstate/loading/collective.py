@@ -62,7 +62,7 @@ def digest_of_state(what: str, text: str, state: object) -> Digest:
 
 
 def before_call(call: str) -> Callable[..., AbstractContextManager[object]]:
-    """Returns the `within=` of `argument_order` for a call with a model: its ranks raise the error of any of them."""
+    """Returns the `within=` of `checked_call` for a call with a model: its ranks raise the error of any of them."""
 
     def within(*args: object, process_group: Any = None, **options: object) -> AbstractContextManager[object]:
         models = [value for value in (*args, *options.values()) if isinstance(value, nn.Module)]

@@ -15,9 +15,8 @@ from torch import nn
 from modelstate.checkpoint.checkpoint import Checkpoint
 from modelstate.checkpoint.open import (
     NO_PICKLE,
-    argument_order,
     check_budget_option,
-    foreign_arguments,
+    checked_call,
     is_module,
     is_source,
 )
@@ -73,8 +72,7 @@ _OF_TORCH = {
 """Arguments of `torch.load` and `load_state_dict`, each with the argument that replaces it."""
 
 
-@argument_order("ms.plan", is_module, is_source)
-@foreign_arguments(**_OF_TORCH)
+@checked_call("ms.plan", is_module, is_source, foreign=_OF_TORCH)
 def plan(
     model: nn.Module,
     source: Source,
@@ -181,13 +179,13 @@ def load(
 def load(
     model: nn.Module, source: Source | LoadPlan, *, background: bool, **arguments: Unpack[LoadArguments]
 ) -> LoadReport | LoadHandle: ...
-@argument_order(
+@checked_call(
     "ms.load",
     is_module,
     lambda value: is_source(value) or isinstance(value, LoadPlan),
+    foreign=_OF_TORCH,
     within=before_call("modelstate.load"),
 )
-@foreign_arguments(**_OF_TORCH)
 def load(
     model: nn.Module,
     source: Source | LoadPlan,

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from modelstate.checkpoint.open import argument_order, is_module, is_source
+from modelstate.checkpoint.open import checked_call, is_module, is_source
 from modelstate.planning.assignment import copy_cannot_fail
 from modelstate.planning.recorder import IncompatibleKeys, Owner, compare_names, needs_walk, walk
 from modelstate.process import gc_paused
@@ -22,7 +22,7 @@ from modelstate.transaction.swap_tensors import exchange
 from modelstate.transaction.transaction import Transaction, Write, exclusive
 
 
-@argument_order("ms.load_state_dict", is_module, is_source, call_for_paths="ms.load")
+@checked_call("ms.load_state_dict", is_module, is_source, call_for_paths="ms.load")
 def load_state_dict(
     module: nn.Module, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
 ) -> ReturnedKeys:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import nn
 
-from modelstate.checkpoint.open import argument_order, is_module, patterns_of
+from modelstate.checkpoint.open import checked_call, is_module, patterns_of
 from modelstate.distributed.agreement import TIMEOUT_SECONDS, agreement_of
 from modelstate.errors import OptimizerStateError, OptionError
 from modelstate.loading.collective import before_call, digest_of_state, text_of
@@ -54,7 +54,7 @@ def _is_optimizer(value: object) -> bool:
     return isinstance(value, torch.optim.Optimizer)
 
 
-@argument_order("ms.optimizer_state", is_module, _is_optimizer)
+@checked_call("ms.optimizer_state", is_module, _is_optimizer)
 def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Returns the state of an optimizer by the names that the model has for its parameters.
 
@@ -87,7 +87,7 @@ def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[
     return {"state": state, _GROUPS: groups, _CLASS: _class_name(_computing_class(optimizer))}
 
 
-@argument_order(
+@checked_call(
     "ms.load_optimizer_state", is_module, _is_optimizer, within=before_call("modelstate.load_optimizer_state")
 )
 def load_optimizer_state(

@@ -18,7 +18,7 @@ from typing import Any, Literal
 import torch
 
 from modelstate.checkpoint.checkpoint import Checkpoint
-from modelstate.checkpoint.open import argument_order, is_objects, is_source, patterns_of
+from modelstate.checkpoint.open import checked_call, is_objects, is_source, patterns_of
 from modelstate.checkpoint.open import open as open_checkpoint
 from modelstate.distributed.agreement import Agreement, agreement_of
 from modelstate.errors import (
@@ -121,7 +121,7 @@ class Restored(Mapping[str, Any], Shown):
         return len(self.plain)
 
 
-@argument_order("ms.restore", is_objects, is_source)
+@checked_call("ms.restore", is_objects, is_source)
 def restore(
     objects: Mapping[str, object],
     source: Source,

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from modelstate.checkpoint.checkpoint import Checkpoint
-from modelstate.checkpoint.open import argument_order, is_module, is_path
+from modelstate.checkpoint.open import checked_call, is_module, is_path
 from modelstate.checkpoint.write import SaveOptions, SaveReport, StateToWrite, streamed, target_path, write_state
 from modelstate.distributed.agreement import TIMEOUT_SECONDS, Agreement, agreement_of
 from modelstate.distributed.uploading import writer_of
@@ -32,7 +32,7 @@ def _agreement(
     return agreement_of(tensors_within(target, reshards=True), process_group, timeout_seconds, "modelstate.save")
 
 
-@argument_order(
+@checked_call(
     "ms.save",
     lambda value: is_module(value) or isinstance(value, Mapping),
     is_path,

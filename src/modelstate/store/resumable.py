@@ -20,7 +20,7 @@ from dataclasses import asdict
 from types import CodeType, FrameType
 from typing import Any, Self
 
-from modelstate.checkpoint.open import argument_order, is_objects
+from modelstate.checkpoint.open import checked_call, is_objects
 from modelstate.distributed.agreement import Agreement, Digest, agreement_of
 from modelstate.errors import (
     OptionError,
@@ -403,7 +403,7 @@ def _agreement(*arguments: object) -> Agreement:
     return agreement_of(tensors_within(arguments), call="modelstate.resumable")
 
 
-@argument_order(
+@checked_call(
     "ms.resumable",
     lambda value: isinstance(value, Store | str | os.PathLike),
     is_objects,

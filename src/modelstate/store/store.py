@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal, Self, overload
 import torch
 
 from modelstate.checkpoint.checkpoint import Checkpoint
-from modelstate.checkpoint.open import argument_order, check_budget_option, is_objects, patterns_of
+from modelstate.checkpoint.open import check_budget_option, checked_call, is_objects, patterns_of
 from modelstate.comparison.diff import diff as diff_checkpoints
 from modelstate.comparison.result import Diff
 from modelstate.distributed.agreement import TIMEOUT_SECONDS, Agreement, Digest, agreement_of, check_timeout
@@ -160,7 +160,7 @@ class Store(Shown):
         overwrite: bool = ...,
         when_busy: Literal["wait", "skip"] = ...,
     ) -> PendingSave | None: ...
-    @argument_order(
+    @checked_call(
         "store.save",
         lambda value: isinstance(value, int),
         is_objects,
@@ -350,7 +350,7 @@ class Store(Shown):
 
     # Restoring.
 
-    @argument_order(
+    @checked_call(
         "store.restore",
         is_objects,
         lambda value: isinstance(value, int | str),
@@ -438,7 +438,7 @@ class Store(Shown):
             **inherited, step=record.step, time=record.time, metrics=dict(record.metrics), skipped=skipped
         )
 
-    @argument_order(
+    @checked_call(
         "store.open", lambda value: isinstance(value, str), lambda value: isinstance(value, int | str), is_method=True
     )
     def open(self, name: str, step: Step = "latest", *, verify: bool = False) -> Checkpoint:

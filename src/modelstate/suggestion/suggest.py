@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from modelstate.checkpoint.checkpoint import Checkpoint
-from modelstate.checkpoint.open import argument_order, is_module, is_source
+from modelstate.checkpoint.open import checked_call, is_module, is_source
 from modelstate.checkpoint.open import open as open_checkpoint
 from modelstate.errors import AmbiguousCheckpointError, OptionError
 from modelstate.html.page import Page, Shown
@@ -155,7 +155,7 @@ def _grouped(names: Sequence[str]) -> list[str]:
     return [group[0] if len(group) == 1 else f"{text} ({len(group)})" for text, group in groups.items()]
 
 
-@argument_order("ms.suggest", is_module, is_source)
+@checked_call("ms.suggest", is_module, is_source)
 def suggest(
     model: nn.Module,
     source: str | os.PathLike[str] | Mapping[str, object] | Checkpoint,
