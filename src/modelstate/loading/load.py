@@ -364,7 +364,7 @@ def load_then(
     transaction: Transaction,
     checkpoint: Checkpoint,
     options: Options,
-    then: Callable[[Set[str]], None],
+    then: Callable[[Set[str]], None] | None = None,
     *,
     optimizers: Iterable[torch.optim.Optimizer] = (),
     verify: bool = False,
@@ -376,6 +376,8 @@ def load_then(
     runs_code: bool = False,
 ) -> LoadReport:
     """Loads into the root of a transaction that the caller has entered, together with other changes of the caller.
+
+    The caller holds the lock of the root (`exclusive`), too.
 
     `then` is called before the commit, when every tensor has its final shape, dtype and device, and only copies between
     existing memory remain. Code that reads tensors in `then`, within the transaction's `model_code`, sees the new
@@ -390,7 +392,7 @@ def load_then(
         agreement if agreement.is_collective else None,
         time.perf_counter(),
     )
-    with exclusive(transaction.root), agreement.held(), gc_paused():
+    with agreement.held(), gc_paused():
         return _execute(
             *(transaction, checkpoint, options, load_options),
             then=then,

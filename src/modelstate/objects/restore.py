@@ -315,7 +315,15 @@ def restore_objects(
                 remedy="leave it out: values whose read cannot fail are read in place; in_place=True is an option of "
                 "modelstate.load",
             )
-        options = options_of("", (), allow_missing, allow_unexpected, None, device, None, map, in_place, init_missing)
+        options = options_of(
+            "",
+            allow_missing=allow_missing,
+            allow_unexpected=allow_unexpected,
+            device=device,
+            map=map,
+            in_place=in_place,
+            init_missing=init_missing,
+        )
         kept_options = patterns_of("keep_options", keep_options)
         names: list[str] = []
         for path, target in targets.items():

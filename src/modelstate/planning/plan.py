@@ -82,15 +82,15 @@ _NOTHING_GIVEN = (None, (), (), (), None, None, None, None, None, False, False)
 
 
 def options_of(
-    key: str | None,
-    rules: Iterable[Rule] | Schema,
-    allow_missing: Iterable[str],
-    allow_unexpected: Iterable[str],
-    dtype: torch.dtype | str | None,
-    device: torch.device | str | None,
-    transform: AnyTransform | Mapping[str, AnyTransform | None] | None,
-    map: bool | None,
-    in_place: bool | None,
+    key: str | None = None,
+    rules: Iterable[Rule] | Schema = (),
+    allow_missing: Iterable[str] = (),
+    allow_unexpected: Iterable[str] = (),
+    dtype: torch.dtype | str | None = None,
+    device: torch.device | str | None = None,
+    transform: AnyTransform | Mapping[str, AnyTransform | None] | None = None,
+    map: bool | None = None,
+    in_place: bool | None = None,
     init_missing: bool = False,
     read_once: bool = False,
 ) -> Options:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import nn
 
+from modelstate.checkpoint.open import check_choice
 from modelstate.checkpoint.write import target_path
 from modelstate.errors import (
     ExportError,
@@ -26,7 +27,6 @@ from modelstate.serve.live import target_factory
 from modelstate.serve.meta_clone import check_captured_references, meta_clone, runtime_state, state_module
 from modelstate.serve.program_file import NAME, Kind, Manifest, ProgramTensor
 from modelstate.serve.state_names import NameMap, names_by_tensor
-from modelstate.serve.swap_pipeline import check_choice
 from modelstate.serve.targets import Target, check_mode
 from modelstate.text_format import listed
 from modelstate.torch_compat.modules import own_buffers, own_parameters

@@ -29,7 +29,6 @@ from modelstate.errors import (
 from modelstate.remote.location import is_remote
 from modelstate.serve.canary import Canary
 from modelstate.serve.live import Live
-from modelstate.serve.swap_pipeline import Clock
 from modelstate.store.directory import ages
 from modelstate.store.retention import CheckpointInfo, is_number
 from modelstate.store.store import Store
@@ -351,7 +350,7 @@ class Following:
         ]
 
     def _take(self, candidate: "Candidate") -> Outcome:
-        info, clock = candidate.info, Clock()
+        info, started = candidate.info, time.perf_counter()
         try:
             with self._store.open(self._object, info.step, verify=True) as checkpoint:
                 if not self._store.index.medium.is_of(checkpoint.source, info.path):
@@ -366,10 +365,12 @@ class Following:
         except Exception as error:
             if _reason(error) == "access":
                 raise  # every checkpoint would be refused
-            return self._failed(candidate, error, clock.seconds)
+            return self._failed(candidate, error, time.perf_counter() - started)
         self._taken = candidate
         version = getattr(report, "version", None)
-        self._log.swapped(info.step, info.path, clock.seconds, version if type(version) is int else None)
+        self._log.swapped(
+            info.step, info.path, time.perf_counter() - started, version if type(version) is int else None
+        )
         return "taken"
 
     def _failed(self, candidate: "Candidate", error: Exception, seconds: float) -> Outcome:

@@ -4,7 +4,7 @@ import gc
 import os
 import time
 import weakref
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -14,6 +14,7 @@ from typing import Any, Literal, NamedTuple, TypedDict, Unpack, overload
 from torch import nn
 
 from modelstate.checkpoint.checkpoint import Checkpoint
+from modelstate.checkpoint.open import check_choice
 from modelstate.errors import LiveTargetError, OptionError, SwapBusyError, VersionGoneError
 from modelstate.io.files import local_path
 from modelstate.io.memory import MemoryPool
@@ -25,15 +26,12 @@ from modelstate.serve.canary import Calls, Canary, run_canary
 from modelstate.serve.state_names import NameMap
 from modelstate.serve.swap_pipeline import (
     Buffers,
-    Clock,
-    Event,
     Loaded,
     Mode,
     SwapOptions,
     SwapReport,
     SwapSource,
     Undo,
-    check_choice,
     detach_shared_storage,
 )
 from modelstate.serve.targets import (
@@ -67,6 +65,42 @@ _HISTORY = 1000
 _ALL: "ConcurrentWeakSet[Live]" = ConcurrentWeakSet()
 """All instances, for the child of a fork."""
 AnyCanary = Canary | Callable[[Calls], object]
+
+
+class Event(NamedTuple):
+    """A row of `Live.history()`."""
+
+    action: str
+    """ "started", "swapped", "rolled back" or "refused"."""
+    version: int
+    """The id of the version that served afterwards."""
+    source: str
+    time: float
+    """Seconds since 1970."""
+    seconds: float
+    error: str = ""
+    """The class and text of the error; empty without an error."""
+
+
+class Clock(defaultdict[str, float]):
+    """Seconds by phase: `with clock("staged"): ...` adds the time of the block to the phase."""
+
+    def __init__(self) -> None:
+        super().__init__(float)
+        self._began = time.perf_counter()
+
+    @property
+    def seconds(self) -> float:
+        """Seconds since the clock was made."""
+        return time.perf_counter() - self._began
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self[name] += time.perf_counter() - began
 
 
 @dataclass(slots=True)

@@ -5,7 +5,6 @@ A `SwapSource` reads no tensor bytes when it is made. `stage` fills a new progra
 """
 
 import sys
-import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -21,11 +20,11 @@ from modelstate.loading.load import Source, load_then, prepare
 from modelstate.planning.assignment import Assignment
 from modelstate.planning.matching import select_part, wrapper_rule
 from modelstate.planning.plain_table import PlainTable, Planned
-from modelstate.planning.plan import Options
+from modelstate.planning.plan import Options, options_of
 from modelstate.planning.preparation import Preparation
 from modelstate.problems import Missing, Problem, Unexpected, WrongDtype, plan_error
 from modelstate.rules.rule import Rule
-from modelstate.rules.schema import Schema, check_rules, renamed_by
+from modelstate.rules.schema import Schema, renamed_by
 from modelstate.serve.meta_clone import runtime_state
 from modelstate.serve.targets import Program, Target, buffer_restorer
 from modelstate.spec import StoredComposite, StoredTensor
@@ -34,7 +33,7 @@ from modelstate.torch_compat.dtypes import nonfinite, short
 from modelstate.torch_compat.modules import without_state_dict_hooks
 from modelstate.torch_compat.plain import is_plain, remedies_for
 from modelstate.torch_compat.private import payload_of, storage_id, storage_of, storage_owners
-from modelstate.transaction.transaction import Transaction, exclusive
+from modelstate.transaction.transaction import Transaction
 
 Buffers = Literal["carry", "reset"]
 State = Callable[[], Mapping[str, torch.Tensor]]
@@ -56,12 +55,6 @@ class SwapOptions:
         for name in ("exact", "check_finite", "verify"):
             if not isinstance(getattr(self, name), bool):
                 raise OptionError(f"{name}= must be a bool", expected="True or False", found=repr(getattr(self, name)))
-
-
-def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
-    """Raises `OptionError` where the value of an argument is not one of the choices."""
-    if value not in choices:
-        raise OptionError(f"{name}= has an unknown value", expected=" or ".join(map(repr, choices)), found=repr(value))
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -120,42 +113,6 @@ class SwapReport:
         return "\n".join([*lines, *(f"  note: {note}" for note in self.notes)])
 
 
-class Event(NamedTuple):
-    """A row of `Live.history()`."""
-
-    action: str
-    """ "started", "swapped", "rolled back" or "refused"."""
-    version: int
-    """The id of the version that served afterwards."""
-    source: str
-    time: float
-    """Seconds since 1970."""
-    seconds: float
-    error: str = ""
-    """The class and text of the error; empty without an error."""
-
-
-class Clock(defaultdict[str, float]):
-    """Seconds by phase: `with clock("staged"): ...` adds the time of the block to the phase."""
-
-    def __init__(self) -> None:
-        super().__init__(float)
-        self._began = time.perf_counter()
-
-    @property
-    def seconds(self) -> float:
-        """Seconds since the clock was made."""
-        return time.perf_counter() - self._began
-
-    @contextmanager
-    def __call__(self, name: str) -> Iterator[None]:
-        began = time.perf_counter()
-        try:
-            yield
-        finally:
-            self[name] += time.perf_counter() - began
-
-
 _REMEDIES: dict[type[Problem], str] = {
     Missing: "take a checkpoint that has them, since a version needs all of its weights; rules=[...] can compute them",
     Unexpected: "if they are not needed: rules=[ms.rules.Ignore(name)]; if they are missing ones in another spelling: "
@@ -192,8 +149,7 @@ class SwapSource:
 
     def __init__(self, target: Target, source: Source, options: SwapOptions) -> None:
         self._target, self._options = target, options
-        given = options.rules
-        selection = Options(schema=given) if isinstance(given, Schema) else Options(rules=check_rules(given))
+        selection = options_of(rules=options.rules)
         self.part, selection = select_part(open_checkpoint(source), selection, lambda: target.names)
         self.source, self._has_rules, rules = self.part.source, bool(selection.rules), selection.rules
         names = {renamed_by(rules, name) for name in self.part} if rules else set(self.part)
@@ -277,16 +233,18 @@ class SwapSource:
             raise (error.__cause__ if isinstance(error.__cause__, ReadFailedError) else error) from None
 
     def _load(self, module: nn.Module, serving: State, *, in_place: bool | None = None) -> Loaded:
-        """Loads into a module, and checks the result. `serving` returns the weights that serve."""
+        """Loads into a module, and checks the result. `serving` returns the weights that serve.
+
+        No other thread changes the module meanwhile: it is a new skeleton, or the caller holds its lock.
+        """
         kinds = {name: kind_of(tensor) for name, tensor in runtime_state(module).items()}
         check = FiniteCheck() if self._options.check_finite else None
         options = Options(rules=self._rules, map=False, in_place=in_place)
-        with self._without_hooks(module), exclusive(module), Transaction(module) as transaction:
+        with self._without_hooks(module), Transaction(module) as transaction:
             report = load_then(
                 transaction,
                 self.part,
                 options,
-                lambda _: None,
                 verify=self._options.verify,
                 progress=False,
                 check=self._check_planned,
