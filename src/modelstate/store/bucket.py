@@ -98,9 +98,10 @@ class Bucket:
         """Lists the bucket. Raises `WriteFailedError`."""
         directories, objects = listing(self._root)
         claims, steps, leases, pins = {}, dict[int, list[Place]](), dict[int, list[tuple[str, datetime]]](), set()
+        files = self.at(DATA).url
         for name in directories:
             if match := _STEP.fullmatch(name):
-                place = Place(int(match[1]), int(match[2]), self.at(name).url)
+                place = Place(int(match[1]), int(match[2]), self.at(name).url, files)
                 steps.setdefault(place.revision, []).append(place)
         for item in objects:
             if match := _CLAIM.fullmatch(item.name):

@@ -131,7 +131,7 @@ class StepEntry:
     @property
     def info(self) -> CheckpointInfo:
         """The public description of the checkpoint."""
-        step, _, path = self.place
+        step, path = self.place.step, self.place.path
         record = self.record
         pinned, intact = self.is_pinned, self.is_whole
         if record is None:
@@ -366,17 +366,17 @@ class StepIndex:
         """Yields a step, or all steps from the latest on; of several ranks, those that the first one has listed."""
         listed: list[StepEntry] = []
 
-        def choose() -> list[tuple[int, int, str]]:
+        def choose() -> list[tuple[int, int, str, str]]:
             listed.extend(self.by_age()[::-1] if step == "latest" else [self.step(step)])
-            root = len(self.directory)
-            return [(entry.place.step, entry.place.revision, entry.place.path[root:]) for entry in listed]
+            places, root = [entry.place for entry in listed], len(self.directory)
+            return [(place.step, place.revision, place.path[root:], place.files[root:]) for place in places]
 
         chosen = agreement.decided("choosing the step", choose)
-        for index, (number, revision, below) in enumerate(chosen):
+        for index, (number, revision, path, files) in enumerate(chosen):
             if agreement.is_first:
                 yield listed[index]
                 continue
-            place = Place(number, revision, self.directory + below)
+            place = Place(number, revision, self.directory + path, self.directory + files)
             record, error = self._read(place)
             of_store = record.store if record is not None else ""
             checked = self._checked(place, record, error, of_store)

@@ -25,7 +25,6 @@ from modelstate.formats.sharded import SUFFIX
 from modelstate.io import system
 from modelstate.io.atomic import atomic_file, new_file, sync_directory, write_new_file
 from modelstate.io.lock import WriterLock
-from modelstate.remote.location import is_remote
 from modelstate.store.record import RECORD_FILE, FileRecord
 
 STORE_FILE = "store.json"
@@ -43,11 +42,8 @@ class Place(NamedTuple):
     revision: int
     """The higher one is the later one of a step. 0 in a directory where the step has been saved once."""
     path: str
-
-    @property
-    def files(self) -> str:
-        """The directory of the files with its tensors."""
-        return f"{self.path.rpartition('/')[0]}/{DATA}" if is_remote(self.path) else self.path
+    files: str
+    """The directory of the files with its tensors."""
 
 
 def name_of(step: int, revision: int) -> str:
@@ -203,7 +199,8 @@ class LocalMedium:
         every = []
         for name in os.listdir(self._directory):
             if match := _STEP.fullmatch(name):
-                place = Place(int(match[1]), int(match[2] or 0), os.path.join(self._directory, name))
+                path = os.path.join(self._directory, name)
+                place = Place(int(match[1]), int(match[2] or 0), path, path)
                 if name == name_of(place.step, place.revision):
                     every.append(place)
         return sorted(every)

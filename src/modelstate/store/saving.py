@@ -107,9 +107,6 @@ class Job:
     states: Mapping[str, SerializedState]
     frozen: Mapping[str, frozenset[str]]
     """For each module, the names of parameters that training does not change."""
-    pin: bool
-    begin_seconds: float
-    """When the save began, by `time.perf_counter`."""
     spread: tuple[str, ...] = ()
     """The objects whose tensors are spread over several ranks."""
 
@@ -119,13 +116,7 @@ class Job:
         return sum(nbytes_of(tensor) for state in self.states.values() for tensor in state.tensors.values())
 
 
-def job_of(
-    targets: Mapping[str, Target],
-    agreement: Agreement,
-    writer: CollectiveWriter | None,
-    pin: bool = False,
-    begin_seconds: float = 0.0,
-) -> Job:
+def job_of(targets: Mapping[str, Target], agreement: Agreement, writer: CollectiveWriter | None) -> Job:
     """Encodes the state of the objects. Raises the error for which it cannot be saved."""
     with agreement.phase("capturing the state"):
         for target in targets.values():
@@ -159,7 +150,7 @@ def job_of(
             if any(isinstance(tensor, ShardedTensor) for tensor in state.tensors.values())
         )
     kinds = {path: part.kind for path, part in parts.items()}
-    return Job(kinds, {path: part.ranks for path, part in parts.items()}, states, frozen, pin, begin_seconds, spread)
+    return Job(kinds, {path: part.ranks for path, part in parts.items()}, states, frozen, spread)
 
 
 @contextmanager
@@ -224,16 +215,30 @@ class NewStep:
         record: the record of the checkpoint, without its objects, and without the names that the store gives.
         job: the objects.
         shard_bytes: the most bytes of tensors in a file; None for no limit.
+        pin: whether the checkpoint is pinned. It also is where it replaces one that is.
+        begin_seconds: when the save began, by `time.perf_counter`.
     """
 
     def __init__(
-        self, access: WriteAccess, index: StepIndex, name: str, record: Record, job: Job, shard_bytes: int | None
+        self,
+        access: WriteAccess,
+        index: StepIndex,
+        name: str,
+        record: Record,
+        job: Job,
+        *,
+        shard_bytes: int | None,
+        pin: bool,
+        begin_seconds: float,
     ) -> None:
         self.name, self._access, self._index, self._record, self._job = name, access, index, record, job
-        self._shard_bytes, self._final_name = shard_bytes, name_of(record.step, 0)
+        self._shard_bytes, self._pin, self._begin_seconds = shard_bytes, pin, begin_seconds
+        self._final_name = name_of(record.step, 0)
         self._new: NewFiles | None = None
-        self._before: StepEntry | None = None
-        """The last checkpoint; unchanged files of it are linked."""
+        self._before: Mapping[str, ObjectEntry] = {}
+        """The objects of the last checkpoint; unchanged files of it are linked."""
+        self._files_before = ""
+        """The directory of these files."""
         self._revisions: list[StepEntry] = []
         """The checkpoints of the same step."""
         self._by_age: list[StepEntry] = []
@@ -287,7 +292,7 @@ class NewStep:
             UnsavableError: The values are too large.
             BackgroundCancelledError: The save was cancelled.
         """
-        record, job, files = self._record, self._job, list[SpreadFile]()
+        record, files = self._record, list[SpreadFile]()
 
         def check() -> None:
             if check_cancelled is not None:
@@ -308,7 +313,7 @@ class NewStep:
         def commit() -> tuple[str, int, int, float, tuple[int, ...]]:
             with self._access.errors(self._final_name):
                 path = self._commit(files, check)
-            seconds = time.perf_counter() - job.begin_seconds
+            seconds = time.perf_counter() - self._begin_seconds
             pruned: tuple[int, ...] = ()
             with suppress(OSError):  # the checkpoint is saved; the next save prunes again
                 if replaced := [entry for entry in self._revisions if entry.is_whole or entry.is_damaged]:
@@ -337,13 +342,16 @@ class NewStep:
             check()
             medium, record, job = self._index.medium, self._record, self._job
             medium.clear(self._index.read_all)
-            self._before = next((entry for entry in reversed(self._by_age) if entry.is_whole and entry.record), None)
+            for entry in reversed(self._by_age):
+                if entry.is_whole and (last := entry.record) is not None:
+                    self._before, self._files_before = last.entries, entry.place.files
+                    break
             places = [entry.place for entry in self._revisions]
             self._new = new = medium.new_step(self.name, record.step, record.serial, places)
             for path in job.states:
                 if path not in job.spread:
                     check()
-                    linkable = _linkable(self._before, path, self._index)
+                    linkable = _linkable(self._before.get(path), self._files_before, self._index)
                     self._objects[path] = _write_object(new, path, job, linkable, self._shard_bytes)
 
     @property
@@ -354,17 +362,14 @@ class NewStep:
 
     def linkable(self) -> "dict[str, Linkable]":
         """Returns what can be linked of the last checkpoint, for the objects that several ranks write."""
-        found = {path: _linkable(self._before, path, self._index) for path in self._job.spread}
+        found = {path: _linkable(self._before.get(path), self._files_before, self._index) for path in self._job.spread}
         return {path: linkable for path, linkable in found.items() if linkable is not None}
 
     def link(self, file: SpreadFile) -> bool:
         """Links a file of the last checkpoint, where it is there as it was written. Returns whether it did."""
-        before = self._before
-        if before is None or before.record is None or file.key not in before.record.entries or self._new is None:
-            return False
-        record = before.record.entries[file.key].files.get(file.name)
-        path = os.path.join(before.place.files, file.name)
-        if record is None or self._index.untouched_head(path, record) is None or not self._new.link(path):
+        entry, path = self._before.get(file.key), os.path.join(self._files_before, file.name)
+        record = None if entry is None else entry.files.get(file.name)
+        if record is None or self._index.untouched_head(path, record) is None or not self.files.link(path):
             return False
         self._links[file.name] = record
         return True
@@ -383,7 +388,7 @@ class NewStep:
             raise _unsavable(
                 "the values that are no tensors", f"{len(text):,} bytes of them, above {MAX_RECORD_BYTES:,}"
             )
-        path = new.commit(text, job.pin or any(entry.is_pinned for entry in self._revisions), check)
+        path = new.commit(text, self._pin or any(entry.is_pinned for entry in self._revisions), check)
         self._index.note_whole(path)
         return path
 
@@ -511,18 +516,16 @@ class Linkable:
             yield SpreadFile(key, names, self.records[path].nbytes, name=os.path.basename(path), digests=digests)
 
 
-def _linkable(before: StepEntry | None, key: str, index: StepIndex) -> Linkable | None:
-    """Returns the files of an object in the checkpoint before that can be linked.
+def _linkable(entry: ObjectEntry | None, directory: str, index: StepIndex) -> Linkable | None:
+    """Returns the files of an object in the checkpoint before, which are in a directory.
 
     None where it is not there, or cannot be read: all files are written then.
     """
-    entry = before.record.entries.get(key) if before is not None and before.record is not None else None
-    if before is None or entry is None or not entry.index.endswith(INDEX_SUFFIX):
+    if entry is None or not entry.index.endswith(INDEX_SUFFIX):
         return None
     files, records, layouts = {}, {}, dict[str, tuple[object, object]]()
     digests: object = None
     try:
-        directory = before.place.files
         for name, record in entry.files.items():
             path = os.path.join(directory, name)
             head = index.untouched_head(path, record)

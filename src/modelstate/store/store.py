@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal, Self, overload
 import torch
 
 from modelstate.checkpoint.checkpoint import Checkpoint
-from modelstate.checkpoint.open import check_budget_option, checked_call, is_objects, patterns_of
+from modelstate.checkpoint.open import check_budget_option, check_choice, checked_call, is_objects, patterns_of
 from modelstate.comparison.diff import diff as diff_checkpoints
 from modelstate.comparison.result import Diff
 from modelstate.distributed.agreement import TIMEOUT_SECONDS, Agreement, Digest, agreement_of, check_timeout
@@ -219,10 +219,13 @@ class Store(Shown):
         """
         begin_seconds = time.perf_counter()
         agreement = self.agreement((step, objects), "Store.save")
-        # A directory may have other names on other ranks; a URL is the same on all of them.
-        place = self.directory if is_remote(self.directory) else "a directory"
-        options = f"{place}, {step=}, {background=}, {pin=}, {overwrite=}, {when_busy=}"
-        with agreement.phase("beginning", _same(options)):
+
+        def arguments() -> list[Digest]:
+            # A directory may have other names on other ranks; a URL is the same on all of them.
+            place = self.directory if is_remote(self.directory) else "a directory"
+            return _same(f"{place}, {step=}, {background=}, {pin=}, {overwrite=}, {when_busy=}")
+
+        with agreement.phase("beginning", arguments):
             targets = targets_of(objects)
             checked_metrics = _check_save(step, metrics, when_busy)
         if when_busy == "skip":
@@ -242,9 +245,14 @@ class Store(Shown):
             writing = agreement.on_channel(channel) if background else agreement
             directory = os.path.join(self.directory, name)
             writer = _writer(writing, directory)
-            job = job_of(targets, agreement, writer, pin, begin_seconds)
+            job = job_of(targets, agreement, writer)
             record = Record("", step, time.time(), checked_metrics, {})
-            new_step = NewStep(self._access, self.index.cached(), name, record, job, self._shard_bytes)
+            new_step = NewStep(
+                *(self._access, self.index.cached(), name, record, job),
+                shard_bytes=self._shard_bytes,
+                pin=pin,
+                begin_seconds=begin_seconds,
+            )
             write_spread: Callable[[], Sequence[SpreadFile]] | None = None
             if writer is not None and job.spread:
                 of_first = new_step if agreement.is_first else None
@@ -405,7 +413,7 @@ class Store(Shown):
             1000
         """
         agreement = self.agreement((step, objects), "Store.restore")
-        with agreement.phase("beginning", _same(f"step {step!r}")):
+        with agreement.phase("beginning", lambda: _same(f"step {step!r}")):
             self.wait()
             targets = targets_of(objects)
             may_miss = patterns_of("allow_missing", allow_missing)
@@ -698,9 +706,9 @@ class Store(Shown):
         self.close()
 
 
-def _same(text: str) -> Callable[[], list[Digest]]:
+def _same(text: str) -> list[Digest]:
     """Returns the digests of what all ranks must call a method with, in the same version of modelstate."""
-    return lambda: [
+    return [
         Digest.of("the arguments", text, [text]),
         Digest.of("the versions of modelstate", __version__, [__version__]),
     ]
@@ -738,8 +746,7 @@ def _check_save(step: object, metrics: object, when_busy: object) -> dict[str, f
     """Checks the arguments of `Store.save`, and returns the metrics as floats. Raises `OptionError`."""
     if type(step) is not int or not 0 <= step < 10**18:
         raise OptionError("step= is the number of a step", expected="an int, 0 or more", found=repr(step))
-    if when_busy not in ("wait", "skip"):
-        raise OptionError("when_busy= says what to do", expected='"wait" or "skip"', found=repr(when_busy))
+    check_choice("when_busy", when_busy, ("wait", "skip"))
     if not isinstance(metrics, Mapping | None):
         raise OptionError(
             "metrics= has numbers under names", expected='such as {"loss": 0.5}', found=repr(metrics)[:200]
