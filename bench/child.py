@@ -16,6 +16,7 @@ from bench.contenders import CONVERT, TABLES, Case
 from bench.measure import Stages
 from bench.models import KINDS as MODELS
 from bench.models import QUICK, Leaves, Sizes, run, with_memory
+from bench.sections import FIRST_USE, IMPORT
 
 
 def write(*, case: str, formats: Sequence[str], folder: str, quick: bool) -> None:
@@ -202,6 +203,18 @@ def start(*, arguments: Sequence[str]) -> None:
     stages.end("ready")
 
 
+def importing() -> None:
+    """The library's import in a program that has imported torch, and what its first use imports beside that."""
+    stages = Stages()
+    program = (
+        "import time, torch; begun = time.perf_counter(); import modelstate; print(time.perf_counter() - begun); "
+        "begun = time.perf_counter(); modelstate.load; print(time.perf_counter() - begun)"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True)
+    for row, seconds in zip((IMPORT, FIRST_USE), ended.stdout.split(), strict=True):
+        stages.end(row, seconds=float(seconds))
+
+
 def perturbed_copy(*, source: str, target: str) -> None:
     """A checkpoint with the names of another one, in which every value differs a little."""
     from safetensors.torch import load_file, save_file
@@ -275,6 +288,7 @@ KINDS: dict[str, Callable[..., Any]] = {
         state_dict,
         opening,
         start,
+        importing,
         perturbed_copy,
         diff,
         convert,

@@ -59,7 +59,7 @@ class Case:
         """A model with its optimizer, in the dtype of the file or in another one."""
         model = with_memory(self.name, self.sizes)
         model = model if dtype is None else model.to(dtype)
-        self.optimizers.append(torch.optim.AdamW(model.parameters()))
+        self.optimizers.append(torch.optim.AdamW(value for value in model.parameters() if value.requires_grad))
         return model
 
     def references_kept(self, model: nn.Module) -> bool:

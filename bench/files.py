@@ -34,7 +34,10 @@ def write(case: str, sizes: Sizes, folder: Path, formats: Iterable[str]) -> None
 
 
 def _safetensors(state: Mapping[str, Tensor], folder: Path, shards: int) -> None:
+    """Of tied weights the first name only, as `safetensors.torch.save_model` writes them."""
     folder.mkdir(exist_ok=True)
+    first_names = {id(value): name for name, value in reversed(list(state.items()))}
+    state = {name: value for name, value in state.items() if first_names[id(value)] == name}
     if shards == 1:
         save_file(dict(state), folder / "model.safetensors", metadata={"format": "pt"})
         return

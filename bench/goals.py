@@ -5,7 +5,9 @@ from dataclasses import dataclass
 from functools import partial
 
 from bench import limits, live, saving
+from bench.measure import Stage
 from bench.measured import Measured
+from bench.sections import IMPORT, WITHOUT_TORCH
 from modelstate.text_format import size
 
 Fastest = Callable[..., str]
@@ -86,6 +88,31 @@ def _shards(fastest: Fastest) -> str:
     )
 
 
+def _default(fastest: Fastest) -> str:
+    return (
+        f"Reading 1.2 GB into memory that is there takes {fastest('limits', limits.TOUCHED_SMALL)} with nothing else "
+        f"done, and the load {fastest('default/large', 'modelstate.load')}. Every contender moves the same bytes; the "
+        "runs differ by more than what is beside that."
+    )
+
+
+def _cold_memory(fastest: Fastest) -> str:
+    return (
+        f"The disk: a cold read of the file takes {fastest('limits', limits.DIRECT)} past the page cache and "
+        f"{fastest('limits', limits.BUFFERED)} through it with nothing else done, and the load "
+        f"{fastest('cold/memory', 'modelstate.load')}."
+    )
+
+
+def _staging(fastest: Fastest) -> str:
+    return (
+        f"A file is read through the system: reading it into memory that is there takes "
+        f"{fastest('live/swap', live.READ)} on one thread with nothing else done, where the copy from memory takes "
+        f"{fastest('live/swap', live.MEMCPY)} on all of them. Every value is also checked to be finite before the new "
+        "version serves."
+    )
+
+
 def _save(fastest: Fastest) -> str:
     return (
         "The disk: the fastest bare write of the same bytes with the same durability takes "
@@ -103,6 +130,9 @@ LIMITS: dict[str, Callable[[Fastest], str]] = {
     "first-forward": _first_forward,
     "own-memory": _own_memory,
     "in-place": _in_place,
+    "default": _default,
+    "cold-memory": _cold_memory,
+    "staging": _staging,
     "cold": _cold,
     "cast": _cast,
     "int8": _int8,
@@ -274,6 +304,103 @@ def in_place(found: Found) -> Reached:
     )
 
 
+def default(found: Found) -> Reached:
+    """Without options, beside the peers that keep references and read the same kind of file."""
+    conditions, words, most = list[tuple[bool, str]](), list[str](), 0
+    for key, what in DEFAULT.items():
+        for ours, kind in ((OURS, "safetensors"), (f"{OURS}, torch file", "torch")):
+            peer = _best(found, key, which=partial(_reads_into, found, key, kind))
+            ratio, by = _against(found, key, ours, peer)
+            conditions.append(_atleast(ratio, 1, f"the best peer with {what}, {kind}"))
+            words.append(by)
+            most = max(most, _ready(found, key, ours).total_bytes)
+    return Reached([*conditions, (most <= 64e6, f"{size(most)} extra")], "; ".join(words))
+
+
+def _reads_into(found: Found, key: str, kind: str, row: str) -> bool:
+    """Whether a contender reads such a file into the parameters that are there."""
+    return row.startswith("torch.load") == (kind == "torch") and _keeps_references(found, key, row)
+
+
+def _ready(found: Found, key: str, row: str) -> Stage:
+    stage = found[key].at(row)
+    if stage is None:
+        raise NotMeasuredError(f"{key}: {row}")
+    return stage
+
+
+def _against_best(
+    found: Found, key: str, ours: str, goal: float, *, peers: Callable[[str], bool] | None = None
+) -> Reached:
+    """Our row of a table beside the best other one."""
+    ratio, by = _against(found, key, ours, _best(found, key, which=peers or (lambda _: True)))
+    return Reached([_atleast(ratio, goal, "the best peer")], by)
+
+
+def cold_memory(found: Found) -> Reached:
+    return _against_best(found, "cold/memory", OURS, 1.3)
+
+
+def cast_memory(found: Found) -> Reached:
+    return _against_best(found, "cast/memory", f"{OURS}, dtype=bfloat16", 1)
+
+
+def small_memory(found: Found) -> Reached:
+    key = "small/memory"
+    return _against_best(found, key, OURS, 1.2, peers=lambda row: _keeps_references(found, key, row))
+
+
+def keeping(found: Found) -> Reached:
+    key, ours, stock = "convert/large", "module.to, modelstate.reference_keeping", "module.to"
+    ratio, by = _against(found, key, ours, stock)
+    more = max(_ready(found, key, ours).anonymous_bytes - _ready(found, key, stock).anonymous_bytes, 0)
+    return Reached([_atleast(ratio, 0.95, "stock"), (more <= 64e6, f"{size(more)} more than stock")], by)
+
+
+def merging(found: Found) -> Reached:
+    conditions, words = list[tuple[bool, str]](), list[str]()
+    for key, ours in (
+        ("merge/average", "modelstate.load, merge.Average"),
+        ("merge/lora", "modelstate.load, merge.LoRA"),
+    ):
+        loop = _best(found, key, which=lambda row: row.startswith("load_file"))
+        ratio, by = _against(found, key, ours, loop)
+        conditions.append(_atleast(ratio, 1.5, "the loop"))
+        words.append(by)
+    return Reached(conditions, "; ".join(words))
+
+
+def opening(found: Found) -> Reached:
+    cases = (
+        [case for case in found["opening"].cases if case.endswith("tensors, safetensors")] if "opening" in found else []
+    )
+    if not cases:
+        raise NotMeasuredError("opening: small tensors")
+    ours, peer = "modelstate.open + every shape", _best(found, "opening", case=cases[0])
+    mine, theirs = (_seconds(found, "opening", row, case=cases[0]) for row in (ours, peer))
+    return Reached([_atleast(theirs / mine, 1, peer)], f"{ours} {_ms(mine)}, {peer} {_ms(theirs)}")
+
+
+def start(found: Found) -> Reached:
+    most_seconds = {IMPORT: 0.06, **{f"modelstate {name}": 0.3 for name in WITHOUT_TORCH}}
+    seconds = {row: _seconds(found, "start", row) for row in (*most_seconds, "import torch", "python -c pass")}
+    return Reached(
+        [(seconds[row] <= most, f"{row} {_ms(seconds[row])}") for row, most in most_seconds.items()],
+        "; ".join(f"{row} {_ms(seconds[row])}" for row in seconds if row not in most_seconds),
+    )
+
+
+def staging(found: Found) -> Reached:
+    """From memory of versions that have been dropped."""
+    copy = _seconds(found, "live/swap", live.MEMCPY)
+    conditions = []
+    for words, row in (("a state dict", live.STAGED), ("a file", live.STAGED_FILE)):
+        for kind in live.KINDS:
+            over = _seconds(found, "live/swap", row.format(kind)) / copy
+            conditions.append((over <= 2, f"{kind} from {words} {over:.1f}x"))
+    return Reached(conditions, f"{live.MEMCPY} {_ms(copy)}")
+
+
 def cold(found: Found) -> Reached:
     """With the options that are best here: which of them a user needs, the row says."""
     peer = _best(found, "cold", "forward")
@@ -420,6 +547,12 @@ def request(found: Found) -> Reached:
 
 OURS = "modelstate.load"
 HUB_OURS = "modelstate.load, with construction"
+DEFAULT = {
+    "default/large": "1.2 GB",
+    "default/middle": "90 MB",
+    "default/mixed": "ties, BatchNorm and frozen parameters",
+}
+"""Tables of loads without options into a module with memory and an optimizer, and what is loaded."""
 MAPPED = {
     "large/meta": (OURS, ""),
     "bf16/meta": (OURS, " with a file in bfloat16"),
@@ -441,6 +574,35 @@ ROWS: dict[str, tuple[str, str, Callable[[Found], Reached]]] = {
         "into a materialised module with its optimizer (in place)",
         "at least 1.5x the best peer and 8x `torch.load` + `load_state_dict`; extra memory under 64 MB",
         in_place,
+    ),
+    "default": (
+        "without options, into a module with its optimizer",
+        "at least 1.0x the best peer that keeps references; extra memory under 64 MB",
+        default,
+    ),
+    "cold-memory": ("cold file, into a module with its optimizer", "1.3x the best peer", cold_memory),
+    "cast-memory": ("fp32 file into a bf16 module with its optimizer", "at least 1.0x the best peer", cast_memory),
+    "small-memory": (
+        "20,000 small tensors into a module with its optimizer",
+        "1.2x the best peer that keeps references",
+        small_memory,
+    ),
+    "opening": ("opening 20,000 tensors, with every shape, safetensors", "at least 1.0x its own library", opening),
+    "merging": ("the average of three checkpoints; a LoRA adapter merged", "1.5x the plain loop", merging),
+    "keeping": (
+        "`Module.to` with `reference_keeping`",
+        "at least 0.95x stock; under 64 MB more than stock",
+        keeping,
+    ),
+    "start": (
+        "start of the library and of commands that need no torch",
+        "60 ms for the import after torch; 300 ms for each command",
+        start,
+    ),
+    "staging": (
+        "staging of a swap, from the fourth on",
+        "within 2x of a memcpy of the weights",
+        staging,
     ),
     "cold": (
         "cold cache, to the end of the first forward",
@@ -485,18 +647,28 @@ class Comparison:
 
 COMPARISONS = {
     "benchmarks.md": (
-        Comparison("1.2 GB file, to the end of the first forward", "large/meta", OURS, "forward"),
-        Comparison("the same, with a cold page cache", "cold", OURS, "forward"),
         Comparison(
             "1.2 GB file into a module with its optimizer",
             "default/large",
             OURS,
             peers=lambda found, row: _keeps_references(found, "default/large", row),
         ),
-        Comparison("float32 file to a bfloat16 module", "cast", f"{OURS}, dtype=bfloat16"),
-        Comparison("the same, into memory that is there", "cast/memory", f"{OURS}, dtype=bfloat16"),
-        Comparison("float32 file to int8 weights", "int8", f"{OURS}, transform=Quantize"),
-        Comparison("20,000 small tensors", "small/meta", OURS),
+        Comparison(
+            "90 MB with ties, BatchNorm and frozen parameters",
+            "default/mixed",
+            OURS,
+            peers=lambda found, row: _keeps_references(found, "default/mixed", row),
+        ),
+        Comparison("1.2 GB file, cold, into a module with its optimizer", "cold/memory", OURS),
+        Comparison("float32 file into a bfloat16 module", "cast/memory", f"{OURS}, dtype=bfloat16"),
+        Comparison(
+            "20,000 small tensors into a module",
+            "small/memory",
+            OURS,
+            peers=lambda found, row: _keeps_references(found, "small/memory", row),
+        ),
+        Comparison("1.2 GB file onto meta, to the end of the first forward", "large/meta", OURS, "forward"),
+        Comparison("float32 file onto meta, as int8 weights", "int8", f"{OURS}, transform=Quantize"),
         Comparison("a Llama of transformers, with its construction", "hub/load", HUB_OURS),
     ),
     "benchmarks_converting.md": (
@@ -545,14 +717,25 @@ COMPARISONS = {
             peers=lambda found, row: row == saving.MEMCPY,
         ),
     ),
-    "benchmarks_serving.md": tuple(
-        Comparison(
-            f"a request to a small program, {kind}",
-            f"live/request/{kind}",
-            live.LIVE.format(kind),
-            peers=lambda found, row: row == live.MODULE or row in live.BARE.values(),
-        )
-        for kind in live.KINDS
+    "benchmarks_serving.md": (
+        *(
+            Comparison(
+                f"staging of a swap of 100 MB from a file, {kind}",
+                "live/swap",
+                live.STAGED_FILE.format(kind),
+                peers=lambda found, row: row == live.MEMCPY,
+            )
+            for kind in live.KINDS
+        ),
+        *(
+            Comparison(
+                f"a request to a small program, {kind}",
+                f"live/request/{kind}",
+                live.LIVE.format(kind),
+                peers=lambda found, row: row == live.MODULE or row in live.BARE.values(),
+            )
+            for kind in live.KINDS
+        ),
     ),
 }
 """The rows of the summary at the top of each page, at most eight."""

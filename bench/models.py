@@ -141,6 +141,41 @@ class Decoder(nn.Module):
         return self.norm(x)[:, -1] @ self.embed.weight.T
 
 
+class Mixed(nn.Module):
+    """What training runs have beside plain weights: a tied head, BatchNorm with its counters, frozen parameters.
+
+    90 MB in fp32 with the default sizes.
+    """
+
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__()
+        hidden = sizes.hidden // 2
+        self.embed = nn.Embedding(sizes.vocabulary // 4, hidden)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(
+                nn.Linear(hidden, 4 * hidden), nn.ReLU(), nn.Linear(4 * hidden, hidden), nn.BatchNorm1d(hidden)
+            )
+            for _ in range(max(sizes.layers - 7, 2))
+        )
+        self.head = nn.Linear(hidden, sizes.vocabulary // 4, bias=False)
+        self.head.weight = self.embed.weight
+        for block in self.blocks[: len(self.blocks) // 2]:
+            block.requires_grad_(requires_grad=False)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Mixed":
+        """As torch does it, which gives the head a parameter of its own where the device changes."""
+        super()._apply(fn, recurse)
+        self.head.weight = self.embed.weight
+        return self
+
+    def forward(self) -> Tensor:
+        """Logits for 16 fixed tokens."""
+        x = self.embed(torch.arange(16))
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x)
+
+
 class SmallBlock(nn.Module):
     """Four tensors of 1 to 16 KB."""
 
@@ -185,6 +220,13 @@ def _tiny(_: Sizes) -> nn.Module:
     return Decoder(QUICK)
 
 
+def _middle(sizes: Sizes) -> nn.Module:
+    """90 MB in fp32 with the default sizes."""
+    layers = max(sizes.layers // 4, 1)
+    hidden = max(sizes.hidden // 2, 64)
+    return Decoder(replace(sizes, hidden=hidden, vocabulary=sizes.vocabulary // 3, layers=layers))
+
+
 def _many(sizes: Sizes) -> nn.Module:
     return Wide(replace(sizes, small_blocks=5 * sizes.small_blocks))
 
@@ -194,12 +236,15 @@ KINDS: dict[str, Kind] = {
     "large-bf16": Kind(Decoder, dtype=torch.bfloat16, tiny="tiny-bf16"),
     "large-5": Kind(Decoder, shards=5, tiny="tiny-2"),
     "large-10": Kind(Decoder, shards=10, tiny="tiny-2"),
+    "middle": Kind(_middle),
+    "mixed": Kind(Mixed, tiny="tiny-mixed"),
     "small": Kind(Wide),
     "many": Kind(_many),
     "llama": Kind(llama, tiny="tiny-llama"),
     "minilm": Kind(minilm, tiny="minilm"),
     "tiny": Kind(_tiny),
     "tiny-2": Kind(_tiny, shards=2),
+    "tiny-mixed": Kind(lambda _: Mixed(QUICK)),
     "tiny-bf16": Kind(_tiny, dtype=torch.bfloat16),
     "tiny-llama": Kind(lambda _: llama(QUICK)),
 }
@@ -224,14 +269,17 @@ def with_memory(case: str, sizes: Sizes) -> nn.Module:
 
 
 def values(case: str, sizes: Sizes) -> dict[str, Tensor]:
-    """What the checkpoint of a model has: random values from a fixed seed."""
+    """What the checkpoint of a model has: random values from a fixed seed; tied weights are one tensor."""
     generator = torch.Generator().manual_seed(0)
-    return {
-        name: torch.empty(value.shape).normal_(0.0, 0.02, generator=generator).to(value.dtype)
-        for name, value in on_meta(case, sizes).state_dict().items()
-    }
+    found, by_slot = dict[str, Tensor](), dict[int, Tensor]()
+    for name, slot in on_meta(case, sizes).state_dict(keep_vars=True).items():
+        if id(slot) not in by_slot:
+            value = torch.empty(slot.shape).normal_(0.0, 0.02, generator=generator)
+            by_slot[id(slot)] = (value.abs() if name.endswith("running_var") else value).to(slot.dtype)
+        found[name] = by_slot[id(slot)]
+    return found
 
 
 def run(model: nn.Module) -> object:
     """A forward of a few fixed tokens."""
-    return model() if isinstance(model, Decoder | Wide) else model(input_ids=torch.arange(16).unsqueeze(0))
+    return model() if isinstance(model, Decoder | Wide | Mixed) else model(input_ids=torch.arange(16).unsqueeze(0))

@@ -18,6 +18,7 @@ from bench.measure import Stage
 from bench.measured import Measured, Runs
 from bench.models import QUICK, Sizes, on_meta
 from bench.run import Runner
+from bench.sections import IMPORT
 
 _BARE = "bare writes"
 _LONG_SECONDS = 3600
@@ -193,7 +194,9 @@ class Others:
         others = {"python -c pass": ["-c", "pass"], "import torch": ["-c", "import torch"]}
         programs = {f"modelstate {name}": command for name, command in commands.items()} | others
         children = {name: self.runner.child("start", arguments=command) for name, command in programs.items()}
+        children[IMPORT] = self.runner.child("importing")
         found, absent = self.runner.alternate(children, self.runner.runs)
+        found |= by_stage(found.pop(IMPORT, []))
         shutil.rmtree(folder)
         words = "Programs from their start to their end, in a new process each. The checkpoints are a few kilobytes."
         return Measured(

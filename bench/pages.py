@@ -57,7 +57,10 @@ PAGES = (
         "Benchmarks",
         _LOADING,
         ("limits", *LOADS),
-        ("mapped", "first-forward", "own-memory", "in-place", "cold", "cast", "int8", "small", "many", "shards"),
+        (
+            *("default", "cold-memory", "cast-memory", "small-memory"),
+            *("mapped", "first-forward", "own-memory", "in-place", "cold", "cast", "int8", "small", "many", "shards"),
+        ),
     ),
     Page(
         "benchmarks_converting.md",
@@ -65,7 +68,7 @@ PAGES = (
         "The files are in the page cache. **×**: compared with the first row of the table. **own memory**: the most "
         "anonymous memory that the process grew by.",
         ("convert", "merge", "diff", "opening", "state-dict"),
-        (),
+        ("keeping", "merging", "opening", "start"),
     ),
     Page(
         "benchmarks_saving.md",
@@ -79,7 +82,7 @@ PAGES = (
         "Benchmarks of serving",
         "**×**: compared with the first row of the table.",
         ("live", "serving"),
-        ("torn", "swap", "request"),
+        ("torn", "staging", "swap", "request"),
     ),
 )
 PARTS = tuple(part for page in PAGES for part in page.parts)

@@ -5,6 +5,9 @@ from dataclasses import dataclass
 
 DECODER = "A decoder, {size}"
 SMALL = "{count} tensors of 1 to 16 KB, {size}"
+IMPORT, FIRST_USE = "import modelstate, after torch", "the first use of modelstate.load, after that"
+WITHOUT_TORCH = ("--help", "inspect, safetensors", "verify, safetensors", "store ls")
+"""Commands that need no torch."""
 META, MEMORY = "into a module on meta", "into a module that has memory and an optimizer"
 _SLOW = {
     "safetensors load_model",
@@ -50,6 +53,18 @@ LOADS: dict[str, tuple[Load, ...]] = {
             {"": "large"},
             words="With `modelstate.load` the module keeps its values when the load fails; `in_place=False` and "
             "`in_place=True` show what the alternatives cost.",
+        ),
+        Load(
+            "default/middle",
+            f"Without options: a decoder, {{size}}, {MEMORY}",
+            "default",
+            {"": "middle"},
+        ),
+        Load(
+            "default/mixed",
+            f"Without options: tied weights, BatchNorm and frozen parameters, {{size}}, {MEMORY}",
+            "default",
+            {"": "mixed"},
         ),
     ),
     "large": (
