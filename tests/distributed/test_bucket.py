@@ -338,26 +338,29 @@ def test_a_loop_goes_on_where_it_was(ranks: Ranks, server: Server) -> None:
 # Errors.
 
 
-def save_with_other_arguments(urls: list[str], bucket: str, case: str) -> str:
+def save_with_other_arguments(urls: list[str], bucket: str) -> dict[str, tuple[str, str]]:
     connect(urls)
     odd = dist.get_rank() == 2
     net = models.sharded("fsdp")
-    other = f"s3://{bucket}-other"
+    other, path = f"s3://{bucket}-other", f"s3://{bucket}/model.safetensors"
     calls = {
-        "bucket": lambda: ms.save(net, f"{other if odd else f's3://{bucket}'}/model.safetensors"),
-        "scheme": lambda: ms.save(net, f"{'https' if odd else 's3'}://{bucket}/model.safetensors"),
-        "option": lambda: ms.save(net, f"s3://{bucket}/model.safetensors", shard_size_bytes=0 if odd else 10),
+        "bucket": lambda: ms.save(net, f"{other}/model.safetensors" if odd else path),
+        "scheme": lambda: ms.save(net, path.replace("s3", "https") if odd else path),
+        "size": lambda: ms.save(net, path, shard_size_bytes=0 if odd else 10),
+        "overwrite": lambda: ms.save(net, path, overwrite=not odd),
         "store": lambda: ms.Store(other if odd else f"s3://{bucket}").save(1, {"model": net}),
         "step": lambda: ms.Store(f"s3://{bucket}").save(2 if odd else 1, {"model": net}),
     }
-    return error_of(calls[case])[0]
+    return {case: error_of(call) for case, call in calls.items()}
 
 
-@pytest.mark.parametrize("case", ["bucket", "scheme", "option", "store", "step"])
-def test_other_arguments_on_one_rank(case: str, ranks: Ranks, server: Server) -> None:
-    kinds = {"scheme": "SaveTargetError", "option": "OptionError"}
-    found = ranks.values(save_with_other_arguments, server.urls, server.bucket, case, timeout=60)
-    assert found == [kinds.get(case, "RanksDifferError")] * 4
+def test_other_arguments_on_one_rank(ranks: Ranks, server: Server) -> None:
+    kinds = {"scheme": "SaveTargetError", "size": "OptionError"}
+    for found in ranks.values(save_with_other_arguments, server.urls, server.bucket, timeout=60):
+        for case, (kind, text) in found.items():
+            assert kind == kinds.get(case, "RanksDifferError"), text
+        assert f"ranks 0-1, 3: s3://{server.bucket}/model.safetensors, overwrite=True" in found["overwrite"][1]
+        assert f"ranks 2: s3://{server.bucket}/model.safetensors, overwrite=False" in found["overwrite"][1]
     assert server.names() == []
 
 

@@ -293,4 +293,7 @@ def test_a_rank_that_saves_something_else(ranks: Ranks, tmp_path: Path) -> None:
     assert "ranks of different meshes" in by_rank[0]["replica"].text
     assert "directory that all ranks share" in by_rank[0]["directory"].text
     assert "no DTensors" in by_rank[2]["buffer"].text
-    assert "ranks 1: model.safetensors, modelstate 9.9.9" in by_rank[0]["version"].text
+    assert "ranks 1: model.safetensors, overwrite=True, shard_size_bytes=None" in by_rank[0]["version"].text
+    assert "modelstate 9.9.9" in by_rank[0]["version"].text
+    assert "shard_size_bytes=1500" in by_rank[0]["option"].text
+    assert by_rank[0]["extra"].text.count("other values with digest") == 2  # of rank 1, and of the others

@@ -41,6 +41,7 @@ class Odd(BaseHTTPRequestHandler):
             "/file": (302, {"Location": "file:///etc/passwd"}, b""),
             "/moved": (301, {"Location": "file:///etc/passwd"}, b""),
             "/nowhere": (302, {}, b""),
+            "/loop": (302, {"Location": "/loop"}, b""),
             "/forbidden": (403, {}, b""),
             "/login": (401, {}, b""),
             "/broken": (500, {}, b""),
@@ -76,6 +77,7 @@ def odd() -> Iterator[str]:
         ("file", SourceTypeError, "another scheme"),
         ("moved", SourceTypeError, "another scheme"),
         ("nowhere", SourceTypeError, "redirects to no address"),
+        ("loop", SourceTypeError, "redirects too often"),
         ("forbidden", SourceAccessError, "refused"),
         ("login", SourceAccessError, "no credentials"),
         ("missing", SourceNotFoundError, "no such object"),
@@ -93,6 +95,7 @@ def test_each_answer_is_an_error_of_its_own(
     with pytest.raises(kind, match=text) as raised:
         ms.open(f"{odd}/{name}?signature=word" if name else f"{odd}/")
     assert raised.value.remedy
+    assert raised.value.remedy.startswith("try again") == (name in ("broken", "short"))
     assert "word" not in str(raised.value)
 
 
@@ -172,6 +175,9 @@ def test_a_bucket_that_is_not_there(proxy: Any) -> None:
 def test_what_a_bucket_lacks(bucket: str, s3_client: Any) -> None:
     with pytest.raises(SourceNotFoundError, match="no such object"):
         ms.open(f"s3://{bucket}/model.safetensors")
+    for prefix in ("", "none/"):
+        with pytest.raises(SourceNotFoundError, match="the bucket has no object below this prefix"):
+            ms.open(f"s3://{bucket}/{prefix}")
     s3_client().put_object(Bucket=bucket, Key="run/notes.txt", Body=b"hello")
     with pytest.raises(SourceNotFoundError, match=r"(?s)no file of this directory is a checkpoint.*notes\.txt"):
         ms.open(f"s3://{bucket}/run")

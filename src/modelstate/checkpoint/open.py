@@ -394,6 +394,10 @@ def _object_or_below(path: str) -> str:
             try:
                 return opened(path + sharded.INDEX_SUFFIX).path  # `modelstate.save` adds this suffix to the path
             except SourceNotFoundError:
-                if location.scheme.startswith("http") or not any(listing(path)):
+                if location.scheme.startswith("http"):
+                    raise missing from missing.__cause__
+                try:
+                    listing(path)
+                except SourceNotFoundError:
                     raise missing from missing.__cause__
     return find_in(path.rstrip("/"))

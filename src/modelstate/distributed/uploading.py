@@ -71,7 +71,7 @@ class CollectiveUploader(CollectiveWriter):
         self,
         layouts: Sequence[Layout],
         names: Callable[[], Sequence[str]],
-        compared: Callable[[], Sequence[object]],
+        compared: Callable[[], Mapping[str, object]],
     ) -> Sequence[Written]:
         """Writes objects, as `modelstate.formats.uploading.Uploader.upload` describes.
 
@@ -97,7 +97,9 @@ class CollectiveUploader(CollectiveWriter):
             hashes = self._collected(layouts, owned, uploads)
             return [finished_header(*of_object)[1] for of_object in zip(layouts, hashes, strict=False)]
 
-    def digests(self, tensors: Mapping[str, Tensors], compared: Callable[[], Sequence[object]]) -> dict[str, list[str]]:
+    def digests(
+        self, tensors: Mapping[str, Tensors], compared: Callable[[], Mapping[str, object]]
+    ) -> dict[str, list[str]]:
         layouts = [Layout([item], lambda _: {}, 0) for of_object in tensors.values() for item in of_object]
         meshes, _ = self._planned(layouts, compared, COMPARING, list)
         owned = self._owned([planned.nbytes for planned in layouts])

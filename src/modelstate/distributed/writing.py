@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from itertools import accumulate, product
+from itertools import accumulate, product, starmap
 from math import prod
 from typing import Any
 
@@ -55,6 +55,8 @@ WRITING, FINISHING, COMMIT = "writing", "writing the headers", "the commit"
 COMPARING = "comparing tensors with the last checkpoint"
 """The phases of a save. Each ends with a vote of all ranks."""
 
+_SHOWN = 40
+"""The most characters of a value in an error."""
 _LEAST = -(2**63)
 """Less than each number of a digest, and than its negative."""
 Mesh = tuple[tuple[int, ...], tuple[int, ...]]
@@ -309,7 +311,7 @@ class CollectiveWriter:
         return self._agreement.before(PLANNING)
 
     def write(
-        self, layouts: Sequence[Layout], outputs: Outputs, compared: Callable[[], Sequence[object]]
+        self, layouts: Sequence[Layout], outputs: Outputs, compared: Callable[[], Mapping[str, object]]
     ) -> Sequence[Written]:
         """Writes files, as `modelstate.formats.writing.Writer.write` describes.
 
@@ -331,7 +333,9 @@ class CollectiveWriter:
         with agreement.phase(FINISHING, decides=True), write_errors(self._path):
             return self._finish(layouts, paths, files, hashes)
 
-    def digests(self, tensors: Mapping[str, Tensors], compared: Callable[[], Sequence[object]]) -> dict[str, list[str]]:
+    def digests(
+        self, tensors: Mapping[str, Tensors], compared: Callable[[], Mapping[str, object]]
+    ) -> dict[str, list[str]]:
         """Computes the digests that `write` would compute, and writes nothing.
 
         Args:
@@ -364,7 +368,7 @@ class CollectiveWriter:
     def _planned(
         self,
         layouts: Sequence[Layout],
-        compared: Callable[[], Sequence[object]],
+        compared: Callable[[], Mapping[str, object]],
         phase: str,
         on_first: Callable[[], Sequence[str]],
     ) -> tuple[dict[Mesh, Mesh], Sequence[str]]:
@@ -406,7 +410,7 @@ class CollectiveWriter:
         tensors = (tensor for planned in layouts for _, tensor in planned.tensors)
         return list(dict.fromkeys(tensor.mesh for tensor in tensors if isinstance(tensor, ShardedTensor)))
 
-    def _digests(self, layouts: Sequence[Layout], compared: Callable[[], Sequence[object]]) -> list[Digest]:
+    def _digests(self, layouts: Sequence[Layout], compared: Callable[[], Mapping[str, object]]) -> list[Digest]:
         meshes = self._meshes(layouts)
         described: list[object] = []
         plain: list[torch.Tensor] = []
@@ -420,13 +424,14 @@ class CollectiveWriter:
                     plain.append(tensor)
         total = sum(len(planned.tensors) for planned in layouts)
         values = write_blocks(None, 0, plain)
+        options = compared()
         return [
             Digest.of("the states", count(total, "tensor"), described),
             Digest.of("the values of tensors that are no DTensors", count(len(plain), "tensor"), values),
             Digest.of(
                 "the path, the options, the other values or the versions of modelstate",
-                f"{self._name}, modelstate {__version__}",
-                [__version__, self._name, *compared()],
+                ", ".join([self._name, *starmap(_described, options.items()), f"modelstate {__version__}"]),
+                [__version__, self._name, *options.items()],
             ),
         ]
 
@@ -712,6 +717,12 @@ def _bytes(local: torch.Tensor, start: int, count: int) -> torch.Tensor:
 
 def _make(first: int, end: int) -> torch.Tensor:
     raise AssertionError("a part of a DTensor is written by CollectiveWriter")
+
+
+def _described(name: str, value: object) -> str:
+    """What an error says of a value that differs between ranks."""
+    text = repr(value)
+    return f"{name}={text}" if len(text) <= _SHOWN else f"{name} with digest {Digest.of('', '', [text]).number:x}"
 
 
 def _mesh(fields: Sequence[Sequence[int]]) -> Mesh:

@@ -33,7 +33,10 @@ class Uploader(Protocol):
         """Returns the shards of tensors, where the caller has no size for them; none where they become one object."""
 
     def upload(
-        self, layouts: Sequence[Layout], names: Callable[[], Sequence[str]], compared: Callable[[], Sequence[object]]
+        self,
+        layouts: Sequence[Layout],
+        names: Callable[[], Sequence[str]],
+        compared: Callable[[], Mapping[str, object]],
     ) -> Sequence[Written]:
         """Writes shards, and replaces what is there, as `modelstate.formats.writing.Writer.write` writes files.
 
@@ -59,7 +62,7 @@ def upload_checkpoint(
     groups: Sequence[Mapping[str, torch.Tensor | LazyTensor]],
     writer: Uploader,
     overwrite: bool,
-    compared: Callable[[], Sequence[object]],
+    compared: Callable[[], Mapping[str, object]],
     manifest_of: Callable[[Mapping[str, str]], str],
 ) -> dict[str, int]:
     """Writes an object, or shards and then their index, into a bucket, and removes what was there.

@@ -55,14 +55,14 @@ class Writer(Protocol):
         """A block before `write`, whose errors reach all processes."""
 
     def write(
-        self, layouts: Sequence[Layout], outputs: Outputs, compared: Callable[[], Sequence[object]]
+        self, layouts: Sequence[Layout], outputs: Outputs, compared: Callable[[], Mapping[str, object]]
     ) -> Sequence[Written]:
         """Writes files, which are durable when it returns, but for their names.
 
         Args:
             layouts: What the files hold.
             outputs: Creates the files one after the other. Of several processes only the first one calls it.
-            compared: Returns what else must be equal in all processes.
+            compared: Returns what else must be equal in all processes, by names for an error.
 
         Returns:
             The digests of the files; in the other processes nothing.
@@ -85,7 +85,7 @@ class LocalWriter:
         return nullcontext()
 
     def write(
-        self, layouts: Sequence[Layout], outputs: Outputs, compared: Callable[[], Sequence[object]]
+        self, layouts: Sequence[Layout], outputs: Outputs, compared: Callable[[], Mapping[str, object]]
     ) -> Sequence[Written]:
         written = []
         with closing(outputs()) as opened:
@@ -97,7 +97,10 @@ class LocalWriter:
         return []
 
     def upload(
-        self, layouts: Sequence[Layout], names: Callable[[], Sequence[str]], compared: Callable[[], Sequence[object]]
+        self,
+        layouts: Sequence[Layout],
+        names: Callable[[], Sequence[str]],
+        compared: Callable[[], Mapping[str, object]],
     ) -> Sequence[Written]:
         return [
             self.upload_object(locate(name), planned, overwrite=True)
@@ -153,8 +156,8 @@ def write_checkpoint(
             groups = groups or uploader.shards(state.tensors)
         layouts = [layout(group, lambda _: text) for group in groups] or [planned]
 
-    def compared() -> Sequence[object]:
-        return overwrite, shard_bytes, planned.metadata({})
+    def compared() -> Mapping[str, object]:
+        return {"overwrite": overwrite, "shard_size_bytes": shard_bytes, "other values": planned.metadata({})}
 
     if uploader is not None:
         return upload_checkpoint(path, layouts, groups, uploader, overwrite, compared, partial(state.manifest, schema))

@@ -346,6 +346,7 @@ _ERRORS: dict[Cause, type[OpenError]] = {
     Cause.CLOCK: SourceAccessError,
     Cause.NO_RANGES: SourceTypeError,
     Cause.REDIRECTED: SourceTypeError,
+    Cause.REDIRECTED_TOO_OFTEN: SourceTypeError,
     Cause.OTHER_REGION: SourceAccessError,
 }
 
@@ -404,7 +405,8 @@ def opened(path: str) -> RemoteFile:
 def listing(directory: str) -> tuple[list[str], list[str]]:
     """The names of the objects and of the directories directly below a prefix.
 
-    Raises `OpenError` where there is no such bucket, or it cannot be read, and for a web server, which has no list.
+    Raises `OpenError` where there is no such bucket, or nothing is there, or it cannot be read, and for a web server,
+    which has no list.
     """
     location = locate(directory)
     if location.scheme.startswith("http"):
@@ -416,12 +418,25 @@ def listing(directory: str) -> tuple[list[str], list[str]]:
         )
     if location.scheme == "hf":
         files = files_of(directory)
-        return [name for name in files if "/" not in name], [*{name.split("/")[0] for name in files if "/" in name}]
-    try:
-        directories, objects = listed_below(location)
-    except Exception as error:
-        raise _open_error(failure_of(error, location), directory) from without_secrets(error)
-    return [item.name for item in objects], directories
+        names, directories = (
+            [name for name in files if "/" not in name],
+            {name.split("/")[0] for name in files} - {*files},
+        )
+        kind, root = "file", "the repository"
+    else:
+        try:
+            below, objects = listed_below(location)
+        except Exception as error:
+            raise _open_error(failure_of(error, location), directory) from without_secrets(error)
+        names, directories = [item.name for item in objects], {*below}
+        kind, root = "object", "the bucket"
+    if not names and not directories:
+        raise SourceNotFoundError(
+            f"{root} has no {kind} below this prefix",
+            where=directory,
+            remedy="check the name; names are case-sensitive",
+        )
+    return names, [*directories]
 
 
 def forget(path: str) -> None:

@@ -376,6 +376,7 @@ class Cause(Enum):
     NO_RANGES = "the server answers with the whole object where a part was asked for"
     NO_SUCH_RANGE = "the object is shorter"
     REDIRECTED = "the server redirects to no address, or to one of another scheme"
+    REDIRECTED_TOO_OFTEN = "the server redirects too often, which may be a loop"
     OTHER_REGION = "the bucket is in another region"
     CUT = "the answer of the server is cut short"
     FAILED = "the server does not answer, or answers with errors"
@@ -431,6 +432,8 @@ def failure_of(error: BaseException, location: Location) -> Failure:
             return Failure(Cause.NO_RANGES, found, remedy)
     if "builder error" in text or "URL scheme is not allowed" in text:
         return Failure(Cause.REDIRECTED, found, "give the address that it redirects to, if you trust it")
+    if "error following redirect" in text:
+        return Failure(Cause.REDIRECTED_TOO_OFTEN, found, "ask who runs the server for the address of the file")
     if "Wanted range starting at" in text or status == 416:
         return Failure(Cause.NO_SUCH_RANGE, found, "open it again, when nothing writes to it any more")
     if "body error" in text:

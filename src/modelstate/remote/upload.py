@@ -41,7 +41,7 @@ FIRST_WAIT_SECONDS = 0.2
 SUFFIX = ".unfinished"
 _DEFINITE = (
     *(Cause.NO_BUCKET, Cause.NO_CREDENTIALS, Cause.REFUSED, Cause.EXPIRED, Cause.CLOCK, Cause.REDIRECTED),
-    Cause.OTHER_REGION,
+    *(Cause.REDIRECTED_TOO_OFTEN, Cause.OTHER_REGION),
 )
 """Causes that do not go away when the request is repeated."""
 WRITABLE = ("s3", "gs", "az")

@@ -131,6 +131,8 @@ class Bucket:
 
     def places(self) -> list[Place]:
         listed = self.listing()
+        if not listed.claims:
+            self.check_no_object()
         self._pins = listed.pins
         every = []
         for serial, candidates in listed.steps.items():

@@ -78,8 +78,8 @@ class SpreadWriter:
         if isinstance(writer, CollectiveUploader) and shard_bytes is None:
             split = writer.shards
 
-        def compared() -> list[object]:
-            return [job.states[path].manifest(None, {}) for path in job.spread]
+        def compared() -> dict[str, object]:
+            return {f"other values of {path}": job.states[path].manifest(None, {}) for path in job.spread}
 
         with writer.planning():
             parts = {key: part for path in job.spread for key, part in _parts(path, job)}
@@ -156,7 +156,7 @@ def _compared_with_the_disk(
     agreement: Agreement,
     writer: CollectiveWriter,
     new: NewStep | None,
-    compared: Callable[[], Sequence[object]],
+    compared: Callable[[], Mapping[str, object]],
 ) -> tuple[Sequence[SpreadFile], Set[Key]]:
     """Returns the files of the last checkpoint, and tensors of them that are the same now: a call of all ranks.
 
