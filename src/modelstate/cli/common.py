@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 import modelstate as ms
-from modelstate.cli import spelling
 from modelstate.remote.location import is_remote
 from modelstate.text_format import printable_lines
 
@@ -147,6 +146,8 @@ def reported(debug: bool, exit_code: int = PROBLEMS) -> Iterator[None]:
 
 
 def _say(error: BaseException, debug: bool, kind: bool = False) -> None:
+    from modelstate.cli import spelling  # only where it is needed: a command takes less time than its imports
+
     sys.stdout.flush()
     if debug:
         traceback.print_exception(error)

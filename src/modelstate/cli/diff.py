@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 import modelstate as ms
-from modelstate.cli import spelling
 from modelstate.cli.common import (
     PROBLEMS,
     USAGE,
@@ -115,14 +114,18 @@ def _remedies(a: str, keys: Sequence[str]) -> Iterator[None]:
         yield
     except ms.errors.KeyNotFoundError as error:
         if len(keys) == 1:
-            both = spelling.option("--key", keys[0]) + " --key ''"
+            from modelstate.cli.spelling import option
+
+            both = option("--key", keys[0]) + " --key ''"
             error.remedy = f"give --key twice, for A and for B, where '' is the whole, such as {both}"
         raise
     except ms.errors.AmbiguousCheckpointError as error:
         key = next((key for key, _ in error.candidates if key), None)
         if key is not None:
+            from modelstate.cli.spelling import option
+
             sides = (key, "") if error.where in (a, local_path(a)) else ("", key)
-            error.remedy = " ".join(spelling.option("--key", side) for side in sides)
+            error.remedy = " ".join(option("--key", side) for side in sides)
         raise
 
 

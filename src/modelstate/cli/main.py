@@ -7,13 +7,11 @@ import json
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from importlib.metadata import version
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
 import modelstate as ms
-from modelstate.cli import spelling
 from modelstate.cli.common import (
     PROBLEMS,
     WITH_VALUES,
@@ -52,7 +50,6 @@ from modelstate.cli.common import (
     write_page,
 )
 from modelstate.cli.diff import diff
-from modelstate.cli.error_pages import Page, find, pages
 from modelstate.cli.get import get
 from modelstate.cli.live import app as live_app
 from modelstate.cli.store import app as store_app
@@ -62,6 +59,7 @@ from modelstate.text_format import columns, listed, printable_lines
 if TYPE_CHECKING:
     import torch
 
+    from modelstate.cli.error_pages import Page
     from modelstate.loading.mesh_plan import MeshPlan
 
 app = typer.Typer(
@@ -129,6 +127,8 @@ Parallel = Annotated[
 
 def _version(wanted: bool) -> None:
     if wanted:
+        from importlib.metadata import version
+
         typer.echo(f"modelstate {version('modelstate')}")
         raise typer.Exit
 
@@ -331,7 +331,11 @@ def plan(
     problems = result.problems if isinstance(result, ms.LoadPlan) else ()
     if isinstance(result, ms.LoadPlan):
         write_page(html, result)
-    remedies = spelling.as_text(spelling.of_problems(problems))
+    remedies = ""
+    if problems:
+        from modelstate.cli import spelling
+
+        remedies = spelling.as_text(spelling.of_problems(problems))
     typer.echo(result.to_json() if as_json else printable_lines(f"{rules}{result}{remedies}"))
     if problems:
         raise typer.Exit(PROBLEMS)
@@ -477,6 +481,8 @@ def explain(
 
     It has the cause, code that fails, and code that works.
     """
+    from modelstate.cli.error_pages import find, pages
+
     if name is None:
         _show_pages([*pages().values()], as_json)
         return

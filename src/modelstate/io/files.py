@@ -12,8 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from types import TracebackType
-from urllib.parse import urlsplit
-from urllib.request import url2pathname
+from urllib.parse import unquote, urlsplit
 
 from modelstate.errors import (
     OpenError,
@@ -69,7 +68,7 @@ def local_path(path: str) -> str:
                 if can_be_read and not is_remote(path)
                 else f"download it first: {download}".rstrip(": "),
             )
-        path = url2pathname(urlsplit(path).path)
+        path = unquote(urlsplit(path).path)
     # Normalizing `x/..` away would be wrong where x is a symbolic link.
     absolute = os.path.abspath(path) if ".." not in path.split(os.sep) else os.path.join(os.getcwd(), path)
     note_given(absolute, path)

@@ -12,7 +12,6 @@ while the process does.
 
 from __future__ import annotations
 
-import asyncio
 import random
 import sys
 import threading
@@ -25,6 +24,8 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 from modelstate.process import fork_safe_lock, leaving, may_leave, wait_for
 
 if TYPE_CHECKING:
+    import asyncio
+
     from obstore import BytesStream
 
 _CLEANUP_SECONDS = 0.5
@@ -61,6 +62,8 @@ def call(
 
     What the function raises passes through.
     """
+    import asyncio  # here, and not for every program that reads local files only
+
     ended = threading.Event()
     until: float = getattr(_cleanup, "until", float("inf"))
 
@@ -137,6 +140,8 @@ def cleanup() -> Iterator[None]:
 
 def _running_loop() -> asyncio.AbstractEventLoop:
     """The loop that runs requests, in a thread that ends with the process. Raises `RuntimeError` where none starts."""
+    import asyncio
+
     global _loop
     with _lock:
         if _loop is None:
