@@ -438,10 +438,42 @@ class StoredTensors(Mapping[str, StoredTensor]):
     header, and a file may have tens of thousands.
     """
 
-    def __init__(self, rows: dict[str, int], columns: TensorColumns) -> None:
-        """The mapping takes over `rows`, the row of each name."""
+    def __init__(
+        self, rows: dict[str, int], columns: TensorColumns, created: dict[str, StoredTensor] | None = None
+    ) -> None:
+        """The mapping takes over `rows`, the row of each name, and the tensors that have been created already."""
         self.rows, self.columns = rows, columns
-        self._created: dict[str, StoredTensor] = {}
+        self._created = {} if created is None else created
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, Stored]) -> StoredTensors | None:
+        """Tensors that a reader has created one by one, as a table.
+
+        Names of the same bytes, such as those of tied tensors, have one row. Returns None where the tensors have no
+        table: one is not contiguous, not in a file, or has attributes; or two share only a part of their bytes, or have
+        the same bytes in different shapes or dtypes.
+        """
+        rows, firsts = dict[str, int](), list[StoredTensor]()
+        row_of: dict[ByteRange, int] = {}
+        for name, stored in tensors.items():
+            if type(stored) is not StoredTensor or not stored.is_contiguous or stored.attributes:
+                return None
+            row = row_of.setdefault(stored.extent, len(firsts)) if stored.nbytes else len(firsts)
+            if row == len(firsts):
+                firsts.append(stored)
+            elif (firsts[row].shape, firsts[row].dtype) != (stored.shape, stored.dtype):
+                return None
+            rows[name] = row
+        extents = sorted(row_of)
+        if any(map(overlapping, extents, extents[1:])):
+            return None
+        dtypes = [stored.dtype for stored in firsts]
+        names = {dtype: str(dtype).removeprefix("torch.") for dtype in {*dtypes}}
+        paths, starts, nbytes = zip(*[stored.extent for stored in firsts], strict=True) if firsts else ((), (), ())
+        columns = TensorColumns(
+            [names[dtype] for dtype in dtypes], [stored.shape for stored in firsts], paths, starts, nbytes
+        )
+        return cls(rows, columns, dict(tensors))  # type: ignore[arg-type]  # each has been checked
 
     @classmethod
     def joined(cls, tables: Sequence[StoredTensors]) -> StoredTensors:

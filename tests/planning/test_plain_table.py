@@ -197,3 +197,43 @@ def test_casts_of_many_slots_are_those_of_torch(tmp_path: Path, in_place: bool |
     assert [note for note in report.notes if "infinite" in note] == [
         "finite values became infinite or NaN by a cast, 1 in all: 0.weight (1)"
     ]
+
+
+@pytest.mark.parametrize("wrap", [lambda state: state, lambda state: {"epoch": 3, "model": state}])
+def test_a_file_of_torch_save_has_a_table(tmp_path: Path, path: Path, wrap: Any) -> None:
+    state = load_file(path)
+    torch.save(wrap(state), tmp_path / "mixed.pt")
+    model, same = Mixed(), Mixed()
+    of_torch, of_safetensors = ms.load(model, tmp_path / "mixed.pt"), ms.load(same, path)
+    assert [step.name for step in of_torch.steps] == [step.name for step in of_safetensors.steps]
+    assert model.state_dict().keys() == same.state_dict().keys()
+    assert all(torch.equal(value, same.state_dict()[name]) for name, value in model.state_dict().items())
+    checkpoint = open_checkpoint(tmp_path / "mixed.pt", key="model" if "model" in wrap(state) else None)
+    tensors = StoredTensors.of(checkpoint.flat.tensors)
+    assert tensors is not None
+    assert {name: tensors[name] for name in tensors} == dict(checkpoint.flat.tensors)
+
+
+@pytest.mark.parametrize(
+    "shared",
+    [
+        lambda flat: {"a": flat, "b": flat},
+        lambda flat: {"a": flat, "b": flat.view(4, 4)},
+        lambda flat: {"a": flat.view(4, 4).T, "b": torch.ones(2)},
+        lambda flat: {"a": flat[:12], "b": flat[4:]},
+        lambda flat: {"a": flat, "c": flat[1:3], "b": flat[8:]},
+        lambda flat: {"a": flat.view(4, 4).T, "b": flat[4:]},
+        lambda flat: {"a": flat[:4], "b": flat[4:], "c": flat[:0], "d": flat[:0]},
+    ],
+)
+@pytest.mark.parametrize("on_meta", [False, True])
+def test_slots_whose_tensors_share_bytes_in_the_file_share_none(tmp_path: Path, shared: Any, on_meta: bool) -> None:
+    state = shared(torch.randn(16))
+    torch.save(state, tmp_path / "shared.pt")
+    model = nn.Module()
+    for name, value in state.items():
+        model.register_buffer(name, torch.zeros(value.shape, device="meta" if on_meta else "cpu"))
+    ms.load(model, tmp_path / "shared.pt", map=True)
+    assert all(torch.equal(value, model.state_dict()[name]) for name, value in state.items())
+    model.get_buffer("a").zero_()
+    assert torch.equal(model.get_buffer("b"), state["b"])

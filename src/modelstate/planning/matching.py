@@ -123,8 +123,11 @@ def entries_of(checkpoint: Checkpoint, *, with_refused: bool = True) -> Entries:
         checkpoint: the checkpoint.
         with_refused: whether the placeholders of values that were skipped as forbidden are among the entries.
     """
-    if isinstance(checkpoint.flat.tensors, StoredTensors) and not checkpoint.flat.values:
-        return StoredEntries(checkpoint.flat.tensors)
+    tensors = checkpoint.flat.tensors
+    if not checkpoint.flat.values:
+        table = tensors if isinstance(tensors, StoredTensors) else StoredTensors.of(tensors)
+        if table is not None:
+            return StoredEntries(table)
     computed: dict[Stored, Derived] = {}
     entries = {
         name: Entry(stored if type(stored) is StoredTensor else to_be_computed(stored, computed), (name,))
