@@ -133,9 +133,14 @@ def wait_for(event: threading.Event, until: float = float("inf")) -> bool:
     return True
 
 
+def is_stopped() -> bool:
+    """Whether this is a thread of `parallel_for`, `prefetch_one` or `stopped_by` whose work is to end."""
+    return any(is_stopped() for is_stopped in getattr(_thread_state, "stops", ()))
+
+
 def check_stopped() -> None:
-    """Raises `Stopped` in a thread of `parallel_for`, `prefetch_one` or `stopped_by` whose work is to end."""
-    if any(is_stopped() for is_stopped in getattr(_thread_state, "stops", ())):
+    """Raises `Stopped` in a thread whose work is to end."""
+    if is_stopped():
         raise Stopped
 
 
@@ -148,6 +153,39 @@ def stopped_by(is_stopped: Callable[[], bool]) -> Iterator[None]:
         yield
     finally:
         _thread_state.stops = outer
+
+
+@contextmanager
+def unstoppable() -> Iterator[None]:
+    """Within the block, nothing that this thread waits for ends with `Stopped`: for a commit, and for what undoes."""
+    outer, _thread_state.stops = getattr(_thread_state, "stops", ()), ()
+    try:
+        yield
+    finally:
+        _thread_state.stops = outer
+
+
+def call_apart(function: Callable[[], _Item]) -> _Item:
+    """Calls a function that waits for another machine, and cannot be interrupted. It must not use memory of the caller.
+
+    Where the work of this thread may have to end, the function runs in a thread of its own, which is left alone with it
+    then. Raises `Stopped`, and what the function raises.
+    """
+    if not getattr(_thread_state, "stops", ()):
+        return function()
+    ended, outcome = threading.Event(), Future[_Item]()
+
+    def run() -> None:
+        try:
+            outcome.set_result(function())
+        except BaseException as error:
+            outcome.set_exception(error)
+        finally:
+            ended.set()
+
+    threading.Thread(target=run, name="modelstate-apart", daemon=True).start()
+    wait_for(ended)
+    return outcome.result()
 
 
 def may_leave() -> bool:

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 import modelstate as ms
+from modelstate.io import engine
 from modelstate.remote import hub as hub_files
 from modelstate.remote import location, requests
 from tests.remote.servers import FileServer, http_server
@@ -165,7 +166,11 @@ def test_an_address_that_has_expired_is_asked_for_again(hub: type[Hub], is_renew
     assert sum("/resolve/" in path for _, path, _ in hub.requests) == 1  # for all threads
 
 
-def test_a_load_that_waits_for_the_hub_is_cancelled(hub: type[Hub], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("connections", [1, engine.CONNECTIONS], ids=["thread of the task", "threads"])
+def test_a_load_that_waits_for_the_hub_is_cancelled(
+    connections: int, hub: type[Hub], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine, "CONNECTIONS", connections)
     ms.save(make_model(width=1024), hub.directory / "model.safetensors")
     checkpoint = ms.open("hf://org/name")
     hub.files.expired = hub.signature

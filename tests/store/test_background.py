@@ -200,6 +200,26 @@ def test_a_cancelled_save_leaves_no_checkpoint(tmp_path: Path, gate: Gate, wait:
     assert store.verify() == {1: ""}
 
 
+def test_a_cancelled_save_writes_no_further_object(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    created, real = list[str](), system.open_to_write
+
+    def create(path: str, flags: int, mode: int = 0o666) -> int:
+        if flags & os.O_CREAT:
+            created.append(os.path.basename(path))
+            pending.cancel(wait=False)
+        return real(path, flags, mode)
+
+    store, gate = ms.Store(tmp_path), Gate(monkeypatch)
+    gate.close()
+    pending = store.save(1, {"a": nn.Linear(2, 2), "b": nn.Linear(2, 2), "c": {"value": 1}}, background=True)
+    monkeypatch.setattr(system, "open_to_write", create)
+    gate.opened.set()
+    pending.wait()
+    assert [name for name in created if name.endswith(".json")] == ["a.safetensors.index.json"]
+    assert store.steps() == ()
+    assert not litter(tmp_path)
+
+
 def test_a_timeout_that_is_no_time(tmp_path: Path, gate: Gate) -> None:
     store = ms.Store(tmp_path)
     gate.close()

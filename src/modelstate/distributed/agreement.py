@@ -35,6 +35,7 @@ from torch import nn
 
 from modelstate import errors, problems
 from modelstate.errors import (
+    BackgroundCancelledError,
     DistributedError,
     ModelStateError,
     OptionError,
@@ -44,6 +45,7 @@ from modelstate.errors import (
     RanksDifferError,
 )
 from modelstate.problems import Problem, explain
+from modelstate.process import Stopped
 from modelstate.torch_compat.modules import modules_of, tensors_of
 from modelstate.torch_compat.plain import is_sharded
 from modelstate.torch_compat.sharding import (
@@ -542,6 +544,8 @@ def _report(error: BaseException | None, digests: Sequence[Digest]) -> dict[str,
     """What a rank has to say, as JSON values."""
     if error is None:
         return {"digests": [[digest.what, digest.text, digest.number] for digest in digests]}
+    if isinstance(error, Stopped):
+        error = BackgroundCancelledError("this rank has cancelled it", remedy="repeat the call")
     if not isinstance(error, ModelStateError) or not error.has_fields:
         text = " ".join(f"{type(error).__name__}: {error}".split())
         blank = dict.fromkeys(("where", *_FIELDS), "")

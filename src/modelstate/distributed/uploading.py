@@ -41,6 +41,7 @@ from modelstate.formats.sharded import Kind, balanced
 from modelstate.io.atomic import write_errors
 from modelstate.io.engine import memory_at
 from modelstate.remote.location import is_remote, locate
+from modelstate.remote.requests import cleanup
 from modelstate.remote.upload import PART_BYTES, ObjectWriter, new_object, remove
 
 PIECE_BYTES = BLOCK_BYTES
@@ -300,5 +301,5 @@ class _Objects:
 
     def discard(self) -> None:
         """Removes what was uploaded, and ignores errors of the bucket."""
-        with suppress(ModelStateError):
+        with suppress(ModelStateError), cleanup():
             remove([locate(url) for url in self._begun])

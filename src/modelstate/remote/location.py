@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import quote, unquote, urlsplit
 
 from modelstate.errors import PackageError, ReadFailedError, SourceAccessError, SourceTypeError
-from modelstate.process import leaving
+from modelstate.process import call_apart
 from modelstate.remote import requests
 from modelstate.remote.hub import address_of
 from modelstate.remote.requests import call
@@ -259,8 +259,7 @@ def _store(scheme: str, root: str, whole: str, settings: tuple[tuple[str, str], 
 @lru_cache(maxsize=256)
 def hub_store(path: str, period: int) -> Any:
     """A client for the place where the hub keeps a file. Asks the hub once in each period, or after `cache_clear`."""
-    with leaving():
-        address, headers = address_of(path)
+    address, headers = call_apart(lambda: address_of(path))
     return _web_store(address, headers)
 
 

@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
-from modelstate.process import fork_safe_lock, leaving, may_leave, wait_for
+from modelstate.process import fork_safe_lock, is_stopped, leaving, may_leave, unstoppable, wait_for
 
 if TYPE_CHECKING:
     import asyncio
@@ -122,18 +122,19 @@ def pause(seconds: float) -> None:
 
 @contextmanager
 def cleanup() -> Iterator[None]:
-    """Bounds the time that is waited for all requests of the block, where an interrupt is being handled.
+    """Bounds the time that is waited for all requests of the block, where an interrupt, or `cancel`, is being handled.
 
     An error is no interrupt: what it leaves is removed with the patience of any other request.
     """
     error = sys.exc_info()[1]
-    if error is None or isinstance(error, Exception):
+    if error is None or (isinstance(error, Exception) and not is_stopped()):
         yield
         return
     outer = getattr(_cleanup, "until", float("inf"))
     _cleanup.until = min(outer, time.monotonic() + _CLEANUP_SECONDS)
     try:
-        yield
+        with unstoppable():
+            yield
     finally:
         _cleanup.until = outer
 

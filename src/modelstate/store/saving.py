@@ -18,7 +18,7 @@ import torch
 from modelstate.background import AtExit, BackgroundTask
 from modelstate.distributed.agreement import Agreement
 from modelstate.distributed.writing import CollectiveWriter, ShardedTensor
-from modelstate.errors import BackgroundCancelledError, ModelStateError, TargetExistsError, UnsavableError
+from modelstate.errors import ModelStateError, TargetExistsError, UnsavableError
 from modelstate.formats.block_writer import LazyTensor, write_blocks
 from modelstate.formats.manifest import KEY, MAX_PARTS, check_size
 from modelstate.formats.safetensors import METADATA_NAME, blank_digests, dtype_and_shape, layout, nbytes_of
@@ -29,7 +29,7 @@ from modelstate.io.memory import empty_cpu
 from modelstate.objects.objects import Target, capture
 from modelstate.objects.parts import Kind
 from modelstate.objects.per_rank import gathered
-from modelstate.process import Stopped
+from modelstate.process import stopped_by, unstoppable
 from modelstate.spec import contiguous_stride
 from modelstate.store.directory import StepEntry, StepIndex, WriteAccess
 from modelstate.store.medium import NewFiles, name_of
@@ -87,8 +87,13 @@ class PendingSave(BackgroundTask[SavedStep]):
 
     def __init__(self, step: int, staging_bytes: int, write: Callable[[Callable[[], None]], SavedStep]) -> None:
         """Takes a function that writes; its argument raises where the save was cancelled."""
+
+        def run(task: BackgroundTask[SavedStep]) -> SavedStep:
+            with stopped_by(lambda: task.is_cancelled):
+                return write(task.check)
+
         super().__init__(
-            lambda task: write(task.check),
+            run,
             kind="save",
             where=f"step {step}",
             at_exit=AtExit.FINISH,
@@ -284,7 +289,7 @@ class NewStep:
             write_spread: writes the tensors that are spread over the ranks; None where there are none.
             staging_bytes: the memory that the state was copied to.
             blocked_seconds: how long `Store.save` has blocked, where it has returned.
-            check_cancelled: raises `Stopped` where the save was cancelled.
+            check_cancelled: raises `Stopped` where the save was cancelled, which the other ranks are told.
 
         Raises:
             WriteFailedError: An I/O error. The checkpoint is not visible then.
@@ -296,20 +301,10 @@ class NewStep:
 
         def check() -> None:
             if check_cancelled is not None:
-                try:
-                    check_cancelled()
-                except Stopped:
-                    if not agreement.is_collective:
-                        raise
-                    # It is raised on all ranks, and the next save ignores it there.
-                    raise BackgroundCancelledError(
-                        "the save has no result",
-                        where=f"step {record.step}",
-                        found="it was cancelled",
-                        remedy="save again",
-                    ) from None
+                check_cancelled()
             self._access.lock.check_directory()
 
+        @unstoppable()  # a commit without an answer may have succeeded, so `cancel` waits for it
         def commit() -> tuple[str, int, int, float, tuple[int, ...]]:
             with self._access.errors(self._final_name):
                 path = self._commit(files, check)
