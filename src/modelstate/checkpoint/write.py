@@ -19,7 +19,6 @@ from modelstate.checkpoint.combine import is_plain
 from modelstate.errors import KeyNotFoundError, OptionError, SaveTargetError, SourceTypeError
 from modelstate.formats.block_writer import LazyTensor, OnCast, lazy_tensor, storages_of, threads_within, whole
 from modelstate.formats.copy_file import copy_file
-from modelstate.formats.safetensors import nbytes_of
 from modelstate.formats.serialize import serialize
 from modelstate.formats.sharded import INDEX_SUFFIX
 from modelstate.formats.torch_zip import write_torch_file
@@ -304,7 +303,8 @@ def write_state(
     attached = source.attached if options.extra is None else options.extra
     if options.format == "torch":
         written = [leaf for _, leaf in leaves(source.state) if isinstance(leaf, torch.Tensor | LazyTensor)]
-        with progress_bar(options.progress, sum(map(nbytes_of, written)), "writing") as advance:
+        nbytes = sum(tensor.numel() * tensor.itemsize for tensor in written)  # sparse tensors have no `nbytes`
+        with progress_bar(options.progress, nbytes, "writing") as advance:
             write = partial(
                 write_torch_file,
                 source.state,
@@ -319,7 +319,7 @@ def write_state(
         with writer.planning() if writer else nullcontext():
             of_shard = writer.of_shard if writer else None
             serialized = serialize(source.state, where, attached, of_shard=of_shard)
-        with progress_bar(options.progress, sum(map(nbytes_of, serialized.tensors.values())), "writing") as advance:
+        with progress_bar(options.progress, serialized.nbytes, "writing") as advance:
             counted = dict(source.overflows.counts)
             if writer is None:
                 threads = threads_within(serialized.tensors, options.max_memory_bytes, where)

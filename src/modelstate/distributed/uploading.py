@@ -36,7 +36,7 @@ from modelstate.distributed.writing import (
 from modelstate.errors import ModelStateError
 from modelstate.formats.block_writer import LazyTensor, in_a_row
 from modelstate.formats.manifest import BLOCK_BYTES, HEX
-from modelstate.formats.safetensors import Layout, Tensors, Written, finished_header, nbytes_of
+from modelstate.formats.safetensors import Layout, Tensors, Written, finished_header
 from modelstate.formats.sharded import Kind, balanced
 from modelstate.io.atomic import write_errors
 from modelstate.io.engine import memory_at
@@ -65,7 +65,7 @@ class CollectiveUploader(CollectiveWriter):
 
     def shards(self, tensors: Mapping[str, Kind]) -> list[dict[str, Kind]]:
         """Groups tensors into objects, at least one for each rank where that is worth a request."""
-        parts = ceil(sum(map(nbytes_of, tensors.values())) / PART_BYTES)
+        parts = ceil(sum(tensor.nbytes for tensor in tensors.values()) / PART_BYTES)
         return balanced(tensors, max(1, min(parts, len(self._ranks))))
 
     def upload(
@@ -198,13 +198,13 @@ class CollectiveUploader(CollectiveWriter):
                     part = Part(block.start, block.stop, self._ranks, region)
                     start = at + block.start * tensor.itemsize
                     yield Piece(tensor, start, part, rank, parts, (number, index))
-                at += nbytes_of(tensor)
+                at += tensor.nbytes
 
     def _collected(
         self, layouts: Sequence[Layout], owned: Mapping[int, Sequence[int]], objects: "_Objects"
     ) -> list[list[str]]:
         """Returns on the first rank the digests of the tensors of each object; on the others nothing."""
-        sizes = [[HEX * ceil(nbytes_of(tensor) / BLOCK_BYTES) for _, tensor in layout.tensors] for layout in layouts]
+        sizes = [[HEX * ceil(tensor.nbytes / BLOCK_BYTES) for _, tensor in layout.tensors] for layout in layouts]
         nbytes = {rank: sum(sum(sizes[number]) for number in numbers) for rank, numbers in owned.items()}
         own = "".join(text for number in owned[dist.get_rank()] for text in objects.hashes[number])
         text = self._on_first(own, nbytes)

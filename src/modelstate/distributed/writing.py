@@ -30,7 +30,7 @@ from modelstate.distributed.shards import local_shard, shard_of
 from modelstate.errors import RanksDifferError
 from modelstate.formats.block_writer import LazyTensor, Uncached, in_a_row, past_page_cache, write_blocks
 from modelstate.formats.manifest import BLOCK_BYTES, HEX
-from modelstate.formats.safetensors import Layout, Tensors, Written, nbytes_of, write_header
+from modelstate.formats.safetensors import Layout, Tensors, Written, write_header
 from modelstate.formats.writing import Files, Outputs
 from modelstate.io import system
 from modelstate.io.atomic import Output, write_errors
@@ -472,7 +472,7 @@ class CollectiveWriter:
                     piece = Piece(tensor, start + part.start * tensor.itemsize, part, rank, parts)
                     loads[rank] += piece.nbytes
                     files[-1].append(piece)
-                start += nbytes_of(tensor)
+                start += tensor.nbytes
         return files
 
     # The files.
@@ -593,7 +593,7 @@ class CollectiveWriter:
             remaining, of_tensors = iter(pieces), []
             for _, tensor in planned.tensors:
                 of_tensors.append("")
-                left = nbytes_of(tensor)
+                left = tensor.nbytes
                 while left:
                     piece = next(remaining)
                     of_tensors[-1] += digests[piece.at]

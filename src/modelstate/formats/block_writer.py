@@ -115,6 +115,10 @@ class LazyTensor:
         return self.dtype.itemsize
 
     @property
+    def nbytes(self) -> int:
+        return self.numel() * self.itemsize
+
+    @property
     def parts(self) -> tuple[int, ...]:
         """The bytes of the parts that get digests of their own; empty where blocks are cut from the begin on."""
         return ()
@@ -293,8 +297,9 @@ def write_blocks(
     Returns:
         The digest of each tensor: the concatenated hexadecimal digests of its blocks.
     """
-    digests: list[list[str]] = [[""] * -(-_nbytes(tensor) // BLOCK_BYTES) for tensor in tensors]
-    most_bytes = min(sum(map(_nbytes, tensors)), BLOCK_BYTES)
+    sizes = [tensor.nbytes for tensor in tensors]
+    digests: list[list[str]] = [[""] * -(-nbytes // BLOCK_BYTES) for nbytes in sizes]
+    most_bytes = min(sum(sizes), BLOCK_BYTES)
 
     @contextmanager
     def worker() -> Iterator[Callable[[_Job | _LazyJob], None]]:
@@ -313,7 +318,7 @@ def write_blocks(
 
         yield write
 
-    starts = [*accumulate(map(_nbytes, tensors), initial=start)][:-1] if isinstance(start, int) else start
+    starts = [*accumulate(sizes, initial=start)][:-1] if isinstance(start, int) else start
     jobs = _jobs(starts, tensors)
 
     def on_done(job: _Job | _LazyJob, _: float) -> None:
@@ -331,7 +336,7 @@ def _jobs(starts: Sequence[int], tensors: Sequence[torch.Tensor | LazyTensor]) -
     jobs: list[_Job | _LazyJob] = []
     job = _Job(0)
     for number, (start, tensor) in enumerate(zip(starts, tensors, strict=True)):
-        nbytes = _nbytes(tensor)
+        nbytes = tensor.nbytes
         if not nbytes:
             continue
         if not isinstance(tensor, torch.Tensor) or not is_plain_memory(tensor):
@@ -376,10 +381,6 @@ def in_a_row(tensor: torch.Tensor) -> torch.Tensor:
         plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
         # A single element may have any stride, which `view` would refuse.
         return plain.as_strided((plain.numel(),), (1,), plain.storage_offset())
-
-
-def _nbytes(tensor: torch.Tensor | LazyTensor) -> int:
-    return tensor.numel() * tensor.itemsize
 
 
 def threads_within(tensors: Mapping[str, object], max_memory_bytes: int | None, where: str) -> int:

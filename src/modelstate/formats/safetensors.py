@@ -504,7 +504,7 @@ class Layout:
     @property
     def nbytes(self) -> int:
         """The size of the file."""
-        return self.header_bytes + sum(nbytes_of(tensor) for _, tensor in self.tensors)
+        return self.header_bytes + sum(tensor.nbytes for _, tensor in self.tensors)
 
 
 def layout(tensors: Mapping[str, torch.Tensor | LazyTensor], metadata: Metadata) -> Layout:
@@ -516,7 +516,7 @@ def layout(tensors: Mapping[str, torch.Tensor | LazyTensor], metadata: Metadata)
 def blank_digests(tensors: Mapping[str, torch.Tensor | LazyTensor]) -> dict[str, str]:
     """Zeros in place of the digests of tensors, which have the same length."""
     return {
-        name: "0" * (HEX * sum(-(-part // BLOCK_BYTES) for part in parts_of(tensor) or (nbytes_of(tensor),)))
+        name: "0" * (HEX * sum(-(-part // BLOCK_BYTES) for part in parts_of(tensor) or (tensor.nbytes,)))
         for name, tensor in tensors.items()
     }
 
@@ -602,7 +602,7 @@ def _header(tensors: Iterable[tuple[str, torch.Tensor | LazyTensor]], metadata: 
     entries: dict[str, object] = {METADATA_NAME: {SEAL: OPEN_SEAL, **metadata}}
     end = 0
     for name, tensor in tensors:
-        begin, end = end, end + nbytes_of(tensor)
+        begin, end = end, end + tensor.nbytes
         dtype, shape = dtype_and_shape(tensor)
         entries[name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
     text = json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode()
@@ -616,11 +616,6 @@ def dtype_and_shape(tensor: torch.Tensor | LazyTensor) -> tuple[str, list[int]]:
     """The dtype and the shape of a tensor, as they stand in the header."""
     dtype, sizes = NAMES[str(tensor.dtype)], list(tensor.shape)
     return dtype, [*sizes[:-1], 2 * sizes[-1]] if dtype == "F4" else sizes
-
-
-def nbytes_of(tensor: torch.Tensor | LazyTensor) -> int:
-    """The number of bytes of the elements."""
-    return tensor.numel() * tensor.itemsize
 
 
 def parts_of(tensor: torch.Tensor | LazyTensor) -> tuple[int, ...]:

@@ -51,6 +51,11 @@ class SerializedState:
         """The tensors that are in memory; with a live state these are all."""
         return {name: tensor for name, tensor in self.tensors.items() if isinstance(tensor, torch.Tensor)}
 
+    @property
+    def nbytes(self) -> int:
+        """The size of the tensors."""
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
     def manifest(self, schema: str | None, digests: Mapping[str, str]) -> str:
         """The manifest as JSON. Its length does not depend on the digests."""
         manifest: dict[str, object] = {"format": FORMAT, "writer": f"{KEY} {__version__}"}

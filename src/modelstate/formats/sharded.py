@@ -40,7 +40,6 @@ from modelstate.formats.safetensors import (
     JsonError,
     JsonLimitError,
     RepeatedKeyError,
-    nbytes_of,
     parse_object,
     strings_of,
 )
@@ -383,7 +382,7 @@ def in_shards(tensors: Mapping[str, Kind], shard_bytes: int) -> list[dict[str, K
     shards: list[dict[str, Kind]] = [{}]
     total = 0
     for name, tensor in tensors.items():
-        nbytes = nbytes_of(tensor)
+        nbytes = tensor.nbytes
         if shards[-1] and total + nbytes > shard_bytes:
             shards.append({})
             total = 0
@@ -396,9 +395,9 @@ def balanced(tensors: Mapping[str, Kind], count: int) -> list[dict[str, Kind]]:
     """Groups the tensors into at most `count` shards of about the same size; those of a shard keep their order."""
     loads = [(0, number) for number in range(count)]
     number_of = {}
-    for name, tensor in sorted(tensors.items(), key=lambda item: -nbytes_of(item[1])):
+    for name, tensor in sorted(tensors.items(), key=lambda item: -item[1].nbytes):
         nbytes, number = loads[0]
-        heapq.heapreplace(loads, (nbytes + nbytes_of(tensor), number))
+        heapq.heapreplace(loads, (nbytes + tensor.nbytes, number))
         number_of[name] = number
     shards: list[dict[str, Kind]] = [{} for _ in range(count)]
     for name, tensor in tensors.items():

@@ -23,7 +23,7 @@ from modelstate.errors import (
 )
 from modelstate.formats.block_writer import LazyTensor, check_repeated, threads_within, write_blocks
 from modelstate.formats.construct import construct
-from modelstate.formats.safetensors import listed_problems, nbytes_of
+from modelstate.formats.safetensors import listed_problems
 from modelstate.formats.torch_globals import StorageType, TorchGlobals
 from modelstate.formats.tree import Contents, items_of, leaves
 from modelstate.formats.unpickle import (
@@ -350,7 +350,7 @@ def _without_lazy_tensors(
     ordered = sorted(lazy.items(), key=lambda item: -item[1].itemsize)
     check_repeated({names[key]: tensor for key, tensor in ordered}, path)
     threads = threads_within({names[key]: tensor for key, tensor in ordered}, max_memory_bytes, path)
-    end = sum(nbytes_of(tensor) for _, tensor in ordered)
+    end = sum(tensor.nbytes for _, tensor in ordered)
     # Only this process reads the file.
     with write_errors(path), unfinished_file(path, 0o600, lock_timeout_seconds) as output:
         output.reserve(end)
@@ -365,7 +365,7 @@ def _without_lazy_tensors(
             tensors[key] = flat.view(tensor.shape)
         else:
             tensors[key] = torch.empty(tensor.shape, dtype=tensor.dtype)
-        offset += nbytes_of(tensor)
+        offset += tensor.nbytes
     yield _replaced(state, tensors)
 
 

@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, suppress
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from modelstate.errors import TargetExistsError, WriteFailedError
-from modelstate.formats.safetensors import Layout, Written, nbytes_of, write_in_order
+from modelstate.formats.safetensors import Layout, Written, write_in_order
 from modelstate.formats.sharded import INDEX_SUFFIX, WEIGHT_MAP, Kind, index_of, own_shards, shard_names
 from modelstate.remote.location import Location, locate
 from modelstate.remote.requests import cleanup
@@ -106,7 +106,7 @@ def upload_checkpoint(
             files = {path: layouts[0].nbytes}
         else:
             digests = {name: value for file in written for name, value in file.digests.items()}
-            total_bytes = sum(nbytes_of(tensor) for group in groups for tensor in group.values())
+            total_bytes = sum(tensor.nbytes for group in groups for tensor in group.values())
             by_name = {shard.key.rpartition("/")[2]: group for shard, group in zip(shards, groups, strict=True)}
             text = index_of(by_name, total_bytes, manifest_of(digests))
             is_unknown = True

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from modelstate.errors import UnsavableError
 from modelstate.formats.manifest import KEY, check_size
-from modelstate.formats.safetensors import Layout, Written, layout, nbytes_of, write
+from modelstate.formats.safetensors import Layout, Written, layout, write
 from modelstate.formats.sharded import INDEX_SUFFIX, SHARD_METADATA, Kind, in_shards, index_of, old_files, shard_names
 from modelstate.formats.uploading import Uploader, upload_checkpoint, upload_object
 from modelstate.io import system
@@ -146,7 +146,7 @@ def write_checkpoint(
     Also raises what `write_file` raises. The previous files are then untouched, and no other file is left.
     """
     text = {**(metadata or {}), **SHARD_METADATA}
-    total_bytes = sum(map(nbytes_of, state.tensors.values()))
+    total_bytes = state.nbytes
     index = path + INDEX_SUFFIX
     groups = [] if shard_bytes is None or total_bytes <= shard_bytes else in_shards(state.tensors, shard_bytes)
     with writer.planning():

@@ -21,7 +21,7 @@ from modelstate.distributed.writing import CollectiveWriter, ShardedTensor
 from modelstate.errors import ModelStateError, TargetExistsError, UnsavableError
 from modelstate.formats.block_writer import LazyTensor, write_blocks
 from modelstate.formats.manifest import KEY, MAX_PARTS, check_size
-from modelstate.formats.safetensors import METADATA_NAME, blank_digests, dtype_and_shape, layout, nbytes_of
+from modelstate.formats.safetensors import METADATA_NAME, blank_digests, dtype_and_shape, layout
 from modelstate.formats.serialize import SerializedState, serialize
 from modelstate.formats.sharded import INDEX_SUFFIX, SHARD_METADATA, SUFFIX, in_shards, index_of
 from modelstate.io.engine import for_each, read_threads
@@ -118,7 +118,7 @@ class Job:
     @property
     def nbytes(self) -> int:
         """The size of the tensors."""
-        return sum(nbytes_of(tensor) for state in self.states.values() for tensor in state.tensors.values())
+        return sum(state.nbytes for state in self.states.values())
 
 
 def job_of(targets: Mapping[str, Target], agreement: Agreement, writer: CollectiveWriter | None) -> Job:
@@ -472,7 +472,7 @@ def groups(
 def _finish_object(new: NewFiles, path: str, job: Job, files: _Files) -> ObjectEntry:
     """Writes the index of the files of an object."""
     state = job.states[path]
-    text = index_of(files.tensors, sum(map(nbytes_of, state.tensors.values())), state.manifest(None, files.digests))
+    text = index_of(files.tensors, state.nbytes, state.manifest(None, files.digests))
     index, record = new.write_text(f"{path}{SUFFIX}{INDEX_SUFFIX}", text)
     files.records[index] = record
     files.bytes_written += len(text)
@@ -595,7 +595,7 @@ class Staging:
         starts, end = [], 0
         for tensor in tensors:
             starts.append(end)
-            end += -(-nbytes_of(tensor) // _ALIGN) * _ALIGN
+            end += -(-tensor.nbytes // _ALIGN) * _ALIGN
         pinned = any(tensor.device.type == "cuda" for tensor in tensors)
         buffer = self._buffer
         if buffer is None or buffer.numel() < end or (pinned and not buffer.is_pinned()):
@@ -635,7 +635,7 @@ def _copy_all(tensors: Sequence[torch.Tensor], copies: Sequence[torch.Tensor]) -
                 jobs.append([])
                 total = 0
             jobs[-1].append(pair)
-            total += nbytes_of(pair[1])
+            total += pair[1].nbytes
 
     @contextmanager
     def worker() -> Iterator[Callable[[list[tuple[torch.Tensor, torch.Tensor]]], None]]:
@@ -653,7 +653,7 @@ def _copy_all(tensors: Sequence[torch.Tensor], copies: Sequence[torch.Tensor]) -
 
 
 def _pieces(tensor: torch.Tensor, copy: torch.Tensor) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
-    nbytes = nbytes_of(tensor)
+    nbytes = tensor.nbytes
     if nbytes <= _BLOCK_BYTES or not tensor.is_contiguous() or tensor.device.type != "cpu":
         return [(tensor.detach(), copy)]
     step = _BLOCK_BYTES // tensor.itemsize

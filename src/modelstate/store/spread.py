@@ -10,7 +10,7 @@ from modelstate.distributed.uploading import CollectiveUploader
 from modelstate.distributed.writing import COMPARING, CollectiveWriter, ShardedTensor
 from modelstate.formats.block_writer import write_blocks
 from modelstate.formats.manifest import digest
-from modelstate.formats.safetensors import Layout, layout, nbytes_of, parts_of
+from modelstate.formats.safetensors import Layout, layout, parts_of
 from modelstate.formats.sharded import SHARD_METADATA
 from modelstate.io.atomic import Output, new_file
 from modelstate.store.saving import (
@@ -167,7 +167,7 @@ def _compared_with_the_disk(
 
     def smallest(file: SpreadFile) -> str:
         tensors = job.states[file.key].tensors
-        return min(file.tensors, key=lambda name: nbytes_of(tensors[name]))
+        return min(file.tensors, key=lambda name: tensors[name].nbytes)
 
     def look() -> list[Key]:
         if new is not None:
