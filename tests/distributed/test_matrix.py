@@ -1,7 +1,9 @@
 """Every way to shard, from every format, with every change on the way: each rank holds its part of the whole load."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from functools import cache
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -12,6 +14,7 @@ from modelstate.rules import expression
 from tests.distributed import models, sources
 from tests.distributed.models import Net
 from tests.distributed.ranks import Ranks
+from tests.sweeps import EXHAUSTIVE
 
 pytestmark = pytest.mark.slow
 
@@ -39,22 +42,42 @@ def _differences(net: Net, expected: Net) -> Iterator[str]:
             yield f"{name}: other values"
 
 
-def _compare(kind: str, form: str, folder: Path) -> list[str]:
-    """Loads all cases into new models of a kind, on this rank as on all others, and returns what differs.
+TARGETS: dict[str, dict[str, Any]] = {"memory": {}, "meta": {}, "meta, mapped": {"map": True}}
+"""Where the model is before a load, with options of the load."""
 
-    What is expected is the model that was loaded before torch has sharded it.
+
+def _targets(kind: str, form: str, index: int) -> Sequence[str]:
+    """The targets of one case: one of the three, another one in the next format, kind and case.
+
+    So each kind, as each format, is loaded with each case into each target. MODELSTATE_EXHAUSTIVE=1 takes all three.
     """
+    place = [*models.SHARD].index(kind) + sources.FORMATS.index(form) + index
+    return [*TARGETS] if EXHAUSTIVE else [[*TARGETS][place % 3]]
+
+
+@cache
+def _whole(size: str, case: str, folder: Path) -> dict[str, torch.Tensor]:
+    """The state of the network after a case was loaded from a safetensors file before torch has sharded it."""
+    source, options = sources.cases(size, folder, "safetensors")[case]
+    net = models.plain(size, options.get("dtype", torch.float32))
+    ms.load(net, source(), **options)
+    return net.state_dict()
+
+
+def _compare(kind: str, form: str, folder: Path) -> list[str]:
+    """Loads all cases into new models of a kind, on this rank as on all others, and returns what differs."""
     wrong = []
     tokens = torch.arange(5).reshape(1, 5)
-    for case, (source, options) in sources.cases(kind, folder, form).items():
+    size = kind if kind in models.SIZES else ""
+    for index, (case, (source, options)) in enumerate(sources.cases(kind, folder, form).items()):
         dtype = options.get("dtype", torch.float32)
         expected = models.plain(kind, dtype)
-        ms.load(expected, source(), **options)
+        expected.load_state_dict(_whole(size, case, folder))
         with torch.no_grad():
             output = expected(tokens)
         models.SHARD[kind](expected)
-        for target, more in {"memory": {}, "meta": {}, "meta, mapped": {"map": True}}.items():
-            where = f"{case}, {target}"
+        for target in _targets(kind, form, index):
+            more, where = TARGETS[target], f"{case}, {target}"
             net = models.sharded(kind, dtype, meta=target != "memory")
             before = dict(net.named_parameters(remove_duplicate=False))
             # The tensors here are small. In one of the targets, shards of many runs are read as those of large ones.
