@@ -21,6 +21,7 @@ import modelstate as ms
 from modelstate.distributed import writing
 from modelstate.testing import faulty_writes
 from modelstate.testing.faults import Request
+from modelstate.torch_compat.sharding import default_store
 from tests.distributed import models
 from tests.distributed.ranks import Outcome, Ranks
 
@@ -143,10 +144,6 @@ def _die(_: Request) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _sleep(_: Request) -> None:
-    time.sleep(3 * TIMEOUT_SECONDS)
-
-
 def _at(call: str, number: int, do: Callable[[Request], object]) -> Callable[[], Fault]:
     """Calls a function before a system call of a kind is made the given time."""
     seen = 0
@@ -160,13 +157,13 @@ def _at(call: str, number: int, do: Callable[[Request], object]) -> Callable[[],
     return lambda: faulty_writes(before=before)
 
 
-def _attempt_with_stop(folder: Path, rank: int, call: str, number: int, kill: bool) -> Result:
+def _attempt_with_stop(folder: Path, rank: int, call: str, number: int, stop: Callable[[Request], object]) -> Result:
     def save(net: nn.Module) -> None:
         ms.save(net, folder / NAME, timeout_seconds=TIMEOUT_SECONDS)
 
     _put_old(folder, None)
     save(models.sharded("fsdp", seed=OLD))  # connections are made by the first save
-    return _attempt(folder, save, _at(call, number, _die if kill else _sleep), rank, alone=True)
+    return _attempt(folder, save, _at(call, number, stop), rank, alone=True)
 
 
 KILLED = {
@@ -189,7 +186,7 @@ def _survivors(outcomes: list[Outcome]) -> list[Result]:
 def test_a_rank_that_is_killed(when: str, ranks: Ranks, tmp_path: Path) -> None:
     rank, call, number, seed = KILLED[when]
     folder = tmp_path / "run"
-    outcomes = ranks.run(_attempt_with_stop, folder, rank, call, number, True)
+    outcomes = ranks.run(_attempt_with_stop, folder, rank, call, number, _die)
     assert [outcome.died for outcome in outcomes] == [other == rank for other in range(4)]
     assert {result.error for result in _survivors(outcomes)} == {"RankLostError"}
     assert _seed_at(folder / NAME) == seed
@@ -199,7 +196,16 @@ def test_a_rank_that_is_killed(when: str, ranks: Ranks, tmp_path: Path) -> None:
 
 
 def _late(folder: Path, rank: int) -> tuple[Result, Result]:
-    first = _attempt_with_stop(folder, rank, "pwritev", 1, False)
+    """One rank stops until all others have ended a save. Returns what it was, and another save."""
+    store, key = default_store(), "without the rank that is late"
+
+    def wait_for_others(_: Request) -> None:
+        while store.add(key, 0) < dist.get_world_size() - 1:
+            time.sleep(0.02)
+
+    first = _attempt_with_stop(folder, rank, "pwritev", 1, wait_for_others)
+    if dist.get_rank() != rank:
+        store.add(key, 1)
     dist.barrier()
     return first, _attempt(folder, lambda net: ms.save(net, folder / NAME), nullcontext, rank)
 

@@ -63,7 +63,7 @@ def _die(path: Path) -> None:
 
 
 def _sleep(path: Path) -> None:
-    time.sleep(2 * TIMEOUT.total_seconds())
+    time.sleep(1.5 * TIMEOUT.total_seconds())
 
 
 FAULTS: dict[str, Callable[[Path], object]] = {"io error": _fail, "killed": _die, "late": _sleep}
