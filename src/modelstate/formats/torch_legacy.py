@@ -1,7 +1,7 @@
 """Reads the stream that `torch.save` wrote before 1.6: five pickles, then each storage behind its length."""
 
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from modelstate.errors import (
@@ -30,8 +30,6 @@ VERSION = 1001
 
 _FIRST_BYTES = 1 << 20
 """The first read, into which the pickles of a model fit; larger pickles are read again, four times as much."""
-
-Persistent = Callable[[tuple[object, ...]], object]
 
 
 def read(file: SourceFile, *, allow: Sequence[object] = (), skip_forbidden: bool = False) -> Contents:

@@ -53,6 +53,7 @@ from modelstate.serve.versions import (
     Method,
     PinContext,
     SwapLock,
+    SwapLockGuard,
     Version,
     VersionGate,
     WeakHandle,
@@ -433,7 +434,7 @@ class Live:
         swap = _Swap(source, SwapOptions(rules, exact, check_finite, verify), canary, buffers, deadline)
         clock = swap.clock
         try:
-            with self._swap_lock.held(when_busy == "wait", timeout_seconds) as is_held:
+            with SwapLockGuard(self._swap_lock, when_busy == "wait", timeout_seconds) as is_held:
                 if not is_held:
                     return None
                 flip = self._swap_beside(swap) if mode == "available" else self._swap_in_place(swap)
@@ -502,7 +503,7 @@ class Live:
         _deadline(timeout_seconds)
         clock = Clock()
         self._swap_lock.check_not_nested()
-        with self._flip_lock.held(True, timeout_seconds):
+        with SwapLockGuard(self._flip_lock, True, timeout_seconds):
             if not self._kept:
                 raise VersionGoneError(
                     "there is no version to roll back to",
@@ -593,7 +594,7 @@ class Live:
     def _flipping(self, old: Version, deadline: float | None) -> Iterator[None]:
         """Within the block the current version cannot change. Raises `SwapBusyError` where it is not `old`."""
         remaining_seconds = None if deadline is None else max(deadline - time.monotonic(), 0.0)
-        with self._flip_lock.held(True, remaining_seconds):
+        with SwapLockGuard(self._flip_lock, True, remaining_seconds):
             if self._gate.current is not old:
                 raise SwapBusyError(
                     "the serving version was rolled back during this swap; nothing has been changed",

@@ -458,7 +458,7 @@ class VersionGate:
         entry = self.entry
         if not isinstance(entry, ClosedEntry) or entry.drain is None or entry.drain.is_alive:
             return
-        with self._reopen_lock.held(True, None):
+        with SwapLockGuard(self._reopen_lock, True, None):
             if self.entry is not entry:
                 return
             if entry.undo is not None:
@@ -549,13 +549,6 @@ class SwapLock:
     def __init__(self) -> None:
         self.queue: list[WeakHandle[SwapLockGuard]] = []
 
-    def held(self, wait: bool, timeout_seconds: float | None) -> "SwapLockGuard":
-        """A context in which this thread holds the lock. Raises `SwapBusyError` and `SwapTimeoutError`.
-
-        The context yields False, and the lock is not held, where `wait` is false and another thread holds it.
-        """
-        return SwapLockGuard(self, wait, timeout_seconds)
-
     def check_not_nested(self) -> None:
         """Raises `SwapBusyError` where this thread already holds the lock, or waits for it."""
         # No local variable refers to a guard here: the traceback of the error would keep the guard alive.
@@ -575,7 +568,11 @@ class SwapLock:
 
 
 class SwapLockGuard:
-    """The context of `SwapLock.held`. The lock is released when the block ends, or when the guard is gone."""
+    """A context in which this thread holds a lock: until the block ends, or the guard is gone.
+
+    It yields False, and the lock is not held, where `wait` is false and another thread holds it. Entering raises
+    `SwapBusyError` and `SwapTimeoutError`.
+    """
 
     __slots__ = ("__weakref__", "_handle", "_lock", "_timeout_seconds", "_wait", "thread")
 
