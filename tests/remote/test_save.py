@@ -78,8 +78,9 @@ def test_the_object_is_the_file(
 
 def test_a_large_object_is_sent_in_parts_of_bounded_size(bucket: str, proxy: FaultProxy) -> None:
     ms.save(state(12 * MB), f"s3://{bucket}/model.safetensors")
-    assert [request.method for request in proxy.requests].count("PUT") == 3
-    assert max(request.nbytes for request in proxy.requests) == 5 * MB
+    first, second, last = sorted(request.nbytes for request in proxy.requests if request.method == "PUT")[::-1]
+    assert 5 * MB <= first == second < 7 * MB
+    assert last <= 2  # see ObjectWriter.wait_for_parts
 
 
 def test_shards_and_back_to_one_file(bucket: str, content: Callable[[], dict[str, bytes]], tmp_path: Path) -> None:

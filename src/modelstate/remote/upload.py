@@ -2,7 +2,8 @@
 
 - A small object is one request. A larger one is a multipart upload, whose parts are sent in parallel while the next
   ones are produced: memory for at most `PARTS_AT_ONCE` parts is used, and no temporary file. An error ends the upload
-  with an abort, which removes the parts.
+  with an abort, which removes the parts. The client cannot abort an upload that is being completed, so that begins
+  when the server has all parts but the last one, which has a few bytes.
 - Where an existing object must not be replaced, a small object has the condition `If-None-Match: *`. A multipart upload
   cannot have it: it goes to a temporary name, which is copied to the final one under the condition.
 - A request whose reply is lost may have succeeded. So after each failure the object is read back: an upload has a nonce
@@ -12,9 +13,11 @@
 from __future__ import annotations
 
 import secrets
+import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from modelstate.errors import SaveTargetError, TargetExistsError, WriteFailedError
@@ -27,7 +30,9 @@ if TYPE_CHECKING:
     from obstore import ObjectMeta
 
 PART_BYTES = 8 << 20
-"""The least size of a part, and the most bytes that are sent in one request."""
+"""About the size of a part. An object of at most this size is sent in one request."""
+_LEAST_PART_BYTES = 5 << 20
+"""The least size of a part but the last one, for S3."""
 PARTS_AT_ONCE = 12
 _MOST_PARTS = 10_000
 """The most parts of an upload to S3."""
@@ -35,7 +40,10 @@ _COPIED_BYTES = 5 << 30
 """The largest object that S3 copies in one request."""
 _NONCE = "modelstatenonce"
 """The name of the nonce in the metadata of an object; Azure takes letters and digits."""
+_MOST_SECONDS = 300.0
+"""How long an upload waits for the next part to be sent; the client gives a request up before that."""
 _PUT_TRIES = 4
+_POLL_SECONDS = 0.002
 FIRST_WAIT_SECONDS = 0.2
 """The wait before the second try; each further one is twice as long."""
 SUFFIX = ".unfinished"
@@ -235,6 +243,10 @@ def _is_copy(copied: Location, location: Location) -> bool:
         )
 
 
+class _Buffer(bytearray):
+    """Memory to which weak references can be made."""
+
+
 @dataclass(slots=True)
 class ObjectWriter:
     """An object that is being uploaded, from its first byte to its last one."""
@@ -242,16 +254,41 @@ class ObjectWriter:
     location: Location
     nbytes: int
     _writer: Any
+    _last_part: int = 0
+    """Where the last part begins."""
     _done_bytes: int = 0
+    _buffers: list[weakref.ref[_Buffer]] = field(default_factory=list)
+    """What was given to the client before the last part. The client refers to the memory until it has been sent."""
 
     def append(self, data: bytes | memoryview) -> None:
         """Adds bytes to the end. They are copied. Raises `WriteFailedError`."""
-        self._done_bytes += len(data)
         if isinstance(self._writer, bytearray):
             self._writer += data
+            self._done_bytes += len(data)
             return
-        with client_errors(self.location):
-            call(self._writer.write, bytes(data))  # the client refers to the memory until it has sent it
+        before_last = max(self._last_part - self._done_bytes, 0)
+        self._done_bytes += len(data)
+        for part, is_last in ((data[:before_last], False), (data[before_last:], True)):
+            buffer = _Buffer(part)
+            if not is_last:
+                self._buffers = [*self._unsent(), weakref.ref(buffer)]
+            if buffer:
+                with client_errors(self.location):
+                    call(self._writer.write, memoryview(buffer))
+            del buffer
+
+    def wait_for_parts(self) -> None:
+        """Waits until all parts but the last one have been sent, or have failed."""
+        before, until = 0, 0.0
+        while unsent := len(self._unsent()):
+            if unsent != before:
+                before, until = unsent, time.monotonic() + _MOST_SECONDS
+            elif time.monotonic() > until:
+                return
+            pause(_POLL_SECONDS)
+
+    def _unsent(self) -> list[weakref.ref[_Buffer]]:
+        return [reference for reference in self._buffers if reference() is not None]
 
     def write_at(self, offset: int, data: bytes | memoryview) -> None:
         """As `append`, for a caller that writes in order."""
@@ -296,17 +333,21 @@ def new_object(location: Location, nbytes: int, *, overwrite: bool) -> Iterator[
     if not overwrite:
         target = Location(location.scheme, location.root, f"{location.key}.{secrets.token_hex(6)}{SUFFIX}")
     store, key = store_of(target)
-    part_bytes = max(PART_BYTES, -(-nbytes // _MOST_PARTS))
+    # Equal parts of about `PART_BYTES`, and one of the few bytes that are left.
+    parts = -(-nbytes // (PART_BYTES + PART_BYTES // 16))
+    parts = max(1, min(parts, (nbytes - 1) // min(PART_BYTES, _LEAST_PART_BYTES), _MOST_PARTS - 1))
+    part_bytes = (nbytes - 1) // parts
     nonce = secrets.token_hex(8)
     writer: Any = obstore.open_writer_async(
         store, key, attributes={_NONCE: nonce}, buffer_size=part_bytes, max_concurrency=PARTS_AT_ONCE
     )
-    upload = ObjectWriter(target, nbytes, writer)
+    upload = ObjectWriter(target, nbytes, writer, part_bytes * parts)
     entered = call(writer.__aenter__)
     try:
         yield upload
         if upload._done_bytes != nbytes:
             raise ValueError(f"{upload._done_bytes:,} bytes were written, not {nbytes:,}")
+        upload.wait_for_parts()
     except BaseException as error:
         with suppress(Exception), cleanup():
             call(writer.__aexit__, type(error), error, error.__traceback__)  # aborts the upload
