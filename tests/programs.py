@@ -16,7 +16,7 @@ import tempfile
 import traceback
 import types
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from multiprocessing import get_context, set_start_method
 from pathlib import Path
 from typing import Any
@@ -55,45 +55,139 @@ def as_process_of_its_own() -> None:
     torch.set_num_threads(1)
 
 
-def run_program(
-    code: str,
-    *arguments: object,
-    cwd: Path | None = None,
-    ignored_warnings: Iterable[str] = (),
-    errors: type[Warning] | None = None,
-    timeout: float = 300,
-    finalizes: bool = False,
-) -> subprocess.CompletedProcess[str]:
-    """Runs Python code as `python -c` does, and returns how it ended and what it wrote.
+class Program:
+    """Python code that runs as with `python -c`.
 
     Args:
         code: The program.
         arguments: `sys.argv[1:]`.
         cwd: Its working directory.
+        environment: What its environment has beside that of the tests.
         ignored_warnings: Modules whose warnings are ignored.
         errors: Warnings that are errors.
-        timeout: Seconds after which it is killed, and `subprocess.TimeoutExpired` is raised.
         finalizes: Whether the interpreter ends as that of a program does: it waits for threads and is finalized.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        given = [str(argument) for argument in arguments]
-        child = CONTEXT.Process(
-            target=_main, args=(code, given, cwd or Path.cwd(), folder, errors, [*ignored_warnings], finalizes)
+
+    def __init__(
+        self,
+        code: str,
+        *arguments: object,
+        cwd: Path | None = None,
+        environment: Mapping[str, str] | None = None,
+        ignored_warnings: Iterable[str] = (),
+        errors: type[Warning] | None = None,
+        finalizes: bool = False,
+    ) -> None:
+        self._folder = tempfile.TemporaryDirectory()
+        self._arguments = [str(argument) for argument in arguments]
+        given = (code, self._arguments, cwd or Path.cwd(), {**(environment or {})})
+        self._process = CONTEXT.Process(
+            target=_main, args=(*given, self._folder.name, errors, [*ignored_warnings], finalizes)
         )
-        child.start()
-        child.join(timeout)
-        if child.exitcode is None:
-            child.kill()
-            child.join()
-            raise subprocess.TimeoutExpired("a program", timeout)
-        out, err = ((Path(folder) / name).read_text() for name in ("out", "err"))
-        return subprocess.CompletedProcess(given, child.exitcode, out, err)
+        self._process.start()
+
+    @property
+    def pid(self) -> int:
+        return int(self._process.pid)
+
+    @property
+    def has_ended(self) -> bool:
+        return self._process.exitcode is not None
+
+    def written(self, stream: str = "out") -> str:
+        """Returns what it has written so far to `out`, which is the standard output, or to `err`."""
+        path = Path(self._folder.name, stream)
+        return path.read_text() if path.exists() else ""
+
+    def kill(self) -> None:
+        """Ends it, if it runs."""
+        self._process.kill()
+        self._process.join()
+
+    def wait(self, timeout: float = 300) -> subprocess.CompletedProcess[str]:
+        """Returns how it ended and what it wrote.
+
+        Args:
+            timeout: Seconds after which it is killed, and `subprocess.TimeoutExpired` is raised.
+        """
+        self._process.join(timeout)
+        with self._folder:
+            if not self.has_ended:
+                self.kill()
+                raise subprocess.TimeoutExpired("a program", timeout, self.written(), self.written("err"))
+            out, err = self.written(), self.written("err")
+            return subprocess.CompletedProcess(self._arguments, self._process.exitcode, out, err)
+
+
+def run_program(
+    code: str, *arguments: object, timeout: float = 300, **options: Any
+) -> subprocess.CompletedProcess[str]:
+    """Runs a `Program` with these options to its end: see `Program.wait`."""
+    return Program(code, *arguments, **options).wait(timeout)
+
+
+def code_of(command: Sequence[str]) -> str:
+    """Returns code that does what an interpreter does with these arguments: `-m` and a module, or a file."""
+    kind, arguments = ("module", command[1:]) if command[0] == "-m" else ("path", command)
+    name, *given = map(str, arguments)
+    return f"import runpy, sys; sys.argv[1:] = {given!r}; runpy.run_{kind}({name!r}, run_name='__main__')"
+
+
+RANKS = """
+import atexit, importlib, os, runpy, signal, socket, sys, time, traceback
+from tests.programs import as_process_of_its_own
+
+number, modules, path, *arguments = sys.argv[1:]
+for module in modules.split():
+    importlib.import_module(module)
+with socket.socket() as free:
+    free.bind(("127.0.0.1", 0))
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free.getsockname()[1]), WORLD_SIZE=number)
+running = set()
+for rank in range(int(number)):
+    pid = os.fork()
+    if pid:
+        running.add(pid)
+        continue
+    status = 1
+    try:
+        as_process_of_its_own()
+        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
+        sys.argv[1:] = arguments
+        runpy.run_path(path, run_name="__main__")
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    os._exit(status)
+failed, until = False, float("inf")
+while running:
+    pid, status = os.waitpid(-1, os.WNOHANG)
+    if not pid:
+        if time.monotonic() > until:
+            for each in running:
+                os.kill(each, signal.SIGKILL)
+        time.sleep(0.02)
+        continue
+    running.discard(pid)
+    if status and not failed:
+        failed, until = True, time.monotonic() + 30
+        for each in running:
+            os.kill(each, signal.SIGTERM)
+sys.exit(failed)
+"""
+"""Runs a file on several ranks as torchrun does: where one fails, the others are sent SIGTERM, and SIGKILL after 30 s.
+
+Its arguments are the number of ranks, modules that they all import, the file, and the arguments of the file.
+"""
 
 
 def _main(
     code: str,
     arguments: list[str],
     cwd: Path,
+    environment: dict[str, str],
     folder: str,
     errors: type[Warning] | None,
     ignored: list[str],
@@ -106,6 +200,7 @@ def _main(
         os.dup2(file, descriptor)
         os.close(file)
     os.chdir(cwd)
+    os.environ.update(environment)
     sys.argv = ["-c", *arguments]
     sys.path.insert(0, "")
     if errors is not None:

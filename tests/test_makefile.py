@@ -112,7 +112,7 @@ def test_fast_tests_leave_out_the_slow_ones(checkout: Path) -> None:
     (folder / "test_all.py").write_text(
         "import pytest\npytestmark = pytest.mark.slow\nraise AssertionError('imported')"
     )
-    done = make(checkout, "test-fast", f"TESTS={folder.relative_to(checkout)}", "JOBS=1")
+    done = make(checkout, "test-fast", f"TESTS={folder.relative_to(checkout)}", "JOBS=0")
     assert "1 passed" in done.stdout
 
 
@@ -146,9 +146,10 @@ def test_servers_that_cannot_be_installed_are_named_and_skipped(checkout: Path) 
 
 
 @pytest.mark.slow
-def test_bench_measures(checkout: Path, tmp_path: Path) -> None:
-    done = make(checkout, "bench", f"BENCH=--quick --only state-dict --folder {tmp_path}")
-    assert "|" in done.stdout
+def test_the_benchmarks_are_given_their_options(checkout: Path) -> None:
+    """They measure in `tests/bench/test_page.py`."""
+    done = make(checkout, "bench", "BENCH=--help")
+    assert "usage: python -m bench" in done.stdout
 
 
 @pytest.mark.slow

@@ -4,17 +4,14 @@ import json
 from collections.abc import Mapping, Sequence
 
 from bench.measure import MeasurementError, Stage
-from tests.programs import run_program
+from tests.programs import code_of, run_program
 
 
 def run_forked(
     command: Sequence[str], *, environment: Mapping[str, str] | None = None, timeout_seconds: float = 600
 ) -> dict[str, Stage]:
     """As `bench.measure.run`, without samples of the memory between stages."""
-    flag, module, *arguments = command
-    assert flag == "-m"
-    code = f"import runpy, sys; sys.argv[1:] = {arguments!r}; runpy.run_module({module!r}, run_name='__main__')"
-    done = run_program(code, timeout=timeout_seconds)
+    done = run_program(code_of(command), environment=environment, timeout=timeout_seconds)
     if done.returncode:
         raise MeasurementError(f"the process failed: {done.stderr.strip()}")
     start, *messages = map(json.loads, done.stdout.splitlines())

@@ -7,6 +7,7 @@ import pytest
 from bench import sharded
 from bench.measure import MeasurementError
 from bench.sharded import CONTENDERS, OURS, Loaded
+from tests.bench.forked import run_forked
 
 
 def test_the_table_compares_medians_with_ours() -> None:
@@ -25,6 +26,7 @@ def test_the_table_compares_medians_with_ours() -> None:
 @pytest.mark.slow
 def test_a_contender_runs_on_four_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     nbytes = sharded.write(tmp_path / "again", 64, 2)
+    monkeypatch.setattr(sharded, "run", run_forked)
     monkeypatch.setattr(sharded, "CONTENDERS", {OURS: CONTENDERS[OURS]})
     (loaded,) = sharded.measured(1, 64, 2, tmp_path)[OURS]
     assert nbytes <= loaded.read_bytes <= 1.5 * nbytes  # with what the ranks say to each other

@@ -7,6 +7,7 @@ import pytest
 from bench import sharded_saving, sharded_traffic
 from bench.measure import MeasurementError
 from bench.sharded_saving import CONTENDERS, OURS, Saved
+from tests.bench.forked import run_forked
 
 
 def test_the_table_compares_medians_with_ours() -> None:
@@ -24,6 +25,7 @@ def test_the_table_compares_medians_with_ours() -> None:
 
 @pytest.mark.slow
 def test_a_contender_runs_on_four_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sharded_saving, "run", run_forked)
     monkeypatch.setattr(sharded_saving, "CONTENDERS", {OURS: CONTENDERS[OURS]})
     (saved,) = sharded_saving.measured(1, 64, 2, tmp_path)[OURS]
     assert saved.disk_bytes > 2 * 8 * 64 * 64
@@ -34,7 +36,8 @@ def test_a_contender_runs_on_four_ranks(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 @pytest.mark.slow
-def test_ranks_send_no_more_than_their_shards_and_votes(tmp_path: Path) -> None:
+def test_ranks_send_no_more_than_their_shards_and_votes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sharded_traffic, "run", run_forked)
     stages = sharded_traffic.measure(sharded_traffic.COLUMNS, 2, tmp_path, 64, 2)
     shards = stages[0].facts["shards"]
     assert all(0 < stage.facts["votes"] < 5000 for stage in stages)

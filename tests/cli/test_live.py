@@ -2,8 +2,6 @@
 
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -15,6 +13,7 @@ from typer.testing import CliRunner, Result
 
 import modelstate as ms
 from modelstate.cli.main import app as cli
+from tests.programs import Program, code_of
 from tests.serve.serving import TOKEN, App, serving
 from tests.serve.stores import damage, linear, save
 
@@ -170,25 +169,26 @@ class Command:
     """`modelstate live follow` as a process."""
 
     def __init__(self, directory: str, url: str, *options: str) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "modelstate", "live", "follow", directory, url, "--poll", "0.02", *options],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            stdin=subprocess.DEVNULL,
-            text=True,
-            env={**os.environ, "PYTHONPATH": str(Path(ms.__file__).parent.parent), "OMP_NUM_THREADS": "1"},
-        )
+        command = ["-m", "modelstate", "live", "follow", directory, url, "--poll", "0.02", *options]
+        token = {"MODELSTATE_TOKEN": os.environ["MODELSTATE_TOKEN"]}
+        self.process = Program(code_of(command), environment=token, finalizes=True)
+        self._read = 0
 
-    def line(self) -> str:
-        assert self.process.stdout is not None
-        return self.process.stdout.readline()
+    def line(self, stream: str = "out") -> str:
+        """Returns the next line that it writes to one of its streams; "" where it has ended."""
+        while not (found := self.process.written(stream)[self._read :].partition("\n"))[1]:
+            if self.process.has_ended:
+                return ""
+            time.sleep(0.01)
+        self._read += len(found[0]) + 1 if stream == "out" else 0
+        return found[0]
 
     def end(self, number: int | None = None) -> tuple[int, str, str]:
-        """Exit code, and what was written that nobody has read yet."""
+        """Exit code, and what was written to the standard output after the last `line`, and to that of errors."""
         if number is not None:
-            self.process.send_signal(number)
-        out, err = self.process.communicate(timeout=SECONDS)
-        return self.process.returncode, out, err
+            os.kill(self.process.pid, number)
+        done = self.process.wait(SECONDS)
+        return done.returncode, done.stdout[self._read :], done.stderr
 
 
 @pytest.fixture
@@ -201,9 +201,7 @@ def command() -> Iterator[Callable[..., Command]]:
 
     yield start
     for one in made:
-        if one.process.poll() is None:
-            one.process.kill()
-            one.process.communicate()
+        one.process.kill()
 
 
 @pytest.mark.slow
@@ -286,8 +284,7 @@ def test_a_signal_while_the_app_is_at_a_swap(
 @pytest.mark.slow
 def test_a_store_that_comes_later(app: App, tmp_path: Path, command: Callable[..., Command]) -> None:
     process = command(str(tmp_path / "later"), app.url)
-    assert process.process.stderr is not None
-    assert "does not exist" in process.process.stderr.readline()
+    assert "does not exist" in process.line("err")
     with ms.Store(tmp_path / "later") as store:
         save(store, 1)
     assert process.line().startswith("step 1: version 2 serves")

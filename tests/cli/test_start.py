@@ -1,9 +1,11 @@
 """Help, error pages, and descriptions of safetensors files and stores need no torch, whose import takes a second."""
 
+import json
 import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -15,13 +17,44 @@ from typer.testing import CliRunner
 import modelstate as ms
 from modelstate.cli.main import app
 
+Run = Callable[..., subprocess.CompletedProcess[str]]
+
+FORKS = """
+import json, os, sys
+from modelstate.cli.main import main
+
+for line in sys.stdin:
+    arguments, cwd, *paths = json.loads(line)
+    if not (child := os.fork()):
+        for descriptor, path in enumerate(paths, 1):
+            os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), descriptor)
+        os.chdir(cwd)
+        sys.argv[1:] = arguments
+        sys.exit(main())
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+"""
+"""Runs commands in forks of one interpreter, which is started once."""
+
 
 @pytest.fixture(scope="module")
-def without_torch(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """An environment in which `import torch` fails."""
+def without_torch(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
+    """Runs commands where `import torch` fails."""
     directory = tmp_path_factory.mktemp("torch")
     (directory / "torch.py").write_text("raise ImportError('torch was imported')\n")
-    return {**os.environ, "PYTHONPATH": os.pathsep.join([str(directory), *filter(None, sys.path)])}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(directory), *filter(None, sys.path)])}
+    paths = [str(directory / name) for name in ("out", "err")]
+    with subprocess.Popen(
+        [sys.executable, "-c", FORKS], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as forks:
+
+        def run(arguments: str, cwd: Path = directory) -> subprocess.CompletedProcess[str]:
+            assert forks.stdin is not None
+            assert forks.stdout is not None
+            print(json.dumps([arguments.split(), str(cwd), *paths]), file=forks.stdin, flush=True)
+            code = int(forks.stdout.readline())
+            return subprocess.CompletedProcess(arguments, code, *(Path(path).read_text() for path in paths))
+
+        yield run
 
 
 @pytest.mark.parametrize(
@@ -38,9 +71,8 @@ def without_torch(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         ("nosuch", 2, "No such command"),
     ],
 )
-def test_it_needs_no_torch(without_torch: dict[str, str], arguments: str, code: int, says: str) -> None:
-    command = [sys.executable, "-m", "modelstate", *arguments.split()]
-    ended = subprocess.run(command, env=without_torch, capture_output=True, text=True, timeout=60)
+def test_it_needs_no_torch(without_torch: Run, arguments: str, code: int, says: str) -> None:
+    ended = without_torch(arguments)
     assert (ended.returncode, says in ended.stdout + ended.stderr) == (code, True), ended
 
 
@@ -95,14 +127,9 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ],
 )
 def test_these_formats_need_no_torch(
-    without_torch: dict[str, str],
-    checkpoints: Path,
-    arguments: str,
-    code: int,
-    monkeypatch: pytest.MonkeyPatch,
+    without_torch: Run, checkpoints: Path, arguments: str, code: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    command = [sys.executable, "-m", "modelstate", *arguments.split()]
-    ended = subprocess.run(command, env=without_torch, cwd=checkpoints, capture_output=True, text=True, timeout=60)
+    ended = without_torch(arguments, checkpoints)
     monkeypatch.chdir(checkpoints)
     with_torch = CliRunner().invoke(app, arguments.split())
     assert ended.returncode == with_torch.exit_code == code, ended.stderr
@@ -114,8 +141,7 @@ def _without_times(text: str) -> str:
     return re.sub(r"[\d.]+ (?:ms|µs|s)$", "TIME", text, flags=re.MULTILINE)
 
 
-def test_other_formats_do(without_torch: dict[str, str], tmp_path: Path) -> None:
+def test_other_formats_do(without_torch: Run, tmp_path: Path) -> None:
     torch.save({"w": torch.ones(1)}, tmp_path / "x.pt")
-    command = [sys.executable, "-m", "modelstate", "inspect", str(tmp_path / "x.pt")]
-    ended = subprocess.run(command, env=without_torch, capture_output=True, text=True, timeout=60)
+    ended = without_torch("inspect x.pt", tmp_path)
     assert "torch was imported" in ended.stderr

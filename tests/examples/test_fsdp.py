@@ -1,12 +1,11 @@
-"""The example of a sharded model, on four ranks as its docstring starts it."""
+"""The example of a sharded model, on four ranks."""
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
+from tests.programs import RANKS, run_program
 
 pytestmark = pytest.mark.slow
 
@@ -17,16 +16,8 @@ def test_each_rank_holds_a_quarter_and_the_output_is_that_of_the_whole_model(
     real_file: Callable[[str], Path],
 ) -> None:
     real_file("minilm")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "4"]
-    done = subprocess.run(
-        [*command, "examples/fsdp.py"],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    imported = "torch.distributed.fsdp transformers.models.bert.modeling_bert"
+    done = run_program(RANKS, 4, imported, "examples/fsdp.py", cwd=ROOT)
     assert done.returncode == 0, done.stderr[-4000:]
     assert "103 of 103 slots filled" in done.stdout
     assert "4 ranks: 90.9 MB read" in done.stdout

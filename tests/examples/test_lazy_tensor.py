@@ -1,10 +1,13 @@
 """The story of a tensor that is None at first: killed, and resumed with and without it."""
 
 import importlib.util
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.programs import code_of, run_program
 
 pytestmark = pytest.mark.slow
 
@@ -26,11 +29,21 @@ def example() -> Any:
 def runs(example: Any, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     """Each in processes of its own, the last two killed by SIGKILL."""
     folder = tmp_path_factory.mktemp("runs")
-    return {
-        "uninterrupted": example.in_a_process("modelstate", folder / "whole"),
-        "stock": example.in_a_process("stock", folder / "stock", example.KILLED),
-        "modelstate": example.in_a_process("modelstate", folder / "modelstate", example.KILLED),
-    }
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(example.subprocess, "run", run_forked)
+        return {
+            "uninterrupted": example.in_a_process("modelstate", folder / "whole"),
+            "stock": example.in_a_process("stock", folder / "stock", example.KILLED),
+            "modelstate": example.in_a_process("modelstate", folder / "modelstate", example.KILLED),
+        }
+
+
+def run_forked(command: list[str], check: bool) -> subprocess.CompletedProcess[str]:
+    """As `subprocess.run` of an interpreter."""
+    done = run_program(code_of(command[1:]))
+    if check:
+        done.check_returncode()
+    return done
 
 
 def test_the_resumed_run_is_the_uninterrupted_one_to_the_last_bit(runs: Runs, example: Any) -> None:

@@ -65,7 +65,7 @@ def expected(folder: Path) -> Expected:
 @pytest.fixture(scope="module")
 def server(folder: Path) -> Iterator[Server]:
     (folder / "token").write_text(f"{TOKEN}\n")
-    token = ["--token-file", str(folder / "token"), "--client-seconds", "8"]
+    token = ["--token-file", str(folder / "token"), "--client-seconds", "4"]
     with serving(folder / "checkpoints", *token, environment={"MODELSTATE_TOKEN": "another"}) as started:
         yield started
         assert started.end() == 0
@@ -90,9 +90,9 @@ def test_every_answer_is_that_of_the_version_it_names_while_weights_are_swapped(
 ) -> None:
     requests, swaps = (counted(client, f"modelstate_{name}_total") for name in ("requests", "swaps"))
     taken = counted(client, "modelstate_swap_seconds_count")
-    done = load(server.port, 500, 10, readers=3)
+    done = load(server.port, 200, 10, readers=3)
     assert done.failed == []
-    assert len(done.answers) == 500
+    assert len(done.answers) == 200
     assert done.wrong(expected) == []
     assert all(order == sorted(order) for order in done.orders)
     seen = Counter(str(version) for _, version, _ in done.answers)

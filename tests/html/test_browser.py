@@ -27,12 +27,18 @@ def browser() -> Iterator[Any]:
         browser.close()
 
 
-@pytest.fixture
-def opened(browser: Any, tmp_path: Path) -> Iterator[Any]:
-    """A page of 10,000 tensors; at the end it must have no error, and must have requested nothing but itself."""
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A page of 10,000 tensors."""
     tensors = {f"layers.{i // 20}.w.{i % 20}": torch.zeros(i % 7 + 1) for i in range(9_999)}
-    path = tmp_path / "page.html"
+    path: Path = tmp_path_factory.mktemp("large") / "page.html"
     path.write_text(ms.inspect({**tensors, f"head.{HOSTILE}": torch.zeros(100)}).to_html())
+    return path
+
+
+@pytest.fixture
+def opened(browser: Any, large: Path) -> Iterator[Any]:
+    """The large page; at the end it must have no error, and must have requested nothing but itself."""
     context = browser.new_context(color_scheme="light", viewport={"width": 1400, "height": 900})
     page = context.new_page()
     errors: list[str] = []
@@ -40,10 +46,10 @@ def opened(browser: Any, tmp_path: Path) -> Iterator[Any]:
     page.on("console", lambda message: errors.append(message.text))
     page.on("pageerror", lambda error: errors.append(str(error)))
     page.on("request", lambda request: requests.append(request.url))
-    page.goto(path.as_uri())
+    page.goto(large.as_uri())
     yield page
     assert not errors
-    assert set(requests) == {path.as_uri()}
+    assert set(requests) == {large.as_uri()}
     assert page.title() != "run"
     context.close()
 
