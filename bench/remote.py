@@ -31,6 +31,8 @@ BUCKET = "bucket"
 URL = f"s3://{BUCKET}"
 HEAD = "| call | requests | bytes up | bytes down |\n|---|---|---|---|"
 STEPS = 1_000
+WIDTH = 1_024
+"""Of the matrices that are saved."""
 
 
 @contextmanager
@@ -109,7 +111,7 @@ def load_shard(url: str) -> None:
 
 def saving(proxy: FaultProxy) -> None:
     """Prints the table of saves."""
-    state = {f"layer{number}": torch.randn(1024, 1024) for number in range(16)}
+    state = {f"layer{number}": torch.randn(WIDTH, WIDTH) for number in range(16)}
     nbytes = sum(tensor.nbytes for tensor in state.values())
     print(f"\n{HEAD}")
     count(proxy, f"`ms.save`, {nbytes:,} bytes of tensors", lambda: ms.save(state, f"{URL}/b.safetensors"))

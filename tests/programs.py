@@ -1,12 +1,13 @@
 """Programs in processes of their own, forked from one that has imported torch: an import takes seconds, a fork 50 ms.
 
-For programs that need a new interpreter (other environment variables, `atexit`, limits of memory, imports that are
-measured) tests use `subprocess`.
+For programs that need a new interpreter (limits of memory, imports that are measured) there are `Forks` of one, and
+`subprocess`.
 """
 
 import atexit
 import ctypes
 import gc
+import json
 import os
 import pkgutil
 import signal
@@ -131,6 +132,56 @@ def code_of(command: Sequence[str]) -> str:
     kind, arguments = ("module", command[1:]) if command[0] == "-m" else ("path", command)
     name, *given = map(str, arguments)
     return f"import runpy, sys; sys.argv[1:] = {given!r}; runpy.run_{kind}({name!r}, run_name='__main__')"
+
+
+FORKS = """
+import json, os, sys
+
+{preamble}
+for line in sys.stdin:
+    code, arguments, cwd, *paths = json.loads(line)
+    if not (child := os.fork()):
+        for descriptor, path in enumerate(paths, 1):
+            os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), descriptor)
+        os.chdir(cwd)
+        sys.argv[1:] = arguments
+        exec(compile(code, "<string>", "exec"), {{"__name__": "__main__"}})
+        sys.exit()
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+"""
+
+
+class Forks:
+    """Forks of one new interpreter, for programs that must not find all that `Program` has imported.
+
+    Args:
+        preamble: What the interpreter runs before it is forked.
+        environment: The environment of the interpreter in place of that of the tests.
+    """
+
+    def __init__(self, preamble: str, environment: Mapping[str, str] | None = None) -> None:
+        self._folder = tempfile.TemporaryDirectory()
+        command = [sys.executable, "-c", FORKS.format(preamble=preamble)]
+        self._process = subprocess.Popen(
+            command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+
+    def run(self, code: str, *arguments: object, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+        """Runs code as with `python -c`."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        paths = [str(Path(self._folder.name, name)) for name in ("out", "err")]
+        given = [str(argument) for argument in arguments]
+        print(json.dumps([code, given, str(cwd or Path.cwd()), *paths]), file=self._process.stdin, flush=True)
+        status = int(self._process.stdout.readline())
+        return subprocess.CompletedProcess(given, status, *(Path(path).read_text() for path in paths))
+
+    def __enter__(self) -> "Forks":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.communicate()  # it ends at the end of its input
+        self._folder.cleanup()
 
 
 RANKS = """

@@ -1,16 +1,17 @@
 """Who may import whom, and what an import does: nothing but define names."""
 
 import ast
+import functools
 import importlib
 import json
-import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 import modelstate
+from tests.programs import Forks
 
 SOURCE = Path(modelstate.__file__).parent
 
@@ -52,6 +53,7 @@ ROOMS = (
 )
 """From the ground up: a room imports from itself and from the rooms above it in this list."""
 LEVEL = {name: level for level, names in enumerate(ROOMS) for name in names}
+Fresh = Callable[[str], dict[str, object]]
 FILES = sorted(path for path in SOURCE.rglob("*.py") if path != SOURCE / "__init__.py")
 
 
@@ -65,10 +67,15 @@ def exists(parts: tuple[str, ...]) -> bool:
     return place.is_dir() or place.with_suffix(".py").exists()
 
 
+@functools.cache
+def nodes_of(path: Path) -> list[ast.AST]:
+    return [*ast.walk(ast.parse(path.read_text()))]
+
+
 def imports_of(path: Path) -> Iterator[tuple[int, tuple[str, ...]]]:
     """Line and dotted name of everything that a file imports, also inside functions and `TYPE_CHECKING`."""
     package = dotted(path) if path.name == "__init__.py" else dotted(path)[:-1]
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes_of(path):
         if isinstance(node, ast.Import):
             for alias in node.names:
                 yield node.lineno, tuple(alias.name.split("."))
@@ -141,12 +148,7 @@ OPENS_BY_ITSELF = {
 
 @pytest.mark.slow
 def test_files_are_opened_in_one_way() -> None:
-    calls = {
-        (path, node.func)
-        for path in FILES
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.Call)
-    }
+    calls = {(path, node.func) for path in FILES for node in nodes_of(path) if isinstance(node, ast.Call)}
     found = {
         path.relative_to(SOURCE).as_posix()
         for path, called in calls
@@ -185,14 +187,21 @@ def test_the_top_level_is_small() -> None:
     assert len(modelstate.__all__) <= 45
 
 
-def fresh(code: str) -> dict[str, object]:
-    """What a program prints as JSON on its last line, run in a fresh process."""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    return json.loads(done.stdout.splitlines()[-1])
+@pytest.fixture(scope="module")
+def fresh() -> Iterator[Fresh]:
+    """Returns what a program prints as JSON on its last line, run in a process that has imported torch alone."""
+
+    def run(code: str) -> dict[str, object]:
+        done = forks.run(code)
+        done.check_returncode()
+        return json.loads(done.stdout.splitlines()[-1])
+
+    with Forks("import torch") as forks:
+        yield run
 
 
 @pytest.mark.slow
-def test_an_import_pulls_in_nothing_of_the_library() -> None:
+def test_an_import_pulls_in_nothing_of_the_library(fresh: Fresh) -> None:
     found = fresh(
         "import json, sys, torch\n"
         "before = set(sys.modules)\n"
@@ -203,7 +212,7 @@ def test_an_import_pulls_in_nothing_of_the_library() -> None:
 
 
 @pytest.mark.slow
-def test_what_the_public_names_pull_in() -> None:
+def test_what_the_public_names_pull_in(fresh: Fresh) -> None:
     found = fresh(
         "import json, sys, torch\n"
         "before = set(sys.modules)\n"
@@ -223,7 +232,7 @@ def test_what_the_public_names_pull_in() -> None:
 
 
 @pytest.mark.slow
-def test_the_first_use_of_a_loop_imports_nothing(tmp_path: Path) -> None:
+def test_the_first_use_of_a_loop_imports_nothing(fresh: Fresh, tmp_path: Path) -> None:
     """What a training loop calls is imported where its names are looked up, and its stores are made."""
     found = fresh(
         "import json, sys, torch\n"
@@ -247,7 +256,7 @@ def test_the_first_use_of_a_loop_imports_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_an_import_changes_nothing() -> None:
+def test_an_import_changes_nothing(fresh: Fresh) -> None:
     code = """
 import json, os, threading, warnings
 import torch

@@ -1,13 +1,11 @@
 """Load, save, convert, store and resume without the calls that only Linux has, or only a new one."""
 
-import os
-import subprocess
-import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-import modelstate
+from tests.programs import Forks
 
 pytestmark = pytest.mark.slow
 
@@ -206,14 +204,15 @@ print("done")
 """
 
 
+@pytest.fixture(scope="module")
+def forks() -> Iterator[Forks]:
+    """Processes that have imported torch, and nothing of modelstate."""
+    with Forks("import numpy, safetensors.torch, torch, torch._dynamo") as forks:
+        yield forks
+
+
 @pytest.mark.parametrize("system", [MACOS, OLD_LINUX], ids=["macos", "old_linux"])
-def test_without_what_only_a_new_linux_has(system: str, tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", BEFORE + system + PROGRAM, str(tmp_path)],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONPATH": str(Path(modelstate.__file__).parent.parent)},
-        check=False,
-    )
+def test_without_what_only_a_new_linux_has(system: str, forks: Forks, tmp_path: Path) -> None:
+    done = forks.run(BEFORE + system + PROGRAM, tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.endswith("done\n")

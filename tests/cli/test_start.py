@@ -1,11 +1,9 @@
 """Help, error pages, and descriptions of safetensors files and stores need no torch, whose import takes a second."""
 
-import json
 import os
 import re
-import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,45 +14,19 @@ from typer.testing import CliRunner
 
 import modelstate as ms
 from modelstate.cli.main import app
+from tests.programs import Forks
 
-Run = Callable[..., subprocess.CompletedProcess[str]]
-
-FORKS = """
-import json, os, sys
-from modelstate.cli.main import main
-
-for line in sys.stdin:
-    arguments, cwd, *paths = json.loads(line)
-    if not (child := os.fork()):
-        for descriptor, path in enumerate(paths, 1):
-            os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), descriptor)
-        os.chdir(cwd)
-        sys.argv[1:] = arguments
-        sys.exit(main())
-    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
-"""
-"""Runs commands in forks of one interpreter, which is started once."""
+COMMAND = "import sys; from modelstate.cli.main import main; sys.exit(main())"
 
 
 @pytest.fixture(scope="module")
-def without_torch(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
+def without_torch(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forks]:
     """Runs commands where `import torch` fails."""
     directory = tmp_path_factory.mktemp("torch")
     (directory / "torch.py").write_text("raise ImportError('torch was imported')\n")
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(directory), *filter(None, sys.path)])}
-    paths = [str(directory / name) for name in ("out", "err")]
-    with subprocess.Popen(
-        [sys.executable, "-c", FORKS], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as forks:
-
-        def run(arguments: str, cwd: Path = directory) -> subprocess.CompletedProcess[str]:
-            assert forks.stdin is not None
-            assert forks.stdout is not None
-            print(json.dumps([arguments.split(), str(cwd), *paths]), file=forks.stdin, flush=True)
-            code = int(forks.stdout.readline())
-            return subprocess.CompletedProcess(arguments, code, *(Path(path).read_text() for path in paths))
-
-        yield run
+    with Forks("import modelstate.cli.main", environment) as forks:
+        yield forks
 
 
 @pytest.mark.parametrize(
@@ -71,8 +43,8 @@ def without_torch(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
         ("nosuch", 2, "No such command"),
     ],
 )
-def test_it_needs_no_torch(without_torch: Run, arguments: str, code: int, says: str) -> None:
-    ended = without_torch(arguments)
+def test_it_needs_no_torch(without_torch: Forks, arguments: str, code: int, says: str) -> None:
+    ended = without_torch.run(COMMAND, *arguments.split())
     assert (ended.returncode, says in ended.stdout + ended.stderr) == (code, True), ended
 
 
@@ -127,9 +99,9 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ],
 )
 def test_these_formats_need_no_torch(
-    without_torch: Run, checkpoints: Path, arguments: str, code: int, monkeypatch: pytest.MonkeyPatch
+    without_torch: Forks, checkpoints: Path, arguments: str, code: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ended = without_torch(arguments, checkpoints)
+    ended = without_torch.run(COMMAND, *arguments.split(), cwd=checkpoints)
     monkeypatch.chdir(checkpoints)
     with_torch = CliRunner().invoke(app, arguments.split())
     assert ended.returncode == with_torch.exit_code == code, ended.stderr
@@ -141,7 +113,7 @@ def _without_times(text: str) -> str:
     return re.sub(r"[\d.]+ (?:ms|µs|s)$", "TIME", text, flags=re.MULTILINE)
 
 
-def test_other_formats_do(without_torch: Run, tmp_path: Path) -> None:
+def test_other_formats_do(without_torch: Forks, tmp_path: Path) -> None:
     torch.save({"w": torch.ones(1)}, tmp_path / "x.pt")
-    ended = without_torch("inspect x.pt", tmp_path)
+    ended = without_torch.run(COMMAND, "inspect", "x.pt", cwd=tmp_path)
     assert "torch was imported" in ended.stderr

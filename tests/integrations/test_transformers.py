@@ -3,8 +3,6 @@
 import os
 import shutil
 import signal
-import subprocess
-import sys
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -27,6 +25,7 @@ from modelstate.errors import (
 )
 from modelstate.io import system
 from modelstate.store.record import ObjectEntry
+from tests.programs import run_program
 
 pytestmark = pytest.mark.slow
 transformers = pytest.importorskip("transformers")
@@ -492,6 +491,6 @@ for library in ("lightning", "transformers"):
     except ms.errors.PackageError as error:
         print(error)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = run_program(code)
     for library in ("lightning", "transformers"):
         assert f'pip install "modelstate[{library}]"' in done.stdout

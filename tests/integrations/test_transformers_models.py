@@ -1,8 +1,6 @@
 """Models of transformers, from what `save_pretrained` writes: what is loaded is what `from_pretrained` loads."""
 
 import copy
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,6 +12,7 @@ from torch import nn
 
 import modelstate as ms
 from modelstate.errors import OptionError, RuleError
+from tests.programs import run_program
 
 pytestmark = pytest.mark.slow
 transformers = pytest.importorskip("transformers", minversion="5")
@@ -459,8 +458,7 @@ def test_other_modules_do_not_import_transformers() -> None:
         "except ms.ModelStateError: pass\n"
         "print('transformers' in sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["False"]
+    assert run_program(code).stdout.split() == ["False"]
 
 
 # Operations that need large models, or models that are not in this version: a model that has them all.

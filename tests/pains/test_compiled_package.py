@@ -10,7 +10,7 @@ import modelstate as ms
 from modelstate.errors import LiveTargetError, WeightsError
 from tests.pains.conftest import StockFails
 from tests.programs import run_program
-from tests.serve.packages import needs_a_compiler, package_of
+from tests.serve.packages import package_of, package_of_torch, without_weights
 
 pytestmark = pytest.mark.slow
 
@@ -36,12 +36,9 @@ def ours() -> Path:
 
 
 @pytest.fixture(scope="module")
-def stocks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def stocks() -> Path:
     """What torch compiles by itself."""
-    needs_a_compiler()
-    path = tmp_path_factory.mktemp("package") / "stock.pt2"
-    torch._inductor.aoti_compile_and_package(torch.export.export(Model(), (X,)), package_path=str(path))
-    return path
+    return package_of_torch(Model(), X)
 
 
 def outcome(script: str, path: Path) -> tuple[int, str]:
@@ -90,14 +87,9 @@ def test_small_tensors_are_built_in(ours: Path, stocks: Path, stock_fails: Stock
         ms.Live(stocks).swap(state)
 
 
-def test_a_package_without_weights_is_called(tmp_path: Path, stock_fails: StockFails) -> None:
-    needs_a_compiler()
-    path = tmp_path / "bare.pt2"
-    without = {"aot_inductor.package_constants_in_so": False, "always_keep_tensor_constants": True}
-    torch._inductor.aoti_compile_and_package(
-        torch.export.export(Model(), (X,)), package_path=str(path), inductor_configs=without
-    )
-    code, said = outcome("print('loaded', flush=True)\npackage(torch.ones(4, 16))", path)
+def test_a_package_without_weights_is_called(stock_fails: StockFails) -> None:
+    path = without_weights()
+    code, said = outcome("print('loaded', flush=True)\npackage(torch.ones(3, 4))", path)
     stock_fails("a call before there are weights ends the process", said == "loaded\n" and code < 0)
 
     with pytest.raises(LiveTargetError, match="no weights"):

@@ -12,36 +12,38 @@ import modelstate as ms
 from modelstate.testing import lossy_disk
 
 SAVERS = {
-    "torch": "torch.save(state, path)",
-    "safetensors": "safetensors.torch.save_file(state, path)",
-    "ours": "ms.save(state, path)",
+    "torch": "torch.save",
+    "safetensors": "safetensors.torch.save_file",
+    "ours": "ms.save",
 }
 
 
-def syncs(how: str, path: Path) -> int:
-    """How often a save syncs the file or its directory."""
+@pytest.fixture(scope="module")
+def syncs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, int]:
+    """How often each save syncs its file or its directory."""
     if not shutil.which("strace"):
         pytest.skip("strace is not here")
-    code = f"import torch, safetensors.torch, modelstate as ms\nstate, path = {{'a': torch.ones(9)}}, {str(path)!r}\n"
-    trace = ["strace", "-f", "-qq", "-y", "-o", f"{path}.trace", "-e", "trace=fsync,fdatasync,sync_file_range,syncfs"]
-    done = subprocess.run(
-        [*trace, sys.executable, "-c", code + SAVERS[how]], capture_output=True, text=True, check=False
-    )
+    folders = {how: tmp_path_factory.mktemp(how) for how in SAVERS}
+    saves = [f"{save}({{'a': torch.ones(9)}}, {str(folders[how] / 'x')!r})" for how, save in SAVERS.items()]
+    code = "\n".join(["import torch, safetensors.torch, modelstate as ms", *saves])
+    log = tmp_path_factory.mktemp("trace") / "trace"
+    trace = ["strace", "-f", "-qq", "-y", "-o", str(log), "-e", "trace=fsync,fdatasync,sync_file_range,syncfs"]
+    done = subprocess.run([*trace, sys.executable, "-c", code], capture_output=True, text=True, check=False)
     if "ptrace" in done.stderr.lower() or done.returncode:
         pytest.skip(f"strace: {done.stderr[-200:]}")
     # With the descriptors' paths (-y): importing torch may sync files of its own.
-    return sum(str(path.parent) in line for line in Path(f"{path}.trace").read_text().splitlines())
+    return {how: log.read_text().count(str(folder)) for how, folder in folders.items()}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["torch", "safetensors"])
-def test_stock_never_syncs(tmp_path: Path, how: str) -> None:
-    assert not syncs(how, tmp_path / "x")
+def test_stock_never_syncs(syncs: dict[str, int], how: str) -> None:
+    assert syncs[how] == 0
 
 
 @pytest.mark.slow
-def test_ours_syncs_the_file_and_its_directory(tmp_path: Path) -> None:
-    assert syncs("ours", tmp_path / "x") == 2
+def test_ours_syncs_the_file_and_its_directory(syncs: dict[str, int]) -> None:
+    assert syncs["ours"] == 2
 
 
 def test_ours_is_there_after_a_power_cut(tmp_path: Path) -> None:

@@ -57,6 +57,29 @@ def package_of(module: nn.Module, *args: Any, **options: Any) -> Path:
     return path
 
 
+def package_of_torch(module: nn.Module, *args: Any, **options: Any) -> Path:
+    """As `package_of`, by torch alone, with `options` of Inductor."""
+    needs_a_compiler()
+    path = packages_folder() / f"torch-{type(module).__name__}-{_key(module, args, options)}.pt2"
+    with open(path.with_suffix(".lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not path.exists():
+            made = torch._inductor.aoti_compile_and_package(
+                torch.export.export(module, args),
+                package_path=str(path.with_suffix(".new.pt2")),
+                inductor_configs=options,
+            )
+            Path(made).rename(path)
+    return path
+
+
+def without_weights() -> Path:
+    """The path of a package into which weights have to be loaded before it is called, with a float input of 3 x 4."""
+    module = nn.Linear(4, 4)
+    module.load_state_dict({name: torch.ones_like(value) for name, value in module.state_dict().items()})
+    return package_of_torch(module, torch.ones(3, 4), **{"aot_inductor.package_constants_in_so": False})
+
+
 def _key(module: nn.Module, args: Any, options: Any) -> str:
     digest = hashlib.sha256(
         f"{torch.__version__} {module!r} {type(module).__qualname__} {module.training} {options!r}".encode()

@@ -1,10 +1,8 @@
 """`Live` over packages of AOTInductor: each version has a loaded library."""
 
-import fcntl
 import shutil
 import threading
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -25,7 +23,7 @@ from modelstate.serve.aoti import AotiTarget
 from modelstate.serve.meta_clone import state_module
 from modelstate.serve.program_file import ProgramFile, read_program_file
 from tests.serve.models import Constant, Decoder, Everything, randomised, weights_of
-from tests.serve.packages import needs_a_compiler, package_of, packages_folder
+from tests.serve.packages import needs_a_compiler, package_of, package_of_torch, without_weights
 from tests.serve.test_export import edited, rewritten
 
 X = torch.randn(3, 4, generator=torch.Generator().manual_seed(4))
@@ -60,19 +58,9 @@ class Small(nn.Module):
         return found
 
 
-def package_of_others(**options: Any) -> Path:
+def package_of_others() -> Path:
     """What AOTInductor makes of a module by itself."""
-    needs_a_compiler()
-    path = packages_folder() / f"others-{len(options)}.pt2"
-    with open(path.with_suffix(".lock"), "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not path.exists():
-            program = torch.export.export(Small(), (X,))
-            made = torch._inductor.aoti_compile_and_package(
-                program, package_path=str(path.with_suffix(".new.pt2")), inductor_configs=options
-            )
-            Path(made).rename(path)
-    return path
+    return package_of_torch(Small(), X)
 
 
 def test_both_spellings_of_names_go_in() -> None:
@@ -167,7 +155,7 @@ def test_a_package_of_others_and_what_was_inlined_in_it() -> None:
 def test_a_package_without_weights_is_refused() -> None:
     """A call of it would end the process."""
     with pytest.raises(LiveTargetError, match="no weights"):
-        ms.Live(package_of_others(**{"aot_inductor.package_constants_in_so": False}))
+        ms.Live(without_weights())
 
 
 class Folded(nn.Module):
