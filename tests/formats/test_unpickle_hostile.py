@@ -4,8 +4,6 @@ import io
 import pickle
 import pickletools
 import struct
-import subprocess
-import sys
 import tracemalloc
 import zipfile
 from pathlib import Path
@@ -23,6 +21,7 @@ from modelstate.formats.unpickle import Storage, _Machine, unpickle
 from modelstate.spec import ByteRange, StoredTensor
 from tests.formats.test_unpickle import Point, loads
 from tests.formats.torch_files import read_contents, saved, tensor
+from tests.programs import run_program
 
 
 def deep_key(levels: int) -> bytes:
@@ -243,12 +242,12 @@ def test_random_opcodes_are_a_value_or_our_error(pieces: list[bytes]) -> None:
 def test_hostile_input_in_little_memory(tmp_path: Path) -> None:
     """With 1 GB of memory and 20 seconds of time in all, in a process of its own."""
     (tmp_path / "hostile.bin").write_bytes(pickle.dumps(list(HOSTILE.values())))
-    code = f"""
+    code = """
 import pickle, resource, sys, threading
 import torch
 from modelstate import errors
 from tests.formats.test_unpickle import loads
-data = pickle.load(open({str(tmp_path / "hostile.bin")!r}, "rb"))
+data = pickle.load(open(sys.argv[1], "rb"))
 used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (used + (1 << 30),) * 2)
 resource.setrlimit(resource.RLIMIT_CPU, (60, 60))
@@ -259,8 +258,7 @@ for piece in data:
         pass
 print("survived")
 """
-    root = Path(__file__).parent.parent.parent
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=root, timeout=120)
+    done = run_program(code, tmp_path / "hostile.bin", timeout=120)
     assert done.stdout.strip() == "survived", done.stderr[-2000:]
 
 

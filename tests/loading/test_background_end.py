@@ -4,8 +4,6 @@ import gc
 import mmap
 import os
 import signal
-import subprocess
-import sys
 import textwrap
 import threading
 import time
@@ -24,6 +22,7 @@ from modelstate.loading import background
 from tests.loading.fingerprint import interrupted_at, whole
 from tests.loading.handles import SOON, Gate, Watched, ended, eventually, threads
 from tests.loading.test_load import Tied, made, other
+from tests.programs import run_program
 
 pytestmark = pytest.mark.usefixtures("no_thread_is_left")
 
@@ -354,12 +353,8 @@ EXIT = """
 def test_the_program_ends_with_a_running_handle(seconds: float, tmp_path: Path) -> None:
     path = tmp_path / "model.pt"
     torch.save(nn.Sequential(*[nn.Linear(4, 4) for _ in range(500)]).state_dict(), path)
-    code = textwrap.dedent(EXIT.format(seconds=seconds))
-    child = subprocess.Popen([sys.executable, "-c", code, str(path)], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    assert child.stdout is not None
-    assert child.stdout.readline() == b"end\n"
-    _, told = child.communicate(timeout=SOON)
-    assert (child.returncode, told) == (0, b"")
+    done = run_program(textwrap.dedent(EXIT.format(seconds=seconds)), path, timeout=SOON, finalizes=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "end\n", "")
 
 
 SLOW = """
@@ -385,12 +380,8 @@ def test_the_end_of_the_program_does_not_wait_for_all_reads(tmp_path: Path) -> N
     """4000 reads of a tenth of a second, which Python would wait for before it calls what is registered at exit."""
     path = tmp_path / "model.pt"
     torch.save(nn.Linear(2048, 2048).state_dict(), path)
-    code = [sys.executable, "-c", textwrap.dedent(SLOW), str(path)]
-    child = subprocess.Popen(code, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    assert child.stdout is not None
-    assert child.stdout.readline() == b"end\n"
-    _, told = child.communicate(timeout=SOON)
-    assert (child.returncode, told) == (0, b"")
+    done = run_program(textwrap.dedent(SLOW), path, timeout=SOON, finalizes=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "end\n", "")
 
 
 def test_in_a_forked_process_there_is_no_result(path: Path, gate: Gate) -> None:
@@ -438,7 +429,6 @@ def test_a_load_that_is_the_last_thing_that_a_program_does(tmp_path: Path) -> No
         },
         path,
     )
-    code = [sys.executable, "-c", textwrap.dedent(LAST), str(path)]
-    done = subprocess.run(code, capture_output=True, text=True, timeout=SOON)
+    done = run_program(textwrap.dedent(LAST), path, timeout=SOON, finalizes=True)
     assert done.stderr == ""
     assert done.stdout.split() == ["float32", "1.0", "bfloat16", "1.0", "float32", "2.0", "float32", "1.0"]

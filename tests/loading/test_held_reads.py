@@ -1,11 +1,9 @@
 """Loads with the default options into a live module: straight into its memory, and still all or nothing."""
 
 import errno
-import os
 import random
 import signal
 import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +20,7 @@ from modelstate.testing import Request, faulty_reads
 from tests.formats.files import evict
 from tests.io.test_held import WRITERS, writer
 from tests.io.test_lease import can_lease
+from tests.programs import run_program
 
 KIB = 1 << 10
 LEASED = "into the existing memory, directly, while a read lease holds the file"
@@ -414,13 +413,7 @@ print(sorted(ends))
 @pytest.mark.slow
 @pytest.mark.parametrize("options", ["{}", "{'dtype': torch.bfloat16}"])
 def test_a_memory_limit_that_is_hit(options: str, path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", LIMITED, str(path), options],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
+    done = run_program(LIMITED, path, options)
     assert done.returncode == 0, done.stderr[-2000:]
     assert "loaded" in done.stdout
 

@@ -3,9 +3,6 @@
 import gc
 import json
 import os
-import pty
-import subprocess
-import sys
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable
@@ -20,6 +17,7 @@ from torch import nn
 import modelstate as ms
 from modelstate import errors, problems
 from tests.loading.fingerprint import described_module, whole
+from tests.programs import run_program
 
 
 class Tied(nn.Module):
@@ -609,39 +607,39 @@ def test_other_long_calls_have_a_progress_bar(tmp_path: Path, capfd: pytest.Capt
 
 
 @pytest.mark.slow
-def test_a_progress_bar_on_a_terminal_after_half_a_second(tmp_path: Path) -> None:
+def test_a_progress_bar_on_a_terminal_after_half_a_second() -> None:
     """A terminal sees a bar for a slow load and none for a quick one; a pipe sees none."""
-    script = tmp_path / "slow.py"
-    script.write_text(
-        "import sys, time, torch, modelstate as ms\n"
-        "model = torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(4)))\n"
-        "def slow(name, tensor):\n"
-        "    time.sleep(float(sys.argv[1]))\n"
-        "    return tensor\n"
-        "ms.load(model, model.state_dict(), transform=slow)\n"
-    )
+    code = """
+import os, pty, time, torch, modelstate as ms
+os.environ.update(TERM="xterm", COLUMNS="80")
+model = torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(4)))
 
-    def run(seconds: str, terminal: bool) -> str:
-        ours, theirs = pty.openpty()
-        process = subprocess.Popen(
-            [sys.executable, str(script), seconds],
-            stderr=theirs if terminal else subprocess.PIPE,
-            env={**os.environ, "TERM": "xterm", "COLUMNS": "80"},
-        )
-        _, piped = process.communicate(timeout=60)
-        os.close(theirs)
-        os.set_blocking(ours, False)
-        try:
-            shown = os.read(ours, 1 << 16) if terminal else piped
-        except (BlockingIOError, OSError):
-            shown = b""
-        os.close(ours)
-        assert process.returncode == 0, shown
-        return shown.decode()
+def shown(seconds, terminal):
+    def slow(name, tensor):
+        time.sleep(seconds)
+        return tensor
 
-    assert "loading" in run("0.15", terminal=True)
-    assert "loading" not in run("0", terminal=True)
-    assert "loading" not in run("0.15", terminal=False)
+    ours, theirs = pty.openpty() if terminal else os.pipe()
+    stderr = os.dup(2)
+    os.dup2(theirs, 2)
+    os.close(theirs)
+    try:
+        assert os.isatty(2) == terminal
+        ms.load(model, model.state_dict(), transform=slow)
+    finally:
+        os.dup2(stderr, 2)
+    os.set_blocking(ours, False)
+    try:
+        return os.read(ours, 1 << 16).decode()
+    except OSError:
+        return ""
+
+assert "loading" in shown(0.15, terminal=True)
+assert "loading" not in shown(0, terminal=True)
+assert "loading" not in shown(0.15, terminal=False)
+"""
+    done = run_program(code)
+    assert done.returncode == 0, done.stderr
 
 
 class Tagged(nn.Parameter):

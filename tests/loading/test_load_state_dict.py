@@ -16,7 +16,7 @@ from torch.nn.utils import parametrizations
 
 import modelstate as ms
 from tests.loading.fingerprint import described_module, identities, interrupted_at, whole
-from tests.sweeps import sample
+from tests.sweeps import EXHAUSTIVE, sample
 
 
 @pytest.fixture(params=[False, True], ids=["copy", "swap"])
@@ -539,7 +539,7 @@ def test_an_interrupt_leaves_the_process_as_it_was() -> None:
     stock = nn.Module._load_from_state_dict
     state = nn.BatchNorm1d(2).state_dict()
     lines = interrupted_at(0, lambda: ms.load_state_dict(nn.BatchNorm1d(2), state))
-    for line in sample(range(1, lines), lambda line: 100 * line // lines):
+    for line in sample(range(1, lines), lambda line: 40 * line // lines):
         interrupted_at(line, lambda: ms.load_state_dict(nn.BatchNorm1d(2), state))
         assert nn.Module._load_from_state_dict is stock
         assert torch.is_grad_enabled()
@@ -563,7 +563,7 @@ def problems(draw: Any) -> dict[str, Any]:
 
 @pytest.mark.slow
 @given(problems(), st.booleans(), st.booleans(), st.booleans())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150 if EXHAUSTIVE else 50, deadline=None)
 def test_any_mixture_of_problems(changes: dict[str, Any], strict: bool, assign: bool, hooks: bool) -> None:
     if OLDER:
         changes.pop("norm.num_batches_tracked", None)

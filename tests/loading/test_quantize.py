@@ -2,10 +2,9 @@
 
 import builtins
 import copy
-import subprocess
-import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,8 @@ from torch import nn
 import modelstate as ms
 from modelstate import errors, problems
 from tests.loading.fingerprint import whole
+from tests.programs import run_program
+from tests.sweeps import EXHAUSTIVE
 
 quantization = pytest.importorskip("torchao.quantization")
 workflows = pytest.importorskip("torchao.quantization.quantize_.workflows")
@@ -55,8 +56,18 @@ def _configs() -> dict[str, Callable[[], Any]]:
 
 CONFIGS = _configs()
 every_config = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
-OTHER_DTYPES = [pytest.param(dtype, marks=pytest.mark.slow) for dtype in (torch.float16, torch.float32)]
-"""What is true of bfloat16 is true of these, in as many tests again."""
+OTHERS = (torch.float16, torch.float32)
+"""What is true of bfloat16 is true of these dtypes: some of the cases show it, and with MODELSTATE_EXHAUSTIVE=1 all."""
+
+
+def with_dtypes(name: str, values: Sequence[str], of_others: Sequence[str]) -> pytest.MarkDecorator:
+    """All values of a parameter with bfloat16, and some of them with the other dtypes."""
+    others = product(OTHERS, values if EXHAUSTIVE else of_others)
+    return pytest.mark.parametrize(
+        ("dtype", name),
+        [*product([torch.bfloat16], values), *(pytest.param(*case, marks=pytest.mark.slow) for case in others)],
+        ids=str,
+    )
 
 
 class Normed(nn.Module):
@@ -83,8 +94,7 @@ def _quantized(config: Callable[[], Any], dtype: torch.dtype) -> tuple[nn.Module
 
 
 @every_config
-@pytest.mark.parametrize("dtype", [torch.bfloat16, *OTHER_DTYPES], ids=str)
-@pytest.mark.parametrize("skeleton", ["float32", "its dtype", "quantized"])
+@with_dtypes("skeleton", ["float32", "its dtype", "quantized"], ["float32"])
 def test_what_was_saved_quantized_answers_the_same(
     tmp_path: Path, config: Callable[[], Any], dtype: torch.dtype, skeleton: str
 ) -> None:
@@ -516,11 +526,13 @@ def test_without_torchao_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch
 def test_patterns_without_quantizing_import_no_torchao() -> None:
     code = (
         "import sys, modelstate as ms, torch\n"
+        "assert 'torchao' not in sys.modules\n"
         "m = torch.nn.Linear(2, 2)\n"
         "ms.load(m, {k: v.clone() for k, v in m.state_dict().items()}, transform={'bias': lambda n, t: t * 2})\n"
         "assert 'torchao' not in sys.modules\n"
     )
-    subprocess.run([sys.executable, "-c", code], check=True)
+    done = run_program(code)
+    assert done.returncode == 0, done.stderr
 
 
 def _rows(kind: str) -> torch.Tensor:
@@ -539,8 +551,7 @@ def _rows(kind: str) -> torch.Tensor:
     return rows
 
 
-@pytest.mark.parametrize("kind", ["normal", "wide", "ties", "one sign", "zeros"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, *OTHER_DTYPES], ids=str)
+@with_dtypes("kind", ["normal", "wide", "ties", "one sign", "zeros"], ["wide", "ties"])
 @pytest.mark.parametrize(
     "name", ["int8 per channel", "int8 per group", "int8 and activations", "float8 per row", "intx, 4 bits per group"]
 )
