@@ -1,16 +1,22 @@
 """Two states, the ways to save them, and what is at a path: one of the two, in full."""
 
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import modelstate as ms
+from tests.sweeps import EXHAUSTIVE
 
 NAME = "x.safetensors"
 LENGTH = 4
 """Elements of the shortest tensor."""
 KINDS: dict[str, dict[str, Any]] = {"file": {}, "shards": {"shard_size_bytes": 100}, "more": {"shard_size_bytes": 30}}
+PAIRS = [("file", "file"), ("file", "shards"), ("shards", "shards"), ("shards", "more"), ("more", "file")]
+"""What was saved first and what is saved over it: each kind as old and as new."""
+if EXHAUSTIVE:
+    PAIRS = list(product(KINDS, KINDS))
 
 
 def state(version: int) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from modelstate.objects.restore import restore_objects
 from tests.loading.fingerprint import interrupted_at
 from tests.objects.nets import trained
 from tests.store.training import Positions, Random, Run, everything, kept, state_of
+from tests.sweeps import spread
 
 
 class Failing(Positions):
@@ -180,7 +181,7 @@ def test_an_interrupt_at_any_line_leaves_all_of_the_old_or_all_of_the_new() -> N
     assert state_of(run.objects) == new
     assert lines > 1000
     kinds = set()
-    for line in range(1, lines, max(lines // 150, 1)):
+    for line in spread(range(1, lines), 75):
         restore_objects(run.objects, old)
         was = everything(run.objects)
         assert was["state"] != new

@@ -109,7 +109,7 @@ def test_edited_manifests(tmp_path: Path, name: str) -> None:
     assert read_all(path)
     every = list(places(manifest))
     outcomes = set()
-    for _ in range(600):
+    for _ in range(300):
         made = edited(manifest, draw.choice(every), draw)
         save_file(tensors, path, metadata={KEY: json.dumps(made)})
         outcomes.add(read_all(path))
@@ -125,7 +125,7 @@ def nested(depth: int) -> Any:
 
 LARGE: dict[str, Callable[[], Any]] = {
     "deep": lambda: {"tree": nested(300)},
-    "the same tensor often": lambda: {"tree": {"list": ["a"] * 1_000_000}},
+    "the same tensor often": lambda: {"tree": {"list": ["a"] * 200_000}},
     "keys of one hash": lambda: {"tree": {"dict": [[n * (2**61 - 1), {"value": 1}] for n in range(100_000)]}},
     "digests": lambda: {
         "digests": {"algorithm": "xxh3-128", "block_bytes": 4 << 20, "tensors": {"a": "0" * 10_000_000}}
@@ -151,7 +151,7 @@ def test_large_ones_take_little(tmp_path: Path, name: str) -> None:
     save_file({"a": torch.ones(2)}, tmp_path / NAME, metadata={KEY: json.dumps({"format": 1, **LARGE[name]()})})
     begin = time.process_time()
     if name == "the same tensor often":
-        assert len(ms.open(tmp_path / NAME)) == 1_000_000
+        assert len(ms.open(tmp_path / NAME)) == 200_000
     else:
         with pytest.raises(ms.ModelStateError):
             ms.open(tmp_path / NAME).tensor("w")
@@ -167,7 +167,7 @@ def test_edited_indexes(tmp_path: Path) -> None:
     said["metadata"][KEY] = json.loads(said["metadata"][KEY])
     draw, outcomes = random.Random(3), set()
     every = list(places(said))
-    for _ in range(400):
+    for _ in range(200):
         made = edited(said, draw.choice(every), draw)
         if isinstance(made.get("metadata"), dict) and KEY in made["metadata"]:
             made["metadata"][KEY] = json.dumps(made["metadata"][KEY])

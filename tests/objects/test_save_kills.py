@@ -2,7 +2,6 @@
 
 import os
 import signal
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,7 @@ import pytest
 
 import modelstate as ms
 from modelstate.testing import Request, faulty_writes
-from tests.objects.saves import KINDS, NAME, contents, save, version_at
+from tests.objects.saves import NAME, PAIRS, contents, save, version_at
 from tests.programs import CONTEXT, as_process_of_its_own, run_program
 from tests.sweeps import sample
 
@@ -46,16 +45,24 @@ def kill_at_every_call(tmp_path: Path, old: str, new: str) -> None:
 SWEEP = """
 import sys
 from pathlib import Path
+from modelstate.formats import block_writer
+from tests.objects import saves
 from tests.objects.test_save_kills import kill_at_every_call
-kill_at_every_call(Path(sys.argv[1]), *sys.argv[2:])
+
+_, directory, old, new, past_page_cache = sys.argv
+if past_page_cache == "True":  # as large files are written
+    block_writer.LEAST_BYTES, saves.LENGTH = 0, 3000
+kill_at_every_call(Path(directory), old, new)
 """
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("old", "new"), list(product(KINDS, KINDS)))
-def test_a_kill_at_every_call(tmp_path: Path, old: str, new: str) -> None:
+@pytest.mark.parametrize(
+    ("old", "new", "past_page_cache"), [*((old, new, False) for old, new in PAIRS), ("shards", "shards", True)]
+)
+def test_a_kill_at_every_call(tmp_path: Path, old: str, new: str, past_page_cache: bool) -> None:
     """In a small process: to fork one with all the modules of the tests takes longer than a save."""
-    done = run_program(SWEEP, tmp_path, old, new)
+    done = run_program(SWEEP, tmp_path, old, new, past_page_cache)
     assert done.returncode == 0, done.stderr
 
 

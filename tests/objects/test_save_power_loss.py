@@ -1,13 +1,12 @@
 """After a power cut at any point of a save, the old checkpoint or the new one is there in full."""
 
-from itertools import product
 from pathlib import Path
 
 import pytest
 
 from modelstate.io import system
 from modelstate.testing import LossyDisk, lossy_disk
-from tests.objects.saves import KINDS, NAME, save, version_at
+from tests.objects.saves import KINDS, NAME, PAIRS, save, version_at
 
 SEEDS = range(4)
 
@@ -21,7 +20,7 @@ def recorded(directory: Path, old: str, new: str) -> LossyDisk:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("old", "new"), product(KINDS, KINDS))
+@pytest.mark.parametrize(("old", "new"), PAIRS)
 def test_old_or_new_at_every_point(tmp_path: Path, old: str, new: str) -> None:
     disk = recorded(tmp_path / "disk", old, new)
     seen = set()

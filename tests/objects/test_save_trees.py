@@ -170,9 +170,9 @@ def test_the_torch_format(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_many_small_tensors(tmp_path: Path) -> None:
-    state = {f"layers.{n}.bias": torch.full((2,), float(n)) for n in range(100_000)}
+    state = {f"layers.{n}.bias": torch.full((2,), float(n)) for n in range(20_000)}
     ms.save(state, tmp_path / NAME)
     checkpoint = ms.open(tmp_path / NAME)
-    assert len(checkpoint) == 100_000
-    assert checkpoint.verify() == 800_000
-    assert checkpoint.tensor("layers.99999.bias").tolist() == [99999.0] * 2
+    assert len(checkpoint) == 20_000
+    assert checkpoint.verify() == 160_000
+    assert checkpoint.tensor("layers.19999.bias").tolist() == [19999.0] * 2

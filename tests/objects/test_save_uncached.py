@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import modelstate as ms
@@ -17,12 +17,11 @@ from modelstate.formats.block_writer import past_page_cache, write_blocks
 from modelstate.io import system
 from modelstate.io.atomic import new_file
 from modelstate.io.linux import cached_share
-from modelstate.testing import faulty_writes, lossy_disk
+from modelstate.testing import lossy_disk
 from tests.objects import saves
 from tests.objects.saves import NAME, save, version_at
 from tests.objects.test_save_faults import sweep
-from tests.objects.test_save_kills import killed_at
-from tests.sweeps import sample
+from tests.sweeps import EXHAUSTIVE, spread
 
 BLOCK_BYTES = 4 << 20
 
@@ -75,6 +74,7 @@ def system_flags(descriptor: int) -> int:
 
 
 @pytest.mark.slow
+@settings(max_examples=settings().max_examples if EXHAUSTIVE else 30)
 @given(
     start=st.integers(1, 9000),
     sizes=st.lists(st.sampled_from([0, 1, 7, 4095, 4096, 4097, 12288, BLOCK_BYTES, BLOCK_BYTES + 5]), max_size=8),
@@ -173,27 +173,12 @@ def test_a_power_cut_at_every_call(tmp_path: Path, kind: str) -> None:
     save(tmp_path / "disk", 1, kind)
     with lossy_disk(tmp_path / "disk") as disk:
         save(tmp_path / "disk", 2, kind)
-    for point in range(len(disk.calls) + 1):
+    for point in {*spread(range(len(disk.calls)), 25), len(disk.calls)}:
         for keep in ("synced", "everything", 1, 2):
             into = tmp_path / "after"
             disk.write(into, point, keep)
             assert version_at(into / NAME) in ((2,) if point == len(disk.calls) else (1, 2))
             shutil.rmtree(into)
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:This process.*multi-threaded:DeprecationWarning")
-def test_a_kill_at_every_call(tmp_path: Path) -> None:
-    save(tmp_path, 1, "shards")
-    with faulty_writes() as clean:
-        save(tmp_path, 2, "shards")
-    seen = []
-    for request in sample(clean.requests, lambda request: request.call):
-        save(tmp_path, 1, "shards")
-        assert killed_at(request.number, tmp_path, 2, "shards")
-        seen.append(version_at(tmp_path / NAME))
-    assert seen == sorted(seen)
-    assert set(seen) == {1, 2}
 
 
 @pytest.mark.parametrize(("least", "is_cached"), [(8 << 20, True), (2 << 20, False)])

@@ -354,15 +354,14 @@ if __name__ == "__main__":
     [("fork", True, True), ("fork", True, False), ("fork", False, True), ("spawn", True, False)],
 )
 def test_the_end_of_a_child_says_what_was_not_saved(tmp_path: Path, method: str, fails: bool, is_used: bool) -> None:
-    script = tmp_path / "script.py"  # the other methods import it
-    script.write_text(CHILD)
-    done = subprocess.run(
-        [sys.executable, script, tmp_path / "store", method, str(fails), str(is_used)],
-        stderr=subprocess.PIPE,
-        text=True,
-        timeout=120,
-        check=True,
-    )
+    given = (tmp_path / "store", method, str(fails), str(is_used))
+    if method == "fork":
+        done = program(CHILD, *given)
+    else:
+        script = tmp_path / "script.py"  # the other methods import it
+        script.write_text(CHILD)
+        done = subprocess.run([sys.executable, script, *given], stderr=subprocess.PIPE, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
     assert done.stderr.count("modelstate: step 2 was not saved: ") == fails, done.stderr
     assert ms.Store(tmp_path / "store").verify() == ({1: ""} if fails else {1: "", 2: ""})
 

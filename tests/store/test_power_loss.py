@@ -9,6 +9,7 @@ import modelstate as ms
 from modelstate.testing import lossy_disk
 from tests.store.common import litter
 from tests.store.killed import Job
+from tests.sweeps import spread
 
 SEEDS = (1,)
 
@@ -42,7 +43,7 @@ def test_at_every_point(tmp_path: Path) -> None:
     with lossy_disk(tmp_path / "disk") as disk:
         saves(tmp_path / "disk", Job(), reported, disk.calls)
     everything = list(reported.values())
-    for point in range(len(disk.calls) + 1):
+    for point in {*spread(range(len(disk.calls)), 40), len(disk.calls)}:
         newest = sum(after <= point for after in reported) - 1
         for keep in ("synced", "everything", *SEEDS):
             into: Any = tmp_path / f"{point}-{keep}"
