@@ -135,9 +135,10 @@ def code_of(command: Sequence[str]) -> str:
 
 
 FORKS = """
-import json, os, sys
+import atexit, gc, json, os, sys, traceback
 
 {preamble}
+gc.freeze()
 for line in sys.stdin:
     code, arguments, cwd, *paths = json.loads(line)
     if not (child := os.fork()):
@@ -145,8 +146,17 @@ for line in sys.stdin:
             os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), descriptor)
         os.chdir(cwd)
         sys.argv[1:] = arguments
-        exec(compile(code, "<string>", "exec"), {{"__name__": "__main__"}})
-        sys.exit()
+        status = 0
+        try:
+            exec(compile(code, "<string>", "exec"), {{"__name__": "__main__"}})
+        except SystemExit as ended:
+            status = ended.code or 0
+        except BaseException:
+            traceback.print_exc()
+            status = 1
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        os._exit(status)
     print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 """
 

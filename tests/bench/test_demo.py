@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from bench import demo
+from tests.programs import code_of, run_program
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -103,14 +104,8 @@ socket.create_connection(server.getsockname()).close()
 def test_the_demo_from_beginning_to_end(tmp_path: Path, no_network: tuple[dict[str, str], Path]) -> None:
     need_the_extra()
     environment, log = no_network
-    done = subprocess.run(
-        [sys.executable, "-m", "bench.demo", "--runs", "1"],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=ROOT,
-        env=environment,
-    )
+    code = code_of(["-m", "bench.demo", "--runs", "1"])
+    done = run_program(f"{NO_NETWORK}\n{code}", cwd=ROOT, environment=environment)
     assert done.returncode == 0, done.stderr
     assert not log.exists(), log.read_text()
     lines = done.stdout.splitlines()

@@ -16,6 +16,7 @@ from modelstate import errors
 from modelstate import problems as causes
 from modelstate.cli.main import app
 from modelstate.cli.spelling import as_text, of_error, of_problems, rule_as_options
+from tests.programs import run_program
 
 MODULE = """
 import torch
@@ -194,7 +195,7 @@ import torch, {module} as made
 torch.manual_seed(0)
 torch.save({{"model": made.tiny().state_dict(), "settings": made.Settings()}}, "settings.pt")
 """
-    os.system(f"{shlex.quote(sys.executable)} -c {shlex.quote(code)}")
+    run_program(code, cwd=project)
     for arguments in (["inspect"], ["plan", "FACTORIES:tiny"], ["load", "FACTORIES:tiny"]):
         command = [*arguments, "settings.pt", "--key", "model"]
         done = run(*command)

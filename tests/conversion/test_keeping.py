@@ -1,6 +1,5 @@
 """`reference_keeping`: `.to()` and its kin on an unchanged model."""
 
-import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -15,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import modelstate as ms
 from modelstate import errors
 from tests.loading.fingerprint import whole
+from tests.programs import run_program
 
 STOCK = nn.Module._apply
 
@@ -301,8 +301,7 @@ print(status("VmHWM") - before)
 @pytest.mark.parametrize("cast", ["to(torch.bfloat16)", "bfloat16()"])
 def test_a_cast_frees_each_tensor_before_the_next(cast: str) -> None:
     """A second copy of the model would be 64 MB."""
-    command = [sys.executable, "-c", PEAK.replace("CAST", cast)]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    ended = run_program(PEAK.replace("CAST", cast))
     assert int(ended.stdout) < 32 << 20
 
 

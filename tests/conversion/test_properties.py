@@ -17,6 +17,7 @@ from modelstate.conversion import tensors
 from modelstate.transaction import swap_tensors
 from tests.loading.fingerprint import described, interrupted_at, raw, whole
 from tests.pains.quantized import quantized_class
+from tests.sweeps import spread
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse CSR")
 Quantized = quantized_class()
@@ -529,7 +530,7 @@ def test_an_interrupt_anywhere(way: str, recurrent: bool) -> None:
     lines = interrupted_at(0, lambda: Tree(spec).convert(**TARGETS[way]))
     tree = Tree(spec)
     before, who = tree.everything(), tree.identity()
-    for line in [*range(1, lines, max(1, lines // 40)), *range(lines - 60, lines, 4)]:
+    for line in [*spread(range(1, lines), 25), *spread(range(lines - 60, lines), 10)]:
         interrupted_at(line, lambda: tree.convert(**TARGETS[way]))  # noqa: B023
         now = tree.everything()
         assert who.differences(tree.identity()) == [] or way == "function"

@@ -1,8 +1,6 @@
 """The `.metadata` of a distributed checkpoint is a pickle, and stock torch runs whatever it says."""
 
 import pickle
-import subprocess
-import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -15,6 +13,7 @@ from torch import nn
 import modelstate as ms
 from tests.loading.fingerprint import whole
 from tests.pains.conftest import StockFails
+from tests.programs import run_program
 
 
 class Hostile:
@@ -53,7 +52,7 @@ dcp.load(nn.Linear(3, 2).state_dict(), checkpoint_id=sys.argv[1])
 def test_a_hostile_one(folder: Path, tmp_path: Path, stock_fails: StockFails) -> None:
     marker = tmp_path / "marker"
     (folder / ".metadata").write_bytes(pickle.dumps(Hostile(marker)))
-    subprocess.run([sys.executable, "-c", STOCK, str(folder)], capture_output=True, check=False)
+    run_program(STOCK, folder)
     stock_fails("torch.distributed.checkpoint runs the code in .metadata", marker.exists())
 
     marker.unlink(missing_ok=True)
