@@ -125,7 +125,7 @@ def goes_on(folder: str, meta: bool) -> list[bool]:
     """Whether training that goes on from a saved state is the training that was not interrupted."""
     net = models.sharded("uneven", seed=3)
     optimizer = trained(net)
-    train(net, optimizer, 0, 5)
+    train(net, optimizer, 0, 2)
     weights = get_model_state_dict(net, options=FULL)
     state = get_optimizer_state_dict(net, optimizer, options=FULL)
     shards = get_optimizer_state_dict(net, optimizer)
@@ -142,7 +142,7 @@ def goes_on(folder: str, meta: bool) -> list[bool]:
         ms.load_optimizer_state(other, other_optimizer, given)
         loaded.append((other, other_optimizer))
     for model, of_model in ((net, optimizer), *loaded):
-        train(model, of_model, 5, 5)
+        train(model, of_model, 2, 2)
     expected = models.gathered(net)
     return [
         all(torch.equal(expected[name], found) for name, found in models.gathered(other).items()) for other, _ in loaded
