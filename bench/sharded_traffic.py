@@ -18,7 +18,7 @@ from bench.measure import Stage, Stages, run
 from bench.pages import InPage
 from bench.sharded import LAYERS, WIDTH, main, temporary_folder
 from bench.sharded_saving import filled
-from modelstate.distributed.agreement import _Connections
+from modelstate.distributed.connections import Connections
 from modelstate.text_format import size
 
 RANKS = (2, 4, 8)
@@ -33,21 +33,21 @@ def counting(sent: dict[str, int]) -> Any:
     """Replaces the collectives by ones that count what this rank sends to others."""
 
     def wrapped(name: str, nbytes: Callable[..., int]) -> Any:
-        real = getattr(_Connections, name)
+        real = getattr(Connections, name)
 
-        def call(self: _Connections, *arguments: Any) -> Any:
+        def call(self: Connections, *arguments: Any) -> Any:
             sent[name] = sent.get(name, 0) + nbytes(self, *arguments)
             return real(self, *arguments)
 
         return call
 
-    def to_others(made: _Connections, output: Any, tensor: Any, counts: Any, own_counts: Any, *_: Any) -> int:
+    def to_others(made: Connections, output: Any, tensor: Any, counts: Any, own_counts: Any, *_: Any) -> int:
         import torch.distributed as dist
 
         return int(sum(own_counts) - own_counts[dist.get_rank()])
 
     return mock.patch.multiple(
-        _Connections,
+        Connections,
         maximum=wrapped("maximum", lambda made, numbers, *_: 2 * 8 * len(numbers)),
         gathered=wrapped("gathered", lambda made, text, longest, *_: (made._size - 1) * (8 + longest)),
         broadcast=wrapped("broadcast", lambda made, tensor, *_: tensor.nbytes),

@@ -23,7 +23,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import modelstate as ms
 from modelstate import errors
-from modelstate.distributed import agreement as agreement_module
+from modelstate.distributed import connections as connections_module
 from modelstate.distributed.agreement import Agreement, Digest, agreement_of
 from modelstate.problems import Missing, WrongShape, plan_error
 from modelstate.torch_compat import sharding
@@ -216,9 +216,9 @@ def lost_before_the_first_vote(connecting: bool) -> list[str]:
 
     if dist.get_rank() == 2 and not connecting:
         die()
-    dying = mock.patch.object(agreement_module, "gloo_group", die) if dist.get_rank() == 2 else nullcontext()
+    dying = mock.patch.object(connections_module, "gloo_group", die) if dist.get_rank() == 2 else nullcontext()
     said = []
-    with mock.patch.object(agreement_module, "CONNECT_SECONDS", -3.0), dying:
+    with mock.patch.object(connections_module, "CONNECT_SECONDS", -3.0), dying:
         try:
             with Agreement(range(4), 60 if connecting else 1, channel="new").phase("planning"):
                 said.append("committed")
@@ -261,9 +261,7 @@ def test_an_interrupt_in_the_wait_for_a_rank_ends_the_wait_of_the_others(ranks: 
 
 def split_votes() -> str:
     """Some ranks see that all have ended a phase, and others lose the connection in that moment."""
-    from modelstate.distributed import agreement as module
-
-    connections = module._connections((0, 1, 2, 3), 20)
+    connections = connections_module.connections_of((0, 1, 2, 3), 20)
     maximum: Any = connections.maximum
 
     def broken(*arguments: Any) -> list[int]:
@@ -389,7 +387,7 @@ def abandoned_without_a_sign() -> str:
         pass
     with mock.patch.object(sharding, "CHECK_SECONDS", 0.2):
         if dist.get_rank() == 2:
-            connections = agreement_module._connections_of_group().pop((ranks.ranks, ""))
+            connections = connections_module.made_connections().pop((ranks.ranks, ""))
             group = connections._group
             connections.abandon()
             time.sleep(2)

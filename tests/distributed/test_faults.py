@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 import modelstate as ms
-from modelstate.distributed import agreement
+from modelstate.distributed import connections
 from modelstate.loading import load as loading
 from modelstate.testing import faulty_reads
 from modelstate.testing.faults import Request
@@ -171,7 +171,7 @@ def _stop_at(place: str, stop: Callable[[], object]) -> AbstractContextManager[o
 
         return faulty_reads(at=int(number), before=at_request)
     if kind == "vote":
-        return _before_call(agreement, "all_reduce_maximum", int(number), stop)
+        return _before_call(connections, "all_reduce_maximum", int(number), stop)
     return _before_call(Transaction, "commit", 1, stop)
 
 
@@ -290,9 +290,9 @@ def _wait_for_all() -> None:
 def _absent(folder: Path) -> tuple[str, list[str]]:
     """One rank is not there when the others make their connections. Returns the errors of that load and of two more."""
     path = folder / "whole" / "model.safetensors"
-    made = agreement._connections_of_group()
-    for connections in made.values():
-        connections.abandon()
+    made = connections.made_connections()
+    for of_ranks in made.values():
+        of_ranks.abandon()
     made.clear()
     _wait_for_all()
     first = "" if dist.get_rank() == FAULTY else _attempt_anew(path, TIMEOUT_SECONDS)

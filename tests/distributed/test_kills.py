@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 
 import modelstate as ms
-from modelstate.distributed.agreement import _Connections
+from modelstate.distributed.connections import Connections
 from modelstate.testing import faulty_writes
 from modelstate.testing.faults import Request
 from tests.distributed import models
@@ -160,7 +160,7 @@ def killed_before(kind: str, number: int) -> Iterator[list[str]]:
             yield made
     else:
         owner, names = {
-            "collective": (_Connections, COLLECTIVES),
+            "collective": (Connections, COLLECTIVES),
             "dcp": (FileSystem, ("create_stream", "rename", "mkdir", "exists", "rm_file")),
         }[kind]
         patches = [counted(owner, name) for name in names]

@@ -12,7 +12,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import modelstate as ms
 from bench import scale
-from modelstate.distributed import agreement, writing
+from modelstate.distributed import connections, writing
 from tests.distributed import models
 from tests.distributed.ranks import Ranks
 
@@ -47,9 +47,9 @@ def counted(path: str, shard_bytes: int | None) -> Counter[str]:
         return 0 if output is None else len(tensors)
 
     with (
-        count("votes", agreement, "all_reduce_maximum"),
-        count("broadcasts", agreement, "broadcast"),
-        count("exchanges", agreement, "all_to_all"),
+        count("votes", connections, "all_reduce_maximum"),
+        count("broadcasts", connections, "broadcast"),
+        count("exchanges", connections, "all_to_all"),
         count("parts", writing, "write_blocks", parts),
         count("files", writing._RankFile, "close", lambda file: file._output is not None),
         count("received", writing.CollectiveWriter, "_exchanged", _received),

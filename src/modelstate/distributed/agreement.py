@@ -8,14 +8,9 @@ The vote before the commit must not end differently on two ranks. An all-reduce 
 dies within it, some ranks may have its result and others not. So each rank proposes what it has seen to the store of
 the default process group. The store keeps the first proposal, and all ranks follow it.
 
-The votes go over gloo connections of their own, which are made once for a set of ranks: with NCCL there is no group for
-CPU tensors, and a rank that comes too late breaks these connections and no others. The next load makes new ones. Votes
-in another thread, as of a save in the background, have a channel of their own, with its own connections.
-
-Ranks meet in the store before they connect, because gloo waits for a rank that is missing without saying which one.
+The votes go over connections of their own (`modelstate.distributed.connections`).
 """
 
-import atexit
 import json
 import sys
 import time
@@ -23,17 +18,22 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass
-from hashlib import blake2b
 from threading import RLock
 from typing import Any, NoReturn
-from uuid import uuid4
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from modelstate import errors, problems
+from modelstate.distributed.connections import (
+    Connections,
+    connections_of,
+    made_connections,
+    number_of,
+    ranks_text,
+    without_frames,
+)
 from modelstate.errors import (
     BackgroundCancelledError,
     DistributedError,
@@ -48,23 +48,17 @@ from modelstate.problems import Problem, explain
 from modelstate.process import Stopped
 from modelstate.torch_compat.modules import modules_of, tensors_of
 from modelstate.torch_compat.plain import is_sharded
-from modelstate.torch_compat.sharding import (
-    all_gather,
-    all_reduce_maximum,
-    all_to_all,
-    broadcast,
-    default_store,
-    gloo_group,
-    ranks_of_meshes,
-)
+from modelstate.torch_compat.sharding import ranks_of_meshes
 
 TIMEOUT_SECONDS = 1800.0
 """How long a rank waits for the others by default: as long as the collectives of torch."""
-CONNECT_SECONDS = 60.0
-"""How long ranks that have met may take to connect, and a second more for each of them."""
+_NUMBERS = 2 + 2 * 3
+"""The numbers of a vote: whether it failed, the length of the report, and two for each of up to three digests."""
 NOTHING_CHANGED = "nothing has been changed"
 _WITHOUT_RANKS = ("modelstate.restore", "modelstate.resumable")
 """Calls that have no `process_group=` and no `timeout_seconds=`."""
+_held: dict[tuple[tuple[int, ...], str], AbstractContextManager[object]] = {}
+"""The locks of calls, by their ranks and channel: votes of two calls that overlap would be taken for one call."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,11 +75,7 @@ class Digest:
     @classmethod
     def of(cls, what: str, text: str, parts: Iterable[object]) -> "Digest":
         """Returns the digest of the texts of `parts`."""
-        digest = blake2b(digest_size=8)
-        for part in parts:
-            data = str(part).encode()
-            digest.update(len(data).to_bytes(8, "little") + data)
-        return cls(what, text, int.from_bytes(digest.digest(), "little") >> 2)
+        return cls(what, text, number_of(parts))
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,9 +161,9 @@ class Agreement:
         started = time.perf_counter()
         try:
             # Before the block, so that the death of a rank within the block shows at once.
-            _connections(self.ranks, self.timeout_seconds, self._channel)
+            connections_of(self.ranks, self.timeout_seconds, self._channel)
         except Exception as cause:
-            error_of_torch = _without_frames(cause)
+            error_of_torch = without_frames(cause)
             raise self._lost(phase, error_of_torch) from error_of_torch
         try:
             yield
@@ -219,7 +209,7 @@ class Agreement:
             return [text]
         data, texts = text.encode(), [""] * len(self.ranks)
 
-        def exchange(connections: _Connections) -> None:
+        def exchange(connections: Connections) -> None:
             (longest,) = connections.maximum([len(data)], self.timeout_seconds)
             if longest:
                 texts[:] = (other.decode() for other in connections.gathered(data, longest, self.timeout_seconds))
@@ -241,7 +231,7 @@ class Agreement:
             return [*numbers]
         result: list[int] = []
 
-        def reduce(connections: _Connections) -> None:
+        def reduce(connections: Connections) -> None:
             longest, shortest = connections.maximum([len(numbers), -len(numbers)], self.timeout_seconds)
             if longest == -shortest:
                 result[:] = connections.maximum(numbers, self.timeout_seconds)
@@ -252,7 +242,7 @@ class Agreement:
     def exchanged(self, numbers: Sequence[int]) -> dict[int, list[int]]:
         """Returns the numbers of each rank, as many as this rank has; those of this rank alone where one is lost."""
         with suppress(Exception):
-            connections = _connections(self.ranks, self.timeout_seconds, self._channel)
+            connections = connections_of(self.ranks, self.timeout_seconds, self._channel)
             longest = 21 * len(numbers) + 2  # of numbers with 64 bits, as JSON
             gathered = connections.gathered(json.dumps([*numbers]).encode(), longest, self.timeout_seconds)
             return {rank: json.loads(text) for rank, text in zip(self.ranks, gathered, strict=True)}
@@ -326,14 +316,14 @@ class Agreement:
         return output
 
     def _use_connections(
-        self, ranks: tuple[int, ...], use: "Callable[[_Connections], None]", name: str = "a broadcast"
+        self, ranks: tuple[int, ...], use: "Callable[[Connections], None]", name: str = "a broadcast"
     ) -> None:
         try:
-            connections = _connections(ranks, self.timeout_seconds, self._channel)
-            connections.of_all = _connections_of_group().get((self.ranks, self._channel))
+            connections = connections_of(ranks, self.timeout_seconds, self._channel)
+            connections.of_all = made_connections().get((self.ranks, self._channel))
             use(connections)
         except BaseException as cause:
-            error_of_torch = _without_frames(cause)
+            error_of_torch = without_frames(cause)
             lost_rank = self._lost(_Phase(name, NOTHING_CHANGED, False), error_of_torch, ranks)
             if not isinstance(cause, Exception):
                 raise  # an interrupt: the others wait no longer, since the connections are closed
@@ -341,7 +331,7 @@ class Agreement:
 
     def abandon(self) -> None:
         """Closes the connections within a phase, so that ranks which wait for this one in a collective end."""
-        if connections := _connections_of_group().pop((self.ranks, self._channel), None):
+        if connections := made_connections().pop((self.ranks, self._channel), None):
             connections.abandon()
 
     def _end(self, phase: "_Phase", error: BaseException | None, own: Sequence[Digest]) -> None:
@@ -351,7 +341,7 @@ class Agreement:
         numbers += [0] * (_NUMBERS - len(numbers))
         reports: list[dict[str, Any]] = []
         lost: Exception | None = None
-        connections = _connections_of_group().get((self.ranks, self._channel))
+        connections = made_connections().get((self.ranks, self._channel))
         try:
             if connections is None:
                 raise ConnectionError("the connections were lost before the end of the phase")
@@ -360,7 +350,7 @@ class Agreement:
             if failed or differ:
                 reports = [json.loads(text) for text in connections.gathered(report, longest, self.timeout_seconds)]
         except Exception as cause:
-            lost = _without_frames(cause)
+            lost = without_frames(cause)
         except BaseException:  # an interrupt: this rank ends no further phase, so the others wait no longer
             if phase.decides and connections is not None:
                 connections.decide(False)
@@ -384,11 +374,11 @@ class Agreement:
 
     def _lost(self, phase: "_Phase", cause: Exception, ranks: tuple[int, ...] = ()) -> RankLostError:
         """Returns the error for connections that broke or were not made. The next load makes new ones."""
-        if connections := _connections_of_group().pop((ranks or self.ranks, self._channel), None):
+        if connections := made_connections().pop((ranks or self.ranks, self._channel), None):
             connections.abandon()
         return RankLostError(
             f"a rank did not end {phase.name}; {phase.effect}",
-            where=f"rank {dist.get_rank()} of the ranks {_numbers(self.ranks)}",
+            where=f"rank {dist.get_rank()} of the ranks {ranks_text(self.ranks)}",
             expected=f"all of them within {self.timeout_seconds:g} seconds",
             found=str(cause).split("\n")[0],
             remedy="see the log of the rank that is missing"
@@ -412,7 +402,7 @@ class Agreement:
         texts = []
         found: list[Problem] = []
         for text, ranks in groups.items():
-            report, where = json.loads(text), f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {_numbers(ranks)}"
+            report, where = json.loads(text), f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks_text(ranks)}"
             new = [_problem(*entry) for entry in report["problems"]]
             found += [problem for problem in new if problem not in found]
             texts.append(f"{where}: {report['what']}" if not new else f"{where}:\n{explain(new)}")
@@ -438,14 +428,14 @@ class Agreement:
             raise RanksDifferError(
                 f"the ranks are not in the same call: this one is in {self.call}; nothing has been changed",
                 expected="the same calls in the same order on all ranks of the mesh",
-                found="; ".join(f"ranks {_numbers(ranks)} compare {text}" for text, ranks in calls.items()),
+                found="; ".join(f"ranks {ranks_text(ranks)} compare {text}" for text, ranks in calls.items()),
                 remedy="call modelstate's functions in the same order on every rank, and in one thread at a time",
             )
         raise RanksDifferError(
             f"the ranks call {self.call} differently: {' and '.join(differing)} differ; nothing has been changed",
             expected="the same on all ranks of the mesh",
             found="; ".join(
-                f"ranks {_numbers(ranks)}: {texts[what, number]}"
+                f"ranks {ranks_text(ranks)}: {texts[what, number]}"
                 for what, found in differing.items()
                 for number, ranks in found.items()
             ),
@@ -511,15 +501,15 @@ def agreement_of(
                 if rank in ranks
                 else f"this rank is not among the ranks that take part in {call}",
                 where=where,
-                expected=f"meshes within the ranks {_numbers(ranks)}"
+                expected=f"meshes within the ranks {ranks_text(ranks)}"
                 + ("" if process_group else ", those of one mesh"),
-                found=f"meshes over the ranks {_numbers(sorted(all_of_meshes))}",
+                found=f"meshes over the ranks {ranks_text(sorted(all_of_meshes))}",
                 remedy="make all meshes over the same ranks"
                 if call in _WITHOUT_RANKS
                 else f"{call}(process_group=) with a group that has all ranks of all meshes, such as group.WORLD",
             )
     ordered = tuple(sorted(ranks))
-    made = _connections_of_group()
+    made = made_connections()
     for key in [key for key, connections in made.items() if key[0] == ordered and connections.is_abandoned()]:
         del made[key]  # this rank did not take part when the others gave them up
     agreement = Agreement(ordered, TIMEOUT_SECONDS, call=call)
@@ -567,156 +557,3 @@ def _problem(name: str, fields: Mapping[str, Any]) -> Problem:
 
 def _frozen(value: Any) -> Any:
     return tuple(map(_frozen, value)) if isinstance(value, list) else value
-
-
-def _numbers(ranks: Sequence[int]) -> str:
-    """Returns ranks as text: "0-3, 7"."""
-    runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
-    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
-
-
-# Connections.
-
-_NUMBERS = 2 + 2 * 3
-"""The numbers of a vote: whether it failed, the length of the report, and two for each of up to three digests."""
-
-
-class _Connections:
-    """Gloo connections between some ranks on a channel, and their keys in the store."""
-
-    def __init__(self, ranks: tuple[int, ...], timeout_seconds: float, channel: str) -> None:
-        self.store = default_store()
-        self._key = f"modelstate/{Digest.of('', '', [channel, *ranks]).number:x}"
-        self._generation = self._enter()
-        store = dist.PrefixStore(f"{self._key}/{self._generation}", self.store)
-        self.of_all: _Connections | None = None
-        """Those of all ranks of the agreement, for connections of some of them."""
-        self._size = len(ranks)
-        self._decisions = 0
-        try:
-            self._meet(store, ranks, timeout_seconds)
-            timeout_seconds = min(timeout_seconds, CONNECT_SECONDS + len(ranks))
-            self._group = gloo_group(store, ranks.index(dist.get_rank()), self._size, timeout_seconds)
-            self.maximum([0], timeout_seconds)  # all ranks are connected to each other when it returns
-        except BaseException:
-            self.abandon()
-            raise
-
-    def _enter(self) -> int:
-        """Returns the number of connections that these ranks have abandoned, which the store keeps for late ranks.
-
-        A store can be older than the process group: a mesh of an earlier group keeps it alive. Connections that this
-        rank has entered before are those of an earlier group, and are abandoned.
-        """
-        own = uuid4().hex
-        while True:
-            generation = self._compare_set("generation", "", "0")
-            if self._compare_set(f"{generation}/here/{dist.get_rank()}", "", own) == own:
-                return int(generation)
-            self._compare_set("generation", generation, str(int(generation) + 1))
-
-    def _meet(self, store: Any, ranks: tuple[int, ...], timeout_seconds: float) -> None:
-        """Waits until all ranks are here. Raises `RuntimeError` where one does not come, or another one has given up.
-
-        The last rank sets the key that the others wait for, so that no rank waits for a key of each other rank.
-        """
-        if store.add("here", 1) == len(ranks):
-            store.set("all", "")
-        started = time.monotonic()
-        # `store.wait` would block the other threads that use the store.
-        while not store.check(["all"]):
-            waited_seconds = time.monotonic() - started
-            is_abandoned = self.is_abandoned()
-            if is_abandoned or waited_seconds > timeout_seconds:
-                missing = [rank for rank in ranks if not store.check([f"here/{rank}"])]
-                what = "another rank has stopped waiting for" if is_abandoned else "nothing from"
-                raise RuntimeError(f"{what} the ranks {_numbers(missing)}")
-            time.sleep(min(max(waited_seconds / 5, 0.001), 0.5))
-
-    def maximum(self, numbers: Sequence[int], timeout_seconds: float) -> list[int]:
-        """Returns the largest of the numbers of all ranks, for each place. Raises what torch raises."""
-        tensor = torch.tensor(numbers, dtype=torch.int64)
-        all_reduce_maximum(self._group, tensor, timeout_seconds, self.is_abandoned)
-        return [int(number) for number in tensor.tolist()]
-
-    def gathered(self, text: bytes, longest: int, timeout_seconds: float) -> list[bytes]:
-        """Returns the texts of all ranks, none longer than `longest`."""
-        tensor = torch.zeros(8 + longest, dtype=torch.uint8)
-        data = len(text).to_bytes(8, "little") + text
-        tensor[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        tensors = [torch.empty_like(tensor) for _ in range(self._size)]
-        all_gather(self._group, tensors, tensor, timeout_seconds, self.is_abandoned)
-        found = [bytes(tensor.tolist()) for tensor in tensors]
-        return [data[8 : 8 + int.from_bytes(data[:8], "little")] for data in found]
-
-    def broadcast(self, tensor: torch.Tensor, source: int, timeout_seconds: float) -> None:
-        """Copies a contiguous tensor from the rank at a position of the group to the others. Raises as torch does."""
-        broadcast(self._group, tensor, source, timeout_seconds, self.is_abandoned)
-
-    def exchange(
-        self,
-        output: torch.Tensor,
-        tensor: torch.Tensor,
-        counts: Sequence[int],
-        own_counts: Sequence[int],
-        timeout_seconds: float,
-    ) -> None:
-        """Sends parts of a tensor to all ranks, and receives theirs. Raises as torch does."""
-        all_to_all(self._group, output, tensor, counts, own_counts, timeout_seconds, self.is_abandoned)
-
-    def decide(self, commit: bool) -> bool:
-        """Proposes whether to commit; returns what the first rank has proposed. Without the store: its own proposal."""
-        self._decisions += 1
-        with suppress(Exception):
-            key, proposal = f"{self._generation}/decision/{self._decisions}", "commit" if commit else "abort"
-            return self._compare_set(key, "", proposal) == "commit"
-        return commit
-
-    def abandon(self) -> None:
-        """Closes the connections, so that ranks which wait for this one end, and has the next load make new ones."""
-        self._group = None
-        with suppress(Exception):
-            self._compare_set("generation", str(self._generation), str(self._generation + 1))
-
-    def is_abandoned(self) -> bool:
-        """Whether another rank has abandoned these connections, or those of all ranks. Asks the store."""
-        if self._compare_set("generation", "", "0") != str(self._generation):
-            return True
-        return self.of_all not in (None, self) and self.of_all.is_abandoned()
-
-    def _compare_set(self, key: str, expected: str, desired: str) -> str:
-        found: bytes = self.store.compare_set(f"{self._key}/{key}", expected, desired)
-        return found.decode()
-
-
-def _without_frames(error: BaseException) -> Exception:
-    """Returns an error with the same text. The frames of the original refer to the group, which could not be closed."""
-    return RuntimeError(f"{type(error).__name__}: {error}")
-
-
-_Made = dict[tuple[tuple[int, ...], str], _Connections]
-_made: WeakKeyDictionary[Any, _Made] = WeakKeyDictionary()
-"""The connections of each default process group, by their ranks and channel. They hold the group's store, so they end
-with the group: torch cannot make the next group over a store with the keys of a group that has ended."""
-_held: dict[tuple[tuple[int, ...], str], AbstractContextManager[object]] = {}
-"""The locks of calls, by their ranks and channel: votes of two calls that overlap would be taken for one call."""
-# A thread of gloo may still hold a tensor of the last vote. Where it releases it while the interpreter ends, the
-# process aborts. The end of the connections waits for their threads.
-atexit.register(_made.clear)
-
-
-def _connections_of_group() -> _Made:
-    return _made.setdefault(dist.group.WORLD, {})
-
-
-def _connections(ranks: tuple[int, ...], timeout_seconds: float, channel: str = "") -> _Connections:
-    """Returns the connections between these ranks, which are made at the first call. Raises what torch raises."""
-    made = _connections_of_group()
-    if (ranks, channel) not in made:
-        made[ranks, channel] = _Connections(ranks, timeout_seconds, channel)
-    return made[ranks, channel]

@@ -19,6 +19,7 @@ import torch.distributed as dist
 import xxhash
 
 from modelstate.distributed.agreement import Agreement
+from modelstate.distributed.parts import Mesh, Part, replicated
 from modelstate.distributed.writing import (
     COMPARING,
     CREATING,
@@ -26,12 +27,9 @@ from modelstate.distributed.writing import (
     ROUND_BYTES,
     WRITING,
     CollectiveWriter,
-    Mesh,
-    Part,
     Piece,
     ShardedTensor,
     elements_of,
-    replicated,
 )
 from modelstate.errors import ModelStateError
 from modelstate.formats.block_writer import LazyTensor, in_a_row
