@@ -7,6 +7,7 @@ import os
 import shutil
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -48,28 +49,33 @@ def needs_a_compiler() -> None:
 
 def package_of(module: nn.Module, *args: Any, **options: Any) -> Path:
     """The path of a package with the weights of a module. The same one is not compiled again."""
-    needs_a_compiler()
-    path = packages_folder() / f"{type(module).__name__}-{_key(module, args, options)}.pt2"
-    with open(path.with_suffix(".lock"), "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not path.exists():
-            ms.export(module, args, path, kind="aoti", training=True, **options)
-    return path
+
+    def compile(path: Path) -> None:
+        ms.export(module, args, path, kind="aoti", training=True, **options)
+
+    return _compiled_once(f"{type(module).__name__}-{_key(module, args, options)}", compile)
 
 
 def package_of_torch(module: nn.Module, *args: Any, **options: Any) -> Path:
     """As `package_of`, by torch alone, with `options` of Inductor."""
+
+    def compile(path: Path) -> None:
+        program = torch.export.export(module, args)
+        torch._inductor.aoti_compile_and_package(program, package_path=str(path), inductor_configs=options)
+
+    return _compiled_once(f"torch-{type(module).__name__}-{_key(module, args, options)}", compile)
+
+
+def _compiled_once(name: str, compile: Callable[[Path], None]) -> Path:
     needs_a_compiler()
-    path = packages_folder() / f"torch-{type(module).__name__}-{_key(module, args, options)}.pt2"
+    path = packages_folder() / f"{name}.pt2"
     with open(path.with_suffix(".lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not path.exists():
-            made = torch._inductor.aoti_compile_and_package(
-                torch.export.export(module, args),
-                package_path=str(path.with_suffix(".new.pt2")),
-                inductor_configs=options,
-            )
-            Path(made).rename(path)
+            unfinished = path.with_suffix(".new.pt2")
+            unfinished.unlink(missing_ok=True)
+            compile(unfinished)
+            unfinished.rename(path)
     return path
 
 
