@@ -1,5 +1,8 @@
 """The example of a sharded model, on four ranks."""
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -22,4 +25,24 @@ def test_each_rank_holds_a_quarter_and_the_output_is_that_of_the_whole_model(
     assert "103 of 103 slots filled" in done.stdout
     assert "4 ranks: 90.9 MB read" in done.stdout
     assert "rank 0 holds 22,714,752 bytes of 90,852,864" in done.stdout
+    assert "largest difference from the whole model: 0.0e+00" in done.stdout
+
+
+def test_torchrun_starts_it(real_file: Callable[[str], Path]) -> None:
+    real_file("minilm")
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "torch.distributed.run"),
+            *("--standalone", "--nproc_per_node", "2"),
+            "examples/fsdp.py",
+        ],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert "2 ranks: 90.9 MB read" in done.stdout
     assert "largest difference from the whole model: 0.0e+00" in done.stdout
