@@ -36,9 +36,10 @@ from modelstate.formats.block_writer import LazyTensor, in_a_row
 from modelstate.formats.manifest import BLOCK_BYTES, HEX
 from modelstate.formats.safetensors import Layout, Tensors, Written, finished_header
 from modelstate.formats.sharded import Kind, balanced
+from modelstate.formats.uploading import upload_object
 from modelstate.io.atomic import write_errors
 from modelstate.io.engine import memory_at
-from modelstate.remote.location import is_remote, locate
+from modelstate.remote.location import Location, is_remote, locate
 from modelstate.remote.requests import cleanup
 from modelstate.remote.upload import PART_BYTES, ObjectWriter, new_object, remove
 
@@ -95,6 +96,9 @@ class CollectiveUploader(CollectiveWriter):
         with agreement.phase(FINISHING, decides=True), write_errors(self._path):
             hashes = self._collected(layouts, owned, uploads)
             return [finished_header(*of_object)[1] for of_object in zip(layouts, hashes, strict=False)]
+
+    def upload_object(self, location: Location, planned: Layout, *, overwrite: bool) -> Written:
+        return upload_object(location, planned, overwrite=overwrite)
 
     def digests(
         self, tensors: Mapping[str, Tensors], compared: Callable[[], Mapping[str, object]]

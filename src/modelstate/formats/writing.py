@@ -151,7 +151,10 @@ def write_checkpoint(
     groups = [] if shard_bytes is None or total_bytes <= shard_bytes else in_shards(state.tensors, shard_bytes)
     with writer.planning():
         planned = _planned(state, path, schema, text)
-        uploader = writer if is_remote(path) and isinstance(writer, Uploader) else None
+        uploader = None
+        if is_remote(path):
+            assert isinstance(writer, Uploader)
+            uploader = writer
         if uploader is not None and state.tensors:
             groups = groups or uploader.shards(state.tensors)
         layouts = [layout(group, lambda _: text) for group in groups] or [planned]
