@@ -573,3 +573,20 @@ class _Bar:
     def close(self) -> None:
         if self._shown is not None:
             self._shown.stop()
+
+
+def reference_count(value: object) -> int:
+    """Returns the references to an object, including those of this call.
+
+    How many those are depends on the Python: from 3.14 on, a call borrows a local variable of its caller.
+    """
+    return sys.getrefcount(value)
+
+
+def _count_of_one_variable() -> int:
+    value = object()
+    return reference_count(value)
+
+
+ONE_VARIABLE = _count_of_one_variable()
+"""The `reference_count` of an object that only a local variable of the caller refers to."""

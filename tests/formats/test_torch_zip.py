@@ -118,6 +118,18 @@ def test_a_storage_alone_is_a_flat_tensor(tmp_path: Path) -> None:
     assert_same(found, [tensor, tensor])
 
 
+def test_names_in_the_code_page_of_zip_files(tmp_path: Path) -> None:
+    """Python 3.14 writes names in this encoding where it can."""
+    value = {"a": torch.arange(5.0)}
+    path = tmp_path / "again.pt"
+    with zipfile.ZipFile(saved(tmp_path / "archive.pt", value)) as old, zipfile.ZipFile(path, "w") as new:
+        for name in old.namelist():
+            new.writestr("archive/" + name.partition("/")[2], old.read(name))
+    path.write_bytes(path.read_bytes().replace(b"archive/", b"\x81rchive/"))
+    assert {name.partition("/")[0] for name in zipfile.ZipFile(path).namelist()} == {"ürchive"}
+    assert_same(values(read_contents(str(path))), value)
+
+
 def test_any_prefix_and_any_writer(tmp_path: Path) -> None:
     value = {"a": torch.arange(5.0)}
     buffer = io.BytesIO()

@@ -161,7 +161,7 @@ def test_a_missing_file() -> None:
 def test_a_save_is_a_file_that_is_opened_as_the_state(tmp_path: Path) -> None:
     state = training()
     dcp.save(state, storage_writer=ms.dcp.Writer(tmp_path / "x.safetensors"))
-    dcp.async_save(state, checkpoint_id=tmp_path / "step-3", storage_writer=ms.dcp.Writer(), no_dist=True).result()
+    dcp.async_save(state, checkpoint_id=tmp_path / "step-3", storage_writer=ms.dcp.Writer()).result()
     assert [file.name for file in (tmp_path / "step-3").iterdir()] == ["model.safetensors"]
     for path in (tmp_path / "x.safetensors", tmp_path / "step-3"):
         assert same(state, ms.open(path).value())

@@ -19,21 +19,19 @@ from modelstate.conversion.casts import Casts
 from modelstate.conversion.tensors import (
     DATA,
     GRADIENT,
-    ONE_VARIABLE,
     SUBCLASS,
     Change,
     Target,
     nbytes_of,
     parts_of,
     placement_of,
-    reference_count,
     step_of,
     swappable,
 )
 from modelstate.errors import MemoryBudgetError, ModelStateError, PlacementError, SwapError, TransformError
 from modelstate.planning.assignment import Placement
 from modelstate.planning.plan import Step
-from modelstate.process import cached_attribute, deferred_signals
+from modelstate.process import ONE_VARIABLE, cached_attribute, deferred_signals, reference_count
 from modelstate.torch_compat.dtypes import Overflows, nonfinite, short
 from modelstate.torch_compat.modules import call_apply, has_custom_apply, modules_of, own_buffers, own_parameters
 from modelstate.torch_compat.plain import has_its_memory, is_dense, is_fake, is_plain

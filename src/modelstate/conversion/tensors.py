@@ -5,7 +5,6 @@ is one new tensor with its placement.
 """
 
 import inspect
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -316,20 +315,6 @@ def nbytes_of(tensor: torch.Tensor) -> int:
     if torch.nn.parameter.is_lazy(tensor) or tensor.is_meta:
         return 0
     return sum(part.numel() * part.itemsize for part in payload_of(tensor))
-
-
-def reference_count(value: object) -> int:
-    """Returns the references to an object, including those of this call."""
-    return sys.getrefcount(value)
-
-
-def _count_of_one_variable() -> int:
-    value = object()
-    return reference_count(value)
-
-
-ONE_VARIABLE = _count_of_one_variable()
-"""The `reference_count` of an object that only a local variable of the caller refers to."""
 
 
 def swappable(name: str, tensor: torch.Tensor, value: torch.Tensor, shared: bool) -> torch.Tensor:

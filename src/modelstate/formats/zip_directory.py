@@ -26,7 +26,7 @@ _ENTRY = struct.Struct("<4s4x2H4x3I4H6xI")
 _LOCAL = struct.Struct("<4s2x2H8x2I2H")
 _MAX_COMMENT = 0xFFFF
 _MAX16, _MAX32 = 0xFFFF, 0xFFFFFFFF
-_ENCRYPTED, _SIZES_FOLLOW = 0x1, 0x8
+_ENCRYPTED, _SIZES_FOLLOW, _IS_UTF8 = 0x1, 0x8, 0x800
 _LEADS_OUT = re.compile(r"[\\\0]|\.\.|(?:\A|\n)(?:/|.:)", re.DOTALL)
 """Matches in names that are joined by line breaks where one of them may lead out of the archive."""
 _ALIGN_BYTES = 64
@@ -155,9 +155,11 @@ class ZipDirectory:
             if magic != b"PK\1\2" or pos > size:
                 raise self._damaged("an entry of its directory is not valid")
             try:
-                name = raw_name.decode("utf-8")
+                name = raw_name.decode("utf-8")  # some writers leave out the flag
             except UnicodeDecodeError as error:
-                raise self._damaged("the name of a record is not UTF-8", raw_name[:100]) from error
+                if flags & _IS_UTF8:
+                    raise self._damaged("the name of a record is not UTF-8", raw_name[:100]) from error
+                name = raw_name.decode("cp437")
             if _MAX32 in (packed, nbytes, header) or disk == _MAX16:
                 extra = data[name_end : name_end + extra_size]
                 nbytes, packed, header = self._zip64(name, extra, nbytes, packed, header)

@@ -1,6 +1,5 @@
 """`stage`: reads, casts and transforms values, each into its final memory where possible."""
 
-import sys
 import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -43,7 +42,7 @@ from modelstate.planning.assignment import (
 from modelstate.planning.memory import peak_bytes, placed_bytes, strategy_within, uncached_strategy
 from modelstate.planning.plain_table import PlainTable, Planned
 from modelstate.planning.transforms import Transform
-from modelstate.process import prefetch_one
+from modelstate.process import ONE_VARIABLE, prefetch_one, reference_count
 from modelstate.remote.file import CONNECTIONS
 from modelstate.rules.expression import Derived, values_of
 from modelstate.spec import ByteRange, StoredComposite, StoredTensor, contiguous_stride
@@ -396,13 +395,13 @@ def _transformed(
     staging: Staging, transform: Transform, assignment: Assignment, read: torch.Tensor | None
 ) -> torch.Tensor:
     value = _own_value(staging, assignment) if read is None else read
-    references, owners = sys.getrefcount(value), storage_owners(value)
+    references, owners = reference_count(value), storage_owners(value)
     version = write_count(value) if is_plain(value) and not value.is_inference() else None
     result = called(transform, assignment.name, value, assignment.param.shape)
     # A tensor that others hold, or memory that they do, cannot be the slot's own: they may write to it before the slot
     # has it, as a function does that returns the same buffer again and again, or afterwards.
-    references, owners = (references + 1, owners) if result is value else (2, 1)
-    own = sys.getrefcount(result) <= references and storage_owners(result) <= owners
+    references, owners = (references + 1, owners) if result is value else (ONE_VARIABLE, 1)
+    own = reference_count(result) <= references and storage_owners(result) <= owners
     result = result.detach()
     # A function that works in place leaves nothing to compare its result with.
     untouched = version is not None and write_count(value) == version and storage_id(value) != storage_id(result)
