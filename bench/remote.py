@@ -86,10 +86,11 @@ def reading(proxy: FaultProxy, client: Any) -> None:
     count(proxy, f"load of 10 of the 40 tensors, {of_quarter:,} bytes", subset)
     from bench.remote import load_shard  # ranks import it by this name, and not as that of the program
 
-    ranks = Ranks(4)
+    ranks, settings = Ranks(4), {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
+    load = partial(ranks.values, load_shard, url, settings)
     try:
-        ranks.values(load_shard, url)  # connects the ranks
-        count(proxy, "open and load on 4 ranks, each a quarter of the rows", lambda: ranks.values(load_shard, url))
+        load()  # connects the ranks
+        count(proxy, "open and load on 4 ranks, each a quarter of the rows", load)
     finally:
         ranks.close()
 
@@ -98,8 +99,9 @@ def layers(number: int, device: str = "cpu") -> nn.Module:
     return nn.Sequential(*(nn.Linear(256, 256, device=device) for _ in range(number)))
 
 
-def load_shard(url: str) -> None:
-    """Loads the rows of one rank."""
+def load_shard(url: str, settings: dict[str, str]) -> None:
+    """Loads the rows of one rank, which was started with other settings of the client."""
+    os.environ.update(settings)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     model = layers(20, "meta")
     for module in model.modules():
