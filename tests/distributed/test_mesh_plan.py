@@ -17,6 +17,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import modelstate as ms
 from modelstate.distributed import shards
 from modelstate.loading import plan_for_mesh
+from modelstate.torch_compat.private import torch_version
 from tests.distributed import models
 from tests.distributed.ranks import Ranks
 from tests.loading.test_mesh_plan import STYLES, Decoder, write_hole
@@ -62,6 +63,7 @@ def test_each_rank_holds_what_the_plan_says(kind: str, ranks: Ranks, tmp_path: P
     assert [rank.rank for rank in plan.ranks] == [0, 1, 2, 3]
 
 
+@pytest.mark.skipif(torch_version() < (2, 11), reason="this torch states a wrong layout for 128256 rows on 512 ranks")
 def test_a_rank_of_a_large_mesh_plans_with_few_computations(tmp_path: Path) -> None:
     with torch.device("meta"):
         net = Decoder().to(torch.bfloat16)
