@@ -137,6 +137,24 @@ def test_blocks_in_use_stay_and_others_go(tmp_path: Path) -> None:
     assert len(blocks_of(cache)) <= 4
 
 
+def test_writes_at_once_leave_blocks(tmp_path: Path) -> None:
+    block = bytes(BLOCK_BYTES)
+    for turn in range(30):
+        cache = ms.Cache(tmp_path / f"{turn}", max_bytes=3 * BLOCK_BYTES)
+        begin = threading.Barrier(6)
+
+        def write(index: int, cache: ms.Cache = cache, begin: threading.Barrier = begin) -> None:
+            begin.wait()
+            cache.write("0" * 32, index, block)
+
+        threads = [threading.Thread(target=write, args=(index,)) for index in range(6)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert 0 < len(blocks_of(cache)) <= 3
+
+
 def test_a_directory_that_cannot_be_written_is_no_error(proxy: FaultProxy, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.warns(ms.errors.CacheWarning, match="nothing more is kept") as caught:

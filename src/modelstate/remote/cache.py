@@ -149,10 +149,12 @@ class Cache:
     def _makes_room(self) -> bool:
         """Removes the oldest blocks until what is being written, and what is written before the next call, fits too.
 
-        Returns whether it fits.
+        Returns whether it fits. Where it cannot, nothing is removed.
         """
-        found = sorted(self._found())
         most = self.max_bytes - self.max_bytes // _CHECKS - self._writing_bytes
+        if most < 0:
+            return False
+        found = sorted(self._found())
         excess = sum(nbytes for _, nbytes, _ in found) - most
         for _, nbytes, path in found:
             if excess <= 0:
