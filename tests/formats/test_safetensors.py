@@ -563,3 +563,48 @@ def test_opening_reads_and_allocates_no_more_than_the_header(tmp_path: Path) -> 
     assert announced[1] < 100_000
     assert abs(small[1] - large[1]) < 1000
     assert max(small[1], large[1]) < 20_000
+
+
+NUMBERS = st.sampled_from(["0", "4", "-0", "4.0", "4e0", "true", "null", str(2**64 + 4), "8"])
+TEXTS = st.sampled_from(['"a"', '"b"', r'"\""', r'"\\"', r'"\ud800"', '"F32"', '"é"', '"__metadata__"', "1", "null"])
+FIELDS = st.one_of(
+    st.builds('"dtype": {}'.format, st.one_of(st.just('"F32"'), TEXTS)),
+    st.builds('"shape": [{}]'.format, st.one_of(st.just("1"), NUMBERS)),
+    st.builds('"data_offsets": [{}, {}]'.format, st.one_of(st.just("0"), NUMBERS), st.one_of(st.just("4"), NUMBERS)),
+    st.builds("{}: {}".format, TEXTS, TEXTS),
+)
+USUAL = '"dtype": "F32", "shape": [1], "data_offsets": [0, 4]'
+ENTRIES = st.one_of(st.just(f"{{{USUAL}}}"), st.lists(FIELDS, max_size=4).map(lambda found: f"{{{', '.join(found)}}}"))
+PAIRS = st.lists(st.builds("{}: {}".format, TEXTS, TEXTS), max_size=3).map(lambda found: f"{{{', '.join(found)}}}")
+HEADERS = st.lists(
+    st.one_of(
+        st.builds("{}: {}".format, st.one_of(st.just('"a"'), TEXTS), ENTRIES),
+        st.builds('"__metadata__": {}'.format, st.one_of(PAIRS, TEXTS)),
+    ),
+    max_size=3,
+).map(lambda found: f"{{{', '.join(found)}}}")
+
+
+@given(header=HEADERS)
+@example(header=f'{{"a": {{"dtype": "F16", {USUAL}}}}}')
+@example(header=f'{{"a": {{{USUAL}, "shape": [1]}}, "__metadata__": {{"x": 1}}}}')
+@example(header=f'{{"a": {{{USUAL}}}, "a": {{{USUAL}}}}}')
+@example(header=f'{{"__metadata__": {{"x": "\\""}}, "a": {{{USUAL}}}}}')
+@settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_the_fast_parser_reads_what_the_strict_one_reads(header: str, tmp_path: Path) -> None:
+    path = tmp_path / "a.safetensors"
+    data = header.encode()
+    path.write_bytes(struct.pack("<Q", len(data)) + data + bytes(4))
+
+    def outcome() -> object:
+        try:
+            found = read(str(path))
+        except OpenError as error:
+            return type(error), str(error)
+        assert isinstance(found.tree, Mapping)
+        return dict(found.tree), found.metadata
+
+    fast = outcome()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(safetensors, "_usual_header", lambda _: None)
+        assert outcome() == fast

@@ -18,6 +18,7 @@ Invariants:
 from __future__ import annotations
 
 import json
+import re
 import struct
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -27,6 +28,8 @@ from itertools import chain
 from math import prod
 from operator import mul, sub
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+import orjson
 
 from modelstate.errors import (
     CUT_SHORT,
@@ -248,15 +251,7 @@ def _parse_header(header: bytes, path: str, begin: int, file_bytes: int) -> tupl
     """
     if len(header) > manifest.MAX_PARTS:  # otherwise it has no more parts than that
         _check_parts(header, path)
-    members = parse_object(header)
-    metadata = [fields for name, fields in members if name == METADATA_NAME]
-    if len(metadata) > 1:
-        raise RepeatedKeyError(METADATA_NAME, str(metadata[1])[:60])
-    entries = tuple(member for member in members if member[0] != METADATA_NAME) if metadata else members
-    names = [name for name, _ in entries]
-    if b"\\" in header and b"\\u" in header:  # a search for one byte takes a twentieth of the time
-        _check_unicode(names)
-    kinds, shapes, firsts, lasts = _columns(entries)
+    names, (kinds, shapes, firsts, lasts), metadata = _usual_header(header) or _any_header(header)
     if "F4" in kinds:
         shapes = [
             _shape_of_pairs(name, shape, path) if kind == "F4" else shape
@@ -278,15 +273,60 @@ def _parse_header(header: bytes, path: str, begin: int, file_bytes: int) -> tupl
         raise _wrong_end(lasts, begin, file_bytes, path)
     dtype_names = [*map(_TORCH_NAMES.__getitem__, kinds)]
     columns = TensorColumns(dtype_names, shapes, [path] * len(rows), [begin + first for first in firsts], nbytes)
-    return StoredTensors(rows, columns), {} if metadata in ([], [None]) else strings_of(metadata[0], MAX_ENTRIES)
+    return StoredTensors(rows, columns), {} if metadata is None else strings_of(metadata, MAX_ENTRIES)
 
 
+_MINUS_ZERO = re.compile(rb"[\[,:]\s*-0")
 _Texts = tuple[str, ...]
 _Shapes = Sequence[tuple[int, ...]]
 _Numbers = tuple[int, ...]
+_Columns = tuple[_Texts, _Shapes, _Numbers, _Numbers]
 
 
-def _columns(members: Members) -> tuple[_Texts, _Shapes, _Numbers, _Numbers]:
+def _usual_header(header: bytes) -> tuple[list[str], _Columns, Any] | None:
+    """The names, the columns and the metadata of a header, by a parser that takes less time than a strict one.
+
+    None for a header that it might read in another way: `_any_header` parses such a header, and says what is wrong. Of
+    equal keys the parser keeps the last one, so the quotation marks are counted: each key and each value has two.
+    """
+    if b"\\\\" in header or (b"-0" in header and _MINUS_ZERO.search(header)):
+        return None  # a quotation mark after two backslashes ends a text; -0 is no whole number from 0
+    try:
+        entries: dict[str, Any] = orjson.loads(header)
+        has_metadata = METADATA_NAME in entries
+        metadata = entries.pop(METADATA_NAME, None)
+        members = None if metadata is None else tuple(metadata.items())
+        texts = 5 * len(entries) + has_metadata + 2 * len(members or ())
+        marks = header.count(b'"') - (header.count(b'\\"') if b"\\" in header else 0)
+        if not entries or marks != 2 * texts or not {str}.issuperset(type(value) for _, value in members or ()):
+            return None
+        values = entries.values()
+        if {*map(len, values)} != {3}:
+            return None
+        columns = _checked_columns(
+            [entry["dtype"] for entry in values],
+            [entry["shape"] for entry in values],
+            [entry["data_offsets"] for entry in values],
+        )
+    except (AttributeError, KeyError, TypeError, ValueError):
+        return None
+    return None if columns is None else ([*entries], columns, members)
+
+
+def _any_header(header: bytes) -> tuple[list[str], _Columns, Any]:
+    """As `_usual_header`, of any header. Raises `JsonError`."""
+    members = parse_object(header)
+    metadata = [fields for name, fields in members if name == METADATA_NAME]
+    if len(metadata) > 1:
+        raise RepeatedKeyError(METADATA_NAME, str(metadata[1])[:60])
+    entries = tuple(member for member in members if member[0] != METADATA_NAME) if metadata else members
+    names = [name for name, _ in entries]
+    if b"\\" in header and b"\\u" in header:  # a search for one byte takes a twentieth of the time
+        _check_unicode(names)
+    return names, _columns(entries), metadata[0] if metadata else None
+
+
+def _columns(members: Members) -> _Columns:
     """The dtypes, shapes, first and last bytes of the entries, checked to be of these types. Raises `JsonError`."""
     if not members:
         return (), (), (), ()
@@ -295,20 +335,27 @@ def _columns(members: Members) -> tuple[_Texts, _Shapes, _Numbers, _Numbers]:
         if {tuple}.issuperset(map(type, entries)):
             columns = (zip(*column, strict=True) for column in zip(*entries, strict=True))
             (dtype_keys, kinds), (shape_keys, shapes), (range_keys, ranges) = columns
-            firsts, lasts = zip(*ranges, strict=True)
-            if (
-                ({*dtype_keys}, {*shape_keys}, {*range_keys}) == ({"dtype"}, {"shape"}, {"data_offsets"})
-                and {str}.issuperset(map(type, kinds))
-                and {list}.issuperset(map(type, shapes))
-                and {int}.issuperset(map(type, chain(firsts, lasts, chain.from_iterable(shapes))))
-                and min(firsts) >= 0 <= min(lasts)
-            ):
-                return kinds, [*map(tuple, shapes)], firsts, lasts
+            if ({*dtype_keys}, {*shape_keys}, {*range_keys}) == ({"dtype"}, {"shape"}, {"data_offsets"}):
+                checked = _checked_columns(kinds, shapes, ranges)
+                if checked is not None:
+                    return checked
     except (TypeError, ValueError):
         pass
     # Some entries have their fields in another order, or are wrong.
     kinds, shapes, firsts, lasts = zip(*(_fields_of(name, fields) for name, fields in members), strict=True)
     return kinds, shapes, firsts, lasts
+
+
+def _checked_columns(kinds: Sequence[Any], shapes: Sequence[Any], ranges: Sequence[Any]) -> _Columns | None:
+    """The columns, where each value has the type that it must have. Raises `TypeError` and `ValueError`."""
+    firsts, lasts = zip(*ranges, strict=True)
+    is_right = (
+        {str}.issuperset(map(type, kinds))
+        and {list}.issuperset(map(type, shapes))
+        and {int}.issuperset(map(type, chain(firsts, lasts, chain.from_iterable(shapes))))
+        and min(firsts) >= 0 <= min(lasts)
+    )
+    return (tuple(kinds), [*map(tuple, shapes)], firsts, lasts) if is_right else None
 
 
 def _fields_of(name: str, fields: Any) -> tuple[str, tuple[int, ...], int, int]:
