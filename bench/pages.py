@@ -205,7 +205,11 @@ def swap_table(results: Runs) -> str:
     """Times with their ratio to the first row's."""
     medians = {name: median(runs, "ready").seconds for name, runs in results.items()}
     first = next(iter(medians.values()))
-    return table(["", "ms", "×"], [[name, f"{one * 1e3:,.3f}", ratio(one, first)] for name, one in medians.items()])
+    rows = [
+        [name, milliseconds(one) if one >= 1e-3 else f"{one * 1e3:.3f}", ratio(one, first)]
+        for name, one in medians.items()
+    ]
+    return table(["", "ms", "×"], rows)
 
 
 def request_table(results: Runs) -> str:
