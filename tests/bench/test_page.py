@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from bench import goals, limits, live, measure, measured, merging, pages, run, saving
+from bench import goals, limits, live, measure, measured, merging, pages, reasons, run, saving
 from bench.__main__ import RESULTS, main
 from bench.__main__ import pages as pages_of
 from bench.contenders import CONVERT
@@ -378,13 +378,13 @@ def test_what_was_not_measured_is_no_goal_met_or_missed() -> None:
 
 
 def test_the_sentence_with_the_limit_stands_below_a_row_that_is_not_met(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(goals.LIMITS, "mapped", lambda _: "opening alone takes that long.")
+    monkeypatch.setitem(reasons.LIMITS, "mapped", lambda _: "opening alone takes that long.")
     assert "- file to ready on a meta target (mapped): opening alone" in pages.goals(goals.reached(everything(2.0)))
     assert "opening alone" not in pages.goals(goals.reached(everything(0.1)))
 
 
 def test_the_sentences_are_for_rows_that_there_are() -> None:
-    assert set(goals.LIMITS) <= set(goals.ROWS)
+    assert set(reasons.LIMITS) <= set(goals.ROWS)
 
 
 def test_the_machine_is_described_without_its_name() -> None:
