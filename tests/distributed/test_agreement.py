@@ -361,6 +361,34 @@ def test_threads_vote_on_channels_of_their_own(ranks: Ranks) -> None:
     assert ranks.values(on_two_channels) == [expected] * 4
 
 
+def beginning_while_another_thread_begins() -> str:
+    """A call begins; meanwhile another thread opens a channel of its own and loses one."""
+    for channel in ("", "kept", "lost"):
+        with Agreement(range(4), 20, channel=channel).phase("reading"):
+            pass
+    is_abandoned, asked = connections_module.Connections.is_abandoned, []
+
+    def while_another_thread_begins(connections: connections_module.Connections) -> bool:
+        if len(asked) == 0:
+            asked.append(connections)
+            for number in range(2):
+                agreement().on_channel(f"opened meanwhile {number}")
+            del connections_module.made_connections()[(0, 1, 2, 3), "lost"]
+        return is_abandoned(connections)
+
+    with mock.patch.object(connections_module.Connections, "is_abandoned", while_another_thread_begins):
+        begun = agreement_of((), dist.group.WORLD, 20)
+    assert asked != []
+    with begun.phase("reading"):
+        pass
+    return "committed"
+
+
+def test_a_call_begins_while_another_thread_opens_a_channel(ranks: Ranks) -> None:
+    assert ranks.values(beginning_while_another_thread_begins) == ["committed"] * 4
+    assert ranks.values(good) == [["committed"] * 5] * 4
+
+
 VOTE_AND_END = """
 import atexit, os, sys
 

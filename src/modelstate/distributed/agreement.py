@@ -29,6 +29,7 @@ from modelstate import errors, problems
 from modelstate.distributed.connections import (
     Connections,
     connections_of,
+    drop_abandoned,
     made_connections,
     number_of,
     ranks_text,
@@ -509,9 +510,7 @@ def agreement_of(
                 else f"{call}(process_group=) with a group that has all ranks of all meshes, such as group.WORLD",
             )
     ordered = tuple(sorted(ranks))
-    made = made_connections()
-    for key in [key for key, connections in made.items() if key[0] == ordered and connections.is_abandoned()]:
-        del made[key]  # this rank did not take part when the others gave them up
+    drop_abandoned(ordered)
     agreement = Agreement(ordered, TIMEOUT_SECONDS, call=call)
     with agreement.before("planning"):
         agreement.timeout_seconds = check_timeout(timeout_seconds)

@@ -162,9 +162,21 @@ def made_connections() -> _Made:
 def connections_of(ranks: tuple[int, ...], timeout_seconds: float, channel: str = "") -> Connections:
     """Returns the connections between these ranks, which are made at the first call. Raises what torch raises."""
     made = made_connections()
-    if (ranks, channel) not in made:
-        made[ranks, channel] = Connections(ranks, timeout_seconds, channel)
-    return made[ranks, channel]
+    connections = made.get((ranks, channel))
+    if connections is None:
+        connections = made[ranks, channel] = Connections(ranks, timeout_seconds, channel)
+    return connections
+
+
+def drop_abandoned(ranks: tuple[int, ...]) -> None:
+    """Forgets the connections between these ranks that another rank has given up when this one did not take part.
+
+    Other threads may make and forget connections on their channels meanwhile.
+    """
+    made = made_connections()
+    for key, connections in list(made.items()):
+        if key[0] == ranks and connections.is_abandoned() and made.get(key) is connections:
+            made.pop(key, None)
 
 
 def number_of(parts: Iterable[object]) -> int:
