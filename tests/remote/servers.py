@@ -36,11 +36,11 @@ INSTALLED = Path(os.environ.get("MODELSTATE_SERVERS", ".venv-servers")).absolute
 # Requests are handled one after the other: moto checks a condition and writes the object in two steps.
 _MOTO = """
 import logging, sys, threading
-from moto.moto_server.werkzeug_app import DomainDispatcherApplication, MotoRequestHandler, create_backend_app
+from moto.moto_server.werkzeug_app import MotoRequestHandler, create_backend_app
 from werkzeug.serving import make_server
 
 logging.getLogger("werkzeug").setLevel(logging.CRITICAL)
-application, lock = DomainDispatcherApplication(create_backend_app), threading.Lock()
+application, lock = create_backend_app("s3"), threading.Lock()
 
 def in_turn(environ, start_response):
     with lock:
