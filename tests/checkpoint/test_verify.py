@@ -82,6 +82,28 @@ def test_checksums_of_several_chunks(path: str, checkpoint: Checkpoint, monkeypa
         damage(path, checkpoint, "optimizer.state.0.exp_avg").verify()
 
 
+def test_shares_are_the_whole_and_one_of_them_finds_the_damage(tmp_path: Path) -> None:
+    """Small tensors are read together with their neighbours, large ones one by one."""
+    sizes = [3, 5, 200_000, 1, 70_000, 2000, 2000, 2000, 7]
+    state = {f"t{number:02d}": torch.full((size,), float(number)) for number, size in enumerate(sizes)}
+    path = tmp_path / "x.safetensors"
+    ms.save(state, path)
+    shares = [slice(first, None, 3) for first in range(3)]
+    verified = [verify_module.verify(open_checkpoint(path), share=share) for share in shares]
+    assert min(verified) > 0
+    assert sum(verified) == sum(tensor.nbytes for tensor in state.values())
+    for name in state:
+        ms.save(state, path)
+        damage(str(path), open_checkpoint(path), name)
+        found = []
+        for share in shares:
+            try:
+                verify_module.verify(open_checkpoint(path), share=share)
+            except ChecksumError as error:
+                found.append(error.found)
+        assert found == [name]
+
+
 def test_verify_describes_what_it_compared(path: str, checkpoint: Checkpoint) -> None:
     result = ms.verify(path, key="optimizer")
     assert (result.source, result.tensors, result.bytes, result.algorithms) == (path, 1, 48, ("crc32",))

@@ -152,6 +152,30 @@ def test_the_latest_step_takes_one_listing(url: str, proxy: FaultProxy) -> None:
     assert (len(proxy.requests), listings(proxy)) == (2, 2)
 
 
+def test_many_small_tensors_take_few_requests(url: str, proxy: FaultProxy) -> None:
+    """They lie next to each other, and are verified and read together."""
+
+    def objects(value: float) -> dict[str, Any]:
+        model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(20)))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
+        for parameter in model.parameters():
+            nn.init.constant_(parameter, value)
+            parameter.grad = torch.full_like(parameter, value)
+        optimizer.step()
+        return {"model": model, "optimizer": optimizer}
+
+    with ms.Store(url) as store:
+        store.save(1, objects(1.0))
+    proxy.reset()
+    target = objects(2.0)
+    ms.Store(url).restore(target)
+    assert len(proxy.requests) < 30  # for 40 tensors of the model, and 120 of the optimizer
+    saved = objects(1.0)
+    assert all(map(torch.equal, target["model"].parameters(), saved["model"].parameters()))
+    state, expected = (each["optimizer"].state_dict()["state"] for each in (target, saved))
+    assert all(torch.equal(state[index][key], expected[index][key]) for index in expected for key in expected[index])
+
+
 def test_the_order_is_that_of_saving(url: str) -> None:
     with ms.Store(url) as store:
         for step in (5, 7, 6):

@@ -46,6 +46,7 @@ from modelstate.io.engine import (
 )
 from modelstate.io.files import FileFingerprint
 from modelstate.spec import (
+    GAP_BYTES,
     ByteRange,
     Checksum,
     Encoded,
@@ -313,7 +314,7 @@ class Checkpoint(Mapping[str, TensorSpec], Shown):
         node = subtree(self.contents.tree, ".".join(filter(None, (self.key, path))), self.source)
         check_map_option(map)
         names = (name for name in self if not path or f"{name}.".startswith(f"{path}."))
-        known = self._read_at_once(names) if map is False else {}
+        known = self._read_at_once(names, may_map=map is not False)
 
         def read(stored: Stored) -> torch.Tensor:
             key = bytes_key(stored, f"{len(known)}")
@@ -323,15 +324,20 @@ class Checkpoint(Mapping[str, TensorSpec], Shown):
 
         return rebuild(node, read)
 
-    def _read_at_once(self, names: Iterable[str]) -> dict[object, torch.Tensor]:
-        """Reads the contiguous tensors in parallel. Returns them by the key of their bytes."""
+    def _read_at_once(self, names: Iterable[str], may_map: bool) -> dict[object, torch.Tensor]:
+        """Reads the contiguous tensors in parallel; where files may be mapped, those of remote files, which cannot.
+
+        Returns them by the key of their bytes.
+        """
         import torch
 
         known: dict[object, torch.Tensor] = {}
         requests = []
         for name in names:
             stored = self.stored(name)
-            if isinstance(stored, StoredTensor) and stored.is_contiguous and stored.nbytes:
+            if not (isinstance(stored, StoredTensor) and stored.is_contiguous and stored.nbytes):
+                continue
+            if not may_map or self._maps.is_remote(stored.extent.path):
                 key = bytes_key(stored, name)
                 if key not in known:
                     with torch.inference_mode(False):  # otherwise the tensor could never be trained
@@ -701,36 +707,49 @@ def _values_below(flat: FlatTree, key: str, where: str) -> dict[str, Any]:
 def verify(checkpoint: Checkpoint, on_read: Callable[[int], None] | None = None, share: slice = slice(None)) -> int:
     """Implements `Checkpoint.verify`. `on_read` is called with the size of each storage, and may raise to end it.
 
-    Several ranks verify a checkpoint together with a `share` of its storages each.
+    Small storages that lie next to each other are read at once. Several ranks verify a checkpoint together with a
+    `share` of these reads each.
     """
     names_of, expected = what_to_verify(checkpoint), checkpoint.checksums
-    names_of = dict(list(names_of.items())[share])
+    is_remote = any(checkpoint.fingerprints[storage.path].is_remote for storage in names_of)
+    chunk_bytes = _REMOTE_CHUNK_BYTES if is_remote else _CHUNK_BYTES
+    runs = _runs(names_of, chunk_bytes)[share]
     computed: dict[ByteRange, str] = {}
 
     @contextmanager
-    def worker() -> Iterator[Callable[[ByteRange], None]]:
+    def worker() -> Iterator[Callable[[list[ByteRange]], None]]:
         buffer = memoryview(bytearray(chunk_bytes))
 
-        def compute(storage: ByteRange) -> None:
-            checksum, values = expected[storage], []
-            for first, end in checksum.blocks(storage.nbytes):
-                block = ByteRange(storage.path, storage.start + first, end - first)
-                values.append(_block_checksum(files[storage.path], block, checksum.algorithm, buffer))
-            computed[storage] = "".join(values)
+        def compute(run: list[ByteRange]) -> None:
+            path, start, nbytes = run[0]
+            nbytes = run[-1].start + run[-1].nbytes - start
+            is_read = nbytes <= chunk_bytes
+            if is_read:
+                read_fully(files[path], [buffer[:nbytes]], start, nbytes)
+            for storage in run:
+                checksum, values = expected[storage], []
+                for first, end in checksum.blocks(storage.nbytes):
+                    begin, stop = storage.start + first, storage.start + end
+                    read = (
+                        [buffer[begin - start : stop - start]] if is_read else _chunks(files[path], begin, stop, buffer)
+                    )
+                    values.append(_checksum(read, checksum.algorithm))
+                computed[storage] = "".join(values)
 
         yield compute
 
-    def on_done(storage: ByteRange, _: float) -> None:
-        if on_read:
-            on_read(storage.nbytes)
+    def on_done(run: list[ByteRange], _: float) -> None:
+        for storage in run:
+            if on_read:
+                on_read(storage.nbytes)
 
-    paths = {storage.path for storage in names_of}
-    is_remote = any(checkpoint.fingerprints[path].is_remote for path in paths)
-    chunk_bytes = _REMOTE_CHUNK_BYTES if is_remote else _CHUNK_BYTES
-    with open_files(paths, checkpoint.fingerprints) as files:
-        for_each(names_of, worker, min(threads_for(is_remote), len(names_of)), on_done)
+    with open_files({run[0].path for run in runs}, checkpoint.fingerprints) as files:
+        for_each(runs, worker, min(threads_for(is_remote), len(runs)), on_done)
     damaged = [
-        name for storage, names in names_of.items() if computed[storage] != expected[storage].value for name in names
+        name
+        for storage, names in names_of.items()
+        for name in names
+        if storage in computed and computed[storage] != expected[storage].value
     ]
     if damaged:
         raise ChecksumError(
@@ -739,7 +758,22 @@ def verify(checkpoint: Checkpoint, on_read: Callable[[int], None] | None = None,
             found=", ".join(damaged[:8]) + (", ..." if len(damaged) > 8 else ""),
             remedy="the file is damaged (or was saved with checksums switched off): get it again from where it came",
         )
-    return sum(storage.nbytes for storage in names_of)
+    return sum(storage.nbytes for storage in computed)
+
+
+def _runs(storages: Iterable[ByteRange], most_bytes: int) -> list[list[ByteRange]]:
+    """Groups storages in the order of the files: one alone, or neighbours that are within `most_bytes` of a file."""
+    runs: list[list[ByteRange]] = []
+    end = 0
+    for storage in sorted(storages):
+        run = runs[-1] if runs else []
+        is_next = run and run[0].path == storage.path and 0 <= storage.start - end <= GAP_BYTES
+        end = storage.start + storage.nbytes
+        if is_next and end - run[0].start <= most_bytes:
+            run.append(storage)
+        else:
+            runs.append([storage])
+    return runs
 
 
 def what_to_verify(checkpoint: Checkpoint) -> dict[ByteRange, list[str]]:
@@ -775,11 +809,17 @@ def what_to_verify(checkpoint: Checkpoint) -> dict[ByteRange, list[str]]:
     return names_of
 
 
-def _block_checksum(file: RangeFile, block: ByteRange, algorithm: str, buffer: memoryview) -> str:
+def _chunks(file: RangeFile, start: int, end: int, buffer: memoryview) -> Iterator[memoryview]:
+    """Yields a part of a file in pieces, each of them in the buffer."""
+    for at in range(start, end, len(buffer)):
+        chunk = buffer[: min(len(buffer), end - at)]
+        read_fully(file, [chunk], at, len(chunk))
+        yield chunk
+
+
+def _checksum(chunks: Iterable[memoryview], algorithm: str) -> str:
     crc, hashed = 0, xxhash.xxh3_128()
-    for at in range(0, block.nbytes, len(buffer)):
-        chunk = buffer[: min(len(buffer), block.nbytes - at)]
-        read_fully(file, [chunk], block.start + at, len(chunk))
+    for chunk in chunks:
         if algorithm == ALGORITHM:
             hashed.update(chunk)
         else:

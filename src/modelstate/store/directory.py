@@ -45,6 +45,7 @@ from modelstate.store.record import ALL, RECORD_FILE, FileRecord, Record, damage
 from modelstate.store.retention import CheckpointInfo, Keep, check_metric, kept
 
 if TYPE_CHECKING:
+    from modelstate.checkpoint.checkpoint import Checkpoint
     from modelstate.distributed.agreement import Agreement  # imports torch
 
 STORE_FORMAT = 1
@@ -431,19 +432,21 @@ class StepIndex:
             progress: whether the verification shows a progress bar, as in `modelstate.verify`.
         """
         entries, directory = entry.usable_record.entries, entry.place.files
+        verified: dict[str, Checkpoint | None] = {}
         if verify:
             with progress_bar(progress, entry.info.nbytes, "verifying") as advance:
-                for saved in entries.values():
-                    saved.verify(directory, self.cache, share, advance)
+                for path, saved in entries.items():
+                    verified[path] = saved.verify(directory, self.cache, share, advance)
             self.note_whole(entry.place.path)
         parts = {}
         for path, saved in entries.items():
             is_module = saved.kind is Kind.MODULE and saved.index
             is_mapped = map and saved.kind is Kind.OPTIMIZER
+            opened = verified.get(path)
             if is_module:
-                tree: object = saved.open(directory, self.cache)
+                tree: object = saved.open(directory, self.cache) if opened is None else opened
             else:
-                tree = saved.decode(directory, self.cache, map=is_mapped)
+                tree = saved.decode(directory, self.cache, opened=opened, map=is_mapped)
             if saved.ranks and not (isinstance(tree, list) and len(tree) == saved.ranks):
                 raise damaged(directory, f"{path}: not the states of {saved.ranks} ranks")
             parts[path] = Part(saved.kind, tree, saved.ranks)

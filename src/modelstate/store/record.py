@@ -93,15 +93,18 @@ class ObjectEntry:
         cache: Cache | None,
         share: slice = ALL,
         on_read: Callable[[int], None] | None = None,
-    ) -> None:
-        """Reads an object, or a share of its tensors, and compares it with its digests.
+    ) -> Checkpoint | None:
+        """Opens an object, reads its tensors or a share of them, and compares them with their digests.
 
         `on_read` is called with the size of each tensor.
+
+        Returns what was verified, of which no later version is read; None for an object without tensors.
 
         Raises `DamagedCheckpointError`, and `ReadFailedError` for a disk that cannot be read.
         """
         if not self.index:
-            return  # the state is in the record, which is sealed
+            return None  # the state is in the record, which is sealed
+        checkpoint = self.open(directory, cache)
         for name, file in self.files.items():
             try:
                 head = file.read_head(os.path.join(directory, name))
@@ -109,23 +112,26 @@ class ObjectEntry:
                 raise damaged(directory, short(error)) from error
             if head is None:
                 raise damaged(directory, f"{name}: what it says of its tensors is not what was written")
-        checkpoint = self.open(directory, cache)
         try:
             if checkpoint.checksums:
                 verify(checkpoint, on_read, share)
         except ChecksumError as error:
             raise damaged(directory, short(error)) from error
+        return checkpoint
 
-    def decode(self, directory: str, cache: Cache | None = None, *, map: bool = False) -> object:
+    def decode(
+        self, directory: str, cache: Cache | None = None, *, opened: Checkpoint | None = None, map: bool = False
+    ) -> object:
         """Returns the state of an object as it was captured: containers, values, and tensors.
 
-        With `map` the tensors may be maps of the files, which nothing may write to; else their memory is their own.
+        `opened` is the object, where it is open. With `map` the tensors may be maps of the files, which nothing may
+        write to; else their memory is their own.
 
         Raises `DamagedCheckpointError`, and `CodecError` for classes that are not imported or registered.
         """
         from modelstate.codec.codec import decode
 
-        checkpoint = self.open(directory, cache) if self.index else None
+        checkpoint = self.open(directory, cache) if self.index and opened is None else opened
         try:
             return decode(self.value) if checkpoint is None else checkpoint.value(map=None if map else False)
         except UnknownClassError:

@@ -481,11 +481,8 @@ class Store(Shown):
                     found=repr(name),
                     remedy="give the name of one of these objects",
                 )
-            checkpoint = saved.open(entry.place.files, self.index.cache)
-            if verify:
-                # After the opening: a file that changes from here on is refused when it is read.
-                saved.verify(entry.place.files, self.index.cache)
-            return checkpoint
+            verified = saved.verify(entry.place.files, self.index.cache) if verify else None
+            return saved.open(entry.place.files, self.index.cache) if verified is None else verified
 
         return self.index.first_usable(step, attempt, _ALONE)[0]
 
