@@ -1,7 +1,13 @@
 """The children of benchmarks as forks, for tests of what is done with results: a new interpreter takes seconds."""
 
 import json
+import os
+import subprocess
+import sys
+import tempfile
+import traceback
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from bench.measure import MeasurementError, Stage
 from tests.programs import code_of, run_program
@@ -11,7 +17,34 @@ def run_forked(
     command: Sequence[str], *, environment: Mapping[str, str] | None = None, timeout_seconds: float = 600
 ) -> dict[str, Stage]:
     """As `bench.measure.run`, without samples of the memory between stages."""
-    done = run_program(code_of(command), environment=environment, timeout=timeout_seconds)
+    return _stages(run_program(code_of(command), environment=environment, timeout=timeout_seconds))
+
+
+def run_as_fork_of_this(
+    command: Sequence[str], *, environment: Mapping[str, str] | None = None, timeout_seconds: float = 600
+) -> dict[str, Stage]:
+    """As `run_forked`, in a fork of this process, which has what it has imported. It must have no other threads."""
+    with tempfile.TemporaryDirectory() as folder:
+        out, err = (Path(folder, name) for name in ("out", "err"))
+        sys.stdout.flush()
+        child = os.fork()
+        if not child:
+            status = 1
+            try:
+                for descriptor, path in ((1, out), (2, err)):
+                    os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), descriptor)
+                os.environ.update(environment or {})
+                exec(compile(code_of(command), "<string>", "exec"), {"__name__": "__main__"})
+                status = 0
+            except BaseException:
+                traceback.print_exc()
+            sys.stdout.flush()
+            os._exit(status)
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        return _stages(subprocess.CompletedProcess([*command], status, out.read_text(), err.read_text()))
+
+
+def _stages(done: "subprocess.CompletedProcess[str]") -> dict[str, Stage]:
     if done.returncode:
         raise MeasurementError(f"the process failed: {done.stderr.strip()}")
     start, *messages = map(json.loads, done.stdout.splitlines())

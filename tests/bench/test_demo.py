@@ -104,8 +104,10 @@ socket.create_connection(server.getsockname()).close()
 def test_the_demo_from_beginning_to_end(tmp_path: Path, no_network: tuple[dict[str, str], Path]) -> None:
     need_the_extra()
     environment, log = no_network
+    forks = "from bench import measure; from tests.bench.forked import run_as_fork_of_this as run; measure.run = run"
     code = code_of(["-m", "bench.demo", "--runs", "1"])
-    done = run_program(f"{NO_NETWORK}\n{code}", cwd=ROOT, environment=environment)
+    environment["TOKENIZERS_PARALLELISM"] = "false"  # no threads that a fork would not have
+    done = run_program(f"{NO_NETWORK}\n{forks}\n{code}", cwd=ROOT, environment=environment)
     assert done.returncode == 0, done.stderr
     assert not log.exists(), log.read_text()
     lines = done.stdout.splitlines()
