@@ -60,11 +60,11 @@ class Slow:
 class InThread:
     """A server in this process."""
 
-    def __init__(self, slow: Slow, folder: Path, limits: Limits) -> None:
+    def __init__(self, slow: Slow, folder: Path, limits: Limits, token: bytes = b"token") -> None:
         live: Any = slow
         texts: Any = SimpleNamespace(encode=lambda texts: (texts, texts))
         swaps, metrics = Swaps(live, folder, "the first weights"), Metrics(lambda: slow.version)
-        service = Service(live, texts, swaps, metrics, limits, b"token", workers=1)
+        service = Service(live, texts, swaps, metrics, limits, token, workers=1)
         self.socket = socket.create_server(("127.0.0.1", 0))
         self.port = self.socket.getsockname()[1]
         self.server = uvicorn.Server(config(service, log_config=None))
@@ -152,6 +152,21 @@ def test_requests_that_are_under_way_are_answered_before_the_end(slow: Slow, ser
     served.end()
     assert request.result() == ([[1.0, 1.0]], 1)
     assert swap.result() == 2
+
+
+def test_a_server_without_a_token_changes_no_weights(slow: Slow, tmp_path: Path) -> None:
+    ms.save({"w": torch.ones(2)}, tmp_path / "weights.safetensors")
+    slow.go.set()
+    served = InThread(slow, tmp_path, Limits(), token=b"")
+    for token in ("", "token"):
+        client = Client(served.port, token)
+        for change in (client.rollback, lambda client=client: client.swap("weights.safetensors")):
+            with pytest.raises(RefusedError, match="started without a token") as found:
+                change()
+            assert found.value.status == 401
+        client.close()
+    served.end()
+    assert not slow.entered.acquire(blocking=False)
 
 
 def test_what_nobody_has_thought_of_is_an_error_without_particulars(slow: Slow, served: InThread) -> None:
