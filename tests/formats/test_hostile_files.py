@@ -1,10 +1,10 @@
 """Pipes, devices, links to nowhere and bombs, at every place where the library opens a file."""
 
 import json
-import subprocess
-import sys
 
 import pytest
+
+from tests.programs import code_of, run_program
 
 pytestmark = pytest.mark.slow
 
@@ -21,8 +21,7 @@ OUTCOMES_OK = {
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
     folder = tmp_path_factory.mktemp("hostile")
-    command = [sys.executable, "-m", "tests.formats.hostile_files", str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=900)
+    done = run_program(code_of(["-m", "tests.formats.hostile_files", str(folder)]), timeout=900)
     assert done.returncode == 0, done.stderr[-3000:]
     found: dict[str, list[str]] = json.loads(done.stdout)
     return found
