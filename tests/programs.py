@@ -40,7 +40,7 @@ CONTEXT.set_forkserver_preload(
         "torch.profiler._cupti_monitor",  # which the first step of an optimizer imports
         "torchdata.stateful_dataloader",
         "rich.table",
-        "typer",
+        "click",
         *(name for name in MODULES if not name.startswith("modelstate.integrations.")),
         "pytest",
         "tests.programs",

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from click.testing import CliRunner, Result
 from safetensors.torch import save_file
 from torch import nn
-from typer.testing import CliRunner, Result
 
 import modelstate as ms
 from modelstate.cli.main import app, main

@@ -6,8 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from click.testing import CliRunner, Result
 from safetensors.torch import save_file
-from typer.testing import CliRunner, Result
 
 from modelstate.cli.main import app
 

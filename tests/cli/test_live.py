@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner, Result
 from torch import nn
-from typer.testing import CliRunner, Result
 
 import modelstate as ms
 from modelstate.cli.main import app as cli

@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-import typer
+from click.testing import CliRunner, Result
 from safetensors.torch import save_file
 from torch import nn
-from typer.testing import CliRunner, Result
 
 import modelstate as ms
 from modelstate.cli.main import app
@@ -457,8 +456,7 @@ def test_a_load_compares_digests_where_it_is_asked_to(project: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("shell", ["bash", "zsh"])
 def test_a_shell_completes_commands(shell: str) -> None:
-    words = {"_MODELSTATE_COMPLETE": f"complete_{shell}", "COMP_WORDS": "modelstate st", "COMP_CWORD": "1"}
-    words["_TYPER_COMPLETE_ARGS"] = "modelstate st"
+    words = {"_MODELSTATE_COMPLETE": f"{shell}_complete", "COMP_WORDS": "modelstate st", "COMP_CWORD": "1"}
     done = subprocess.run(
         [sys.executable, "-c", "from modelstate.cli.main import main; main()"],
         env={**os.environ, **words},
@@ -467,6 +465,13 @@ def test_a_shell_completes_commands(shell: str) -> None:
         check=False,
     )
     assert "store" in done.stdout
+
+
+@pytest.mark.parametrize("shell", ["zsh", "fish"])
+def test_the_script_for_a_shell(shell: str) -> None:
+    script = run("--show-completion", shell).stdout
+    assert f"_MODELSTATE_COMPLETE={shell}_complete" in script
+    assert run("--show-completion", "nosuch").exit_code == 2
 
 
 @pytest.mark.parametrize("command", [[], ["store"], ["live"]])
@@ -486,7 +491,7 @@ class TestManners:
                 else:
                     yield f"{path} {name}", command
 
-        found = dict(commands(typer.main.get_command(app), "modelstate"))
+        found = dict(commands(app, "modelstate"))
         assert len(found) >= 14
         for name, command in found.items():
             assert "--json" in {option for parameter in command.params for option in parameter.opts}, name

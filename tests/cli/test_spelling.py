@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner, Result
 from safetensors.torch import save_file
 from torch import nn
-from typer.testing import CliRunner, Result
 
 from modelstate import errors
 from modelstate import problems as causes

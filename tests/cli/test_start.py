@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from click.testing import CliRunner
 from huggingface_hub import save_torch_state_dict
 from safetensors.torch import save_file
-from typer.testing import CliRunner
 
 import modelstate as ms
 from modelstate.cli.main import app

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner, Result
 from safetensors.torch import load_file, save_file
 from torch import nn
-from typer.testing import CliRunner, Result
 
 import modelstate as ms
 from modelstate.cli.common import parse_size

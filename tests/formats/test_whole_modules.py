@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner
 from torch import nn
-from typer.testing import CliRunner
 
 import modelstate as ms
 from modelstate.cli.main import app

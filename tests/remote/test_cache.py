@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from click.testing import CliRunner
 from torch import nn
-from typer.testing import CliRunner
 
 import modelstate as ms
 from modelstate.cli.main import app

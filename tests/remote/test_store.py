@@ -537,7 +537,7 @@ def test_follow(url: str) -> None:
 
 
 def test_commands(url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from typer.testing import CliRunner
+    from click.testing import CliRunner
 
     from modelstate.cli.main import app
 

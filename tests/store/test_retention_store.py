@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from typer.testing import CliRunner
+from click.testing import CliRunner
 
 import modelstate as ms
 from modelstate.cli.main import app

@@ -15,9 +15,9 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from operator import attrgetter
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING
 
-import typer
+import click
 
 import modelstate as ms
 from modelstate.remote.location import is_remote
@@ -38,86 +38,6 @@ USAGE = 2
 WITH_VALUES = "--no-skeleton builds the model with values in its parameters"
 
 
-Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-Html = Annotated[
-    str | None,
-    typer.Option("--html", metavar="FILE", help="Also write a page for a browser, in one file; replaces FILE."),
-]
-Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
-Dtype = Annotated[
-    str | None, typer.Option(metavar="DTYPE", help="Cast floating point tensors on the way, such as bfloat16.")
-]
-ShardSize = Annotated[
-    str | None, typer.Option(metavar="SIZE", help="The most bytes of tensors in one file, such as 5GB.")
-]
-MaxMemory = Annotated[
-    str | None, typer.Option(metavar="SIZE", help="The most memory that tensors may take at once, such as 512MB.")
-]
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what is there already.")]
-Path = Annotated[
-    str, typer.Argument(metavar="PATH", help="A checkpoint: a file, or a directory with one.", show_default=False)
-]
-Key = Annotated[
-    str | None, typer.Option(metavar="KEY", help="The part of the checkpoint that is meant, such as model_state.")
-]
-Strip = Annotated[
-    list[str] | None,
-    typer.Option(metavar="PREFIX", help="Prefix to take off the names of the file, such as module.; may be repeated."),
-]
-Add = Annotated[
-    str | None, typer.Option(metavar="PREFIX", help="Prefix to put in front of the names of the file, such as encoder.")
-]
-Rename = Annotated[
-    list[str] | None,
-    typer.Option(
-        metavar="PATTERN=REPLACEMENT",
-        help="Names of the file, with * for any part of them, and what they become, such as old.*.w=new.*.weight; "
-        "may be repeated. The last = divides them.",
-    ),
-]
-RenameRegex = Annotated[
-    list[str] | None,
-    typer.Option(
-        metavar="PATTERN=REPLACEMENT",
-        help="Regular expression in names of the file, and what to put there, as re.sub does; may be repeated.",
-    ),
-]
-Ignore = Annotated[
-    list[str] | None,
-    typer.Option(metavar="PATTERN", help="Names of the file, after these changes, to leave out; may be repeated."),
-]
-NamedRules = Annotated[
-    str | None,
-    typer.Option(
-        metavar="RULES",
-        help="package.module:name, a list of rules or a Schema; the options that change names come after it.",
-    ),
-]
-Allow = Annotated[
-    list[str] | None,
-    typer.Option(
-        metavar="NAME", help="Class or function that the file may use, if you trust it: library.Class; may be repeated."
-    ),
-]
-Skip = Annotated[bool, typer.Option("--skip-forbidden", help="Leave out what the file may not use.")]
-CacheDirectory = Annotated[
-    Any,
-    typer.Option(
-        "--cache",
-        metavar="DIR",
-        parser=lambda directory: ms.Cache(directory),
-        help="Keep what is read of a remote checkpoint in DIR (at most 64 GiB), and read it from there.",
-    ),
-]
-FileFormat = Annotated[
-    str | None,
-    typer.Option(
-        metavar="FORMAT",
-        help="safetensors, or torch for what torch.load reads, where the suffix of TARGET says neither.",
-    ),
-]
-
-
 class FactoryError(Exception):
     """The factory of the model raised, or returned no module."""
 
@@ -131,18 +51,18 @@ def reported(debug: bool, exit_code: int = PROBLEMS) -> Iterator[None]:
         if isinstance(error, BrokenPipeError):
             raise
         _say(error, debug)
-        raise typer.Exit(exit_code) from None
-    except (typer.Exit, typer.Abort, typer.BadParameter):
+        raise click.exceptions.Exit(exit_code) from None
+    except (click.exceptions.Exit, click.Abort, click.BadParameter):
         raise
     except SystemExit as error:
         # Raised by the model's code, which does not decide about the exit code.
         _say(error, debug, kind=True)
-        raise typer.Exit(exit_code) from None
+        raise click.exceptions.Exit(exit_code) from None
     except Exception as error:
         _say(error, debug, kind=True)
         if not debug:
             print("  to do: run it again with --debug to see where this came from", file=sys.stderr)
-        raise typer.Exit(exit_code) from None
+        raise click.exceptions.Exit(exit_code) from None
 
 
 def _say(error: BaseException, debug: bool, kind: bool = False) -> None:
@@ -168,18 +88,18 @@ def user_code() -> Iterator[None]:
 def model_factory(spec: str, debug: bool = False) -> Callable[[], object]:
     """Returns the callable that `package.module:factory` names, found from the working directory too.
 
-    For a module instance, it returns a callable that returns the instance. Raises `typer.BadParameter` for anything
+    For a module instance, it returns a callable that returns the instance. Raises `click.BadParameter` for anything
     else.
     """
     import torch
 
     if os.path.exists(spec):
-        raise typer.BadParameter(f"{spec!r} is a file or directory: the model comes first, as package.module:factory")
+        raise click.BadParameter(f"{spec!r} is a file or directory: the model comes first, as package.module:factory")
     factory = _named(spec, "no model: give package.module:factory, where factory() returns a torch.nn.Module", debug)
     if isinstance(factory, torch.nn.Module):
         return lambda: factory
     if not callable(factory):
-        raise typer.BadParameter(
+        raise click.BadParameter(
             f"{spec!r} is of type {type(factory).__name__}, "
             "and should be a function that returns a torch.nn.Module, or one itself"
         )
@@ -190,14 +110,14 @@ def _named(spec: str, what: str, debug: bool) -> object:
     """Imports the object that `package.module:name` names. `what` ends the error for a text of another form."""
     module_name, colon, attribute = spec.partition(":")
     if not (module_name and colon and attribute):
-        raise typer.BadParameter(f"{spec!r} is {what}")
+        raise click.BadParameter(f"{spec!r} is {what}")
     try:
         with user_code():
             module = importlib.import_module(module_name)
     except (Exception, SystemExit) as error:
         if debug:
             traceback.print_exception(error)
-        raise typer.BadParameter(
+        raise click.BadParameter(
             f"cannot import {module_name!r} from {os.getcwd()} or the installed packages: {_one_line(error)}"
         ) from error
     try:
@@ -205,7 +125,7 @@ def _named(spec: str, what: str, debug: bool) -> object:
     except AttributeError as error:
         known = [name for name, value in vars(module).items() if name[0] != "_" and not inspect.ismodule(value)]
         listed = f"; it has {', '.join(known[:8])}" if known else ""
-        raise typer.BadParameter(f"module {module_name!r} has no {attribute!r}{listed}") from error
+        raise click.BadParameter(f"module {module_name!r} has no {attribute!r}{listed}") from error
 
 
 def build_model(spec: str, factory: Callable[[], object], *, skeleton: bool = True) -> torch.nn.Module:
@@ -243,21 +163,21 @@ def _factory_remedy(factory: Callable[[], object], error: BaseException, skeleto
 
 
 def parse_dtype(name: str | None) -> torch.dtype | None:
-    """Returns the floating-point dtype of a name that `dtype=` takes. Raises `typer.BadParameter`."""
+    """Returns the floating-point dtype of a name that `dtype=` takes. Raises `click.BadParameter`."""
     if name is None:
         return None
     from modelstate.torch_compat.dtypes import dtype_named
 
     dtype = dtype_named(name)
     if dtype is None or not dtype.is_floating_point:
-        raise typer.BadParameter(
+        raise click.BadParameter(
             f"{name!r} is not a floating dtype of torch: give float32, bfloat16, float16, float8_e4m3fn, ..."
         )
     return dtype
 
 
 def parse_size(text: str | None) -> int | None:
-    """Returns a number of bytes: 512MB and 5GB count by 1,000, 5GiB by 1,024; 4096. Raises `typer.BadParameter`."""
+    """Returns a number of bytes: 512MB and 5GB count by 1,000, 5GiB by 1,024; 4096. Raises `click.BadParameter`."""
     if text is None:
         return None
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?\s*", text, re.IGNORECASE)
@@ -265,19 +185,19 @@ def parse_size(text: str | None) -> int | None:
     if match and not (match[3] and not match[2]):
         nbytes = int(float(match[1]) * (1024 if match[3] else 1000) ** " kmgt".index(match[2].lower() or " "))
     if nbytes < 1:
-        raise typer.BadParameter(f"{text!r} is not a number of bytes: give 512MB, 5GB, 5GiB, ...")
+        raise click.BadParameter(f"{text!r} is not a number of bytes: give 512MB, 5GB, 5GiB, ...")
     return nbytes
 
 
 def parse_mesh(text: str) -> tuple[int, ...]:
-    """Returns the shape of a device mesh: 8, 4x2. Raises `typer.BadParameter`."""
+    """Returns the shape of a device mesh: 8, 4x2. Raises `click.BadParameter`."""
     if not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", text):
-        raise typer.BadParameter(f"{text!r} is not the shape of a device mesh: give 8, 4x2, ...")
+        raise click.BadParameter(f"{text!r} is not the shape of a device mesh: give 8, 4x2, ...")
     return tuple(map(int, text.split("x")))
 
 
 def parse_parallel(text: str) -> dict[str, str]:
-    """Returns the styles of tensor parallelism in a file; none for fsdp. Raises `typer.BadParameter`."""
+    """Returns the styles of tensor parallelism in a file; none for fsdp. Raises `click.BadParameter`."""
     if text in ("", "fsdp"):
         return {}
     from modelstate.loading.mesh_plan import read_parallel
@@ -285,22 +205,22 @@ def parse_parallel(text: str) -> dict[str, str]:
     try:
         return read_parallel(text)
     except (ms.errors.OptionError, ms.errors.OpenError) as error:
-        raise typer.BadParameter(f"give fsdp, or a TOML file: {_one_line(error)}") from error
+        raise click.BadParameter(f"give fsdp, or a TOML file: {_one_line(error)}") from error
 
 
 def parse_format(text: str | None, target: str) -> str:
     """Returns the format of a file to write: that of its suffix, or else the given one.
 
-    Raises `typer.BadParameter` for an unknown suffix, and if suffix and format contradict each other.
+    Raises `click.BadParameter` for an unknown suffix, and if suffix and format contradict each other.
     """
     from modelstate.checkpoint.write import format_of
 
     try:
         return format_of(target, text)
     except ms.errors.OptionError as error:
-        raise typer.BadParameter(f"--format {text}: give {error.expected}") from error
+        raise click.BadParameter(f"--format {text}: give {error.expected}") from error
     except ms.errors.SaveTargetError as error:
-        raise typer.BadParameter(f"{target}: give a path with {error.expected}; or say --format") from error
+        raise click.BadParameter(f"{target}: give a path with {error.expected}; or say --format") from error
 
 
 def parse_device(name: str | None) -> torch.device | None:
@@ -312,9 +232,9 @@ def parse_device(name: str | None) -> torch.device | None:
     try:
         device = torch.device(name)
     except RuntimeError as error:
-        raise typer.BadParameter(f"{name!r} is not a device of torch: give cpu, cuda, cuda:1, ...") from error
+        raise click.BadParameter(f"{name!r} is not a device of torch: give cpu, cuda, cuda:1, ...") from error
     if device.type == "meta":
-        raise typer.BadParameter("nothing can be loaded onto the meta device: give cpu, cuda, ...")
+        raise click.BadParameter("nothing can be loaded onto the meta device: give cpu, cuda, ...")
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError, TypeError) as error:
@@ -346,7 +266,7 @@ def parse_rules(
 ) -> tuple[Rule, ...] | ms.rules.Schema:
     """Returns the rules that `package.module:name` names, followed by those of the other options in their order.
 
-    Raises `typer.BadParameter`.
+    Raises `click.BadParameter`.
     """
     try:
         rules: list[Rule] = [ms.rules.Prefix(strip=prefix) for prefix in strip or ()]
@@ -358,9 +278,9 @@ def parse_rules(
         ]
         rules += [ms.rules.Ignore(pattern) for pattern in ignore or ()]
     except re.error as error:
-        raise typer.BadParameter(f"not a regular expression: {error}") from error
+        raise click.BadParameter(f"not a regular expression: {error}") from error
     except ms.errors.RuleError as error:
-        raise typer.BadParameter(str(error)) from error
+        raise click.BadParameter(str(error)) from error
     if named is None:
         return tuple(rules)
     from modelstate.rules.schema import check_rules
@@ -370,16 +290,16 @@ def parse_rules(
         try:
             return (*check_rules(value), *rules)
         except ms.errors.OptionError as error:
-            raise typer.BadParameter(f"{named!r} has no rules: {_one_line(error)}") from error
+            raise click.BadParameter(f"{named!r} has no rules: {_one_line(error)}") from error
     if rules:
-        raise typer.BadParameter("a Schema has all the rules: give it, or the options that change names")
+        raise click.BadParameter("a Schema has all the rules: give it, or the options that change names")
     return value
 
 
 def _both_sides(text: str) -> tuple[str, str]:
     pattern, equals, replacement = text.rpartition("=")
     if not equals:
-        raise typer.BadParameter(f"{text!r} is not PATTERN=REPLACEMENT, such as encoder.*=model.encoder.*")
+        raise click.BadParameter(f"{text!r} is not PATTERN=REPLACEMENT, such as encoder.*=model.encoder.*")
     return pattern, replacement
 
 

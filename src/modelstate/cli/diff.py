@@ -4,27 +4,15 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-import typer
+import click
 
 import modelstate as ms
+from modelstate.cli import options
 from modelstate.cli.common import (
     PROBLEMS,
     USAGE,
-    Add,
-    Allow,
-    CacheDirectory,
-    Debug,
-    Html,
-    Ignore,
-    Json,
-    MaxMemory,
-    NamedRules,
-    Rename,
-    RenameRegex,
-    Skip,
-    Strip,
     parse_rules,
     parse_size,
     reported,
@@ -37,47 +25,58 @@ from modelstate.io.files import local_path
 if TYPE_CHECKING:
     from modelstate.comparison.result import Diff
 
-Only = Annotated[
-    list[str] | None,
-    typer.Option(metavar="PATTERN", help="Compare these names of B only, such as '*.attn.*'; may be repeated."),
-]
-Top = Annotated[int, typer.Option(metavar="N", min=1, help="Rows of the table of tensors that differ.")]
-All = Annotated[bool, typer.Option("--all", help="Show all rows of that table.")]
-NoFold = Annotated[bool, typer.Option("--no-fold", help="A row for each tensor, also where layers repeat.")]
-NoValues = Annotated[bool, typer.Option("--no-values", help="Compare names, shapes and dtypes; read no tensors.")]
 
-
+@click.command()
+@click.argument("a", help="The first checkpoint.")
+@click.argument("b", help="The second checkpoint.")
+@click.option(
+    "--key",
+    metavar="KEY",
+    multiple=True,
+    help="The part to compare, such as model_state; given twice, that of A and of B, '' for all of it.",
+)
+@options.only
+@options.top
+@options.show_all
+@options.no_fold
+@options.no_values
+@options.strip_prefix
+@options.add_prefix
+@options.rename
+@options.rename_regex
+@options.ignore
+@options.rules
+@click.option("--no-guess", is_flag=True, help="Do not guess which names of A have become which names of B.")
+@options.max_memory
+@options.allow
+@options.skip_forbidden
+@options.cache
+@options.as_json
+@options.html
+@options.debug
 def diff(
-    a: Annotated[str, typer.Argument(metavar="A", help="The first checkpoint.", show_default=False)],
-    b: Annotated[str, typer.Argument(metavar="B", help="The second checkpoint.", show_default=False)],
-    key: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="KEY",
-            help="The part to compare, such as model_state; given twice, that of A and of B, '' for all of it.",
-        ),
-    ] = None,
-    only: Only = None,
-    top: Top = 30,
-    show_all: All = False,
-    no_fold: NoFold = False,
-    no_values: NoValues = False,
-    strip_prefix: Strip = None,
-    add_prefix: Add = None,
-    rename: Rename = None,
-    rename_regex: RenameRegex = None,
-    ignore: Ignore = None,
-    rules: NamedRules = None,
-    no_guess: Annotated[
-        bool, typer.Option("--no-guess", help="Do not guess which names of A have become which names of B.")
-    ] = False,
-    max_memory: MaxMemory = None,
-    allow: Allow = None,
-    skip_forbidden: Skip = False,
-    cache: CacheDirectory = None,
-    as_json: Json = False,
-    html: Html = None,
-    debug: Debug = False,
+    a: str,
+    b: str,
+    key: tuple[str, ...],
+    only: tuple[str, ...],
+    top: int,
+    show_all: bool,
+    no_fold: bool,
+    no_values: bool,
+    strip_prefix: tuple[str, ...],
+    add_prefix: str | None,
+    rename: tuple[str, ...],
+    rename_regex: tuple[str, ...],
+    ignore: tuple[str, ...],
+    rules: str | None,
+    no_guess: bool,
+    max_memory: str | None,
+    allow: tuple[str, ...],
+    skip_forbidden: bool,
+    cache: ms.Cache | None,
+    as_json: bool,
+    html: str | None,
+    debug: bool,
 ) -> None:
     """Compare two checkpoints: names, shapes, dtypes and values.
 
@@ -85,9 +84,9 @@ def diff(
     The options that change names apply to A. Exit code 0 if both are equal, 1 if they differ, 2 if an error occurs or
     the command line is wrong.
     """
-    with reported(debug, USAGE), _remedies(a, key or ()):
-        if len(key or ()) > 2:
-            raise typer.BadParameter("--key is given at most twice: for A, and for B")
+    with reported(debug, USAGE), _remedies(a, key):
+        if len(key) > 2:
+            raise click.BadParameter("--key is given at most twice: for A, and for B")
         parsed_rules = parse_rules(rules, strip_prefix, add_prefix, rename, rename_regex, ignore, debug)
         nbytes = parse_size(max_memory)
         with user_code():
@@ -96,11 +95,11 @@ def diff(
                 b,
                 rules=parsed_rules,
                 key=(key[0] or None, key[-1] or None) if key else None,
-                only=only or (),
+                only=only,
                 values=not no_values,
                 guess=not no_guess,
                 max_memory_bytes=nbytes,
-                allow=allow or (),
+                allow=allow,
                 skip_forbidden=skip_forbidden,
                 cache=cache,
             )
@@ -131,7 +130,7 @@ def _remedies(a: str, keys: Sequence[str]) -> Iterator[None]:
 
 def show(result: Diff, as_json: bool, top: int | None, fold: bool, html: str | None) -> None:
     """Prints the differences, writes their page, and exits with 1 if there are any."""
-    typer.echo(result.to_json() if as_json else result.text(top=top, fold=fold, width=terminal_width()))
+    click.echo(result.to_json() if as_json else result.text(top=top, fold=fold, width=terminal_width()))
     write_page(html, result)
     if not result.is_equal:
-        raise typer.Exit(PROBLEMS)
+        raise click.exceptions.Exit(PROBLEMS)

@@ -4,37 +4,36 @@ from __future__ import annotations
 
 import io
 import json
-from typing import Annotated
 
-import typer
+import click
 
 import modelstate as ms
-from modelstate.cli.common import (
-    Allow,
-    CacheDirectory,
-    Debug,
-    Json,
-    Key,
-    Overwrite,
-    Path,
-    Skip,
-    make_parents,
-    reported,
-    user_code,
-)
+from modelstate.cli import options
+from modelstate.cli.common import make_parents, reported, user_code
 
 
+@click.command()
+@options.path
+@click.argument("name", help="The name of the tensor.")
+@click.argument("target", metavar="OUT", help="The file to write: *.npy.")
+@options.key
+@options.overwrite
+@options.allow
+@options.skip_forbidden
+@options.cache
+@options.as_json
+@options.debug
 def get(
-    path: Path,
-    name: Annotated[str, typer.Argument(metavar="NAME", help="The name of the tensor.", show_default=False)],
-    target: Annotated[str, typer.Argument(metavar="OUT", help="The file to write: *.npy.", show_default=False)],
-    key: Key = None,
-    overwrite: Overwrite = False,
-    allow: Allow = None,
-    skip_forbidden: Skip = False,
-    cache: CacheDirectory = None,
-    as_json: Json = False,
-    debug: Debug = False,
+    path: str,
+    name: str,
+    target: str,
+    key: str | None,
+    overwrite: bool,
+    allow: tuple[str, ...],
+    skip_forbidden: bool,
+    cache: ms.Cache | None,
+    as_json: bool,
+    debug: bool,
 ) -> None:
     """Write one tensor to a .npy file, for NumPy.
 
@@ -42,7 +41,7 @@ def get(
     """
     with reported(debug):
         if not target.endswith(".npy"):
-            raise typer.BadParameter(f"{target}: give a path that ends with .npy")
+            raise click.BadParameter(f"{target}: give a path that ends with .npy")
         import numpy as np
         import torch
 
@@ -54,7 +53,7 @@ def get(
 
         with (
             user_code(),
-            ms.open(path, key=key, allow=allow or (), skip_forbidden=skip_forbidden, cache=cache) as checkpoint,
+            ms.open(path, key=key, allow=allow, skip_forbidden=skip_forbidden, cache=cache) as checkpoint,
         ):
             tensor = checkpoint.tensor(name, map=False).detach()
         if not is_plain(tensor) or tensor.dtype not in CONVERTIBLE:
@@ -79,7 +78,7 @@ def get(
             output.append(array.tobytes())
         if as_json:
             fields = {"path": target, "name": name, "shape": list(tensor.shape), "dtype": short(dtype)}
-            typer.echo(json.dumps({**fields, "written_dtype": short(tensor.dtype), "bytes": array.nbytes}, indent=1))
+            click.echo(json.dumps({**fields, "written_dtype": short(tensor.dtype), "bytes": array.nbytes}, indent=1))
             return
         cast = f", written as {short(tensor.dtype)}" if tensor.dtype != dtype else ""
-        typer.echo(f"{target}: {list(tensor.shape)} {short(dtype)}{cast}")
+        click.echo(f"{target}: {list(tensor.shape)} {short(dtype)}{cast}")

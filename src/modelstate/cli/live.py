@@ -6,12 +6,13 @@ import json
 import os
 import signal
 import sys
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-import typer
+import click
 
 import modelstate as ms
-from modelstate.cli.common import PROBLEMS, Debug, Json, reported
+from modelstate.cli import options
+from modelstate.cli.common import PROBLEMS, reported
 from modelstate.errors import OptionError
 
 if TYPE_CHECKING:
@@ -22,38 +23,39 @@ _WAIT_SECONDS = 0.2
 _END_SECONDS = 1.0
 """The time for a running swap to end. The app finishes it in any case."""
 
-app = typer.Typer(
-    help="New weights into programs that serve.",
-    no_args_is_help=True,
-    rich_markup_mode=None,
-)
 
-
-@app.callback()
+@click.group()
 def live() -> None:
     """New weights into programs that serve."""
 
 
-@app.command()
+@live.command()
+@click.argument("store", help="The directory of a modelstate.Store.")
+@click.argument("url", help="Where the app is, as http://127.0.0.1:8000: it has /version and /swap.")
+@click.option(
+    "--select",
+    metavar="WHICH",
+    default="latest",
+    help="latest; best:METRIC for the lowest, best:METRIC:max for the highest.",
+)
+@click.option("--object", "name", metavar="NAME", default="model", help="The object that has the weights.")
+@click.option("--poll", metavar="SECONDS", type=float, default=5.0, help="Time between two looks.")
+@click.option("--once", is_flag=True, help="Look once, and end.")
+@click.option("--token-file", metavar="FILE", help=f"A file with the app's token; without it, it is that of {TOKEN}.")
+@click.option("--timeout", metavar="SECONDS", type=float, default=300.0, help="The most that a swap may take.")
+@options.as_json
+@options.debug
 def follow(
-    store: Annotated[str, typer.Argument(metavar="STORE", help="The directory of a modelstate.Store.")],
-    url: Annotated[
-        str,
-        typer.Argument(metavar="URL", help="Where the app is, as http://127.0.0.1:8000: it has /version and /swap."),
-    ],
-    select: Annotated[
-        str, typer.Option(metavar="WHICH", help="latest; best:METRIC for the lowest, best:METRIC:max for the highest.")
-    ] = "latest",
-    name: Annotated[str, typer.Option("--object", metavar="NAME", help="The object that has the weights.")] = "model",
-    poll: Annotated[float, typer.Option(metavar="SECONDS", help="Time between two looks.")] = 5.0,
-    once: Annotated[bool, typer.Option("--once", help="Look once, and end.")] = False,
-    token_file: Annotated[
-        str | None,
-        typer.Option(metavar="FILE", help=f"A file with the app's token; without it, it is that of {TOKEN}."),
-    ] = None,
-    timeout: Annotated[float, typer.Option(metavar="SECONDS", help="The most that a swap may take.")] = 300.0,
-    as_json: Json = False,
-    debug: Debug = False,
+    store: str,
+    url: str,
+    select: str,
+    name: str,
+    poll: float,
+    once: bool,
+    token_file: str | None,
+    timeout: float,
+    as_json: bool,
+    debug: bool,
 ) -> None:
     """Have an app serve each checkpoint that a store gets.
 
@@ -67,9 +69,9 @@ def follow(
 
     def print_swap(event: FollowEvent) -> None:
         if as_json:
-            typer.echo(json.dumps({"step": event.step, "version": event.version, "source": event.source}))
+            click.echo(json.dumps({"step": event.step, "version": event.version, "source": event.source}))
         else:
-            typer.echo(f"step {event.step}: version {event.version} serves, from {event.source}")
+            click.echo(f"step {event.step}: version {event.version} serves, from {event.source}")
         sys.stdout.flush()
 
     with reported(debug):
@@ -86,7 +88,7 @@ def follow(
                 background=False,
             )
         except (OptionError, ms.errors.SaveTargetError) as error:
-            raise typer.BadParameter(f"{error.what}: {error.found or error.where}") from error
+            raise click.BadParameter(f"{error.what}: {error.found or error.where}") from error
         if once:
             _poll_once(following, store)
         else:
@@ -98,7 +100,7 @@ def _poll_once(following: ms.serve.Following, store: str) -> None:
     if not events:
         print(f"error: {store} has no checkpoint to take", file=sys.stderr)
     if [event.action for event in events] != ["swapped"]:
-        raise typer.Exit(PROBLEMS)
+        raise click.exceptions.Exit(PROBLEMS)
 
 
 def _poll_until_signal(following: ms.serve.Following) -> None:
@@ -108,23 +110,23 @@ def _poll_until_signal(following: ms.serve.Following) -> None:
         while not end.reached and not following.wait(_WAIT_SECONDS):
             pass
         if not end.reached:
-            raise typer.Exit(PROBLEMS)
+            raise click.exceptions.Exit(PROBLEMS)
         following.stop(_END_SECONDS)
         print(f"ended: {end.reason}", file=sys.stderr)
 
 
 def _token(path: str | None) -> str:
-    """Returns the token of a file or of the environment. Raises `typer.BadParameter`, which never shows the token."""
+    """Returns the token of a file or of the environment. Raises `click.BadParameter`, which never shows the token."""
     if path is None:
         token = os.environ.get(TOKEN, "")
         if not token:
-            raise typer.BadParameter(f"no token: give --token-file, or set {TOKEN}")
+            raise click.BadParameter(f"no token: give --token-file, or set {TOKEN}")
         return token.strip()
     try:
         with open(path, encoding="utf-8") as file:
             token = file.read(4096).strip()
     except (OSError, ValueError) as error:
-        raise typer.BadParameter(f"the token cannot be read from {path!r}: {type(error).__name__}") from error
+        raise click.BadParameter(f"the token cannot be read from {path!r}: {type(error).__name__}") from error
     if not token:
-        raise typer.BadParameter(f"there is no token in {path!r}")
+        raise click.BadParameter(f"there is no token in {path!r}")
     return token

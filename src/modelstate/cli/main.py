@@ -2,38 +2,20 @@
 
 from __future__ import annotations
 
-import inspect as inspection
 import json
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from functools import wraps
+from typing import TYPE_CHECKING, Any, TypeVar
 
-import typer
+import click
 
 import modelstate as ms
+from modelstate.cli import options
 from modelstate.cli.common import (
     PROBLEMS,
     WITH_VALUES,
-    Add,
-    Allow,
-    CacheDirectory,
-    Debug,
-    Dtype,
-    FileFormat,
-    Html,
-    Ignore,
-    Json,
-    Key,
-    MaxMemory,
-    NamedRules,
-    Overwrite,
-    Path,
-    Rename,
-    RenameRegex,
-    ShardSize,
-    Skip,
-    Strip,
     build_model,
     make_parents,
     model_factory,
@@ -51,10 +33,10 @@ from modelstate.cli.common import (
 )
 from modelstate.cli.diff import diff
 from modelstate.cli.get import get
-from modelstate.cli.live import app as live_app
-from modelstate.cli.store import app as store_app
-from modelstate.cli.store import is_store, verify_steps
+from modelstate.cli.live import live
+from modelstate.cli.store import is_store, store, verify_steps
 from modelstate.text_format import columns, listed, printable_lines
+from modelstate.version import __version__
 
 if TYPE_CHECKING:
     import torch
@@ -62,118 +44,88 @@ if TYPE_CHECKING:
     from modelstate.cli.error_pages import Page
     from modelstate.loading.mesh_plan import MeshPlan
 
-app = typer.Typer(
-    help="Move model state between files and live PyTorch models.",
-    no_args_is_help=True,
-    rich_markup_mode=None,
-    pretty_exceptions_enable=False,
+
+def _show_completion(context: click.Context, _: click.Parameter, shell: str | None) -> None:
+    from click.shell_completion import get_completion_class
+
+    if shell is not None and (completion := get_completion_class(shell)):
+        click.echo(completion(context.command, {}, "modelstate", "_MODELSTATE_COMPLETE").source())
+        context.exit()
+
+
+@click.group(
+    "modelstate",
+    context_settings={"show_default": True},
     epilog="Exit codes: 0 all is well, 1 problems were found, 2 the command line is wrong.",
 )
-
-app.command()(diff)
-app.command()(get)
-app.add_typer(store_app, name="store")
-app.add_typer(live_app, name="live")
-
-Model = Annotated[
-    str,
-    typer.Argument(
-        metavar="MODEL",
-        help="package.module:name of a callable that returns the model, or of the model itself; the working directory "
-        "is searched too.",
-        show_default=False,
-    ),
-]
-Device = Annotated[
-    str | None, typer.Option(metavar="DEVICE", help="Where the tensors shall be, such as cpu or cuda:0.")
-]
-Missing = Annotated[
-    list[str] | None,
-    typer.Option(
-        metavar="PATTERN",
-        help="Pattern of names that the file may lack and the model keeps its own of; may be repeated.",
-    ),
-]
-Unexpected = Annotated[
-    list[str] | None, typer.Option(metavar="PATTERN", help="Pattern of names to leave out; may be repeated.")
-]
-InitMissing = Annotated[
-    bool, typer.Option("--init-missing", help="Have the model initialise what the file lacks, as its constructor does.")
-]
-Verify = Annotated[bool, typer.Option("--verify", help="Compare the bytes with their digests.")]
-Suggested = Annotated[
-    bool, typer.Option("--suggest", help="Plan with the rules that `modelstate suggest` works out, and print them.")
-]
-NoSkeleton = Annotated[
-    bool, typer.Option("--no-skeleton", help="Build the model with values in its parameters; needs the memory.")
-]
-
-Mesh = Annotated[
-    Any,
-    typer.Option(
-        metavar="SHAPE", parser=parse_mesh, help="The shape of a device mesh, such as 8 or 4x2, to plan each rank."
-    ),
-]
-Parallel = Annotated[
-    Any,
-    typer.Option(
-        metavar="fsdp|FILE",
-        parser=parse_parallel,
-        help="How the mesh shards the model: fsdp, or a TOML file that gives patterns of modules a style of tensor "
-        "parallelism (colwise, rowwise, replicate) over the last dimension of the mesh.",
-    ),
-]
+@click.version_option(__version__, message="modelstate %(version)s", help="Print the version and exit.")
+@click.option(
+    "--show-completion",
+    type=click.Choice(["bash", "zsh", "fish"]),
+    callback=_show_completion,
+    is_eager=True,
+    expose_value=False,
+    help="Print the script with which a shell completes commands and options, and exit.",
+)
+def app() -> None:
+    """Move model state between files and live PyTorch models."""
 
 
-def _version(wanted: bool) -> None:
-    if wanted:
-        from importlib.metadata import version
+for _command in (diff, get, store, live):
+    app.add_command(_command)
 
-        typer.echo(f"modelstate {version('modelstate')}")
-        raise typer.Exit
-
-
-@app.callback()
-def _options(
-    _: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
-    ] = False,
-) -> None:
-    pass
+_model = click.argument(
+    "model",
+    help="package.module:name of a callable that returns the model, or of the model itself; the working directory is "
+    "searched too.",
+)
 
 
-def _open(path: str, allow: list[str] | None, skip_forbidden: bool, cache: ms.Cache | None = None) -> ms.Checkpoint:
+def _open(path: str, allow: tuple[str, ...], skip_forbidden: bool, cache: ms.Cache | None = None) -> ms.Checkpoint:
     with user_code():
-        return ms.open(path, allow=allow or (), skip_forbidden=skip_forbidden, cache=cache)
+        return ms.open(path, allow=allow, skip_forbidden=skip_forbidden, cache=cache)
 
 
 @app.command()
+@options.path
+@options.key
+@click.option("--stats", is_flag=True, help="Read the tensors: their least and greatest values, means, zeros, NaN, ...")
+@click.option(
+    "--filter",
+    metavar="PATTERN",
+    multiple=True,
+    help="With --stats: these names only, such as '*.bias'; may be repeated.",
+)
+@click.option(
+    "--depth",
+    metavar="N",
+    type=click.IntRange(min=0),
+    help="With --stats: a row for each module with N parts in its name.",
+)
+@click.option(
+    "--sort", metavar="ORDER", default="file", help="With --stats: the order of the rows, file, name or size."
+)
+@click.option("--no-fold", is_flag=True, help="With --stats: a row for each tensor, also where layers repeat.")
+@options.allow
+@options.skip_forbidden
+@options.cache
+@options.as_json
+@options.html
+@options.debug
 def inspect(
-    path: Path,
-    key: Key = None,
-    stats: Annotated[
-        bool, typer.Option("--stats", help="Read the tensors: their least and greatest values, means, zeros, NaN, ...")
-    ] = False,
-    filter: Annotated[
-        list[str] | None,
-        typer.Option(metavar="PATTERN", help="With --stats: these names only, such as '*.bias'; may be repeated."),
-    ] = None,
-    depth: Annotated[
-        int | None,
-        typer.Option(metavar="N", min=0, help="With --stats: a row for each module with N parts in its name."),
-    ] = None,
-    sort: Annotated[
-        str, typer.Option(metavar="ORDER", help="With --stats: the order of the rows, file, name or size.")
-    ] = "file",
-    no_fold: Annotated[
-        bool, typer.Option("--no-fold", help="With --stats: a row for each tensor, also where layers repeat.")
-    ] = False,
-    allow: Allow = None,
-    skip_forbidden: Skip = False,
-    cache: CacheDirectory = None,
-    as_json: Json = False,
-    html: Html = None,
-    debug: Debug = False,
+    path: str,
+    key: str | None,
+    stats: bool,
+    filter: tuple[str, ...],
+    depth: int | None,
+    sort: str,
+    no_fold: bool,
+    allow: tuple[str, ...],
+    skip_forbidden: bool,
+    cache: ms.Cache | None,
+    as_json: bool,
+    html: str | None,
+    debug: bool,
 ) -> None:
     """Show what is in a checkpoint.
 
@@ -182,27 +134,27 @@ def inspect(
     """
     with reported(debug):
         if not stats and (filter or depth is not None or sort != "file" or no_fold):
-            raise typer.BadParameter("--filter, --depth, --sort and --no-fold are for --stats")
+            raise click.BadParameter("--filter, --depth, --sort and --no-fold are for --stats")
         if sort not in ("file", "name", "size"):
-            raise typer.BadParameter(f"--sort {sort}: give file, name or size")
+            raise click.BadParameter(f"--sort {sort}: give file, name or size")
         with user_code():
-            inspection = ms.inspect(path, key=key, allow=allow or (), skip_forbidden=skip_forbidden, cache=cache)
+            inspection = ms.inspect(path, key=key, allow=allow, skip_forbidden=skip_forbidden, cache=cache)
         if stats and (inspection.tensors or not inspection.left_out):
-            found = inspection.stats(only=filter or ())
+            found = inspection.stats(only=filter)
             write_page(html, found)
-            typer.echo(
+            click.echo(
                 found.to_json()
                 if as_json
                 else found.text(depth=depth, sort=sort, fold=not no_fold, width=terminal_width())
             )
         else:
             write_page(html, inspection)
-            typer.echo(inspection.to_json() if as_json else inspection)
+            click.echo(inspection.to_json() if as_json else inspection)
         if not inspection.tensors and (names := inspection.left_out):
-            typer.echo(
+            click.echo(
                 f"error: no tensor was found; objects of these classes were left out: {listed(names, 8)}", err=True
             )
-            raise typer.Exit(PROBLEMS)
+            raise click.exceptions.Exit(PROBLEMS)
 
 
 _Result = TypeVar("_Result")
@@ -238,67 +190,107 @@ def _with_load_options(run: Callable[..., None]) -> Callable[..., None]:
     Further parameters of `run` are options of its own.
     """
 
+    @_model
+    @options.path
+    @options.key
+    @options.strip_prefix
+    @options.add_prefix
+    @options.rename
+    @options.rename_regex
+    @options.ignore
+    @options.rules
+    @click.option(
+        "--allow-missing",
+        metavar="PATTERN",
+        multiple=True,
+        help="Pattern of names that the file may lack and the model keeps its own of; may be repeated.",
+    )
+    @click.option(
+        "--allow-unexpected",
+        metavar="PATTERN",
+        multiple=True,
+        help="Pattern of names to leave out; may be repeated.",
+    )
+    @click.option(
+        "--init-missing",
+        is_flag=True,
+        help="Have the model initialise what the file lacks, as its constructor does.",
+    )
+    @options.dtype
+    @click.option("--device", metavar="DEVICE", help="Where the tensors shall be, such as cpu or cuda:0.")
+    @options.allow
+    @options.skip_forbidden
+    @options.cache
+    @options.no_skeleton
+    @options.as_json
+    @options.debug
+    @wraps(run)
     def command(
-        model: Model,
-        path: Path,
-        key: Key = None,
-        strip_prefix: Strip = None,
-        add_prefix: Add = None,
-        rename: Rename = None,
-        rename_regex: RenameRegex = None,
-        ignore: Ignore = None,
-        rules: NamedRules = None,
-        allow_missing: Missing = None,
-        allow_unexpected: Unexpected = None,
-        init_missing: InitMissing = False,
-        dtype: Dtype = None,
-        device: Device = None,
-        allow: Allow = None,
-        skip_forbidden: Skip = False,
-        cache: CacheDirectory = None,
-        no_skeleton: NoSkeleton = False,
-        as_json: Json = False,
-        debug: Debug = False,
+        model: str,
+        path: str,
+        key: str | None,
+        strip_prefix: tuple[str, ...],
+        add_prefix: str | None,
+        rename: tuple[str, ...],
+        rename_regex: tuple[str, ...],
+        ignore: tuple[str, ...],
+        rules: str | None,
+        allow_missing: tuple[str, ...],
+        allow_unexpected: tuple[str, ...],
+        init_missing: bool,
+        dtype: str | None,
+        device: str | None,
+        allow: tuple[str, ...],
+        skip_forbidden: bool,
+        cache: ms.Cache | None,
+        no_skeleton: bool,
+        as_json: bool,
+        debug: bool,
         **own: Any,
     ) -> None:
         with reported(debug):
-            options: dict[str, object] = {
+            parsed: dict[str, object] = {
                 "key": key,
                 "rules": parse_rules(rules, strip_prefix, add_prefix, rename, rename_regex, ignore, debug),
-                "allow_missing": tuple(allow_missing or ()),
-                "allow_unexpected": tuple(allow_unexpected or ()),
+                "allow_missing": allow_missing,
+                "allow_unexpected": allow_unexpected,
                 "init_missing": init_missing,
                 "dtype": parse_dtype(dtype),
                 "device": parse_device(device),
             }
             # Names that the file may lack keep the values of the model, which a skeleton does not have.
             skeleton = not (allow_missing or no_skeleton)
-            request = Request(model, model_factory(model, debug), skeleton, options)
+            request = Request(model, model_factory(model, debug), skeleton, parsed)
             with _open(path, allow, skip_forbidden, cache) as checkpoint:
                 run(request, checkpoint, as_json, **own)
 
-    common = list(inspection.signature(command, eval_str=True).parameters.values())[:-1]
-    # The annotations of the first three need torch.
-    own_options = [
-        option.replace(annotation=eval(option.annotation, run.__globals__))
-        for option in list(inspection.signature(run).parameters.values())[3:]
-    ]
-    signature = inspection.Signature([*common, *own_options])
-    command.__name__, command.__doc__ = run.__name__, run.__doc__
-    command.__signature__ = signature  # type: ignore[attr-defined]
     return command
 
 
 @app.command()
 @_with_load_options
+@options.html
+@click.option(
+    "--mesh", metavar="SHAPE", type=parse_mesh, help="The shape of a device mesh, such as 8 or 4x2, to plan each rank."
+)
+@click.option(
+    "--parallel",
+    metavar="fsdp|FILE",
+    type=parse_parallel,
+    help="How the mesh shards the model: fsdp, or a TOML file that gives patterns of modules a style of tensor "
+    "parallelism (colwise, rowwise, replicate) over the last dimension of the mesh.",
+)
+@click.option(
+    "--suggest", is_flag=True, help="Plan with the rules that `modelstate suggest` works out, and print them."
+)
 def plan(
     request: Request,
     checkpoint: ms.Checkpoint,
     as_json: bool,
-    html: Html = None,
-    mesh: Mesh = None,
-    parallel: Parallel = "",
-    suggest: Suggested = False,
+    html: str | None,
+    mesh: tuple[int, ...] | None,
+    parallel: dict[str, str] | None,
+    suggest: bool,
 ) -> None:
     """Show what a load would do, and every problem.
 
@@ -306,12 +298,12 @@ def plan(
     With --mesh, show what each rank of a device mesh would read and hold; no process group is needed.
     """
     if parallel and mesh is None:
-        raise typer.BadParameter("--parallel says how the ranks of a mesh share the model: give --mesh too")
+        raise click.BadParameter("--parallel says how the ranks of a mesh share the model: give --mesh too")
 
     if html is not None and mesh is not None:
-        raise typer.BadParameter("--html shows the plan of one process: leave out --mesh")
+        raise click.BadParameter("--html shows the plan of one process: leave out --mesh")
     if suggest and request.options["rules"]:
-        raise typer.BadParameter("--suggest works out all rules: leave out the options that change names")
+        raise click.BadParameter("--suggest works out all rules: leave out the options that change names")
 
     rules = ""
 
@@ -336,14 +328,16 @@ def plan(
         from modelstate.cli import spelling
 
         remedies = spelling.as_text(spelling.of_problems(problems))
-    typer.echo(result.to_json() if as_json else printable_lines(f"{rules}{result}{remedies}"))
+    click.echo(result.to_json() if as_json else printable_lines(f"{rules}{result}{remedies}"))
     if problems:
-        raise typer.Exit(PROBLEMS)
+        raise click.exceptions.Exit(PROBLEMS)
 
 
 @app.command()
 @_with_load_options
-def load(request: Request, checkpoint: ms.Checkpoint, as_json: bool, html: Html = None, verify: Verify = False) -> None:
+@options.html
+@click.option("--verify", is_flag=True, help="Compare the bytes with their digests.")
+def load(request: Request, checkpoint: ms.Checkpoint, as_json: bool, html: str | None, verify: bool) -> None:
     """Load a checkpoint into a model: a test that they fit.
 
     --json lists every tensor.
@@ -351,19 +345,27 @@ def load(request: Request, checkpoint: ms.Checkpoint, as_json: bool, html: Html 
     request.options["verify"] = verify
     report = request.run(ms.load, checkpoint)
     write_page(html, report)
-    typer.echo(report.to_json() if as_json else str(report))
+    click.echo(report.to_json() if as_json else str(report))
 
 
 @app.command()
+@_model
+@options.path
+@options.key
+@options.allow
+@options.skip_forbidden
+@options.no_skeleton
+@options.as_json
+@options.debug
 def suggest(
-    model: Model,
-    path: Path,
-    key: Key = None,
-    allow: Allow = None,
-    skip_forbidden: Skip = False,
-    no_skeleton: NoSkeleton = False,
-    as_json: Json = False,
-    debug: Debug = False,
+    model: str,
+    path: str,
+    key: str | None,
+    allow: tuple[str, ...],
+    skip_forbidden: bool,
+    no_skeleton: bool,
+    as_json: bool,
+    debug: bool,
 ) -> None:
     """Work out rules by which a checkpoint fits a model.
 
@@ -373,39 +375,59 @@ def suggest(
         request = Request(model, model_factory(model, debug), not no_skeleton, {"key": key})
         with _open(path, allow, skip_forbidden) as checkpoint:
             suggestion = request.run(ms.suggest, checkpoint)
-        typer.echo(suggestion.to_json() if as_json else str(suggestion))
+        click.echo(suggestion.to_json() if as_json else str(suggestion))
         if not suggestion.complete:
-            raise typer.Exit(PROBLEMS)
+            raise click.exceptions.Exit(PROBLEMS)
 
 
 @app.command()
+@options.path
+@click.argument("target", help="Where it is written to.")
+@options.key
+@options.dtype
+@options.file_format
+@options.shard_size
+@options.max_memory
+@options.strip_prefix
+@options.add_prefix
+@options.rename
+@options.rename_regex
+@options.ignore
+@options.rules
+@click.option(
+    "--model",
+    metavar="MODEL",
+    help="package.module:name of a callable that returns the model; a Fill in RULES needs it.",
+)
+@options.no_skeleton
+@options.overwrite
+@options.allow
+@options.skip_forbidden
+@options.cache
+@options.as_json
+@options.debug
 def convert(
-    path: Path,
-    target: Annotated[str, typer.Argument(metavar="TARGET", help="Where it is written to.", show_default=False)],
-    key: Key = None,
-    dtype: Dtype = None,
-    format: FileFormat = None,
-    shard_size: ShardSize = None,
-    max_memory: MaxMemory = None,
-    strip_prefix: Strip = None,
-    add_prefix: Add = None,
-    rename: Rename = None,
-    rename_regex: RenameRegex = None,
-    ignore: Ignore = None,
-    rules: NamedRules = None,
-    model: Annotated[
-        str | None,
-        typer.Option(
-            metavar="MODEL", help="package.module:name of a callable that returns the model; a Fill in RULES needs it."
-        ),
-    ] = None,
-    no_skeleton: NoSkeleton = False,
-    overwrite: Overwrite = False,
-    allow: Allow = None,
-    skip_forbidden: Skip = False,
-    cache: CacheDirectory = None,
-    as_json: Json = False,
-    debug: Debug = False,
+    path: str,
+    target: str,
+    key: str | None,
+    dtype: str | None,
+    format: str | None,
+    shard_size: str | None,
+    max_memory: str | None,
+    strip_prefix: tuple[str, ...],
+    add_prefix: str | None,
+    rename: tuple[str, ...],
+    rename_regex: tuple[str, ...],
+    ignore: tuple[str, ...],
+    rules: str | None,
+    model: str | None,
+    no_skeleton: bool,
+    overwrite: bool,
+    allow: tuple[str, ...],
+    skip_forbidden: bool,
+    cache: ms.Cache | None,
+    as_json: bool,
+    debug: bool,
 ) -> None:
     """Write a checkpoint as another file: format, dtype, names.
 
@@ -414,7 +436,7 @@ def convert(
     Directories on the way to TARGET are made.
     """
     with reported(debug):
-        options: dict[str, Any] = {
+        parsed: dict[str, Any] = {
             "rules": parse_rules(rules, strip_prefix, add_prefix, rename, rename_regex, ignore, debug),
             "dtype": parse_dtype(dtype),
             "format": parse_format(format, target),
@@ -423,60 +445,56 @@ def convert(
             "overwrite": overwrite,
         }
         if model is not None:
-            options["model"] = build_model(model, model_factory(model, debug), skeleton=not no_skeleton)
+            parsed["model"] = build_model(model, model_factory(model, debug), skeleton=not no_skeleton)
         with _open(path, allow, skip_forbidden, cache) as checkpoint, user_code():
             make_parents(target)
-            report = ms.convert_checkpoint(checkpoint, target, key=key, **options)
-        typer.echo(report.to_json() if as_json else str(report))
+            report = ms.convert_checkpoint(checkpoint, target, key=key, **parsed)
+        click.echo(report.to_json() if as_json else str(report))
 
 
 @app.command()
-def cp(
-    path: Path,
-    target: Annotated[
-        str, typer.Argument(metavar="TARGET", help="A file, or a directory with / at its end.", show_default=False)
-    ],
-    overwrite: Overwrite = False,
-    allow: Allow = None,
-    as_json: Json = False,
-    debug: Debug = False,
-) -> None:
+@options.path
+@click.argument("target", help="A file, or a directory with / at its end.")
+@options.overwrite
+@options.allow
+@options.as_json
+@options.debug
+def cp(path: str, target: str, overwrite: bool, allow: tuple[str, ...], as_json: bool, debug: bool) -> None:
     """Copy the files of a checkpoint, from and to buckets too.
 
     They are copied byte for byte. Bytes with digests are compared on the way. All files are there at the end, or none.
     A file that is there already is left as it is, unless --overwrite is given.
     """
     with reported(debug):
-        report = ms.copy(path, target, overwrite=overwrite, allow=allow or ())
-        typer.echo(report.to_json() if as_json else str(report))
+        report = ms.copy(path, target, overwrite=overwrite, allow=allow)
+        click.echo(report.to_json() if as_json else str(report))
 
 
 @app.command()
-def verify(
-    path: Path, allow: Allow = None, skip_forbidden: Skip = False, as_json: Json = False, debug: Debug = False
-) -> None:
+@options.path
+@options.allow
+@options.skip_forbidden
+@options.as_json
+@options.debug
+def verify(path: str, allow: tuple[str, ...], skip_forbidden: bool, as_json: bool, debug: bool) -> None:
     """Compare the bytes of a checkpoint or a store with their digests."""
     with reported(debug):
         if is_store(path):
             verify_steps(path, as_json=as_json)
             return
         with user_code():
-            result = ms.verify(path, allow=allow or (), skip_forbidden=skip_forbidden)
-        typer.echo(result.to_json() if as_json else result)
+            result = ms.verify(path, allow=allow, skip_forbidden=skip_forbidden)
+        click.echo(result.to_json() if as_json else result)
 
 
 @app.command()
-def explain(
-    name: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="NAME",
-            help="A page, a class of errors or problems, or words of an error's text; without it, all pages.",
-            show_default=False,
-        ),
-    ] = None,
-    as_json: Json = False,
-) -> None:
+@click.argument(
+    "name",
+    required=False,
+    help="A page, a class of errors or problems, or words of an error's text; without it, all pages.",
+)
+@options.as_json
+def explain(name: str | None, as_json: bool) -> None:
     """Show the page about an error.
 
     It has the cause, code that fails, and code that works.
@@ -488,20 +506,20 @@ def explain(
         return
     result = find(name)
     if not result.pages:
-        raise typer.BadParameter(f"there is no page about {name!r}: modelstate explain lists all of them")
+        raise click.BadParameter(f"there is no page about {name!r}: modelstate explain lists all of them")
     if result.guess:
-        typer.echo(f"there is no page about {name!r}; the nearest is {result.pages[0].name}", err=True)
+        click.echo(f"there is no page about {name!r}; the nearest is {result.pages[0].name}", err=True)
     _show_pages(result.pages, as_json)
 
 
 def _show_pages(pages: Sequence[Page], as_json: bool) -> None:
     """Prints one page, or the names and titles of several."""
     if as_json:
-        typer.echo(json.dumps([asdict(page) for page in pages], indent=1))
+        click.echo(json.dumps([asdict(page) for page in pages], indent=1))
     elif len(pages) == 1:
-        typer.echo(pages[0].text.rstrip())
+        click.echo(pages[0].text.rstrip())
     else:
-        typer.echo(columns([[page.name, page.title] for page in pages]))
+        click.echo(columns([[page.name, page.title] for page in pages]))
 
 
 def main() -> None:

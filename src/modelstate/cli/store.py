@@ -6,22 +6,15 @@ import json
 import os
 import shlex
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
+import click
 
 import modelstate as ms
+from modelstate.cli import options
 from modelstate.cli.common import (
     PROBLEMS,
     USAGE,
-    Debug,
-    Dtype,
-    FileFormat,
-    Html,
-    Json,
-    MaxMemory,
-    Overwrite,
-    ShardSize,
     make_parents,
     parse_dtype,
     parse_format,
@@ -29,7 +22,7 @@ from modelstate.cli.common import (
     reported,
     write_page,
 )
-from modelstate.cli.diff import All, NoFold, NoValues, Only, Top, show
+from modelstate.cli.diff import show
 from modelstate.errors import SourceNotFoundError, SourceTypeError, StepNotFoundError
 from modelstate.io.files import local_path, not_found
 from modelstate.remote.location import is_remote, locate
@@ -38,16 +31,13 @@ from modelstate.text_format import columns, count, in_a_line, size
 if TYPE_CHECKING:
     from modelstate.store.directory import StepIndex
 
-app = typer.Typer(
-    help="List, verify, prune and restore the steps of a store.",
-    no_args_is_help=True,
-    rich_markup_mode=None,
-)
+_directory = click.argument("directory", metavar="DIR", help="The directory of a modelstate.Store.")
+_step = click.option("--step", metavar="STEP", type=int, help="The step that is meant.")
 
-Directory = Annotated[
-    str, typer.Argument(metavar="DIR", help="The directory of a modelstate.Store.", show_default=False)
-]
-Step = Annotated[int | None, typer.Option(metavar="STEP", help="The step that is meant.")]
+
+@click.group()
+def store() -> None:
+    """List, verify, prune and restore the steps of a store."""
 
 
 def is_store(path: str) -> bool:
@@ -97,8 +87,12 @@ def _index(path: str) -> StepIndex:
     return StepIndex(local_path(path).rstrip(os.sep))
 
 
-@app.command("ls")
-def list_steps(directory: Directory, as_json: Json = False, html: Html = None, debug: Debug = False) -> None:
+@store.command("ls")
+@_directory
+@options.as_json
+@options.html
+@options.debug
+def list_steps(directory: str, as_json: bool, html: str | None, debug: bool) -> None:
     """Show the checkpoints of a store.
 
     No tensor is read. Exit code 1 if one is known to be damaged.
@@ -110,14 +104,14 @@ def list_steps(directory: Directory, as_json: Json = False, html: Html = None, d
         infos = [entry.info for entry in index.read_all(index.steps())]
         write_page(html, infos_page(directory, infos))
         if as_json:
-            typer.echo(json.dumps([_fields(info) for info in infos], indent=1))
+            click.echo(json.dumps([_fields(info) for info in infos], indent=1))
         elif infos:
             rows = [["step", "saved", "bytes", "", "metrics"], *map(_row, infos)]
-            typer.echo(columns(rows, right=(0, 2)))
+            click.echo(columns(rows, right=(0, 2)))
         else:
-            typer.echo("no checkpoints")
+            click.echo("no checkpoints")
         if not all(info.intact for info in infos):
-            raise typer.Exit(PROBLEMS)
+            raise click.exceptions.Exit(PROBLEMS)
 
 
 def _fields(info: ms.store.CheckpointInfo) -> dict[str, object]:
@@ -141,8 +135,12 @@ def _row(info: ms.store.CheckpointInfo) -> list[str]:
     return [str(info.step), saved_at(info), size(info.nbytes), info.state, " ".join(metrics)]
 
 
-@app.command()
-def verify(directory: Directory, step: Step = None, as_json: Json = False, debug: Debug = False) -> None:
+@store.command()
+@_directory
+@_step
+@options.as_json
+@options.debug
+def verify(directory: str, step: int | None, as_json: bool, debug: bool) -> None:
     """Compare every byte of checkpoints with its digest.
 
     Exit code 1 if one is damaged.
@@ -163,10 +161,10 @@ def verify_steps(directory: str, step: int | None = None, *, as_json: bool) -> N
 
     def say(what: str | int, nbytes: int, problem: str) -> None:
         if as_json:
-            typer.echo(json.dumps({"what": what, "bytes": nbytes, "problem": problem or None}))
+            click.echo(json.dumps({"what": what, "bytes": nbytes, "problem": problem or None}))
         else:
             name = f"step {what}" if isinstance(what, int) else what
-            typer.echo(f"{name}: {in_a_line(problem) if problem else f'{size(nbytes)}, whole'}")
+            click.echo(f"{name}: {in_a_line(problem) if problem else f'{size(nbytes)}, whole'}")
 
     index = _index(directory)
     read = problems = 0
@@ -176,7 +174,7 @@ def verify_steps(directory: str, step: int | None = None, *, as_json: bool) -> N
     while not read:
         infos = {entry.place.step: entry.info for entry in index.read_all(index.steps())}
         if not infos and step is None:
-            typer.echo("no checkpoints", err=as_json)
+            click.echo("no checkpoints", err=as_json)
             break
         for number in infos if step is None else (step,):
             try:
@@ -184,29 +182,41 @@ def verify_steps(directory: str, step: int | None = None, *, as_json: bool) -> N
             except StepNotFoundError:
                 if step is not None:
                     raise
-                typer.echo(f"step {number}: taken away meanwhile", err=as_json)
+                click.echo(f"step {number}: taken away meanwhile", err=as_json)
                 continue
             read += 1
             problems += bool(problem)
             say(number, infos[number].nbytes if number in infos else 0, problem)
     if problems:
-        raise typer.Exit(PROBLEMS)
+        raise click.exceptions.Exit(PROBLEMS)
 
 
-@app.command("diff")
+@store.command("diff")
+@_directory
+@click.argument("a", metavar="STEP", type=int, help="The first step.")
+@click.argument("b", metavar="STEP", type=int, help="The second step.")
+@options.only
+@options.top
+@options.show_all
+@options.no_fold
+@options.no_values
+@options.max_memory
+@options.as_json
+@options.html
+@options.debug
 def compare_steps(
-    directory: Directory,
-    a: Annotated[int, typer.Argument(metavar="STEP", help="The first step.", show_default=False)],
-    b: Annotated[int, typer.Argument(metavar="STEP", help="The second step.", show_default=False)],
-    only: Only = None,
-    top: Top = 30,
-    show_all: All = False,
-    no_fold: NoFold = False,
-    no_values: NoValues = False,
-    max_memory: MaxMemory = None,
-    as_json: Json = False,
-    html: Html = None,
-    debug: Debug = False,
+    directory: str,
+    a: int,
+    b: int,
+    only: tuple[str, ...],
+    top: int,
+    show_all: bool,
+    no_fold: bool,
+    no_values: bool,
+    max_memory: str | None,
+    as_json: bool,
+    html: str | None,
+    debug: bool,
 ) -> None:
     """Compare two checkpoints of a store, with all their objects.
 
@@ -216,22 +226,32 @@ def compare_steps(
     with reported(debug, USAGE):
         nbytes = parse_size(max_memory)
         _index(directory)
-        result = ms.Store(directory).diff(a, b, only=only or (), values=not no_values, max_memory_bytes=nbytes)
+        result = ms.Store(directory).diff(a, b, only=only, values=not no_values, max_memory_bytes=nbytes)
         show(result, as_json, None if show_all else top, not no_fold, html)
 
 
-@app.command()
+@store.command()
+@_directory
+@click.option("--keep-last", metavar="N", type=int, help="Keep the last N.")
+@click.option("--every-steps", metavar="N", type=int, help="Keep the first of each N steps.")
+@click.option("--every-hours", metavar="H", type=float, help="Keep the first of each H hours.")
+@click.option("--best", metavar="N", type=int, help="Keep the N with the best metric.")
+@click.option("--metric", metavar="NAME", help="The metric that --best goes by.")
+@click.option("--max", "maximize", is_flag=True, help="The highest metric is the best, not the lowest.")
+@click.option("--dry-run", is_flag=True, help="Say what would go, and leave it.")
+@options.as_json
+@options.debug
 def prune(
-    directory: Directory,
-    keep_last: Annotated[int | None, typer.Option(metavar="N", help="Keep the last N.")] = None,
-    every_steps: Annotated[int | None, typer.Option(metavar="N", help="Keep the first of each N steps.")] = None,
-    every_hours: Annotated[float | None, typer.Option(metavar="H", help="Keep the first of each H hours.")] = None,
-    best: Annotated[int | None, typer.Option(metavar="N", help="Keep the N with the best metric.")] = None,
-    metric: Annotated[str | None, typer.Option(metavar="NAME", help="The metric that --best goes by.")] = None,
-    maximize: Annotated[bool, typer.Option("--max", help="The highest metric is the best, not the lowest.")] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would go, and leave it.")] = False,
-    as_json: Json = False,
-    debug: Debug = False,
+    directory: str,
+    keep_last: int | None,
+    every_steps: int | None,
+    every_hours: float | None,
+    best: int | None,
+    metric: str | None,
+    maximize: bool,
+    dry_run: bool,
+    as_json: bool,
+    debug: bool,
 ) -> None:
     """Remove the checkpoints that no rule keeps.
 
@@ -239,7 +259,7 @@ def prune(
     """
     with reported(debug):
         if keep_last is every_steps is every_hours is best is None:
-            raise typer.BadParameter("say what is kept: --keep-last, --every-steps, --every-hours or --best")
+            raise click.BadParameter("say what is kept: --keep-last, --every-steps, --every-hours or --best")
         try:
             keep = ms.Keep(
                 last=keep_last,
@@ -250,22 +270,22 @@ def prune(
                 mode="max" if maximize else "min",
             )
         except ms.errors.OptionError as error:
-            raise typer.BadParameter(str(error)) from error
+            raise click.BadParameter(str(error)) from error
         _index(directory)
-        with ms.Store(directory) as store:
-            infos = store.infos()
-            gone = store.prune(keep, dry_run=dry_run)
+        with ms.Store(directory) as opened:
+            infos = opened.infos()
+            gone = opened.prune(keep, dry_run=dry_run)
         freed = sum(info.nbytes for info in infos if info.step in gone)
         if as_json:
             kept = [info.step for info in infos if info.step not in gone]
             fields = {"removed": list(gone), "kept": kept, "bytes": freed, "dry_run": dry_run}
-            typer.echo(json.dumps(fields, indent=1))
+            click.echo(json.dumps(fields, indent=1))
             return
         would = "would go" if dry_run else "taken away"
-        typer.echo(f"{would}: {_listed(gone)}" if gone else "nothing to take away")
-        typer.echo(f"kept: {_listed(info.step for info in infos if info.step not in gone)}")
+        click.echo(f"{would}: {_listed(gone)}" if gone else "nothing to take away")
+        click.echo(f"kept: {_listed(info.step for info in infos if info.step not in gone)}")
         if gone:
-            typer.echo(f"{size(freed)} in their files; what others are linked to stays on the disk")
+            click.echo(f"{size(freed)} in their files; what others are linked to stays on the disk")
 
 
 def _listed(steps: Iterable[int]) -> str:
@@ -273,18 +293,28 @@ def _listed(steps: Iterable[int]) -> str:
     return count(len(numbers), "step") + (f": {', '.join(numbers)}" if numbers else "")
 
 
-@app.command()
+@store.command()
+@_directory
+@click.argument("target", help="The file to write.")
+@_step
+@click.option("--object", "name", metavar="NAME", default="model", help="The object of the checkpoint.")
+@options.file_format
+@options.dtype
+@options.shard_size
+@options.overwrite
+@options.as_json
+@options.debug
 def restore(
-    directory: Directory,
-    target: Annotated[str, typer.Argument(metavar="TARGET", help="The file to write.", show_default=False)],
-    step: Step = None,
-    name: Annotated[str, typer.Option("--object", metavar="NAME", help="The object of the checkpoint.")] = "model",
-    format: FileFormat = None,
-    dtype: Dtype = None,
-    shard_size: ShardSize = None,
-    overwrite: Overwrite = False,
-    as_json: Json = False,
-    debug: Debug = False,
+    directory: str,
+    target: str,
+    step: int | None,
+    name: str,
+    format: str | None,
+    dtype: str | None,
+    shard_size: str | None,
+    overwrite: bool,
+    as_json: bool,
+    debug: bool,
 ) -> None:
     """Write one object of a checkpoint as a file of its own.
 
@@ -292,10 +322,10 @@ def restore(
     that is there already is left as it is, unless --overwrite is given.
     """
     with reported(debug):
-        options: dict[str, Any] = {"dtype": parse_dtype(dtype), "shard_size_bytes": parse_size(shard_size)}
-        options["format"] = parse_format(format, target)
+        writing: dict[str, Any] = {"dtype": parse_dtype(dtype), "shard_size_bytes": parse_size(shard_size)}
+        writing["format"] = parse_format(format, target)
         index = _index(directory)
-        store = ms.Store(directory)
+        opened = ms.Store(directory)
         make_parents(target)
         while True:
             chosen = index.whole_step(step, _report_skipped, progress=None)
@@ -306,15 +336,15 @@ def restore(
                     remedy=f"modelstate store verify {shlex.quote(directory)} says what is damaged",
                 )
             try:
-                with store.open(name, chosen) as checkpoint:
-                    report = ms.convert_checkpoint(checkpoint, target, overwrite=overwrite, **options)
+                with opened.open(name, chosen) as checkpoint:
+                    report = ms.convert_checkpoint(checkpoint, target, overwrite=overwrite, **writing)
                 break
             except ms.ModelStateError:
-                if step is not None or chosen in {info.step for info in store.infos()}:
+                if step is not None or chosen in {info.step for info in opened.infos()}:
                     raise
                 # The step was deleted while it was read: the next one is tried.
-        typer.echo(report.to_json() if as_json else f"step {chosen}: {report}")
+        click.echo(report.to_json() if as_json else f"step {chosen}: {report}")
 
 
 def _report_skipped(step: int, problem: str) -> None:
-    typer.echo(f"step {step} is passed over: {in_a_line(problem)}", err=True)
+    click.echo(f"step {step} is passed over: {in_a_line(problem)}", err=True)

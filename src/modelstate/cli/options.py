@@ -1,0 +1,95 @@
+"""Options and arguments that several commands have, as decorators of click."""
+
+import click
+
+import modelstate as ms
+
+
+def _cache(directory: str) -> ms.Cache:
+    try:
+        return ms.Cache(directory)
+    except ms.errors.OptionError as error:
+        raise click.BadParameter(str(error)) from error
+
+
+as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+html = click.option("--html", metavar="FILE", help="Also write a page for a browser, in one file; replaces FILE.")
+debug = click.option("--debug", is_flag=True, help="Show the traceback of an error.")
+dtype = click.option("--dtype", metavar="DTYPE", help="Cast floating point tensors on the way, such as bfloat16.")
+shard_size = click.option("--shard-size", metavar="SIZE", help="The most bytes of tensors in one file, such as 5GB.")
+max_memory = click.option(
+    "--max-memory", metavar="SIZE", help="The most memory that tensors may take at once, such as 512MB."
+)
+overwrite = click.option("--overwrite", is_flag=True, help="Replace what is there already.")
+path = click.argument("path", help="A checkpoint: a file, or a directory with one.")
+key = click.option("--key", metavar="KEY", help="The part of the checkpoint that is meant, such as model_state.")
+strip_prefix = click.option(
+    "--strip-prefix",
+    metavar="PREFIX",
+    multiple=True,
+    help="Prefix to take off the names of the file, such as module.; may be repeated.",
+)
+add_prefix = click.option(
+    "--add-prefix", metavar="PREFIX", help="Prefix to put in front of the names of the file, such as encoder."
+)
+rename = click.option(
+    "--rename",
+    metavar="PATTERN=REPLACEMENT",
+    multiple=True,
+    help="Names of the file, with * for any part of them, and what they become, such as old.*.w=new.*.weight; "
+    "may be repeated. The last = divides them.",
+)
+rename_regex = click.option(
+    "--rename-regex",
+    metavar="PATTERN=REPLACEMENT",
+    multiple=True,
+    help="Regular expression in names of the file, and what to put there, as re.sub does; may be repeated.",
+)
+ignore = click.option(
+    "--ignore",
+    metavar="PATTERN",
+    multiple=True,
+    help="Names of the file, after these changes, to leave out; may be repeated.",
+)
+rules = click.option(
+    "--rules",
+    metavar="RULES",
+    help="package.module:name, a list of rules or a Schema; the options that change names come after it.",
+)
+allow = click.option(
+    "--allow",
+    metavar="NAME",
+    multiple=True,
+    help="Class or function that the file may use, if you trust it: library.Class; may be repeated.",
+)
+skip_forbidden = click.option("--skip-forbidden", is_flag=True, help="Leave out what the file may not use.")
+cache = click.option(
+    "--cache",
+    metavar="DIR",
+    type=_cache,
+    help="Keep what is read of a remote checkpoint in DIR (at most 64 GiB), and read it from there.",
+)
+file_format = click.option(
+    "--format",
+    metavar="FORMAT",
+    help="safetensors, or torch for what torch.load reads, where the suffix of TARGET says neither.",
+)
+no_skeleton = click.option(
+    "--no-skeleton", is_flag=True, help="Build the model with values in its parameters; needs the memory."
+)
+only = click.option(
+    "--only",
+    metavar="PATTERN",
+    multiple=True,
+    help="Compare these names of B only, such as '*.attn.*'; may be repeated.",
+)
+top = click.option(
+    "--top",
+    metavar="N",
+    type=click.IntRange(min=1),
+    default=30,
+    help="Rows of the table of tensors that differ.",
+)
+show_all = click.option("--all", "show_all", is_flag=True, help="Show all rows of that table.")
+no_fold = click.option("--no-fold", is_flag=True, help="A row for each tensor, also where layers repeat.")
+no_values = click.option("--no-values", is_flag=True, help="Compare names, shapes and dtypes; read no tensors.")
