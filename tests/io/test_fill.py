@@ -138,6 +138,21 @@ def test_pages_that_are_there_are_left_alone(path: Path) -> None:
     assert room.bytes[2 * MB] == 9
 
 
+def test_memory_that_was_used_before_is_read_into(path: Path, counted: type[Counting]) -> None:
+    """Without an attempt to fill it, which would take milliseconds."""
+    room, tried = Memory(4 * MB), list[int]()
+    room.bytes.fill_(9)
+    request = Request(ByteRange(str(path), 3, 3 * MB), room.address)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(counted, "fill", lambda *arguments: tried.append(1) or (0, 0))
+        read_ranges([request], fingerprints={}, is_fresh=True)
+    assert not tried
+    assert room.bytes[: 3 * MB].numpy().tobytes() == path.read_bytes()[3 : 3 + 3 * MB]
+    untouched = Memory(4 * MB)
+    read_ranges([Request(request.source, untouched.address)], fingerprints={}, is_fresh=True)
+    assert counted.filled == 3 * MB
+
+
 def test_a_file_that_is_cut_ends_what_is_filled(tmp_path: Path, path: Path) -> None:
     room, short = Memory(4 * MB), tmp_path / "short"
     short.write_bytes(path.read_bytes()[: 4 * MB])

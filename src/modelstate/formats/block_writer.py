@@ -76,6 +76,7 @@ def past_page_cache(output: Output, nbytes: int) -> Iterator[Output | Uncached]:
     if descriptor is None:
         yield output
         return
+    output.is_uncached = True
     try:
         yield Uncached(output, descriptor)
     finally:

@@ -30,7 +30,7 @@ from modelstate.errors import (
     TargetExistsError,
     WriteFailedError,
 )
-from modelstate.io import system
+from modelstate.io import linux, system
 from modelstate.io.lock import descriptors_to_close
 from modelstate.text_format import printable
 
@@ -69,6 +69,9 @@ class Output:
         """The end of the farthest write."""
         self._growing = threading.Lock()
         self.is_synced = False
+        self.is_uncached = False
+        """Whether most of the file is written past the page cache. Then `sync` takes the rest out of it: around single
+        pages that are there already, the kernel reads ahead in small pages, from which a read takes twice as long."""
 
     def reserve(self, nbytes: int) -> None:
         """Allocates the blocks of the file, so that a full disk is an error before anything is written."""
@@ -92,6 +95,8 @@ class Output:
     def sync(self) -> None:
         """Flushes the file to the disk."""
         system.fsync(self.descriptor)
+        if self.is_uncached:
+            linux.drop_cached(self.descriptor)
         self.is_synced = True
 
     def append(self, data: bytes | memoryview) -> None:

@@ -38,10 +38,13 @@ from modelstate.remote.cache import BLOCK_BYTES
 from modelstate.remote.file import CONNECTIONS, RemoteFile, Version
 from modelstate.spec import GAP_BYTES, MOST_THREADS, ByteRange
 
-BATCH_BYTES = 8 << 20
-"""The most that one call reads: large enough to amortise the call, small enough to share the work out evenly."""
-_LEAST_REMOTE_BYTES = 1 << 20
-"""The least that one request to a server reads of a larger range: it takes longer than the wait for the answer."""
+BATCH_BYTES = 4 << 20
+"""The most that one call reads: large enough to amortise the call, small enough to share the work out evenly, and for
+what is checked right after the read to be in the processor's cache."""
+_FILL_BYTES = 16 << 20
+"""The most that one call fills of untouched memory: before and after it, threads wait for the memory map."""
+_LEAST_REMOTE_BYTES, _MOST_REMOTE_BYTES = 1 << 20, 8 << 20
+"""One request to a server for a part of a larger range: reading the least takes longer than the wait for the answer."""
 _REPLY_BYTES = 5 << 19
 """The memory of the client for the reply to one request, at most: measured 2.2 MB."""
 _IOV_MAX = 1024
@@ -450,9 +453,11 @@ def read_ranges(
         on_read: Called with the number of requested bytes after each batch, by one thread at a time.
         threads: The number of threads; by default one for each processor, up to 8.
         uncached: Paths of files that are read with O_DIRECT, through one buffer for each thread.
-        is_fresh: Whether all destinations are private memory that has not been touched, and the files are in the page
-            cache. The kernel then creates the pages as copies of the file's (`UffdFiller`), where it supports that.
-        batch_bytes: The most that one call reads; by default `BATCH_BYTES`.
+        is_fresh: Whether all destinations are private memory that no other code uses, and the files are in the page
+            cache. Where the memory has not been touched, the kernel then creates its pages as copies of the file's
+            (`UffdFiller`), if it supports that.
+        batch_bytes: The most that one call reads; by default `BATCH_BYTES`, and more of servers and where memory is
+            filled, as far as all threads have a share.
         gap_bytes: The largest gap between two ranges of one call.
         held: Files that are read instead of those at the paths (`HeldFiles`). Then an error does not end the read:
             everything that can be read is there when the error is raised.
@@ -471,15 +476,18 @@ def read_ranges(
     paths = {request.source.path for request in single} | {request.source.path for request in rows}
     remote = [path for path in paths if path in fingerprints and fingerprints[path].is_remote]
     align_bytes = common_align_bytes(remote, fingerprints) if remote else 1
+    threads = threads or threads_for(bool(remote), uncached)
+    # Memory that an earlier load has used cannot be filled, and to find that out by trying takes milliseconds.
+    filler = UffdFiller() if is_fresh and single and not linux.is_touched(single[0].address) else None
     if batch_bytes is None:
         batch_bytes = BATCH_BYTES
-        if remote:  # all connections share the work
-            share = sum(request.source.nbytes for request in single) // CONNECTIONS
-            batch_bytes = min(max(share, _LEAST_REMOTE_BYTES), BATCH_BYTES)
+        if remote or filler is not None:
+            least, most = (_LEAST_REMOTE_BYTES, _MOST_REMOTE_BYTES) if remote else (BATCH_BYTES, _FILL_BYTES)
+            share = sum(request.source.nbytes for request in single) // threads
+            batch_bytes = min(max(share, least), most)
     batches = coalesce(single, batch_bytes=batch_bytes, gap_bytes=gap_bytes, align_bytes=align_bytes)
     items: list[Batch | Rows] = [*batches, *rows]
-    threads = min(threads or threads_for(bool(remote), uncached), len(items))
-    filler = UffdFiller() if is_fresh else None
+    threads = min(threads, len(items))
     # The buffers are there before memory is written to that must not be left half written.
     span = max((entry.count * entry.file_step for entry in rows if entry.has_small_gaps(gap_bytes)), default=0)
     buffers = [memoryview(bytearray(span)) for _ in range(threads)] if span else []

@@ -11,6 +11,7 @@ import mmap
 import os
 import platform
 from collections.abc import Callable
+from contextlib import suppress
 from enum import IntEnum
 from typing import cast
 
@@ -60,6 +61,13 @@ def will_need(descriptor: int, start: int, nbytes: int) -> None:
         os.posix_fadvise(descriptor, start, nbytes, os.POSIX_FADV_WILLNEED)
 
 
+def drop_cached(descriptor: int) -> None:
+    """Takes a file that has been flushed out of the page cache, where the kernel can be asked to."""
+    if hasattr(os, "posix_fadvise"):
+        with suppress(OSError):
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+
+
 def cached_share(descriptor: int, start: int, nbytes: int) -> float | None:
     """The share of a range of a file that is in the page cache, from 0 to 1; None where the kernel does not say."""
     page = mmap.PAGESIZE
@@ -90,6 +98,13 @@ def resident_pages(descriptor: int, first: int, end: int) -> bytes | None:
     except (OSError, ValueError):
         return None
     return None if failed else residency.raw
+
+
+def is_touched(address: int) -> bool:
+    """Whether the page of memory at an address is there already; False where the kernel does not say."""
+    residency = ctypes.create_string_buffer(1)
+    page = address // mmap.PAGESIZE * mmap.PAGESIZE
+    return _mincore is not None and _mincore(page, mmap.PAGESIZE, residency) == 0 and residency.raw != b"\0"
 
 
 def filesystem_type(descriptor: int) -> int:
