@@ -100,11 +100,10 @@ def _cold_memory(fastest: Fastest) -> str:
 
 def _staging(fastest: Fastest) -> str:
     return (
-        f"Reading the file into memory that is there takes {fastest('live/swap', live.READ)} on one thread with nothing "
-        f"else done, and the copy from memory {fastest('live/swap', live.MEMCPY)} on all of them: the kernel copies "
-        "page by page out of its page cache. Beside that every value is checked to be finite before the new version "
-        "serves, which takes a quarter of the copy, and to open the file, to plan the load and to commit it takes "
-        "about 2 ms."
+        f"Reading the file into memory that is there takes {fastest('live/swap', live.READ)} on one thread, with "
+        f"nothing else done, and the copy from memory {fastest('live/swap', live.MEMCPY)} on all of them. The rest is "
+        "the check that every value is finite before the new version serves, a quarter of the copy, and opening the "
+        "file, planning and committing the load, about 2 ms."
     )
 
 
