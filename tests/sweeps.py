@@ -10,6 +10,11 @@ EXHAUSTIVE = os.environ.get("MODELSTATE_EXHAUSTIVE", "0") != "0"
 _Place = TypeVar("_Place")
 
 
+def examples(all: int) -> int:
+    """Returns how many examples of a law hypothesis tries: a third of all."""
+    return all if EXHAUSTIVE else all // 3
+
+
 def spread(places: Sequence[_Place], most: int) -> Sequence[_Place]:
     """Returns so many places at the most, evenly apart."""
     return places if EXHAUSTIVE else places[:: -(-len(places) // most)]

@@ -1,13 +1,12 @@
 """The table of docs/converting.md is what `bench.convert_kinds` finds."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 from bench.convert_kinds import HEAD, KINDS, TABLE
+from tests.programs import code_of, run_program
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -21,9 +20,7 @@ def test_the_page_shows_what_is_seen() -> None:
     version = torch.__version__.partition("+")[0]
     if f"Seen on torch {version}." not in TABLE.page.read_text():
         pytest.skip(f"the table was not made with torch {version}")
-    done = subprocess.run(  # it makes a process group, and has torch compile
-        [sys.executable, "-m", "bench.convert_kinds"], cwd=ROOT, capture_output=True, text=True, check=False
-    )
+    done = run_program(code_of(["-m", "bench.convert_kinds"]), cwd=ROOT)  # it makes a process group
     assert done.returncode == 0, done.stderr
     seen = [line for line in done.stdout.splitlines() if line.startswith("| ")]
     assert seen[0] == f"| {' | '.join(HEAD)} |"

@@ -1,8 +1,6 @@
 """Several checkpoints opened as one."""
 
 import os
-import subprocess
-import sys
 from collections import OrderedDict
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +22,7 @@ from modelstate.errors import (
     SourceTypeError,
 )
 from modelstate.spec import Blocks, Combined
+from tests.programs import run_program
 
 
 def net(seed: int) -> nn.Sequential:
@@ -422,7 +421,7 @@ def test_one_tensor_at_a_time_is_in_memory(how: str, tmp_path: Path) -> None:
             weights |= {f"{index}.lora_A.weight": torch.ones(8, 2048), f"{index}.lora_B.weight": torch.ones(2048, 8)}
     save_file(weights, tmp_path / "1.safetensors")
     paths = [str(tmp_path / f"{index}.safetensors") for index in range(2)]
-    done = subprocess.run([sys.executable, "-c", MEMORY, how, *paths], capture_output=True, text=True, timeout=300)
+    done = run_program(MEMORY, how, *paths)
     assert done.returncode == 0, done.stderr
     anonymous, mapped, told = map(int, done.stdout.split())
     slack = 24 << 20

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from modelstate.codec.codec import KINDS, decode, encode
 from modelstate.errors import CodecError, UnknownClassError
 from tests.codec.values import EXAMPLES, Config, Pair, Point
+from tests.sweeps import examples
 
 HERE = "tests.codec.values"
 CONFIG = {"name": 1, "items": 2, "hidden": 3}
@@ -176,7 +177,7 @@ _JSON = st.recursive(
 
 
 @pytest.mark.slow
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(200), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(_JSON)
 def test_any_json_gives_a_value_or_an_error(tree: Any) -> None:
     try:
@@ -204,7 +205,7 @@ def _places(tree: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
 _PLACES = [_places(tree) for _, tree in _TREES]
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(300), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.data())
 def test_changed_trees_give_a_value_or_an_error(data: st.DataObject) -> None:
     index = data.draw(st.integers(0, len(_TREES) - 1))

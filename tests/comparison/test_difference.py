@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from modelstate.comparison.difference import Accumulator, Difference, equal_unread, is_comparable
+from tests.sweeps import examples
 
 FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
 INTEGERS = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32, torch.uint64)
@@ -81,7 +82,7 @@ def cast(values: list[float], dtype: torch.dtype) -> torch.Tensor:
     return torch.tensor([int(min(max(value, info.min), info.max)) for value in values], dtype=dtype)
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=examples(200))
 @given(data=st.data())
 def test_measures_are_those_of_numpy(data: st.DataObject) -> None:
     dtype = data.draw(st.sampled_from((*FLOATS, *INTEGERS, *COMPLEX)))
@@ -92,7 +93,7 @@ def test_measures_are_those_of_numpy(data: st.DataObject) -> None:
     assert_right(a, b)
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=examples(200))
 @given(st.lists(st.tuples(any_float, any_float, st.booleans()), min_size=1, max_size=30), st.sampled_from(FLOATS))
 def test_nan_infinity_and_the_share_of_changes(values: list[tuple[float, float, bool]], dtype: torch.dtype) -> None:
     a = cast([x for x, _, _ in values], dtype)

@@ -17,7 +17,7 @@ from modelstate.conversion import tensors
 from modelstate.transaction import swap_tensors
 from tests.loading.fingerprint import described, interrupted_at, raw, whole
 from tests.pains.quantized import quantized_class
-from tests.sweeps import spread
+from tests.sweeps import examples, spread
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse CSR")
 Quantized = quantized_class()
@@ -221,7 +221,7 @@ def to_double(tensor: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.slow
 @given(specs)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_there_and_back(spec: Spec) -> None:
     """float32 to float64 and back is what it was, bit for bit, and everybody is who they were all the time."""
     tree = Tree(spec)

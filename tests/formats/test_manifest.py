@@ -15,6 +15,7 @@ import modelstate as ms
 from modelstate.codec.codec import encode
 from modelstate.errors import CodecError, DamagedFileError, NewerManifestError
 from modelstate.formats.manifest import KEY, are_usual_versions
+from tests.sweeps import examples
 
 STATE = {
     "a": torch.ones(2),
@@ -114,7 +115,7 @@ def test_a_file_without_one_is_as_it_was(path: Path) -> None:
     assert checkpoint.versions is None
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(
     st.dictionaries(
         st.sampled_from(["", "a", "b.c", "$tuple", "\ud800"]),
@@ -154,7 +155,7 @@ _MANIFESTS = st.fixed_dictionaries(
 
 
 @pytest.mark.slow
-@settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(300), deadline=None, suppress_health_check=list(HealthCheck))
 @given(_MANIFESTS)
 def test_any_manifest_gives_a_checkpoint_or_an_error(path: Path, manifest: dict[str, Any]) -> None:
     write(path, {"a": torch.ones(2), "b": torch.ones(1)}, json.dumps(manifest))

@@ -1,14 +1,15 @@
 """Ctrl-C in the middle of a large load: it ends soon, no thread goes on, and the module is what it was."""
 
+import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import save_file
+
+from tests.programs import Program
 
 pytestmark = pytest.mark.slow
 
@@ -64,22 +65,28 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+def line(child: Program, number: int) -> str:
+    """Waits for this line of the output."""
+    while len(lines := child.written().split("\n")[:-1]) <= number:
+        assert not child.has_ended, child.wait()
+        time.sleep(0.005)
+    return lines[number]
+
+
 @pytest.mark.parametrize("signals", [1, 3])
 def test_ctrl_c_in_the_middle_of_a_load(signals: int, path: Path) -> None:
     """First of one that stages, then of one in place."""
-    child = subprocess.Popen(
-        [sys.executable, "-c", PROGRAM, str(path)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    assert child.stdout is not None
+    child, number = Program(PROGRAM, path), 0
     for _ in range(2):
-        assert child.stdout.readline() == "reading\n"
+        assert line(child, number) == "reading"
         for _ in range(signals):
-            child.send_signal(signal.SIGINT)
+            os.kill(child.pid, signal.SIGINT)
             time.sleep(0.05)
         requests = 0
-        while (line := child.stdout.readline()) == "reading\n":
+        while (said := line(child, number + 1 + requests)) == "reading":
             requests += 1
-        assert line == "interrupted\n", child.communicate(timeout=60)
+        assert said == "interrupted"
         assert requests < BATCHES - 2  # what is under way is waited for, and no more
-    _, errors = child.communicate(timeout=60)
-    assert child.returncode == 0, errors
+        number += requests + 2
+    done = child.wait()
+    assert done.returncode == 0, done.stderr

@@ -17,6 +17,7 @@ from modelstate.rules.known import WRAPPERS
 from modelstate.rules.rule import Rule
 from tests.planning.test_matching import calls_of
 from tests.rules.naming import renamed
+from tests.sweeps import examples
 
 Shapes = dict[str, Shape]
 LAYERS: Shapes = {
@@ -391,7 +392,7 @@ def renamings(draw: st.DrawFn) -> tuple[dict[str, str], set[str]]:
 
 @pytest.mark.slow
 @given(renamings())
-@settings(deadline=None, max_examples=400)
+@settings(deadline=None, max_examples=examples(400))
 def test_what_is_loaded_or_proposed_is_what_was_meant(renaming: tuple[dict[str, str], set[str]]) -> None:
     names, extra = renaming
     file = state([*filter(None, names.values()), *sorted(extra)])

@@ -20,6 +20,7 @@ from modelstate.planning.plan import Options
 from modelstate.planning.preparation import Preparation
 from modelstate.torch_compat.dtypes import Overflows
 from modelstate.transaction.transaction import Transaction, Write
+from tests.sweeps import examples
 
 
 class Net(nn.Module):
@@ -79,7 +80,7 @@ DAMAGE: list[Callable[[dict[str, Any]], object]] = [
     st.booleans(), st.booleans(), st.sampled_from(["real", "skeleton", "meta"]),
     st.sampled_from(OPTIONS), st.sets(st.sampled_from(range(len(DAMAGE))), max_size=2),
 )  # fmt: skip
-@settings(deadline=None, max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(deadline=None, max_examples=examples(150), suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_the_quick_check_decides_as_the_full_one(
     hidden: bool, tied: bool, kind: str, options: dict[str, Any], damage: set[int]
 ) -> None:

@@ -38,5 +38,5 @@ def test_each_is_refused_while_requests_go_on(kind: str, tmp_path: Path) -> None
 def test_what_ends_a_process_has_its_name(tmp_path: Path) -> None:
     """The test above could not pass by accident."""
     found = outcomes("eager", tmp_path, "NaN", CRASH, "infinity")
-    assert found[f"{CRASH}, available"] == {"outcome": "the process ended with -11"}
-    assert found["infinity, available"]["outcome"] == "WeightsError"
+    assert found[f"{CRASH}, in_place"] == {"outcome": "the process ended with -11"}
+    assert found["infinity, in_place"]["outcome"] == "WeightsError"

@@ -4,8 +4,6 @@ import errno
 import gc
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -22,6 +20,7 @@ import modelstate as ms
 from modelstate import errors
 from modelstate.io import system
 from modelstate.store.saving import Staging
+from tests.programs import Program, code_of
 from tests.store.common import Held, Training, failing_call, litter, program
 
 
@@ -360,7 +359,7 @@ def test_the_end_of_a_child_says_what_was_not_saved(tmp_path: Path, method: str,
     else:
         script = tmp_path / "script.py"  # the other methods import it
         script.write_text(CHILD)
-        done = subprocess.run([sys.executable, script, *given], stderr=subprocess.PIPE, text=True, timeout=120)
+        done = program(code_of([str(script), *map(str, given)]))
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("modelstate: step 2 was not saved: ") == fails, done.stderr
     assert ms.Store(tmp_path / "store").verify() == ({1: ""} if fails else {1: "", 2: ""})
@@ -384,16 +383,15 @@ atexit.register(lambda: store.save(2, {"state": state}, background=sys.argv[2] =
 @pytest.mark.slow
 def test_ctrl_c_at_the_end_says_what_was_not_saved(tmp_path: Path) -> None:
     code = SLOW.replace("0.05", "5") + "print('ending', flush=True)"
-    process = subprocess.Popen(
-        [sys.executable, "-c", code, str(tmp_path), "slow"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    assert process.stdout is not None
-    assert process.stdout.readline() == "ending\n"
-    time.sleep(0.5)
-    process.send_signal(signal.SIGINT)
-    time.sleep(0.5)
-    process.send_signal(signal.SIGINT)
-    _, said = process.communicate(timeout=60)
+    process = Program(code, tmp_path, "slow", finalizes=True)
+    while process.written() != "ending\n":
+        assert not process.has_ended, process.wait()
+        time.sleep(0.01)
+    for _ in range(2):
+        time.sleep(0.5)
+        with suppress(ProcessLookupError):
+            os.kill(process.pid, signal.SIGINT)
+    said = process.wait(60).stderr
     store = ms.Store(tmp_path)
     assert store.verify(1) == {1: ""}
     assert store.steps() == (1, 2) or "step 2 was not saved" in said, said

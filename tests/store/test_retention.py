@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 import modelstate as ms
 from modelstate.errors import OptionError
 from modelstate.store.retention import as_keep, kept
+from tests.sweeps import examples
 
 HOUR = 3600.0
 floats = st.one_of(st.floats(allow_nan=True, allow_infinity=True), st.integers(-3, 3).map(float))
@@ -59,7 +60,7 @@ def infos(*steps: int, **values: Any) -> list[ms.store.CheckpointInfo]:
 
 @pytest.mark.slow
 @given(histories(), rules())
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 def test_pruning_twice_is_pruning_once(history: list[ms.store.CheckpointInfo], keep: ms.Keep) -> None:
     first = kept(history, keep)
     assert kept(of(history, first), keep) == first
@@ -67,7 +68,7 @@ def test_pruning_twice_is_pruning_once(history: list[ms.store.CheckpointInfo], k
 
 @pytest.mark.slow
 @given(histories(ascending=True), rules())
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 def test_pruning_after_each_save_keeps_what_pruning_at_the_end_does(
     history: list[ms.store.CheckpointInfo], keep: ms.Keep
 ) -> None:
@@ -89,7 +90,7 @@ def test_the_order_in_which_checkpoints_are_listed_does_not_matter(
 
 @pytest.mark.slow
 @given(histories(), rules())
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 def test_what_is_never_removed(history: list[ms.store.CheckpointInfo], keep: ms.Keep) -> None:
     stay = kept(history, keep)
     assert stay <= {info.step for info in history}
@@ -104,7 +105,7 @@ def test_what_is_never_removed(history: list[ms.store.CheckpointInfo], keep: ms.
 
 @pytest.mark.slow
 @given(histories(), rules())
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 def test_damaged_ones_take_nobodys_place(history: list[ms.store.CheckpointInfo], keep: ms.Keep) -> None:
     intact = [info for info in history if info.intact]
     stay = kept(history, keep)
