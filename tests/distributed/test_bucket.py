@@ -32,8 +32,6 @@ from tests.remote import servers
 from tests.sweeps import EXHAUSTIVE
 
 pytest.importorskip("obstore")
-boto3 = pytest.importorskip("boto3")
-pytest.importorskip("moto")
 pytestmark = pytest.mark.slow
 KEYS = {"aws_access_key_id": "test", "aws_secret_access_key": "test", "region_name": "us-east-1"}
 
@@ -43,6 +41,8 @@ class Server:
     """A server of S3, with a proxy for each rank in front of it."""
 
     url: str
+    client: Any
+    """That of boto3, without a proxy."""
     proxies: list[FaultProxy]
     bucket: str = ""
 
@@ -50,24 +50,24 @@ class Server:
     def urls(self) -> list[str]:
         return [proxy.url for proxy in self.proxies]
 
-    def client(self) -> Any:
-        return boto3.client("s3", endpoint_url=self.url, **KEYS)
-
     def names(self) -> list[str]:
-        return sorted(item["Key"] for item in self.client().list_objects_v2(Bucket=self.bucket).get("Contents", ()))
+        return sorted(item["Key"] for item in self.client.list_objects_v2(Bucket=self.bucket).get("Contents", ()))
 
     def read(self, name: str) -> bytes:
-        data: bytes = self.client().get_object(Bucket=self.bucket, Key=name)["Body"].read()
+        data: bytes = self.client.get_object(Bucket=self.bucket, Key=name)["Body"].read()
         return data
 
 
 @pytest.fixture(scope="module")
 def started() -> Iterator[Server]:
+    pytest.importorskip("moto")
+    boto3 = pytest.importorskip("boto3")  # not above: each new rank would import it, which takes longer than a save
     name = os.environ.get("MODELSTATE_S3_SERVER", "moto")
     if reason := servers.missing(name):
         pytest.skip(reason)
     with servers.object_store(name) as url, ExitStack() as opened:
-        yield Server(url, [opened.enter_context(fault_proxy(url)) for _ in range(WORLD_SIZE)])
+        client = boto3.client("s3", endpoint_url=url, **KEYS)
+        yield Server(url, client, [opened.enter_context(fault_proxy(url)) for _ in range(WORLD_SIZE)])
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +82,7 @@ def ranks() -> Iterator[Ranks]:
 def server(started: Server, monkeypatch: pytest.MonkeyPatch) -> Server:
     """The server with an empty bucket, which this process reaches without a proxy."""
     started.bucket = f"test-{os.urandom(6).hex()}"
-    started.client().create_bucket(Bucket=started.bucket)
+    started.client.create_bucket(Bucket=started.bucket)
     for proxy in started.proxies:
         proxy.fault = None
         proxy.reset()

@@ -186,8 +186,8 @@ def gloo_group(store: Any, rank: int, size: int, timeout_seconds: float) -> Any:
 
 IsAbandoned = Callable[[], bool]
 """Whether another rank has abandoned the connections of a group. Asked while this rank waits."""
-CHECK_SECONDS = 5.0
-"""The time between two such questions."""
+FIRST_CHECK_SECONDS, CHECK_SECONDS = 0.25, 5.0
+"""The time before the first such question, and the longest one between two: each is twice the one before."""
 
 
 def _wait(group: Any, work: Any, timeout_seconds: float, is_abandoned: IsAbandoned) -> None:
@@ -195,18 +195,19 @@ def _wait(group: Any, work: Any, timeout_seconds: float, is_abandoned: IsAbandon
 
     gloo can miss that the connection to another rank has been closed, and would wait until the timeout.
     """
-    end = time.monotonic() + timeout_seconds
+    end, pause = time.monotonic() + timeout_seconds, min(FIRST_CHECK_SECONDS, CHECK_SECONDS)
     try:
         while True:
             left = end - time.monotonic()
             try:
-                work.wait(datetime.timedelta(seconds=max(min(left, CHECK_SECONDS), 0.001)))
+                work.wait(datetime.timedelta(seconds=max(min(left, pause), 0.001)))
                 return
             except RuntimeError:
-                if work.is_completed() or left <= CHECK_SECONDS:
+                if work.is_completed() or left <= pause:
                     raise
             if is_abandoned():
                 raise RuntimeError("another rank has abandoned the connections")
+            pause = min(2 * pause, CHECK_SECONDS)
     except BaseException:  # also an interrupt
         if time.monotonic() < end and not work.is_completed():
             # A thread of the group waits on, and the destructor of the group would wait for the thread.
