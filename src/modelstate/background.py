@@ -259,17 +259,17 @@ _is_ending = False
 
 
 def _watch_exit() -> None:
-    """Registers what the end of the program does with tasks, once.
+    """Registers what the end of the program does with tasks; twice does no harm.
 
     A function of `atexit` is called after Python has joined the threads of pools, which would then read all that they
     were asked for, and accept nothing more. Processes of `multiprocessing` call no function of `atexit`.
     """
     global _is_watching_exit
     if not _is_watching_exit:
-        _is_watching_exit = True
         atexit.register(_cancel_last)
         with suppress(RuntimeError):  # the main thread has ended
             threading._register_atexit(_end_of_main_thread)  # type: ignore[attr-defined]
+        _is_watching_exit = True  # at the end: an interrupt before it has the next task register again
 
 
 def _end_of_main_thread() -> None:

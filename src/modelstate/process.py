@@ -355,7 +355,7 @@ class cached_attribute(Generic[_Item]):
     """A method that is called once for each object, like `functools.cached_property`, but without a lock.
 
     Up to Python 3.11, `cached_property` has a lock that all objects share. A child that is forked while another thread
-    computes a value would never get it.
+    computes a value would never get it. Here two threads may both compute a value; both get that of the first one.
     """
 
     def __init__(self, compute: Callable[..., _Item]) -> None:
@@ -366,7 +366,7 @@ class cached_attribute(Generic[_Item]):
 
     def __get__(self, instance: object, owner: type | None = None) -> _Item:
         # Called once: Python finds the attribute of the instance first from then on.
-        value = vars(instance)[self._name] = self._compute(instance)
+        value: _Item = vars(instance).setdefault(self._name, self._compute(instance))
         return value
 
 
@@ -400,8 +400,10 @@ def _before_fork() -> None:
 
 
 def _after_fork_in_parent() -> None:
-    while _acquired:
-        _acquired.pop().release()
+    acquired = _acquired[::-1]
+    _acquired.clear()  # before the first lock is free, with which a fork in another thread begins
+    for lock in acquired:
+        lock.release()
 
 
 def _after_fork_in_child() -> None:

@@ -10,11 +10,11 @@ import math
 import os
 from collections.abc import Callable, Iterator, KeysView, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from itertools import product
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, TypeVar
 
 from modelstate.errors import DamagedFileError
+from modelstate.process import cached_attribute
 
 if TYPE_CHECKING:
     import torch
@@ -528,7 +528,7 @@ class LazyMapping(Mapping[_K, _V]):
     def __init__(self, create: Callable[[], Mapping[_K, _V]]) -> None:
         self._create = create
 
-    @cached_property
+    @cached_attribute
     def _created(self) -> Mapping[_K, _V]:
         return self._create()
 

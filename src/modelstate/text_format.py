@@ -49,7 +49,8 @@ def note_given(path: str, given: str) -> None:
 
 def as_given(text: str) -> str:
     """The text with relative paths where the caller gave relative ones, as long as they still lead there."""
-    noted = [item for item in list(_directories.items()) if item[0] in text]
+    # A copy is made at once; `items()` of the original would notice that another thread notes a path meanwhile.
+    noted = [item for item in _directories.copy().items() if item[0] in text]
     for directory, given in sorted(noted, key=lambda item: -len(item[0])):
         try:
             absolute = os.path.abspath(given), os.path.join(os.getcwd(), given)

@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Callable, ItemsView, Iterable, Iterator, Mapping, Sequence, ValuesView
 from contextlib import contextmanager
 from difflib import get_close_matches
-from functools import cached_property
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import xxhash
@@ -45,6 +44,7 @@ from modelstate.io.engine import (
     threads_for,
 )
 from modelstate.io.files import FileFingerprint
+from modelstate.process import cached_attribute
 from modelstate.spec import (
     GAP_BYTES,
     ByteRange,
@@ -108,7 +108,7 @@ class Checkpoint(Mapping[str, TensorSpec], Shown):
             if is_tensor(stored):
                 _spec(name, stored, self.source)
 
-    @cached_property
+    @cached_attribute
     def _maps(self) -> Maps:
         """The maps of `tensor` and `value`. A load has maps of its own."""
         return Maps(self.fingerprints)

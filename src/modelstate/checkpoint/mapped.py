@@ -17,6 +17,7 @@ from modelstate.io.engine import read_ranges
 from modelstate.io.files import FileFingerprint, check_mapped, open_regular, open_unchanged, pread_fully
 from modelstate.io.lease import hold
 from modelstate.io.linux import MAP_NORESERVE
+from modelstate.process import fork_safe_lock
 from modelstate.spec import ByteRange, Combined, Stored, StoredComposite, StoredTensor, TensorColumns
 
 if TYPE_CHECKING:
@@ -140,8 +141,11 @@ class Maps:
         storage = self._in_use(stored)
         if storage is None:
             tensor = self.read(stored)
-            self._read[runs.extent, runs.run_bytes] = tensor.untyped_storage()
-            return tensor
+            with _lock:
+                storage = self._in_use(stored)  # another thread may have read them meanwhile
+                if storage is None:
+                    self._read[runs.extent, runs.run_bytes] = tensor.untyped_storage()
+                    return tensor
         import torch
 
         return torch.empty(0, dtype=stored.dtype, device="cpu").set_(storage, 0, stored.shape, runs.stride)
@@ -260,7 +264,7 @@ class Maps:
                 raise ReadFailedError("the file cannot be mapped", where=region.path, found=error) from error
             finally:
                 os.close(descriptor)
-            self._maps[region.path] = mapped
+            mapped = self._maps.setdefault(region.path, mapped)  # another thread may have mapped it meanwhile
         if region.start + region.nbytes > len(mapped):
             raise ReadFailedError(
                 "the file has become shorter since it was opened",
@@ -270,6 +274,9 @@ class Maps:
                 remedy="open the checkpoint again, when nothing writes to it any more",
             )
         return mapped
+
+
+_lock = fork_safe_lock()
 
 
 def check_map_option(map: object) -> None:

@@ -29,7 +29,12 @@ _BY_NAME: dict[str, Codec] = {}
 
 
 def _encode(value: Any, encoder: Encoder) -> Tree:
-    codec = _BY_CLASS[type(value)]
+    codec = _BY_CLASS.get(type(value))
+    if codec is None:
+        raise encoder.fail(
+            f"there is no encoding for values of {type(value).__qualname__}: another class has taken its name",
+            remedy="save an object of the class that was registered last",
+        )
     try:
         encoded = codec.encode(value)
     except ModelStateError:
@@ -176,8 +181,11 @@ def register_codec(
             found=names[1],
             remedy="give it a name of its own with name=",
         )
-    for old in (_BY_CLASS.get(cls), other):
-        if old is not None:
-            _BY_CLASS.pop(old.cls, None)
-            _BY_NAME.pop(old.name, None)
+    replaced = [codec for codec in (_BY_CLASS.get(cls), other) if codec is not None]
+    # Before the others are removed: a background save always finds an encoding.
     _BY_CLASS[cls] = _BY_NAME[name] = Codec(cls, name, encode, decode)
+    for old in replaced:
+        if old.cls is not cls:
+            _BY_CLASS.pop(old.cls, None)
+        if old.name != name:
+            _BY_NAME.pop(old.name, None)

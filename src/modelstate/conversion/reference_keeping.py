@@ -17,8 +17,9 @@ from modelstate.torch_compat.private import is_faking
 from modelstate.transaction.transaction import Transaction, exclusive
 
 Apply = Callable[[torch.Tensor], torch.Tensor]
-_switches: "list[reference_keeping]" = []
-"""The switches of all threads, in the order in which they were set. The last one counts."""
+_switches: "tuple[reference_keeping, ...]" = ()
+"""The switches of all threads, in the order in which they were set. The last one counts. A change replaces the tuple,
+since modules are converted in other threads meanwhile."""
 
 
 class reference_keeping:
@@ -43,24 +44,26 @@ class reference_keeping:
 
     def __init__(self, on: bool = True) -> None:
         self._on, self._is_fresh = on, True
-        with _lock:
-            _switches.append(self)
-        _overrides.update()
+        self._add()
 
     def __enter__(self) -> None:
-        with _lock:
-            if not self._is_fresh:  # the object is entered a second time
-                _switches.append(self)
-            self._is_fresh = False
-        _overrides.update()
+        if not self._is_fresh:  # the object is entered a second time
+            self._add()
+        self._is_fresh = False
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        global _switches
         with _lock:
-            _switches.reverse()
-            _switches.remove(self)
-            _switches.reverse()
+            last = max(index for index, switch in enumerate(_switches) if switch is self)
+            _switches = _switches[:last] + _switches[last + 1 :]
+        _overrides.update()
+
+    def _add(self) -> None:
+        global _switches
+        with _lock:
+            _switches = (*_switches, self)
         _overrides.update()
 
     @staticmethod
@@ -75,7 +78,8 @@ class reference_keeping:
             ...     ms.reference_keeping.holds()
             True
         """
-        return bool(_switches) and _switches[-1]._on
+        switches = _switches
+        return bool(switches) and switches[-1]._on
 
 
 def _apply(_stock: Callable[..., nn.Module], self: nn.Module, fn: Apply, recurse: bool = True) -> nn.Module:

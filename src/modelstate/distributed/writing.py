@@ -14,7 +14,6 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, replace
-from functools import cached_property
 from itertools import accumulate, starmap
 from typing import Any
 
@@ -32,6 +31,7 @@ from modelstate.formats.writing import Files, Outputs
 from modelstate.io import system
 from modelstate.io.atomic import Output, write_errors
 from modelstate.io.engine import memory_at
+from modelstate.process import cached_attribute
 from modelstate.remote.location import is_remote
 from modelstate.text_format import count
 from modelstate.torch_compat.plain import why_not_plain
@@ -124,7 +124,7 @@ class CollectiveWriter:
         self._ranks = agreement.ranks or (dist.get_rank(),)
         self._total_bytes = 0
 
-    @cached_property
+    @cached_attribute
     def least_bytes(self) -> int:
         """The length from which on runs are written where they are held. Fixed when the first file is planned."""
         return max(PART_BYTES, self._total_bytes // MOST_PARTS)

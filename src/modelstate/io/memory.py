@@ -129,7 +129,7 @@ class MemoryPool:
     @property
     def kept_bytes(self) -> int:
         """The memory that the pool keeps, whether or not tensors still use it."""
-        return sum(map(len, tuple(self._kept)))
+        return sum(map(len, self._kept.copy()))
 
     @contextmanager
     def lending(self) -> Iterator[list[mmap.mmap]]:

@@ -122,13 +122,13 @@ def checked_iterators(objects: Iterable[object]) -> Iterator[None]:
     torchdata = sys.modules.get("torchdata.stateful_dataloader")
     stateful = getattr(torchdata, "StatefulDataLoader", None)
     classes: list[Any] = [DataLoader] if stateful is None else [DataLoader, stateful]
-    with _lock:
-        _saved_objects.append(saved)
-        for cls in classes:
-            if cls not in _original_iter:
-                _original_iter[cls] = cls.__iter__
-                cls.__iter__ = _checking(cls.__iter__)
     try:
+        with _lock:
+            _saved_objects.append(saved)
+            for cls in classes:
+                if cls not in _original_iter:
+                    _original_iter[cls] = cls.__iter__
+                    cls.__iter__ = _checking(cls.__iter__)
         yield
     finally:
         with _lock:
@@ -159,9 +159,10 @@ def _checking(iter_method: Callable[..., object]) -> Callable[..., object]:
 
 def _resume_problem(loader: Loader) -> str:
     """Returns why a resumed run would build the loader's next iterator in another way; empty where it would not."""
-    if not _saved_objects:
+    running = _saved_objects.copy()  # another thread may end its block
+    if not running:
         return ""
-    objects = [obj for saved in _saved_objects for obj in saved]
+    objects = [obj for saved in running for obj in saved]
     last = getattr(loader, _ITERATOR, None)
     is_saved = _is_stateful_loader(loader) and any(inner is loader for obj in objects for inner in _loaders(obj))
     if loader.persistent_workers and loader.num_workers > 0 and last is None and not is_saved:

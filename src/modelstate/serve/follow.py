@@ -214,7 +214,7 @@ class Following:
     @property
     def events(self) -> tuple[FollowEvent, ...]:
         """The last thousand events, the oldest first."""
-        return tuple(self._log.events)
+        return tuple(self._log.events.copy())  # a copy is made in one step, and the thread appends events
 
     @property
     def is_running(self) -> bool:

@@ -362,7 +362,7 @@ class Live:
             >>> [event.action for event in live.history()]
             ['started', 'swapped']
         """
-        return tuple(self._events)
+        return tuple(self._events.copy())  # a copy is made in one step, and other threads append events
 
     # Changing.
 

@@ -94,7 +94,9 @@ class ConcurrentWeakSet(Generic[T]):
         self._refs.add(weakref.ref(item, self._refs.discard))
 
     def __iter__(self) -> Iterator[T]:
-        for ref in tuple(self._refs):
+        # A copy is made in one step. `tuple` allocates in the middle of its iteration, and up to Python 3.11 an
+        # allocation may run the garbage collector, which discards references.
+        for ref in self._refs.copy():
             item = ref()
             if item is not None:
                 yield item
@@ -145,7 +147,7 @@ class Version:
         assert program is not None
         entry = Entry(program)
         entry.version = self
-        for handle in tuple(self._entries):
+        for handle in self._entries.copy():
             if not handle.is_alive:
                 self._entries.discard(handle)
         self._entries.add(WeakHandle(entry))
@@ -154,14 +156,14 @@ class Version:
     @property
     def programs(self) -> list[Program]:
         """Its program, and the programs that running requests of the version hold."""
-        entries = [handle.get() for handle in tuple(self._entries)]
+        entries = [handle.get() for handle in self._entries.copy()]
         programs = [self.program, *(entry.program for entry in entries if entry is not None)]
         return [program for program in programs if program is not None]
 
     @property
     def users(self) -> tuple[WeakHandle[Entry], ...]:
         """The entries of the version: those of requests, and that of the gate while the version is current."""
-        return tuple(self._entries)
+        return tuple(self._entries.copy())
 
     def after_fork(self) -> None:
         """Drops all entries: the threads that hold them do not exist in the child, and would never release them."""

@@ -192,7 +192,7 @@ class Deadline:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        if self._entries:  # empty where a forked child has entered it anew, and loops of its parent leave it too
+        with suppress(IndexError):  # a forked child has entered it anew, and loops of its parent leave it too
             self._entries.pop()
         if not self._entries:
             self._restore_handlers()
@@ -210,7 +210,7 @@ class Deadline:
 
     def _restore_handlers(self) -> None:
         self._entries = []
-        if self in _entered:
+        with suppress(ValueError):  # another thread has left it at the same time
             _entered.remove(self)
         for number in reversed(self._previous):
             self._restore_handler(number)

@@ -182,7 +182,6 @@ class StepIndex:
     def __init__(self, directory: str, medium: Medium | None = None, cache: Cache | None = None) -> None:
         self.directory, self.cache = directory, cache
         self.medium = medium_of(directory) if medium is None else medium
-        self._naming = threading.Lock()
         self._damage: dict[_Key, ModelStateError] = {}
         """Damage that only reading a checkpoint shows."""
         self._whole: set[_Key] = set()
@@ -208,11 +207,13 @@ class StepIndex:
         """
         for _ in range(_MAX_TRIES):
             found = self._places()
-            names = [store] if store else []
+            names, naming = [store] if store else [], threading.Lock()  # a child lacks a thread that holds it
 
-            def read(place: Place, found: list[Place] = found, names: list[str] = names) -> _Read:
+            def read(
+                place: Place, found: list[Place] = found, names: list[str] = names, naming: threading.Lock = naming
+            ) -> _Read:
                 record, error = self._read(place)
-                with self._naming:
+                with naming:
                     if not names:
                         names.append(self._name(found))
                 return self._checked(place, record, error, names[0])

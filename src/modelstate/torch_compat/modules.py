@@ -204,18 +204,23 @@ def without_state_dict_hooks(module: nn.Module) -> Iterator[None]:
     """
     block = _Block(threading.get_ident(), [])
     try:
+        try:
+            with _lock:
+                _blocks.append(block)
+                for table in _tables(module):
+                    for key, hook in table.copy().items():
+                        disabled = hook if isinstance(hook, _DisabledHook) else _DisabledHook(hook)
+                        block.disabled.append((table, key, disabled))
+                        disabled.blocks.add(id(block))
+                        table[key] = disabled
+            yield
+        finally:
+            with _lock:
+                _enable(block)
+    except BaseException:
         with _lock:
-            _blocks.append(block)
-            for table in _tables(module):
-                for key, hook in list(table.items()):
-                    disabled = hook if isinstance(hook, _DisabledHook) else _DisabledHook(hook)
-                    disabled.blocks += 1
-                    block.disabled.append((table, key, disabled))
-                    table[key] = disabled
-        yield
-    finally:
-        with _lock:
-            _enable(block)
+            _enable(block)  # an interrupt may have broken off the first attempt
+        raise
 
 
 class _DisabledHook:
@@ -229,8 +234,8 @@ class _DisabledHook:
 
     def __init__(self, hook: Hook) -> None:
         self.hook = hook
-        self.blocks = 0
-        """The number of blocks, in all threads, that disable the hook."""
+        self.blocks: set[int] = set()
+        """The ids of the blocks, in all threads, that disable the hook."""
 
     def __call__(self, *args: object, **named: object) -> None:
         pass
@@ -260,9 +265,10 @@ _blocks: list[_Block] = []
 
 
 def _enable(block: _Block) -> None:
+    """Enables the hooks of a block. A second call does what an interrupted first one has left."""
     _blocks[:] = [other for other in _blocks if other is not block]
     for table, key, disabled in block.disabled:
-        disabled.blocks -= 1
+        disabled.blocks.discard(id(block))
         present: object = table.get(key)
         if not disabled.blocks and present is disabled:
             table[key] = disabled.hook
