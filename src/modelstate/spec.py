@@ -500,10 +500,14 @@ class StoredTensors(Mapping[str, StoredTensor]):
         stored = self._created.get(name)
         if stored is None:
             row, columns = self.rows[name], self.columns
-            storage = ByteRange(columns.paths[row], columns.starts[row], columns.nbytes[row])
-            stored = StoredTensor.whole(columns.dtype_names[row], columns.shapes[row], storage)
+            stored = StoredTensor.whole(columns.dtype_names[row], columns.shapes[row], self.extent(name))
             self._created[name] = stored
         return stored
+
+    def extent(self, name: str) -> ByteRange:
+        """The bytes of the elements of a tensor; creates no `StoredTensor`."""
+        row, columns = self.rows[name], self.columns
+        return ByteRange(columns.paths[row], columns.starts[row], columns.nbytes[row])
 
     def __contains__(self, name: object) -> bool:
         return name in self.rows

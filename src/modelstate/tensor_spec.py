@@ -43,8 +43,8 @@ class TensorSpec:
     dtype_name: str
     """The name that torch has for the dtype: "float32"."""
     stored: Stored = field(compare=False)
-    _tensors: Mapping[str, StoredTensor] | None = field(default=None, compare=False)
-    """Has `stored` where that has not been set yet."""
+    _tensors: StoredTensors | None = field(default=None, compare=False)
+    """The table of the tensor, if it has one: creates `stored` when that is first accessed."""
 
     def __reduce__(self) -> tuple[object, ...]:
         """Copies and pickles the tensor without the others of its file."""
@@ -68,6 +68,8 @@ class TensorSpec:
     @property
     def nbytes(self) -> int:
         """Bytes of the elements; a view with repeated elements counts each of them."""
+        if self._tensors is not None:
+            return self._tensors.extent(self.name).nbytes
         stored = self.stored
         if isinstance(stored, Combined):
             return math.prod(stored.shape) * stored.dtype.itemsize
@@ -76,7 +78,7 @@ class TensorSpec:
     @property
     def kind(self) -> str:
         """ "strided", or the layout or type of a tensor that is not."""
-        if isinstance(self.stored, StoredTensor):
+        if self._tensors is not None or isinstance(self.stored, StoredTensor):
             return "strided"
         if isinstance(self.stored, Described):
             return self.stored.kind
@@ -85,6 +87,8 @@ class TensorSpec:
     @property
     def location(self) -> ByteRange | None:
         """The bytes of the file that hold the elements; None for a tensor in memory and for a composite."""
+        if self._tensors is not None:
+            return self._tensors.extent(self.name)
         return self.stored.extent if isinstance(self.stored, StoredTensor) else None
 
 
