@@ -48,6 +48,13 @@ def test_it_needs_no_torch(without_torch: Forks, arguments: str, code: int, says
     assert (ended.returncode, says in ended.stdout + ended.stderr) == (code, True), ended
 
 
+def test_the_commands_are_known_without_the_library(without_torch: Forks) -> None:
+    ended = without_torch.run(
+        "import sys; print(*(n.split('.')[1] for n in sys.modules if n.startswith('modelstate.')))"
+    )
+    assert {*ended.stdout.split()} == {"cli", "lazy", "text_format", "version"}, ended
+
+
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with checkpoints of the kinds that need no torch."""

@@ -1,6 +1,7 @@
 """Shared parts of the commands: reporting errors, finding a model by its name, and parsing options.
 
-What needs torch is imported where it is used: help, versions, error pages and wrong command lines do not wait for it.
+The rest of the library, and torch, are imported where they are used: help, versions, wrong command lines and the
+completion of a shell do not wait for them.
 """
 
 from __future__ import annotations
@@ -20,7 +21,6 @@ from typing import TYPE_CHECKING
 import click
 
 import modelstate as ms
-from modelstate.remote.location import is_remote
 from modelstate.text_format import printable_lines
 
 if TYPE_CHECKING:
@@ -334,6 +334,8 @@ def terminal_width() -> int | None:
 
 def make_parents(target: str) -> None:
     """Makes the directories on the way to a file that is written. Raises `WriteFailedError`."""
+    from modelstate.remote.location import is_remote
+
     if (parent := os.path.dirname(target)) and not is_remote(target):
         try:
             os.makedirs(parent, exist_ok=True)

@@ -20,7 +20,6 @@ from modelstate.cli.common import (
     user_code,
     write_page,
 )
-from modelstate.io.files import local_path
 
 if TYPE_CHECKING:
     from modelstate.comparison.result import Diff
@@ -122,6 +121,7 @@ def _remedies(a: str, keys: Sequence[str]) -> Iterator[None]:
         key = next((key for key, _ in error.candidates if key), None)
         if key is not None:
             from modelstate.cli.spelling import option
+            from modelstate.io.files import local_path
 
             sides = (key, "") if error.where in (a, local_path(a)) else ("", key)
             error.remedy = " ".join(option("--key", side) for side in sides)

@@ -13,7 +13,6 @@ import click
 import modelstate as ms
 from modelstate.cli import options
 from modelstate.cli.common import PROBLEMS, reported
-from modelstate.errors import OptionError
 
 if TYPE_CHECKING:
     from modelstate.serve.follow import FollowEvent
@@ -87,7 +86,7 @@ def follow(
                 on_swap=print_swap,
                 background=False,
             )
-        except (OptionError, ms.errors.SaveTargetError) as error:
+        except (ms.errors.OptionError, ms.errors.SaveTargetError) as error:
             raise click.BadParameter(f"{error.what}: {error.found or error.where}") from error
         if once:
             _poll_once(following, store)

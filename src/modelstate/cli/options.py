@@ -1,5 +1,7 @@
 """Options and arguments that several commands have, as decorators of click."""
 
+from __future__ import annotations
+
 import click
 
 import modelstate as ms

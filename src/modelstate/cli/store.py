@@ -23,9 +23,6 @@ from modelstate.cli.common import (
     write_page,
 )
 from modelstate.cli.diff import show
-from modelstate.errors import SourceNotFoundError, SourceTypeError, StepNotFoundError
-from modelstate.io.files import local_path, not_found
-from modelstate.remote.location import is_remote, locate
 from modelstate.text_format import columns, count, in_a_line, size
 
 if TYPE_CHECKING:
@@ -56,29 +53,31 @@ def _index(path: str) -> StepIndex:
 
     Raises `SourceTypeError` for a file, and `SourceNotFoundError` where there is no store.
     """
+    from modelstate.io.files import local_path, not_found
+    from modelstate.remote.location import is_remote, locate
     from modelstate.store.directory import StepIndex
     from modelstate.store.medium import STORE_FILE
 
     if is_remote(path):
         index = StepIndex(locate(path.rstrip("/")).url)
         if not index.all_revisions():
-            raise SourceNotFoundError("there is no checkpoint of a store here", where=index.directory)
+            raise ms.errors.SourceNotFoundError("there is no checkpoint of a store here", where=index.directory)
         return index
     if not os.path.lexists(path):
-        raise SourceNotFoundError(
+        raise ms.errors.SourceNotFoundError(
             "there is no such directory", where=path, remedy="check the path, and the directory that it is relative to"
         )
     if not os.path.exists(path):
         raise not_found(path, path)
     if not os.path.isdir(path):
-        raise SourceTypeError(
+        raise ms.errors.SourceTypeError(
             "a store is a directory, and this is a file",
             where=path,
             expected="the directory of a modelstate.Store",
             remedy=f"modelstate inspect {shlex.quote(path)} shows what is in a file",
         )
     if not is_store(path):
-        raise SourceNotFoundError(
+        raise ms.errors.SourceNotFoundError(
             "this is not a store of checkpoints",
             where=path,
             expected=f"{STORE_FILE}, as modelstate.Store writes it",
@@ -179,7 +178,7 @@ def verify_steps(directory: str, step: int | None = None, *, as_json: bool) -> N
         for number in infos if step is None else (step,):
             try:
                 problem = index.problem_now(number, progress=None)
-            except StepNotFoundError:
+            except ms.errors.StepNotFoundError:
                 if step is not None:
                     raise
                 click.echo(f"step {number}: taken away meanwhile", err=as_json)
@@ -330,7 +329,7 @@ def restore(
         while True:
             chosen = index.whole_step(step, _report_skipped, progress=None)
             if chosen is None:
-                raise StepNotFoundError(
+                raise ms.errors.StepNotFoundError(
                     "there is no checkpoint that is whole",
                     where=index.directory,
                     remedy=f"modelstate store verify {shlex.quote(directory)} says what is damaged",
