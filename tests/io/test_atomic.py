@@ -3,7 +3,6 @@
 import errno
 import fcntl
 import os
-import signal
 import stat
 import subprocess
 import sys
@@ -23,7 +22,7 @@ from modelstate.formats import writing
 from modelstate.io import system
 from modelstate.io.atomic import SUFFIX, atomic_file, put_durably
 from modelstate.testing import faulty_writes
-from tests.programs import run_program
+from tests.programs import Program, run_program
 
 OLD = b"the old file"
 
@@ -208,11 +207,13 @@ def test_a_kill_leaves_a_complete_version(tmp_path: Path) -> None:
     path = tmp_path / "x.safetensors"
     seen = set()
     for attempt in range(2):
-        with subprocess.Popen([sys.executable, "-c", SAVING, str(path)], stdout=subprocess.PIPE, text=True) as process:
-            assert process.stdout is not None
-            process.stdout.readline()
-            time.sleep(0.015 * attempt)
-            process.send_signal(signal.SIGKILL)
+        process = Program(SAVING, path)
+        while not process.written():
+            assert not process.has_ended, process.wait()
+            time.sleep(0.001)
+        time.sleep(0.015 * attempt)
+        process.kill()
+        process.wait()
         checkpoint = ms.open(path)
         extra = checkpoint.extra["_extra_state"]
         assert len(checkpoint) == 20
