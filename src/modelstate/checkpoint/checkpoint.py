@@ -244,8 +244,7 @@ class Checkpoint(Mapping[str, TensorSpec], Shown):
         """Bytes of all tensors; the bytes that tied tensors share count once."""
         seen: set[object] = set()
         total = 0
-        for name, spec in self.items():
-            key = bytes_key(spec.stored, name)
+        for spec, key in self._keyed():
             if key not in seen:
                 seen.add(key)
                 total += spec.nbytes
@@ -361,9 +360,18 @@ class Checkpoint(Mapping[str, TensorSpec], Shown):
     def aliases(self) -> tuple[tuple[str, ...], ...]:
         """Groups of names whose tensors are the same bytes in the same shape: tied tensors."""
         groups: dict[object, list[str]] = {}
-        for name, spec in self.items():
-            groups.setdefault(bytes_key(spec.stored, name), []).append(name)
+        for spec, key in self._keyed():
+            groups.setdefault(key, []).append(spec.name)
         return tuple(tuple(group) for group in groups.values() if len(group) > 1)
+
+    def _keyed(self) -> Iterator[tuple[TensorSpec, object]]:
+        """All tensors, with equal keys for those that are the same bytes in the same shape."""
+        tensors = self.flat.tensors
+        if isinstance(tensors, StoredTensors):  # where the same bytes are one row
+            nbytes = tensors.columns.nbytes
+            keys: Iterable[object] = (row if nbytes[row] else name for name, row in tensors.rows.items())
+            return zip(self._specs(), keys, strict=True)
+        return ((spec, bytes_key(spec.stored, spec.name)) for spec in self._specs())
 
     # Reading.
 
