@@ -33,7 +33,8 @@ PROBLEMS = 1
 """Exit code for problems: an error of modelstate or of the model's code, or a plan that is not ok."""
 USAGE = 2
 """Exit code for a wrong command line, and for an error of a command whose exit code 1 is a result."""
-
+INTERRUPTED = 130
+"""Exit code for an interrupt (Ctrl-C), as in a shell: 1 would say that problems were found."""
 
 WITH_VALUES = "--no-skeleton builds the model with values in its parameters"
 
@@ -54,6 +55,9 @@ def reported(debug: bool, exit_code: int = PROBLEMS) -> Iterator[None]:
         raise click.exceptions.Exit(exit_code) from None
     except (click.exceptions.Exit, click.Abort, click.BadParameter):
         raise
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        raise click.exceptions.Exit(INTERRUPTED) from None
     except SystemExit as error:
         # Raised by the model's code, which does not decide about the exit code.
         _say(error, debug, kind=True)
