@@ -174,7 +174,7 @@ def drop_abandoned(ranks: tuple[int, ...]) -> None:
     Other threads may make and forget connections on their channels meanwhile.
     """
     made = made_connections()
-    for key, connections in list(made.items()):
+    for key, connections in made.copy().items():
         if key[0] == ranks and connections.is_abandoned() and made.get(key) is connections:
             made.pop(key, None)
 
