@@ -158,14 +158,16 @@ def test_a_server_without_a_token_changes_no_weights(slow: Slow, tmp_path: Path)
     ms.save({"w": torch.ones(2)}, tmp_path / "weights.safetensors")
     slow.go.set()
     served = InThread(slow, tmp_path, Limits(), token=b"")
-    for token in ("", "token"):
-        client = Client(served.port, token)
-        for change in (client.rollback, lambda client=client: client.swap("weights.safetensors")):
-            with pytest.raises(RefusedError, match="started without a token") as found:
-                change()
-            assert found.value.status == 401
-        client.close()
-    served.end()
+    try:
+        for token in ("", "token"):
+            client = Client(served.port, token)
+            for change in (client.rollback, lambda client=client: client.swap("weights.safetensors")):
+                with pytest.raises(RefusedError, match="started without a token") as found:
+                    change()
+                assert found.value.status == 401
+            client.close()
+    finally:
+        served.end()
     assert not slow.entered.acquire(blocking=False)
 
 
