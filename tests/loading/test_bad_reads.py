@@ -262,11 +262,17 @@ def test_a_file_that_changes_at_every_request_in_turn(
     with faulty_reads() as faults:
         source()
     opening = len(faults.requests)  # as long as that lasts, the other file may be the one that is opened
+    changed: list[Path] = []
+
+    def change_file(request: Request) -> None:
+        changed.append(Path(request.path))  # threads make their requests in another order each time
+        change(request.path)
+
     for request in sampled(requests):
-        with faulty_reads(at=request.number, before=lambda request: change(request.path)):
+        with faulty_reads(at=request.number, before=change_file):
             found = failure(kind, model, source)
         if found is None:
-            cut_short = change in (cut, cut_to_nothing) and request.path in open_now(tmp_path)
+            cut_short = change in (cut, cut_to_nothing) and any(str(path) in open_now(tmp_path) for path in changed)
             assert not cut_short, request
             assert request.number <= opening or described_module(model) == after, request
         else:
@@ -276,10 +282,11 @@ def test_a_file_that_changes_at_every_request_in_turn(
             before = whole(model)
         assert whole(model) == before, request
         assert not still_open(tmp_path), request
-        changed = Path(request.path)
-        if changed in files:  # and not a directory
-            changed.unlink()
-            changed.write_bytes(files[changed])
+        while changed:
+            path = changed.pop()
+            if path in files:  # and not a directory
+                path.unlink()
+                path.write_bytes(files[path])
 
 
 # A file that is cut where the load lets somebody compute.
