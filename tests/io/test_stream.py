@@ -2,6 +2,7 @@
 
 import threading
 import time
+from contextlib import nullcontext
 from itertools import pairwise
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from modelstate.errors import ReadFailedError
 from modelstate.io.blocks import Block, Wait, Wanted, in_blocks, stream
 from modelstate.io.engine import ReadStrategy, read_threads
 from modelstate.io.files import current_fingerprints
-from modelstate.process import parallel_for
+from modelstate.process import parallel_for, stopped_by
 from modelstate.spec import ByteRange
 
 units = st.integers(1, 300)
@@ -126,9 +127,43 @@ def test_a_nested_call_starts_no_threads() -> None:
         torch.set_num_threads(before)
 
 
+@pytest.mark.parametrize("takes_part", [False, True])
+@pytest.mark.parametrize("may_stop", [False, True])
 @pytest.mark.parametrize("with_torch", [False, True])
+def test_the_callers_thread_takes_part_where_it_can_end_with_the_work(
+    takes_part: bool, may_stop: bool, with_torch: bool
+) -> None:
+    threads, all_there = [], threading.Barrier(3)
+
+    def work(_: threading.Event) -> None:
+        all_there.wait(20)
+        threads.append(threading.current_thread())
+
+    with stopped_by(lambda: False) if may_stop else nullcontext():
+        parallel_for(work, 3, with_torch=with_torch, takes_part=takes_part)
+    assert len(set(threads)) == 3
+    is_there = threading.current_thread() in threads
+    assert is_there == (takes_part and not may_stop and not with_torch)
+
+
 @pytest.mark.parametrize("error", [ValueError("no"), KeyboardInterrupt()])
-def test_an_error_of_one_thread_stops_the_others(error: BaseException, with_torch: bool) -> None:
+def test_an_error_of_the_callers_thread_stops_the_others(error: BaseException) -> None:
+    caller, ended = threading.current_thread(), []
+
+    def work(stop: threading.Event) -> None:
+        if threading.current_thread() is caller:
+            raise error
+        assert stop.wait(20)
+        ended.append(None)
+
+    with pytest.raises(type(error)):
+        parallel_for(work, 3, takes_part=True)
+    assert len(ended) == 2
+
+
+@pytest.mark.parametrize(("with_torch", "takes_part"), [(False, False), (True, False), (False, True)])
+@pytest.mark.parametrize("error", [ValueError("no"), KeyboardInterrupt()])
+def test_an_error_of_one_thread_stops_the_others(error: BaseException, with_torch: bool, takes_part: bool) -> None:
     numbers, ended = iter(range(3)), []
 
     def work(stop: threading.Event) -> None:
@@ -139,7 +174,7 @@ def test_an_error_of_one_thread_stops_the_others(error: BaseException, with_torc
 
     before = torch.get_num_threads()
     with pytest.raises(type(error)):
-        parallel_for(work, 3, with_torch=with_torch)
+        parallel_for(work, 3, with_torch=with_torch, takes_part=takes_part)
     assert len(ended) == 2
     assert torch.get_num_threads() == before
 

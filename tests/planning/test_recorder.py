@@ -2,6 +2,7 @@
 
 from collections import OrderedDict
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -71,10 +72,25 @@ class Extra(nn.Linear):
     def set_extra_state(self, state: object) -> None: ...
 
 
+class Counting(nn.BatchNorm1d):
+    def _load_from_state_dict(self, *arguments: Any) -> None:
+        super()._load_from_state_dict(*arguments)
+
+
+class Behind(nn.Module):
+    def _load_from_state_dict(self, *arguments: Any) -> None: ...
+
+
+class Mixed(nn.BatchNorm1d, Behind):
+    """torch's method of BatchNorm calls that of `Behind`."""
+
+
 CODE: dict[str, Callable[[Plain], object]] = {
     "hook": hooked,
     "method of an object": patched,
-    "method of a class": lambda model: setattr(model, "block", nn.BatchNorm1d(2)),
+    "method of a class": lambda model: setattr(model, "block", Counting(2)),
+    "method behind that of BatchNorm": lambda model: setattr(model, "block", Mixed(2)),
+    "method of InstanceNorm": lambda model: setattr(model, "block", nn.InstanceNorm1d(2)),
     "extra state": lambda model: setattr(model, "first", Extra(2, 2)),
     "name with a dot": lambda model: model._parameters.update({"a.b": nn.Parameter(torch.ones(1))}),
 }
@@ -86,6 +102,41 @@ def test_code_of_the_model_needs_a_walk(change: Callable[[Plain], object]) -> No
     assert not needs_walk(slots_of(model), model.state_dict(), {})
     change(model)
     assert needs_walk(slots_of(model), model.state_dict(), {})
+
+
+class Old(nn.Module):
+    """Of the days when BatchNorm had no counter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Linear(2, 2), nn.Sequential(nn.BatchNorm1d(2), nn.BatchNorm2d(2, affine=False))
+
+
+@pytest.mark.parametrize("version", [None, 1, 2])
+@pytest.mark.parametrize("missing", [(), ("norm.0",), ("norm.0", "norm.1")])
+@pytest.mark.parametrize("in_memory", [True, False])
+def test_counters_of_batch_norm_are_added_as_in_torch(
+    version: int | None, missing: tuple[str, ...], in_memory: bool, tmp_path: Path
+) -> None:
+    """The code that adds them runs only where one is missing."""
+    saved, ours, theirs = Old(), Old(), Old()
+    for one in (saved, ours, theirs):
+        one.norm[0].num_batches_tracked.fill_(7)  # type: ignore[union-attr, operator]
+    names = [f"{prefix}.num_batches_tracked" for prefix in missing]
+    state = OrderedDict((name, value + 1) for name, value in saved.state_dict().items() if name not in names)
+    versions = {"": {"version": 1}, "norm": {"version": 1}}
+    versions |= {prefix: {} if version is None else {"version": version} for prefix in ("norm.0", "norm.1")}
+    assert needs_walk(slots_of(ours), state.keys(), versions) == bool(missing)
+    state._metadata = versions  # type: ignore[attr-defined]
+    outcome = theirs.load_state_dict(state, strict=False)
+    source: object = state
+    if not in_memory:
+        source = tmp_path / "x.pt"
+        torch.save(state, source)
+    ms.load(ours, source, allow_missing=outcome.missing_keys)  # type: ignore[arg-type]
+    assert {name: value.tolist() for name, value in ours.state_dict().items()} == {
+        name: value.tolist() for name, value in theirs.state_dict().items()
+    }
 
 
 @pytest.mark.parametrize("versions", [{"": {"assign_to_params_buffers": True}}, {"": 1}, "text"])

@@ -289,6 +289,7 @@ def for_each(
     on_done: Callable[[_Item, float], None] | None = None,
     *,
     with_torch: bool = False,
+    takes_part: bool = False,
 ) -> None:
     """Processes the items on several threads. No thread is at work any more when this returns or raises.
 
@@ -299,6 +300,7 @@ def for_each(
         threads: The largest number of threads.
         on_done: Called with each processed item and the seconds that it took, by one thread at a time.
         with_torch: See `parallel_for`.
+        takes_part: See `parallel_for`.
     """
     waiting, lock = iter(items), threading.Lock()
 
@@ -315,7 +317,7 @@ def for_each(
                     with lock:
                         on_done(item, time.perf_counter() - started)
 
-    parallel_for(work, threads, with_torch=with_torch)
+    parallel_for(work, threads, with_torch=with_torch, takes_part=takes_part)
 
 
 def for_all(
@@ -325,6 +327,7 @@ def for_all(
     on_done: Callable[[_Item, float], None] | None = None,
     *,
     with_torch: bool = False,
+    takes_part: bool = False,
 ) -> None:
     """`for_each` that processes all items, also where one of them fails or a thread cannot be started.
 
@@ -349,7 +352,7 @@ def for_all(
             on_done(all_items[index], seconds)
 
     with suppress(Exception):  # of threads that cannot be started: what is left is processed below
-        for_each(range(len(all_items)), tolerant, threads, on_index, with_torch=with_torch)
+        for_each(range(len(all_items)), tolerant, threads, on_index, with_torch=with_torch, takes_part=takes_part)
     if not left:
         return
     first: Exception | None = None
@@ -518,7 +521,8 @@ def read_ranges(
     try:
         with open_files(paths, fingerprints, uncached, held) as files:
             run = for_each if held is None else for_all
-            run(items, worker, threads, on_done, with_torch=bool(span) or on_piece is not None)
+            with_torch = bool(span) or on_piece is not None
+            run(items, worker, threads, on_done, with_torch=with_torch, takes_part=not remote)
     finally:
         if filler is not None:
             filler.close()

@@ -270,7 +270,7 @@ def _answer(lease: Lease, until: float) -> None:
 def safe_seconds() -> float:
     """The seconds for which a writer certainly waits for a lease to end."""
     seconds = _USUAL_BREAK_SECONDS
-    with suppress(OSError, ValueError), open(_BREAK_TIME, encoding="ascii") as file:
+    with suppress(OSError, ValueError), open(_BREAK_TIME, "rb") as file:
         seconds = float(file.read()) or math.inf  # with 0 the kernel never ends a lease by itself
     return seconds - _MARGIN_SECONDS
 

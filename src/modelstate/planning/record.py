@@ -102,7 +102,7 @@ def bind(preparation: Preparation, plan: LoadPlan, stale_remedy: str) -> None:
     """
     slots, incoming = preparation.slots, preparation.incoming
     _check_same(preparation, plan.binding.slots, signatures(slots), stale_remedy)
-    if plan.binding.runs_code or runs_loading_code(slots.modules.values()):
+    if plan.binding.runs_code or runs_loading_code(slots.modules, preparation.matched.applied.entries):
         record(preparation)
         if not preparation.problems:
             # Whether a file may be mapped depends on other processes too: it does not make a plan stale.

@@ -74,13 +74,14 @@ class Owner(NamedTuple):
     name: str
 
 
-def needs_walk(slots: Slots, names: Iterable[object], versions: object) -> bool:
+def needs_walk(slots: Slots, names: Collection[object], versions: object) -> bool:
     """Whether a load of values with these names makes the calls of the protocol: it may run code of the modules."""
     # The versions may contain the flag that torch's `assign=True` leaves there.
     saved_versions = versions.values() if isinstance(versions, Mapping) else () if versions is None else (None,)
     asks = any(not isinstance(saved, Mapping) or "assign_to_params_buffers" in saved for saved in saved_versions)
-    modules = list(slots.modules.values())
-    return asks or runs_loading_code(modules) or not ({str}.issuperset(map(type, names)) and have_plain_names(modules))
+    if asks or runs_loading_code(slots.modules, names):
+        return True
+    return not ({str}.issuperset(map(type, names)) and have_plain_names(slots.modules.values()))
 
 
 def walk(

@@ -3,7 +3,7 @@
 import copy
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache, wraps
 from types import CodeType
@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from modelstate.process import fork_safe_lock
 from modelstate.torch_compat.private import stock_apply
@@ -97,18 +98,37 @@ def have_plain_names(modules: Iterable[torch.nn.Module]) -> bool:
     )
 
 
-def runs_loading_code(modules: Iterable[torch.nn.Module]) -> bool:
-    """Whether a load runs code of these modules: hooks other than FSDP2's, or methods that override torch's own."""
-    modules = list(modules)
-    one_of_each = {type(module): module for module in modules}
+def runs_loading_code(modules: Mapping[str, torch.nn.Module], given: Container[object]) -> bool:
+    """Whether a load runs code of these modules: hooks other than FSDP2's, or methods that override torch's own.
+
+    The override of torch's BatchNorm does not count where it does nothing: it adds a counter that old files lack.
+
+    Args:
+        modules: The modules by the prefixes of their names, such as "encoder.0.".
+        given: The names of the values.
+    """
+    one_of_each = {type(module): module for module in modules.values()}
     if any(cls.set_extra_state is not torch.nn.Module.set_extra_state for cls in one_of_each):
         return True
-    for module in modules:
+    for module in modules.values():
         for hooks in (module._load_state_dict_pre_hooks, module._load_state_dict_post_hooks):
             if not all(is_hook_of_fsdp(hook) for hook in hooks.values()):
                 return True
-    patched = [module for module in modules if "_load_from_state_dict" in module.__dict__]
-    return any(map(overrides_loading, (*one_of_each.values(), *patched)))
+    patched = [module for module in modules.values() if "_load_from_state_dict" in module.__dict__]
+    overriding = [module for module in (*one_of_each.values(), *patched) if overrides_loading(module)]
+    if not all(map(_only_adds_counter, overriding)):
+        return True
+    counting = {type(module) for module in overriding}
+    counters = (prefix for prefix, module in modules.items() if type(module) in counting)
+    return any(f"{prefix}num_batches_tracked" not in given for prefix in counters)
+
+
+def _only_adds_counter(module: torch.nn.Module) -> bool:
+    """Whether `_load_from_state_dict` is that of BatchNorm, which adds `num_batches_tracked` where values lack it."""
+    if getattr(module._load_from_state_dict, "__func__", None) is not _NormBase._load_from_state_dict:
+        return False
+    behind: Any = super(_NormBase, module)
+    return not overrides_loading(behind)
 
 
 def overrides_loading(module: torch.nn.Module) -> bool:
