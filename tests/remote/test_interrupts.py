@@ -254,6 +254,31 @@ def test_a_background_save_is_cancelled(bucket: str, proxy: FaultProxy, s3_clien
         assert store.verify() == {1: "", 2: ""}
 
 
+@pytest.mark.parametrize("number", [1, 4, 8, 12])
+def test_following_is_stopped(bucket: str, proxy: FaultProxy, number: int) -> None:
+    """While the store is listed, and while its checkpoint is opened, verified and read."""
+    with ms.Store(f"s3://{bucket}/run") as store:
+        store.save(1, {"model": make_model(0)})
+    live, x = ms.Live(make_model(1)), torch.ones(1, 512)
+    proxy.reset()
+    proxy.fault = lambda request: Fault.STALL if request.number >= number else None
+    with ms.follow(live, f"s3://{bucket}/run", poll_seconds=60) as following:
+        assert proxy.stalled.wait(AT_ONCE_SECONDS)
+        started = time.monotonic()
+        assert following.stop(AT_ONCE_SECONDS)
+        assert time.monotonic() - started < AT_ONCE_SECONDS
+    assert following.events == ()
+    assert torch.equal(live(x), make_model(1)(x))
+    proxy.fault = None
+    proxy.resumed.set()
+    following.start()
+    deadline = time.monotonic() + AT_ONCE_SECONDS
+    while following.step is None and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert following.stop(AT_ONCE_SECONDS)
+    assert torch.equal(live(x), make_model(0)(x))
+
+
 def names(client: Any, bucket: str) -> set[str]:
     return {item["Key"] for item in client.list_objects_v2(Bucket=bucket)["Contents"]}
 

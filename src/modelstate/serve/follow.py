@@ -26,6 +26,7 @@ from modelstate.errors import (
     SourceNotFoundError,
     SwapBusyError,
 )
+from modelstate.process import Stopped, stopped_by
 from modelstate.remote.location import is_remote
 from modelstate.serve.canary import Canary
 from modelstate.serve.live import Live
@@ -248,7 +249,7 @@ class Following:
             return tuple(events)
 
     def stop(self, timeout_seconds: float | None = None) -> bool:
-        """Stops the thread, after the end of a swap that is under way.
+        """Stops the thread. A checkpoint that is still being read is given up; a swap ends where it has read it.
 
         Args:
             timeout_seconds: seconds to wait for the thread; None waits without limit.
@@ -305,9 +306,12 @@ class Following:
 
     def _poll_until_cancelled(self, task: BackgroundTask[None]) -> None:
         try:
-            while not task.is_cancelled:
-                self.poll()
-                task.sleep(self._poll_seconds)
+            with stopped_by(lambda: task.is_cancelled):
+                while not task.is_cancelled:
+                    self.poll()
+                    task.sleep(self._poll_seconds)
+        except Stopped:
+            pass
         except BaseException as error:
             self._log.error("ended", None, self._store.directory, error)
 
