@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 import modelstate as ms
-from modelstate.checkpoint import checkpoint as verify_module
+from modelstate.checkpoint import verification as verify_module
 from modelstate.checkpoint.checkpoint import Checkpoint
 from modelstate.checkpoint.open import open as open_checkpoint
 from modelstate.errors import ChecksumError

@@ -99,7 +99,7 @@ def test_other_threads_and_tensors_that_are_made(tmp_path: Path) -> None:
 
 
 def test_the_page_cache_is_left_alone(tmp_path: Path) -> None:
-    """Nothing that a large save writes is kept in memory, also not the pages of which it writes only a part.
+    """A large save leaves no page of its file in the page cache. This includes pages that it writes only in part.
 
     Around single pages that are there, the kernel would read ahead in small ones, which makes later reads slow.
     """

@@ -235,7 +235,7 @@ def compare_steps(
 @click.option("--every-steps", metavar="N", type=int, help="Keep the first of each N steps.")
 @click.option("--every-hours", metavar="H", type=float, help="Keep the first of each H hours.")
 @click.option("--best", metavar="N", type=int, help="Keep the N with the best metric.")
-@click.option("--metric", metavar="NAME", help="The metric that --best goes by.")
+@click.option("--metric", metavar="NAME", help="The metric by which --best chooses the step.")
 @click.option("--max", "maximize", is_flag=True, help="The highest metric is the best, not the lowest.")
 @click.option("--dry-run", is_flag=True, help="Say what would go, and leave it.")
 @options.as_json

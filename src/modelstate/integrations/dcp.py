@@ -28,9 +28,10 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 from torch.distributed.tensor import Placement, Replicate
 from torch.futures import Future
 
-from modelstate.checkpoint.checkpoint import Checkpoint, verify
+from modelstate.checkpoint.checkpoint import Checkpoint
 from modelstate.checkpoint.open import Source, is_path
 from modelstate.checkpoint.open import open as open_checkpoint
+from modelstate.checkpoint.verification import verify
 from modelstate.checkpoint.write import SaveOptions
 from modelstate.distributed.agreement import TIMEOUT_SECONDS, Agreement, Digest, agreement_of
 from modelstate.errors import OptionError, ProcessGroupError, RanksDifferError

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 
 from modelstate.background import AtExit, BackgroundTask
-from modelstate.checkpoint.checkpoint import what_to_verify
+from modelstate.checkpoint.verification import what_to_verify
 from modelstate.errors import BackgroundCancelledError, OptionError
 from modelstate.loading.report import LoadReport
 from modelstate.loading.stage import Progress, bring_in, prefetch_range, stage

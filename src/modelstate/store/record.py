@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
 
-from modelstate.checkpoint.checkpoint import Checkpoint, join, verify
+from modelstate.checkpoint.checkpoint import Checkpoint, join
 from modelstate.checkpoint.open import open as open_checkpoint
+from modelstate.checkpoint.verification import verify
 from modelstate.errors import (
     ChecksumError,
     CodecError,
@@ -98,7 +99,7 @@ class ObjectEntry:
 
         `on_read` is called with the size of each tensor.
 
-        Returns what was verified, of which no later version is read; None for an object without tensors.
+        Returns the open checkpoint, which refuses to read files that change later; None for an object without tensors.
 
         Raises `DamagedCheckpointError`, and `ReadFailedError` for a disk that cannot be read.
         """
