@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 import modelstate as ms
-from modelstate.checkpoint import verification as verify_module
+from modelstate.checkpoint import verification
 from modelstate.checkpoint.checkpoint import Checkpoint
 from modelstate.checkpoint.open import open as open_checkpoint
 from modelstate.errors import ChecksumError
@@ -76,7 +76,7 @@ def test_sparse_parts_are_verified(tmp_path: Path) -> None:
 
 def test_checksums_of_several_chunks(path: str, checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     verified = checkpoint.verify()
-    monkeypatch.setattr(verify_module, "_CHUNK_BYTES", 7)
+    monkeypatch.setattr(verification, "_CHUNK_BYTES", 7)
     assert checkpoint.verify() == verified
     with pytest.raises(ChecksumError, match=r"found: optimizer\.state\.0\.exp_avg"):
         damage(path, checkpoint, "optimizer.state.0.exp_avg").verify()
@@ -89,7 +89,7 @@ def test_shares_are_the_whole_and_one_of_them_finds_the_damage(tmp_path: Path) -
     path = tmp_path / "x.safetensors"
     ms.save(state, path)
     shares = [slice(first, None, 3) for first in range(3)]
-    verified = [verify_module.verify(open_checkpoint(path), share=share) for share in shares]
+    verified = [open_checkpoint(path).verification().run(share=share) for share in shares]
     assert min(verified) > 0
     assert sum(verified) == sum(tensor.nbytes for tensor in state.values())
     for name in state:
@@ -98,7 +98,7 @@ def test_shares_are_the_whole_and_one_of_them_finds_the_damage(tmp_path: Path) -
         found = []
         for share in shares:
             try:
-                verify_module.verify(open_checkpoint(path), share=share)
+                open_checkpoint(path).verification().run(share=share)
             except ChecksumError as error:
                 found.append(error.found)
         assert found == [name]

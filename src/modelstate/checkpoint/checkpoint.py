@@ -9,8 +9,9 @@ from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from modelstate.checkpoint.mapped import Maps, check_map_option
-from modelstate.checkpoint.verification import verify
+from modelstate.checkpoint.verification import Verification
 from modelstate.errors import (
+    ChecksumError,
     KeyNotFoundError,
     OptionError,
     ReadFailedError,
@@ -25,6 +26,7 @@ from modelstate.formats.tree import (
     items_of,
     leaves,
     rebuild,
+    referred_to,
     subtree,
 )
 from modelstate.html.page import Kind, Page, Shown, area_chart, bar_chart
@@ -44,6 +46,7 @@ from modelstate.spec import (
     StoredTensors,
     bytes_key,
     dtype_name,
+    pieces,
     under_names,
 )
 from modelstate.tensor_spec import TensorSpec, spec_of, specs_of
@@ -510,7 +513,40 @@ class Checkpoint(Mapping[str, TensorSpec], Shown):
             ChecksumError: Tensors are damaged, and the error names them, or the file has no checksums.
             ReadFailedError: The file cannot be read, or has changed since it was opened.
         """
-        return verify(self, on_read)
+        return self.verification().run(on_read)
+
+    def verification(self) -> Verification:
+        """What `verify` compares: the storages of all tensors, including those within other values.
+
+        Raises:
+            ChecksumError: A storage has no checksum.
+        """
+        names_of: dict[ByteRange, list[str]] = {}
+        for name, spec in self.items():
+            for part in pieces(spec.stored):
+                if isinstance(part, StoredTensor) and part.storage.nbytes:
+                    names_of.setdefault(part.storage, []).append(name)
+        for place, value in self.encoded():
+            for stored in referred_to(value):
+                if stored.storage.nbytes:
+                    names_of.setdefault(stored.storage, []).append(place)
+        checksums = self.checksums
+        if not self.key:
+            for storage in checksums:
+                if storage.nbytes:
+                    names_of.setdefault(storage, ["a value that is not a tensor"])
+        without = [names[0] for storage, names in names_of.items() if storage not in checksums]
+        if without or not (names_of or self.contents.is_sealed):
+            listed = ", ".join(without[:3]) + (", ..." if len(without) > 3 else "")
+            raise ChecksumError(
+                "there is nothing to verify the tensors against",
+                where=self.source,
+                expected="a checksum for every tensor",
+                found=f"none for {listed}" if checksums else f"{self.format}, which keeps none",
+                remedy="modelstate.save(modelstate.open(path), new_path) writes a file that keeps checksums of what is "
+                "here now; a load without verify=True asks for none",
+            )
+        return Verification(self.source, self.fingerprints, names_of, checksums)
 
     def close(self) -> None:
         """Drops the maps. Tensors that were mapped stay valid."""

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 
 import xxhash
 
 from modelstate.errors import ChecksumError
 from modelstate.formats.manifest import ALGORITHM
-from modelstate.formats.tree import referred_to
 from modelstate.io.engine import RangeFile, for_each, open_files, read_fully, threads_for
-from modelstate.spec import GAP_BYTES, ByteRange, StoredTensor, pieces
-
-if TYPE_CHECKING:
-    from modelstate.checkpoint.checkpoint import Checkpoint
+from modelstate.io.files import FileFingerprint
+from modelstate.spec import GAP_BYTES, ByteRange, Checksum
 
 _CHUNK_BYTES = 256 << 10
 """The size of the buffer of each thread that verifies checksums."""
@@ -24,61 +21,76 @@ _REMOTE_CHUNK_BYTES = 4 << 20
 """The same, where each read is a request."""
 
 
-def verify(checkpoint: Checkpoint, on_read: Callable[[int], None] | None = None, share: slice = slice(None)) -> int:
-    """Implements `Checkpoint.verify`. `on_read` is called with the size of each storage, and may raise to end it.
+@dataclass(frozen=True)
+class Verification:
+    """What there is to compare of a checkpoint. Created by `Checkpoint.verification`."""
 
-    Small storages that lie next to each other are read at once. Several ranks verify a checkpoint together with a
-    `share` of these reads each.
-    """
-    names_of, expected = what_to_verify(checkpoint), checkpoint.checksums
-    is_remote = any(checkpoint.fingerprints[storage.path].is_remote for storage in names_of)
-    chunk_bytes = _REMOTE_CHUNK_BYTES if is_remote else _CHUNK_BYTES
-    runs = _runs(names_of, chunk_bytes)[share]
-    computed: dict[ByteRange, str] = {}
+    source: str
+    """The path of the checkpoint, for messages."""
+    fingerprints: Mapping[str, FileFingerprint]
+    """The files that are read."""
+    names_of: Mapping[ByteRange, list[str]]
+    """The storages to read, and for each of them the names of the tensors in it."""
+    checksums: Mapping[ByteRange, Checksum]
+    """The stored digest of each of these storages."""
 
-    @contextmanager
-    def worker() -> Iterator[Callable[[list[ByteRange]], None]]:
-        buffer = memoryview(bytearray(chunk_bytes))
+    def run(self, on_read: Callable[[int], None] | None = None, share: slice = slice(None)) -> int:
+        """Reads the storages, compares them with their digests, and returns the number of bytes that were compared.
 
-        def compute(run: list[ByteRange]) -> None:
-            path, start, nbytes = run[0]
-            nbytes = run[-1].start + run[-1].nbytes - start
-            is_read = nbytes <= chunk_bytes
-            if is_read:
-                read_fully(files[path], [buffer[:nbytes]], start, nbytes)
+        Small storages that lie next to each other are read at once. Several ranks verify a checkpoint together with a
+        `share` of these reads each. `on_read` is called with the size of each storage, and may raise to end it.
+
+        Raises:
+            ChecksumError: A storage differs from its digest.
+            ReadFailedError: A file cannot be read, or has changed since it was opened.
+        """
+        is_remote = any(self.fingerprints[storage.path].is_remote for storage in self.names_of)
+        chunk_bytes = _REMOTE_CHUNK_BYTES if is_remote else _CHUNK_BYTES
+        runs = _runs(self.names_of, chunk_bytes)[share]
+        computed: dict[ByteRange, str] = {}
+
+        @contextmanager
+        def worker() -> Iterator[Callable[[list[ByteRange]], None]]:
+            buffer = memoryview(bytearray(chunk_bytes))
+
+            def compute(run: list[ByteRange]) -> None:
+                path, start, nbytes = run[0]
+                nbytes = run[-1].start + run[-1].nbytes - start
+                is_read = nbytes <= chunk_bytes
+                if is_read:
+                    read_fully(files[path], [buffer[:nbytes]], start, nbytes)
+                for storage in run:
+                    checksum, values = self.checksums[storage], []
+                    for first, end in checksum.blocks(storage.nbytes):
+                        begin, stop = storage.start + first, storage.start + end
+                        part = [buffer[begin - start : stop - start]]
+                        chunks = part if is_read else _chunks(files[path], begin, stop, buffer)
+                        values.append(_checksum(chunks, checksum.algorithm))
+                    computed[storage] = "".join(values)
+
+            yield compute
+
+        def on_done(run: list[ByteRange], _: float) -> None:
             for storage in run:
-                checksum, values = expected[storage], []
-                for first, end in checksum.blocks(storage.nbytes):
-                    begin, stop = storage.start + first, storage.start + end
-                    read = (
-                        [buffer[begin - start : stop - start]] if is_read else _chunks(files[path], begin, stop, buffer)
-                    )
-                    values.append(_checksum(read, checksum.algorithm))
-                computed[storage] = "".join(values)
+                if on_read:
+                    on_read(storage.nbytes)
 
-        yield compute
-
-    def on_done(run: list[ByteRange], _: float) -> None:
-        for storage in run:
-            if on_read:
-                on_read(storage.nbytes)
-
-    with open_files({run[0].path for run in runs}, checkpoint.fingerprints) as files:
-        for_each(runs, worker, min(threads_for(is_remote), len(runs)), on_done)
-    damaged = [
-        name
-        for storage, names in names_of.items()
-        for name in names
-        if storage in computed and computed[storage] != expected[storage].value
-    ]
-    if damaged:
-        raise ChecksumError(
-            f"{len(damaged)} tensors are not what their checksums say",
-            where=checkpoint.source,
-            found=", ".join(damaged[:8]) + (", ..." if len(damaged) > 8 else ""),
-            remedy="the file is damaged (or was saved with checksums switched off): get it again from where it came",
-        )
-    return sum(storage.nbytes for storage in computed)
+        with open_files({run[0].path for run in runs}, self.fingerprints) as files:
+            for_each(runs, worker, min(threads_for(is_remote), len(runs)), on_done)
+        damaged = [
+            name
+            for storage, names in self.names_of.items()
+            for name in names
+            if storage in computed and computed[storage] != self.checksums[storage].value
+        ]
+        if damaged:
+            raise ChecksumError(
+                f"{len(damaged)} tensors are not what their checksums say",
+                where=self.source,
+                found=", ".join(damaged[:8]) + (", ..." if len(damaged) > 8 else ""),
+                remedy="the file is damaged, or was saved with checksums switched off: get it again from its source",
+            )
+        return sum(storage.nbytes for storage in computed)
 
 
 def _runs(storages: Iterable[ByteRange], most_bytes: int) -> list[list[ByteRange]]:
@@ -94,39 +106,6 @@ def _runs(storages: Iterable[ByteRange], most_bytes: int) -> list[list[ByteRange
         else:
             runs.append([storage])
     return runs
-
-
-def what_to_verify(checkpoint: Checkpoint) -> dict[ByteRange, list[str]]:
-    """The storages of all tensors, including those within other values, with the names of the tensors in them.
-
-    Raises `ChecksumError` where a storage has no checksum.
-    """
-    names_of: dict[ByteRange, list[str]] = {}
-    for name, spec in checkpoint.items():
-        for part in pieces(spec.stored):
-            if isinstance(part, StoredTensor) and part.storage.nbytes:
-                names_of.setdefault(part.storage, []).append(name)
-    for place, value in checkpoint.encoded():
-        for stored in referred_to(value):
-            if stored.storage.nbytes:
-                names_of.setdefault(stored.storage, []).append(place)
-    expected = checkpoint.checksums
-    if not checkpoint.key:
-        for storage in expected:
-            if storage.nbytes:
-                names_of.setdefault(storage, ["a value that is not a tensor"])
-    without = [names[0] for storage, names in names_of.items() if storage not in expected]
-    if without or not (names_of or checkpoint.contents.is_sealed):
-        listed = ", ".join(without[:3]) + (", ..." if len(without) > 3 else "")
-        raise ChecksumError(
-            "there is nothing to verify the tensors against",
-            where=checkpoint.source,
-            expected="a checksum for every tensor",
-            found=f"none for {listed}" if expected else f"{checkpoint.format}, which keeps none",
-            remedy="modelstate.save(modelstate.open(path), new_path) writes a file that keeps checksums of what is "
-            "here now; a load without verify=True asks for none",
-        )
-    return names_of
 
 
 def _chunks(file: RangeFile, start: int, end: int, buffer: memoryview) -> Iterator[memoryview]:

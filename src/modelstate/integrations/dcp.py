@@ -31,7 +31,6 @@ from torch.futures import Future
 from modelstate.checkpoint.checkpoint import Checkpoint
 from modelstate.checkpoint.open import Source, is_path
 from modelstate.checkpoint.open import open as open_checkpoint
-from modelstate.checkpoint.verification import verify
 from modelstate.checkpoint.write import SaveOptions
 from modelstate.distributed.agreement import TIMEOUT_SECONDS, Agreement, Digest, agreement_of
 from modelstate.errors import OptionError, ProcessGroupError, RanksDifferError
@@ -146,7 +145,7 @@ class Reader(StorageReader):
             is_distributed = dist.is_available() and dist.is_initialized()
             self._shares = dist.get_world_size(self._group) if is_distributed else 1
             first = dist.get_rank(self._group) if is_distributed else 0
-            verify(self._checkpoint, share=slice(first, None, self._shares))
+            self._checkpoint.verification().run(share=slice(first, None, self._shares))
         return replace(plan, storage_data=digest_of_source(self._checkpoint))
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 
 from modelstate.background import AtExit, BackgroundTask
-from modelstate.checkpoint.verification import what_to_verify
 from modelstate.errors import BackgroundCancelledError, OptionError
 from modelstate.loading.report import LoadReport
 from modelstate.loading.stage import Progress, bring_in, prefetch_range, stage
@@ -46,11 +45,10 @@ class StagedLoad:
         Raises:
             ChecksumError: `verify` is true and the checkpoint has no checksums.
         """
-        if verify:
-            what_to_verify(staging.checkpoint)
         self.plan = plan
         self.verified_bytes = 0
-        self._verify, self._notes = verify, [*notes]
+        self._verification = staging.checkpoint.verification() if verify else None
+        self._notes = [*notes]
         self._handed_over: list[Assignment] = []
         self._tables = [item for item in planned if isinstance(item, PlainTable)]
         self._assignments = [item for item in planned if isinstance(item, Assignment) and _is_staged(item)]
@@ -79,8 +77,8 @@ class StagedLoad:
             TransformError: A transform raises, or returns a tensor that cannot be loaded.
         """
         staging, assignments = self.staging, self._assignments
-        if self._verify:
-            self.verified_bytes = staging.checkpoint.verify(lambda _: progress(0))
+        if self._verification:
+            self.verified_bytes = self._verification.run(lambda _: progress(0))
         self._notes += prefetch_range(staging, self._planned)
         for assignment in assignments:
             if assignment.placement.mapped:

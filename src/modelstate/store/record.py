@@ -9,7 +9,6 @@ from typing import Any
 
 from modelstate.checkpoint.checkpoint import Checkpoint, join
 from modelstate.checkpoint.open import open as open_checkpoint
-from modelstate.checkpoint.verification import verify
 from modelstate.errors import (
     ChecksumError,
     CodecError,
@@ -115,7 +114,7 @@ class ObjectEntry:
                 raise damaged(directory, f"{name}: what it says of its tensors is not what was written")
         try:
             if checkpoint.checksums:
-                verify(checkpoint, on_read, share)
+                checkpoint.verification().run(on_read, share)
         except ChecksumError as error:
             raise damaged(directory, short(error)) from error
         return checkpoint
