@@ -313,11 +313,11 @@ def test_a_fill_where_some_have_it() -> None:
     model = nn.Sequential(nn.BatchNorm1d(1), nn.BatchNorm1d(1))
     state = {name: value for name, value in model.state_dict().items() if name != "1.num_batches_tracked"}
     state["0.num_batches_tracked"] = torch.tensor(5)
-    ms.load(model, state, rules=ms.rules.known.batch_norm_counter())
+    ms.load(model, state, rules=ms.rules.Fill("*.num_batches_tracked", 0))
     assert [norm.num_batches_tracked.item() for norm in model] == [5, 0]
     alone = nn.BatchNorm1d(1)
     without = {name: value for name, value in alone.state_dict().items() if name != "num_batches_tracked"}
-    ms.load(alone, without, rules=ms.rules.known.batch_norm_counter(""))
+    ms.load(alone, without, rules=ms.rules.Fill("num_batches_tracked", 0))
 
 
 def test_the_initialiser_of_an_owner_leaves_its_children_alone() -> None:

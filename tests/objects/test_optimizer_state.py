@@ -34,7 +34,7 @@ class Fused(nn.Module):
         return self.out(q + k * v)
 
 
-FUSE = ms.rules.known.separate_qkv("qkv", ["q", "k", "v"]).reverse()
+FUSE = ms.rules.Rules([ms.rules.Concat(["q.*", "k.*", "v.*"], "qkv.*")])
 X = torch.eye(4)
 
 

@@ -1,4 +1,4 @@
-"""Rules for what has often changed, with the modules that it is about."""
+"""Rules for what has often changed, with the modules that it is about: those of `known`, and single ones."""
 
 import warnings
 from collections.abc import Iterator
@@ -58,7 +58,7 @@ def test_batch_norm_without_its_counter() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
     model[1].num_batches_tracked.fill_(9)
     state = {name: value for name, value in model.state_dict().items() if "num_batches" not in name}
-    ms.load(model, state, rules=known.batch_norm_counter())
+    ms.load(model, state, rules=ms.rules.Fill("*.num_batches_tracked", 0))
     assert model[1].num_batches_tracked.item() == 0
 
 
@@ -82,8 +82,8 @@ class Separate(nn.Module):
 
 def test_fused_and_separate() -> None:
     x = torch.randn(3, 4)
-    both_ways(Fused(), Separate(), known.separate_qkv("qkv", ["q", "k", "v"]), x)
-    grouped = known.separate_qkv("qkv", ["q", "k", "v"], [4, 2, 2])
+    both_ways(Fused(), Separate(), ms.rules.Rules([ms.rules.Split("qkv.*", ["q.*", "k.*", "v.*"])]), x)
+    grouped = ms.rules.Rules([ms.rules.Split("qkv.*", ["q.*", "k.*", "v.*"], 0, [4, 2, 2])])
     both_ways(Fused(8), Separate(4, 2, 2), grouped, x)
 
 
@@ -111,7 +111,7 @@ def test_conv1d() -> None:
     both_ways(Conv1D(5, 4), nn.Linear(4, 5), ms.rules.Rules([ms.rules.Transpose("weight")]), torch.randn(2, 4))
     nested = nn.ModuleDict({"h": nn.ModuleDict({"fc": Conv1D(5, 4)})})
     wanted = nn.ModuleDict({"h": nn.ModuleDict({"fc": nn.Linear(4, 5)})})
-    ms.load(wanted, nested.state_dict(), rules=known.conv1d_to_linear("h.*"))
+    ms.load(wanted, nested.state_dict(), rules=ms.rules.Transpose("h.*.weight"))
     assert torch.equal(wanted["h"]["fc"].weight, nested["h"]["fc"].weight.T)
 
 
@@ -120,12 +120,12 @@ def test_heads_that_were_tied() -> None:
         return nn.ModuleDict({"wte": nn.Embedding(5, 3), "head": nn.Linear(3, 5, bias=False)})
 
     embedding = nn.ModuleDict({"wte": nn.Embedding(5, 3)})
-    absent = known.untied_head("wte.weight", "head.weight")
+    absent = ms.rules.Copy("wte.weight", "head.weight")
     both = net()
     ms.load(both, embedding.state_dict(), rules=absent)
     assert torch.equal(both["head"].weight, embedding["wte"].weight)
     assert both["head"].weight.data_ptr() != both["wte"].weight.data_ptr()
-    doubled = known.tied_head("wte.weight", "head.weight")
+    doubled = ms.rules.Same("wte.weight", "head.weight")
     ms.load(embedding, both.state_dict(), rules=doubled)
     before = whole(embedding)
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Rules for common changes: wrappers, reparametrized weights, fused projections, tied heads.
+"""Rules for common changes that take several rules: wrappers, reparametrized weights, fused projections.
 
 Each function returns `Rules`, whose `.reverse()` is the way back. In patterns, `*` matches any part of a name. An
 `owner` is the path of a module, or a pattern for several; if empty, it is the model itself.
@@ -9,8 +9,7 @@ from collections.abc import Collection, Sequence
 
 from modelstate.rules.names import Rename
 from modelstate.rules.schema import Rules
-from modelstate.rules.tensors import Reshape, Split, Transpose
-from modelstate.rules.values import Copy, Fill, Same
+from modelstate.rules.tensors import Reshape, Split
 
 WRAPPERS = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 """What DataParallel, torch.compile, FSDP and activation checkpointing add to names."""
@@ -65,35 +64,8 @@ def spectral_norm(owner: str = "*", name: str = "weight") -> Rules:
     )
 
 
-def batch_norm_counter(owner: str = "*") -> Rules:
-    """Gives batch norms the counter `num_batches_tracked`, which PyTorch added in 0.4.1. It begins at 0.
-
-    Args:
-        owner: the batch norms.
-
-    Examples:
-        >>> ms.load(model, "from_0.4.0.pt", rules=ms.rules.known.batch_norm_counter())
-    """
-    return Rules([Fill(_below(owner, "num_batches_tracked"), 0)])
-
-
 def _below(owner: str, name: str) -> str:
     return f"{owner}.{name}" if owner else name
-
-
-def separate_qkv(fused: str, parts: Sequence[str], sizes: Sequence[int] | None = None) -> Rules:
-    """From one fused projection for query, key and value to separate ones.
-
-    Args:
-        fused: the path of the fused projection, or a pattern.
-        parts: the paths of query, key and value, with as many `*`.
-        sizes: the rows of each; equal by default. With grouped queries they differ.
-
-    Examples:
-        >>> ms.load(model, "gpt.pt", rules=ms.rules.known.separate_qkv("*.qkv", ["*.q", "*.k", "*.v"]))
-    """
-    rows = None if sizes is None else tuple(sizes)
-    return Rules([Split(f"{fused}.*", tuple(f"{part}.*" for part in parts), 0, rows)])
 
 
 def separate_qkv_by_head(fused: str, parts: Sequence[str], heads: int, head_size: int, bias: bool = True) -> Rules:
@@ -118,41 +90,3 @@ def separate_qkv_by_head(fused: str, parts: Sequence[str], heads: int, head_size
         rules.append(Split(f"{fused}.{leaf}", into, 1))
         rules += [Reshape(target, (rows, *columns), (heads, 1, head_size, *columns)) for target in into]
     return Rules(rules)
-
-
-def conv1d_to_linear(pattern: str) -> Rules:
-    """From the `Conv1D` of GPT-2, whose weight is transposed, to `Linear`. The same rules are the way back.
-
-    Args:
-        pattern: the modules.
-
-    Examples:
-        >>> ms.load(model, "gpt2.safetensors", rules=ms.rules.known.conv1d_to_linear("h.*.c_attn"))
-    """
-    return Rules([Transpose(f"{pattern}.weight")])
-
-
-def untied_head(embedding: str, head: str) -> Rules:
-    """From a checkpoint whose head was tied to the embedding, and has no name, to a model with a head of its own.
-
-    Args:
-        embedding: the name of the embedding's weight.
-        head: the name of the head's weight.
-
-    Examples:
-        >>> ms.load(model, "tied.pt", rules=ms.rules.known.untied_head("wte.weight", "lm_head.weight"))
-    """
-    return Rules([Copy(embedding, head)])
-
-
-def tied_head(embedding: str, head: str) -> Rules:
-    """From a checkpoint with an embedding and an equal head to a model that uses the embedding as its head.
-
-    Args:
-        embedding: the name of the embedding's weight.
-        head: the name of the head's weight.
-
-    Examples:
-        >>> ms.load(model, "untied.pt", rules=ms.rules.known.tied_head("wte.weight", "lm_head.weight"))
-    """
-    return Rules([Same(embedding, head)])
