@@ -28,7 +28,7 @@ from modelstate.errors import (
     UnknownFormatError,
 )
 from modelstate.formats import sharded
-from modelstate.formats.recognise import DCP_METADATA, HEAD_BYTES, Format, other_zip, recognise
+from modelstate.formats.recognise import DCP_METADATA, HEAD_BYTES, Format, recognise
 from modelstate.io.files import SourceFile
 from modelstate.remote.file import listing
 from modelstate.remote.location import is_remote
@@ -37,7 +37,7 @@ from modelstate.text_format import listed, printable
 MODEL = "model"
 _SHARD = re.compile(r"-\d{5}-of-\d{5}\.\w+$")
 _SUFFIX = re.compile(r"\.(safetensors|bin|pt|pth|ckpt|tar)$")
-FOREIGN = re.compile(r"\.(msgpack|h5|hdf5|keras|gguf|onnx|tflite|npz|index)$")
+FOREIGN = re.compile(r"\.(msgpack|h5|hdf5|keras|gguf|onnx|tflite|npz)$")
 """Weights in formats that modelstate does not read."""
 NAMED = re.compile(r"\.(safetensors|bin|pt|pth|ckpt|tar)(\.index\.json)?$")
 """The names of checkpoints in a bucket: each other name would take a request to look at it."""
@@ -156,7 +156,7 @@ def _candidate(directory: str, name: str) -> _Candidate | None:
             if format is Format.TORCH_ZIP:
                 from modelstate.formats import torch_zip
 
-                is_foreign = other_zip(path, head) is not None or torch_zip.is_foreign(file)
+                is_foreign = name.endswith(".distcp") or torch_zip.is_foreign(file)
     except OpenError as error:
         if is_remote(path) and isinstance(error, SourceAccessError):
             raise  # it is the same for all of them

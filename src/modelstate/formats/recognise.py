@@ -3,7 +3,6 @@
 import os
 import re
 from enum import Enum
-from typing import NamedTuple
 
 from modelstate.errors import TruncatedFileError, UnknownFormatError
 from modelstate.formats.safetensors import MAX_HEADER_BYTES
@@ -96,15 +95,6 @@ def _has_no_control(data: bytes) -> bool:
 # Files that are not checkpoints.
 
 
-class _Kind(NamedTuple):
-    """A kind of file that modelstate does not read."""
-
-    signature: re.Pattern[bytes]
-    """The beginning of such a file."""
-    name: str
-    remedy: str
-
-
 _UNPACK = "unpack it first, and open what is in it"
 _CONVERT = "load it with the library it is of, and save its arrays with safetensors"
 _EXPORTED = "take the checkpoint that it was exported or converted from"
@@ -116,23 +106,10 @@ _FLAX = (
     "restore it with flax.serialization.msgpack_restore(data), and save its arrays, flat by name, with "
     "safetensors.numpy.save_file"
 )
-_NPZ = "pass a mapping: {name: torch.from_numpy(array) for name, array in numpy.load(path).items()}"
 _NPY = 'pass a mapping: {"name": torch.from_numpy(numpy.load(path))}'
 
 
-def _kinds(*rows: tuple[bytes, str, str]) -> tuple[_Kind, ...]:
-    return tuple(_Kind(re.compile(signature, re.DOTALL), name, remedy) for signature, name, remedy in rows)
-
-
-_ZIP = rb"PK\x03\x04.{26}"
-_ZIP_KINDS = _kinds(
-    (_ZIP + rb"[^\0]{1,200}?\.npy", "a NumPy archive (.npz)", _NPZ),
-    (_ZIP + rb"(?:metadata|config)\.json", "a Keras 3 model (.keras)", _CONVERT),
-    (_ZIP + rb"(?:\[Content_Types\]\.xml|mimetype|META-INF/)", "an office document or a Java archive", _ELSEWHERE),
-)
-"""Zip files that the name of their first member distinguishes from a checkpoint."""
-
-_KINDS = _kinds(
+_KINDS = (
     (rb"GGUF|lmgg|fmgg|tjgg", "a GGUF or GGML file (llama.cpp)", "take the safetensors files of the model"),
     (rb"\x89HDF\r\n\x1a\n", "an HDF5 file (Keras .h5)", _CONVERT),
     (rb"\x93NUMPY", "a NumPy array (.npy)", _NPY),
@@ -149,27 +126,14 @@ _KINDS = _kinds(
     (rb"\x80[\x02-\x05]", "a plain pickle, not one of torch.save", _UNPICKLE),
     (rb"\((?:dp|lp)\d*\n|c[\w.]+\n\w+\n", "a plain pickle of protocol 0", _UNPICKLE),
     (rb"PAR1|ARROW1|SQLite format 3\0", "a table or a database", _ELSEWHERE),
-    (rb'model_checkpoint_path: "', "the text that names the newest TensorFlow checkpoint of a directory", _CONVERT),
     (rb"(?:[\x81-\x8f]|\xde..)(?:[\xa1-\xbf]|\xd9.)[A-Za-z_]\w", "MessagePack (Flax .msgpack)", _FLAX),
     (rb"\x7fELF|%PDF-|\x89PNG\r\n|\xff\xd8\xff", "a program, a document or a picture", _ELSEWHERE),
 )
+"""The beginning of files that are not read, as an expression; what they are; and what to do."""
 
-_TF_TABLE_END = bytes.fromhex("57fb808b247547db")
-_TF_DATA = re.compile(r"\.data-\d{5}-of-\d{5}$")
 _LFS = re.compile(rb"version https?://(?:git-lfs|hawser)\S+\r?\n")
 _LFS_SIZE = re.compile(rb"^size (\d{1,18})\s*$", re.MULTILINE)
 _PAGE = re.compile(rb"\s*<(?:!doctype html|html|head|body|\?xml|error|!--)", re.IGNORECASE)
-
-
-def other_zip(path: str, head: bytes) -> UnknownFormatError | None:
-    """The error for a zip file whose name or first member shows that it is not a checkpoint, or None."""
-    if path.endswith(".distcp"):
-        return UnknownFormatError(
-            "this is a part of a checkpoint of torch.distributed.checkpoint; what is in it stands in .metadata",
-            where=path,
-            remedy=f"open its directory: {os.path.dirname(path) or '.'}",
-        )
-    return _known(_ZIP_KINDS, path, head)
 
 
 def no_checkpoint(path: str, head: bytes) -> UnknownFormatError | TruncatedFileError:
@@ -194,12 +158,13 @@ def no_checkpoint(path: str, head: bytes) -> UnknownFormatError | TruncatedFileE
             remedy="open the link in a browser: a login, a licence to accept or another link is needed; on "
             "huggingface.co and github.com the link to the file has /resolve/ or /raw/, not /blob/",
         )
-    known = _known(_KINDS, path, head)
-    if known:
-        return known
+    for signature, name, remedy in _KINDS:
+        if re.match(signature, head, re.DOTALL):
+            what = f"this is {name}, which is not read here"
+            return UnknownFormatError(what, where=path, found=excerpt(head[:16]), remedy=remedy)
     if text[:1] in (b"{", b"[") and _is_text(head):
         return _json(path, text)
-    return _by_its_end(path) or _unknown(path, head)
+    return _unknown(path, head)
 
 
 def _json(path: str, text: bytes) -> UnknownFormatError:
@@ -215,41 +180,6 @@ def _json(path: str, text: bytes) -> UnknownFormatError:
         where=path,
         found=excerpt(text[:200]),
         remedy="read it: it may say why there was no file; then download the file again",
-    )
-
-
-def _known(kinds: tuple[_Kind, ...], path: str, head: bytes) -> UnknownFormatError | None:
-    for kind in kinds:
-        if kind.signature.match(head):
-            what = f"this is {kind.name}, which is not read here"
-            return UnknownFormatError(what, where=path, found=excerpt(head[:16]), remedy=kind.remedy)
-    return None
-
-
-def _by_its_end(path: str) -> UnknownFormatError | None:
-    with SourceFile(path) as file:
-        end = file.read(max(file.nbytes - 8, 0), min(file.nbytes, 8), "its end")
-    of_graph = path.endswith(".meta") and os.path.exists(f"{path.removesuffix('.meta')}.index")
-    if end != _TF_TABLE_END and not _TF_DATA.search(path) and not of_graph:
-        return None
-    return UnknownFormatError(
-        "this is part of a TensorFlow checkpoint, which is not read here",
-        where=path,
-        found=excerpt(end),
-        remedy=_CONVERT,
-    )
-
-
-def tensorflow_prefix(path: str) -> UnknownFormatError | None:
-    """The error for a path without a file that is the prefix of a TensorFlow checkpoint, or None."""
-    parts = [name for name in (f"{path}.index", f"{path}.meta") if os.path.isfile(name)]
-    if f"{path}.index" not in parts:
-        return None
-    return UnknownFormatError(
-        "this is the prefix of a TensorFlow checkpoint, which is not read here",
-        where=path,
-        found=", ".join(map(os.path.basename, parts)),
-        remedy=_CONVERT,
     )
 
 

@@ -6,6 +6,7 @@ nothing has changed.
 
 import io
 import mmap
+import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -76,6 +77,12 @@ def read(file: SourceFile, *, allow: Sequence[object] = (), skip_forbidden: bool
         OpenError: The file is damaged; a subclass says how.
     """
     names, path = TorchGlobals(allow), file.path
+    if path.endswith(".distcp"):
+        raise UnknownFormatError(
+            "this is a part of a checkpoint of torch.distributed.checkpoint; what is in it stands in .metadata",
+            where=path,
+            remedy=f"open its directory: {os.path.dirname(path) or '.'}",
+        )
     try:
         archive = read_archive(file, names)
         tree = construct(
@@ -155,7 +162,7 @@ def _kind(records: Mapping[str, object], prefix: str) -> tuple[str, str]:
     if all(name.endswith(".npy") for name in records):
         return "a NumPy archive (.npz)", "open the mapping {name: torch.from_numpy(array)} that numpy.load(path) gives"
     if "model.weights.h5" in records:
-        return "a Keras model", "save its weights with safetensors"
+        return "a Keras 3 model (.keras)", "save its weights with safetensors"
     if "[Content_Types].xml" in records:
         return "an office document", "give the path of the checkpoint"
     if any(name.endswith((".dist-info/METADATA", "META-INF/MANIFEST.MF")) for name in records):
