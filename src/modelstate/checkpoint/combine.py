@@ -12,8 +12,9 @@ from modelstate.checkpoint.checkpoint import Checkpoint, join
 from modelstate.errors import CombineError, OptionError
 from modelstate.formats.sharded import merged_metadata
 from modelstate.formats.tree import FlatTree, is_container, items_of, same_value, subtree
-from modelstate.spec import Combined, Stored, StoredComposite, StoredTensor
+from modelstate.spec import Combined, Stored, StoredTensor
 from modelstate.text_format import listed
+from modelstate.torch_compat.plain import is_plain
 from modelstate.torch_compat.values import set_version_metadata, version_metadata
 
 CombineFunction = Callable[[str, list[torch.Tensor]], torch.Tensor]
@@ -76,15 +77,6 @@ def where(sources: Sequence[Checkpoint]) -> str:
 def label(sources: Sequence[Checkpoint], index: int) -> str:
     """A source by its index and its path, for messages."""
     return f"[{index}] {sources[index].source}"
-
-
-def is_plain(stored: Stored) -> bool:
-    """Whether the tensor is a strided tensor without a subclass."""
-    if isinstance(stored, StoredComposite):
-        return stored.kind == "dcp shards"
-    if isinstance(stored, torch.Tensor):
-        return type(stored) in (torch.Tensor, torch.nn.Parameter) and stored.layout is torch.strided
-    return True
 
 
 def combined_meta_like(stored: Stored) -> torch.Tensor:

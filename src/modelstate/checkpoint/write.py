@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from modelstate.checkpoint.checkpoint import Checkpoint
-from modelstate.checkpoint.combine import is_plain
+from modelstate.checkpoint.reduction import kind_of
 from modelstate.errors import KeyNotFoundError, OptionError, SaveTargetError, SourceTypeError
 from modelstate.formats.block_writer import LazyTensor, OnCast, lazy_tensor, storages_of, threads_within, whole
 from modelstate.formats.copy_file import copy_file
@@ -35,6 +35,7 @@ from modelstate.spec import Encoded, Refused, Stored, bytes_key
 from modelstate.text_format import as_given, printable, seconds, size
 from modelstate.torch_compat.dtypes import Overflows
 from modelstate.torch_compat.plain import is_quantized
+from modelstate.torch_compat.private import sparse_values
 from modelstate.torch_compat.values import set_version_metadata, version_metadata
 
 
@@ -107,7 +108,7 @@ class LazyStateBuilder:
 
     def tensor(self, stored: Stored, path: str) -> object:
         """The lazy tensor for a stored one. A tensor that consists of several parts is read at once."""
-        if not is_plain(stored):
+        if kind_of(stored) != "strided":
             if id(stored) not in self._in_memory:
                 value = stored if isinstance(stored, torch.Tensor) else self._checkpoint.read(stored)
                 self._in_memory[id(stored)] = self._cast_now(value, path)
@@ -141,7 +142,7 @@ class LazyStateBuilder:
                 cast = value.detach().to(to)
             except (RuntimeError, NotImplementedError) as error:
                 raise self._no_cast(value.dtype, path, error) from error
-            self.overflows.check(path, _elements(value.detach()), _elements(cast))
+            self.overflows.check(path, _elements(value), _elements(cast))
         return cast
 
     def _no_cast(self, dtype: torch.dtype, path: str, error: Exception) -> OptionError:
@@ -164,7 +165,7 @@ class LazyStateBuilder:
     def cast_of(self, tensor: Any, path: str) -> torch.dtype | None:
         """The dtype that a tensor is cast to, or None. Raises `OptionError` where torch does not support the cast."""
         to = self._cast
-        if to is None or tensor.dtype == to or not tensor.dtype.is_floating_point or not is_plain(tensor):
+        if to is None or tensor.dtype == to or not tensor.dtype.is_floating_point or kind_of(tensor) != "strided":
             return None
         try:
             torch.zeros(tensor.dtype.itemsize, dtype=torch.uint8).view(tensor.dtype).to(to)
@@ -189,7 +190,7 @@ _SPARSE = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bs
 
 def _elements(tensor: torch.Tensor) -> torch.Tensor:
     """The elements that a sparse tensor stores."""
-    return tensor._values() if tensor.layout is torch.sparse_coo else tensor.values()
+    return sparse_values(tensor) if tensor.layout is torch.sparse_coo else tensor.detach().values()
 
 
 def _root(checkpoint: Checkpoint) -> Mapping[Any, object]:

@@ -17,7 +17,7 @@ from torch import nn
 from modelstate.errors import ModelStateError, PlacementError, TransformError
 from modelstate.planning.assignment import COPYABLE, Placement
 from modelstate.planning.plan import Step
-from modelstate.torch_compat.dtypes import device_name, short
+from modelstate.torch_compat.dtypes import short
 from modelstate.torch_compat.plain import has_its_memory, is_plain
 from modelstate.torch_compat.private import can_set_data, payload_of, slots_of_class, sparse_values, write_count
 from modelstate.transaction.object_snapshot import has_dispatch
@@ -79,7 +79,7 @@ class CastAndMove(Target):
     @property
     def description(self) -> str:
         dtype = f" {short(self.dtype)}" if self.dtype else ""
-        device = f" device {device_name(self.device)}" if self.device else ""
+        device = f" device {self.device}" if self.device else ""
         return f"{dtype}{' on' if dtype and device else ''}{device}".strip()
 
     def _dtype_of(self, dtype: torch.dtype) -> torch.dtype:
@@ -115,7 +115,7 @@ class CastAndMove(Target):
                 "torch cannot convert this tensor; nothing has been changed",
                 where=name,
                 expected=self.description,
-                found=f"{short(tensor.dtype)} on {device_name(tensor.device)}: {error}",
+                found=f"{short(tensor.dtype)} on {tensor.device}: {error}",
                 remedy="give fn= for it, or another dtype",
             ) from error
 

@@ -15,7 +15,6 @@ from modelstate.planning.assignment import Assignment, copy_cannot_fail
 from modelstate.planning.plain_table import PlainTable, Planned, leased
 from modelstate.planning.plan import Options
 from modelstate.torch_compat.plain import is_plain
-from modelstate.torch_compat.private import module_load
 from modelstate.torch_compat.sharding import dtensor_like
 from modelstate.transaction.swap_tensors import become, give_memory, give_memory_to_all, point_to, refusals
 from modelstate.transaction.transaction import Transaction, Write
@@ -97,7 +96,7 @@ def _keeps_memory(assignment: Assignment) -> bool:
 
 def _by_handler(name: str, param: torch.Tensor, value: torch.Tensor, transaction: Transaction) -> None:
     """Replaces a tensor by the result of its `module_load` handler, as torch does when swapping is switched on."""
-    new = module_load(param, value, assign=param.is_meta)
+    new = param.module_load(value, assign=param.is_meta)  # type: ignore[no-untyped-call]
     if new is value or new is param:
         raise RuntimeError("module_load returned self or other; it must return a new tensor")
     if is_plain(new) and not is_plain(param):

@@ -15,7 +15,7 @@ from modelstate.planning.recorder import IncompatibleKeys, Owner, compare_names,
 from modelstate.process import gc_paused
 from modelstate.torch_compat.modules import IncompatibleKeys as ReturnedKeys
 from modelstate.torch_compat.plain import has_its_memory, is_plain, is_sharded, same_place
-from modelstate.torch_compat.private import has_registration_hooks, is_tensor_like, module_load, swap_tensors, use_count
+from modelstate.torch_compat.private import has_registration_hooks, use_count
 from modelstate.torch_compat.sharding import refresh_shards, reshard
 from modelstate.transaction.slots import slots_of
 from modelstate.transaction.swap_tensors import exchange
@@ -117,7 +117,7 @@ class _TorchSink:
         return param.device
 
     def tensor(self, key: str, param: torch.Tensor, value: Any, owner: Owner | None, errors: list[str]) -> None:
-        if not is_tensor_like(value):
+        if not torch.overrides.is_tensor_like(value):  # type: ignore[no-untyped-call]
             errors.append(
                 f'While copying the parameter named "{key}", '
                 f"expected torch.Tensor or Tensor-like object from checkpoint but received {type(value)}"
@@ -219,7 +219,7 @@ class _Swap(Write):
         if transaction is not None:
             transaction.save_tensor(param)
         with torch.no_grad():
-            new = module_load(param, self.value, assign=self.assign)
+            new = param.module_load(self.value, assign=self.assign)  # type: ignore[no-untyped-call]
             if new is self.value or new is param:
                 raise RuntimeError(
                     "module_load returned one of self or other, please .detach() "
@@ -233,7 +233,7 @@ class _Swap(Write):
             if self.checked:
                 undo = exchange(param, new)
             else:
-                swap_tensors(param, new)
+                torch.utils.swap_tensors(param, new)  # type: ignore[no-untyped-call]
                 undo = partial(exchange, param, new)
         if transaction is not None:
             transaction.register_undo(undo)

@@ -11,7 +11,8 @@ from functools import partial
 import torch
 
 from modelstate.checkpoint.checkpoint import Checkpoint
-from modelstate.checkpoint.combine import Combination, Merged, check_values, is_plain, label, versions_of, where
+from modelstate.checkpoint.combine import Combination, Merged, check_values, label, versions_of, where
+from modelstate.checkpoint.reduction import kind_of
 from modelstate.errors import CombineError, OptionError
 from modelstate.formats.tree import FlatTree, same_tensor
 from modelstate.spec import Allocate, Blocks, Combined, Fill, Stored, bytes_key
@@ -155,7 +156,7 @@ class Average(Combination):
 
     def _averaged(self, name: str, parts: tuple[Stored, ...], weights: tuple[float, ...], chosen: int | None) -> Stored:
         dtype, shape = parts[0].dtype, tuple(parts[0].shape)
-        if dtype not in _COMPUTED_IN or not all(map(is_plain, parts)):
+        if dtype not in _COMPUTED_IN or any(kind_of(part) != "strided" for part in parts):
             if chosen is not None:
                 return parts[chosen]
             return Combined(f"the same in {len(parts)}", dtype, shape, parts, lambda tensors: _same(name, tensors))

@@ -17,7 +17,8 @@ from typing import TypeGuard, TypeVar
 import torch
 
 from modelstate.checkpoint.checkpoint import Checkpoint
-from modelstate.checkpoint.combine import Combination, Merged, is_plain, label, versions_of
+from modelstate.checkpoint.combine import Combination, Merged, label, versions_of
+from modelstate.checkpoint.reduction import kind_of
 from modelstate.errors import CombineError, OpenError, OptionError, ReadFailedError, SourceNotFoundError
 from modelstate.formats.tree import FlatTree
 from modelstate.io.files import read_whole
@@ -337,7 +338,7 @@ class _AdapterReader:
     def _add(self, name: str, layout: str, factors: tuple[str, ...], scaling: float) -> None:
         stored = tuple(self.adapter.stored(factor) for factor in factors)
         for full, tensor in ((name, self.base.stored(name)), *zip(factors, stored, strict=True)):
-            if not (tensor.dtype.is_floating_point and tensor.dtype.itemsize > 1 and is_plain(tensor)):
+            if not (tensor.dtype.is_floating_point and tensor.dtype.itemsize > 1 and kind_of(tensor) == "strided"):
                 self._problem(full, f"is {tensor.dtype}, to which nothing can be added")
                 return
         self.deltas.append(_Delta(name, layout, tuple(self.base.stored(name).shape), stored, scaling))

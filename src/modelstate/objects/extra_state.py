@@ -33,7 +33,7 @@ from modelstate.formats.tree import EXTRA_STATE
 from modelstate.objects import attributes
 from modelstate.planning.preparation import CHECK_EXTRA_STATE
 from modelstate.planning.recorder import KEEPS_NAMES, is_recorded
-from modelstate.torch_compat.modules import has_load_pre_hooks, load_from_state_dict
+from modelstate.torch_compat.modules import load_from_state_dict, load_pre_hooks
 
 FORMAT = 1
 METHODS = ("get_extra_state", "set_extra_state", "_load_from_state_dict", CHECK_EXTRA_STATE)
@@ -482,9 +482,7 @@ class Layer:
         """Whether no hand-written code comes between the state dict and `set_extra_state`."""
         below = self._below(module, "_load_from_state_dict")
         layer = layer_of(below)
-        return not has_load_pre_hooks(module) and (
-            below is None or (layer is not None and layer._loads_plainly(module))
-        )
+        return not load_pre_hooks(module) and (below is None or (layer is not None and layer._loads_plainly(module)))
 
     def _may_be_absent(self, module: nn.Module) -> bool:
         layers, own = self._chain(module)

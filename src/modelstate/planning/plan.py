@@ -24,7 +24,7 @@ from modelstate.rules.expression import Source
 from modelstate.rules.rule import Rule
 from modelstate.rules.schema import Applied, Schema, check_rules
 from modelstate.text_format import printable, size
-from modelstate.torch_compat.dtypes import device_name, floating_dtype, short
+from modelstate.torch_compat.dtypes import floating_dtype, short
 from modelstate.torch_compat.modules import unwrapped
 from modelstate.transaction.slots import SlotSignature
 
@@ -272,7 +272,7 @@ class Step(NamedTuple):
             "shape": list(self.shape),
             "dtype": short(self.dtype) if self.dtype is not None else "",
             "cast": self.cast,
-            "device": device_name(self.device) if self.device is not None else "",
+            "device": str(self.device) if self.device is not None else "",
             "bytes": self.nbytes,
             "mapped": self.mapped,
             "ties": list(self.ties),

@@ -42,7 +42,6 @@ from modelstate.spec import StoredComposite
 from modelstate.torch_compat.dtypes import short
 from modelstate.torch_compat.modules import runs_loading_code
 from modelstate.torch_compat.plain import is_plain, is_quantized
-from modelstate.torch_compat.private import module_load
 from modelstate.transaction.slots import HIDDEN, PARAMETER, Slot, signatures, slots_of
 
 _FITS_IN_PART = (
@@ -184,7 +183,8 @@ def _becomes_plain(checkpoint: Checkpoint, assignment: Assignment) -> bool:
             stored = assignment.stored
             value = checkpoint.read(stored) if isinstance(stored, StoredComposite) else assignment.value.detach()
             param = torch.empty_like(assignment.param)
-            module_load(nn.Parameter(param, False) if assignment.kind == PARAMETER else param, value, assign=False)
+            target = nn.Parameter(param, False) if assignment.kind == PARAMETER else param
+            target.module_load(value, assign=False)  # type: ignore[no-untyped-call]
     except ModelStateError:
         raise
     except Exception:

@@ -2,6 +2,7 @@
 
 import gc
 import os
+import sys
 import time
 import weakref
 from collections import defaultdict, deque
@@ -59,7 +60,7 @@ from modelstate.serve.versions import (
     WeakHandle,
     wait_all,
 )
-from modelstate.torch_compat.private import exported_program_class, require_torch
+from modelstate.torch_compat.private import require_torch
 from modelstate.transaction.transaction import exclusive
 
 _HISTORY = 1000
@@ -141,7 +142,8 @@ def target_factory(target: object, names: NameMap | nn.Module | None, training: 
             if names is not None:
                 raise OptionError("names= is for exported programs", found="a module, which has its own names")
             return ModuleTarget(target, training)
-    program_class = exported_program_class()
+    # There is no program where torch.export has not been imported.
+    program_class = getattr(sys.modules.get("torch.export"), "ExportedProgram", None)
     if program_class is not None and isinstance(target, program_class):
         from modelstate.serve.exported import ExportedTarget
 

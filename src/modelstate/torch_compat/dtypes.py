@@ -97,12 +97,6 @@ def short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-@cache
-def device_name(device: torch.device) -> str:
-    """ "cuda:0" for `torch.device("cuda", 0)`."""
-    return str(device)
-
-
 AT_ONCE = 1 << 20
 """Elements that are counted at a time, so that counting takes little memory."""
 _SHOWN = 8

@@ -137,11 +137,6 @@ def overrides_loading(module: torch.nn.Module) -> bool:
     return getattr(getattr(function, "__code__", None), "co_filename", "") not in _STOCK_OR_REPLACED
 
 
-def has_load_pre_hooks(module: torch.nn.Module) -> bool:
-    """Whether the module itself has pre-hooks of `load_state_dict`."""
-    return bool(load_pre_hooks(module))
-
-
 def load_pre_hooks(module: torch.nn.Module) -> list[Callable[..., object]]:
     """The module's own pre-hooks of `load_state_dict`, in their order, without those of FSDP2."""
     return [hook for hook in module._load_state_dict_pre_hooks.values() if not is_hook_of_fsdp(hook)]

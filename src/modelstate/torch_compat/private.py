@@ -215,25 +215,6 @@ def recorded_fills() -> Iterator[dict[int, int]]:
         yield found
 
 
-def module_load(tensor: torch.Tensor, value: torch.Tensor, assign: bool) -> torch.Tensor:
-    """`torch.Tensor.module_load`, through the handlers of both classes."""
-    load: Any = tensor.module_load
-    made: torch.Tensor = load(value, assign=assign)
-    return made
-
-
-def swap_tensors(a: torch.Tensor, b: torch.Tensor) -> None:
-    """`torch.utils.swap_tensors`."""
-    swap: Any = torch.utils.swap_tensors
-    swap(a, b)
-
-
-def enter_mode(mode: torch.overrides.TorchFunctionMode) -> None:
-    """Puts a mode on torch's stack."""
-    enter: Any = mode.__enter__
-    enter()
-
-
 def leave_mode(mode: torch.overrides.TorchFunctionMode) -> None:
     """Takes a mode off the top of torch's stack, where an interrupt has left it."""
     overrides: Any = torch.overrides
@@ -245,17 +226,6 @@ def has_registration_hooks() -> bool:
     """Whether anything is called whenever a module registers a parameter or a buffer."""
     module = torch.nn.modules.module
     return bool(module._global_parameter_registration_hooks or module._global_buffer_registration_hooks)
-
-
-def is_tensor_like(value: object) -> bool:
-    """`torch.overrides.is_tensor_like`."""
-    check: Any = torch.overrides.is_tensor_like
-    return bool(check(value))
-
-
-def exported_program_class() -> type[ExportedProgram] | None:
-    """`torch.export.ExportedProgram`; None where nothing has been exported or loaded in this process."""
-    return getattr(sys.modules.get("torch.export"), "ExportedProgram", None)
 
 
 def flatten(value: object) -> tuple[list[Any], TreeSpec]:

@@ -30,7 +30,6 @@ from modelstate.errors import ModelBusyError, RollbackError
 from modelstate.process import deferred_signals, fork_safe_lock
 from modelstate.torch_compat.modules import modules_of, own_buffers, own_parameters
 from modelstate.torch_compat.private import (
-    enter_mode,
     leave_mode,
     payload_of,
     storage_id,
@@ -367,7 +366,7 @@ class _Guard(TorchFunctionMode):
         self._depth += 1
         try:
             if self._depth == 1:
-                enter_mode(self)
+                self.__enter__()  # type: ignore[no-untyped-call]
             yield
         finally:
             self._depth -= 1
