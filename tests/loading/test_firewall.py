@@ -10,7 +10,7 @@ from torch import nn
 
 import modelstate as ms
 from modelstate import errors, problems
-from modelstate.loading.commit import Place
+from modelstate.loading.place import Place
 from modelstate.loading.staging import Staging
 from modelstate.planning.matching import ModelSchemaView, match
 from modelstate.planning.plan import Options

@@ -93,8 +93,7 @@ def convert(
         state = following_state(checked, finals, before, conversion.spend)
         behind = left_behind(others, finals, before)
         conversion.commit(*(partial(values.__setitem__, key, value) for values, key, value in state))
-        report = LoadReport.with_later_steps(
-            conversion.steps(),
+        report = LoadReport(
             target=type(conversion.root).__name__,
             source="",
             notes=(*conversion.notes, *(conversion.overflows.notes() if conversion.overflows is not None else ())),
@@ -104,6 +103,7 @@ def convert(
             references_lost=conversion.references_lost(),
             left_behind=behind,
             action=f"converted to {target.description}",
+            make_steps=conversion.steps(),
         )
         del conversion, finals  # before the garbage collector goes on, which would visit every change first
         return report

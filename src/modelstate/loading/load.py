@@ -3,8 +3,8 @@
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Set
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, overload
@@ -22,7 +22,8 @@ from modelstate.checkpoint.open import (
 )
 from modelstate.checkpoint.open import open as open_checkpoint
 from modelstate.distributed.agreement import NOTHING_CHANGED, TIMEOUT_SECONDS, Agreement, agreement_of
-from modelstate.errors import OptionError, ReadFailedError
+from modelstate.errors import ModelStateError, OptionError, PlacementError, ReadFailedError
+from modelstate.io.held import HeldFiles, held_files, why_not_held
 from modelstate.io.memory import fresh_tensors
 from modelstate.loading.background import LOAD_AGAIN, LoadHandle, StagedLoad
 from modelstate.loading.collective import (
@@ -36,14 +37,23 @@ from modelstate.loading.collective import (
     rank_reports,
     shared_generator,
 )
-from modelstate.loading.commit import Place, commit, held_for_commit, place_fallible, stage_unleased
+from modelstate.loading.place import Place
 from modelstate.loading.replicas import broadcast, connect, notes_on_shared, shared_reads, to_read_here
 from modelstate.loading.report import LoadReport
-from modelstate.loading.stage import bring_in, limit_memory, prefault_async, prefetch_range, read_in_place, stage
+from modelstate.loading.stage import (
+    Progress,
+    bring_in,
+    limit_memory,
+    prefault_async,
+    prefetch_range,
+    read_in_place,
+    read_leased,
+    stage,
+)
 from modelstate.loading.staging import Inspect, Staging
 from modelstate.planning.assignment import Assignment
 from modelstate.planning.matching import ModelSchemaView, match
-from modelstate.planning.plain_table import PlainTable, Planned, leased
+from modelstate.planning.plain_table import PlainTable, Planned
 from modelstate.planning.plan import AnyTransform, LoadPlan, Options, check_model, options_of
 from modelstate.planning.preparation import Preparation
 from modelstate.planning.record import bind, record
@@ -55,6 +65,7 @@ from modelstate.torch_compat.plain import is_plain
 from modelstate.torch_compat.sharding import refresh_shards, reshard
 from modelstate.transaction.optimizers import check_optimizers, following_state, placed
 from modelstate.transaction.references import lost_references
+from modelstate.transaction.swap_tensors import give_memory_to_all
 from modelstate.transaction.transaction import Transaction, exclusive
 
 if TYPE_CHECKING:
@@ -297,11 +308,14 @@ def load(
         >>> report.coverage
         1.0
     """
-    # A module that is passed as the source is an error, of all its ranks.
-    given_model: nn.Module | tuple[()] = next((value for value in (model, source) if isinstance(value, nn.Module)), ())
-    ranks = agreement_of(given_model, process_group, timeout_seconds)
-    agreement = ranks if ranks.is_collective else None
     started = time.perf_counter()
+    agreement: Agreement | None = None
+    # A program without DTensors has not imported their module, and its loads are of one rank.
+    if "torch.distributed.tensor" in sys.modules or process_group is not None or timeout_seconds != TIMEOUT_SECONDS:
+        # A module that is passed as the source is an error, of all its ranks.
+        given = next((value for value in (model, source) if isinstance(value, nn.Module)), ())
+        ranks = agreement_of(given, process_group, timeout_seconds)
+        agreement = ranks if ranks.is_collective else None
     with nullcontext() if agreement is None else agreement.before(PLANNING):
         model = check_model(model)
         checked_optimizers = () if optimizers == () else check_optimizers(optimizers, model)
@@ -423,7 +437,8 @@ def _stage_in_background(
                 with_tables=True,
             )
         preparation.check()
-        limit_memory(staging, preparation.planned)
+        if load_options.max_memory_bytes is not None:
+            limit_memory(staging, preparation.planned, load_options.max_memory_bytes)
         _check_optimizers(preparation.assignments, load_options.optimizers)
         notes = preparation.notes_on_mapping()
         return StagedLoad(preparation.plan(), staging, preparation.planned, load_options.verify, notes)
@@ -466,8 +481,8 @@ def _execute(
         if optimizers:
             _check_optimizers(assignments, optimizers)
         planned = preparation.planned
-        if staged is None:
-            limit_memory(staging, planned)
+        if staged is None and load_options.max_memory_bytes is not None:
+            limit_memory(staging, planned, load_options.max_memory_bytes)
     to_stage = [*preparation.moves, *(to_read_here(planned, staging.shared) if staging.shared else planned)]
     nbytes = sum(item.nbytes for item in to_stage)
     with progress_bar(load_options.progress, nbytes, "loading") as advance, ExitStack() as held:
@@ -489,7 +504,7 @@ def _execute(
         effect = "values that are read in place are overwritten" if staging.options.in_place else NOTHING_CHANGED
         with phase(LAST_CHECKS, decides=True, effect=effect):
             new_state = following_state(optimizers, _final_values(planned), before) if optimizers else []
-            place_fallible(transaction, staging.options, planned)
+            _place_fallible(transaction, staging.options, planned)
             if any(assignment.sharded is not None for assignment in assignments):
                 transaction.register_undo(refresh_shards(preparation.slots.modules.values()))
             is_mapped = any(item.placement.mapped for item in planned)
@@ -501,19 +516,18 @@ def _execute(
                 _read_in_place(staging, planned, advance)
             if then is not None:
                 then(preparation.initialised)
-            waiting = leased(planned)
-            files = held.enter_context(held_for_commit(staging, waiting, planned, advance)) if waiting else None
+            waiting = _leased(planned)
+            files = held.enter_context(_held_for_commit(staging, waiting, planned, advance)) if waiting else None
             if agreement is not None:  # a rank that is interrupted behind the vote would not commit, and others would
                 held.enter_context(deferred_signals())
         with phase(COMMIT, effect="all other ranks have loaded"):
             last = [partial(state.__setitem__, *item) for state, *item in new_state]
-            commit(transaction, staging, planned, files, last)
+            _commit(transaction, staging, planned, files, last)
         ranks, reread_bytes = ((), 0) if agreement is None else rank_reports(preparation, staging, agreement)
     if is_mapped and load_options.prefault is None and staged is None:
         notes += prefault_async(staging, planned)
     facts = preparation.facts(with_sources=False)
-    return LoadReport.with_later_steps(
-        facts.make_steps,
+    return LoadReport(
         target=facts.target,
         source=facts.source,
         notes=(*notes, *(staging.overflows.notes() if staging.overflows.counts else ())),
@@ -525,6 +539,7 @@ def _execute(
         references_lost=lost_references(preparation.slots_before, preparation.model) if transaction.armed else (),
         ranks=ranks,
         reread_bytes=reread_bytes,
+        make_steps=facts.make_steps,
     )
 
 
@@ -573,7 +588,7 @@ def prepare(
         agreement = None if load_options is None else load_options.agreement
         staging.shared = shared_reads(preparation.assignments, agreement or agreement_of(transaction.root))
         preparation.notes += notes_on_shared(staging.shared)
-    stage_unleased(matched.part, preparation.planned, in_use)
+    _stage_unleased(matched.part, preparation.planned, in_use)
     return preparation, staging
 
 
@@ -616,3 +631,144 @@ def _read_in_place(staging: Staging, planned: Iterable[Planned], advance: Callab
             found=error,
             remedy="load again, or load without in_place=True, which keeps the old values until all is read",
         ) from error
+
+
+# The end of a load: values get into their slots.
+
+
+_LEAST_LEASED_BYTES = 1 << 20
+"""Fewer bytes are staged: it takes no longer than to hold their files."""
+
+
+def _place_fallible(transaction: Transaction, options: Options, planned: Iterable[Planned]) -> None:
+    """Gives memory to slots on meta, and places values that may run code of a tensor subclass: all can be undone."""
+    for item in planned:
+        if isinstance(item, PlainTable) and item.final is not None and item.placement.name == "swap":
+            try:
+                give_memory_to_all(item.params, item.final, transaction.register_undo)
+            except Exception as error:
+                rows = zip(item.slots, item.final, strict=True)
+                slot, value = next((slot, value) for slot, value in rows if not value.is_meta)
+                raise _placement_error(slot.name, slot.tensor, value, error) from error
+    # What planning has checked holds as long as no code of a user has run.
+    is_as_planned = not (transaction.armed or options.transform or options.rules)
+    for write in transaction.writes:
+        if not isinstance(write, Place) or write.done or write.assignment.placement.direct:
+            continue
+        if write.target.is_meta or not ((is_as_planned and write.assignment.is_checked_copy) or write.cannot_fail):
+            try:
+                write.run(transaction)
+            except ModelStateError:
+                raise
+            except Exception as error:
+                raise _placement_error(write.assignment.name, write.target, write.value, error) from error
+            write.done = True
+
+
+def _placement_error(name: str, target: torch.Tensor, value: torch.Tensor, error: Exception) -> PlacementError:
+    return PlacementError(
+        "a value cannot be put in its place; nothing has been changed",
+        where=name,
+        expected=f"{type(target).__name__}, {target.dtype}",
+        found=f"{type(value).__name__}, {value.dtype}: {error}",
+        remedy="give the tensor subclass a module_load handler, or convert the value with transform=",
+    )
+
+
+def _leased(planned: Iterable[Planned]) -> list[Planned]:
+    """Returns what is read at the commit, from files that are held."""
+    return [item for item in planned if item.placement.leased and item.final is None]
+
+
+def _stage_unleased(checkpoint: Checkpoint, planned: Iterable[Planned], in_use: str) -> None:
+    """Has values staged that are planned to be read at the commit, where it is known that their files cannot be held.
+
+    `in_use` is another reason to stage them; empty without one.
+    """
+    waiting = _leased(planned)
+    if sum(item.nbytes for item in waiting) < _LEAST_LEASED_BYTES:
+        reason = "they are small"
+    else:
+        extents = [extent for item in waiting for extent in item.extents]
+        reason = why_not_held(extents, checkpoint.fingerprints) or in_use
+    for item in waiting if reason else ():
+        item.stage_instead(reason)
+
+
+@contextmanager
+def _held_for_commit(
+    staging: Staging, waiting: Sequence[Planned], planned: Sequence[Planned], advance: Progress
+) -> Iterator[HeldFiles | None]:
+    """Holds the files that are read at the commit. Where they cannot be held, their values are staged now.
+
+    Args:
+        staging: How the values are read.
+        waiting: What is read at the commit.
+        planned: Everything that the load reads.
+        advance: Called with numbers of bytes that are done.
+
+    Yields:
+        The files; None where they cannot be held.
+
+    Raises:
+        ReadFailedError: A file cannot be read, or has changed.
+        MemoryBudgetError: The values have to be staged, and need too much memory.
+    """
+    # Progress may be shown in a way that fails, so it comes before the commit.
+    extents = [extent for item in waiting for extent in item.extents]
+    with held_files(extents, staging.checkpoint.fingerprints, lambda _: advance(0)) as files:
+        if not files.refusal:
+            advance(sum(item.nbytes for item in waiting))
+            yield files
+            return
+    for item in waiting:
+        item.stage_instead(files.refusal)
+    if staging.max_memory_bytes is not None:
+        limit_memory(staging, planned, staging.max_memory_bytes)
+    stage(staging, planned, advance)
+    yield None
+
+
+def _commit(
+    transaction: Transaction,
+    staging: Staging,
+    planned: Sequence[Planned],
+    files: HeldFiles | None,
+    last: Sequence[Callable[[], None]],
+) -> None:
+    """Commits, and reads what is read at the commit.
+
+    Args:
+        transaction: The transaction of the load.
+        staging: How the values are read.
+        planned: Everything that the load reads.
+        files: The files that `_held_for_commit` holds.
+        last: Called at the end of the commit; they must not raise.
+
+    Raises:
+        ReadFailedError: After the commit, where a read failed that should not have: with the names of the tensors.
+    """
+    waiting, errors = [] if files is None else _leased(planned), list[Exception]()
+    tables = (item for item in planned if isinstance(item, PlainTable) and item.placement.staged)
+    staged = [(table.params, table.final) for table in tables if table.final is not None]
+
+    @torch.no_grad()
+    def first() -> None:
+        if files is not None:
+            errors.extend(read_leased(staging, waiting, files))
+        for params, values in staged:
+            for param, value in zip(params, values, strict=True):
+                param.copy_(value)
+
+    transaction.commit(*last, first=first if waiting or staged else None)
+    if errors and files is not None:
+        names = [name for item in waiting for name in item.names_in(files.failed)]
+        names = names or [name for item in waiting for name in item.names_in(item.extents)]
+        more = f" and {len(names) - 8} more" if len(names) > 8 else ""
+        raise ReadFailedError(
+            "bytes that had just been read could not be read again: the values of these tensors are old or damaged, "
+            "and all other tensors are loaded",
+            where=", ".join(names[:8]) + more,
+            found=errors[0],
+            remedy="load again from a file that can be read; in_place=False keeps the old values until all is read",
+        ) from errors[0]

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from typing import Any, Self
+from typing import Any
 
 from modelstate.html.page import Page, Shown
 from modelstate.planning.plan import Step, placements, steps_page
@@ -32,7 +32,6 @@ class LoadReport(Shown):
     Args:
         target: The class of the model.
         source: The path of the checkpoint, and the key of the part that was loaded.
-        steps: The steps, one for each slot that was filled.
         notes: Names that were skipped, and further remarks.
         slots: The number of slots.
         seconds: The time from the call to the return.
@@ -43,6 +42,7 @@ class LoadReport(Shown):
         action: The action of a conversion.
         ranks: What each rank of a load into a sharded model did.
         reread_bytes: Bytes that more than one rank read, counted for each further rank.
+        make_steps: Returns the steps, one for each slot that was filled; called once, when they are first used.
 
     Examples:
         >>> report = modelstate.load(model, "model.safetensors")
@@ -55,7 +55,7 @@ class LoadReport(Shown):
     """The class of the model."""
     source: str
     """The path of the checkpoint, and the key of the part that was loaded."""
-    steps: tuple[Step, ...]
+    steps: tuple[Step, ...] = field(init=False)
     """The steps, one for each slot that was filled, with their times."""
     notes: tuple[str, ...]
     """Names that were skipped, and further remarks."""
@@ -84,33 +84,17 @@ class LoadReport(Shown):
     reread_bytes: int = 0
     """Bytes that more than one rank read, since the model has replicas of them, counted for each further rank."""
 
-    _make_steps: Callable[[], tuple[Step, ...]] | None = field(default=None, init=False, repr=False, compare=False)
-
-    @classmethod
-    def with_later_steps(cls, make_steps: Callable[[], tuple[Step, ...]], **fields: Any) -> Self:
-        """Returns a report that creates its steps when they are first used: a model may have very many.
-
-        Args:
-            make_steps: Returns the steps.
-            fields: The other fields.
-
-        Examples:
-            >>> report = LoadReport.with_later_steps(lambda: (), target="Model", source="model.safetensors", notes=(),
-            ...     slots=0, seconds=0.0, peak_memory_bytes=0)
-        """
-        report = cls(steps=(), **fields)
-        object.__setattr__(report, "_make_steps", make_steps)
-        object.__delattr__(report, "steps")
-        return report
+    make_steps: Callable[[], tuple[Step, ...]] | None = field(kw_only=True, compare=False)
+    """Returns the steps, which are created when they are first used: a model may have very many. None afterwards."""
 
     def __getattr__(self, name: str) -> Any:
         """Creates `steps`. Called for a slot that is not set."""
         if name != "steps":
             raise AttributeError(f"'LoadReport' object has no attribute {name!r}", name=name, obj=self)
-        make_steps = self._make_steps
+        make_steps = self.make_steps
         if make_steps is not None:
             object.__setattr__(self, "steps", make_steps())
-            object.__setattr__(self, "_make_steps", None)
+            object.__setattr__(self, "make_steps", None)
         return object.__getattribute__(self, "steps")
 
     @property

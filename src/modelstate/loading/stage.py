@@ -58,21 +58,19 @@ _T = TypeVar("_T")
 _NOT_IN_A_FILE = ByteRange("", 0, 0)
 
 
-def limit_memory(staging: Staging, planned: Sequence[Planned]) -> None:
+def limit_memory(staging: Staging, planned: Sequence[Planned], most_bytes: int) -> None:
     """Chooses a read strategy that keeps to the memory budget. Raises `MemoryBudgetError` if there is none."""
-    if staging.max_memory_bytes is None:
-        return
     usual = ReadStrategy.fastest()
     if any(file.is_remote for file in staging.checkpoint.fingerprints.values()):
         usual = replace(usual, threads=CONNECTIONS, remote=True)
-    staging.strategy = strategy_within(planned, staging.max_memory_bytes, usual)
+    staging.strategy = strategy_within(planned, most_bytes, usual)
     needed = peak_bytes(planned, staging.strategy)
-    if needed <= staging.max_memory_bytes:
+    if needed <= most_bytes:
         return
     could = not staging.options.in_place and any(item.staged_bytes for item in planned)
     raise MemoryBudgetError(
         "the load needs more memory beyond the final tensors than it was given; nothing has been changed",
-        expected=f"at most {staging.max_memory_bytes} bytes",
+        expected=f"at most {most_bytes} bytes",
         found=f"{needed} bytes, at the least",
         remedy=f"max_memory_bytes={needed}" + (", or in_place=True, which needs no second copy" if could else ""),
     )

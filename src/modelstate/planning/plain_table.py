@@ -135,11 +135,6 @@ Planned = Assignment | PlainTable
 """What a load reads."""
 
 
-def leased(planned: Iterable[Planned]) -> list[Planned]:
-    """Returns what is read at the commit, from files that are held."""
-    return [item for item in planned if item.placement.leased and item.final is None]
-
-
 @dataclass(slots=True)
 class _Rows:
     """Slots with the rows of their values."""
