@@ -4,7 +4,8 @@ from typing import Any
 
 import modelstate as ms
 from modelstate.errors import SkippedCheckpointError
-from tests.serve.stores import X, damage, linear, save
+from tests.serve.models import linear
+from tests.serve.stores import X, damage, save
 
 
 class Log(list[Exception]):

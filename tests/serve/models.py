@@ -144,6 +144,13 @@ def weights_of(module: nn.Module, k: float) -> dict[str, torch.Tensor]:
     return {name: torch.full_like(value, k) for name, value in module.state_dict().items()}
 
 
+def linear(k: float) -> nn.Linear:
+    """A layer for inputs of 3 x 4, whose weights are k."""
+    module = nn.Linear(4, 4)
+    module.load_state_dict(weights_of(module, k))
+    return module.eval()
+
+
 def randomised(module: nn.Module, seed: int = 7) -> nn.Module:
     """The module with other weights."""
     generator = torch.Generator().manual_seed(seed)

@@ -48,7 +48,7 @@ def needs_a_compiler() -> None:
 
 
 def package_of(module: nn.Module, *args: Any, **options: Any) -> Path:
-    """The path of a package with the weights of a module. The same one is not compiled again."""
+    """The path of a package with the weights of a module. It is compiled once for all inputs of the same sizes."""
 
     def compile(path: Path) -> None:
         ms.export(module, args, path, kind="aoti", training=True, **options)
@@ -90,10 +90,10 @@ def _key(module: nn.Module, args: Any, options: Any) -> str:
     digest = hashlib.sha256(
         f"{torch.__version__} {module!r} {type(module).__qualname__} {module.training} {options!r}".encode()
     )
-    for one in (*args, *module.parameters(), *module.buffers()):
-        if isinstance(one, torch.Tensor):
-            digest.update(f"{one.shape} {one.dtype} {one.stride()}".encode())
-            digest.update(
-                one.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes() if one.numel() else b""
-            )
+    weights = [*module.parameters(), *module.buffers()]
+    for tensor in (*(arg for arg in args if isinstance(arg, torch.Tensor)), *weights):
+        digest.update(f"{tensor.shape} {tensor.dtype} {tensor.stride()}".encode())
+    for tensor in weights:
+        if tensor.numel():
+            digest.update(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()[:16]

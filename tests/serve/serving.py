@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import modelstate as ms
-from tests.serve.stores import linear
+from tests.serve.models import linear
 
 TOKEN = "a-token-of-the-tests"
 Answer = tuple[int, object]

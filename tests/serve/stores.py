@@ -6,17 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 import modelstate as ms
-from tests.serve.models import weights_of
-
-
-def linear(k: float) -> nn.Linear:
-    module = nn.Linear(4, 4)
-    module.load_state_dict(weights_of(module, k))
-    return module
-
+from tests.serve.models import linear
 
 X = torch.ones(1, 4)
 """Of which `linear(k)` makes 5 k everywhere."""

@@ -22,19 +22,13 @@ from modelstate.errors import (
 from modelstate.serve.aoti import AotiTarget
 from modelstate.serve.meta_clone import state_module
 from modelstate.serve.program_file import ProgramFile, read_program_file
-from tests.serve.models import Constant, Decoder, Everything, randomised, weights_of
+from tests.serve.models import Constant, Decoder, Everything, linear, randomised, weights_of
 from tests.serve.packages import package_of, package_of_torch, without_weights
 from tests.serve.test_export import edited, rewritten
 
 X = torch.randn(3, 4, generator=torch.Generator().manual_seed(4))
 
 pytestmark = pytest.mark.slow  # compiling a package takes seconds
-
-
-def linear(k: float) -> nn.Linear:
-    module = nn.Linear(4, 4)
-    module.load_state_dict(weights_of(module, k))
-    return module
 
 
 class Small(nn.Module):
@@ -281,7 +275,7 @@ def test_a_canary_that_keeps_the_version_calls_it_with_its_weights() -> None:
 
 
 def test_nothing_grows_over_two_hundred_swaps() -> None:
-    live, state = ms.Live(package_of(Constant(2, 8), torch.ones(2, 8))), weights_of(Constant(2, 8), 2)
+    live, state = ms.Live(package_of(Constant(2, 8).eval(), torch.ones(2, 8))), weights_of(Constant(2, 8), 2)
     process, found = psutil.Process(), []
     for k in range(200):
         live.swap(state)
@@ -292,7 +286,7 @@ def test_nothing_grows_over_two_hundred_swaps() -> None:
 
 
 def test_the_memory_of_a_retired_version_is_free() -> None:
-    live = ms.Live(package_of(Constant(2, 8), torch.ones(2, 8)), keep_versions=0)
+    live = ms.Live(package_of(Constant(2, 8).eval(), torch.ones(2, 8)), keep_versions=0)
 
     def storage() -> torch.UntypedStorage:
         with live.pin() as v:
@@ -309,7 +303,7 @@ def test_the_memory_of_a_retired_version_is_free() -> None:
 
 
 def test_a_version_that_is_freed_while_a_thread_traces_releases_its_memory() -> None:
-    live = ms.Live(package_of(Constant(2, 8), torch.ones(2, 8)), keep_versions=0)
+    live = ms.Live(package_of(Constant(2, 8).eval(), torch.ones(2, 8)), keep_versions=0)
     live.swap(weights_of(Constant(2, 8), 2))
     with live.pin() as v:
         program = v._program

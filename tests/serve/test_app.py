@@ -17,8 +17,9 @@ from modelstate.errors import (
     SwapBusyError,
 )
 from modelstate.serve.app import ServingApp
+from tests.serve.models import linear
 from tests.serve.serving import TOKEN, Answer, App, serving
-from tests.serve.stores import X, damage, linear, save
+from tests.serve.stores import X, damage, save
 
 
 def raises(kind: type[Exception] | str, match: str | None = None) -> "pytest.RaisesExc[Exception]":

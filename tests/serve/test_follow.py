@@ -20,7 +20,8 @@ from modelstate.errors import (
     SaveTargetError,
 )
 from tests.serve.followed import Log, Target, actions, by_hand, flipped, nan, serves
-from tests.serve.stores import X, linear, save
+from tests.serve.models import linear
+from tests.serve.stores import X, save
 from tests.serve.targets import target_of
 
 # What is taken up.

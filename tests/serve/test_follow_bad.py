@@ -22,7 +22,8 @@ from modelstate.errors import (
     WeightsError,
 )
 from tests.serve.followed import actions, by_hand, flipped, nan, serves
-from tests.serve.stores import X, cut, damage, linear, objects, save, spoil_record
+from tests.serve.models import linear
+from tests.serve.stores import X, cut, damage, objects, save, spoil_record
 
 
 def other_shape(store: ms.Store, step: int) -> None:

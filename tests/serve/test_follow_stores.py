@@ -18,7 +18,8 @@ from modelstate.errors import (
     WriteFailedError,
 )
 from tests.serve.followed import Target, actions, by_hand, serves
-from tests.serve.stores import X, linear, objects, save
+from tests.serve.models import linear
+from tests.serve.stores import X, objects, save
 
 # What comes and goes.
 

@@ -14,8 +14,8 @@ import torch
 
 import modelstate as ms
 from modelstate.errors import SkippedCheckpointError
-from tests.serve.models import Constant
-from tests.serve.stores import linear, save
+from tests.serve.models import Constant, linear
+from tests.serve.stores import save
 from tests.store.common import program
 
 SECONDS = 60.0

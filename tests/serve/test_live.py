@@ -19,18 +19,12 @@ from modelstate.errors import (
     SwapTimeoutError,
     VersionGoneError,
 )
-from tests.serve.models import Constant, Decoder, Everything, randomised, weights_of
+from tests.serve.models import Constant, Decoder, Everything, linear, randomised, weights_of
 from tests.serve.targets import AOTI, KINDS, target_of
 
 X = torch.randn(3, 4, generator=torch.Generator().manual_seed(1))
 every_kind = pytest.mark.parametrize("kind", KINDS)
 every_mode = pytest.mark.parametrize("mode", ["available", "in_place"])
-
-
-def linear(k: float) -> nn.Linear:
-    module = nn.Linear(4, 4)
-    module.load_state_dict(weights_of(module, k))
-    return module
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ import modelstate as ms
 from tests.serve.models import Constant, weights_of
 from tests.serve.targets import KINDS, target_of
 
-X = torch.ones(2, 256)
+X = torch.ones(32, 128)
 
 
 def holder_of(live: ms.Live) -> "weakref.ref[nn.Module]":
@@ -95,8 +95,8 @@ def test_a_pinned_version_is_freed_by_its_last_request() -> None:
 @pytest.mark.parametrize("mode", ["available", "in_place"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_memory_does_not_grow_over_two_hundred_swaps(kind: str, mode: Any) -> None:
-    """Of 2 MB each."""
-    module = Constant(8, 256)
+    """Of 512 KB each."""
+    module = Constant()
     live, process, state = ms.Live(target_of(kind, module, X)), psutil.Process(), weights_of(module, 2)
     after = []
     for k in range(200):

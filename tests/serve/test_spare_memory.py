@@ -14,10 +14,10 @@ from modelstate.errors import CanaryError, OptionError
 from tests.serve.models import Constant, weights_of
 from tests.serve.targets import KINDS, Readers, target_of
 
-X = torch.ones(2, 256)
+X = torch.ones(32, 128)
 SWAPS = 10
-NBYTES = 2 * 256 * 256 * 4
-"""The size of the weights of `Constant(2, 256)`."""
+NBYTES = 8 * 128 * 128 * 4
+"""The size of the weights of `Constant()`."""
 
 
 class Lender(nn.Module):
@@ -67,7 +67,7 @@ def addresses(live: ms.Live) -> set[int]:
 def test_a_version_lies_where_the_version_before_last_lay(
     kind: str, way: str, tmp_path: Path, mapped: list[int]
 ) -> None:
-    module = Constant(2, 256)
+    module = Constant()
     live = ms.Live(target_of(kind, module, X), keep_versions=0)
     every, lies = sources(tmp_path, module, way), []
     mapped.clear()
@@ -81,7 +81,7 @@ def test_a_version_lies_where_the_version_before_last_lay(
 
 
 def test_with_kept_versions_it_is_the_memory_of_those_that_are_dropped(tmp_path: Path) -> None:
-    module = Constant(2, 256)
+    module = Constant()
     live = ms.Live(module.eval(), keep_versions=2)
     lies = []
     for source in sources(tmp_path, module, "file"):
@@ -106,7 +106,7 @@ def test_an_answer_that_is_a_view_of_a_weight_never_changes(mode: Any) -> None:
 
 
 def test_a_version_that_is_pinned_never_changes(tmp_path: Path) -> None:
-    module = Constant(2, 256)
+    module = Constant()
     live = ms.Live(module.eval(), keep_versions=0)
     every = sources(tmp_path, module, "file")
     live.swap(every[3])
@@ -119,7 +119,7 @@ def test_a_version_that_is_pinned_never_changes(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_request_is_torn_by_swaps_into_used_memory(kind: str, tmp_path: Path) -> None:
-    module = Constant(2, 256)
+    module = Constant()
     live = ms.Live(target_of(kind, module, X), keep_versions=0)
     every = sources(tmp_path, module, "file")
     live.swap(every[0])
@@ -130,7 +130,7 @@ def test_no_request_is_torn_by_swaps_into_used_memory(kind: str, tmp_path: Path)
 
     readers = Readers(request)
     with readers.running():
-        for at in range(60):
+        for at in range(30):
             live.swap(every[at % SWAPS])
             lies.append(frozenset(addresses(live)))
             if at % 10 == 0:
@@ -142,7 +142,7 @@ def test_no_request_is_torn_by_swaps_into_used_memory(kind: str, tmp_path: Path)
 
 
 def test_what_a_refused_version_took_is_free_again(tmp_path: Path) -> None:
-    module = Constant(2, 256)
+    module = Constant()
     live = ms.Live(module.eval(), keep_versions=0)
     every = sources(tmp_path, module, "file")
     for source in every[:2]:
@@ -164,17 +164,17 @@ def test_what_a_refused_version_took_is_free_again(tmp_path: Path) -> None:
 def test_no_more_is_kept_than_was_asked_for(
     spare_bytes: int | None, share: float, new: int, tmp_path: Path, mapped: list[int]
 ) -> None:
-    live = ms.Live(Constant(2, 256).eval(), keep_versions=0, spare_bytes=spare_bytes)
-    for source in sources(tmp_path, Constant(2, 256), "file"):
+    live = ms.Live(Constant().eval(), keep_versions=0, spare_bytes=spare_bytes)
+    for source in sources(tmp_path, Constant(), "file"):
         live.swap(source)
         assert live._pool.kept_bytes <= share * NBYTES
     assert mapped.count(NBYTES) == new
 
 
 def test_swaps_of_two_programs_do_not_share_memory(tmp_path: Path) -> None:
-    module = Constant(2, 256)
+    module = Constant()
     every = sources(tmp_path, module, "file")
-    lives = [ms.Live(Constant(2, 256).eval(), keep_versions=0) for _ in range(2)]
+    lives = [ms.Live(Constant().eval(), keep_versions=0) for _ in range(2)]
     errors: list[BaseException] = []
 
     def work(live: ms.Live) -> None:

@@ -9,7 +9,8 @@ import torch
 
 import modelstate as ms
 from modelstate.errors import AmbiguousCheckpointError, ChecksumError, DamagedCheckpointError, StepNotFoundError
-from tests.serve.stores import X, damage, linear, objects, save
+from tests.serve.models import linear
+from tests.serve.stores import X, damage, objects, save
 from tests.serve.targets import target_of
 
 WAYS: dict[str, Callable[[ms.Store, Path], Any]] = {
