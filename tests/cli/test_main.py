@@ -530,18 +530,6 @@ class TestManners:
         absolute = os.path.abspath("missing.safetensors")
         assert run("inspect", absolute).stderr.startswith(f"error: {absolute}: ")
 
-    def test_directories_of_a_page_are_made(self) -> None:
-        assert run("inspect", "tiny.safetensors", "--html", "pages/new/tiny.html").exit_code == 0
-        assert os.path.isfile("pages/new/tiny.html")
-
-    @pytest.mark.parametrize("target", ["tiny.safetensors/page.html", "."])
-    def test_a_page_that_cannot_be_written(self, target: str) -> None:
-        done = run("inspect", "tiny.safetensors", "--html", target)
-        assert done.exit_code == 1
-        assert done.stderr.startswith("error: ")
-        assert "Traceback" not in done.stderr
-        assert done.stdout == ""
-
     def test_arguments_in_the_wrong_order(self) -> None:
         done = run("plan", "tiny.safetensors", "ZOO:tiny")
         assert done.exit_code == 2

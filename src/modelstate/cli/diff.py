@@ -18,7 +18,6 @@ from modelstate.cli.common import (
     reported,
     terminal_width,
     user_code,
-    write_page,
 )
 
 if TYPE_CHECKING:
@@ -51,7 +50,6 @@ if TYPE_CHECKING:
 @options.skip_forbidden
 @options.cache
 @options.as_json
-@options.html
 @options.debug
 def diff(
     a: str,
@@ -74,7 +72,6 @@ def diff(
     skip_forbidden: bool,
     cache: ms.Cache | None,
     as_json: bool,
-    html: str | None,
     debug: bool,
 ) -> None:
     """Compare two checkpoints: names, shapes, dtypes and values.
@@ -102,7 +99,7 @@ def diff(
                 skip_forbidden=skip_forbidden,
                 cache=cache,
             )
-        show(result, as_json, None if show_all else top, not no_fold, html)
+        show(result, as_json, None if show_all else top, not no_fold)
 
 
 @contextlib.contextmanager
@@ -128,9 +125,8 @@ def _remedies(a: str, keys: Sequence[str]) -> Iterator[None]:
         raise
 
 
-def show(result: Diff, as_json: bool, top: int | None, fold: bool, html: str | None) -> None:
-    """Prints the differences, writes their page, and exits with 1 if there are any."""
+def show(result: Diff, as_json: bool, top: int | None, fold: bool) -> None:
+    """Prints the differences, and exits with 1 if there are any."""
     click.echo(result.to_json() if as_json else result.text(top=top, fold=fold, width=terminal_width()))
-    write_page(html, result)
     if not result.is_equal:
         raise click.exceptions.Exit(PROBLEMS)

@@ -29,7 +29,6 @@ from modelstate.cli.common import (
     reported,
     terminal_width,
     user_code,
-    write_page,
 )
 from modelstate.cli.diff import diff
 from modelstate.cli.get import get
@@ -110,7 +109,6 @@ def _open(path: str, allow: tuple[str, ...], skip_forbidden: bool, cache: ms.Cac
 @options.skip_forbidden
 @options.cache
 @options.as_json
-@options.html
 @options.debug
 def inspect(
     path: str,
@@ -124,7 +122,6 @@ def inspect(
     skip_forbidden: bool,
     cache: ms.Cache | None,
     as_json: bool,
-    html: str | None,
     debug: bool,
 ) -> None:
     """Show what is in a checkpoint.
@@ -141,14 +138,12 @@ def inspect(
             inspection = ms.inspect(path, key=key, allow=allow, skip_forbidden=skip_forbidden, cache=cache)
         if stats and (inspection.tensors or not inspection.left_out):
             found = inspection.stats(only=filter)
-            write_page(html, found)
             click.echo(
                 found.to_json()
                 if as_json
                 else found.text(depth=depth, sort=sort, fold=not no_fold, width=terminal_width())
             )
         else:
-            write_page(html, inspection)
             click.echo(inspection.to_json() if as_json else inspection)
         if not inspection.tensors and (names := inspection.left_out):
             click.echo(
@@ -269,7 +264,6 @@ def _with_load_options(run: Callable[..., None]) -> Callable[..., None]:
 
 @app.command()
 @_with_load_options
-@options.html
 @click.option(
     "--mesh", metavar="SHAPE", type=parse_mesh, help="The shape of a device mesh, such as 8 or 4x2, to plan each rank."
 )
@@ -287,7 +281,6 @@ def plan(
     request: Request,
     checkpoint: ms.Checkpoint,
     as_json: bool,
-    html: str | None,
     mesh: tuple[int, ...] | None,
     parallel: dict[str, str] | None,
     suggest: bool,
@@ -299,9 +292,6 @@ def plan(
     """
     if parallel and mesh is None:
         raise click.BadParameter("--parallel says how the ranks of a mesh share the model: give --mesh too")
-
-    if html is not None and mesh is not None:
-        raise click.BadParameter("--html shows the plan of one process: leave out --mesh")
     if suggest and request.options["rules"]:
         raise click.BadParameter("--suggest works out all rules: leave out the options that change names")
 
@@ -321,8 +311,6 @@ def plan(
 
     result = request.run(planned, checkpoint)
     problems = result.problems if isinstance(result, ms.LoadPlan) else ()
-    if isinstance(result, ms.LoadPlan):
-        write_page(html, result)
     remedies = ""
     if problems:
         from modelstate.cli import spelling
@@ -335,16 +323,14 @@ def plan(
 
 @app.command()
 @_with_load_options
-@options.html
 @click.option("--verify", is_flag=True, help="Compare the bytes with their digests.")
-def load(request: Request, checkpoint: ms.Checkpoint, as_json: bool, html: str | None, verify: bool) -> None:
+def load(request: Request, checkpoint: ms.Checkpoint, as_json: bool, verify: bool) -> None:
     """Load a checkpoint into a model: a test that they fit.
 
     --json lists every tensor.
     """
     request.options["verify"] = verify
     report = request.run(ms.load, checkpoint)
-    write_page(html, report)
     click.echo(report.to_json() if as_json else str(report))
 
 

@@ -15,7 +15,6 @@ def _cache(directory: str) -> ms.Cache:
 
 
 as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-html = click.option("--html", metavar="FILE", help="Also write a page for a browser, in one file; replaces FILE.")
 debug = click.option("--debug", is_flag=True, help="Show the traceback of an error.")
 dtype = click.option("--dtype", metavar="DTYPE", help="Cast floating point tensors on the way, such as bfloat16.")
 shard_size = click.option("--shard-size", metavar="SIZE", help="The most bytes of tensors in one file, such as 5GB.")

@@ -1,4 +1,4 @@
-"""The result of a comparison: what each tensor and value differs by, as text, as JSON and as a page."""
+"""The result of a comparison: what each tensor and value differs by, as text, as JSON and for notebooks."""
 
 import json
 import math
@@ -12,7 +12,7 @@ import torch
 
 from modelstate.comparison.difference import Difference
 from modelstate.errors import OptionError
-from modelstate.html.page import Kind, Page, Shown, bar_chart, heat_chart
+from modelstate.notebook import Overview, Shown
 from modelstate.tensor_spec import TensorSpec
 from modelstate.text_format import as_given, columns, count, folded, listed, printable, seconds, shorten, size
 from modelstate.torch_compat.dtypes import short
@@ -207,7 +207,7 @@ class Diff(Shown):
             indent=1,
         )
 
-    def _page(self) -> Page:
+    def _overview(self) -> Overview:
         measures = ("changed", "max_abs", "mean_abs", "relative_l2", "cosine")
         rows: list[list[str | int | float | None]] = []
         for tensor in sorted(self.tensors, key=lambda tensor: -tensor.change):
@@ -226,12 +226,7 @@ class Diff(Shown):
             )
         for status, specs in (("removed", self.removed), ("added", self.added)):
             rows += [[spec.name, status, str(list(spec.shape)), spec.dtype_name, spec.nbytes] for spec in specs]
-        ulps: Counter[int] = Counter()
-        for tensor in self.tensors:
-            if tensor.difference is not None:
-                ulps.update(dict(enumerate(tensor.difference.ulps or ())))
-        labels = {0: "equal", 1: "1", **{i: f"{2 ** (i - 1):,} to {2**i - 1:,}" for i in range(2, 66)}}
-        return Page(
+        return Overview(
             f"{as_given(self.a)} and {as_given(self.b)}",
             (
                 ("Result", "equal" if self.is_equal else ", ".join(self._counts())),
@@ -239,31 +234,11 @@ class Diff(Shown):
                 ("Time", seconds(self.seconds)),
             ),
             (
-                ("Name", Kind.TEXT),
-                ("Status", Kind.TEXT),
-                ("Shape", Kind.TEXT),
-                ("Dtype", Kind.TEXT),
-                ("Bytes", Kind.BYTES),
-                ("Changed", Kind.SHARE),
-                *[(name, Kind.MEASURE) for name in ("Max abs", "Mean abs", "Rel. L2")],
-                ("Cosine", Kind.LEAST),
-                ("Matched with", Kind.TEXT),
+                *("Name", "Status", "Shape", "Dtype", "Bytes"),
+                *("Changed", "Max abs", "Mean abs", "Rel. L2", "Cosine", "Matched with"),
             ),
             rows,
             text="\n\n".join(filter(None, [self._rules() if self.guessed_rules else "", _values(self.values)])),
-            charts=(
-                heat_chart(
-                    "Relative change by layer",
-                    [
-                        (tensor.name, None if tensor.status is Status.NOT_COMPARED else tensor.change)
-                        for tensor in self.tensors
-                    ],
-                ),
-                bar_chart(
-                    "Elements by distance in units in the last place",
-                    [(labels[i], number, f"{number:,}") for i, number in sorted(ulps.items()) if number],
-                ),
-            ),
         )
 
     def _counts(self) -> list[str]:

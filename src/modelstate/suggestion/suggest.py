@@ -18,7 +18,7 @@ from modelstate.checkpoint.checkpoint import Checkpoint
 from modelstate.checkpoint.open import checked_call, is_module, is_source
 from modelstate.checkpoint.open import open as open_checkpoint
 from modelstate.errors import AmbiguousCheckpointError, OptionError
-from modelstate.html.page import Page, Shown
+from modelstate.notebook import Overview, Shown
 from modelstate.planning.matching import matching_part
 from modelstate.rules.names import Rename
 from modelstate.rules.rule import Entry, Rule, Template, Value, as_code
@@ -89,8 +89,10 @@ class Suggestion(list[Rule], Shown):
         explained = f"{self.explained} of {self.total} names of the model explained"
         return f"<{type(self).__name__}: {len(self)} rules, {', '.join([explained, *lengths])}>"
 
-    def _page(self) -> Page:
-        return Page("Suggested rules", (("Explained", f"{self.explained:,} of {self.total:,} names"),), text=str(self))
+    def _overview(self) -> Overview:
+        return Overview(
+            "Suggested rules", (("Explained", f"{self.explained:,} of {self.total:,} names"),), text=str(self)
+        )
 
     def __str__(self) -> str:
         return "\n".join(

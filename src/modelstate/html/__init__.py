@@ -1,1 +1,0 @@
-"""Pages that show a result in a browser and in a notebook."""
