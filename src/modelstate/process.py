@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from queue import Empty, SimpleQueue
 from types import FrameType
 from typing import Any, Generic, TypeVar
@@ -520,9 +520,8 @@ _HANDLED: list[int] = sorted({int(number) for number in signal.valid_signals()} 
 _BAR_DELAY_SECONDS = 0.5
 
 
-@contextmanager
-def progress_bar(wanted: bool | None, total_bytes: int, what: str) -> Iterator[Callable[[int], None]]:
-    """Shows a progress bar on stderr, and yields a function that adds a number of bytes to it.
+def progress_bar(wanted: bool | None, total_bytes: int, what: str) -> AbstractContextManager[Callable[[int], None]]:
+    """Returns a block with a progress bar on stderr, whose value is a function that adds a number of bytes to it.
 
     The bar shows bytes, bytes per second and the time left.
 
@@ -532,13 +531,8 @@ def progress_bar(wanted: bool | None, total_bytes: int, what: str) -> Iterator[C
         what: The activity, such as "loading".
     """
     if wanted is False or (wanted is None and not sys.stderr.isatty()):
-        yield lambda _: None
-        return
-    bar = _Bar(wanted, total_bytes, what)
-    try:
-        yield bar.advance
-    finally:
-        bar.close()
+        return nullcontext(lambda _: None)
+    return _Bar(wanted, total_bytes, what)
 
 
 class _Bar:
@@ -581,7 +575,10 @@ class _Bar:
         bar.start()
         return bar
 
-    def close(self) -> None:
+    def __enter__(self) -> Callable[[int], None]:
+        return self.advance
+
+    def __exit__(self, *_: object) -> None:
         if self._shown is not None:
             self._shown.stop()
 

@@ -443,6 +443,8 @@ class StoredTensors(Mapping[str, StoredTensor]):
     ) -> None:
         """The mapping takes over `rows`, the row of each name, and the tensors that have been created already."""
         self.rows, self.columns = rows, columns
+        self.versions: Mapping[str, object] | None = None
+        """The versions of modules, torch's `_metadata`, where a file has them beside its tensors."""
         self._created = {} if created is None else created
 
     @classmethod

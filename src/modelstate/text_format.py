@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 _NUMBER = re.compile(r"(?:(?<=\.)|^)\d+(?=\.|$)")
 _UNITS = ("kB", "MB", "GB", "TB", "PB")
 _MAX_DIRECTORIES = 64
-_directories: OrderedDict[str, str] = OrderedDict()
+given_directories: OrderedDict[str, str] = OrderedDict()
 """The directories of the last relative paths that callers gave, as they wrote them, by their absolute paths."""
 
 
@@ -40,17 +40,17 @@ def note_given(path: str, given: str) -> None:
     """Notes how the caller wrote an absolute path, for `as_given`."""
     is_directory = os.path.basename(given) in ("", ".", "..")
     directory = path.rstrip(os.sep) if is_directory else os.path.dirname(path) + os.sep
-    _directories.pop(directory, None)
+    given_directories.pop(directory, None)
     if not os.path.isabs(given):
-        _directories[directory] = given if is_directory else given[: len(given) - len(os.path.basename(given))]
-        while len(_directories) > _MAX_DIRECTORIES:
-            _directories.popitem(last=False)
+        given_directories[directory] = given if is_directory else given[: len(given) - len(os.path.basename(given))]
+        while len(given_directories) > _MAX_DIRECTORIES:
+            given_directories.popitem(last=False)
 
 
 def as_given(text: str) -> str:
     """The text with relative paths where the caller gave relative ones, as long as they still lead there."""
     # A copy is made at once; `items()` of the original would notice that another thread notes a path meanwhile.
-    noted = [item for item in _directories.copy().items() if item[0] in text]
+    noted = [item for item in given_directories.copy().items() if item[0] in text]
     for directory, given in sorted(noted, key=lambda item: -len(item[0])):
         try:
             absolute = os.path.abspath(given), os.path.join(os.getcwd(), given)

@@ -1,4 +1,4 @@
-"""`needs_walk` and `compare_names`: models without loading code of their own do not run the protocol."""
+"""`needs_protocol` and `compare_names`: models without loading code of their own do not run the protocol."""
 
 from collections import OrderedDict
 from collections.abc import Callable
@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 import modelstate as ms
-from modelstate.planning.recorder import IncompatibleKeys, compare_names, needs_walk
-from modelstate.transaction.slots import slots_of
+from modelstate.torch_compat.modules import needs_protocol
+from modelstate.transaction.slots import compare_names, slots_of
 
 
 class Net(nn.Module):
@@ -42,22 +42,19 @@ def state_of(model: nn.Module) -> dict[str, Any]:
 
 
 def test_names_are_compared_as_torch_compares_them() -> None:
-    model, outcome = Plain(), IncompatibleKeys()
+    model = Plain()
     state = state_of(model)
-    common = compare_names(slots_of(model), state.keys(), outcome)
+    common, missing, unexpected = compare_names(slots_of(model), state.keys())
     expected = model.load_state_dict(state, strict=False)
-    assert (outcome.missing, outcome.unexpected) == (expected.missing_keys, expected.unexpected_keys)
+    assert (missing, unexpected) == (expected.missing_keys, expected.unexpected_keys)
     assert common == ["scale", "first.weight", "block.0.weight", "block.0.bias"]
 
 
 def test_names_whose_values_are_taken_are_left_out() -> None:
-    model, outcome = Plain(), IncompatibleKeys()
-    state = model.state_dict()
-    assert compare_names(slots_of(model), state.keys(), outcome, {"scale", "first.bias"}) == [
-        name for name in state if name not in ("scale", "first.bias")
-    ]
-    assert compare_names(slots_of(model), state.keys(), outcome, state.keys()) == []
-    assert outcome == IncompatibleKeys()
+    slots, state = slots_of(model := Plain()), model.state_dict()
+    left = [name for name in state if name not in ("scale", "first.bias")]
+    assert compare_names(slots, state.keys(), {"scale", "first.bias"}) == (left, [], [])
+    assert compare_names(slots, state.keys(), state.keys()) == ([], [], [])
 
 
 def hooked(model: nn.Module) -> None:
@@ -99,9 +96,9 @@ CODE: dict[str, Callable[[Plain], object]] = {
 @pytest.mark.parametrize("change", CODE.values(), ids=CODE)
 def test_code_of_the_model_needs_a_walk(change: Callable[[Plain], object]) -> None:
     model = Plain()
-    assert not needs_walk(slots_of(model), model.state_dict(), {})
+    assert not needs_protocol(slots_of(model).modules, model.state_dict(), {})
     change(model)
-    assert needs_walk(slots_of(model), model.state_dict(), {})
+    assert needs_protocol(slots_of(model).modules, model.state_dict(), {})
 
 
 class Old(nn.Module):
@@ -126,7 +123,7 @@ def test_counters_of_batch_norm_are_added_as_in_torch(
     state = OrderedDict((name, value + 1) for name, value in saved.state_dict().items() if name not in names)
     versions = {"": {"version": 1}, "norm": {"version": 1}}
     versions |= {prefix: {} if version is None else {"version": version} for prefix in ("norm.0", "norm.1")}
-    assert needs_walk(slots_of(ours), state.keys(), versions) == bool(missing)
+    assert needs_protocol(slots_of(ours).modules, state.keys(), versions) == bool(missing)
     state._metadata = versions  # type: ignore[attr-defined]
     outcome = theirs.load_state_dict(state, strict=False)
     source: object = state
@@ -141,9 +138,9 @@ def test_counters_of_batch_norm_are_added_as_in_torch(
 
 @pytest.mark.parametrize("versions", [{"": {"assign_to_params_buffers": True}}, {"": 1}, "text"])
 def test_versions_that_torch_reads_itself_need_a_walk(versions: object) -> None:
-    assert needs_walk(slots_of(Plain()), ["scale"], versions)
-    assert not needs_walk(slots_of(Plain()), ["scale"], {"": {"version": 1}})
-    assert needs_walk(slots_of(Plain()), [("scale",)], None)
+    assert needs_protocol(slots_of(Plain()).modules, ["scale"], versions)
+    assert not needs_protocol(slots_of(Plain()).modules, ["scale"], {"": {"version": 1}})
+    assert needs_protocol(slots_of(Plain()).modules, [("scale",)], None)
 
 
 def test_a_load_state_dict_that_only_compares_names_says_what_torch_says() -> None:

@@ -81,7 +81,8 @@ class Checkpoint(Mapping[str, TensorSpec], Shown):
         """The fingerprint of each file when its header was read. A file that has changed since is not read."""
         self.key = key or ""
         """The dotted path of this part of the source; empty for the whole source."""
-        flat = flatten(contents.tree, source)
+        tree = contents.tree
+        flat = FlatTree(tree, {}, [""]) if isinstance(tree, StoredTensors) else flatten(tree, source)
         self.flat = _below(flat, key, source) if key else flat
         """Tensors, values and containers by path. Must not be modified."""
         if contents.format == "mapping":
@@ -244,7 +245,7 @@ class Checkpoint(Mapping[str, TensorSpec], Shown):
             except KeyNotFoundError:
                 head, _, tail = path.rpartition(".")
                 path, rest = head, f"{tail}.{rest}" if rest else tail
-        saved = version_metadata(node)
+        saved = node.versions if isinstance(node, StoredTensors) else version_metadata(node)
         if saved is None:
             return None
         within = {str(k): dict(v) for k, v in saved.items() if isinstance(v, Mapping)}

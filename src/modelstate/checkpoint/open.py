@@ -237,13 +237,25 @@ def open(
         >>> checkpoint["layer.weight"]
         TensorSpec(name='layer.weight', shape=(2, 3), dtype=torch.float32)
     """
+    with gc_paused():
+        return open_source(source, key, allow, skip_forbidden, combine, cache)
+
+
+def open_source(
+    source: Source | Sequence[Source],
+    key: str | None = None,
+    allow: Sequence[object] = (),
+    skip_forbidden: bool = False,
+    combine: Combination | CombineFunction | None = None,
+    cache: Cache | None = None,
+) -> Checkpoint:
+    """As `open`, for callers that have checked their call and paused the garbage collector."""
     if cache is not None:
         check_cache(cache)
     if isinstance(source, list | tuple):
         from modelstate.checkpoint.combine import combine as combined
 
-        opened = [open(entry, key=key, allow=allow, skip_forbidden=skip_forbidden, cache=cache) for entry in source]
-        return combined(opened, combine)
+        return combined([open_source(entry, key, allow, skip_forbidden, cache=cache) for entry in source], combine)
     if combine is not None:
         raise OptionError(
             "combine= is for several checkpoints", expected="a list of sources", found=type(source).__name__
@@ -251,27 +263,25 @@ def open(
     if isinstance(source, Checkpoint):
         return source if key is None else source.select(key)
     if isinstance(source, Mapping):
-        with gc_paused():
-            return Checkpoint(Contents("mapping", source), source="mapping", key=key)
+        return Checkpoint(Contents("mapping", source), source="mapping", key=key)
     name = os.fspath(source) if isinstance(source, str | os.PathLike) else None
     if not isinstance(name, str):
         raise _no_source(source)
-    with gc_paused():
-        read = partial(_read_file, allow=allow, skip_forbidden=skip_forbidden)
-        # Of a repository it is the directory of a commit in the cache of the hub, or a URL.
-        repository = _repository(source) if isinstance(source, str) else None
-        asked, given = name, repository or name
-        if is_remote(given):
-            name = locate(given).url
-            with opened_once(cache):
-                contents = read(_remote_file(given))
-        else:
-            path = local_path(given)
-            contents = read(path if os.path.isfile(path) else _at_no_file(path, given))
-        if repository:
-            commit = os.path.basename(repository).rpartition("@")[2]
-            name = f"hf://{asked.partition('@')[0]}@{commit}"
-        return Checkpoint(contents, source=name, key=key)
+    read = partial(_read_file, allow=allow, skip_forbidden=skip_forbidden)
+    # Of a repository it is the directory of a commit in the cache of the hub, or a URL.
+    repository = _repository(source) if isinstance(source, str) else None
+    asked, given = name, repository or name
+    if "://" in given and is_remote(given):
+        name = locate(given).url
+        with opened_once(cache):
+            contents = read(_remote_file(given))
+    else:
+        path = local_path(given)
+        contents = read(path if os.path.isfile(path) else _at_no_file(path, given))
+    if repository:
+        commit = os.path.basename(repository).rpartition("@")[2]
+        name = f"hf://{asked.partition('@')[0]}@{commit}"
+    return Checkpoint(contents, source=name, key=key)
 
 
 def _no_source(source: object) -> SourceTypeError:

@@ -162,7 +162,11 @@ def apply(tensors: StoredTensors, text: str, path: str, place: str, allow: Seque
             raise damaged(where, f"{quote(name)} is both a tensor and another value")
         state[name] = Encoded(tree, hidden, f"{path}: {name}")
     if "versions" in manifest:
-        set_version_metadata(state, _versions(manifest["versions"], where))
+        versions = _versions(manifest["versions"], where)
+        if isinstance(state, StoredTensors):
+            state.versions = versions
+        else:
+            set_version_metadata(state, versions)
     return ManifestState(state, metadata, checksums)
 
 

@@ -121,17 +121,18 @@ def _read(index_path: str, index: Index, read_file: Callable[[str], Contents], a
     trees = {shard: _flat(shard, contents[shard].tree, index_path) for shard in shards}
     _check_names(index_path, weight_map, trees)
 
-    tables = [tree for tree in trees.values() if isinstance(tree, StoredTensors)]
-    merged: Mapping[str, Any]
-    if len(tables) == len(trees):
-        merged = StoredTensors.joined(tables)
-    else:
-        merged = OrderedDict((name, value) for tree in trees.values() for name, value in tree.items())
     versions: OrderedDict[str, object] = OrderedDict()
     for tree in trees.values():
         versions.update(version_metadata(tree) or {})
-    if versions:
-        set_version_metadata(merged, versions)
+    tables = [tree for tree in trees.values() if isinstance(tree, StoredTensors)]
+    merged: Mapping[str, Any]
+    if len(tables) == len(trees):
+        merged = joined = StoredTensors.joined(tables)
+        joined.versions = versions or None
+    else:
+        merged = OrderedDict((name, value) for tree in trees.values() for name, value in tree.items())
+        if versions:
+            set_version_metadata(merged, versions)
     formats = sorted({shard.format for shard in contents.values()})
     checksums = LazyMapping(
         lambda: {extent: checksum for shard in contents.values() for extent, checksum in shard.checksums.items()}

@@ -88,8 +88,6 @@ def flatten(tree: object, where: str) -> FlatTree:
     contains itself, is nested deeper than 500 levels, or has more than 5 million nodes (a few shared lists can stand
     for more values than fit in memory).
     """
-    if isinstance(tree, StoredTensors):
-        return FlatTree(tree, {}, [""])
     flat = FlatTree()
     _Flattener(flat, where).visit(tree, "", 0)
     return flat
@@ -264,7 +262,7 @@ def empty_like(node: Mapping[object, object]) -> dict[Any, Any]:
         return defaultdict(node.default_factory)
     if type(node) is OrderedDict:
         return OrderedDict()
-    if isinstance(node, StoredTensors) and version_metadata(node) is not None:
+    if isinstance(node, StoredTensors) and node.versions is not None:
         return OrderedDict()
     return Counter() if type(node) is Counter else {}
 

@@ -26,7 +26,7 @@ from modelstate.io import system
 from modelstate.remote.cache import Cache
 from modelstate.remote.file import RemoteFile, opened
 from modelstate.remote.location import is_remote, redacted_url
-from modelstate.text_format import note_given
+from modelstate.text_format import given_directories, note_given
 
 NOT_FOUND = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG)
 """The errors of the operating system that mean that there is no file at a path."""
@@ -71,7 +71,8 @@ def local_path(path: str) -> str:
         path = unquote(urlsplit(path).path)
     # Normalizing `x/..` away would be wrong where x is a symbolic link.
     absolute = os.path.abspath(path) if ".." not in path.split(os.sep) else os.path.join(os.getcwd(), path)
-    note_given(absolute, path)
+    if absolute != path or given_directories:
+        note_given(absolute, path)
     return absolute
 
 
@@ -314,7 +315,7 @@ class SourceFile:
             SourceAccessError: The permission to read is missing.
             ReadFailedError: Any other error of the operating system.
         """
-        self.path, self._remote = path, opened(path) if is_remote(path) else None
+        self.path, self._remote = path, opened(path) if "://" in path and is_remote(path) else None
         status: os.stat_result | RemoteFile
         if self._remote is not None:
             status = self._remote

@@ -19,6 +19,7 @@ from modelstate.checkpoint.open import (
     checked_call,
     is_module,
     is_source,
+    open_source,
 )
 from modelstate.checkpoint.open import open as open_checkpoint
 from modelstate.distributed.agreement import NOTHING_CHANGED, TIMEOUT_SECONDS, Agreement, agreement_of
@@ -562,7 +563,10 @@ def prepare(
         reshard(transaction.root)
     view = ModelSchemaView(transaction.root)
     if not isinstance(source, LoadPlan):
-        matched = match(open_checkpoint(source), options, view)
+        # A load with a transform has not paused the garbage collector.
+        with nullcontext() if options.transform is None else gc_paused():
+            checkpoint = open_source(source)
+        matched = match(checkpoint, options, view)
     elif options == Options():
         matched = source.binding.matched
     else:

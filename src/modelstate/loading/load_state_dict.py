@@ -11,13 +11,14 @@ from torch import nn
 
 from modelstate.checkpoint.open import checked_call, is_module, is_source
 from modelstate.planning.assignment import copy_cannot_fail
-from modelstate.planning.recorder import IncompatibleKeys, Owner, compare_names, needs_walk, walk
+from modelstate.planning.recorder import IncompatibleKeys, Owner, walk
 from modelstate.process import gc_paused
 from modelstate.torch_compat.modules import IncompatibleKeys as ReturnedKeys
+from modelstate.torch_compat.modules import needs_protocol
 from modelstate.torch_compat.plain import has_its_memory, is_plain, is_sharded, same_place
 from modelstate.torch_compat.private import has_registration_hooks, use_count
 from modelstate.torch_compat.sharding import refresh_shards, reshard
-from modelstate.transaction.slots import slots_of
+from modelstate.transaction.slots import compare_names, slots_of
 from modelstate.transaction.swap_tensors import exchange
 from modelstate.transaction.transaction import Transaction, Write, exclusive
 
@@ -68,7 +69,7 @@ def load_state_dict(
         sink = _TorchSink(transaction)
         with gc_paused():
             slots = slots_of(module)
-            if assign or needs_walk(slots, state_dict.keys(), versions):
+            if assign or needs_protocol(slots.modules, state_dict.keys(), versions):
                 walk(
                     module,
                     slots,
@@ -80,7 +81,8 @@ def load_state_dict(
                     outcome=outcome,
                 )
             else:
-                for key in compare_names(slots, state_dict.keys(), outcome):
+                common, outcome.missing, outcome.unexpected = compare_names(slots, state_dict.keys())
+                for key in common:
                     sink.tensor(key, slots.by_name[key].tensor, state_dict[key], None, outcome.errors)
         _raise_errors(module, outcome, strict)
         transaction.register_undo(refresh_shards(module.modules()))

@@ -6,6 +6,7 @@ their bytes. Everything that could keep the writes from being executed has then 
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 
 import torch
 from torch import nn
@@ -19,9 +20,7 @@ from modelstate.planning.plan import LoadPlan, Step
 from modelstate.planning.preparation import Preparation
 from modelstate.planning.recorder import (
     IncompatibleKeys,
-    compare_names,
     loads_by_version,
-    needs_walk,
     walk,
 )
 from modelstate.problems import (
@@ -40,9 +39,9 @@ from modelstate.problems import (
 from modelstate.rules.expression import lacks_values
 from modelstate.spec import StoredComposite
 from modelstate.torch_compat.dtypes import short
-from modelstate.torch_compat.modules import runs_loading_code
+from modelstate.torch_compat.modules import needs_protocol, runs_loading_code
 from modelstate.torch_compat.plain import is_plain, is_quantized
-from modelstate.transaction.slots import HIDDEN, PARAMETER, Slot, signatures, slots_of
+from modelstate.transaction.slots import HIDDEN, PARAMETER, Slot, compare_names, signatures, slots_of
 
 _FITS_IN_PART = (
     "transformers' conversion mapping makes the names fit only in part, and the model's own loading code takes the "
@@ -57,7 +56,7 @@ def record(preparation: Preparation) -> None:
     preparation.problems += matched.applied.problems
     outcome = IncompatibleKeys()
     names = matched.applied.entries.keys()
-    if needs_walk(slots, names, matched.versions):
+    if needs_protocol(slots.modules, names, matched.versions):
         with model_errors("the model's own loading code", preparation.model):
             walk(
                 preparation.model,
@@ -69,9 +68,10 @@ def record(preparation: Preparation) -> None:
                 sink=preparation,
                 outcome=outcome,
             )
-    elif left := compare_names(slots, names, outcome, preparation.take_plain()):
-        with model_errors("code of a tensor subclass or a transform", preparation.model):
-            for name in left:
+    else:
+        common, outcome.missing, outcome.unexpected = compare_names(slots, names, preparation.take_plain())
+        with model_errors("code of a tensor subclass or a transform", preparation.model) if common else nullcontext():
+            for name in common:
                 value = preparation.incoming[name]
                 preparation.tensor(name, slots.by_name[name].tensor, value, None, outcome.errors)
     if transaction.armed or preparation.quantized:

@@ -5,17 +5,16 @@ its overrides, `set_extra_state`, post-hooks. Each tensor that the base class wo
 defer the write. `walk` groups the names by child once. The base class searches the whole state dict for every child,
 which is quadratic for a module with many children.
 
-Most models have no loading code of their own. `needs_walk` tells them apart, and `compare_names` does what the protocol
-does for them.
+Most models have no loading code of their own. `torch_compat.modules.needs_protocol` tells them apart, and
+`transaction.slots.compare_names` does what the protocol does for them.
 """
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Iterator, KeysView, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from copy import copy
 from dataclasses import dataclass, field
-from operator import itemgetter
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -26,7 +25,6 @@ from modelstate.torch_compat.modules import IncompatibleKeys as ReturnedKeys
 from modelstate.torch_compat.modules import (
     MethodOverride,
     Overrides,
-    have_plain_names,
     load_from_state_dict,
     load_post_hooks,
     load_pre_hooks,
@@ -35,7 +33,6 @@ from modelstate.torch_compat.modules import (
     own_buffers,
     own_modules,
     own_parameters,
-    runs_loading_code,
 )
 from modelstate.torch_compat.values import set_version_metadata
 from modelstate.transaction.slots import Slots
@@ -74,16 +71,6 @@ class Owner(NamedTuple):
     name: str
 
 
-def needs_walk(slots: Slots, names: Collection[object], versions: object) -> bool:
-    """Whether a load of values with these names makes the calls of the protocol: it may run code of the modules."""
-    # The versions may contain the flag that torch's `assign=True` leaves there.
-    saved_versions = versions.values() if isinstance(versions, Mapping) else () if versions is None else (None,)
-    asks = any(not isinstance(saved, Mapping) or "assign_to_params_buffers" in saved for saved in saved_versions)
-    if asks or runs_loading_code(slots.modules, names):
-        return True
-    return not ({str}.issuperset(map(type, names)) and have_plain_names(slots.modules.values()))
-
-
 def walk(
     root: nn.Module,
     slots: Slots,
@@ -106,47 +93,6 @@ def walk(
         set_version_metadata(ordered, versions)
     with _patched(recording) if any(map(recording.overriding.has, modules)) else nullcontext():
         _visit(recording, root, ordered, "", versions, assign)
-
-
-def compare_names(
-    slots: Slots, given: KeysView[str], outcome: IncompatibleKeys, taken: Collection[str] = ()
-) -> list[str]:
-    """Does what the protocol does for modules without code of their own: compares the names.
-
-    Missing and unexpected names are recorded in torch's order.
-
-    Args:
-        slots: The slots of the model.
-        given: The names of the values.
-        outcome: Gets the names that only one side has.
-        taken: Names on both sides whose values are taken already.
-
-    Returns:
-        The names on both sides whose values are not taken, in the order of the slots.
-    """
-    left_out, common = slots.left_out, list[str]()
-    if len(taken) < len(slots.by_name):
-        for key in slots.by_name:
-            if key in left_out or key in taken:
-                continue
-            (common if key in given else outcome.missing).append(key)
-    if len(taken) == len(given):
-        return common
-    left = [key for key in given if key not in slots.by_name or key in left_out]
-    if not left:
-        return common
-    positions = {prefix: position for position, prefix in enumerate(slots.modules)}
-    unexpected: list[tuple[int, bool, str]] = []
-    for key in left:
-        prefix = key[: key.rfind(".") + 1]
-        while prefix not in positions:
-            prefix = prefix[: prefix.rfind(".", 0, -1) + 1]
-        name, dot, _ = key[len(prefix) :].partition(".")
-        # torch ignores keys below a child that is None.
-        if not (dot and name in own_modules(slots.modules[prefix])):
-            unexpected.append((positions[prefix], dot != "" or name != EXTRA_STATE, key))
-    outcome.unexpected += [key for _, _, key in sorted(unexpected, key=itemgetter(0, 1))]
-    return common
 
 
 @dataclass(slots=True, weakref_slot=True, eq=False)

@@ -3,7 +3,7 @@
 import copy
 import sys
 import threading
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache, wraps
 from types import CodeType
@@ -88,11 +88,22 @@ def tensors_of(modules: Iterable[torch.nn.Module]) -> list[torch.Tensor]:
     ]
 
 
-def have_plain_names(modules: Iterable[torch.nn.Module]) -> bool:
-    """Whether no tensor and no submodule has a name with a dot."""
-    return not any(
+def needs_protocol(modules: Mapping[str, torch.nn.Module], names: Collection[object], versions: object) -> bool:
+    """Whether a load makes the calls of torch's loading protocol: it may run code of the modules, or depend on them.
+
+    Args:
+        modules: The modules by the prefixes of their names, such as "encoder.0.".
+        names: The names of the values.
+        versions: The versions of the modules that were saved with the values; None without versions.
+    """
+    # The versions may contain the flag that torch's `assign=True` leaves there.
+    saved_versions = versions.values() if isinstance(versions, Mapping) else () if versions is None else (None,)
+    asks = any(not isinstance(saved, Mapping) or "assign_to_params_buffers" in saved for saved in saved_versions)
+    if asks or runs_loading_code(modules, names) or not {str}.issuperset(map(type, names)):
+        return True
+    return any(
         "." in name
-        for module in modules
+        for module in modules.values()
         for table in (module._parameters, module._buffers, module._modules)
         for name in table.keys()  # noqa: SIM118  (TorchScript's)
     )

@@ -10,6 +10,8 @@ import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from modelstate.spec import StoredTensors
+
 if TYPE_CHECKING:
     import torch
     from typing_extensions import TypeIs
@@ -41,6 +43,6 @@ def set_version_metadata(state_dict: Mapping[Any, object], versions: Mapping[str
 
 
 def version_metadata(state_dict: object) -> Mapping[str, object] | None:
-    """The version metadata of modules that `state_dict()` and `set_version_metadata` attach; None without it."""
-    versions = getattr(state_dict, "_metadata", None)
+    """The version metadata of modules that `state_dict()` or a reader attaches; None without it."""
+    versions = state_dict.versions if isinstance(state_dict, StoredTensors) else getattr(state_dict, "_metadata", None)
     return versions if isinstance(versions, Mapping) else None

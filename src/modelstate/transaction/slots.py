@@ -1,8 +1,9 @@
 """The slots of a module that a load can fill, and which of them share memory."""
 
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, KeysView, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -11,7 +12,7 @@ from torch import nn
 
 from modelstate.formats.tree import EXTRA_STATE
 from modelstate.torch_compat.dtypes import short
-from modelstate.torch_compat.modules import module_tables, non_persistent_buffers
+from modelstate.torch_compat.modules import module_tables, non_persistent_buffers, own_modules
 from modelstate.torch_compat.plain import has_its_memory, is_plain, is_sharded, same_place
 from modelstate.torch_compat.private import address_range, storage_id
 from modelstate.torch_compat.sharding import local_tensor
@@ -95,6 +96,50 @@ def slots_of(root: nn.Module) -> Slots:
     return Slots(
         tuple(found.values()), by_name, frozenset(left_out), frozenset(empty), frozenset(lazy), tuple(extra), modules
     )
+
+
+class ComparedNames(NamedTuple):
+    """The names of values and of slots, compared."""
+
+    common: list[str]
+    """On both sides, in the order of the slots; without those whose values have been taken already."""
+    missing: list[str]
+    """Of slots without a value, in torch's order."""
+    unexpected: list[str]
+    """Of values without a slot, in torch's order."""
+
+
+def compare_names(slots: Slots, given: KeysView[str], taken: Collection[str] = ()) -> ComparedNames:
+    """Does what torch's loading protocol does for modules without code of their own: compares the names.
+
+    Args:
+        slots: The slots of the model.
+        given: The names of the values.
+        taken: Names on both sides whose values are taken already.
+    """
+    left_out, compared = slots.left_out, ComparedNames([], [], [])
+    if len(taken) < len(slots.by_name):
+        for key in slots.by_name:
+            if key in left_out or key in taken:
+                continue
+            (compared.common if key in given else compared.missing).append(key)
+    if len(taken) == len(given):
+        return compared
+    left = [key for key in given if key not in slots.by_name or key in left_out]
+    if not left:
+        return compared
+    positions = {prefix: position for position, prefix in enumerate(slots.modules)}
+    unexpected: list[tuple[int, bool, str]] = []
+    for key in left:
+        prefix = key[: key.rfind(".") + 1]
+        while prefix not in positions:
+            prefix = prefix[: prefix.rfind(".", 0, -1) + 1]
+        name, dot, _ = key[len(prefix) :].partition(".")
+        # torch ignores keys below a child that is None.
+        if not (dot and name in own_modules(slots.modules[prefix])):
+            unexpected.append((positions[prefix], dot != "" or name != EXTRA_STATE, key))
+    compared.unexpected.extend(key for _, _, key in sorted(unexpected, key=itemgetter(0, 1)))
+    return compared
 
 
 class SlotSignature(NamedTuple):
