@@ -31,7 +31,6 @@ from modelstate.cli.common import (
     user_code,
 )
 from modelstate.cli.diff import diff
-from modelstate.cli.get import get
 from modelstate.cli.live import live
 from modelstate.cli.store import is_store, store, verify_steps
 from modelstate.text_format import columns, listed, printable_lines
@@ -44,33 +43,17 @@ if TYPE_CHECKING:
     from modelstate.loading.mesh_plan import MeshPlan
 
 
-def _show_completion(context: click.Context, _: click.Parameter, shell: str | None) -> None:
-    from click.shell_completion import get_completion_class
-
-    if shell is not None and (completion := get_completion_class(shell)):
-        click.echo(completion(context.command, {}, "modelstate", "_MODELSTATE_COMPLETE").source())
-        context.exit()
-
-
 @click.group(
     "modelstate",
     context_settings={"show_default": True},
     epilog="Exit codes: 0 all is well, 1 problems were found, 2 the command line is wrong.",
 )
 @click.version_option(__version__, message="modelstate %(version)s", help="Print the version and exit.")
-@click.option(
-    "--show-completion",
-    type=click.Choice(["bash", "zsh", "fish"]),
-    callback=_show_completion,
-    is_eager=True,
-    expose_value=False,
-    help="Print the script with which a shell completes commands and options, and exit.",
-)
 def app() -> None:
     """Move model state between files and live PyTorch models."""
 
 
-for _command in (diff, get, store, live):
+for _command in (diff, store, live):
     app.add_command(_command)
 
 _model = click.argument(
