@@ -17,6 +17,7 @@ stopped for longer than the break time. Both are errors (`ReadFailedError`), and
 """
 
 import errno
+import mmap
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -48,10 +49,11 @@ _SCRATCH_BYTES = 1 << 20
 
 
 class _Scratch:
-    """A buffer that all files of one load share: hardly any read needs it."""
+    """A buffer that all files of one load share: hardly any read needs it, so its pages are made when one does."""
 
     def __init__(self) -> None:
-        self._memory, self._lock = memoryview(bytearray(_SCRATCH_BYTES)), threading.Lock()
+        memory = mmap.mmap(-1, _SCRATCH_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self._memory, self._lock = memoryview(memory), threading.Lock()
 
     def read(self, descriptor: int, buffers: Sequence[memoryview], offset: int) -> int:
         """As `os.preadv`, but the buffers are written to only when the read has succeeded."""
