@@ -37,7 +37,7 @@ def laughs(levels: int) -> bytes:
 
 def copies(call: bytes, times: int) -> bytes:
     """Asks for many copies of one large argument."""
-    return b"\x80\x02(" + call + (b"h\0h\1\x85R" * times) + b"l."
+    return b"\x80\x02](" + call + (b"h\0h\1\x85R" * times) + b"e."
 
 
 def test_containers_that_cannot_be_loaded_have_a_remedy(tmp_path: Path) -> None:

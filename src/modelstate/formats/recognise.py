@@ -35,11 +35,10 @@ _INDEX_SUFFIX = ".index.json"
 _DCP_HEAD_BYTES = 512
 LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
 _MAGIC_PICKLE = re.compile(
-    rb"(?:\x80[\x02-\x05](?:\x95.{8})?\x8a\x0a%b|L%dL?\n)\."
-    % (re.escape(LEGACY_MAGIC.to_bytes(10, "little", signed=True)), LEGACY_MAGIC),
+    rb"\x80[\x02-\x05](?:\x95.{8})?\x8a\x0a%b\." % re.escape(LEGACY_MAGIC.to_bytes(10, "little", signed=True)),
     re.DOTALL,
 )
-"""The pickle of `LEGACY_MAGIC` with which such a stream begins, in the protocols 0 to 5. The first byte alone does not
+"""The pickle of `LEGACY_MAGIC` with which such a stream begins, in the protocols 2 to 5. The first byte alone does not
 tell: a safetensors file may begin with \\x80, too, as the first byte of a length."""
 _SAFETENSORS_FIELDS = (b'"dtype"', b'"shape"', b'"data_offsets"', b'"__metadata__"')
 _JSON_OBJECT = re.compile(rb"[ \t\n\r]*\{[ \t\n\r]*[\"}]")

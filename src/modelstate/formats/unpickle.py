@@ -1,9 +1,9 @@
 """A pickle machine that creates plain values and descriptions, and runs no code of the pickle.
 
-The machine implements the opcodes, and creates the types that opcodes create themselves. It looks up names with a
-`Find`, whose answers never run anything that the pickle could choose. A class or function becomes a placeholder or a
-description of the call. Every step costs time and memory in proportion to the bytes that it consumes, or counts against
-a budget.
+The machine implements the opcodes of the protocols 2 to 5, and creates the types that opcodes create themselves. It
+looks up names with a `Find`, whose answers never run anything that the pickle could choose. A class or function becomes
+a placeholder or a description of the call. Every step costs time and memory in proportion to the bytes that it
+consumes, or counts against a budget.
 
 `pickle.Unpickler` cannot replace the machine, even with an inert `find_class`. It hashes a key of a dict before our
 code sees the key: a nested tuple overflows the C stack and ends the process, and keys of equal hashes take quadratic
@@ -339,7 +339,7 @@ class _Machine:
                     self.pos, self.stack = pos, stack
                     act = _TABLE[op]
                     if act is None:
-                        raise damaged("an opcode that no checkpoint has", f"0x{op:02x} at byte {pos - 1}")
+                        raise damaged("an opcode of none of the protocols 2 to 5", f"0x{op:02x} at byte {pos - 1}")
                     act(self)
                     pos, stack = self.pos, self.stack
         finally:
@@ -430,16 +430,13 @@ class _Machine:
     def number(self, nbytes: int) -> int:
         return int.from_bytes(self.take(nbytes), "little")
 
-    def raw_line(self) -> bytes:
+    def line(self) -> str:
         end = self.data.find(b"\n", self.pos)
         if end < 0:
             raise _ends_early(len(self.data))
         piece = self.data[self.pos : end]
         self.pos = end + 1
-        return piece
-
-    def line(self) -> str:
-        return self.raw_line().decode("utf-8")
+        return piece.decode("utf-8")
 
     def push(self, value: object) -> None:
         self.stack.append(value)
@@ -465,13 +462,11 @@ class _Machine:
         self.push(int.from_bytes(self.take(nbytes), "little", signed=True))
 
     def int_line(self) -> None:
+        """Python 2 wrote integers of more than 32 bits as text, also in protocol 2."""
         line = self.line()
-        if line in ("00", "01"):
-            self.push(line == "01")
-            return
         if len(line) > MAX_INT_BYTES:
             raise damaged("an integer that is too large", f"{len(line)} digits")
-        self.push(int(line.removesuffix("L")))
+        self.push(int(line))
 
     # Names, calls and objects.
 
@@ -573,26 +568,11 @@ class _Machine:
         elif kind is not InvalidTensor:
             raise damaged("a state for a value without a state", kind.__name__)
 
-    def marked_dict(self) -> None:
-        items = self.pop_mark()
-        self.push({})
-        self.insert(items)
-
     def frozen_set(self) -> None:
         items = self.pop_mark()
         for item in items:
             check_key(item)
         self.push(frozenset(items))
-
-    def instance(self) -> None:
-        module, name = self.line(), self.line()
-        args = tuple(self.pop_mark())
-        self.name(module, name)
-        self.push(self.call(self.stack.pop(), args))
-
-    def old_object(self) -> None:
-        cls, *args = self.pop_mark()
-        self.push(self.call(cls, tuple(args)))
 
     def new_ex(self) -> None:
         kwargs, args = self.stack.pop(), self.stack.pop()
@@ -646,12 +626,9 @@ def _table() -> list[Callable[[_Machine], object] | None]:
         pickle.NONE: lambda m: m.push(None),
         pickle.NEWTRUE: lambda m: m.push(True),
         pickle.INT: _Machine.int_line,
-        pickle.LONG: _Machine.int_line,
         pickle.LONG1: lambda m: m.long(m.number(1)),
         pickle.LONG4: lambda m: m.long(m.number(4)),
-        pickle.FLOAT: lambda m: m.push(float(m.line())),
         pickle.BINFLOAT: lambda m: m.push(struct.unpack(">d", m.take(8))[0]),
-        pickle.UNICODE: lambda m: m.push(m.raw_line().decode("raw-unicode-escape")),
         pickle.SHORT_BINUNICODE: lambda m: m.text(m.number(1)),
         pickle.BINUNICODE8: lambda m: m.text(m.number(8)),
         pickle.SHORT_BINSTRING: lambda m: m.old_string(m.take(m.number(1))),
@@ -663,8 +640,6 @@ def _table() -> list[Callable[[_Machine], object] | None]:
         pickle.EMPTY_LIST: lambda m: m.push([]),
         pickle.EMPTY_DICT: lambda m: m.push({}),
         pickle.EMPTY_SET: lambda m: m.push(set()),
-        pickle.LIST: lambda m: m.push(m.pop_mark()),
-        pickle.DICT: _Machine.marked_dict,
         pickle.FROZENSET: _Machine.frozen_set,
         pickle.TUPLE3: _Machine.tuple3,
         pickle.APPEND: lambda m: m.extend([m.stack.pop()]),
@@ -674,18 +649,13 @@ def _table() -> list[Callable[[_Machine], object] | None]:
         pickle.SETITEMS: lambda m: m.insert(m.pop_mark()),
         pickle.POP: _Machine.pop,
         pickle.POP_MARK: lambda m: m.pop_mark(),
-        pickle.DUP: lambda m: m.push(m.stack[-1]),
-        pickle.GET: lambda m: m.push(m.memo[int(m.line()[:20])]),
         pickle.LONG_BINGET: lambda m: m.push(m.memo[m.number(4)]),
-        pickle.PUT: lambda m: m.memo.__setitem__(int(m.line()[:20]), m.stack[-1]),
         pickle.MEMOIZE: lambda m: m.memo.append(m.stack[-1]),
         pickle.GLOBAL: lambda m: m.name(m.line(), m.line()),
         pickle.STACK_GLOBAL: _Machine.stack_global,
         pickle.NEWOBJ: _Machine.new_obj,
         pickle.NEWOBJ_EX: _Machine.new_ex,
         pickle.BUILD: lambda m: m.build(m.stack.pop()),
-        pickle.INST: _Machine.instance,
-        pickle.OBJ: _Machine.old_object,
     }
     table: list[Callable[[_Machine], object] | None] = [None] * 256
     for opcode, action in actions.items():
