@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from modelstate.io import system
-from modelstate.testing import LossyDisk, lossy_disk
+from tests.lossy_disk import LossyDisk, lossy_disk
 from tests.objects.saves import KINDS, NAME, PAIRS, save, version_at
 
 SEEDS = range(4)

@@ -17,7 +17,7 @@ from modelstate.formats.block_writer import past_page_cache, write_blocks
 from modelstate.io import system
 from modelstate.io.atomic import new_file
 from modelstate.io.linux import cached_share
-from modelstate.testing import lossy_disk
+from tests.lossy_disk import lossy_disk
 from tests.objects import saves
 from tests.objects.saves import NAME, save, version_at
 from tests.objects.test_save_faults import sweep

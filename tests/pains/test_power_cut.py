@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import modelstate as ms
-from modelstate.testing import lossy_disk
+from tests.lossy_disk import lossy_disk
 
 SAVERS = {
     "torch": "torch.save",

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 import modelstate as ms
-from modelstate.testing import lossy_disk
+from tests.lossy_disk import lossy_disk
 from tests.store.common import litter
 from tests.store.killed import Job
 from tests.sweeps import spread

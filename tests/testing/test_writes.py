@@ -12,8 +12,9 @@ import torch
 import modelstate as ms
 from modelstate.errors import OptionError, WriteFailedError
 from modelstate.io import system
-from modelstate.testing import faulty_reads, faulty_writes, lossy_disk
+from modelstate.testing import faulty_reads, faulty_writes
 from modelstate.testing.faults import WRITE_CALLS
+from tests.lossy_disk import lossy_disk
 
 
 def save(path: Path) -> None:
@@ -169,10 +170,3 @@ def test_directories(tmp_path: Path) -> None:
     assert everything == {"old": b"OLD!", "x": b"x"}
     assert safe in drawn
     assert everything in drawn
-
-
-def test_another_choice_than_there_is(tmp_path: Path) -> None:
-    with lossy_disk(tmp_path) as disk:
-        pass
-    with pytest.raises(OptionError, match="keep="):
-        disk.write(tmp_path / "x", 0, "half")  # type: ignore[arg-type]

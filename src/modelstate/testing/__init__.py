@@ -1,7 +1,5 @@
-"""Tools for tests: system calls and HTTP requests that fail on demand, and the state of a disk after a power cut."""
+"""Tools for tests: system calls and HTTP requests that fail on demand."""
 
-from modelstate.testing.disk import LossyDisk as LossyDisk
-from modelstate.testing.disk import lossy_disk as lossy_disk
 from modelstate.testing.faults import Faults as Faults
 from modelstate.testing.faults import Request as Request
 from modelstate.testing.faults import faulty_reads as faulty_reads

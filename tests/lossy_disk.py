@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from modelstate.errors import OptionError
 from modelstate.io import system
 from modelstate.testing.faults import WRITE_CALLS, replaced
 
@@ -99,12 +98,7 @@ class LossyDisk:
             point: the number of calls before the power cut.
             keep: "synced" for only what is safe, "everything" for everything that was written, or a number, the seed of
                 a random choice of what is not safe.
-
-        Raises:
-            OptionError: `keep` has another value.
         """
-        if keep not in ("synced", "everything") and not isinstance(keep, int):
-            raise OptionError("keep= is unknown", expected='"synced", "everything" or a seed', found=repr(keep))
         draw = random.Random(keep) if isinstance(keep, int) else None
         root = _Replay(self._path, self._before, self._inodes).after(self._done[:point])
         _write(root, os.fspath(into), draw, keep == "everything")
@@ -237,7 +231,7 @@ def lossy_disk(directory: str | os.PathLike[str]) -> Iterator[LossyDisk]:
         directory: the directory to record.
 
     Examples:
-        >>> with modelstate.testing.lossy_disk(folder) as disk:
+        >>> with lossy_disk(folder) as disk:
         ...     modelstate.save(model, folder / "model.safetensors")
         >>> for point in range(len(disk.calls) + 1):
         ...     disk.write(f"after_{point}", point)
