@@ -162,7 +162,7 @@ def test_without_links_a_rename_will_do(tmp_path: Path, monkeypatch: pytest.Monk
     def fail(*args: Any, **named: Any) -> None:
         raise OSError(errno.EPERM, "no links here")
 
-    monkeypatch.setattr(os, "link", fail)
+    monkeypatch.setattr(system, "link", fail)
     put(tmp_path / "x", b"new", overwrite=False)
     assert (tmp_path / "x").read_bytes() == b"new"
     put(tmp_path / "x", b"newer")
@@ -181,8 +181,8 @@ def test_file_and_directory_are_synced_around_the_rename(tmp_path: Path, monkeyp
 
 
 def test_short_writes_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pwritev = os.pwritev
-    monkeypatch.setattr(os, "pwritev", lambda fd, buffers, at: pwritev(fd, [bytes(buffers[0][:7])], at))
+    pwritev = system.pwritev
+    monkeypatch.setattr(system, "pwritev", lambda fd, buffers, at: pwritev(fd, [bytes(buffers[0][:7])], at))
     with atomic_file(str(tmp_path / "x"), overwrite=True) as file:
         file.write_at(0, bytes(range(100)))
         file.write_at(50, b"")

@@ -184,6 +184,7 @@ def test_a_store_that_cannot_be_looked_at_for_a_while(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, code: int
 ) -> None:
     store, of, done, real = ms.Store(tmp_path), objects(), [], getattr(os, call)
+    calls = [(os, call), *[(system, "open_to_write")] * (call == "open")]
 
     def failing(path: Any = ".", *args: Any, **how: Any) -> Any:
         if str(tmp_path) in str(path):
@@ -195,11 +196,13 @@ def test_a_store_that_cannot_be_looked_at_for_a_while(
             done.append(number)
             if number == 3:
                 store.wait()
-                monkeypatch.setattr(os, call, failing)
+                for owner, name in calls:
+                    monkeypatch.setattr(owner, name, failing)
             if number == 5:
                 with suppress(OSError):
                     store.wait()
-                monkeypatch.setattr(os, call, real)
+                for owner, name in calls:
+                    monkeypatch.setattr(owner, name, real)
 
     with pytest.warns(SaveFailedWarning) as warned:
         train()

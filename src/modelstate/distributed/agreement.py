@@ -193,6 +193,8 @@ class Agreement:
 
         Raises what `phase` raises.
         """
+        if not self.is_collective:
+            return choose()
         with self.phase(name):
             return self.on_first(choose)
 

@@ -532,7 +532,7 @@ Metadata = Callable[[Mapping[str, str]], Mapping[str, str]]
 
 def why_not(name: object, tensor: torch.Tensor | LazyTensor) -> str:
     """The reason why the format does not have a plain tensor under a name; empty if it has."""
-    if not isinstance(name, str) or not is_unicode(name) or name == METADATA_NAME:
+    if not isinstance(name, str) or not (name.isascii() or is_unicode(name)) or name == METADATA_NAME:
         return "not a name that the format has"
     if str(tensor.dtype) not in NAMES:
         return f"{tensor.dtype}, which safetensors does not have"

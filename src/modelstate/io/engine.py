@@ -297,7 +297,7 @@ def for_each(
         items: The items. A thread takes the next one when it has processed the one before.
         worker: Called by each thread; yields the function that processes an item. The context ends normally when no
             item is left.
-        threads: The largest number of threads.
+        threads: The largest number of threads. A single one is the caller's own.
         on_done: Called with each processed item and the seconds that it took, by one thread at a time.
         with_torch: See `parallel_for`.
         takes_part: See `parallel_for`.
@@ -317,7 +317,10 @@ def for_each(
                     with lock:
                         on_done(item, time.perf_counter() - started)
 
-    parallel_for(work, threads, with_torch=with_torch, takes_part=takes_part)
+    if threads <= 1:
+        work(threading.Event())
+    else:
+        parallel_for(work, threads, with_torch=with_torch, takes_part=takes_part)
 
 
 def for_all(

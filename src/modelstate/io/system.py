@@ -7,8 +7,9 @@ import errno
 import fcntl
 import mmap as _mmap
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 
 from modelstate.io import linux
 
@@ -39,11 +40,9 @@ def mmap(descriptor: int, nbytes: int, flags: int, offset: int = 0) -> _mmap.mma
 
 fchmod, close, replace, unlink, mkdir, rmdir = os.fchmod, os.close, os.replace, os.unlink, os.mkdir, os.rmdir
 pwritev = os.pwritev
-
-
-def open_to_write(path: str, flags: int, mode: int = 0o666) -> int:
-    """`os.open`, for files that are written and directories that are synced."""
-    return os.open(path, flags | getattr(os, "O_CLOEXEC", 0), mode)
+open_to_write = os.open
+"""For files that are written, and directories that are synced."""
+link = partial(os.link, follow_symlinks=False)
 
 
 def fallocate(descriptor: int, nbytes: int) -> None:
@@ -52,16 +51,12 @@ def fallocate(descriptor: int, nbytes: int) -> None:
         os.posix_fallocate(descriptor, 0, nbytes)
 
 
-def fsync(descriptor: int) -> None:
-    """`os.fsync`; on macOS, where that leaves the data in the cache of the disk, `F_FULLFSYNC`."""
-    full = getattr(fcntl, "F_FULLFSYNC", None)
-    if full is not None:
-        with suppress(OSError):  # a file system that lacks it
-            fcntl.fcntl(descriptor, full)
-            return
+def _full_fsync(descriptor: int) -> None:
+    with suppress(OSError):  # a file system that lacks it
+        fcntl.fcntl(descriptor, fcntl.F_FULLFSYNC)  # type: ignore[attr-defined]
+        return
     os.fsync(descriptor)
 
 
-def link(source: str, target: str) -> None:
-    """`os.link`, which does not follow symbolic links."""
-    os.link(source, target, follow_symlinks=False)
+fsync: Callable[[int], None] = _full_fsync if hasattr(fcntl, "F_FULLFSYNC") else os.fsync
+"""On macOS, where `os.fsync` leaves the data in the cache of the disk, `F_FULLFSYNC`."""

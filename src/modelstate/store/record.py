@@ -270,7 +270,7 @@ def damaged(where: str, found: str) -> DamagedCheckpointError:
 
 def read_small(path: str, most_bytes: int, what: str) -> bytes:
     """Returns the content of a small file of a store. Raises `OpenError` and `ReadFailedError`."""
-    if not is_remote(path):
+    if "://" not in path or not is_remote(path):
         return read_whole(path, most_bytes, what)
     try:
         data = get(locate(path))
