@@ -300,7 +300,6 @@ class TestReading:
         for first, second in zip(free.tensors, limited.tensors, strict=True):
             assert first.difference is not None
             assert second.difference is not None
-            assert first.difference.ulps == second.difference.ulps
             assert first.difference.relative_l2 == pytest.approx(second.difference.relative_l2, rel=1e-5)
             assert first.difference.max_abs == second.difference.max_abs
 
@@ -426,7 +425,6 @@ class TestText:
                 "cosine": pytest.approx(6 / math.sqrt(5 * 7.25)),
                 "nan": [0, 0],
                 "infinite": [0, 0],
-                "ulps": [1, *[0] * 21, 1],
             },
         }
         assert found["added"] == [{"name": "new", "shape": [1], "dtype": "float32"}]
@@ -445,7 +443,6 @@ class TestRealPairs:
         for tensor in floats:
             assert tensor.status is Status.OTHER_DTYPE
             assert tensor.difference is not None
-            assert tensor.difference.ulps == (state[tensor.name].numel(),)  # rounding, and nothing else
             rounded = state[tensor.name].bfloat16().double()
             norm = float(state[tensor.name].double().norm())
             l2 = float((state[tensor.name].double() - rounded).norm()) / norm if norm else 0.0

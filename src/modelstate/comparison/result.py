@@ -291,7 +291,7 @@ def _values(values: Sequence[ValueDiff]) -> str:
     return "\n".join([f"values that are not tensors ({len(values):,}):", columns(rows), *more])
 
 
-_HEADS = ("name", "shape", "dtype", "changed", "max abs", "mean abs", "rel. L2", "cosine", "ULPs", "")
+_HEADS = ("name", "shape", "dtype", "changed", "max abs", "mean abs", "rel. L2", "cosine", "")
 
 
 def _table(tensors: Sequence[TensorDiff], top: int | None, fold: bool, width: int | None) -> str:
@@ -314,7 +314,7 @@ def _table(tensors: Sequence[TensorDiff], top: int | None, fold: bool, width: in
     more = [f"and {len(ordered) - len(shown):,} more rows"] if len(ordered) > len(shown) else []
     worst = "; of folded tensors, the largest difference" if any(len(group) > 1 for group in shown) else ""
     heading = f"tensors that differ, the largest change first{worst}:"
-    table = columns([_HEADS, *map(_row, shown)], right=range(3, 9), width=width, optional=(7, 5, 8, 1, 2, 9))
+    table = columns([_HEADS, *map(_row, shown)], right=range(3, 8), width=width, optional=(7, 5, 1, 2, 8))
     return "\n".join([heading, table, *more])
 
 
@@ -337,7 +337,6 @@ def _row(group: Sequence[TensorDiff]) -> tuple[str, ...]:
         _most(found, "mean_abs"),
         _most(found, "relative_l2"),
         f"{min(cosines):.6f}" if cosines else "",
-        _ulps(found),
         "; ".join(_remarks(group, found)),
     )
 
@@ -352,20 +351,6 @@ def _both(sides: tuple[_Side, _Side], text: Callable[[_Side], str]) -> str:
 def _most(found: Sequence[Difference], name: str) -> str:
     values = [value for difference in found if (value := getattr(difference, name)) is not None]
     return f"{max(values):.3g}" if values else ""
-
-
-def _ulps(found: Sequence[Difference]) -> str:
-    """The median distance of the elements, as an interval of the histogram."""
-    histograms = [difference.ulps for difference in found if difference.ulps is not None]
-    total = Counter[int]()
-    for histogram in histograms:
-        total.update(dict(enumerate(histogram)))
-    elements, seen = total.total(), 0
-    for bucket in sorted(total):
-        seen += total[bucket]
-        if elements and seen * 2 >= elements:
-            return "0" if bucket == 0 else f"<{2**bucket}" if bucket < 20 else f"<2^{bucket}"
-    return ""
 
 
 def _remarks(group: Sequence[TensorDiff], found: Sequence[Difference]) -> list[str]:
