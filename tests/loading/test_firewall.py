@@ -16,6 +16,7 @@ from modelstate.planning.matching import ModelSchemaView, match
 from modelstate.planning.plan import Options
 from modelstate.planning.preparation import Preparation
 from modelstate.planning.record import record
+from modelstate.transaction.slots import slots_of
 from modelstate.transaction.transaction import Transaction
 
 
@@ -90,7 +91,7 @@ def test_what_is_only_moved_to_a_device_is_not_counted_as_loaded() -> None:
     module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     state = {name: value for name, value in module.state_dict().items() if name.startswith("0.")}
     options = Options(allow_missing=("1.*",), device=torch.device("cuda:0"))
-    view = ModelSchemaView(module)
+    view = ModelSchemaView(module, slots_of(module))
     matched = match(ms.open(state), options, view)
     staging = Staging(matched.part, options, module)
     write = partial(Place, staging)

@@ -19,6 +19,7 @@ from modelstate.planning.matching import ModelSchemaView, match
 from modelstate.planning.plan import Options
 from modelstate.planning.preparation import Preparation
 from modelstate.torch_compat.dtypes import Overflows
+from modelstate.transaction.slots import slots_of
 from modelstate.transaction.transaction import Transaction, Write
 from tests.sweeps import examples
 
@@ -39,7 +40,7 @@ class Net(nn.Module):
 
 def preparation_of(model: nn.Module, source: Any, **options: Any) -> Preparation:
     """The recorded preparation of a load, outside of a lock."""
-    view = ModelSchemaView(model)
+    view = ModelSchemaView(model, slots_of(model))
     matched = match(ms.open(source), Options(**options), view)
 
     def write(assignment: Any) -> Write:
@@ -108,7 +109,7 @@ def test_a_load_whose_names_are_equal_is_not_accounted_for(tmp_path: Path, monke
 
 def test_a_preparation_is_empty_until_it_is_recorded() -> None:
     model = nn.Linear(2, 2)
-    view = ModelSchemaView(model)
+    view = ModelSchemaView(model, slots_of(model))
     matched = match(ms.open(nn.Linear(2, 2).state_dict()), Options(), view)
     make = partial(Write, model.weight)
     preparation = Preparation(Transaction(model), view, matched, Overflows(), make, call_extra_state=False)
@@ -136,7 +137,7 @@ def test_all_problems_are_found_at_once() -> None:
     found = {type(problem) for problem in preparation.problems}
     assert found == {problems.TieConflict, problems.WrongShape, problems.Unexpected}
     with pytest.raises(errors.PlanError):
-        preparation.check()
+        preparation.raise_problems()
 
 
 def test_slots_that_are_not_tied_map_different_bytes(tmp_path: Path) -> None:

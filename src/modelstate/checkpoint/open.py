@@ -303,6 +303,8 @@ def _read_file(path: str, *, allow: Sequence[object], skip_forbidden: bool, is_s
     """Reads a whole checkpoint that is a file or begins with one, or a shard. Raises what `open` raises."""
     with SourceFile(path) as file:
         head = file.read(0, min(file.nbytes, HEAD_BYTES), "its beginning")
+        if safetensors.begins(head):
+            return safetensors.read(file, allow=allow)
         match recognise(head, path):
             case Format.SAFETENSORS:
                 return safetensors.read(file, allow=allow)

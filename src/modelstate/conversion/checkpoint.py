@@ -36,6 +36,7 @@ from modelstate.rules.schema import Schema, apply_rules, check_rules
 from modelstate.torch_compat.dtypes import floating_dtype
 from modelstate.torch_compat.modules import unwrapped
 from modelstate.torch_compat.values import set_version_metadata
+from modelstate.transaction.slots import slots_of
 
 
 @checked_call("ms.convert_checkpoint", lambda value: is_source(value) or isinstance(value, Sequence), is_path)
@@ -125,7 +126,7 @@ def _changed_by_rules(
     wanted = None
     if model is not None:
         model = unwrapped(check_model(model))
-        wanted = ModelSchemaView(model).before
+        wanted = ModelSchemaView(model, slots_of(model)).before
     applied = apply_rules(rules, entries_of(checkpoint, with_refused=False), checkpoint.read, wanted)
     applied.check("the rules cannot be applied; nothing has been written", where=checkpoint.source)
     builder = LazyStateBuilder(checkpoint, dtype)

@@ -5,7 +5,7 @@ import re
 from enum import Enum
 
 from modelstate.errors import TruncatedFileError, UnknownFormatError
-from modelstate.formats.safetensors import MAX_HEADER_BYTES
+from modelstate.formats import safetensors
 from modelstate.io.files import SourceFile
 from modelstate.text_format import excerpt
 
@@ -51,7 +51,7 @@ def recognise(head: bytes, path: str = "") -> Format | None:
         head: The first `HEAD_BYTES` of the file.
         path: Its path: damaged indexes and metadata of torch.distributed.checkpoint are recognised by their names.
     """
-    if head[8:9] == b"{" and int.from_bytes(head[:8], "little") <= MAX_HEADER_BYTES:
+    if safetensors.begins(head):
         return Format.SAFETENSORS
     if head.lstrip(b" \t\r\n").startswith(b"{") and (
         b'"weight_map"' in head or path.partition("?")[0].endswith(_INDEX_SUFFIX)
@@ -84,7 +84,7 @@ def _is_safetensors(head: bytes) -> bool:
     if _JSON_OBJECT.match(text) or any(field in text for field in _SAFETENSORS_FIELDS):
         return True
     length = int.from_bytes(head[:8], "little")
-    return 2 <= length <= MAX_HEADER_BYTES and _has_no_control(text[: min(length, 64)])
+    return 2 <= length <= safetensors.MAX_HEADER_BYTES and _has_no_control(text[: min(length, 64)])
 
 
 def _has_no_control(data: bytes) -> bool:

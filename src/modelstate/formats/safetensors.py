@@ -108,6 +108,11 @@ Members = tuple[tuple[str, object], ...]
 """A JSON object as its pairs, so that a repeated key is noticed. A JSON array is a list."""
 
 
+def begins(head: bytes) -> bool:
+    """Whether a file with this beginning can be of no other format. A file of the format may begin in other ways."""
+    return head[8:9] == b"{" and int.from_bytes(head[:8], "little") <= MAX_HEADER_BYTES
+
+
 def read(file: SourceFile, *, allow: Sequence[object] = ()) -> Contents:
     """Reads the table of contents of a safetensors file: one flat dict, in the order of the bytes.
 

@@ -9,6 +9,7 @@ import os
 import re
 import stat
 from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from types import TracebackType
@@ -295,7 +296,7 @@ MAX_STRUCTURE_BYTES = 2**31
 _AT_ONCE_BYTES = 1 << 16
 
 
-class SourceFile:
+class SourceFile(AbstractContextManager["SourceFile"]):
     """Reads exact pieces of a file. Use it as a context manager.
 
     The fingerprint is from before the first read. What is read later under it is of the same version of the file.
@@ -337,9 +338,6 @@ class SourceFile:
     def is_remote(self) -> bool:
         """Whether the file is outside this machine."""
         return self._remote is not None
-
-    def __enter__(self) -> "SourceFile":
-        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -66,6 +66,7 @@ from modelstate.torch_compat.plain import is_plain
 from modelstate.torch_compat.sharding import refresh_shards, reshard
 from modelstate.transaction.optimizers import check_optimizers, following_state, placed
 from modelstate.transaction.references import lost_references
+from modelstate.transaction.slots import slots_of
 from modelstate.transaction.swap_tensors import give_memory_to_all
 from modelstate.transaction.transaction import Transaction, exclusive
 
@@ -437,11 +438,12 @@ def _stage_in_background(
                 in_use="the model is in use until then",
                 with_tables=True,
             )
-        preparation.check()
+        if preparation.problems:
+            preparation.raise_problems()
         if load_options.max_memory_bytes is not None:
             limit_memory(staging, preparation.planned, load_options.max_memory_bytes)
         _check_optimizers(preparation.assignments, load_options.optimizers)
-        notes = preparation.notes_on_mapping()
+        notes = [preparation.note_on_mapping()] if preparation.not_mapped else []
         return StagedLoad(preparation.plan(), staging, preparation.planned, load_options.verify, notes)
 
 
@@ -477,7 +479,8 @@ def _execute(
         staging.inspect = inspect
         if check is not None:
             check(preparation)
-        preparation.check()
+        if preparation.problems:
+            preparation.raise_problems()
         assignments, notes = preparation.assignments, preparation.notes
         if optimizers:
             _check_optimizers(assignments, optimizers)
@@ -492,7 +495,8 @@ def _execute(
                 connect(staging.shared, agreement)
             if staged is None:
                 verified = staging.checkpoint.verify() if load_options.verify else 0
-                notes += preparation.notes_on_mapping()  # staged values are not read again
+                if preparation.not_mapped:  # staged values are not read again
+                    notes.append(preparation.note_on_mapping())
                 notes += prefetch_range(staging, to_stage)
             else:
                 verified = staged.verified_bytes
@@ -561,7 +565,7 @@ def prepare(
     """
     if "torch.distributed.fsdp" in sys.modules:
         reshard(transaction.root)
-    view = ModelSchemaView(transaction.root)
+    view = ModelSchemaView(transaction.root, slots_of(transaction.root))
     if not isinstance(source, LoadPlan):
         # A load with a transform has not paused the garbage collector.
         with nullcontext() if options.transform is None else gc_paused():

@@ -35,7 +35,7 @@ from modelstate.rules.schema import Applied, apply_rules, renamed_by, way_back
 from modelstate.rules.transformers_mapping import from_transformers, is_transformers_model, notes_of
 from modelstate.spec import Refused, Stored, StoredTensor, StoredTensors
 from modelstate.torch_compat.modules import named_modules_of
-from modelstate.transaction.slots import HIDDEN, Slots, slots_of
+from modelstate.transaction.slots import HIDDEN, Slots
 
 _MATRIX = re.compile(r"(?P<module>.+)\.lora_(?P<kind>embedding_A|embedding_B|A|B)(?:\.(?P<rest>.+))?$")
 
@@ -50,11 +50,12 @@ _MOST_CANDIDATES = 4
 Shape = tuple[int, ...] | None
 
 
+@dataclass(eq=False)
 class ModelSchemaView:
     """The slots of a model, what initialises them, and both as rules see them."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self.model, self.slots = model, slots_of(model)
+    model: nn.Module
+    slots: Slots
 
     @cached_attribute
     def initialisers(self) -> Initialisers:
@@ -97,7 +98,7 @@ class StoredEntries(Mapping[str, Entry]):
     """The entries of tensors in files, before rules. An entry is created when it is accessed."""
 
     def __init__(self, tensors: StoredTensors) -> None:
-        self.tensors, self._names = tensors, tensors.keys()
+        self.tensors, self._names = tensors, tensors.rows.keys()
 
     def keys(self) -> KeysView[str]:
         """The names."""
@@ -170,7 +171,7 @@ def select_part(
     part, schema = checkpoint, asked.schema
     if asked.key is not None:
         part = checkpoint.select(asked.key)
-    elif not checkpoint.flat.tensors or len({"", *checkpoint.flat.containers}) > 1:
+    elif checkpoint.flat.containers != [""] or (checkpoint.flat.values and not checkpoint.flat.tensors):
         renamings = [partial(renamed_by, asked.rules)] if schema is None else schema.renamings(checkpoint)
         part = matching_part(checkpoint, wanted(), renamings)
     # The rules follow from the version of the selected part, not from other parts of the file.

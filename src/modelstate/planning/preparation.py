@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Collection
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import nn
@@ -124,6 +124,8 @@ class Preparation:
         self.assignments: list[Assignment] = []
         self.tables: list[PlainTable] = []
         """The values that have no assignment of their own."""
+        self.planned: list[Planned] = []
+        """Everything that is read; set by `settle`."""
         self.moves: list[Assignment] = []
         """Tensors that get no value, and only move to another device."""
         self.used: set[str] = set()
@@ -171,6 +173,7 @@ class Preparation:
             self._incoming.settle()
             self.notes += self._incoming.maps.notes
         self.notes = [*dict.fromkeys(self.notes)]
+        self.planned = [*self.assignments, *self.tables]
 
     def _notes_on_strides(self) -> list[str]:
         """Says how the parts of DTensors are read whose bytes do not adjoin in the file."""
@@ -190,15 +193,9 @@ class Preparation:
             )
         return notes
 
-    def notes_on_mapping(self) -> list[str]:
+    def note_on_mapping(self) -> str:
         """Notes tensors that are read although the plan maps them: another process has opened the file for writing."""
-        text = f"{self.not_mapped} tensors are read into memory; when the plan was made, the file could be mapped"
-        return [text] * bool(self.not_mapped)
-
-    @property
-    def planned(self) -> list[Planned]:
-        """Everything that is read."""
-        return [*self.assignments, *self.tables]
+        return f"{self.not_mapped} tensors are read into memory; when the plan was made, the file could be mapped"
 
     def take_plain(self) -> Collection[str]:
         """Takes plain values all at once, and returns their names. Called where a load runs no code of the model."""
@@ -570,10 +567,9 @@ class Preparation:
         key = f" [{self.checkpoint.key}]" if self.checkpoint.key else ""
         return type(self.model).__name__, self.checkpoint.source + key
 
-    def check(self) -> None:
-        """Raises `PlanError` with all problems, if there are problems."""
-        if self.problems:
-            raise plan_error(*self.names, self.problems) from self._cause
+    def raise_problems(self) -> NoReturn:
+        """Raises `PlanError` with all problems."""
+        raise plan_error(*self.names, self.problems) from self._cause
 
     def plan(self) -> LoadPlan:
         """Returns the frozen plan."""
@@ -599,13 +595,6 @@ class Preparation:
         """Returns what a plan and a report say. Without the sources, neither the facts nor the steps hold a tensor."""
         tensors = sum(1 for slot in self.slots.tensors if slot.kind != HIDDEN or id(slot.tensor) in self.filled)
         slots = tensors + len(self.slots.extra) - len({id(param) for param in self.uninitialised.values()})
-        return Facts(*self.names, slots, self._steps_later(with_sources))
-
-    def steps(self) -> tuple[Step, ...]:
-        """Returns the steps of a plan, with their sources."""
-        return self._steps_later(with_sources=True)()
-
-    def _steps_later(self, with_sources: bool) -> Callable[[], tuple[Step, ...]]:
         tied = [slot.names for slot in self.slots.tensors if len(slot.names) > 1]
         ties = {name: tuple(other for other in names if other != name) for names in tied for name in names}
         steps = []
@@ -632,10 +621,10 @@ class Preparation:
             steps.append(step)
         extra = [Step(name, EXTRA, self.incoming.source_of(name), CALL) for name in self.extra_states]
         if not self.tables:
-            return lambda: (*steps, *extra)
+            return Facts(*self.names, slots, lambda: (*steps, *extra))
         entries = self.matched.applied.entries
-        tensors = entries.tensors if with_sources and isinstance(entries, StoredEntries) else {}
-        rows = [table.steps(tensors) for table in self.tables]
+        stored = entries.tensors if with_sources and isinstance(entries, StoredEntries) else {}
+        rows = [table.steps(stored) for table in self.tables]
         names = [*self.slots.by_name] if len(rows) > 1 or steps else []
 
         def merged() -> tuple[Step, ...]:
@@ -643,7 +632,11 @@ class Preparation:
             unordered = [*steps, *(step for make in rows for step in make())]
             return (*sorted(unordered, key=lambda step: positions.get(step.name, len(names))), *extra)
 
-        return merged
+        return Facts(*self.names, slots, merged)
+
+    def steps(self) -> tuple[Step, ...]:
+        """Returns the steps of a plan, with their sources."""
+        return self.facts(with_sources=True).make_steps()
 
 
 class Facts(NamedTuple):

@@ -210,7 +210,7 @@ class _Coverage:
         ]
         allowed = {name for name in missing if self.may_miss.allow(name)}
         unexpected = self._unexpected()
-        has_matches = bool(self.preparation.planned or self.preparation.uninitialised)
+        has_matches = bool(self.preparation.filled or self.preparation.uninitialised)
         initialised = self._initialised(missing, allowed) if self.preparation.options.init_missing else {}
         problems += self._differences([name for name in missing if name not in allowed], unexpected)
         problems += [Complaint("", message) for message in self.outcome.errors]

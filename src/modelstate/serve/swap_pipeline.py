@@ -264,7 +264,8 @@ class SwapSource:
             check_kinds({assignment.name: assignment.stored for assignment in assignments}, kinds, self.source)
         if self._options.exact:
             check_layout(assignments, self.source)
-        preparation.check()
+        if preparation.problems:
+            preparation.raise_problems()
         if self._options.exact:
             check_casts(preparation.planned, self.source)
 

@@ -85,6 +85,7 @@ class Transaction:
         self.armed = False
         """Whether model code may have run, so that `ObjectSnapshot` has recorded the objects."""
         self._lock: exclusive | None = None
+        """The lock that this thread has acquired last and not released."""
         self._ended = False
         self._grad_enabled = torch.is_grad_enabled()
         self._undo: list[Callable[[], object]] = []
@@ -108,7 +109,9 @@ class Transaction:
     def __enter__(self) -> Self:
         # Python handles signals at the start of a function, so an interrupt can end `__exit__` before its first
         # statement. Then the end of the lock rolls back.
-        self._lock = innermost_lock()
+        thread = threading.get_ident()
+        with _guard:
+            self._lock = next((lock for lock in reversed(_locks()) if lock._thread == thread), None)
         if self._lock is not None:
             self._lock.rollbacks.append(self.rollback)
         return self
@@ -517,13 +520,6 @@ class exclusive:
                         break
             self._ids = ids
         return self._ids
-
-
-def innermost_lock() -> exclusive | None:
-    """Returns the lock that this thread has acquired last and not released."""
-    thread = threading.get_ident()
-    with _guard:
-        return next((lock for lock in reversed(_locks()) if lock._thread == thread), None)
 
 
 def _locks() -> list[exclusive]:
