@@ -165,10 +165,8 @@ def _factory_remedy(factory: Callable[[], object], error: BaseException, skeleto
     return f"{where}; {WITH_VALUES}" if skeleton else where
 
 
-def parse_dtype(name: str | None) -> torch.dtype | None:
+def parse_dtype(name: str) -> torch.dtype:
     """Returns the floating-point dtype of a name that `dtype=` takes. Raises `click.BadParameter`."""
-    if name is None:
-        return None
     from modelstate.torch_compat.dtypes import dtype_named
 
     dtype = dtype_named(name)
@@ -179,10 +177,8 @@ def parse_dtype(name: str | None) -> torch.dtype | None:
     return dtype
 
 
-def parse_size(text: str | None) -> int | None:
+def parse_size(text: str) -> int:
     """Returns a number of bytes: 512MB and 5GB count by 1,000, 5GiB by 1,024; 4096. Raises `click.BadParameter`."""
-    if text is None:
-        return None
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?\s*", text, re.IGNORECASE)
     nbytes = 0
     if match and not (match[3] and not match[2]):

@@ -13,8 +13,6 @@ from modelstate.cli import options
 from modelstate.cli.common import (
     PROBLEMS,
     USAGE,
-    parse_rules,
-    parse_size,
     reported,
     terminal_width,
     user_code,
@@ -22,6 +20,7 @@ from modelstate.cli.common import (
 
 if TYPE_CHECKING:
     from modelstate.comparison.result import Diff
+    from modelstate.rules.rule import Rule
 
 
 @click.command()
@@ -38,17 +37,10 @@ if TYPE_CHECKING:
 @options.show_all
 @options.no_fold
 @options.no_values
-@options.strip_prefix
-@options.add_prefix
-@options.rename
-@options.rename_regex
-@options.ignore
 @options.rules
 @click.option("--no-guess", is_flag=True, help="Do not guess which names of A have become which names of B.")
 @options.max_memory
-@options.allow
-@options.skip_forbidden
-@options.cache
+@options.opening
 @options.as_json
 @options.debug
 def diff(
@@ -60,17 +52,10 @@ def diff(
     show_all: bool,
     no_fold: bool,
     no_values: bool,
-    strip_prefix: tuple[str, ...],
-    add_prefix: str | None,
-    rename: tuple[str, ...],
-    rename_regex: tuple[str, ...],
-    ignore: tuple[str, ...],
-    rules: str | None,
+    rules: Sequence[Rule] | ms.rules.Schema,
     no_guess: bool,
-    max_memory: str | None,
-    allow: tuple[str, ...],
-    skip_forbidden: bool,
-    cache: ms.Cache | None,
+    max_memory: int | None,
+    opening: options.Opening,
     as_json: bool,
     debug: bool,
 ) -> None:
@@ -83,21 +68,17 @@ def diff(
     with reported(debug, USAGE), _remedies(a, key):
         if len(key) > 2:
             raise click.BadParameter("--key is given at most twice: for A, and for B")
-        parsed_rules = parse_rules(rules, strip_prefix, add_prefix, rename, rename_regex, ignore, debug)
-        nbytes = parse_size(max_memory)
         with user_code():
             result = ms.diff(
                 a,
                 b,
-                rules=parsed_rules,
+                rules=rules,
                 key=(key[0] or None, key[-1] or None) if key else None,
                 only=only,
                 values=not no_values,
                 guess=not no_guess,
-                max_memory_bytes=nbytes,
-                allow=allow,
-                skip_forbidden=skip_forbidden,
-                cache=cache,
+                max_memory_bytes=max_memory,
+                **opening,
             )
         show(result, as_json, None if show_all else top, not no_fold)
 

@@ -20,12 +20,9 @@ from modelstate.cli.common import (
     make_parents,
     model_factory,
     parse_device,
-    parse_dtype,
     parse_format,
     parse_mesh,
     parse_parallel,
-    parse_rules,
-    parse_size,
     reported,
     terminal_width,
     user_code,
@@ -41,6 +38,7 @@ if TYPE_CHECKING:
 
     from modelstate.cli.error_pages import Page
     from modelstate.loading.mesh_plan import MeshPlan
+    from modelstate.rules.rule import Rule
 
 
 @click.group(
@@ -63,9 +61,9 @@ _model = click.argument(
 )
 
 
-def _open(path: str, allow: tuple[str, ...], skip_forbidden: bool, cache: ms.Cache | None = None) -> ms.Checkpoint:
+def _open(path: str, opening: options.Opening) -> ms.Checkpoint:
     with user_code():
-        return ms.open(path, allow=allow, skip_forbidden=skip_forbidden, cache=cache)
+        return ms.open(path, **opening)
 
 
 @app.command()
@@ -88,9 +86,7 @@ def _open(path: str, allow: tuple[str, ...], skip_forbidden: bool, cache: ms.Cac
     "--sort", metavar="ORDER", default="file", help="With --stats: the order of the rows, file, name or size."
 )
 @click.option("--no-fold", is_flag=True, help="With --stats: a row for each tensor, also where layers repeat.")
-@options.allow
-@options.skip_forbidden
-@options.cache
+@options.opening
 @options.as_json
 @options.debug
 def inspect(
@@ -101,9 +97,7 @@ def inspect(
     depth: int | None,
     sort: str,
     no_fold: bool,
-    allow: tuple[str, ...],
-    skip_forbidden: bool,
-    cache: ms.Cache | None,
+    opening: options.Opening,
     as_json: bool,
     debug: bool,
 ) -> None:
@@ -118,7 +112,7 @@ def inspect(
         if sort not in ("file", "name", "size"):
             raise click.BadParameter(f"--sort {sort}: give file, name or size")
         with user_code():
-            inspection = ms.inspect(path, key=key, allow=allow, skip_forbidden=skip_forbidden, cache=cache)
+            inspection = ms.inspect(path, key=key, **opening)
         if stats and (inspection.tensors or not inspection.left_out):
             found = inspection.stats(only=filter)
             click.echo(
@@ -171,11 +165,6 @@ def _with_load_options(run: Callable[..., None]) -> Callable[..., None]:
     @_model
     @options.path
     @options.key
-    @options.strip_prefix
-    @options.add_prefix
-    @options.rename
-    @options.rename_regex
-    @options.ignore
     @options.rules
     @click.option(
         "--allow-missing",
@@ -196,9 +185,7 @@ def _with_load_options(run: Callable[..., None]) -> Callable[..., None]:
     )
     @options.dtype
     @click.option("--device", metavar="DEVICE", help="Where the tensors shall be, such as cpu or cuda:0.")
-    @options.allow
-    @options.skip_forbidden
-    @options.cache
+    @options.opening
     @options.no_skeleton
     @options.as_json
     @options.debug
@@ -207,20 +194,13 @@ def _with_load_options(run: Callable[..., None]) -> Callable[..., None]:
         model: str,
         path: str,
         key: str | None,
-        strip_prefix: tuple[str, ...],
-        add_prefix: str | None,
-        rename: tuple[str, ...],
-        rename_regex: tuple[str, ...],
-        ignore: tuple[str, ...],
-        rules: str | None,
+        rules: Sequence[Rule] | ms.rules.Schema,
         allow_missing: tuple[str, ...],
         allow_unexpected: tuple[str, ...],
         init_missing: bool,
-        dtype: str | None,
+        dtype: torch.dtype | None,
         device: str | None,
-        allow: tuple[str, ...],
-        skip_forbidden: bool,
-        cache: ms.Cache | None,
+        opening: options.Opening,
         no_skeleton: bool,
         as_json: bool,
         debug: bool,
@@ -229,17 +209,17 @@ def _with_load_options(run: Callable[..., None]) -> Callable[..., None]:
         with reported(debug):
             parsed: dict[str, object] = {
                 "key": key,
-                "rules": parse_rules(rules, strip_prefix, add_prefix, rename, rename_regex, ignore, debug),
+                "rules": rules,
                 "allow_missing": allow_missing,
                 "allow_unexpected": allow_unexpected,
                 "init_missing": init_missing,
-                "dtype": parse_dtype(dtype),
+                "dtype": dtype,
                 "device": parse_device(device),
             }
             # Names that the file may lack keep the values of the model, which a skeleton does not have.
             skeleton = not (allow_missing or no_skeleton)
             request = Request(model, model_factory(model, debug), skeleton, parsed)
-            with _open(path, allow, skip_forbidden, cache) as checkpoint:
+            with _open(path, opening) as checkpoint:
                 run(request, checkpoint, as_json, **own)
 
     return command
@@ -321,8 +301,7 @@ def load(request: Request, checkpoint: ms.Checkpoint, as_json: bool, verify: boo
 @_model
 @options.path
 @options.key
-@options.allow
-@options.skip_forbidden
+@options.opening
 @options.no_skeleton
 @options.as_json
 @options.debug
@@ -330,8 +309,7 @@ def suggest(
     model: str,
     path: str,
     key: str | None,
-    allow: tuple[str, ...],
-    skip_forbidden: bool,
+    opening: options.Opening,
     no_skeleton: bool,
     as_json: bool,
     debug: bool,
@@ -342,7 +320,7 @@ def suggest(
     """
     with reported(debug):
         request = Request(model, model_factory(model, debug), not no_skeleton, {"key": key})
-        with _open(path, allow, skip_forbidden) as checkpoint:
+        with _open(path, opening) as checkpoint:
             suggestion = request.run(ms.suggest, checkpoint)
         click.echo(suggestion.to_json() if as_json else str(suggestion))
         if not suggestion.complete:
@@ -357,11 +335,6 @@ def suggest(
 @options.file_format
 @options.shard_size
 @options.max_memory
-@options.strip_prefix
-@options.add_prefix
-@options.rename
-@options.rename_regex
-@options.ignore
 @options.rules
 @click.option(
     "--model",
@@ -370,31 +343,22 @@ def suggest(
 )
 @options.no_skeleton
 @options.overwrite
-@options.allow
-@options.skip_forbidden
-@options.cache
+@options.opening
 @options.as_json
 @options.debug
 def convert(
     path: str,
     target: str,
     key: str | None,
-    dtype: str | None,
+    dtype: torch.dtype | None,
     format: str | None,
-    shard_size: str | None,
-    max_memory: str | None,
-    strip_prefix: tuple[str, ...],
-    add_prefix: str | None,
-    rename: tuple[str, ...],
-    rename_regex: tuple[str, ...],
-    ignore: tuple[str, ...],
-    rules: str | None,
+    shard_size: int | None,
+    max_memory: int | None,
+    rules: Sequence[Rule] | ms.rules.Schema,
     model: str | None,
     no_skeleton: bool,
     overwrite: bool,
-    allow: tuple[str, ...],
-    skip_forbidden: bool,
-    cache: ms.Cache | None,
+    opening: options.Opening,
     as_json: bool,
     debug: bool,
 ) -> None:
@@ -406,16 +370,16 @@ def convert(
     """
     with reported(debug):
         parsed: dict[str, Any] = {
-            "rules": parse_rules(rules, strip_prefix, add_prefix, rename, rename_regex, ignore, debug),
-            "dtype": parse_dtype(dtype),
+            "rules": rules,
+            "dtype": dtype,
             "format": parse_format(format, target),
-            "shard_size_bytes": parse_size(shard_size),
-            "max_memory_bytes": parse_size(max_memory),
+            "shard_size_bytes": shard_size,
+            "max_memory_bytes": max_memory,
             "overwrite": overwrite,
         }
         if model is not None:
             parsed["model"] = build_model(model, model_factory(model, debug), skeleton=not no_skeleton)
-        with _open(path, allow, skip_forbidden, cache) as checkpoint, user_code():
+        with _open(path, opening) as checkpoint, user_code():
             make_parents(target)
             report = ms.convert_checkpoint(checkpoint, target, key=key, **parsed)
         click.echo(report.to_json() if as_json else str(report))
@@ -441,18 +405,17 @@ def cp(path: str, target: str, overwrite: bool, allow: tuple[str, ...], as_json:
 
 @app.command()
 @options.path
-@options.allow
-@options.skip_forbidden
+@options.opening
 @options.as_json
 @options.debug
-def verify(path: str, allow: tuple[str, ...], skip_forbidden: bool, as_json: bool, debug: bool) -> None:
+def verify(path: str, opening: options.Opening, as_json: bool, debug: bool) -> None:
     """Compare the bytes of a checkpoint or a store with their digests."""
     with reported(debug):
         if is_store(path):
             verify_steps(path, as_json=as_json)
             return
         with user_code():
-            result = ms.verify(path, allow=allow, skip_forbidden=skip_forbidden)
+            result = ms.verify(path, **opening)
         click.echo(result.to_json() if as_json else result)
 
 

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import wraps
+from typing import TypedDict
+
 import click
 
 import modelstate as ms
+from modelstate.cli.common import parse_dtype, parse_rules, parse_size
 
 
 def _cache(directory: str) -> ms.Cache:
@@ -16,59 +21,26 @@ def _cache(directory: str) -> ms.Cache:
 
 as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 debug = click.option("--debug", is_flag=True, help="Show the traceback of an error.")
-dtype = click.option("--dtype", metavar="DTYPE", help="Cast floating point tensors on the way, such as bfloat16.")
-shard_size = click.option("--shard-size", metavar="SIZE", help="The most bytes of tensors in one file, such as 5GB.")
+dtype = click.option(
+    "--dtype", metavar="DTYPE", type=parse_dtype, help="Cast floating point tensors on the way, such as bfloat16."
+)
+shard_size = click.option(
+    "--shard-size", metavar="SIZE", type=parse_size, help="The most bytes of tensors in one file, such as 5GB."
+)
 max_memory = click.option(
-    "--max-memory", metavar="SIZE", help="The most memory that tensors may take at once, such as 512MB."
+    "--max-memory",
+    metavar="SIZE",
+    type=parse_size,
+    help="The most memory that tensors may take at once, such as 512MB.",
 )
 overwrite = click.option("--overwrite", is_flag=True, help="Replace what is there already.")
 path = click.argument("path", help="A checkpoint: a file, or a directory with one.")
 key = click.option("--key", metavar="KEY", help="The part of the checkpoint that is meant, such as model_state.")
-strip_prefix = click.option(
-    "--strip-prefix",
-    metavar="PREFIX",
-    multiple=True,
-    help="Prefix to take off the names of the file, such as module.; may be repeated.",
-)
-add_prefix = click.option(
-    "--add-prefix", metavar="PREFIX", help="Prefix to put in front of the names of the file, such as encoder."
-)
-rename = click.option(
-    "--rename",
-    metavar="PATTERN=REPLACEMENT",
-    multiple=True,
-    help="Names of the file, with * for any part of them, and what they become, such as old.*.w=new.*.weight; "
-    "may be repeated. The last = divides them.",
-)
-rename_regex = click.option(
-    "--rename-regex",
-    metavar="PATTERN=REPLACEMENT",
-    multiple=True,
-    help="Regular expression in names of the file, and what to put there, as re.sub does; may be repeated.",
-)
-ignore = click.option(
-    "--ignore",
-    metavar="PATTERN",
-    multiple=True,
-    help="Names of the file, after these changes, to leave out; may be repeated.",
-)
-rules = click.option(
-    "--rules",
-    metavar="RULES",
-    help="package.module:name, a list of rules or a Schema; the options that change names come after it.",
-)
 allow = click.option(
     "--allow",
     metavar="NAME",
     multiple=True,
     help="Class or function that the file may use, if you trust it: library.Class; may be repeated.",
-)
-skip_forbidden = click.option("--skip-forbidden", is_flag=True, help="Leave out what the file may not use.")
-cache = click.option(
-    "--cache",
-    metavar="DIR",
-    type=_cache,
-    help="Keep what is read of a remote checkpoint in DIR (at most 64 GiB), and read it from there.",
 )
 file_format = click.option(
     "--format",
@@ -94,3 +66,82 @@ top = click.option(
 show_all = click.option("--all", "show_all", is_flag=True, help="Show all rows of that table.")
 no_fold = click.option("--no-fold", is_flag=True, help="A row for each tensor, also where layers repeat.")
 no_values = click.option("--no-values", is_flag=True, help="Compare names, shapes and dtypes; read no tensors.")
+
+
+class Opening(TypedDict):
+    """The options that say how a checkpoint is opened, as arguments of `modelstate.open`."""
+
+    allow: tuple[str, ...]
+    skip_forbidden: bool
+    cache: ms.Cache | None
+
+
+def opening(run: Callable[..., None]) -> Callable[..., None]:
+    """Gives a command the options of `modelstate.open`, as its argument `opening`."""
+
+    @allow
+    @click.option("--skip-forbidden", is_flag=True, help="Leave out what the file may not use.")
+    @click.option(
+        "--cache",
+        metavar="DIR",
+        type=_cache,
+        help="Keep what is read of a remote checkpoint in DIR (at most 64 GiB), and read it from there.",
+    )
+    @wraps(run)
+    def command(allow: tuple[str, ...], skip_forbidden: bool, cache: ms.Cache | None, **own: object) -> None:
+        run(opening=Opening(allow=allow, skip_forbidden=skip_forbidden, cache=cache), **own)
+
+    return command
+
+
+def rules(run: Callable[..., None]) -> Callable[..., None]:
+    """Gives a command with `--debug` the options that change names, as its argument `rules`."""
+
+    @click.option(
+        "--strip-prefix",
+        metavar="PREFIX",
+        multiple=True,
+        help="Prefix to take off the names of the file, such as module.; may be repeated.",
+    )
+    @click.option(
+        "--add-prefix", metavar="PREFIX", help="Prefix to put in front of the names of the file, such as encoder."
+    )
+    @click.option(
+        "--rename",
+        metavar="PATTERN=REPLACEMENT",
+        multiple=True,
+        help="Names of the file, with * for any part of them, and what they become, such as old.*.w=new.*.weight; "
+        "may be repeated. The last = divides them.",
+    )
+    @click.option(
+        "--rename-regex",
+        metavar="PATTERN=REPLACEMENT",
+        multiple=True,
+        help="Regular expression in names of the file, and what to put there, as re.sub does; may be repeated.",
+    )
+    @click.option(
+        "--ignore",
+        metavar="PATTERN",
+        multiple=True,
+        help="Names of the file, after these changes, to leave out; may be repeated.",
+    )
+    @click.option(
+        "--rules",
+        metavar="RULES",
+        help="package.module:name, a list of rules or a Schema; the options that change names come after it.",
+    )
+    @wraps(run)
+    def command(
+        strip_prefix: tuple[str, ...],
+        add_prefix: str | None,
+        rename: tuple[str, ...],
+        rename_regex: tuple[str, ...],
+        ignore: tuple[str, ...],
+        rules: str | None,
+        debug: bool,
+        **own: object,
+    ) -> None:
+        parsed = parse_rules(rules, strip_prefix, add_prefix, rename, rename_regex, ignore, debug)
+        run(rules=parsed, debug=debug, **own)
+
+    return command

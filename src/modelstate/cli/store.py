@@ -16,15 +16,15 @@ from modelstate.cli.common import (
     PROBLEMS,
     USAGE,
     make_parents,
-    parse_dtype,
     parse_format,
-    parse_size,
     reported,
 )
 from modelstate.cli.diff import show
 from modelstate.text_format import columns, count, in_a_line, size
 
 if TYPE_CHECKING:
+    import torch
+
     from modelstate.store.directory import StepIndex
 
 _directory = click.argument("directory", metavar="DIR", help="The directory of a modelstate.Store.")
@@ -206,7 +206,7 @@ def compare_steps(
     show_all: bool,
     no_fold: bool,
     no_values: bool,
-    max_memory: str | None,
+    max_memory: int | None,
     as_json: bool,
     debug: bool,
 ) -> None:
@@ -216,9 +216,8 @@ def compare_steps(
     Exit code 0 if both are equal, 1 if they differ, 2 if an error occurs or the command line is wrong.
     """
     with reported(debug, USAGE):
-        nbytes = parse_size(max_memory)
         _index(directory)
-        result = ms.Store(directory).diff(a, b, only=only, values=not no_values, max_memory_bytes=nbytes)
+        result = ms.Store(directory).diff(a, b, only=only, values=not no_values, max_memory_bytes=max_memory)
         show(result, as_json, None if show_all else top, not no_fold)
 
 
@@ -302,8 +301,8 @@ def restore(
     step: int | None,
     name: str,
     format: str | None,
-    dtype: str | None,
-    shard_size: str | None,
+    dtype: torch.dtype | None,
+    shard_size: int | None,
     overwrite: bool,
     as_json: bool,
     debug: bool,
@@ -314,7 +313,7 @@ def restore(
     that is there already is left as it is, unless --overwrite is given.
     """
     with reported(debug):
-        writing: dict[str, Any] = {"dtype": parse_dtype(dtype), "shard_size_bytes": parse_size(shard_size)}
+        writing: dict[str, Any] = {"dtype": dtype, "shard_size_bytes": shard_size}
         writing["format"] = parse_format(format, target)
         index = _index(directory)
         opened = ms.Store(directory)
