@@ -37,7 +37,7 @@ from modelstate.formats.unpickle import (
     check_key,
     damaged,
 )
-from modelstate.spec import Refused, StoredTensor, contiguous_stride
+from modelstate.spec import Refused, StoredTensor
 from modelstate.torch_compat.private import wrapper_subclass
 
 STORAGE_DTYPES = {
@@ -299,17 +299,13 @@ def dims(values: object) -> tuple[int, ...]:
     return tuple(values)
 
 
-def _checked(size: object, stride: object, offset: object) -> tuple[tuple[int, ...], tuple[int, ...], int]:
-    """Shape, stride and offset as `dims` returns them, in less time."""
-    if not isinstance(size, tuple | list) or not isinstance(stride, tuple | list) or len(size) + len(stride) > MAX_DIMS:
-        return dims(size), dims(stride), dims((offset,))[0]
-    every = (*size, *stride, offset)
-    if type(offset) is not int or not _INTEGERS.issuperset(map(type, every)) or max(every) >= MAX_INDEX:
-        return dims(size), dims(stride), dims((offset,))[0]
+def _shape(sizes: object) -> tuple[int, ...]:
+    """The sizes as `dims` returns them. Raises `DamagedFileError` for sizes that no tensor can have."""
+    shape = dims(sizes)
     # torch multiplies all sizes, even those of an empty tensor.
-    if 0 in size and math.prod(filter(None, size)) >= MAX_INDEX:
-        raise DamagedFileError("a tensor has more elements than any memory", found=f"shape {tuple(size)}")
-    return tuple(size), tuple(stride), offset
+    if min(shape, default=0) < 0 or math.prod(filter(None, shape)) >= MAX_INDEX:
+        raise DamagedFileError("a tensor has an impossible layout", found=f"shape {shape}")
+    return shape
 
 
 def unsupported(kind: str, remedy: str = "") -> InvalidTensor:
@@ -337,20 +333,11 @@ def _strided(
     if dtype in QUANTIZED:
         return unsupported(f"a quantized tensor ({dtype})", "save its dequantize()d form")
     try:
-        shape, steps, first = _checked(size, stride, offset)
+        shape, steps, first = _shape(size), dims(stride), dims((offset,))[0]
         grad = _typed(requires_grad, bool, "requires_grad is neither True nor False")
         if grad and not (dtype.is_floating_point or dtype.is_complex):
             raise DamagedFileError("a tensor of integers that requires a gradient", found=str(dtype))
-        is_whole = (
-            not (first or storage.offset or grad)
-            and min(shape, default=1) > 0
-            and math.prod(shape) * dtype.itemsize == storage.region.nbytes
-            and steps == contiguous_stride(shape)
-        )
-        if is_whole:
-            stored = StoredTensor.whole(dtype, shape, storage.region)
-        else:
-            stored = StoredTensor(dtype, shape, steps, storage.region, storage.offset + first, grad)
+        stored = StoredTensor(dtype, shape, steps, storage.region, storage.offset + first, grad)
     except OpenError as error:
         return InvalidTensor(error)
     return _with_bits(stored, metadata) if metadata else stored
@@ -455,9 +442,7 @@ def _sparse(layout: object, data: object) -> Described:
     if not 1 <= len(rest) <= 2 or len(parts) != count:
         raise damaged("a sparse tensor of too many or too few parts")
     try:
-        size = dims(rest[0])
-        if min((*size, 0)) < 0 or math.prod(filter(None, size)) >= MAX_INDEX:
-            raise DamagedFileError("a sparse tensor of an impossible size", found=f"shape {size}")
+        size = _shape(rest[0])
     except OpenError as error:
         return InvalidTensor(error)
     # Files from before 2.1 do not store whether the indices are coalesced.
@@ -512,8 +497,8 @@ def _wrapper_subclass(cls: object, args: tuple[object, ...], state: object) -> D
         return unsupported("a nested tensor", "save its values() and offsets()")
     _, dtype, size, stride, offset, layout, _, _ = args
     try:
-        shape, steps, first = _checked(size, stride, offset)
-        if min((*shape, *steps, first)) < 0 or math.prod(filter(None, shape)) >= MAX_INDEX:
+        shape, steps, first = _shape(size), dims(stride), dims((offset,))[0]
+        if min((*steps, first)) < 0:
             raise DamagedFileError("a tensor has an impossible layout", found=f"shape {shape}, stride {steps}")
     except OpenError as error:
         return InvalidTensor(error)
