@@ -11,7 +11,7 @@ from torch import nn
 
 import modelstate as ms
 from modelstate import errors
-from modelstate.rules.values import Fill
+from modelstate.rules.names import Fill
 from tests.loading.fingerprint import whole
 from tests.loading.handles import EVER, SOON, Gate, Watched, eventually
 from tests.loading.test_load import Tied, made, other

@@ -6,9 +6,12 @@ from modelstate.lazy import attach
 
 if TYPE_CHECKING:
     from modelstate.rules import known as known
+    from modelstate.rules.names import Copy as Copy
+    from modelstate.rules.names import Fill as Fill
     from modelstate.rules.names import Ignore as Ignore
     from modelstate.rules.names import Prefix as Prefix
     from modelstate.rules.names import Rename as Rename
+    from modelstate.rules.names import Same as Same
     from modelstate.rules.rule import Rule as Rule
     from modelstate.rules.schema import Migration as Migration
     from modelstate.rules.schema import Rules as Rules
@@ -20,9 +23,6 @@ if TYPE_CHECKING:
     from modelstate.rules.tensors import Split as Split
     from modelstate.rules.tensors import Transpose as Transpose
     from modelstate.rules.transformers_mapping import from_transformers as from_transformers
-    from modelstate.rules.values import Copy as Copy
-    from modelstate.rules.values import Fill as Fill
-    from modelstate.rules.values import Same as Same
 else:
     __getattr__, __dir__ = attach(
         __name__,
@@ -30,8 +30,8 @@ else:
             "Apply": "modelstate.rules.tensors",
             "Cast": "modelstate.rules.tensors",
             "Concat": "modelstate.rules.tensors",
-            "Copy": "modelstate.rules.values",
-            "Fill": "modelstate.rules.values",
+            "Copy": "modelstate.rules.names",
+            "Fill": "modelstate.rules.names",
             "Ignore": "modelstate.rules.names",
             "Migration": "modelstate.rules.schema",
             "Prefix": "modelstate.rules.names",
@@ -39,7 +39,7 @@ else:
             "Reshape": "modelstate.rules.tensors",
             "Rule": "modelstate.rules.rule",
             "Rules": "modelstate.rules.schema",
-            "Same": "modelstate.rules.values",
+            "Same": "modelstate.rules.names",
             "Schema": "modelstate.rules.schema",
             "Split": "modelstate.rules.tensors",
             "Transpose": "modelstate.rules.tensors",

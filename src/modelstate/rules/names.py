@@ -1,10 +1,25 @@
-"""Rules that change names or leave names out."""
+"""Rules that change names, leave entries out, or add entries with known values."""
 
+import cmath
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+import torch
 
 from modelstate.errors import RuleError
-from modelstate.rules.rule import CodeRepr, RuleContext, Template, irreversible, matching, same_stars, template
+from modelstate.problems import NeedsModel
+from modelstate.rules.expression import Derived, constant
+from modelstate.rules.rule import (
+    CodeRepr,
+    RuleContext,
+    Template,
+    Wanted,
+    irreversible,
+    matching,
+    same_stars,
+    template,
+)
+from modelstate.torch_compat.dtypes import short
 
 
 @dataclass(frozen=True, repr=False)
@@ -128,3 +143,161 @@ class Ignore(CodeRepr):
 
     def reverse(self) -> "Ignore":
         raise irreversible(self, "the entries that it leaves out are lost")
+
+
+@dataclass(frozen=True, repr=False)
+class Copy(CodeRepr):
+    """Gives the entries that match `pattern` a second name: the weight of an embedding that a head was tied to.
+
+    Args:
+        pattern: a name in which each `*` matches any run of characters.
+        to: the second name, with as many `*`.
+
+    Raises:
+        RuleError: The two names have different numbers of `*`.
+
+    Examples:
+        >>> ms.load(model, "tied.pt", rules=ms.rules.Copy("wte.weight", "head.weight"))
+    """
+
+    pattern: str
+    to: str
+
+    def __post_init__(self) -> None:
+        same_stars(self.pattern, self.to)
+
+    def rename(self, name: str) -> str | None:
+        return None if template(self.pattern).match(name) is None else name
+
+    def apply(self, context: RuleContext) -> None:
+        for name, entry, parts in matching(self.pattern, context.entries):
+            context.keep(name, entry)
+            if parts is not None:
+                context.make(template(self.to).fill(parts), entry.content, [(name, entry)])
+
+    def reverse(self) -> "Same":
+        return Same(self.pattern, self.to)
+
+
+@dataclass(frozen=True, repr=False)
+class Same(CodeRepr):
+    """Leaves out the entries that match `other`, which must be equal to those that match `pattern`, bit for bit.
+
+    Args:
+        pattern: the name that stays, in which each `*` matches any run of characters.
+        other: the second name of the same values, with as many `*`.
+
+    Raises:
+        RuleError: The two names have different numbers of `*`.
+
+    Examples:
+        >>> ms.load(model, "untied.pt", rules=ms.rules.Same("wte.weight", "head.weight"))
+    """
+
+    pattern: str
+    other: str
+
+    def __post_init__(self) -> None:
+        same_stars(self.pattern, self.other)
+
+    def rename(self, name: str) -> str | None:
+        return None
+
+    def apply(self, context: RuleContext) -> None:
+        for name, entry, parts in matching(self.other, context.entries):
+            if parts is None:
+                context.keep(name, entry)
+                continue
+            kept_name = template(self.pattern).fill(parts)
+            kept = context.entries.get(kept_name)
+            if kept is None:
+                context.fail(name, f"there is no {kept_name} to compare it with")
+            elif not context.equal(kept, entry):
+                context.fail(name, f"it differs from {kept_name}")
+            else:
+                context.mark_used()
+
+    def reverse(self) -> "Copy":
+        return Copy(self.pattern, self.other)
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class Fill(CodeRepr):
+    """Gives a value to what the model has and the checkpoint lacks.
+
+    Args:
+        pattern: the names to fill, in which each `*` matches any run of characters. They are the names that the
+            entries have at this place among the rules.
+        value: a number, or a tensor of the right shape. By default, the model's own initialisation makes the value,
+            as its constructor does: the `reset_parameters` of the module that owns the tensor, and the
+            `_init_weights` of a Hugging Face model, called on a copy.
+
+    Shapes and dtypes are those of the model. Without a model, as in `Rules.apply`, only a tensor under a name without
+    `*` can be filled in; `convert_checkpoint` takes `model=`.
+
+    Raises:
+        RuleError: The value is neither a number nor a tensor.
+
+    Examples:
+        >>> ms.load(model, "old.pt", rules=ms.rules.Fill("*.num_batches_tracked", 0))
+    """
+
+    pattern: str
+    value: float | torch.Tensor | None = field(default=None)
+
+    def __post_init__(self) -> None:
+        Template(self.pattern)
+        if not (self.value is None or isinstance(self.value, (int, float, complex, torch.Tensor))):
+            raise RuleError("a Fill takes a number or a tensor", where=repr(self.pattern), found=repr(self.value))
+
+    def rename(self, name: str) -> str | None:
+        return None
+
+    def apply(self, context: RuleContext) -> None:
+        template = Template(self.pattern)
+        is_present = any(template.match(name) is not None for name in context.entries)
+        for name, entry in context.entries.items():
+            context.keep(name, entry)
+        if is_present and not template.stars:
+            return context.fail(self.pattern, "the checkpoint has it already")
+        if isinstance(self.value, torch.Tensor) and not template.stars:
+            return context.make(self.pattern, self.value.detach(), [])
+        wanted = context.wanted
+        if wanted is None:
+            context.mark_used()
+            context.problems.append(NeedsModel(self.pattern, repr(self)))
+            return None
+        for name in [name for name in wanted.lacking(context.entries) if template.match(name) is not None]:
+            self._fill(context, wanted, name)
+        return None
+
+    def _fill(self, context: RuleContext, wanted: Wanted, name: str) -> None:
+        if isinstance(self.value, torch.Tensor):
+            return context.make(name, self.value.detach(), [])
+        shape_and_dtype = wanted.shape_and_dtype(name)
+        if shape_and_dtype is None:
+            return context.fail(name, "the model has no tensor of this name")
+        shape, dtype = shape_and_dtype
+        if self.value is not None:
+            if not _is_representable(self.value, dtype):
+                return context.fail(name, f"{self.value} is not a value of {short(dtype)}")
+            return context.make(name, constant(dtype, shape, self.value), [])
+        initialiser = wanted.initialiser(name)
+        if initialiser is None:
+            return context.fail(name, "no reset_parameters or _init_weights of the model makes it: give a value")
+        return context.make(name, Derived(dtype, shape, (), initialiser, is_certain=False), [])
+
+    def reverse(self) -> Ignore:
+        return Ignore(self.pattern)
+
+
+def _is_representable(value: float | complex, dtype: torch.dtype) -> bool:
+    """Whether a tensor of this dtype can hold a number; a float may be rounded, an integer may not."""
+    try:
+        kept = torch.tensor(value, dtype=dtype).item()
+    except (RuntimeError, TypeError, ValueError, OverflowError):
+        return False
+    if dtype.is_floating_point or dtype.is_complex:
+        is_real = isinstance(value, complex) <= dtype.is_complex
+        return is_real and cmath.isfinite(kept) == cmath.isfinite(value)
+    return bool(kept == value)

@@ -7,10 +7,10 @@ import torch
 from modelstate.errors import RuleError
 from modelstate.problems import BadRule, Problem, explain
 from modelstate.rules.expression import values_of
+from modelstate.rules.names import Fill
 from modelstate.rules.rule import Entries, Entry, Rule, Value, unscoped
 from modelstate.rules.schema import apply_rules, in_memory
 from modelstate.rules.tensors import Apply, Cast
-from modelstate.rules.values import Fill
 
 State = Mapping[str, Mapping[str, object]]
 """From the name of a parameter to what the optimizer keeps for it: "exp_avg", "step", ..."""
