@@ -2,15 +2,17 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 import traceback
 from collections.abc import Mapping, Sequence
+from io import BufferedWriter
 from pathlib import Path
 
 from bench.measure import MeasurementError, Stage
-from tests.programs import code_of, run_program
+from tests.programs import Program, code_of, run_program
 
 
 def run_forked(
@@ -42,6 +44,39 @@ def run_as_fork_of_this(
             os._exit(status)
         status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         return _stages(subprocess.CompletedProcess([*command], status, out.read_text(), err.read_text()))
+
+
+_IN_PLACE_OF_POPEN = """
+import os, sys, tempfile
+tempfile.tempdir = None  # it is that of the environment
+sys.path[:0] = os.environ["PYTHONPATH"].split(os.pathsep)
+for descriptor in (1, 2):
+    os.dup2(os.open({log!r}, os.O_WRONLY | os.O_APPEND), descriptor)
+{code}
+"""
+
+
+class ForkedServer:
+    """What `bench.serving` needs of a `subprocess.Popen` of an interpreter, as a fork."""
+
+    def __init__(
+        self, command: Sequence[str], cwd: Path, env: Mapping[str, str], stdout: BufferedWriter, stderr: BufferedWriter
+    ) -> None:
+        assert stdout is stderr
+        code = _IN_PLACE_OF_POPEN.format(log=stdout.name, code=code_of(command[1:]))
+        self._program = Program(code, cwd=cwd, environment=env)
+
+    def poll(self) -> int | None:
+        return self.wait() if self._program.has_ended else None
+
+    def terminate(self) -> None:
+        os.kill(self._program.pid, signal.SIGTERM)
+
+    def kill(self) -> None:
+        self._program.kill()
+
+    def wait(self, timeout: float = 300) -> int:
+        return self._program.wait(timeout).returncode
 
 
 def _stages(done: "subprocess.CompletedProcess[str]") -> dict[str, Stage]:

@@ -29,7 +29,7 @@ from tests.distributed import models
 from tests.distributed.ranks import WORLD_SIZE, Ranks
 from tests.distributed.test_save_sharded import in_every_layout
 from tests.remote import servers
-from tests.sweeps import EXHAUSTIVE
+from tests.sweeps import EXHAUSTIVE, spread
 
 pytest.importorskip("obstore")
 pytestmark = pytest.mark.slow
@@ -135,8 +135,10 @@ def manifest_of(index: bytes) -> Any:
     return json.loads(json.loads(index)["metadata"][KEY])
 
 
-@pytest.mark.parametrize("kind", models.SHARD)
-@pytest.mark.parametrize("shard_bytes", [None, 300])
+@pytest.mark.parametrize(
+    ("kind", "shard_bytes"),
+    [*((kind, None) for kind in models.SHARD), *((kind, 300) for kind in spread([*models.SHARD], 2))],
+)
 def test_the_checkpoint_is_that_of_one_machine(
     kind: str, shard_bytes: int | None, ranks: Ranks, server: Server, tmp_path: Path
 ) -> None:

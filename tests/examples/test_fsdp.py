@@ -1,14 +1,11 @@
 """The example of a sharded model, on four ranks."""
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.programs import RANKS, run_program
+from tests.programs import RANKS, code_of, run_program
 
 pytestmark = pytest.mark.slow
 
@@ -30,19 +27,8 @@ def test_each_rank_holds_a_quarter_and_the_output_is_that_of_the_whole_model(
 
 def test_torchrun_starts_it(real_file: Callable[[str], Path]) -> None:
     real_file("minilm")
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "torch.distributed.run"),
-            *("--standalone", "--nproc_per_node", "2"),
-            "examples/fsdp.py",
-        ],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "examples/fsdp.py"]
+    done = run_program(code_of(command), cwd=ROOT, environment={"PYTHONPATH": str(ROOT / "src")})
     assert done.returncode == 0, done.stderr[-4000:]
     assert "2 ranks: 90.9 MB read" in done.stdout
     assert "largest difference from the whole model: 0.0e+00" in done.stdout

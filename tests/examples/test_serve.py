@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from bench.demo import Material, find_material
 from bench.serving import NAMES, TEXTS, TOKEN, TOLERANCE, Server, expected_of, load, serving, write_weights
 from examples.serve.__main__ import main
 from examples.serve.client import Client, RefusedError
+from tests.bench.forked import ForkedServer
 from tests.serve.packages import needs_a_compiler
 
 pytestmark = pytest.mark.slow
@@ -42,6 +44,14 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def forked_servers() -> Iterator[None]:
+    """A new interpreter takes seconds to import torch. `tests/test_makefile.py` starts the server in one."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("bench.serving.subprocess", SimpleNamespace(Popen=ForkedServer))
+        yield
 
 
 @pytest.fixture(scope="module")

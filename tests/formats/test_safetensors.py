@@ -4,8 +4,6 @@ import itertools
 import random
 import re
 import struct
-import subprocess
-import sys
 import textwrap
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -32,6 +30,7 @@ from modelstate.formats.tree import Contents
 from modelstate.io.files import SourceFile
 from modelstate.spec import StoredTensor
 from tests.formats.files import entry, safetensors_bytes, same, value
+from tests.programs import run_program
 
 A = entry("F32", [1], 0, 4)
 HEAD_BYTES = 4096
@@ -522,8 +521,7 @@ def measured(*paths: Path) -> list[tuple[str, int, int]]:
             print(outcome, status("rchar", "io") - before, (status("VmHWM") - memory) >> 10, flush=True)
             os._exit(0)
     """
-    command = [sys.executable, "-c", textwrap.dedent(program), *map(str, paths)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    done = run_program(textwrap.dedent(program), *paths)
     assert done.returncode == 0, done.stderr
     results = [line.rsplit(maxsplit=2) for line in done.stdout.splitlines()]
     return [(outcome, int(read_bytes), int(memory_mb)) for outcome, read_bytes, memory_mb in results]

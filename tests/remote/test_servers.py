@@ -123,9 +123,10 @@ def test_a_store_keeps_its_promises(running: Running) -> None:
         assert store.verify() == {2: "", 3: ""}
 
 
+@pytest.mark.parametrize("started", [name for name in SERVERS if name != "moto"], indirect=True)
 @pytest.mark.parametrize("overwrite", [True, False])
 def test_each_fault_at_each_request(running: Running, overwrite: bool) -> None:
-    """A save succeeds, or raises and leaves what was there."""
+    """A save succeeds, or raises and leaves what was there. `test_save.py` has the same for moto."""
     path, tensors = f"{running.url}/model.safetensors", {"a": torch.rand(3 << 19)}
     ms.save(tensors, path, overwrite=overwrite)
     numbers = range(1, len(running.proxy.requests) + 1)
