@@ -15,7 +15,6 @@ from modelstate.formats.block_writer import LazyTensor, check_repeated
 from modelstate.formats.manifest import ALGORITHM, BLOCK_BYTES, FORMAT, KEY, are_usual_versions
 from modelstate.formats.safetensors import listed_problems, why_not
 from modelstate.formats.tree import EXTRA_STATE
-from modelstate.spec import bytes_key
 from modelstate.text_format import is_unicode, quote
 from modelstate.torch_compat.plain import is_sharded, remedies_for, why_not_plain
 from modelstate.torch_compat.values import version_metadata
@@ -211,12 +210,17 @@ class _Serializer:
             self._wrong[name] = problem
             self._refused.append(tensor)
             return str(name)
-        # A tensor with a lazy conjugation or negation shares memory with the tensor without it, but is not tied to it.
-        plain = tensor.detach().resolve_conj().resolve_neg() if isinstance(tensor, torch.Tensor) else tensor
-        key = bytes_key(plain, f"{name}") if isinstance(plain, torch.Tensor) else plain.key
+        key: object
+        if isinstance(tensor, torch.Tensor):
+            # One with a lazy conjugation or negation shares memory with the tensor without it, but is not tied to it.
+            tensor = tensor.detach().resolve_conj().resolve_neg()
+            place = tensor.data_ptr(), tensor.device, tensor.shape, tensor.stride(), tensor.dtype
+            key = place if tensor.numel() else id(tensor)
+        else:
+            key = tensor.key
         owner = self._by_bytes.setdefault(key, name)
         if owner == name:
-            self.state.tensors[name] = plain
+            self.state.tensors[name] = tensor
         return owner
 
     def _add_subclass(self, name: object, tensor: torch.Tensor) -> str:

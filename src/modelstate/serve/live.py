@@ -560,7 +560,7 @@ class Live:
         assert program is not None
         if self._gate.holds(old):
             raise OptionError("a swap in place waits for all pins, and this thread holds one", where="mode='in_place'")
-        with clock("staged"):
+        with clock("staged"), gc_paused():
             incoming = SwapSource(self._target, swap.source, swap.options)
             incoming.check(program)
             prepared = None if swap.canary is None else self._prepared(swap.canary)

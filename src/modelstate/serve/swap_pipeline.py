@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import nn
 
-from modelstate.checkpoint.open import open as open_checkpoint
+from modelstate.checkpoint.open import open_source
 from modelstate.errors import LiveTargetError, OptionError, PlanError, QuarantinedError, ReadFailedError, WeightsError
 from modelstate.loading.load import Source, load_then, prepare
 from modelstate.planning.assignment import Assignment
@@ -150,7 +150,7 @@ class SwapSource:
     def __init__(self, target: Target, source: Source, options: SwapOptions) -> None:
         self._target, self._options = target, options
         selection = options_of(rules=options.rules)
-        self.part, selection = select_part(open_checkpoint(source), selection, lambda: target.names)
+        self.part, selection = select_part(open_source(source), selection, lambda: target.names)
         self.source, self._has_rules, rules = self.part.source, bool(selection.rules), selection.rules
         names = {renamed_by(rules, name) for name in self.part} if rules else set(self.part)
         wrappers = wrapper_rule(names, target.names)
