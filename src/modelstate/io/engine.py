@@ -284,7 +284,7 @@ def can_read_uncached(path: str, fingerprint: FileFingerprint | None) -> bool:
 
 def for_each(
     items: Iterable[_Item],
-    worker: Callable[[], AbstractContextManager[Callable[[_Item], None]]],
+    worker: Callable[[], AbstractContextManager[Callable[[_Item], object]]],
     threads: int,
     on_done: Callable[[_Item, float], None] | None = None,
     *,
@@ -325,7 +325,7 @@ def for_each(
 
 def for_all(
     items: Iterable[_Item],
-    worker: Callable[[], AbstractContextManager[Callable[[_Item], None]]],
+    worker: Callable[[], AbstractContextManager[Callable[[_Item], object]]],
     threads: int,
     on_done: Callable[[_Item, float], None] | None = None,
     *,

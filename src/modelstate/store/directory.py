@@ -70,26 +70,23 @@ class StepEntry:
 
     def __init__(self, place: Place, medium: Medium, read: Callable[[Place], _Read]) -> None:
         self.place, self._medium, self._read = place, medium, read
-        self._result: _Read | None = None
-        if not medium.is_lazy:
-            self._result = read(place)
+        self._result = None if medium.is_lazy else read(place)
 
-    def read(self) -> None:
-        """Reads the record."""
+    def read(self) -> _Read:
+        """Reads the record, once."""
         if self._result is None:
             self._result = self._read(self.place)
+        return self._result
 
     @property
     def record(self) -> Record | None:
         """None where it cannot be read."""
-        self.read()
-        return None if self._result is None else self._result[0]
+        return self.read()[0]
 
     @property
     def error(self) -> ModelStateError | None:
         """Why the checkpoint cannot be used, as far as names, sizes and earlier reads show."""
-        self.read()
-        return None if self._result is None else self._result[1]
+        return self.read()[1]
 
     def file_names(self) -> set[str] | None:
         """Returns the names of its files; None where its record cannot be read."""
@@ -101,7 +98,7 @@ class StepEntry:
         """The number of the save; None where it is not known."""
         if self._medium.is_lazy:
             return self.place.revision
-        return self.record.serial if self.record is not None else None
+        return None if (record := self.record) is None else record.serial
 
     @property
     def usable_record(self) -> Record:
@@ -113,7 +110,8 @@ class StepEntry:
 
     @property
     def is_whole(self) -> bool:
-        return self._result is None or self.error is None
+        """Whether nothing is known to be wrong with it."""
+        return self._result is None or self._result[1] is None
 
     @property
     def is_damaged(self) -> bool:

@@ -493,13 +493,9 @@ class Linkable:
     digests: Mapping[str, str]
     """The digest of each tensor."""
 
-    def unchanged(self, tensors: Mapping[str, torch.Tensor | LazyTensor], hashes: Mapping[str, str]) -> set[str]:
-        """Returns which of the tensors, with their digests, are the same."""
-        return {
-            name
-            for name, value in hashes.items()
-            if self.digests.get(name) == value and self.is_alike(name, tensors[name])
-        }
+    def unchanged(self, digests: Mapping[str, str]) -> set[str]:
+        """Returns the names of the tensors that have these digests, of tensors that are alike."""
+        return {name for name, digest in digests.items() if self.digests.get(name) == digest}
 
     def is_alike(self, name: str, tensor: torch.Tensor | LazyTensor) -> bool:
         """Whether there is a tensor of this name, dtype and shape."""
@@ -550,7 +546,7 @@ def _link_unchanged(new: NewFiles, files: _Files, unwritten: dict[str, torch.Ten
     """
     comparable = {name: tensor for name, tensor in unwritten.items() if before.is_alike(name, tensor)}
     digests = dict(zip(comparable, write_blocks(None, 0, list(comparable.values())), strict=True))
-    unchanged = before.unchanged(comparable, digests)
+    unchanged = before.unchanged(digests)
     for path, names in before.files.items():
         if not unchanged.issuperset(names):
             continue

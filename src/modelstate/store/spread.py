@@ -189,7 +189,7 @@ def _compared_with_the_disk(
         for path, hashes in writer.digests(tensors, compared).items() if chosen else ():
             digests = {name: value for (name, _), value in zip(tensors[path], hashes, strict=True)}
             if path in linkable:
-                found |= {(path, name) for name in linkable[path].unchanged(dict(tensors[path]), digests)}
+                found |= {(path, name) for name in linkable[path].unchanged(digests)}
         return found
 
     probes = same(agreement.decided(COMPARING, look))
