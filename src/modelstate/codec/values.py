@@ -330,13 +330,6 @@ def _uninitialised(tree: Tree, decoder: Decoder, cls: Callable[..., torch.Tensor
     return tensor
 
 
-def another_uninitialised(tensor: torch.Tensor) -> torch.Tensor:
-    """A new parameter or buffer without a shape, with the properties of this one. (torch cannot copy such a buffer.)"""
-    cls: Callable[..., torch.Tensor] = type(tensor)
-    other: torch.Tensor = cls(tensor.requires_grad, tensor.device, tensor.dtype)
-    return other
-
-
 def _encode_size(value: torch.Size, encoder: Encoder) -> Tree:
     check_bits(encoder.fail, MAX_SIZE_BITS, *value)
     return list(value)

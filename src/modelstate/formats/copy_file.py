@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import xxhash
@@ -64,7 +64,9 @@ def copy_file(
                 output.append(view[at : at + PART_BYTES])
             advance(len(view))
 
-        prefetch_one(_windows(fingerprint.nbytes), fetch, use, is_fetched=lambda _: True)
+        starts = range(0, fingerprint.nbytes, _WINDOW_BYTES)
+        windows = ((start, bytearray(min(_WINDOW_BYTES, fingerprint.nbytes - start))) for start in starts)
+        prefetch_one(windows, fetch, use, is_fetched=lambda _: True)
         if digests is not None:
             digests.check()
 
@@ -82,11 +84,6 @@ def copy_file(
         return
     with atomic_file(target, overwrite=overwrite) as local:
         stream(local)
-
-
-def _windows(nbytes: int) -> Iterator[tuple[int, bytearray]]:
-    for start in range(0, nbytes, _WINDOW_BYTES):
-        yield start, bytearray(min(_WINDOW_BYTES, nbytes - start))
 
 
 class StreamedDigests:

@@ -311,14 +311,18 @@ def _usual_header(header: bytes) -> tuple[list[str], _Columns, Any] | None:
         values = entries.values()
         if {*map(len, values)} != {3}:
             return None
-        columns = _checked_columns(
-            [entry["dtype"] for entry in values],
-            [entry["shape"] for entry in values],
-            [entry["data_offsets"] for entry in values],
+        kinds = tuple(entry["dtype"] for entry in values)
+        shapes = [entry["shape"] for entry in values]
+        firsts, lasts = zip(*(entry["data_offsets"] for entry in values), strict=True)
+        is_right = (
+            {str}.issuperset(map(type, kinds))
+            and {list}.issuperset(map(type, shapes))
+            and {int}.issuperset(map(type, chain(firsts, lasts, chain.from_iterable(shapes))))
+            and min(firsts) >= 0 <= min(lasts)
         )
     except (AttributeError, KeyError, TypeError, ValueError):
         return None
-    return None if columns is None else ([*entries], columns, members)
+    return ([*entries], (kinds, [*map(tuple, shapes)], firsts, lasts), members) if is_right else None
 
 
 def _any_header(header: bytes) -> tuple[list[str], _Columns, Any]:
@@ -331,39 +335,9 @@ def _any_header(header: bytes) -> tuple[list[str], _Columns, Any]:
     names = [name for name, _ in entries]
     if b"\\" in header and b"\\u" in header:  # a search for one byte takes a twentieth of the time
         _check_unicode(names)
-    return names, _columns(entries), metadata[0] if metadata else None
-
-
-def _columns(members: Members) -> _Columns:
-    """The dtypes, shapes, first and last bytes of the entries, checked to be of these types. Raises `JsonError`."""
-    if not members:
-        return (), (), (), ()
-    entries: Any = [fields for _, fields in members]
-    try:
-        if {tuple}.issuperset(map(type, entries)):
-            columns = (zip(*column, strict=True) for column in zip(*entries, strict=True))
-            (dtype_keys, kinds), (shape_keys, shapes), (range_keys, ranges) = columns
-            if ({*dtype_keys}, {*shape_keys}, {*range_keys}) == ({"dtype"}, {"shape"}, {"data_offsets"}):
-                checked = _checked_columns(kinds, shapes, ranges)
-                if checked is not None:
-                    return checked
-    except (TypeError, ValueError):
-        pass
-    # Some entries have their fields in another order, or are wrong.
-    kinds, shapes, firsts, lasts = zip(*(_fields_of(name, fields) for name, fields in members), strict=True)
-    return kinds, shapes, firsts, lasts
-
-
-def _checked_columns(kinds: Sequence[Any], shapes: Sequence[Any], ranges: Sequence[Any]) -> _Columns | None:
-    """The columns, where each value has the type that it must have. Raises `TypeError` and `ValueError`."""
-    firsts, lasts = zip(*ranges, strict=True)
-    is_right = (
-        {str}.issuperset(map(type, kinds))
-        and {list}.issuperset(map(type, shapes))
-        and {int}.issuperset(map(type, chain(firsts, lasts, chain.from_iterable(shapes))))
-        and min(firsts) >= 0 <= min(lasts)
-    )
-    return (tuple(kinds), [*map(tuple, shapes)], firsts, lasts) if is_right else None
+    rows = [_fields_of(name, fields) for name, fields in entries]
+    kinds, shapes, firsts, lasts = zip(*rows, strict=True) if rows else ((), (), (), ())
+    return names, (kinds, shapes, firsts, lasts), metadata[0] if metadata else None
 
 
 def _fields_of(name: str, fields: Any) -> tuple[str, tuple[int, ...], int, int]:

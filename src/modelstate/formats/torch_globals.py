@@ -118,7 +118,9 @@ class TorchGlobals:
         if last in STORAGE_DTYPES and (module in ("torch", "torch.storage") or module in _DEVICE_MODULES):
             return StorageType(name, STORAGE_DTYPES[last])
         if not is_never(name):
-            for alias in _aliases(name):
+            # NumPy has moved the functions that every array refers to.
+            moved = [new + name.removeprefix(old) for old, new in _MOVED if name.startswith(old)]
+            for alias in (name, *moved):
                 if alias in self.by_name:
                     return Allowed(name, self.by_name[alias])
                 if alias in self.to_import:
@@ -141,20 +143,13 @@ class TorchGlobals:
         return value
 
 
+_MOVED = (("numpy.core.", "numpy._core."), ("numpy._core.", "numpy.core."))
 _DEVICE_MODULES = frozenset(f"torch.{device}" for device in ("cuda", "xpu", "hpu", "mps", "npu", "mtia"))
 
 
 def is_never(name: str) -> bool:
     """Whether the name is refused even if the caller allows it."""
     return name in NEVER or name.partition(".")[0] in NEVER
-
-
-def _aliases(name: str) -> tuple[str, ...]:
-    """The names of an object before and after NumPy moved the functions that every array refers to."""
-    for old, new in (("numpy.core.", "numpy._core."), ("numpy._core.", "numpy.core.")):
-        if name.startswith(old):
-            return name, new + name.removeprefix(old)
-    return (name,)
 
 
 def _named(entry: object) -> tuple[str, object] | None:

@@ -218,9 +218,8 @@ def rebuild(
         copies: The copies so far, by the ids of the originals.
     """
     if is_tensor(node) and is_uninitialised(node):
-        from modelstate.codec.values import another_uninitialised
-
-        return another_uninitialised(node)
+        cls: Any = type(node)  # torch cannot copy a buffer without a shape
+        return cls(node.requires_grad, node.device, node.dtype)
     if isinstance(node, Described) or is_tensor(node):
         return tensor(node)
     if isinstance(node, Encoded):
