@@ -31,8 +31,6 @@ class Match(Enum):
     """Their names are equal."""
     RULE = "rule"
     """A rule that was given leads from one name to the other."""
-    GUESS = "guess"
-    """A rule that was guessed from names and shapes does."""
 
 
 class Status(Enum):
@@ -125,8 +123,6 @@ class Diff(Shown):
     """The tensors that only the second checkpoint has."""
     values: tuple[ValueDiff, ...]
     """The values other than tensors that differ."""
-    guessed_rules: tuple[str, ...]
-    """The rules that were guessed, as Python code."""
     read_bytes: int
     """Bytes that were read and compared."""
     skipped_bytes: int
@@ -135,9 +131,9 @@ class Diff(Shown):
 
     @property
     def is_equal(self) -> bool:
-        """Whether names, shapes, dtypes, bits and values are equal. A guessed name is a difference."""
+        """Whether names, shapes, dtypes, bits and values are equal."""
         same = (Status.EQUAL, Status.NOT_COMPARED)
-        matched = all(tensor.status in same and tensor.match is not Match.GUESS for tensor in self.tensors)
+        matched = all(tensor.status in same for tensor in self.tensors)
         return matched and not (self.removed or self.added or self.values)
 
     def __repr__(self) -> str:
@@ -166,7 +162,6 @@ class Diff(Shown):
             raise OptionError("top= must be a number of rows", expected="an integer >= 0, or None", found=repr(top))
         found = "equal" if self.is_equal else ", ".join(self._counts())
         parts = ["\n".join([printable(f"{as_given(self.a)} and {as_given(self.b)}: {found}"), self._cost()])]
-        parts += [self._rules()] if self.guessed_rules else []
         for what, specs in (("only in the first", self.removed), ("only in the second", self.added)):
             parts += [_names(what, specs)] if specs else []
         parts += [_table(self.tensors, top, fold, width), _values(self.values)]
@@ -192,7 +187,6 @@ class Diff(Shown):
                     | {"a": value.values[0], "b": value.values[1]}
                     for value in self.values
                 ],
-                "guessed_rules": list(self.guessed_rules),
                 "totals": {
                     "statuses": {
                         status.value: number
@@ -238,14 +232,12 @@ class Diff(Shown):
                 *("Changed", "Max abs", "Mean abs", "Rel. L2", "Cosine", "Matched with"),
             ),
             rows,
-            text="\n\n".join(filter(None, [self._rules() if self.guessed_rules else "", _values(self.values)])),
+            text=_values(self.values),
         )
 
     def _counts(self) -> list[str]:
         numbers = Counter(tensor.status for tensor in self.tensors)
         counts = [f"{numbers[status]:,} {status.value}" for status in Status if numbers[status]]
-        guessed = sum(tensor.match is Match.GUESS for tensor in self.tensors)
-        counts += [f"{guessed:,} renamed by guess"] if guessed else []
         counts += [f"{len(self.removed):,} removed"] if self.removed else []
         counts += [f"{len(self.added):,} added"] if self.added else []
         return counts + ([f"{count(len(self.values), 'other value')} changed"] if self.values else [])
@@ -255,10 +247,6 @@ class Diff(Shown):
         return f"{count(len(self.tensors), 'tensor')} compared, {size(self.read_bytes)} read{skipped}, " + seconds(
             self.seconds
         )
-
-    def _rules(self) -> str:
-        lines = [f"  {printable(rule)}" for rule in self.guessed_rules]
-        return "\n".join(["renamed by these rules, which are a guess by names and shapes:", *lines])
 
 
 def _names(what: str, specs: Sequence[TensorSpec]) -> str:
@@ -359,8 +347,7 @@ def _remarks(group: Sequence[TensorDiff], found: Sequence[Difference]) -> list[s
     if first.kinds[0] != first.kinds[1]:
         remarks.append(f"{first.kinds[0]} -> {first.kinds[1]}")
     if first.source_names != (first.name,):
-        by = " by guess" if first.match is Match.GUESS else ""
-        remarks.append(f"from {listed(first.source_names, 3)}{by}")
+        remarks.append(f"from {listed(first.source_names, 3)}")
     for what, name in (("NaN", "nan"), ("infinite", "infinite")):
         counts = [getattr(difference, name) or (0, 0) for difference in found]
         a, b = (sum(side) for side in zip(*counts, strict=True)) if counts else (0, 0)
