@@ -228,7 +228,7 @@ class Others:
         found, absent = runner.alternate(children, runner.runs)
         nbytes = sum(value.nbytes for value in on_meta("large", self.sizes).state_dict().values())
         words = (
-            "Every value differs. The loops measure what modelstate.diff measures; the "
+            "Every value differs. The loops measure what modelstate.diff measures, without the histogram of ULPs; the "
             "files of torch.load have the same tensors. The files are in the page cache."
         )
         title = f"Comparing two checkpoints of {nbytes / 1e6:,.0f} MB"

@@ -83,6 +83,14 @@ def test_the_remedy_for_several_state_dicts_names_the_side(arguments: tuple[str,
     assert run("diff", *arguments, *keys).exit_code == 0
 
 
+def test_a_page_that_cannot_be_written_does_not_hide_the_result() -> None:
+    for page in ("a.safetensors/diff.html", "."):
+        done = run("diff", "a.safetensors", "b.safetensors", "--html", page)
+        assert done.exit_code == 2
+        assert "3 equal, 2 changed" in done.stdout
+        assert "to do: give" in done.stderr
+
+
 def test_a_file_that_changes_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
     def changing(*arguments: object, **options: object) -> Diff:
         save_file({"layer.0.weight": torch.zeros(5, 5)}, "b.safetensors")
@@ -96,11 +104,14 @@ def test_a_file_that_changes_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "to do: " in done.stderr
 
 
-def test_rules() -> None:
+def test_rules_and_a_guess() -> None:
     state = torch.load("training.pt")["ema"]
     save_file({name.replace("layer", "blocks"): tensor for name, tensor in state.items()}, "renamed.safetensors")
     assert run("diff", "a.safetensors", "renamed.safetensors", "--rename", "layer.*=blocks.*").exit_code == 0
-    refused = run("diff", "a.safetensors", "renamed.safetensors")
+    guessed = run("diff", "a.safetensors", "renamed.safetensors")
+    assert guessed.exit_code == 1
+    assert "renamed by guess" in guessed.stdout
+    refused = run("diff", "a.safetensors", "renamed.safetensors", "--no-guess")
     assert refused.exit_code == 2
     assert "no name in common" in refused.stderr
     assert "on the command line: --key twice" in refused.stderr
@@ -147,12 +158,21 @@ def test_all_objects_of_two_steps_are_compared(project: Path) -> None:
     state = {"w": torch.ones(2, 2), "b": torch.ones(3)}
     with ms.Store("run") as store:
         store.save(1, {"model": state, "ema": {"x": torch.zeros(5)}})
-        store.save(2, {"model": state})
+        store.save(2, {"net": state})
     done = run("store", "diff", "run", "1", "2")
     assert done.exit_code == 1
     assert "ema.x" in done.stdout
     assert str(project) not in done.stdout
     assert str(project) not in run("store", "diff", "run", "1", "2", "--json").stdout
+
+
+def test_a_page_replaces_pages_only(project: Path) -> None:
+    content = (project / "a.safetensors").read_bytes()
+    done = run("diff", "a.safetensors", "b.safetensors", "--html", "a.safetensors")
+    assert done.exit_code == 2
+    assert "web pages only" in done.stderr
+    assert (project / "a.safetensors").read_bytes() == content
+    assert [run("diff", "a.safetensors", "b.safetensors", "--html", "a.html").exit_code for _ in "12"] == [1, 1]
 
 
 def test_a_closed_standard_output_is_an_error(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:

@@ -467,6 +467,13 @@ def test_a_shell_completes_commands(shell: str) -> None:
     assert "store" in done.stdout
 
 
+@pytest.mark.parametrize("shell", ["zsh", "fish"])
+def test_the_script_for_a_shell(shell: str) -> None:
+    script = run("--show-completion", shell).stdout
+    assert f"_MODELSTATE_COMPLETE={shell}_complete" in script
+    assert run("--show-completion", "nosuch").exit_code == 2
+
+
 @pytest.mark.parametrize("command", [[], ["store"], ["live"]])
 def test_summaries_fit_the_width(command: list[str]) -> None:
     done = CliRunner().invoke(app, [*command, "--help"], terminal_width=80)
@@ -498,6 +505,7 @@ class TestManners:
             ("convert", "tiny.safetensors", str(tmp_path / "new.safetensors")),
             ("verify", "training.pt"),
             ("diff", "tiny.safetensors", "tiny.safetensors"),
+            ("get", "tiny.safetensors", "0.weight", str(tmp_path / "weight.npy")),
         )
         for call in calls:
             done = run(*call, "--json")
@@ -521,6 +529,18 @@ class TestManners:
         assert run("convert", "tiny.safetensors", "sub/new.safetensors").stderr.startswith("error: sub/new.safet")
         absolute = os.path.abspath("missing.safetensors")
         assert run("inspect", absolute).stderr.startswith(f"error: {absolute}: ")
+
+    def test_directories_of_a_page_are_made(self) -> None:
+        assert run("inspect", "tiny.safetensors", "--html", "pages/new/tiny.html").exit_code == 0
+        assert os.path.isfile("pages/new/tiny.html")
+
+    @pytest.mark.parametrize("target", ["tiny.safetensors/page.html", "."])
+    def test_a_page_that_cannot_be_written(self, target: str) -> None:
+        done = run("inspect", "tiny.safetensors", "--html", target)
+        assert done.exit_code == 1
+        assert done.stderr.startswith("error: ")
+        assert "Traceback" not in done.stderr
+        assert done.stdout == ""
 
     def test_arguments_in_the_wrong_order(self) -> None:
         done = run("plan", "tiny.safetensors", "ZOO:tiny")

@@ -106,6 +106,40 @@ def test_nan_infinity_and_the_share_of_changes(values: list[tuple[float, float, 
     differing = int((a.view(bits) != b.view(bits)).sum())
     assert found.changed == differing / len(a)
     assert accumulated(a, b).is_equal == (not differing)
+    finite = sides[0].isfinite() & sides[1].isfinite()
+    assert found.ulps is not None
+    assert sum(found.ulps) == int(finite.sum())
+
+
+def neighbours(start: float, steps: int, dtype: torch.dtype) -> torch.Tensor:
+    """The float that is some steps above a positive one."""
+    bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
+    return (torch.tensor([start], dtype=dtype).view(bits) + steps).view(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("steps", [0, 1, 2, 3, 4, 127, 128, 1000])
+def test_distances_in_ulps(dtype: torch.dtype, steps: int) -> None:
+    found = measured(torch.tensor([0.5], dtype=dtype), neighbours(0.5, steps, dtype)).ulps
+    assert found is not None
+    assert len(found) == steps.bit_length() + 1
+    assert found[-1] == 1
+
+
+@pytest.mark.parametrize("steps", [2**24 - 1, 2**25 - 1, 2**28, 2**28 - 1])
+def test_a_distance_just_below_a_power_of_two_is_not_rounded_up(steps: int) -> None:
+    found = measured(torch.tensor([1e-20]), neighbours(1e-20, steps, torch.float32)).ulps
+    assert found is not None
+    assert len(found) == steps.bit_length() + 1
+
+
+def test_a_distance_across_zero() -> None:
+    tiny = neighbours(0.0, 3, torch.float32)
+    found = measured(-tiny, tiny).ulps  # -3 ulps, -0, +0, +3 ulps
+    assert found == (0, 0, 0, 1)
+    far = measured(torch.tensor([-3e38]), torch.tensor([3e38])).ulps
+    assert far is not None
+    assert len(far) == 33  # it takes 32 bits
 
 
 def test_minus_zero_is_a_change_of_bits_and_no_difference_of_values() -> None:
@@ -113,12 +147,17 @@ def test_minus_zero_is_a_change_of_bits_and_no_difference_of_values() -> None:
     assert (found.changed, found.max_abs, found.relative_l2) == (0.5, 0.0, 0.0)
 
 
-def test_a_cast_changes_most_values() -> None:
+def test_a_cast_differs_by_its_rounding_alone() -> None:
     a = torch.randn(1000)
     found = measured(a, a.bfloat16())
+    assert found.ulps == (1000,)
     assert found.changed is not None
     assert found.changed > 0.9
     assert_right(a, a.bfloat16())
+
+
+def test_floats_of_one_size_have_no_common_ulp() -> None:
+    assert measured(torch.ones(3, dtype=torch.float16), torch.ones(3, dtype=torch.bfloat16)).ulps is None
 
 
 def test_values_beyond_the_range_of_float32_sums() -> None:
@@ -148,11 +187,11 @@ def test_wide_integers_are_subtracted_exactly() -> None:
 
 def test_booleans_have_a_share_of_changes_alone() -> None:
     found = measured(torch.tensor([True, False, True]), torch.tensor([True, True, True]))
-    assert found == Difference(1 / 3)
+    assert found == Difference(1 / 3, None, None, None, None, None, None, None)
 
 
 def test_what_no_elements_differ_by() -> None:
-    empty = Difference()
+    empty = Difference(None, None, None, None, None, None, None, None)
     assert measured(torch.ones(0), torch.ones(0)) == equal_unread(0, torch.float32) == empty
 
 
@@ -187,7 +226,7 @@ def test_packed_values_are_compared_bit_by_bit_alone() -> None:
     a = torch.tensor([1, 2], dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
     b = torch.tensor([1, 3], dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
     assert not accumulated(a, b).is_equal
-    assert measured(a, b) == Difference()
+    assert measured(a, b) == Difference(None, None, None, None, None, None, None, None)
     same = a.view(torch.uint8).clone().view(a.dtype)  # some versions of torch cannot copy this dtype
     assert accumulated(a, same).is_equal
     assert measured(a, same).changed == 0.0

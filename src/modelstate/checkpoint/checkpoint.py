@@ -29,12 +29,12 @@ from modelstate.formats.tree import (
     referred_to,
     subtree,
 )
+from modelstate.html.page import Kind, Page, Shown, area_chart, bar_chart
 from modelstate.io.engine import (
     Request,
     read_ranges,
 )
 from modelstate.io.files import FileFingerprint
-from modelstate.notebook import Overview, Shown
 from modelstate.process import cached_attribute
 from modelstate.spec import (
     ByteRange,
@@ -172,13 +172,24 @@ class Checkpoint(Mapping[str, TensorSpec], Shown):
         part = f", key={self.key!r}" if self.key else ""
         return f"<Checkpoint {self.source!r}{part}: {len(self)} tensors, {self.nbytes:,} bytes, {self.format}>"
 
-    def _overview(self) -> Overview:
+    def _page(self) -> Page:
         tied = {name: group[0] for group in self.aliases for name in group[1:]}
         sizes = [(name, 0 if name in tied else spec.nbytes) for name, spec in self.items()]
-        return Overview(
+        dtypes: Counter[str] = Counter()
+        for (_, nbytes), spec in zip(sizes, self.values(), strict=True):
+            dtypes[spec.dtype_name] += nbytes
+        return Page(
             self.source + (f", key {self.key!r}" if self.key else ""),
             (("Format", self.format), ("Tensors", f"{len(self):,}"), ("Bytes", size(self.nbytes))),
-            ("Name", "Shape", "Dtype", "Bytes", "Kind", "Same bytes as", *(["File"] if len(self.files) > 1 else [])),
+            (
+                ("Name", Kind.TEXT),
+                ("Shape", Kind.TEXT),
+                ("Dtype", Kind.TEXT),
+                ("Bytes", Kind.BYTES),
+                ("Kind", Kind.TEXT),
+                ("Same bytes as", Kind.TEXT),
+                *([("File", Kind.TEXT)] if len(self.files) > 1 else []),
+            ),
             [
                 [
                     name,
@@ -191,6 +202,10 @@ class Checkpoint(Mapping[str, TensorSpec], Shown):
                 ]
                 for (name, nbytes), spec in zip(sizes, self.values(), strict=True)
             ],
+            charts=(
+                area_chart("Where the bytes are", sizes),
+                bar_chart("Bytes by dtype", [(name, nbytes, size(nbytes)) for name, nbytes in dtypes.most_common()]),
+            ),
         )
 
     # Properties of the file.

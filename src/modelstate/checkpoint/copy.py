@@ -15,7 +15,7 @@ from modelstate.checkpoint.write import target_path
 from modelstate.errors import ChecksumError, OptionError, SaveTargetError, TargetExistsError, UnsafePathError
 from modelstate.formats.copy_file import StreamedDigests, copy_file
 from modelstate.formats.sharded import INDEX_SUFFIX, named_in
-from modelstate.notebook import Overview, Shown
+from modelstate.html.page import Kind, Page, Shown
 from modelstate.process import progress_bar
 from modelstate.remote.location import is_remote, locate
 from modelstate.remote.requests import cleanup
@@ -47,9 +47,9 @@ class CopyReport(Shown):
             f"{digests if self.algorithms else 'no digests to compare'}, {seconds(self.seconds)}"
         )
 
-    def _overview(self) -> Overview:
+    def _page(self) -> Page:
         facts = {"Copied": size(self.bytes), "Verified": size(self.verified_bytes), "Time": seconds(self.seconds)}
-        return Overview(self.source, tuple(facts.items()), ("File",), [[file] for file in self.files])
+        return Page(self.source, tuple(facts.items()), (("File", Kind.TEXT),), [[file] for file in self.files], "Files")
 
     def to_json(self) -> str:
         """All fields as JSON."""

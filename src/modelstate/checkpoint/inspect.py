@@ -15,7 +15,7 @@ from modelstate.checkpoint.open import Source
 from modelstate.checkpoint.open import open as open_checkpoint
 from modelstate.errors import CodecError
 from modelstate.formats.tree import leaves
-from modelstate.notebook import Overview, Shown
+from modelstate.html.page import Page, Shown
 from modelstate.process import progress_bar
 from modelstate.remote.cache import Cache
 from modelstate.spec import Refused, StoredTensor
@@ -54,9 +54,9 @@ class Verification(Shown):
             f"{', '.join(self.algorithms)} digests say, {seconds(self.seconds)}"
         )
 
-    def _overview(self) -> Overview:
+    def _page(self) -> Page:
         facts = {"Verified": size(self.bytes), "Tensors": f"{self.tensors:,}", "Digests": ", ".join(self.algorithms)}
-        return Overview(self.source, (*facts.items(), ("Time", seconds(self.seconds))))
+        return Page(self.source, (*facts.items(), ("Time", seconds(self.seconds))))
 
     def to_json(self) -> str:
         """All fields as JSON."""
@@ -171,11 +171,11 @@ class Inspection(Shown):
         parts = [_heading(self), _tree(self), _ties(self), _values(self), _metadata(self)]
         return "\n\n".join(part for part in parts if part)
 
-    def _overview(self) -> Overview:
-        overview = self.checkpoint._overview()
+    def _page(self) -> Page:
+        page = self.checkpoint._page()
         details = "\n\n".join(part for part in (_ties(self), _values(self), _metadata(self)) if part)
         elements = ("Elements", f"{self.elements:,}")
-        return replace(overview, facts=(*overview.facts, elements, ("Files", f"{len(self.files):,}")), text=details)
+        return replace(page, facts=(*page.facts, elements, ("Files", f"{len(self.files):,}")), text=details)
 
     def stats(
         self, *, only: Iterable[str] = (), max_memory_bytes: int | None = None, progress: bool | None = None

@@ -33,9 +33,9 @@ from modelstate.checkpoint.reduction import (
     scratch,
 )
 from modelstate.errors import MissingValuesError, OptionError
+from modelstate.html.page import Kind, Page, Shown, area_chart
 from modelstate.io.engine import read_ranges
 from modelstate.io.tensors import read_tensor
-from modelstate.notebook import Overview, Shown
 from modelstate.process import progress_bar
 from modelstate.spec import Stored, bytes_key, pieces
 from modelstate.tensor_spec import TensorSpec
@@ -222,23 +222,38 @@ class CheckpointStatistics(Shown):
         heading = f"{printable(self.source)}: {tensors}, {seconds(self.seconds)}\ndtypes: {dtypes}\n\n"
         return heading + columns(lines, right=range(3, 11), width=width, optional=(1, 2, 6, 7, 10, 9))
 
-    def _overview(self) -> Overview:
-        measures = ("min", "max", "mean", "std", "zeros", "nan", "infinite")
-        return Overview(
+    def _page(self) -> Page:
+        measures = (
+            ("Min", "min", Kind.LEAST),
+            ("Max", "max", Kind.MEASURE),
+            ("Mean", "mean", Kind.OWN),
+            ("Std", "std", Kind.OWN),
+            ("Zeros", "zeros", Kind.SHARE),
+            ("NaN", "nan", Kind.COUNT),
+            ("Infinite", "infinite", Kind.COUNT),
+        )
+        return Page(
             f"Statistics of {self.source}",
             (("Tensors", f"{len(self.tensors):,}"), ("Read", size(self.read_bytes)), ("Time", seconds(self.seconds))),
-            ("Name", "Shape", "Dtype", "Bytes", "Min", "Max", "Mean", "Std", "Zeros", "NaN", "Infinite"),
+            (
+                ("Name", Kind.TEXT),
+                ("Shape", Kind.TEXT),
+                ("Dtype", Kind.TEXT),
+                ("Bytes", Kind.BYTES),
+                *[(title, kind) for title, _, kind in measures],
+            ),
             [
                 [
                     entry.name,
                     str(list(entry.shape)),
                     short(entry.dtype),
                     tensor.bytes if entry is tensor else None,  # those of parts are in their tensor's
-                    *[getattr(entry.statistics, measure) for measure in measures],
+                    *[getattr(entry.statistics, measure) for _, measure, _ in measures],
                 ]
                 for tensor in self.tensors
                 for entry in (tensor, *tensor.parts)
             ],
+            charts=(area_chart("Where the bytes are", [(tensor.name, tensor.bytes) for tensor in self.tensors]),),
         )
 
     def to_json(self) -> str:

@@ -24,10 +24,10 @@ from modelstate.formats.sharded import INDEX_SUFFIX
 from modelstate.formats.torch_zip import write_torch_file
 from modelstate.formats.tree import empty_like, is_container, leaves, rebuild, subtree
 from modelstate.formats.writing import Files, LocalWriter, Writer, write_checkpoint
+from modelstate.html.page import Kind, Page, Shown
 from modelstate.io.atomic import LOCK_TIMEOUT_SECONDS
 from modelstate.io.engine import read_ranges
 from modelstate.io.files import current_fingerprints, local_path
-from modelstate.notebook import Overview, Shown
 from modelstate.process import progress_bar
 from modelstate.remote.location import is_remote, locate, redacted_url
 from modelstate.remote.upload import check_writable, exists, head
@@ -240,10 +240,10 @@ class SaveReport(Shown):
     def __str__(self) -> str:
         return "\n".join([self._line(), *(f"  note: {printable(note)}" for note in self.notes)])
 
-    def _overview(self) -> Overview:
+    def _page(self) -> Page:
         facts = (("Tensors", f"{self.tensors:,}"), ("Bytes", size(self.bytes)), ("Time", seconds(self.seconds)))
         files = [(as_given(path),) for path in self.files]
-        return Overview(as_given(self.path), facts, ("File",), files, notes=self.notes)
+        return Page(as_given(self.path), facts, (("File", Kind.TEXT),), files, "Files", notes=self.notes)
 
     def to_json(self) -> str:
         """All fields as JSON."""

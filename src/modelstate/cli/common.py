@@ -26,6 +26,7 @@ from modelstate.text_format import printable_lines
 if TYPE_CHECKING:
     import torch
 
+    from modelstate.html.page import Page, Shown
     from modelstate.rules.rule import Rule
 
 PROBLEMS = 1
@@ -304,6 +305,26 @@ def _both_sides(text: str) -> tuple[str, str]:
 
 def _one_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())}"
+
+
+def write_page(path: str | None, result: Shown | Page) -> None:
+    """Writes the page of a result, where `--html` asks for it."""
+    if path is not None:
+        from modelstate.io.atomic import atomic_file
+        from modelstate.io.files import SourceFile, local_path
+
+        make_parents(path)
+        if os.path.isfile(local_path(path)):
+            with SourceFile(path) as file:
+                beginning = file.read(0, min(15, file.nbytes), "the page")
+            if beginning and beginning.lower() != b"<!doctype html>":
+                raise ms.errors.SaveTargetError(
+                    "--html replaces web pages only, and this file is not one",
+                    where=path,
+                    remedy="give the path of a new file",
+                )
+        with atomic_file(local_path(path), overwrite=True) as output:
+            output.append(result.to_html().encode())
 
 
 def terminal_width() -> int | None:

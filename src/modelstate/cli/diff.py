@@ -16,6 +16,7 @@ from modelstate.cli.common import (
     reported,
     terminal_width,
     user_code,
+    write_page,
 )
 
 if TYPE_CHECKING:
@@ -38,9 +39,11 @@ if TYPE_CHECKING:
 @options.no_fold
 @options.no_values
 @options.rules
+@click.option("--no-guess", is_flag=True, help="Do not guess which names of A have become which names of B.")
 @options.max_memory
 @options.opening
 @options.as_json
+@options.html
 @options.debug
 def diff(
     a: str,
@@ -52,9 +55,11 @@ def diff(
     no_fold: bool,
     no_values: bool,
     rules: Sequence[Rule] | ms.rules.Schema,
+    no_guess: bool,
     max_memory: int | None,
     opening: options.Opening,
     as_json: bool,
+    html: str | None,
     debug: bool,
 ) -> None:
     """Compare two checkpoints: names, shapes, dtypes and values.
@@ -74,10 +79,11 @@ def diff(
                 key=(key[0] or None, key[-1] or None) if key else None,
                 only=only,
                 values=not no_values,
+                guess=not no_guess,
                 max_memory_bytes=max_memory,
                 **opening,
             )
-        show(result, as_json, None if show_all else top, not no_fold)
+        show(result, as_json, None if show_all else top, not no_fold, html)
 
 
 @contextlib.contextmanager
@@ -103,8 +109,9 @@ def _remedies(a: str, keys: Sequence[str]) -> Iterator[None]:
         raise
 
 
-def show(result: Diff, as_json: bool, top: int | None, fold: bool) -> None:
-    """Prints the differences, and exits with 1 if there are any."""
+def show(result: Diff, as_json: bool, top: int | None, fold: bool, html: str | None) -> None:
+    """Prints the differences, writes their page, and exits with 1 if there are any."""
     click.echo(result.to_json() if as_json else result.text(top=top, fold=fold, width=terminal_width()))
+    write_page(html, result)
     if not result.is_equal:
         raise click.exceptions.Exit(PROBLEMS)

@@ -26,8 +26,10 @@ from modelstate.cli.common import (
     reported,
     terminal_width,
     user_code,
+    write_page,
 )
 from modelstate.cli.diff import diff
+from modelstate.cli.get import get
 from modelstate.cli.live import live
 from modelstate.cli.store import is_store, store, verify_steps
 from modelstate.text_format import columns, listed, printable_lines
@@ -41,17 +43,33 @@ if TYPE_CHECKING:
     from modelstate.rules.rule import Rule
 
 
+def _show_completion(context: click.Context, _: click.Parameter, shell: str | None) -> None:
+    from click.shell_completion import get_completion_class
+
+    if shell is not None and (completion := get_completion_class(shell)):
+        click.echo(completion(context.command, {}, "modelstate", "_MODELSTATE_COMPLETE").source())
+        context.exit()
+
+
 @click.group(
     "modelstate",
     context_settings={"show_default": True},
     epilog="Exit codes: 0 all is well, 1 problems were found, 2 the command line is wrong.",
 )
 @click.version_option(__version__, message="modelstate %(version)s", help="Print the version and exit.")
+@click.option(
+    "--show-completion",
+    type=click.Choice(["bash", "zsh", "fish"]),
+    callback=_show_completion,
+    is_eager=True,
+    expose_value=False,
+    help="Print the script with which a shell completes commands and options, and exit.",
+)
 def app() -> None:
     """Move model state between files and live PyTorch models."""
 
 
-for _command in (diff, store, live):
+for _command in (diff, get, store, live):
     app.add_command(_command)
 
 _model = click.argument(
@@ -88,6 +106,7 @@ def _open(path: str, opening: options.Opening) -> ms.Checkpoint:
 @click.option("--no-fold", is_flag=True, help="With --stats: a row for each tensor, also where layers repeat.")
 @options.opening
 @options.as_json
+@options.html
 @options.debug
 def inspect(
     path: str,
@@ -99,6 +118,7 @@ def inspect(
     no_fold: bool,
     opening: options.Opening,
     as_json: bool,
+    html: str | None,
     debug: bool,
 ) -> None:
     """Show what is in a checkpoint.
@@ -115,12 +135,14 @@ def inspect(
             inspection = ms.inspect(path, key=key, **opening)
         if stats and (inspection.tensors or not inspection.left_out):
             found = inspection.stats(only=filter)
+            write_page(html, found)
             click.echo(
                 found.to_json()
                 if as_json
                 else found.text(depth=depth, sort=sort, fold=not no_fold, width=terminal_width())
             )
         else:
+            write_page(html, inspection)
             click.echo(inspection.to_json() if as_json else inspection)
         if not inspection.tensors and (names := inspection.left_out):
             click.echo(
@@ -227,6 +249,7 @@ def _with_load_options(run: Callable[..., None]) -> Callable[..., None]:
 
 @app.command()
 @_with_load_options
+@options.html
 @click.option(
     "--mesh", metavar="SHAPE", type=parse_mesh, help="The shape of a device mesh, such as 8 or 4x2, to plan each rank."
 )
@@ -244,6 +267,7 @@ def plan(
     request: Request,
     checkpoint: ms.Checkpoint,
     as_json: bool,
+    html: str | None,
     mesh: tuple[int, ...] | None,
     parallel: dict[str, str] | None,
     suggest: bool,
@@ -255,6 +279,9 @@ def plan(
     """
     if parallel and mesh is None:
         raise click.BadParameter("--parallel says how the ranks of a mesh share the model: give --mesh too")
+
+    if html is not None and mesh is not None:
+        raise click.BadParameter("--html shows the plan of one process: leave out --mesh")
     if suggest and request.options["rules"]:
         raise click.BadParameter("--suggest works out all rules: leave out the options that change names")
 
@@ -274,6 +301,8 @@ def plan(
 
     result = request.run(planned, checkpoint)
     problems = result.problems if isinstance(result, ms.LoadPlan) else ()
+    if isinstance(result, ms.LoadPlan):
+        write_page(html, result)
     remedies = ""
     if problems:
         from modelstate.cli import spelling
@@ -286,14 +315,16 @@ def plan(
 
 @app.command()
 @_with_load_options
+@options.html
 @click.option("--verify", is_flag=True, help="Compare the bytes with their digests.")
-def load(request: Request, checkpoint: ms.Checkpoint, as_json: bool, verify: bool) -> None:
+def load(request: Request, checkpoint: ms.Checkpoint, as_json: bool, html: str | None, verify: bool) -> None:
     """Load a checkpoint into a model: a test that they fit.
 
     --json lists every tensor.
     """
     request.options["verify"] = verify
     report = request.run(ms.load, checkpoint)
+    write_page(html, report)
     click.echo(report.to_json() if as_json else str(report))
 
 

@@ -20,6 +20,7 @@ def _cache(directory: str) -> ms.Cache:
 
 
 as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+html = click.option("--html", metavar="FILE", help="Also write a page for a browser, in one file; replaces FILE.")
 debug = click.option("--debug", is_flag=True, help="Show the traceback of an error.")
 dtype = click.option(
     "--dtype", metavar="DTYPE", type=parse_dtype, help="Cast floating point tensors on the way, such as bfloat16."

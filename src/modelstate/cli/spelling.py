@@ -31,6 +31,8 @@ def of_error(error: BaseException, debug: bool = False) -> list[str]:
         return ["--skip-forbidden"]
     if isinstance(error, errors.AmbiguousCheckpointError) and error.candidates and "key=" in error.remedy:
         return [option("--key", next((key for key, _ in error.candidates if key), "KEY"))]
+    if isinstance(error, errors.KeyNotFoundError) and "iterate" in error.remedy:
+        return ["modelstate inspect PATH lists the names"]
     if isinstance(error, errors.KeyNotFoundError):
         return ["--key KEY, or leave it out"] if "key=" in error.remedy else []
     if isinstance(error, errors.NothingInCommonError):

@@ -18,6 +18,7 @@ from modelstate.cli.common import (
     make_parents,
     parse_format,
     reported,
+    write_page,
 )
 from modelstate.cli.diff import show
 from modelstate.text_format import columns, count, in_a_line, size
@@ -88,15 +89,19 @@ def _index(path: str) -> StepIndex:
 @store.command("ls")
 @_directory
 @options.as_json
+@options.html
 @options.debug
-def list_steps(directory: str, as_json: bool, debug: bool) -> None:
+def list_steps(directory: str, as_json: bool, html: str | None, debug: bool) -> None:
     """Show the checkpoints of a store.
 
     No tensor is read. Exit code 1 if one is known to be damaged.
     """
     with reported(debug):
+        from modelstate.store.retention import infos_page
+
         index = _index(directory)
         infos = [entry.info for entry in index.read_all(index.steps())]
+        write_page(html, infos_page(directory, infos))
         if as_json:
             click.echo(json.dumps([_fields(info) for info in infos], indent=1))
         elif infos:
@@ -196,6 +201,7 @@ def verify_steps(directory: str, step: int | None = None, *, as_json: bool) -> N
 @options.no_values
 @options.max_memory
 @options.as_json
+@options.html
 @options.debug
 def compare_steps(
     directory: str,
@@ -208,6 +214,7 @@ def compare_steps(
     no_values: bool,
     max_memory: int | None,
     as_json: bool,
+    html: str | None,
     debug: bool,
 ) -> None:
     """Compare two checkpoints of a store, with all their objects.
@@ -218,7 +225,7 @@ def compare_steps(
     with reported(debug, USAGE):
         _index(directory)
         result = ms.Store(directory).diff(a, b, only=only, values=not no_values, max_memory_bytes=max_memory)
-        show(result, as_json, None if show_all else top, not no_fold)
+        show(result, as_json, None if show_all else top, not no_fold, html)
 
 
 @store.command()

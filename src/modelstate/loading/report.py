@@ -5,8 +5,8 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from modelstate.notebook import Overview, Shown
-from modelstate.planning.plan import Step, placements, steps_overview
+from modelstate.html.page import Page, Shown
+from modelstate.planning.plan import Step, placements, steps_page
 from modelstate.text_format import printable, seconds, size
 
 
@@ -159,7 +159,7 @@ class LoadReport(Shown):
             f"at most {size(self.peak_memory_bytes)} of memory beyond the final tensors",
         ]
 
-    def _overview(self) -> Overview:
+    def _page(self) -> Page:
         title = f"{self.target} {self.action}" if self.action else f"{self.source} into {self.target}"
         facts = (
             ("Slots", f"{len(self.steps):,} of {self.slots:,} {'changed' if self.action else 'filled'}"),
@@ -168,7 +168,7 @@ class LoadReport(Shown):
             ("Memory beyond the final tensors", size(self.peak_memory_bytes)),
             ("References lost", ", ".join(self.references_lost) or "none"),
         )
-        return steps_overview(title, facts, self.steps, (*self._of_ranks(), *self.notes))
+        return steps_page(title, facts, self.steps, (*self._of_ranks(), *self.notes))
 
     def to_json(self) -> str:
         """Returns the whole report as JSON."""

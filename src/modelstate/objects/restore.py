@@ -28,10 +28,10 @@ from modelstate.errors import (
     OptionError,
     PlanError,
 )
+from modelstate.html.page import Page, Shown
 from modelstate.loading.collective import PLANNING
 from modelstate.loading.load import load_then
 from modelstate.loading.report import LoadReport
-from modelstate.notebook import Overview, Shown
 from modelstate.objects.loaders import load_state, own_generator, rewind
 from modelstate.objects.objects import (
     ModuleContainer,
@@ -104,8 +104,8 @@ class Restored(Mapping[str, Any], Shown):
                 else:
                     rewind(target.obj, tree)
 
-    def _overview(self) -> Overview:
-        return self.report._overview()
+    def _page(self) -> Page:
+        return self.report._page()
 
     def __bool__(self) -> bool:
         """Always true, also where no plain values were asked for."""

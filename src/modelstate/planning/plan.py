@@ -16,7 +16,7 @@ from modelstate.checkpoint.checkpoint import Checkpoint
 from modelstate.checkpoint.mapped import check_map_option
 from modelstate.checkpoint.open import patterns_of
 from modelstate.errors import OptionError
-from modelstate.notebook import Overview, Shown
+from modelstate.html.page import Kind, Page, Shown, area_chart
 from modelstate.planning.assignment import Placement, ReadRoute
 from modelstate.planning.transforms import ModuleTransform, Pairs, Transform
 from modelstate.problems import Problem, explain
@@ -380,15 +380,15 @@ class LoadPlan(Shown):
             lines += [f"problems ({len(self.problems)}):", explain(self.problems)]
         return "\n".join(lines)
 
-    def _overview(self) -> Overview:
+    def _page(self) -> Page:
         facts = (
             ("Result", "can be loaded" if self.ok else f"{len(self.problems):,} problems"),
             ("Slots", f"{len(self.steps):,} of {self.slots:,} filled"),
             ("To read", size(self.bytes)),
             ("Memory beyond the final tensors", size(self.extra_bytes)),
         )
-        overview = steps_overview(f"{self.source} into {self.target}", facts, self.steps, self.notes)
-        return replace(overview, text=explain(self.problems)) if self.problems else overview
+        page = steps_page(f"{self.source} into {self.target}", facts, self.steps, self.notes)
+        return replace(page, text=explain(self.problems)) if self.problems else page
 
     def to_json(self) -> str:
         """Returns the whole plan as JSON."""
@@ -409,23 +409,24 @@ class LoadPlan(Shown):
         )
 
 
-def steps_overview(
-    title: str, facts: tuple[tuple[str, str], ...], steps: tuple[Step, ...], notes: tuple[str, ...]
-) -> Overview:
+def steps_page(title: str, facts: tuple[tuple[str, str], ...], steps: tuple[Step, ...], notes: tuple[str, ...]) -> Page:
     """Returns the page of a plan or a report."""
     columns = ("Name", "Kind", "From", "Shape", "Dtype", "Cast", "Bytes", "Placement", "Reason", "Route", "Time in ms")
+    kinds = {"Bytes": Kind.BYTES, "Time in ms": Kind.MEASURE}
     is_timed = any(step.seconds for step in steps)
-    return Overview(
+    return Page(
         title,
         facts,
-        columns if is_timed else columns[:-1],
+        tuple((name, kinds.get(name, Kind.TEXT)) for name in columns[: None if is_timed else -1]),
         [
             (step.name, step.kind, step.source, str(list(step.shape)), short(step.dtype) if step.dtype else "")
             + (step.cast, step.nbytes, step.placement, step.why, step.route or "")
             + ((step.seconds * 1000,) if is_timed else ())
             for step in steps
         ],
+        table="Steps",
         notes=(*placements(steps), *notes),
+        charts=(area_chart("Where the bytes are", [(step.name, step.nbytes) for step in steps]),),
     )
 
 

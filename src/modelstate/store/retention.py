@@ -8,7 +8,7 @@ from numbers import Real
 from typing import Literal, TypeGuard, TypeVar
 
 from modelstate.errors import OptionError
-from modelstate.notebook import Overview
+from modelstate.html.page import Kind, Page, bar_chart
 from modelstate.text_format import as_given, size
 
 
@@ -88,23 +88,27 @@ class CheckpointInfo:
             )
 
 
-def infos_overview(directory: str, infos: Sequence[CheckpointInfo]) -> Overview:
-    """Returns the overview of the checkpoints of a store."""
+def infos_page(directory: str, infos: Sequence[CheckpointInfo]) -> Page:
+    """Returns the page of the checkpoints of a store."""
     metrics = list(dict.fromkeys(name for info in infos for name in info.metrics))
-    return Overview(
+    return Page(
         as_given(directory),
         (("Checkpoints", f"{len(infos):,}"), ("Bytes", size(sum(info.nbytes for info in infos)))),
         (
-            "Step",
-            "Saved",
-            "Bytes",
-            "State",
-            *metrics,
+            ("Step", Kind.TEXT),
+            ("Saved", Kind.TEXT),
+            ("Bytes", Kind.BYTES),
+            ("State", Kind.TEXT),
+            *[(name, Kind.MEASURE) for name in metrics],
         ),
         [
             (str(info.step), saved_at(info), info.nbytes, info.state, *[info.metrics.get(name) for name in metrics])
             for info in infos
         ],
+        table="Checkpoints",
+        charts=(
+            bar_chart("Bytes by step", [(str(info.step), info.nbytes, size(info.nbytes)) for info in infos[-40:]]),
+        ),
     )
 
 

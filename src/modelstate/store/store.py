@@ -25,9 +25,9 @@ from modelstate.errors import (
     SourceTypeError,
     StepNotFoundError,
 )
+from modelstate.html.page import Page, Shown
 from modelstate.io.atomic import write_errors
 from modelstate.io.files import local_path
-from modelstate.notebook import Overview, Shown
 from modelstate.objects.loaders import preserved_generators
 from modelstate.objects.objects import targets_of, tensors_within
 from modelstate.objects.per_rank import of_this_rank
@@ -38,7 +38,7 @@ from modelstate.remote.upload import check_writable
 from modelstate.store.directory import Step, StepEntry, StepIndex, WriteAccess, not_shared, store_file_problem
 from modelstate.store.medium import STORE_FILE, unfinished_name
 from modelstate.store.record import RECORD_FILE, Record
-from modelstate.store.retention import CheckpointInfo, Keep, as_keep, infos_overview, metric_value
+from modelstate.store.retention import CheckpointInfo, Keep, as_keep, infos_page, metric_value
 from modelstate.store.saving import NewStep, PendingSave, SavedStep, SpreadFile, Staging, job_of
 from modelstate.store.spread import SpreadWriter
 from modelstate.text_format import as_given, size
@@ -131,8 +131,8 @@ class Store(Shown):
     def __repr__(self) -> str:
         return f"<Store {as_given(self.directory)!r}>"
 
-    def _overview(self) -> Overview:
-        return infos_overview(self.directory, self.infos())
+    def _page(self) -> Page:
+        return infos_page(self.directory, self.infos())
 
     # Saving.
 

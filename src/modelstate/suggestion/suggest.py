@@ -18,19 +18,19 @@ from modelstate.checkpoint.checkpoint import Checkpoint
 from modelstate.checkpoint.open import checked_call, is_module, is_source
 from modelstate.checkpoint.open import open as open_checkpoint
 from modelstate.errors import AmbiguousCheckpointError, OptionError
-from modelstate.notebook import Overview, Shown
+from modelstate.html.page import Page, Shown
 from modelstate.planning.matching import matching_part
 from modelstate.rules.names import Rename
 from modelstate.rules.rule import Entry, Rule, Template, Value, as_code
 from modelstate.rules.schema import Applied, apply_rules
 from modelstate.rules.tensors import Concat, Split, Transpose
-from modelstate.spec import Stored
+from modelstate.spec import Stored, bytes_key
 from modelstate.suggestion.find import Ambiguous, Findings, find
 from modelstate.suggestion.generalise import covering, families, rename_rules
 from modelstate.suggestion.skeletons import Leaf, kind_of
 from modelstate.text_format import folded, printable
 from modelstate.torch_compat.modules import unwrapped
-from modelstate.transaction.slots import HIDDEN, Slots, slots_of
+from modelstate.transaction.slots import BUFFER, HIDDEN, Slot, Slots, slots_of
 
 _INFERRED = "square, so its shape does not show it: transposed because the weights beside it are"
 _BY_SHAPE = "by shape alone: the names have nothing in common"
@@ -89,10 +89,8 @@ class Suggestion(list[Rule], Shown):
         explained = f"{self.explained} of {self.total} names of the model explained"
         return f"<{type(self).__name__}: {len(self)} rules, {', '.join([explained, *lengths])}>"
 
-    def _overview(self) -> Overview:
-        return Overview(
-            "Suggested rules", (("Explained", f"{self.explained:,} of {self.total:,} names"),), text=str(self)
-        )
+    def _page(self) -> Page:
+        return Page("Suggested rules", (("Explained", f"{self.explained:,} of {self.total:,} names"),), text=str(self))
 
     def __str__(self) -> str:
         return "\n".join(
@@ -201,6 +199,28 @@ def suggest(
         Leaf(name, tuple(slot.tensor.shape), kind_of(slot.tensor.dtype)) for slot in wanted for name in slot.names
     ]
     return _verified(find(sources, targets, slots), checkpoint, slots)
+
+
+def suggest_between(source: Checkpoint, target: Checkpoint) -> Suggestion:
+    """Suggests rules that lead from the names of one checkpoint to those of another one, as `suggest` does for a model.
+
+    Args:
+        source: the checkpoint that the rules are for.
+        target: the checkpoint with the names and shapes that are to result. Its tied tensors are tied in the model.
+    """
+    groups: dict[object, list[str]] = {}
+    for name, spec in target.items():
+        groups.setdefault(bytes_key(spec.stored, name), []).append(name)
+    tensors = {names[0]: torch.empty(target[names[0]].shape, device="meta") for names in groups.values()}
+    found = tuple(Slot(tuple(names), BUFFER, tensors[names[0]]) for names in groups.values())
+    by_name = {name: slot for slot in found for name in slot.names}
+    none = frozenset[str]()
+    slots = Slots(found, by_name, left_out=none, empty=none, lazy=none, extra=tuple(target.extra), modules={})
+    sources, targets = (
+        [Leaf(name, spec.shape, kind_of(spec.dtype)) for name, spec in checkpoint.items()]
+        for checkpoint in (source, target)
+    )
+    return _verified(find(sources, targets, slots), source, slots)
 
 
 def _part(checkpoint: Checkpoint, slots: Slots) -> Checkpoint:

@@ -1,0 +1,1 @@
+"""Pages that show a result in a browser and in a notebook."""
