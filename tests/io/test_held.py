@@ -22,7 +22,7 @@ from modelstate.io.blocks import Block, Wanted, stream
 from modelstate.io.engine import ReadStrategy, Request, read_ranges
 from modelstate.io.files import current_fingerprints
 from modelstate.io.held import HeldFiles, held_files
-from modelstate.io.prefetch import bring_into_cache
+from modelstate.io.prefetch import CacheLook, bring_into_cache
 from modelstate.spec import ByteRange
 from modelstate.testing import faulty_reads
 from tests.formats.files import evict
@@ -318,6 +318,47 @@ def test_a_part_that_is_missing_is_brought_in(path: Path) -> None:
     told: list[int] = []
     assert bring_into_cache([ByteRange(str(path), 100, SIZE - 200)], {}, told.append)
     assert PAGE < sum(told) < SIZE - 200
+
+
+@pytest.mark.parametrize("begins", [True, False], ids=["ahead", "when asked"])
+def test_a_look_finds_what_is_missing(path: Path, begins: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefetch, "_LOOK_BYTES", 8 * PAGE)
+    if not is_cold(path):
+        pytest.skip("this file system keeps its files in memory, or does not say")
+    descriptor = os.open(path, os.O_RDONLY)
+    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
+    os.pread(descriptor, 1, 20 * PAGE)
+    look = CacheLook({str(path): descriptor})
+    os.close(descriptor)
+    if begins:
+        look.begin()
+    missing = look.missing([ByteRange(str(path), 100, SIZE - 200)])
+    assert sum(span.nbytes for span in missing) == SIZE - 200 - PAGE
+    assert all(span.start + span.nbytes <= 20 * PAGE or span.start >= 21 * PAGE for span in missing)
+    told: list[int] = []
+    assert bring_into_cache([ByteRange(str(path), 100, SIZE - 200)], {}, told.append, look)
+    assert sum(told) >= SIZE - 200 - PAGE
+
+
+def test_what_was_cached_at_a_look_may_be_gone_after_a_while(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path.read_bytes()
+    with open(path, "rb") as file:
+        look = CacheLook({str(path): file.fileno()})
+    assert not look.missing(whole(path))
+    if not is_cold(path):
+        pytest.skip("this file system keeps its files in memory, or does not say")
+    monkeypatch.setattr(prefetch, "_RECENT_SECONDS", -1.0)
+    told: list[int] = []
+    assert bring_into_cache(whole(path), {}, told.append, look)
+    assert sum(told) == SIZE
+
+
+def test_a_range_beyond_the_end_of_the_file_is_missing(path: Path) -> None:
+    path.read_bytes()
+    with open(path, "rb") as file:
+        look = CacheLook({str(path): file.fileno()})
+    beyond = ByteRange(str(path), SIZE - PAGE, 2 * PAGE)
+    assert look.missing([beyond]) == [beyond]
 
 
 def test_an_error_while_a_file_is_brought_in(path: Path) -> None:

@@ -26,7 +26,7 @@ from contextlib import contextmanager
 from modelstate.errors import ReadFailedError
 from modelstate.io import lease, linux, system
 from modelstate.io.files import FileFingerprint, check_unchanged, open_unchanged
-from modelstate.io.prefetch import bring_into_cache
+from modelstate.io.prefetch import CacheLook, bring_into_cache
 from modelstate.spec import ByteRange
 
 _FILE_SYSTEMS = frozenset(
@@ -46,6 +46,9 @@ _LEAST_SECONDS = 5.0
 _BYTES_PER_SECOND = 2e9
 """The least speed of a read from the page cache. A read must take at most half of the break time."""
 _SCRATCH_BYTES = 1 << 20
+
+_Read = Callable[[int, Sequence[memoryview], int], int]
+"""As `os.preadv`."""
 
 
 class _Scratch:
@@ -70,7 +73,7 @@ class _Scratch:
 class HeldFile:
     """An open file with a read lease: a `RangeFile` of the engine."""
 
-    def __init__(self, path: str, descriptor: int, seconds: float, scratch: _Scratch) -> None:
+    def __init__(self, path: str, descriptor: int, seconds: float, read_missing: _Read) -> None:
         self.path, self.descriptor = path, descriptor
         self.failed: list[ByteRange] = []
         """The ranges that could not be read. Their destinations are unchanged, or have bytes of another file."""
@@ -79,7 +82,7 @@ class HeldFile:
         self._intact_at = time.monotonic()
         """A time at which no writer waited."""
         self._reads_cached = True
-        self._scratch = scratch
+        self._read_missing = read_missing
 
     def read_into(self, buffers: Sequence[memoryview], offset: int) -> int:
         """As `RangeFile.read_into`."""
@@ -105,7 +108,7 @@ class HeldFile:
         try:
             if not self._reads_cached:
                 return system.preadv(self.descriptor, buffers, offset)
-            return self._scratch.read(self.descriptor, buffers, offset)
+            return self._read_missing(self.descriptor, buffers, offset)
         except OSError as error:
             raise ReadFailedError("reading failed", where=f"{self.path}, byte {offset}", found=error) from error
 
@@ -148,7 +151,12 @@ class HeldFiles(Mapping[str, HeldFile]):
         """The ranges that could not be read, and whose destinations are in doubt."""
         return [extent for file in self._files.values() for extent in file.failed]
 
-    def hold(self, extents: Sequence[ByteRange], fingerprints: Mapping[str, FileFingerprint]) -> str:
+    def hold(
+        self,
+        extents: Sequence[ByteRange],
+        fingerprints: Mapping[str, FileFingerprint],
+        read_missing: _Read = system.preadv,
+    ) -> str:
         """Takes a lease on the file of each range; returns the reason where one cannot be had."""
         if any(extent.path in fingerprints and fingerprints[extent.path].is_remote for extent in extents):
             return "it is not a file of this machine"
@@ -156,10 +164,9 @@ class HeldFiles(Mapping[str, HeldFile]):
         seconds = lease.safe_seconds()
         if seconds < max(_LEAST_SECONDS, 2 * nbytes / _BYTES_PER_SECOND):
             return "the kernel lets a writer wait for a shorter time than the read may take"
-        scratch = _Scratch()
         for path in dict.fromkeys(extent.path for extent in extents):
             descriptor = open_unchanged(path, fingerprints.get(path))
-            self._files[path] = HeldFile(path, descriptor, seconds, scratch)
+            self._files[path] = HeldFile(path, descriptor, seconds, read_missing)
             if linux.filesystem_type(descriptor) not in _FILE_SYSTEMS:
                 return "other machines may write to its file system"
             if refusal := lease.hold_for_now(descriptor):
@@ -190,6 +197,7 @@ def held_files(
     extents: Sequence[ByteRange],
     fingerprints: Mapping[str, FileFingerprint],
     on_read: Callable[[int], None] = lambda _: None,
+    look: CacheLook | None = None,
 ) -> Iterator[HeldFiles]:
     """Brings ranges of files into the page cache, and holds the files.
 
@@ -197,6 +205,7 @@ def held_files(
         extents: The ranges that are going to be read.
         fingerprints: What each file must be.
         on_read: Called with numbers of bytes that are brought in from the disk; may raise.
+        look: A look at the files that has been started (`look_ahead`).
 
     Yields:
         The files, for `read_ranges` and `stream`; without files, and with a `refusal`, where a read could fail.
@@ -206,10 +215,10 @@ def held_files(
     """
     held = HeldFiles()
     try:
-        if not bring_into_cache(extents, fingerprints, on_read):
+        if not bring_into_cache(extents, fingerprints, on_read, look):
             held.refusal = "the page cache has not all of it"
         else:
-            held.refusal = held.hold(extents, fingerprints)
+            held.refusal = held.hold(extents, fingerprints, _Scratch().read)
         if held.refusal:
             held.close()
         yield held

@@ -76,28 +76,36 @@ def cached_share(descriptor: int, start: int, nbytes: int) -> float | None:
     if _syscall is None:
         return None
     if _syscall(_CACHESTAT, descriptor, ctypes.byref(request), ctypes.byref(pages), 0):
-        resident = resident_pages(descriptor, first * page, start + nbytes)  # of kernels without `cachestat`
-        return None if resident is None else resident.count(1) / len(resident)
+        with suppress(OSError, ValueError):  # of kernels without `cachestat`
+            resident = PageMap(descriptor, start + nbytes).resident(first * page, start + nbytes)
+            return None if resident is None else resident.count(1) / len(resident)
+        return None
     return float(min(pages.cached / max(end - first, 1), 1.0))
 
 
-def resident_pages(descriptor: int, first: int, end: int) -> bytes | None:
-    """A byte for each page of a range of a file: 1 where the page cache has read it without an error, else 0.
+class PageMap:
+    """A map of an open file that nothing reads: by it the kernel says which pages of the file the page cache has.
 
-    `cachestat` also counts pages whose read has failed, or is not over. For a file that the user may not write to, all
-    pages seem to be there. Returns None where the kernel does not say.
+    Raises `OSError` or `ValueError` where the file cannot be mapped.
     """
-    if _mincore is None:
-        return None
-    try:
+
+    def __init__(self, descriptor: int, nbytes: int) -> None:
         # The map is writable only because ctypes requires a writable buffer. It ends with its last reference: to close
-        # it would fail where an interrupt leaves the buffer.
-        mapped = mmap.mmap(descriptor, end - first, flags=mmap.MAP_PRIVATE | MAP_NORESERVE, offset=first)
+        # it would fail while the buffer exists.
+        mapped = mmap.mmap(descriptor, nbytes, flags=mmap.MAP_PRIVATE | MAP_NORESERVE)
+        self.nbytes, self._start = nbytes, ctypes.c_char.from_buffer(mapped)
+
+    def resident(self, first: int, end: int) -> bytes | None:
+        """A byte for each page of a range: 1 where the page cache has read it without an error, else 0.
+
+        `cachestat` also counts pages whose read has failed, or is not over. For a file that the user may not write to,
+        all pages seem to be there. Returns None where the kernel does not say.
+        """
+        if _mincore is None:
+            return None
         residency = ctypes.create_string_buffer(-(-(end - first) // mmap.PAGESIZE))
-        failed = _mincore(ctypes.addressof(ctypes.c_char.from_buffer(mapped)), end - first, residency)
-    except (OSError, ValueError):
-        return None
-    return None if failed else residency.raw
+        failed = _mincore(ctypes.addressof(self._start) + first, end - first, residency)
+        return None if failed else residency.raw
 
 
 def is_touched(address: int) -> bool:

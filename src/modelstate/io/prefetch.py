@@ -14,10 +14,13 @@ from __future__ import annotations
 import errno
 import mmap
 import os
+import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
+from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple
 
 from modelstate.errors import ReadFailedError
@@ -39,8 +42,12 @@ _PROBES, _PROBE_BYTES = 16, 64 << 10
 _MOST_OF_MEMORY = 0.5
 _READ_BYTES = 1 << 20
 """What a thread reads at once of a range that the page cache lacks."""
-_LOOK_BYTES = 256 << 20
-"""What a thread looks at, whether it is in the page cache. Looking takes less time than starting a thread for less."""
+_LOOK_BYTES = 16 << 20
+"""What a thread looks at at once, whether it is in the page cache."""
+_MOST_AHEAD = 16
+"""The pieces of `_LOOK_BYTES` that are looked at before it is known what is needed."""
+_RECENT_SECONDS = 1.0
+"""Later, pages may have been evicted since a look."""
 
 
 def read_ahead(ranges: Iterable[ByteRange], fingerprints: Mapping[str, FileFingerprint]) -> int:
@@ -130,6 +137,7 @@ def bring_into_cache(
     ranges: Iterable[ByteRange],
     fingerprints: Mapping[str, FileFingerprint],
     on_read: Callable[[int], None] = lambda _: None,
+    look: CacheLook | None = None,
 ) -> bool:
     """Reads what the page cache lacks of the ranges, on several threads, and waits.
 
@@ -140,16 +148,20 @@ def bring_into_cache(
         ranges: Ranges of files.
         fingerprints: What each file must be.
         on_read: Called with numbers of bytes that were read, by one thread at a time; may raise to end the reads.
+        look: A look at the files that has been started (`look_ahead`).
 
     Raises:
         ReadFailedError: A range cannot be read, or a file has changed.
     """
     wanted = _merged(ranges)
+    if look is not None and look.is_recent and not look.missing(wanted):
+        return True
     with open_files((span.path for span in wanted), fingerprints) as opened:
         files = {path: file for path, file in opened.items() if isinstance(file, LocalFile)}
         if len(files) < len(opened) or not all(_may_know(file.descriptor) for file in files.values()):
             return False
-        missing = _missing(wanted, files)
+        descriptors = {path: file.descriptor for path, file in files.items()}
+        missing = CacheLook(descriptors).missing(wanted)
         if not missing:
             return True
         total = sum(span.nbytes for span in missing)
@@ -165,7 +177,7 @@ def bring_into_cache(
 
         pieces = _split(missing, _READ_BYTES)
         for_each(pieces, worker, min(_threads(), len(pieces)), lambda piece, _: on_read(piece.nbytes))
-        return not _missing(missing, files)
+        return not CacheLook(descriptors).missing(missing)
 
 
 def _may_know(descriptor: int) -> bool:
@@ -177,32 +189,117 @@ def _may_know(descriptor: int) -> bool:
     return status.st_uid == os.geteuid() or os.access(f"/proc/self/fd/{descriptor}", os.W_OK)
 
 
-def _missing(spans: Iterable[ByteRange], files: Mapping[str, LocalFile]) -> list[ByteRange]:
-    """The parts of the ranges that the page cache lacks. A part counts as missing where the kernel gives no answer."""
-    pieces = _split(spans, _LOOK_BYTES)
-    missing: list[list[ByteRange]] = [[] for _ in pieces]
+class CacheLook:
+    """Finds out which parts of open files the page cache lacks. Threads share the work, piece by piece.
 
-    @contextmanager
-    def worker() -> Iterator[Callable[[int], None]]:
-        yield look
+    Args:
+        descriptors: The files, by path. They may be closed afterwards.
+    """
 
-    def look(index: int) -> None:
-        path, start, nbytes = pieces[index]
-        first, end = start // mmap.PAGESIZE * mmap.PAGESIZE, start + nbytes
-        pages = linux.resident_pages(files[path].descriptor, first, end)
-        if pages is None:
-            missing[index] = [pieces[index]]
+    def __init__(self, descriptors: Mapping[str, int]) -> None:
+        self._began = time.monotonic()
+        self._maps: dict[str, linux.PageMap] = {}
+        for path, descriptor in descriptors.items():
+            with suppress(OSError, ValueError):
+                self._maps[path] = linux.PageMap(descriptor, system.fstat(descriptor).st_size)
+        self._taken: dict[ByteRange, object] = {}
+        self._absent: dict[ByteRange, list[ByteRange]] = {}
+        """What is missing of the pieces that have been looked at."""
+        self._ahead = threading.Lock()
+        """Held by the thread of `begin` while it looks at a piece."""
+
+    def begin(self) -> None:
+        """Starts to look at the first pieces in a thread of its own, which `missing` continues."""
+        pieces = list(islice((piece for path in self._maps for piece in self._pieces(path, 0)), _MOST_AHEAD))
+
+        def work() -> None:
+            for piece in pieces:
+                with self._ahead:
+                    self._look(piece)
+
+        # Started by `run_detached`, the thread was measured to begin on the processor that the caller goes on to use.
+        with suppress(RuntimeError):  # no more threads can be started
+            threading.Thread(target=work, name="modelstate-look", daemon=True).start()
+
+    @property
+    def is_recent(self) -> bool:
+        """Whether what was found is likely to hold still."""
+        return time.monotonic() - self._began < _RECENT_SECONDS
+
+    def missing(self, spans: Iterable[ByteRange]) -> list[ByteRange]:
+        """The parts of the ranges that the page cache lacks. All counts as missing where the kernel gives no answer."""
+        spans = list(spans)
+        of_spans = [list(self._pieces(*span)) for span in spans]
+        # From the end: the thread of `begin` comes from the beginning.
+        left = [piece for pieces in of_spans for piece in pieces if piece not in self._taken][::-1]
+
+        @contextmanager
+        def worker() -> Iterator[Callable[[ByteRange], None]]:
+            yield self._look
+
+        # One thread looks at less in the time that it takes to start another one.
+        threads = min(read_threads(), -(-len(left) // _MOST_AHEAD))
+        for_each(left, worker, threads, takes_part=True)
+        with self._ahead:  # the thread of `begin` is not within a piece any more
+            pass
+        missing: list[ByteRange] = []
+        for (path, start, nbytes), pieces in zip(spans, of_spans, strict=True):
+            mapped = self._maps.get(path)
+            if mapped is None or start + nbytes > mapped.nbytes:
+                missing.append(ByteRange(path, start, nbytes))
+                continue
+            for piece in pieces:
+                for _, first, length in self._absent.get(piece, [piece]):
+                    at, end = max(first, start), min(first + length, start + nbytes)
+                    if at < end:
+                        missing.append(ByteRange(path, at, end - at))
+        return missing
+
+    def _pieces(self, path: str, start: int, nbytes: int | None = None) -> Iterator[ByteRange]:
+        """The pieces of a file that have a part of a range, each always the same."""
+        if path not in self._maps:
             return
-        absent = pages.find(b"\0")
-        while absent >= 0:
-            present = pages.find(b"\1", absent)
-            until = end if present < 0 else first + present * mmap.PAGESIZE
-            at = max(first + absent * mmap.PAGESIZE, start)
-            missing[index].append(ByteRange(path, at, until - at))
-            absent = pages.find(b"\0", present) if present >= 0 else -1
+        whole = self._maps[path].nbytes
+        end = whole if nbytes is None else min(start + nbytes, whole)
+        for first in range(start // _LOOK_BYTES * _LOOK_BYTES, end, _LOOK_BYTES):
+            yield ByteRange(path, first, min(_LOOK_BYTES, whole - first))
 
-    for_each(range(len(pieces)), worker, min(read_threads(), len(pieces)))
-    return [span for found in missing for span in found]
+    def _look(self, piece: ByteRange) -> None:
+        claim = object()
+        if self._taken.setdefault(piece, claim) is not claim:
+            return
+        path, first, nbytes = piece
+        pages = self._maps[path].resident(first, first + nbytes)
+        if pages is None:
+            return
+        absent, at = list[ByteRange](), pages.find(b"\0")
+        while at >= 0:
+            present = pages.find(b"\1", at)
+            until = len(pages) if present < 0 else present
+            absent.append(ByteRange(path, first + at * mmap.PAGESIZE, (until - at) * mmap.PAGESIZE))
+            at = pages.find(b"\0", until)
+        self._absent[piece] = absent
+
+
+def look_ahead(fingerprints: Mapping[str, FileFingerprint]) -> CacheLook | None:
+    """Starts to look at files of this machine; None where that is not worth a thread, or the user may not know."""
+    total = sum(known.nbytes for known in fingerprints.values())
+    if total < LEAST_BYTES or any(known.is_remote for known in fingerprints.values()):
+        return None
+    descriptors: dict[str, int] = {}
+    try:
+        for path, known in fingerprints.items():
+            descriptors[path] = open_unchanged(path, known)
+            if not _may_know(descriptors[path]):
+                return None
+        look = CacheLook(descriptors)
+    except ReadFailedError:
+        return None  # the read itself reports it
+    finally:
+        for descriptor in descriptors.values():
+            os.close(descriptor)
+    look.begin()
+    return look
 
 
 def _split(spans: Iterable[ByteRange], most_bytes: int) -> list[ByteRange]:

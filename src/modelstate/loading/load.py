@@ -26,6 +26,7 @@ from modelstate.distributed.agreement import NOTHING_CHANGED, TIMEOUT_SECONDS, A
 from modelstate.errors import ModelStateError, OptionError, PlacementError, ReadFailedError
 from modelstate.io.held import HeldFiles, held_files, why_not_held
 from modelstate.io.memory import fresh_tensors
+from modelstate.io.prefetch import look_ahead
 from modelstate.loading.background import LOAD_AGAIN, LoadHandle, StagedLoad
 from modelstate.loading.collective import (
     COMMIT,
@@ -580,6 +581,10 @@ def prepare(
         staging = Staging(matched.part, matched.options, transaction.root, budget)
         if in_use:
             staging.temporary = fresh_tensors
+        elif load_options is not None and matched.options.in_place is None:
+            param = next(transaction.root.parameters(), None)
+            if param is not None and param.device.type == "cpu":  # it may be read into at the commit
+                staging.look = look_ahead(matched.part.fingerprints)
     else:
         staging = replace(staged.staging)  # the memory of the model is looked up again
     write = partial(Place, staging)
@@ -724,7 +729,7 @@ def _held_for_commit(
     """
     # Progress may be shown in a way that fails, so it comes before the commit.
     extents = [extent for item in waiting for extent in item.extents]
-    with held_files(extents, staging.checkpoint.fingerprints, lambda _: advance(0)) as files:
+    with held_files(extents, staging.checkpoint.fingerprints, lambda _: advance(0), staging.look) as files:
         if not files.refusal:
             advance(sum(item.nbytes for item in waiting))
             yield files
