@@ -103,26 +103,23 @@ class PendingSave(BackgroundTask[SavedStep]):
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
-    """The objects of a checkpoint that is about to be written. The mappings go by the paths of the objects."""
+class EncodedObject:
+    """An object of a checkpoint that is about to be written."""
 
-    kinds: Mapping[str, Kind]
-    ranks: Mapping[str, int]
-    """For each object the number of ranks whose states it has; 0 for one state for all of them."""
-    states: Mapping[str, SerializedState]
-    frozen: Mapping[str, frozenset[str]]
-    """For each module, the names of parameters that training does not change."""
-    spread: tuple[str, ...] = ()
-    """The objects whose tensors are spread over several ranks."""
-
-    @property
-    def nbytes(self) -> int:
-        """The size of the tensors."""
-        return sum(state.nbytes for state in self.states.values())
+    kind: Kind
+    ranks: int
+    """The number of ranks whose states it has; 0 for one state for all of them."""
+    state: SerializedState
+    frozen: Set[str]
+    """Of a module the names of the parameters that training does not change."""
+    is_spread: bool
+    """Whether its tensors are spread over several ranks."""
 
 
-def job_of(targets: Mapping[str, Target], agreement: Agreement, writer: CollectiveWriter | None) -> Job:
-    """Encodes the state of the objects. Raises the error for which it cannot be saved."""
+def encode_objects(
+    targets: Mapping[str, Target], agreement: Agreement, writer: CollectiveWriter | None
+) -> dict[str, EncodedObject]:
+    """Captures and encodes the state of the objects, by path. Raises the error for which it cannot be saved."""
     with agreement.phase("capturing the state"):
         for target in targets.values():
             if agreement.is_collective and target.kind is Kind.MODULE:
@@ -131,31 +128,18 @@ def job_of(targets: Mapping[str, Target], agreement: Agreement, writer: Collecti
     if agreement.is_collective:
         parts = gathered(parts, agreement)
     of_shard = None if writer is None else writer.of_shard
+    objects = {}
     with agreement.phase("encoding the state"):
-        states = {
-            path: serialize(part.tree, path, as_tree=part.kind is not Kind.MODULE, of_shard=of_shard)
-            for path, part in parts.items()
-        }
-        for path, state in states.items():
+        for path, part in parts.items():
+            is_module = part.kind is Kind.MODULE
+            state = serialize(part.tree, path, as_tree=not is_module, of_shard=of_shard)
             with size_errors(path):
                 check_size(state.manifest(None, blank_digests(state.tensors)))
-    frozen = {
-        path: frozenset(
-            name for name, param in target.obj.named_parameters(remove_duplicate=False) if not param.requires_grad
-        )
-        if target.kind is Kind.MODULE
-        else frozenset()
-        for path, target in targets.items()
-    }
-    spread: tuple[str, ...] = ()
-    if writer is not None:
-        spread = tuple(
-            path
-            for path, state in states.items()
-            if any(isinstance(tensor, ShardedTensor) for tensor in state.tensors.values())
-        )
-    kinds = {path: part.kind for path, part in parts.items()}
-    return Job(kinds, {path: part.ranks for path, part in parts.items()}, states, frozen, spread)
+            params = targets[path].obj.named_parameters(remove_duplicate=False) if is_module else ()
+            frozen = {name for name, param in params if not param.requires_grad}
+            is_spread = any(isinstance(tensor, ShardedTensor) for tensor in state.tensors.values())
+            objects[path] = EncodedObject(part.kind, part.ranks, state, frozen, is_spread)
+    return objects
 
 
 @contextmanager
@@ -218,7 +202,7 @@ class NewStep:
         index: the checkpoints of the store.
         name: the temporary name: the result of `unfinished_name`.
         record: the record of the checkpoint, without its objects, and without the names that the store gives.
-        job: the objects.
+        objects: the objects, by path.
         shard_bytes: the most bytes of tensors in a file; None for no limit.
         pin: whether the checkpoint is pinned. It also is where it replaces one that is.
         begin_seconds: when the save began, by `time.perf_counter`.
@@ -230,13 +214,13 @@ class NewStep:
         index: StepIndex,
         name: str,
         record: Record,
-        job: Job,
+        objects: Mapping[str, EncodedObject],
         *,
         shard_bytes: int | None,
         pin: bool,
         begin_seconds: float,
     ) -> None:
-        self.name, self._access, self._index, self._record, self._job = name, access, index, record, job
+        self.name, self._access, self._index, self._record, self._objects = name, access, index, record, objects
         self._shard_bytes, self._pin, self._begin_seconds = shard_bytes, pin, begin_seconds
         self._final_name = name_of(record.step, 0)
         self._new: NewFiles | None = None
@@ -248,7 +232,7 @@ class NewStep:
         """The checkpoints of the same step."""
         self._by_age: list[StepEntry] = []
         """The checkpoints of the store, the newest last."""
-        self._objects: dict[str, tuple[ObjectEntry, _Files]] = {}
+        self._written: dict[str, tuple[ObjectEntry, _Files]] = {}
         self._links: dict[str, FileRecord] = {}
         """The files that `link` has linked, by name."""
 
@@ -314,7 +298,7 @@ class NewStep:
                     self._index.medium.discard(replaced, self._index.read_all)
                 if keep is not None:
                     pruned = self._index.prune(keep)
-            of_objects = [of_object for _, of_object in self._objects.values()]
+            of_objects = [of_object for _, of_object in self._written.values()]
             bytes_written = sum(of_object.bytes_written for of_object in of_objects)
             return path, bytes_written, sum(of_object.bytes_linked for of_object in of_objects), seconds, pruned
 
@@ -336,7 +320,7 @@ class NewStep:
         """Writes the objects that this process holds whole. `check` is called before each of them, and may raise."""
         with self._access.errors(self._final_name):
             check()
-            medium, record, job = self._index.medium, self._record, self._job
+            medium, record = self._index.medium, self._record
             medium.clear(self._index.read_all)
             for entry in reversed(self._by_age):
                 if entry.is_whole and (last := entry.record) is not None:
@@ -344,11 +328,11 @@ class NewStep:
                     break
             places = [entry.place for entry in self._revisions]
             self._new = new = medium.new_step(self.name, record.step, record.serial, places)
-            for path in job.states:
-                if path not in job.spread:
+            for path, encoded in self._objects.items():
+                if not encoded.is_spread:
                     check()
                     linkable = _linkable(self._before.get(path), self._files_before, self._index)
-                    self._objects[path] = _write_object(new, path, job, linkable, self._shard_bytes)
+                    self._written[path] = _write_object(new, path, encoded, linkable, self._shard_bytes)
 
     @property
     def files(self) -> NewFiles:
@@ -358,8 +342,11 @@ class NewStep:
 
     def linkable(self) -> "dict[str, Linkable]":
         """Returns what can be linked of the last checkpoint, for the objects that several ranks write."""
-        found = {path: _linkable(self._before.get(path), self._files_before, self._index) for path in self._job.spread}
-        return {path: linkable for path, linkable in found.items() if linkable is not None}
+        found = {}
+        for path, encoded in self._objects.items():
+            if encoded.is_spread and (linkable := _linkable(self._before.get(path), self._files_before, self._index)):
+                found[path] = linkable
+        return found
 
     def link(self, file: SpreadFile) -> bool:
         """Links a file of the last checkpoint, where it is there as it was written. Returns whether it did."""
@@ -375,10 +362,10 @@ class NewStep:
 
         `check` is called right before the checkpoint becomes visible; it may raise. Returns the path.
         """
-        new, job = self.files, self._job
-        if job.spread:
+        new = self.files
+        if any(encoded.is_spread for encoded in self._objects.values()):
             self._add(new, files)
-        entries = {path: replace(self._objects[path][0], ranks=ranks) for path, ranks in job.ranks.items()}
+        entries = {path: replace(self._written[path][0], ranks=of.ranks) for path, of in self._objects.items()}
         text = replace(self._record, entries=entries).text()
         if len(text) > MAX_RECORD_BYTES:
             raise _unsavable(
@@ -392,7 +379,7 @@ class NewStep:
         """Adds the objects that several ranks have written: names new files, and removes links that are not needed."""
         for name in self._links.keys() - {file.name for file in files if not file.is_new}:
             new.unlink(name)
-        of_objects = {path: _Files() for path in self._job.spread}
+        of_objects = {path: _Files() for path, encoded in self._objects.items() if encoded.is_spread}
         for file in files:
             of_object = of_objects[file.key]
             if file.is_new:
@@ -404,7 +391,7 @@ class NewStep:
             of_object.tensors[file.name] = tuple(file.digests)
             of_object.digests |= file.digests
         for path, of_object in of_objects.items():
-            self._objects[path] = _finish_object(new, path, self._job, of_object), of_object
+            self._written[path] = _finish_object(new, path, self._objects[path], of_object), of_object
 
 
 _Tensor = TypeVar("_Tensor", torch.Tensor, torch.Tensor | LazyTensor)
@@ -424,10 +411,10 @@ class _Files:
 
 
 def _write_object(
-    new: NewFiles, path: str, job: Job, linkable: "Linkable | None", shard_bytes: int | None
+    new: NewFiles, path: str, encoded: EncodedObject, linkable: "Linkable | None", shard_bytes: int | None
 ) -> tuple[ObjectEntry, _Files]:
     """Writes an object where readers do not see it yet. Raises `OSError` and `UnsavableError`."""
-    state, kind, files = job.states[path], job.kinds[path], _Files()
+    state, kind, files = encoded.state, encoded.kind, _Files()
     if not state.tensors and isinstance(state.tree, dict) and set(state.tree) == {"value"}:
         return ObjectEntry(kind, value=state.tree["value"]), files
     with size_errors(path):
@@ -438,7 +425,7 @@ def _write_object(
             files.bytes_written += planned.nbytes
             return ObjectEntry(kind, name, {name: record}), files
         unwritten: dict[str, torch.Tensor] = state.live
-        constant: Set[str] = job.frozen[path]
+        constant = encoded.frozen
         if linkable is not None:
             # The tensors that have not changed since the checkpoint before go into files of their own.
             constant = _link_unchanged(new, files, unwritten, linkable)
@@ -449,7 +436,7 @@ def _write_object(
             files.tensors[name] = tuple(name for name, _ in planned.tensors)
             files.digests |= written.digests
             files.bytes_written += planned.nbytes
-    return _finish_object(new, path, job, files), files
+    return _finish_object(new, path, encoded, files), files
 
 
 Split = Callable[[Mapping[str, _Tensor]], Iterable[Mapping[str, _Tensor]]]
@@ -470,14 +457,13 @@ def groups(
             yield from split(group)
 
 
-def _finish_object(new: NewFiles, path: str, job: Job, files: _Files) -> ObjectEntry:
+def _finish_object(new: NewFiles, path: str, encoded: EncodedObject, files: _Files) -> ObjectEntry:
     """Writes the index of the files of an object."""
-    state = job.states[path]
-    text = index_of(files.tensors, state.nbytes, state.manifest(None, files.digests))
+    text = index_of(files.tensors, encoded.state.nbytes, encoded.state.manifest(None, files.digests))
     index, record = new.write_text(f"{path}{SUFFIX}{INDEX_SUFFIX}", text)
     files.records[index] = record
     files.bytes_written += len(text)
-    return ObjectEntry(job.kinds[path], index, files.records)
+    return ObjectEntry(encoded.kind, index, files.records)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from modelstate.formats.safetensors import Layout, layout, parts_of
 from modelstate.formats.sharded import SHARD_METADATA
 from modelstate.io.atomic import Output, new_file
 from modelstate.store.saving import (
-    Job,
+    EncodedObject,
     Key,
     Linkable,
     NewStep,
@@ -50,7 +50,7 @@ class SpreadWriter:
     def write(
         self,
         directory: str,
-        job: Job,
+        objects: Mapping[str, EncodedObject],
         agreement: Agreement,
         writer: CollectiveWriter,
         shard_bytes: int | None,
@@ -60,7 +60,7 @@ class SpreadWriter:
 
         Args:
             directory: the directory of the new step, as this rank names it.
-            job: the objects.
+            objects: the objects whose tensors are spread over the ranks, by path.
             agreement: the ranks.
             writer: their writer.
             shard_bytes: the most bytes of tensors in a file; None for no limit.
@@ -79,21 +79,21 @@ class SpreadWriter:
             split = writer.shards
 
         def compared() -> dict[str, object]:
-            return {f"other values of {path}": job.states[path].manifest(None, {}) for path in job.spread}
+            return {f"other values of {path}": of.state.manifest(None, {}) for path, of in objects.items()}
 
         with writer.planning():
-            parts = {key: part for path in job.spread for key, part in _parts(path, job)}
+            parts = {key: part for path, encoded in objects.items() for key, part in _parts(path, encoded)}
         last, unchanged = self._files, self._unchanged(parts, agreement, new)
         if unchanged is None:
-            last, unchanged = _compared_with_the_disk(job, agreement, writer, new, compared)
+            last, unchanged = _compared_with_the_disk(objects, agreement, writer, new, compared)
         linked = [replace(file, is_new=False) for file in last if file.keys <= unchanged]
         in_links = {key for file in linked for key in file.keys}
         saved = {file.key for file in last}
         with writer.planning():
-            for path in job.spread:
-                tensors = job.states[path].tensors
+            for path, encoded in objects.items():
+                tensors = encoded.state.tensors
                 rest = {name: tensor for name, tensor in tensors.items() if (path, name) not in in_links}
-                constant: Set[str] = job.frozen[path]
+                constant = encoded.frozen
                 if path in saved:
                     same = {name for name in rest if (path, name) in unchanged}
                     # Nothing is the same as in a checkpoint of another layout. What is frozen still gets files of its
@@ -152,7 +152,7 @@ def _not_linked(files: Iterable[SpreadFile], same: Set[Key], new: NewStep | None
 
 
 def _compared_with_the_disk(
-    job: Job,
+    objects: Mapping[str, EncodedObject],
     agreement: Agreement,
     writer: CollectiveWriter,
     new: NewStep | None,
@@ -166,14 +166,14 @@ def _compared_with_the_disk(
     files: list[SpreadFile] = []
 
     def smallest(file: SpreadFile) -> str:
-        tensors = job.states[file.key].tensors
+        tensors = objects[file.key].state.tensors
         return min(file.tensors, key=lambda name: tensors[name].nbytes)
 
     def look() -> list[Key]:
         if new is not None:
             linkable.update(new.linkable())
         for path, before in linkable.items():
-            tensors = job.states[path].tensors
+            tensors = objects[path].state.tensors
             for file in before.as_spread(path):
                 if all(name in tensors and before.is_alike(name, tensors[name]) for name in file.tensors):
                     files.append(file)
@@ -183,8 +183,10 @@ def _compared_with_the_disk(
         """Returns the tensors among `keys` that are the same; on the first rank only."""
         chosen = {(path, name) for path, name in keys}
         with writer.planning():
-            tensors = {path: [*job.states[path].tensors.items()] for path in job.spread}
-            tensors = {path: [item for item in of if (path, item[0]) in chosen] for path, of in tensors.items()}
+            tensors = {
+                path: [item for item in encoded.state.tensors.items() if (path, item[0]) in chosen]
+                for path, encoded in objects.items()
+            }
         found = set[Key]()
         for path, hashes in writer.digests(tensors, compared).items() if chosen else ():
             digests = {name: value for (name, _), value in zip(tensors[path], hashes, strict=True)}
@@ -207,9 +209,9 @@ def _compared_with_the_disk(
     return files, {(path, name) for path, name in of_first}
 
 
-def _parts(path: str, job: Job) -> Iterator[tuple[Key, object]]:
+def _parts(path: str, encoded: EncodedObject) -> Iterator[tuple[Key, object]]:
     """Yields the layout of each tensor of an object, and the digest of what this rank holds of it."""
-    tensors = job.states[path].tensors
+    tensors = encoded.state.tensors
     hashes = write_blocks(None, 0, [local_part(tensor) for tensor in tensors.values()])
     for (name, tensor), hashed in zip(tensors.items(), hashes, strict=True):
         spread = (tensor.placements, tensor.mesh) if isinstance(tensor, ShardedTensor) else ()

@@ -39,7 +39,7 @@ from modelstate.store.directory import Step, StepEntry, StepIndex, WriteAccess, 
 from modelstate.store.medium import STORE_FILE, unfinished_name
 from modelstate.store.record import RECORD_FILE, Record
 from modelstate.store.retention import CheckpointInfo, Keep, as_keep, infos_page, metric_value
-from modelstate.store.saving import NewStep, PendingSave, SavedStep, SpreadFile, Staging, job_of
+from modelstate.store.saving import NewStep, PendingSave, SavedStep, SpreadFile, Staging, encode_objects
 from modelstate.store.spread import SpreadWriter
 from modelstate.text_format import as_given, size
 from modelstate.version import __version__
@@ -245,23 +245,26 @@ class Store(Shown):
             writing = agreement.on_channel(channel) if background else agreement
             directory = os.path.join(self.directory, name)
             writer = _writer(writing, directory)
-            job = job_of(targets, agreement, writer)
+            encoded = encode_objects(targets, agreement, writer)
             record = Record("", step, time.time(), checked_metrics, {})
             new_step = NewStep(
-                *(self._access, self.index.cached(), name, record, job),
+                *(self._access, self.index.cached(), name, record, encoded),
                 shard_bytes=self._shard_bytes,
                 pin=pin,
                 begin_seconds=begin_seconds,
             )
             write_spread: Callable[[], Sequence[SpreadFile]] | None = None
-            if writer is not None and job.spread:
+            spread = {path: of_object for path, of_object in encoded.items() if of_object.is_spread}
+            if writer is not None and spread:
                 of_first = new_step if agreement.is_first else None
-                write_spread = partial(self._spread.write, directory, job, writing, writer, self._shard_bytes, of_first)
+                write_spread = partial(
+                    self._spread.write, directory, spread, writing, writer, self._shard_bytes, of_first
+                )
             with agreement.phase("opening the store"):
                 if agreement.is_first:
                     new_step.begin(overwrite)
                 if background:
-                    self._staging.copy(job.states.values())
+                    self._staging.copy(of_object.state for of_object in encoded.values())
             write = partial(new_step.save, writing, self.keep, write_spread)
             if not background:
                 return write()
@@ -328,7 +331,8 @@ class Store(Shown):
             targets = targets_of(objects)
         generators = [target.obj for target in targets.values() if target.is_restored_last]
         with preserved_generators(generators):
-            return job_of(targets, agreement, _writer(agreement, self.directory)).nbytes
+            encoded = encode_objects(targets, agreement, _writer(agreement, self.directory))
+            return sum(of_object.state.nbytes for of_object in encoded.values())
 
     def wait(self, timeout_seconds: float | None = None) -> None:
         """Waits until the save in the background is durable.
