@@ -222,7 +222,7 @@ class CollectiveWriter:
         with agreement.phase(phase), write_errors(self._path):
             found, first_meshes = agreement.on_first(lambda: (on_first(), meshes)) or ([], [])
         # Ranks of other replicas may have meshes of their own: those of the first rank write.
-        of_first = {own: _mesh(first) for own, first in zip(meshes, first_meshes, strict=True)}
+        of_first = {own: (tuple(shape), tuple(ranks)) for own, (shape, ranks) in zip(meshes, first_meshes, strict=True)}
         if any({*ranks} != {*self._ranks} for _, ranks in of_first.values()):
             self._check_replicas(layouts, of_first)
         return of_first, found
@@ -566,8 +566,3 @@ def _described(name: str, value: object) -> str:
     """What an error says of a value that differs between ranks."""
     text = repr(value)
     return f"{name}={text}" if len(text) <= _SHOWN else f"{name} with digest {Digest.of('', '', [text]).number:x}"
-
-
-def _mesh(fields: Sequence[Sequence[int]]) -> Mesh:
-    shape, ranks = fields
-    return tuple(shape), tuple(ranks)

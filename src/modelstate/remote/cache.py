@@ -8,7 +8,6 @@ digest counts as missing.
 
 from __future__ import annotations
 
-import hashlib
 import os
 import re
 import secrets
@@ -193,8 +192,3 @@ def _digest(version: str, index: int, data: bytes) -> bytes:
     digest = xxhash.xxh3_128(f"{version}/{index}\0".encode())
     digest.update(data)
     return digest.digest()
-
-
-def version_name(url: str, nbytes: int, modified_ns: int, tag: str) -> str:
-    """The name under which the blocks of a version of a file are kept."""
-    return hashlib.sha256(f"{url}\0{nbytes}\0{modified_ns}\0{tag}".encode()).hexdigest()[:32]

@@ -7,6 +7,7 @@ arrived are kept, and the rest is requested again.
 
 from __future__ import annotations
 
+import hashlib
 import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -24,7 +25,7 @@ from modelstate.errors import (
 )
 from modelstate.process import leaving, parallel_for
 from modelstate.remote import requests
-from modelstate.remote.cache import BLOCK_BYTES, Cache, version_name
+from modelstate.remote.cache import BLOCK_BYTES, Cache
 from modelstate.remote.hub import files_of
 from modelstate.remote.location import (
     Cause,
@@ -164,7 +165,8 @@ class RemoteFile:
         """The name of this version in a cache; empty where nothing tells its bytes from those of another one."""
         url, (nbytes, modified_ns, tag) = self.location.url, self.version
         is_known = (tag and not tag.startswith("W/")) or self.location.scheme == "hf"  # whose URL has the commit
-        return version_name(url, nbytes, modified_ns, tag) if is_known else ""
+        text = f"{url}\0{nbytes}\0{modified_ns}\0{tag}"
+        return hashlib.sha256(text.encode()).hexdigest()[:32] if is_known else ""
 
     def _read_cached(self, cache: Cache, version: str, buffers: Sequence[memoryview], offset: int, end: int) -> int:
         """Reads the blocks that are kept from `offset` on; where the first one is not, requests those that are not."""

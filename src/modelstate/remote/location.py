@@ -210,8 +210,6 @@ _client_pid = 0
 """The process that has used a client first."""
 _VARIABLES = ("AWS_", "AZURE_", "GOOGLE_", "STORAGE_EMULATOR_HOST")
 """The beginnings of the environment variables that a client is made from."""
-
-
 _S3_ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
 
 
@@ -225,16 +223,19 @@ def _store(scheme: str, root: str, whole: str, settings: tuple[tuple[str, str], 
             case "s3":
                 # A copy that keeps an existing object, which R2 and others need another value for.
                 config = {"copy_if_not_exists": os.environ.get("AWS_COPY_IF_NOT_EXISTS", "multipart")}
-                _check_endpoints(*_S3_ENDPOINTS)
+                _check_endpoints()
                 provider = _s3_credentials()
-                client["allow_http"] = _is_plain_http(*_S3_ENDPOINTS)
+                client["allow_http"] = any(os.environ.get(name, "").startswith("http://") for name in _S3_ENDPOINTS)
                 return store.S3Store(root, config=config, credential_provider=provider, **options)
             case "gs":
-                config = _gcs_config()
-                client["allow_http"] = config.get("base_url", "").startswith("http://")
+                emulator = os.environ.get("STORAGE_EMULATOR_HOST", "")
+                if not emulator:
+                    return store.GCSStore(root, **options)
+                url = emulator if "://" in emulator else f"http://{emulator}"
+                client["allow_http"] = url.startswith("http://")
                 # An emulator takes any token. Without one the client asks the metadata service before each write.
-                emulated = (lambda: {"token": "emulator", "expires_at": None}) if config else None
-                return store.GCSStore(root, config=config, credential_provider=emulated, **options)
+                token = {"token": "emulator", "expires_at": None}
+                return store.GCSStore(root, config={"base_url": url}, credential_provider=lambda: token, **options)
             case "az":
                 config = _azure_config()
                 client["allow_http"] = config.get("endpoint", "").startswith("http://")
@@ -291,13 +292,9 @@ def _obstore(scheme: str) -> tuple[Any, Any]:
     return store, exceptions
 
 
-def _is_plain_http(*variables: str) -> bool:
-    return any(os.environ.get(name, "").startswith("http://") for name in variables)
-
-
-def _check_endpoints(*variables: str) -> None:
-    """Raises `SourceTypeError` for an endpoint that is no URL, with which the client panics."""
-    for name in variables:
+def _check_endpoints() -> None:
+    """Raises `SourceTypeError` for an endpoint of S3 that is no URL, with which the client panics."""
+    for name in _S3_ENDPOINTS:
         value = os.environ.get(name, "")
         try:
             parts = urlsplit(value)
@@ -336,13 +333,6 @@ def _s3_credentials() -> Any:
             else first_line(error),
             remedy=_LOGIN["s3"],
         ) from error
-
-
-def _gcs_config() -> Any:
-    emulator = os.environ.get("STORAGE_EMULATOR_HOST", "")
-    if not emulator:
-        return {}
-    return {"base_url": emulator if "://" in emulator else f"http://{emulator}"}
 
 
 def _azure_config() -> Any:
