@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
+import modelstate as ms
 from modelstate.errors import (
     DamagedFileError,
     OpenError,
@@ -23,6 +24,7 @@ from modelstate.errors import (
 from modelstate.formats.recognise import Format, recognise
 from modelstate.formats.sharded import read
 from modelstate.formats.tree import Contents
+from modelstate.spec import StoredTensors
 from tests.formats.files import index_text, same, value
 from tests.formats.torch_files import read_contents
 
@@ -94,6 +96,18 @@ def test_each_shard_is_read_once(tmp_path: Path) -> None:
 
     read(str(write(tmp_path)), read_file=read_file)
     assert seen == list(SHARDS)
+
+
+def test_shards_of_modelstate_keep_their_versions(tmp_path: Path) -> None:
+    states = [torch.nn.Sequential(torch.nn.BatchNorm1d(2)).state_dict(prefix=prefix) for prefix in ("a.", "b.")]
+    for state, shard in zip(states, SHARDS, strict=True):
+        ms.save(state, tmp_path / shard)
+    path = tmp_path / "model.safetensors.index.json"
+    path.write_text(index_text({name: shard for state, shard in zip(states, SHARDS, strict=True) for name in state}))
+    assert isinstance(read(str(path), read_file=read_contents).tree, StoredTensors)
+    versions = {name: saved for state in states for name, saved in state._metadata.items()}  # type: ignore[attr-defined]
+    assert ms.open(path).versions == versions
+    assert ms.open(path).value()._metadata == versions
 
 
 def test_shards_of_torch_keep_their_versions(tmp_path: Path) -> None:
