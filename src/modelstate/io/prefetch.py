@@ -282,9 +282,8 @@ class CacheLook:
 
 
 def look_ahead(fingerprints: Mapping[str, FileFingerprint]) -> CacheLook | None:
-    """Starts to look at files of this machine; None where that is not worth a thread, or the user may not know."""
-    total = sum(known.nbytes for known in fingerprints.values())
-    if total < LEAST_BYTES or any(known.is_remote for known in fingerprints.values()):
+    """Starts to look at files of this machine; None where a file is remote, or the user may not know."""
+    if any(known.is_remote for known in fingerprints.values()):
         return None
     descriptors: dict[str, int] = {}
     try:

@@ -26,7 +26,7 @@ from modelstate.distributed.agreement import NOTHING_CHANGED, TIMEOUT_SECONDS, A
 from modelstate.errors import ModelStateError, OptionError, PlacementError, ReadFailedError
 from modelstate.io.held import HeldFiles, held_files, why_not_held
 from modelstate.io.memory import fresh_tensors
-from modelstate.io.prefetch import look_ahead
+from modelstate.io.prefetch import LEAST_BYTES, look_ahead
 from modelstate.loading.background import LOAD_AGAIN, LoadHandle, StagedLoad
 from modelstate.loading.collective import (
     COMMIT,
@@ -583,7 +583,9 @@ def prepare(
             staging.temporary = fresh_tensors
         elif load_options is not None and matched.options.in_place is None:
             param = next(transaction.root.parameters(), None)
-            if param is not None and param.device.type == "cpu":  # it may be read into at the commit
+            nbytes = sum(fingerprint.nbytes for fingerprint in matched.part.fingerprints.values())
+            # A parameter with memory may be read into at the commit, and a small file is not worth a thread.
+            if param is not None and param.device.type == "cpu" and nbytes >= LEAST_BYTES:
                 staging.look = look_ahead(matched.part.fingerprints)
     else:
         staging = replace(staged.staging)  # the memory of the model is looked up again
