@@ -17,7 +17,7 @@ from modelstate.formats.safetensors import Layout, Written, write_in_order
 from modelstate.formats.sharded import INDEX_SUFFIX, WEIGHT_MAP, Kind, index_of, own_shards, shard_names
 from modelstate.remote.location import Location, locate
 from modelstate.remote.requests import cleanup
-from modelstate.remote.upload import ObjectWriter, exists, get, is_absent, new_object, remove, version
+from modelstate.remote.upload import ObjectWriter, exists, get, head, is_absent, new_object, remove
 
 if TYPE_CHECKING:
     import torch
@@ -92,7 +92,7 @@ def upload_checkpoint(
     def names() -> list[str]:
         nonlocal old_index, single
         old_index = index_of_object(path)
-        single = version(where) if old_index is not None or not overwrite or groups else None
+        single = head(where) if old_index is not None or not overwrite or groups else None
         if not overwrite and (old_index is not None or single is not None):
             raise exists(where)
         unique = shard_names(path, [secrets.token_hex(16)] * len(groups))
@@ -113,7 +113,7 @@ def upload_checkpoint(
             with new_object(index, len(text), overwrite=overwrite) as output:
                 output.append(text)
             if single is not None:  # readers prefer it to the index; one that was saved meanwhile is newer
-                remove([where], lambda: version(where) == single)
+                remove([where], lambda: head(where) == single)
             sizes = (planned.nbytes for planned in layouts)
             files = {index.url: len(text)} | {shard.url: nbytes for shard, nbytes in zip(shards, sizes, strict=True)}
         if old_index is not None:

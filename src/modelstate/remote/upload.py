@@ -25,8 +25,6 @@ from modelstate.remote.location import Cause, Location, ObjectInfo, failure_of, 
 from modelstate.remote.requests import call, cleanup, pause
 
 if TYPE_CHECKING:
-    from datetime import datetime
-
     from obstore import ObjectMeta
 
 PART_BYTES = 8 << 20
@@ -68,26 +66,12 @@ def check_writable(location: Location) -> None:
         )
 
 
-def head(location: Location) -> int | None:
-    """Returns the size of an object; None where there is none. Raises `WriteFailedError`."""
-    found = _described(location)
-    return None if found is None else int(found["size"])
+def head(location: Location) -> ObjectMeta | None:
+    """Returns what the server says of an object: its size, version and time; None where there is none.
 
-
-def version(location: Location) -> object:
-    """Returns what tells an object from others of its name; None where there is none. Raises `WriteFailedError`."""
-    found = _described(location)
-    return None if found is None else (found["size"], found["e_tag"], found["version"], found["last_modified"])
-
-
-def time_of(location: Location) -> datetime | None:
-    """Returns when an object was written, by the clock of the server. Raises `WriteFailedError`."""
-    found = _described(location)
-    return None if found is None else found["last_modified"]
-
-
-def _described(location: Location) -> ObjectMeta | None:
-    """What the server says of an object; None where there is none."""
+    Raises:
+        WriteFailedError: The bucket cannot be read.
+    """
     import obstore
 
     store, key = store_of(location)
@@ -232,9 +216,10 @@ def _is_copy(copied: Location, location: Location) -> bool:
     """Whether two objects have the same bytes."""
     import obstore
 
-    nbytes, (store, key), (_, other) = head(copied), store_of(copied), store_of(location)
-    if nbytes is None or head(location) != nbytes:
+    source, target, (store, key), (_, other) = head(copied), head(location), store_of(copied), store_of(location)
+    if source is None or target is None or source["size"] != target["size"]:
         return False
+    nbytes = source["size"]
     with client_errors(location):
         return all(
             call(obstore.get_range_async, store, key, start=start, end=min(start + PART_BYTES, nbytes))

@@ -39,7 +39,7 @@ from modelstate.formats.safetensors import Layout, Written, write_in_order
 from modelstate.formats.sharded import INDEX_SUFFIX, SUFFIX
 from modelstate.remote.location import Location, locate
 from modelstate.remote.requests import cleanup, pause
-from modelstate.remote.upload import ObjectWriter, get, head, list_all, listing, new_object, put, remove, time_of
+from modelstate.remote.upload import ObjectWriter, get, head, list_all, listing, new_object, put, remove
 from modelstate.store.medium import DATA, STORE_FILE, Listed, Lock, NewFiles, Place
 from modelstate.store.record import RECORD_FILE, FileRecord
 from modelstate.text_format import printable
@@ -355,8 +355,9 @@ class _Lease:
             try:
                 put(intent, text, overwrite=True)
                 while (other := self._newest(listed)) is not None:
-                    now = time_of(intent)
-                    left = LEASE_SECONDS - (now - other[1]).total_seconds() if now is not None else LEASE_SECONDS
+                    left = LEASE_SECONDS
+                    if (own := head(intent)) is not None:
+                        left -= (own["last_modified"] - other[1]).total_seconds()
                     if left <= 0 or not _is_alive(found := get(self._bucket.at(other[0]))):
                         break
                     if seen is not None and seen != other:
@@ -436,7 +437,8 @@ class _Lease:
 
     def server_time(self) -> datetime | None:
         """Returns the time of the server, as of the last renewal of this lease."""
-        return time_of(self._bucket.at(self.name)) if self.name else None
+        found = head(self._bucket.at(self.name)) if self.name else None
+        return None if found is None else found["last_modified"]
 
     def _newest(self, listed: _Listing) -> tuple[str, datetime] | None:
         """Returns the name of the newest lease, and when it was last written."""
