@@ -228,7 +228,7 @@ def _interrupted_at_the_commit(folder: Path) -> tuple[str, bool]:
     """The error of a rank with Ctrl-C behind the vote that decides, and whether the rank has loaded."""
     path = folder / "whole" / "model.safetensors"
     net = models.sharded("fsdp")
-    fault = _before_call(loading, "commit", 1, lambda: signal.raise_signal(signal.SIGINT))
+    fault = _before_call(loading, "_commit", 1, lambda: signal.raise_signal(signal.SIGINT))
     error = ""
     try:
         with fault if dist.get_rank() == FAULTY else nullcontext():
