@@ -249,6 +249,16 @@ def test_a_lazy_conjugate_is_no_tie(tmp_path: Path) -> None:
     assert ms.open(tmp_path / "x.safetensors").tensor("b").tolist() == [1 - 2j]
 
 
+def test_tensors_that_only_begin_in_one_place_are_no_tie(tmp_path: Path) -> None:
+    value = torch.arange(4.0).view(2, 2)
+    empty = {"c": torch.empty(0), "d": torch.empty(0)}
+    ms.save({"a": value, "b": value.t(), **empty, "e": value, "f": value.view(4)}, tmp_path / "x.safetensors")
+    checkpoint = ms.open(tmp_path / "x.safetensors")
+    assert checkpoint.aliases == (("a", "e"),)
+    assert checkpoint.tensor("b").tolist() == [[0.0, 2.0], [1.0, 3.0]]
+    assert checkpoint["f"].shape == (4,)
+
+
 def test_a_view_takes_what_it_shows(tmp_path: Path) -> None:
     large = torch.zeros(1000, 1000)
     assert ms.save({"view": large[5, :110]}, tmp_path / "x.safetensors").bytes < 1000

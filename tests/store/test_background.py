@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,9 @@ from torch import nn
 import modelstate as ms
 from modelstate import errors
 from modelstate.io import system
-from modelstate.store.saving import Staging
+from modelstate.process import is_stopped
+from modelstate.store.medium import _NewDirectory
+from modelstate.store.saving import PendingSave, Staging
 from tests.programs import Program, code_of
 from tests.store.common import Held, Training, failing_call, litter, program
 
@@ -508,3 +511,19 @@ def test_a_store_that_is_forgotten_finishes(tmp_path: Path) -> None:
     del pending
     gc.collect()
     ms.Store(tmp_path).save(2, training.objects)  # it has given the lock back
+
+
+def test_a_commit_is_not_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    handles, stopped, commit = SimpleQueue[PendingSave](), list[bool](), _NewDirectory.commit
+
+    def cancelled_meanwhile(new: _NewDirectory, *args: Any) -> str:
+        path = commit(new, *args)
+        handles.get().cancel(wait=False)
+        stopped.append(is_stopped())
+        return path
+
+    monkeypatch.setattr(_NewDirectory, "commit", cancelled_meanwhile)
+    with ms.Store(tmp_path) as store:
+        handles.put(store.save(1, {"model": nn.Linear(2, 2)}, background=True))
+    assert stopped == [False]
+    assert ms.Store(tmp_path).steps() == (1,)
