@@ -207,7 +207,7 @@ def test_an_object_whose_class_is_replaced_while_it_is_encoded_is_an_error(no_co
 
 
 def test_a_path_is_noted_while_an_error_is_printed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(text_format, "_directories", text_format._directories.copy())
+    monkeypatch.setattr(text_format, "given_directories", text_format.given_directories.copy())
     for number in range(20):
         text_format.note_given(f"/a/{number}/model.pt", f"{number}/model.pt")
     counted = iter(range(10**6))
