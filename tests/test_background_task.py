@@ -15,7 +15,7 @@ from modelstate import errors
 from modelstate.background import AtExit, BackgroundTask
 from tests.store.common import program
 
-SOON = 30.0
+SOON = 60.0
 
 
 def started(work: Callable[[BackgroundTask[Any]], Any], at_exit: AtExit = AtExit.CANCEL, **options: Any) -> Any:

@@ -40,7 +40,7 @@ from modelstate.store.directory import StepIndex
 from modelstate.torch_compat import modules
 from tests.io.test_forks import in_child
 
-SOON = 30.0
+SOON = 60.0
 
 
 def before_each_instruction(

@@ -291,7 +291,7 @@ class TestReading:
         assert total <= sum(bytes_read) <= total + 30 * 4096
         assert all(tensor.difference is not None and tensor.difference.changed == 1.0 for tensor in diff.tensors)
 
-    @pytest.mark.parametrize("budget", [280_000, 500_000, 20_000_000])
+    @pytest.mark.parametrize("budget", [pytest.param(280_000, marks=pytest.mark.slow), 500_000, 20_000_000])
     def test_the_result_does_not_depend_on_the_budget(self, budget: int, tmp_path: Path) -> None:
         state = {"a": torch.randn(150, 500), "b": torch.randn(3), "t": torch.randn(250, 150)}
         a = written(tmp_path / "a.safetensors", state)
@@ -314,6 +314,7 @@ class TestReading:
         with pytest.raises(OptionError, match="max_memory_bytes"):
             ms.diff(a, b, max_memory_bytes=0)
 
+    @pytest.mark.slow
     def test_a_budget_that_is_too_small_for_a_region(self, tmp_path: Path) -> None:
         base = torch.randn(40, 30)
         a, b = tmp_path / "a.pt", tmp_path / "b.pt"

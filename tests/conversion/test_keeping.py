@@ -191,12 +191,12 @@ def test_blocks_of_several_threads_that_overlap(first_to_leave: int) -> None:
     def work(number: int) -> None:
         with ms.reference_keeping():
             inside[number].set()
-            leave[number].wait(10)
+            leave[number].wait(60)
 
     threads = [threading.Thread(target=work, args=(number,)) for number in range(2)]
     for number, thread in enumerate(threads):
         thread.start()
-        inside[number].wait(10)
+        inside[number].wait(60)
     for number in (first_to_leave, 1 - first_to_leave):
         assert nn.Module._apply is not STOCK
         leave[number].set()

@@ -76,6 +76,7 @@ def _load(kind: str, path: Path, meta: bool, read_once: bool = False) -> tuple[i
     return _held_bytes(net), by_kernel, by_calls, report.ranks[dist.get_rank()].read_bytes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("meta", [False, True], ids=["memory", "meta"])
 @pytest.mark.parametrize("kind", ["fsdp", "hsdp", "tp", "fsdp+tp", "replicated", "shard1"])
 def test_the_ranks_read_the_model_and_its_replicas(kind: str, meta: bool, ranks: Ranks, tmp_path: Path) -> None:

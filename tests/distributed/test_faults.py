@@ -138,6 +138,7 @@ def _fail_at_each_request(folder: Path) -> list[tuple[str, Result]]:
     ]
 
 
+@pytest.mark.slow
 def test_an_io_error_at_each_request_in_turn(ranks: Ranks, tmp_path: Path) -> None:
     ranks.values(_write, tmp_path)
     by_rank = ranks.values(_fail_at_each_request, tmp_path)
@@ -385,6 +386,7 @@ def _load_something_else(folder: Path) -> dict[str, Result]:
     return results
 
 
+@pytest.mark.slow
 def test_a_rank_that_loads_something_else(ranks: Ranks, tmp_path: Path) -> None:
     ranks.values(_write, tmp_path)
     by_rank = ranks.values(_load_something_else, tmp_path)

@@ -64,6 +64,7 @@ def test_each_rank_holds_what_the_plan_says(kind: str, ranks: Ranks, tmp_path: P
 
 
 @pytest.mark.skipif(torch_version() < (2, 11), reason="this torch states a wrong layout for 128256 rows on 512 ranks")
+@pytest.mark.slow
 def test_a_rank_of_a_large_mesh_plans_with_few_computations(tmp_path: Path) -> None:
     with torch.device("meta"):
         net = Decoder().to(torch.bfloat16)

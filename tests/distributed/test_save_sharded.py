@@ -49,6 +49,7 @@ def _save_in_all_ways(kind: str, folder: Path) -> None:
         assert torch.equal(tensor, named[name]), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", models.SHARD)
 def test_the_files_are_those_of_one_machine(kind: str, ranks: Ranks, tmp_path: Path) -> None:
     for folder in ("ranks", "here", "here/one", "here/shards"):

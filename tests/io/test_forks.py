@@ -19,7 +19,7 @@ from tests.io.test_lease import saved
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork")
 
 
-def in_child(check: Callable[[], bool], seconds: int = 30) -> str:
+def in_child(check: Callable[[], bool], seconds: int = 100) -> str:
     """What a check says in a forked child: "True", "False", "hangs", or that it raises."""
     child = os.fork()
     if not child:
@@ -87,7 +87,7 @@ def other_thread() -> "Callable[[Callable[[threading.Event, threading.Event], No
         inside = threading.Event()
         threads.append(threading.Thread(target=function, args=(inside, release)))
         threads[-1].start()
-        assert inside.wait(20)
+        assert inside.wait(60)
 
     yield start  # type: ignore[misc]
     release.set()

@@ -35,12 +35,12 @@ def test_threads_that_overlap(first_to_leave: int) -> None:
     def work(number: int) -> None:
         with gc_paused():
             inside[number].set()
-            leave[number].wait(10)
+            leave[number].wait(60)
 
     threads = [threading.Thread(target=work, args=(number,)) for number in range(2)]
     for number, thread in enumerate(threads):
         thread.start()
-        inside[number].wait(10)
+        inside[number].wait(60)
     for number in (first_to_leave, 1 - first_to_leave):
         assert not gc.isenabled()
         leave[number].set()

@@ -136,7 +136,7 @@ def test_the_callers_thread_takes_part_where_it_can_end_with_the_work(
     threads, all_there = [], threading.Barrier(3)
 
     def work(_: threading.Event) -> None:
-        all_there.wait(20)
+        all_there.wait(60)
         threads.append(threading.current_thread())
 
     with stopped_by(lambda: False) if may_stop else nullcontext():
@@ -153,7 +153,7 @@ def test_an_error_of_the_callers_thread_stops_the_others(error: BaseException) -
     def work(stop: threading.Event) -> None:
         if threading.current_thread() is caller:
             raise error
-        assert stop.wait(20)
+        assert stop.wait(60)
         ended.append(None)
 
     with pytest.raises(type(error)):
@@ -169,7 +169,7 @@ def test_an_error_of_one_thread_stops_the_others(error: BaseException, with_torc
     def work(stop: threading.Event) -> None:
         if next(numbers) == 1:
             raise error
-        assert stop.wait(20)
+        assert stop.wait(60)
         ended.append(None)
 
     before = torch.get_num_threads()

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-SOON = 30.0
+SOON = 60.0
 """Seconds in which everything here ends that does not hang."""
 
 

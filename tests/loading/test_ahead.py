@@ -20,7 +20,7 @@ from modelstate.testing import Request, faulty_reads
 from tests.loading.fingerprint import described_module, interrupted_at, whole
 from tests.loading.test_bad_reads import nothing_left_behind
 
-SOON = 10.0
+SOON = 60.0
 """Seconds in which everything here happens that happens at all."""
 LAYERS, WIDTH = 4, 256
 LAYER_BYTES = WIDTH * WIDTH * 4

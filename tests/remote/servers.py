@@ -118,7 +118,7 @@ def object_store(server: str) -> Iterator[str]:
             yield url
         finally:
             process.terminate()
-            process.wait(30)
+            process.wait(60)
 
 
 def _wait_for(process: subprocess.Popen[bytes], port: int) -> None:

@@ -192,6 +192,7 @@ def test_in_the_background(url: str) -> None:
     assert restored(ms.Store(url)) == 2
 
 
+@pytest.mark.slow
 def test_a_second_writer_is_refused_until_the_first_one_closes(url: str) -> None:
     first, second = ms.Store(url), ms.Store(url)
     save(first, 1)
@@ -420,7 +421,9 @@ def _saver(url: str, environment: dict[str, str], step: int) -> None:
 
 
 @pytest.mark.slow
-def test_kill_at_each_request(url: str, proxy: FaultProxy, record_property: Callable[[str, object], None]) -> None:
+def test_kill_at_each_request(
+    url: str, proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch, record_property: Callable[[str, object], None]
+) -> None:
     """SIGKILL of a saver: the step is there in full or not at all, and the next writer goes on at once."""
     environment = {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
     _saver(url, environment, 0)
@@ -439,9 +442,8 @@ def test_kill_at_each_request(url: str, proxy: FaultProxy, record_property: Call
         expected = found
         assert restored(store) == max(expected)
     record_property("kills", f"{len(visited)}, {len(expected) - 2} new")
-    begin = time.monotonic()
+    monkeypatch.setattr(buckets, "pause", lambda _: pytest.fail("a save waits for a dead writer"))
     _saver(url, environment, 100)
-    assert time.monotonic() - begin < buckets.LEASE_SECONDS
     assert restored(ms.Store(url)) == 100
 
 
@@ -470,6 +472,7 @@ def test_what_dead_saves_left_is_removed_when_it_is_old(
         assert restored(store) == 2
 
 
+@pytest.mark.slow
 def test_clocks_of_clients_do_not_matter(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     first = ms.Store(url)
     save(first, 1)
@@ -613,7 +616,10 @@ def test_a_lease_that_fails_does_not_show_the_step_of_a_killed_writer(
     assert ms.Store(url).steps() == (1, 4)
 
 
-def test_a_renewal_that_arrives_after_the_release_does_not_bring_the_lease_back(url: str, proxy: FaultProxy) -> None:
+@pytest.mark.slow
+def test_a_renewal_that_arrives_after_the_release_does_not_bring_the_lease_back(
+    url: str, proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
     renewed = []
     late = threading.Event()
 
@@ -627,10 +633,9 @@ def test_a_renewal_that_arrives_after_the_release_does_not_bring_the_lease_back(
     proxy.fault = delay
     with ms.Store(url) as store:
         save(store, 1)
-        assert late.wait(10)
+        assert late.wait(60)
     proxy.fault = None
     time.sleep(1)
-    begun = time.monotonic()
+    monkeypatch.setattr(buckets, "pause", lambda _: pytest.fail("a save waits for a writer that has ended"))
     with ms.Store(url) as store:
         save(store, 2)
-    assert time.monotonic() - begun < buckets.LEASE_SECONDS / 2

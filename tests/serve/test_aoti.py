@@ -218,19 +218,19 @@ def test_a_swap_does_not_wait_for_requests_of_older_versions() -> None:
         with live.pin() as v:
             answers.append(v(X))
             pinned.set()
-            leave.wait(30)
+            leave.wait(60)
             answers.append(v(X))
 
     thread = threading.Thread(target=hold)
     thread.start()
-    assert pinned.wait(30)
+    assert pinned.wait(60)
     with live.pin() as own:
         for k in (2, 3, 4):
             live.swap(linear(k).state_dict(), timeout_seconds=0.01)
             assert torch.equal(live(X), linear(k)(X))
         assert torch.equal(own(X), linear(1)(X))
     leave.set()
-    thread.join(30)
+    thread.join(60)
     assert len(answers) == 2
     assert all(torch.equal(answer, linear(1)(X)) for answer in answers)
 

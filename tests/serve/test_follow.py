@@ -90,11 +90,11 @@ def test_a_checkpoint_is_tried_again_after_a_skipped_swap(tmp_path: Path) -> Non
 
     def slow(_: Any) -> bool:
         inside.set()
-        return may_end.wait(20)
+        return may_end.wait(60)
 
     thread = threading.Thread(target=lambda: live.swap(linear(5).state_dict(), canary=slow))
     thread.start()
-    inside.wait(20)
+    inside.wait(60)
     assert actions(following) == [("waiting", 1)]
     assert log.causes == ["SwapBusyError"]
     may_end.set()
@@ -224,7 +224,7 @@ def test_an_option_that_no_swap_takes_ends_it(tmp_path: Path) -> None:
         following.poll()
     assert log == []
     running = ms.follow(ms.Live(linear(0)), store, mode="fast", on_error=log.append)
-    assert running.wait(30)
+    assert running.wait(60)
     assert [type(error) for error in log] == [OptionError]
     assert [event.action for event in running.events] == ["ended"]
 
@@ -301,7 +301,7 @@ def test_callbacks_may_look_and_stop(tmp_path: Path) -> None:
 
     made.append(ms.follow(ms.Live(linear(0)), store, on_swap=on_swap))
     ready.set()
-    assert made[0].wait(30)
+    assert made[0].wait(60)
     assert seen == [((), False)]
 
 

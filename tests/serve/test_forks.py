@@ -35,8 +35,8 @@ errors = []
 def in_child(work):
     pid = os.fork()
     if pid == 0:
-        signal.alarm(20)
-        faulthandler.dump_traceback_later(15)
+        signal.alarm(100)
+        faulthandler.dump_traceback_later(60)
         code = 1
         try:
             work()
@@ -49,10 +49,10 @@ def in_child(work):
 
 def serves_and_swaps():
     assert live(x).tolist() == [1.0, 1.0]
-    assert live.swap(state(5), mode="in_place", timeout_seconds=2).drained
+    assert live.swap(state(5), mode="in_place", timeout_seconds=60).drained
     assert live(x).tolist() == [5.0, 5.0]
-    assert live.swap(state(6), timeout_seconds=2).drained
-    assert live.rollback(timeout_seconds=2) and live(x).tolist() == [5.0, 5.0]
+    assert live.swap(state(6), timeout_seconds=60).drained
+    assert live.rollback(timeout_seconds=60) and live(x).tolist() == [5.0, 5.0]
 
 def thread(work):
     def run():
@@ -78,11 +78,11 @@ def serve():
         inside.set()
         ended.wait(60)
 threads = [thread(serve)]
-inside.wait(20)
+inside.wait(60)
 with live.pin() as mine:
     def work():
         try:
-            live.swap(state(2), mode="in_place", timeout_seconds=2)
+            live.swap(state(2), mode="in_place", timeout_seconds=60)
         except ms.errors.OptionError:  # this thread's own pin is still there
             assert mine(x).tolist() == [1.0, 1.0]
             return
@@ -96,7 +96,7 @@ def canary(v):
     inside.set()
     return ended.wait(60)
 threads = [thread(lambda: live.swap(state(9), canary=canary, mode=MODE))]
-inside.wait(20)
+inside.wait(60)
 in_child(serves_and_swaps)
 """
 
@@ -107,6 +107,6 @@ in_child(serves_and_swaps)
     ids=["serving", "pinned", "swapping", "swapping in place"],
 )
 def test_the_child_of_a_fork(script: str) -> None:
-    end = "\nended.set()\nfor one in threads:\n    one.join(20)\nassert live(x).shape == (2,)\n"
+    end = "\nended.set()\nfor one in threads:\n    one.join(60)\nassert live(x).shape == (2,)\n"
     done = run_program(SCRIPT + script + end)
     assert done.returncode == 0, done.stderr

@@ -120,12 +120,12 @@ def test_blocks_may_be_nested_and_entered_by_several_threads() -> None:
     def other() -> None:
         with ms.serve.without_state_dict_hooks(module):
             began.set()
-            may_end.wait(10)
+            may_end.wait(60)
 
     thread = threading.Thread(target=other)
     with ms.serve.without_state_dict_hooks(module):
         thread.start()
-        began.wait(10)
+        began.wait(60)
     assert list(module.state_dict()) == names
     may_end.set()
     thread.join()

@@ -92,7 +92,7 @@ def in_a_thread(work: Callable[[], Any]) -> Any:
     found: list[Any] = []
     thread = threading.Thread(target=lambda: found.append(work()), daemon=True)
     thread.start()
-    thread.join(20)
+    thread.join(60)
     assert found, "it hangs, or has raised"
     return found[0]
 
@@ -122,9 +122,9 @@ def interrupted(work: Callable[[ms.Live], None], at: int) -> "tuple[ms.Live, wea
     value, version = in_a_thread(lambda: live.answer(X))
     assert value.unique().tolist() == live(X).unique().tolist() == [float(version)]
     current = holder(live)
-    assert live.swap(state(4), mode="in_place", timeout_seconds=2).drained
+    assert live.swap(state(4), mode="in_place", timeout_seconds=60).drained
     for k in (5, 6):
-        assert live.swap(state(k), timeout_seconds=2).drained
+        assert live.swap(state(k), timeout_seconds=60).drained
     assert live(X).unique().tolist() == [6.0]
     return live, current
 

@@ -1,7 +1,7 @@
 """`Live`: versions, pins, rollback, buffers, modes."""
 
+import sys
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -187,13 +187,13 @@ def test_in_place_waits_for_requests_and_gives_up_in_time() -> None:
     def reader() -> None:
         with live.pin() as v:
             pinned.set()
-            may_end.wait(20)
+            may_end.wait(60)
             answers.append(v(X))
 
     answers: list[torch.Tensor] = []
     thread = threading.Thread(target=reader)
     thread.start()
-    pinned.wait(20)
+    pinned.wait(60)
     with pytest.raises(SwapTimeoutError, match="requests did not end in time"):
         live.swap(linear(2).state_dict(), mode="in_place", timeout_seconds=0.05)
     assert torch.equal(live(X), linear(1)(X))  # the gate is open
@@ -211,11 +211,11 @@ def test_a_second_swap_waits_or_is_skipped() -> None:
 
     def slow(_: Any) -> bool:
         inside.set()
-        return may_end.wait(20)
+        return may_end.wait(60)
 
     thread = threading.Thread(target=lambda: live.swap(linear(2).state_dict(), canary=slow))
     thread.start()
-    inside.wait(20)
+    inside.wait(60)
     assert live.swap(linear(3).state_dict(), when_busy="skip") is None
     assert [event.action for event in live.history()] == ["started"]
     with pytest.raises(SwapTimeoutError, match="another swap"):
@@ -266,7 +266,7 @@ def test_requests_raise_what_the_program_raises_and_leave_nothing_behind() -> No
     live = ms.Live(linear(1))
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
         live(torch.ones(3))
-    assert live.swap(linear(2).state_dict(), mode="in_place", timeout_seconds=1).drained
+    assert live.swap(linear(2).state_dict(), mode="in_place", timeout_seconds=60).drained
 
 
 @pytest.mark.parametrize(
@@ -351,16 +351,18 @@ def test_a_request_costs_little_more_than_the_bare_call() -> None:
     module, x = nn.Identity(), torch.ones(1)
     live = ms.Live(module)
 
-    def best(call: Any) -> float:
-        found = []
-        for _ in range(20):
-            began = time.perf_counter()
-            for _ in range(500):
-                call(x)
-            found.append((time.perf_counter() - began) / 500)
-        return min(found)
+    def calls_of(request: Any) -> int:
+        """How many functions a request calls: Python's, and those of C."""
+        events: list[str] = []
+        sys.setprofile(lambda frame, event, arg: events.append(event))
+        try:
+            request(x)
+        finally:
+            sys.setprofile(None)
+        return sum(event in ("call", "c_call") for event in events)
 
-    assert best(live) - best(module) < 20e-6
+    live(x)
+    assert calls_of(live) - calls_of(module) < 20
 
 
 def test_a_module_with_a_hook_that_takes_new_weights() -> None:

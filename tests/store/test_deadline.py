@@ -458,10 +458,8 @@ def test_a_process_that_is_told_to_end_saves_first(number: signal.Signals) -> No
 @pytest.mark.slow
 def test_a_process_whose_time_ends() -> None:
     code = LOOP.format(hours=3 / HOUR, margin=2).replace("time.sleep(60)", "")
-    start = time.monotonic()
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert "saved: 2 s of 3 s are left, the margin is 2 s" in done.stdout
-    assert time.monotonic() - start < 60
 
 
 BAD: list[dict[str, Any]] = [

@@ -68,7 +68,7 @@ def test_a_stalled_reply_goes_on_when_it_is_resumed(proxy: FaultProxy, target: s
     address = urllib.parse.urlsplit(proxy.url)
     connection = http.client.HTTPConnection(address.hostname or "", address.port, timeout=10)
     connection.request("GET", target)
-    assert proxy.stalled.wait(10)
+    assert proxy.stalled.wait(60)
     if target == "/file":
         answer = connection.getresponse()
         assert answer.read(500) == b"0123456789" * 50

@@ -240,12 +240,12 @@ def test_what_another_thread_holds_is_found() -> None:
         with torch.no_grad():
             kept = weight[:1]
         ready.set()
-        done.wait(10)
+        done.wait(60)
         del kept
 
     thread = threading.Thread(target=worker)
     thread.start()
-    ready.wait(10)
+    ready.wait(60)
     try:
         with pytest.raises(errors.SwapError, match="`kept` in frame `worker`"):
             ms.swap_tensors(weight, torch.ones(3))
