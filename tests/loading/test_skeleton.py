@@ -223,8 +223,10 @@ def test_a_load_under_inference_mode_can_be_trained_afterwards(tmp_path: Any) ->
         with torch.inference_mode():
             ms.load(module, tmp_path / "x.pt", **options)
         optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        before = module.weight.detach().clone()
         module(torch.ones(1, 3, dtype=module.weight.dtype)).sum().backward()
         optimizer.step()
+        assert torch.allclose(module.weight, before - 0.1)  # the gradient of each weight is 1
 
 
 @pytest.mark.parametrize("in_place", [None, True, False])

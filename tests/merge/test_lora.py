@@ -350,8 +350,9 @@ def test_an_adapter_that_is_not_merged_is_answered_with_lora(case: str) -> None:
 
 
 def test_what_is_allowed_by_name_is_passed_over() -> None:
-    base = nn.Sequential(nn.Linear(4, 2), nn.LayerNorm(2))
-    ms.load(base, ms.open([base.state_dict(), small_adapter()]), allow_unexpected=["base_model.*"])
+    base, other = (nn.Sequential(nn.Linear(4, 2), nn.LayerNorm(2)) for _ in range(2))
+    ms.load(base, ms.open([other.state_dict(), small_adapter()]), allow_unexpected=["base_model.*"])
+    assert all(torch.equal(value, other.state_dict()[name]) for name, value in base.state_dict().items())
 
 
 def test_a_model_that_has_an_adapter_itself_is_not_told_to_merge() -> None:

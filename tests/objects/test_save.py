@@ -330,7 +330,8 @@ def test_what_changes_while_it_is_written_is_torn_at_worst(tmp_path: Path) -> No
     try:
         for _ in range(3):
             ms.save(model, tmp_path / "x.safetensors")
-            ms.open(tmp_path / "x.safetensors").verify()
+            checkpoint = ms.open(tmp_path / "x.safetensors")
+            assert checkpoint.verify() == checkpoint.nbytes == 4 * 3001 * 3000
     finally:
         over.set()
         changing.join()

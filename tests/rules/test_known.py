@@ -139,5 +139,8 @@ def test_heads_that_were_tied() -> None:
 def test_wrappers_anywhere() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2)))
     state = {f"module.{name.replace('.0.', '.0._orig_mod.')}": value for name, value in model.state_dict().items()}
-    ms.load(model, state, rules=known.unwrapped())
-    ms.load(model, {f"_orig_mod.{k}": v for k, v in model.state_dict().items()}, rules=known.unwrapped(["_orig_mod"]))
+    wrapped = {f"_orig_mod.{name}": value for name, value in model.state_dict().items()}
+    for rules, source in ((known.unwrapped(), state), (known.unwrapped(["_orig_mod"]), wrapped)):
+        target = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2)))
+        ms.load(target, source, rules=rules)
+        assert all(torch.equal(value, model.state_dict()[name]) for name, value in target.state_dict().items())

@@ -232,4 +232,6 @@ def test_what_has_no_weights_does_not_matter() -> None:
     module.act(X)
     before = module.extra_repr
     module.extra_repr = lambda: f"{before()}, quantized"  # type: ignore[method-assign]
-    ms.Live(module)
+    live = ms.Live(module)
+    live.swap({name: torch.full_like(value, 2) for name, value in module.state_dict().items()})
+    assert torch.equal(live(torch.ones(1, 4)), torch.full((1, 4), 10.0))

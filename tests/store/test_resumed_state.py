@@ -105,7 +105,10 @@ def test_options_that_a_scheduler_has_left_are_no_other_optimizers(tmp_path: Pat
     scheduler = torch.optim.lr_scheduler.OneCycleLR(of["optimizer"], 0.1, total_steps=10)
     store = ms.Store(tmp_path)
     store.save(1, {**of, "scheduler": scheduler})
-    store.restore(trained(torch.optim.AdamW), allow_unexpected=["scheduler"])
+    again = trained(torch.optim.AdamW)
+    store.restore(again, allow_unexpected=["scheduler"])
+    assert again["optimizer"].param_groups[0]["initial_lr"] == of["optimizer"].param_groups[0]["initial_lr"]
+    assert all(map(torch.equal, again["model"].parameters(), of["model"].parameters()))
 
 
 def test_an_object_within_a_mapping_that_is_not_there(tmp_path: Path) -> None:
