@@ -199,6 +199,7 @@ FOREIGN: dict[str, tuple[type[OpenError], str, bytes]] = {
     "7z": (UnknownFormatError, "7z", b"7z\xbc\xaf\x27\x1c" + SOME),
     "tar": (UnknownFormatError, "tar -xf", tarred("model.safetensors")),
     "tar of torch": (UnknownFormatError, "", tarred("sys_info", "pickle", "tensors", "storages")),
+    "tf index": (UnknownFormatError, "TensorFlow", b"\0\0\x01\x02" + SOME + bytes.fromhex("57fb808b247547db")),
     "tflite": (UnknownFormatError, "TensorFlow Lite", b"\x1c\0\0\0TFL3" + SOME),
     "executorch": (UnknownFormatError, "ExecuTorch", b"\x1c\0\0\0ET12" + SOME),
     "json": (UnknownFormatError, "JSON", json.dumps({"hidden_size": 384, "vocab_size": 30522}).encode()),
@@ -248,6 +249,13 @@ def test_bytes_and_letters_are_shown_as_they_are(tmp_path: Path) -> None:
     with pytest.raises(UnknownFormatError) as raised:
         open_checkpoint(path)
     assert raised.value.found == "größer"
+
+
+def test_data_of_tensorflow_is_known_by_its_name(tmp_path: Path) -> None:
+    path = tmp_path / "model.ckpt.data-00000-of-00001"
+    path.write_bytes(SOME)
+    with pytest.raises(UnknownFormatError, match="TensorFlow"):
+        open_checkpoint(path)
 
 
 def test_zeros_of_any_size_are_looked_at_in_part(tmp_path: Path) -> None:
@@ -547,6 +555,25 @@ def test_streams_of_every_protocol_are_known(protocol: int, tmp_path: Path) -> N
 
 
 # What other libraries write.
+
+TABLE_END = bytes.fromhex("57fb808b247547db")
+
+
+def tensorflow(folder: Path) -> None:
+    (folder / "model.ckpt.index").write_bytes(b"\0" * 64 + TABLE_END)
+    (folder / "model.ckpt.data-00000-of-00001").write_bytes(b"\1\2\3" * 50)
+    (folder / "model.ckpt.meta").write_bytes(b"\n\x05graph")
+    (folder / "checkpoint").write_text('model_checkpoint_path: "model.ckpt"\n')
+
+
+@pytest.mark.parametrize(
+    "name", ["model.ckpt", "model.ckpt.index", "model.ckpt.data-00000-of-00001", "model.ckpt.meta", "checkpoint", "."]
+)
+def test_checkpoints_of_tensorflow_are_named(name: str, tmp_path: Path) -> None:
+    tensorflow(tmp_path)
+    with pytest.raises(UnknownFormatError, match="TensorFlow checkpoint"):
+        ms.open(tmp_path / name)
+
 
 FLAX = [
     b"\x81\xa6params\x81\xa5dense\x82\xa6kernel\xc7\x20\x01",

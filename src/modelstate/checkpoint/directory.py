@@ -37,7 +37,7 @@ from modelstate.text_format import listed, printable
 MODEL = "model"
 _SHARD = re.compile(r"-\d{5}-of-\d{5}\.\w+$")
 _SUFFIX = re.compile(r"\.(safetensors|bin|pt|pth|ckpt|tar)$")
-FOREIGN = re.compile(r"\.(msgpack|h5|hdf5|keras|gguf|onnx|tflite|npz)$")
+FOREIGN = re.compile(r"\.(msgpack|h5|hdf5|keras|gguf|onnx|tflite|npz|index)$")
 """Weights in formats that modelstate does not read."""
 NAMED = re.compile(r"\.(safetensors|bin|pt|pth|ckpt|tar)(\.index\.json)?$")
 """The names of checkpoints in a bucket: each other name would take a request to look at it."""

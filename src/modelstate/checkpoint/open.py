@@ -23,7 +23,7 @@ from modelstate.errors import (
     TruncatedFileError,
 )
 from modelstate.formats import safetensors, sharded
-from modelstate.formats.recognise import HEAD_BYTES, Format, no_checkpoint, recognise
+from modelstate.formats.recognise import HEAD_BYTES, Format, no_checkpoint, recognise, tensorflow_prefix
 from modelstate.formats.tree import Contents
 from modelstate.io import system
 from modelstate.io.files import NOT_FOUND, SourceFile, local_path, no_access, not_found
@@ -348,7 +348,7 @@ def _at_no_file(path: str, given: str) -> str:
         raise no_access(path, error) from error
     except OSError as error:
         if error.errno in NOT_FOUND:
-            raise not_found(path, given) from error
+            raise tensorflow_prefix(path) or not_found(path, given) from error
         raise ReadFailedError("the file cannot be opened", where=path, found=error) from error
     try:
         return find_in(path) if stat.S_ISDIR(mode) else path

@@ -125,11 +125,14 @@ _KINDS = (
     (rb"\x80[\x02-\x05]", "a plain pickle, not one of torch.save", _UNPICKLE),
     (rb"\((?:dp|lp)\d*\n|c[\w.]+\n\w+\n", "a plain pickle of protocol 0", _UNPICKLE),
     (rb"PAR1|ARROW1|SQLite format 3\0", "a table or a database", _ELSEWHERE),
+    (rb'model_checkpoint_path: "', "the text that names the newest TensorFlow checkpoint of a directory", _CONVERT),
     (rb"(?:[\x81-\x8f]|\xde..)(?:[\xa1-\xbf]|\xd9.)[A-Za-z_]\w", "MessagePack (Flax .msgpack)", _FLAX),
     (rb"\x7fELF|%PDF-|\x89PNG\r\n|\xff\xd8\xff", "a program, a document or a picture", _ELSEWHERE),
 )
 """The beginning of files that are not read, as an expression; what they are; and what to do."""
 
+_TF_TABLE_END = bytes.fromhex("57fb808b247547db")
+_TF_DATA = re.compile(r"\.data-\d{5}-of-\d{5}$")
 _LFS = re.compile(rb"version https?://(?:git-lfs|hawser)\S+\r?\n")
 _LFS_SIZE = re.compile(rb"^size (\d{1,18})\s*$", re.MULTILINE)
 _PAGE = re.compile(rb"\s*<(?:!doctype html|html|head|body|\?xml|error|!--)", re.IGNORECASE)
@@ -163,7 +166,7 @@ def no_checkpoint(path: str, head: bytes) -> UnknownFormatError | TruncatedFileE
             return UnknownFormatError(what, where=path, found=excerpt(head[:16]), remedy=remedy)
     if text[:1] in (b"{", b"[") and _is_text(head):
         return _json(path, text)
-    return _unknown(path, head)
+    return _by_its_end(path) or _unknown(path, head)
 
 
 def _json(path: str, text: bytes) -> UnknownFormatError:
@@ -179,6 +182,33 @@ def _json(path: str, text: bytes) -> UnknownFormatError:
         where=path,
         found=excerpt(text[:200]),
         remedy="read it: it may say why there was no file; then download the file again",
+    )
+
+
+def _by_its_end(path: str) -> UnknownFormatError | None:
+    with SourceFile(path) as file:
+        end = file.read(max(file.nbytes - 8, 0), min(file.nbytes, 8), "its end")
+    of_graph = path.endswith(".meta") and os.path.exists(f"{path.removesuffix('.meta')}.index")
+    if end != _TF_TABLE_END and not _TF_DATA.search(path) and not of_graph:
+        return None
+    return UnknownFormatError(
+        "this is part of a TensorFlow checkpoint, which is not read here",
+        where=path,
+        found=excerpt(end),
+        remedy=_CONVERT,
+    )
+
+
+def tensorflow_prefix(path: str) -> UnknownFormatError | None:
+    """The error for a path without a file that is the prefix of a TensorFlow checkpoint, or None."""
+    parts = [name for name in (f"{path}.index", f"{path}.meta") if os.path.isfile(name)]
+    if f"{path}.index" not in parts:
+        return None
+    return UnknownFormatError(
+        "this is the prefix of a TensorFlow checkpoint, which is not read here",
+        where=path,
+        found=", ".join(map(os.path.basename, parts)),
+        remedy=_CONVERT,
     )
 
 
