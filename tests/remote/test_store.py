@@ -12,9 +12,11 @@ from unittest import mock
 
 import pytest
 import torch
+from click.testing import CliRunner
 from torch import nn
 
 import modelstate as ms
+from modelstate.cli.main import app
 from modelstate.errors import (
     LockedError,
     ModelStateError,
@@ -540,10 +542,6 @@ def test_follow(url: str) -> None:
 
 
 def test_commands(url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from click.testing import CliRunner
-
-    from modelstate.cli.main import app
-
     with ms.Store(url) as store:
         save(store, 1)
     for command in (["store", "ls", url], ["store", "verify", url], ["store", "prune", url, "--keep-last", "1"]):
@@ -581,6 +579,8 @@ def test_a_cache_keeps_what_is_read(url: str, proxy: FaultProxy, tmp_path: Path)
     with ms.follow(live, store, background=False) as following:
         following.poll()
     assert torch.equal(live(inputs), model(inputs))
+    done = CliRunner().invoke(app, ["verify", url, "--cache", str(cache.directory)])
+    assert done.exit_code == 0, done.output
     assert proxy.downloaded_bytes < nbytes / 2
     proxy.reset()
     restore(None)

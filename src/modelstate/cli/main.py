@@ -443,7 +443,7 @@ def verify(path: str, opening: options.Opening, as_json: bool, debug: bool) -> N
     """Compare the bytes of a checkpoint or a store with their digests."""
     with reported(debug):
         if is_store(path):
-            verify_steps(path, as_json=as_json)
+            verify_steps(path, cache=opening["cache"], as_json=as_json)
             return
         with user_code():
             result = ms.verify(path, **opening)

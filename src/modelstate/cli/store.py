@@ -48,8 +48,10 @@ def is_store(path: str) -> bool:
         return False
 
 
-def _index(path: str) -> StepIndex:
+def _index(path: str, cache: ms.Cache | None = None) -> StepIndex:
     """Returns the index of the store in a directory. It needs no torch, and creates nothing.
+
+    `cache` keeps what is read of a bucket.
 
     Raises `SourceTypeError` for a file, and `SourceNotFoundError` where there is no store.
     """
@@ -59,7 +61,7 @@ def _index(path: str) -> StepIndex:
     from modelstate.store.medium import STORE_FILE
 
     if is_remote(path):
-        index = StepIndex(locate(path.rstrip("/")).url)
+        index = StepIndex(locate(path.rstrip("/")).url, cache=cache)
         if not index.all_revisions():
             raise ms.errors.SourceNotFoundError("there is no checkpoint of a store here", where=index.directory)
         return index
@@ -148,7 +150,7 @@ def verify(directory: str, step: int | None, as_json: bool, debug: bool) -> None
         verify_steps(directory, step, as_json=as_json)
 
 
-def verify_steps(directory: str, step: int | None = None, *, as_json: bool) -> None:
+def verify_steps(directory: str, step: int | None = None, *, cache: ms.Cache | None = None, as_json: bool) -> None:
     """Prints a line for each step as soon as it has been read; exits with 1 if one of them is damaged.
 
     A line of JSON has the name of what was read, its bytes, and the problem or null.
@@ -165,7 +167,7 @@ def verify_steps(directory: str, step: int | None = None, *, as_json: bool) -> N
             name = f"step {what}" if isinstance(what, int) else what
             click.echo(f"{name}: {in_a_line(problem) if problem else f'{size(nbytes)}, whole'}")
 
-    index = _index(directory)
+    index = _index(directory, cache)
     read = problems = 0
     if step is None and (problem := store_file_problem(directory)):
         problems += 1

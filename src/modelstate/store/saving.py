@@ -288,6 +288,7 @@ class NewStep:
                 check_cancelled()
             self._access.lock.check_directory()
 
+        @unstoppable()  # a commit without an answer may have succeeded, so `cancel` waits for it
         def commit() -> tuple[str, int, int, float, tuple[int, ...]]:
             with self._access.errors(self._final_name):
                 path = self._commit(files, check)
@@ -302,8 +303,6 @@ class NewStep:
             bytes_written = sum(of_object.bytes_written for of_object in of_objects)
             return path, bytes_written, sum(of_object.bytes_linked for of_object in of_objects), seconds, pruned
 
-        if check_cancelled is not None:  # a commit without an answer may have succeeded, so `cancel` waits for it
-            commit = unstoppable()(commit)
         try:
             agreement.decided(f"writing step {record.step}", lambda: self._write(check))
             if write_spread is not None:
