@@ -40,6 +40,12 @@ def path(tmp_path: Path) -> Path:
     return found
 
 
+def started_since(running: list[threading.Thread]) -> list[str]:
+    """The names of the threads of the library that have been started meanwhile and not ended."""
+    new = set(threading.enumerate()) - set(running)
+    return [thread.name for thread in new if thread.name.startswith("modelstate")]
+
+
 class Watch:
     """Says which weights somebody has begun to read, and lets their transforms wait for it."""
 
@@ -189,7 +195,7 @@ def raised_by(function: Callable[[], object]) -> BaseException | None:
 @pytest.mark.slow
 def test_ctrl_c_at_any_line(path: Path) -> None:
     """The model is what it was, or loaded, and no thread goes on."""
-    expected, module = doubled(path), build()
+    running, expected, module = threading.enumerate(), doubled(path), build()
     before = whole(module)
 
     def load() -> None:
@@ -200,14 +206,13 @@ def test_ctrl_c_at_any_line(path: Path) -> None:
         before = whole(module)
         interrupted_at(line, load)
         gc.collect()
-        names = {one.name for one in threading.enumerate() if one.name.startswith("modelstate")}
-        assert not names, line
+        assert not started_since(running), line
         assert whole(module) == before or described_module(module) == expected, line
 
 
 def test_an_error_of_the_reading_ahead(path: Path) -> None:
     """It comes when its tensor is wanted; what comes behind is not transformed."""
-    watch, module, names = Watch(path), build(), list[str]()
+    running, watch, module, names = threading.enumerate(), Watch(path), build(), list[str]()
     before = whole(module)
 
     def fail(request: Request) -> None:
@@ -224,4 +229,4 @@ def test_an_error_of_the_reading_ahead(path: Path) -> None:
     assert "0.weight" in names
     assert "1.weight" not in names
     assert whole(module) == before
-    assert not [one for one in threading.enumerate() if one.name.startswith("modelstate")]
+    assert not started_since(running)
