@@ -247,7 +247,8 @@ class Others:
         title = "Requests to a server that takes new weights"
         words = (
             "A sentence encoder (all-MiniLM-L6-v2, 90 MB) behind HTTP, as in [Serving over HTTP](serving.md): two "
-            "clients in another process, each of which sends when it has its answer, on the same processors; requests "
+            "clients run in another process on the same processors, and each sends its next request when it has its "
+            "answer; requests "
             "without swaps and with them in turn, between two sets of weights. Every answer is compared with what the "
             f"module itself computes with the weights of the version that it names.{_swap_words(rows)}"
         )
