@@ -340,6 +340,28 @@ def test_a_look_finds_what_is_missing(path: Path, begins: bool, monkeypatch: pyt
     assert sum(told) >= SIZE - 200 - PAGE
 
 
+def test_only_what_was_missing_is_looked_at_again(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not is_cold(path):
+        pytest.skip("this file system keeps its files in memory, or does not say")
+    looked_at: list[int] = []
+    resident = linux.PageMap.resident
+
+    def counted(self: linux.PageMap, first: int, end: int) -> bytes | None:
+        looked_at.append(end - first)
+        return resident(self, first, end)
+
+    monkeypatch.setattr(linux.PageMap, "resident", counted)
+    with open(path, "rb", buffering=0) as file:
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
+        os.pread(file.fileno(), 20 * PAGE, 0)
+        os.pread(file.fileno(), SIZE, 21 * PAGE)
+        look = CacheLook({str(path): file.fileno()})
+    told: list[int] = []
+    assert bring_into_cache(whole(path), {}, told.append, look)
+    assert sum(told) == PAGE
+    assert sum(looked_at) == SIZE + PAGE
+
+
 def test_what_was_cached_at_a_look_may_be_gone_after_a_while(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path.read_bytes()
     with open(path, "rb") as file:

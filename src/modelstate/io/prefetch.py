@@ -20,7 +20,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
-from itertools import islice
+from itertools import groupby, islice
 from typing import TYPE_CHECKING, NamedTuple
 
 from modelstate.errors import ReadFailedError
@@ -154,30 +154,32 @@ def bring_into_cache(
         ReadFailedError: A range cannot be read, or a file has changed.
     """
     wanted = _merged(ranges)
-    if look is not None and look.is_recent and not look.missing(wanted):
+    missing = look.missing(wanted) if look is not None and look.is_recent else None
+    if missing == []:
         return True
     with open_files((span.path for span in wanted), fingerprints) as opened:
         files = {path: file for path, file in opened.items() if isinstance(file, LocalFile)}
         if len(files) < len(opened) or not all(_may_know(file.descriptor) for file in files.values()):
             return False
-        descriptors = {path: file.descriptor for path, file in files.items()}
-        missing = CacheLook(descriptors).missing(wanted)
-        if not missing:
-            return True
+        if look is None or missing is None:
+            look = CacheLook({path: file.descriptor for path, file in files.items()})
+            missing = look.missing(wanted)
         total = sum(span.nbytes for span in missing)
         if total > most_to_read():
             return False
         if total >= LEAST_BYTES:
             run_detached(partial(_read_ahead, missing, total, fingerprints))
+        else:  # a few pages that have been evicted: the disk reads all of them at once
+            _read_ahead(missing, total, fingerprints)
 
         @contextmanager
         def worker() -> Iterator[Callable[[ByteRange], None]]:
             buffer = memoryview(bytearray(_READ_BYTES))
             yield lambda span: read_fully(files[span.path], [buffer[: span.nbytes]], span.start, span.nbytes)
 
-        pieces = _split(missing, _READ_BYTES)
-        for_each(pieces, worker, min(_threads(), len(pieces)), lambda piece, _: on_read(piece.nbytes))
-        return not CacheLook(descriptors).missing(missing)
+        threads = min(_threads(), -(-total // _READ_BYTES))
+        for_each(_split(missing, _READ_BYTES), worker, threads, lambda piece, _: on_read(piece.nbytes))
+        return not look.missing_still(missing)
 
 
 def _may_know(descriptor: int) -> bool:
@@ -255,6 +257,10 @@ class CacheLook:
                         missing.append(ByteRange(path, at, end - at))
         return missing
 
+    def missing_still(self, spans: Iterable[ByteRange]) -> bool:
+        """Looks at ranges of `missing` again: whether the page cache lacks any of it now."""
+        return any(self._absent_of(piece) != [] for piece in _split(map(_whole_pages, spans), _LOOK_BYTES))
+
     def _pieces(self, path: str, start: int, nbytes: int | None = None) -> Iterator[ByteRange]:
         """The pieces of a file that have a part of a range, each always the same."""
         if path not in self._maps:
@@ -268,17 +274,24 @@ class CacheLook:
         claim = object()
         if self._taken.setdefault(piece, claim) is not claim:
             return
+        absent = self._absent_of(piece)
+        if absent is not None:
+            self._absent[piece] = absent
+
+    def _absent_of(self, piece: ByteRange) -> list[ByteRange] | None:
+        """The runs of pages of a piece that the page cache lacks now; None where the kernel gives no answer."""
         path, first, nbytes = piece
-        pages = self._maps[path].resident(first, first + nbytes)
+        mapped = self._maps.get(path)
+        pages = None if mapped is None or first + nbytes > mapped.nbytes else mapped.resident(first, first + nbytes)
         if pages is None:
-            return
+            return None
         absent, at = list[ByteRange](), pages.find(b"\0")
         while at >= 0:
             present = pages.find(b"\1", at)
             until = len(pages) if present < 0 else present
             absent.append(ByteRange(path, first + at * mmap.PAGESIZE, (until - at) * mmap.PAGESIZE))
             at = pages.find(b"\0", until)
-        self._absent[piece] = absent
+        return absent
 
 
 def look_ahead(fingerprints: Mapping[str, FileFingerprint]) -> CacheLook | None:
@@ -301,6 +314,12 @@ def look_ahead(fingerprints: Mapping[str, FileFingerprint]) -> CacheLook | None:
     return look
 
 
+def _whole_pages(span: ByteRange) -> ByteRange:
+    """The range from the beginning of its first page on."""
+    before = span.start % mmap.PAGESIZE
+    return ByteRange(span.path, span.start - before, span.nbytes + before)
+
+
 def _split(spans: Iterable[ByteRange], most_bytes: int) -> list[ByteRange]:
     return [
         ByteRange(path, at, min(most_bytes, start + nbytes - at))
@@ -311,15 +330,16 @@ def _split(spans: Iterable[ByteRange], most_bytes: int) -> list[ByteRange]:
 
 def _read_ahead(spans: list[ByteRange], total: int, fingerprints: Mapping[str, FileFingerprint]) -> None:
     with suppress(OSError, ReadFailedError):  # the read itself reports what is wrong
-        for span in spans:
-            descriptor = open_unchanged(span.path, fingerprints.get(span.path))
+        for path, of_file in groupby(spans, lambda span: span.path):
+            descriptor = open_unchanged(path, fingerprints.get(path))
             try:
-                for start in range(span.start, span.start + min(span.nbytes, total), _STEP_BYTES):
-                    length = min(_STEP_BYTES, span.start + span.nbytes - start)
-                    linux.will_need(descriptor, start, length)
+                for _, first, nbytes in of_file:
+                    end = first + min(nbytes, total)
+                    for start in range(first, end, _STEP_BYTES):
+                        linux.will_need(descriptor, start, min(_STEP_BYTES, end - start))
+                    total -= end - first
             finally:
                 os.close(descriptor)
-            total -= span.nbytes
             if total <= 0:
                 return
 
