@@ -13,6 +13,7 @@ import torch
 
 from bench import files
 from bench.measure import Stages
+from modelstate.io.linux import PageMap
 from modelstate.io.memory import UffdFiller
 
 MEMCPY = "memcpy into touched memory"
@@ -23,6 +24,7 @@ SMALL = "preadv from the page cache into fresh small pages, {}"
 FILLED = "userfaultfd from the page cache into fresh small pages, {}"
 CAST = "preadv from the page cache in blocks, cast to bfloat16 into fresh small pages, {}"
 HUGE = "preadv from the page cache into fresh huge pages, {}"
+RESIDENT = "mincore: which pages the page cache has, {}"
 BUFFERED = "cold disk, buffered reads, {}"
 DIRECT = "cold disk, O_DIRECT reads, {}"
 _CHUNK_BYTES = 8 << 20
@@ -46,6 +48,7 @@ def memory(path: str) -> None:
         found[FILLED.format(threads(count))] = partial(read, huge=False, fills=True)
         found[CAST.format(threads(count))] = partial(_cast, path, count)
         found[HUGE.format(threads(count))] = partial(read, huge=True)
+        found[RESIDENT.format(threads(count))] = partial(_resident, path, count)
     _report(found, os.stat(path).st_size)
 
 
@@ -119,6 +122,17 @@ def _read(
         os.close(descriptor)
 
 
+def _resident(path: str, count: int) -> float:
+    """What a load asks before it reads into memory whose old values are not kept."""
+    nbytes = os.stat(path).st_size
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        pages = PageMap(descriptor, nbytes)
+        return _timed(pages.resident, nbytes, count)
+    finally:
+        os.close(descriptor)
+
+
 def _cast(path: str, count: int) -> float:
     """As a load does that nothing is asked of: no names, no checks, numbers as they come."""
     nbytes = os.stat(path).st_size // 4 * 4
@@ -146,7 +160,7 @@ def _nothing_read() -> int:
     raise OSError("a thread could not read its part")
 
 
-def _timed(do: Callable[[int, int], None], nbytes: int, count: int) -> float:
+def _timed(do: Callable[[int, int], object], nbytes: int, count: int) -> float:
     """The seconds in which so many threads `do` all pieces, each from a byte to another."""
     chunks, lock, failed = iter(range(0, nbytes, _CHUNK_BYTES)), threading.Lock(), list[Exception]()
 

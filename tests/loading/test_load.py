@@ -7,6 +7,7 @@ import sys
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -312,6 +313,34 @@ def test_a_tie_that_the_file_does_not_repeat(tmp_path: Path) -> None:
     module = made("skeleton")
     assert ms.load(module, state).coverage == 1.0
     assert module.head.weight is module.embed.weight
+
+
+class Empty(nn.Module):
+    """Two parameters without elements, which have no memory to share; one of them under two names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.other = (nn.Parameter(torch.empty(3, 0)) for _ in range(2))
+        self.again, self.bias = self.first, nn.Parameter(torch.ones(3))
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "model.pt"])
+@pytest.mark.parametrize("on_meta", [False, True], ids=["memory", "meta"])
+def test_ties_of_parameters_without_elements(tmp_path: Path, name: str, on_meta: bool) -> None:
+    saved = Empty()
+    if name.endswith(".pt"):
+        torch.save(saved.state_dict(), tmp_path / name)
+    else:
+        ms.save(saved, tmp_path / name)
+    with ms.skeleton() if on_meta else nullcontext():
+        target = Empty()
+    first, other = target.first, target.other
+    ms.load(target, tmp_path / name)
+    assert target.again is target.first is first
+    assert target.other is other
+    assert not any(param.is_meta for param in target.parameters())
+    assert first.shape == other.shape == (3, 0)
+    assert torch.equal(target.bias, saved.bias)
 
 
 def test_conflicting_values_for_a_tie_are_a_problem() -> None:

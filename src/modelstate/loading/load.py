@@ -439,8 +439,7 @@ def _stage_in_background(
                 in_use="the model is in use until then",
                 with_tables=True,
             )
-        if preparation.problems:
-            preparation.raise_problems()
+        preparation.check()
         if load_options.max_memory_bytes is not None:
             limit_memory(staging, preparation.planned, load_options.max_memory_bytes)
         _check_optimizers(preparation.assignments, load_options.optimizers)
@@ -480,8 +479,7 @@ def _execute(
         staging.inspect = inspect
         if check is not None:
             check(preparation)
-        if preparation.problems:
-            preparation.raise_problems()
+        preparation.check()
         assignments, notes = preparation.assignments, preparation.notes
         if optimizers:
             _check_optimizers(assignments, optimizers)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Collection
 from dataclasses import replace
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -567,9 +567,10 @@ class Preparation:
         key = f" [{self.checkpoint.key}]" if self.checkpoint.key else ""
         return type(self.model).__name__, self.checkpoint.source + key
 
-    def raise_problems(self) -> NoReturn:
-        """Raises `PlanError` with all problems."""
-        raise plan_error(*self.names, self.problems) from self._cause
+    def check(self) -> None:
+        """Raises `PlanError` with all problems, where there are any."""
+        if self.problems:
+            raise plan_error(*self.names, self.problems) from self._cause
 
     def plan(self) -> LoadPlan:
         """Returns the frozen plan."""

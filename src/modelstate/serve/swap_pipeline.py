@@ -264,8 +264,7 @@ class SwapSource:
             check_kinds({assignment.name: assignment.stored for assignment in assignments}, kinds, self.source)
         if self._options.exact:
             check_layout(assignments, self.source)
-        if preparation.problems:
-            preparation.raise_problems()
+        preparation.check()
         if self._options.exact:
             check_casts(preparation.planned, self.source)
 
