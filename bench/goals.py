@@ -679,7 +679,8 @@ def _limit(key: str, found: Found) -> str:
 
     def fastest(table: str, begin: str, stage: str = "ready") -> str:
         try:
-            rows = [row for row in found[table].rows if row.startswith(begin.partition("{")[0])]
+            rows = [row for row in found[table].rows if row == begin]
+            rows = rows or [row for row in found[table].rows if row.startswith(begin.partition("{")[0])]
             return _ms(min(_seconds(found, table, row, stage) for row in rows))
         except (KeyError, ValueError, NotMeasuredError):
             return "(not measured)"

@@ -66,7 +66,8 @@ def _report(limits: Mapping[str, Callable[[], float]], nbytes: int) -> None:
     stages = Stages()
     for name, measure in limits.items():
         with suppress(UnfilledError):
-            stages.end(name, seconds=measure(), nbytes=nbytes)
+            moved = {} if name.startswith(RESIDENT.partition("{")[0]) else {"nbytes": nbytes}
+            stages.end(name, seconds=measure(), **moved)
 
 
 class UnfilledError(Exception):
