@@ -179,7 +179,7 @@ def bring_into_cache(
 
         threads = min(_threads(), -(-total // _READ_BYTES))
         for_each(_split(missing, _READ_BYTES), worker, threads, lambda piece, _: on_read(piece.nbytes))
-        return not look.missing_still(missing)
+        return not look.still_lacks(missing)
 
 
 def _may_know(descriptor: int) -> bool:
@@ -257,8 +257,8 @@ class CacheLook:
                         missing.append(ByteRange(path, at, end - at))
         return missing
 
-    def missing_still(self, spans: Iterable[ByteRange]) -> bool:
-        """Looks at ranges of `missing` again: whether the page cache lacks any of it now."""
+    def still_lacks(self, spans: Iterable[ByteRange]) -> bool:
+        """Looks again at ranges that were missing: whether the page cache still lacks a part of one."""
         return any(self._absent_of(piece) != [] for piece in _split(map(_whole_pages, spans), _LOOK_BYTES))
 
     def _pieces(self, path: str, start: int, nbytes: int | None = None) -> Iterator[ByteRange]:
