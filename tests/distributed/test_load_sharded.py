@@ -232,7 +232,7 @@ class BetweenShards(nn.Module):
 def replicas_between_shards(path: str) -> tuple[bool, bool]:
     """Whether the replicas that one rank reads for all are right, and shards that half of the ranks do not have."""
     net, state = BetweenShards(), torch.load(path)
-    ms.load(net, path, read_once=True, timeout_seconds=10)
+    ms.load(net, path, read_once=True, timeout_seconds=30)
     row = local_tensor(net.row)
     return all(torch.equal(getattr(net, name), state[name]) for name in "abcde"), torch.equal(
         row, state["row"][: len(row)]
@@ -266,7 +266,7 @@ def replicas_on_meta(path: str) -> list[bool | str]:
     for option in (None, True):
         net = nn.Linear(4, 3, device="meta" if dist.get_rank() else "cpu")
         try:
-            ms.load(net, path, process_group=dist.group.WORLD, read_once=True, map=option, timeout_seconds=10)
+            ms.load(net, path, process_group=dist.group.WORLD, read_once=True, map=option, timeout_seconds=30)
             outcomes.append(torch.equal(net.weight, load_file(path)["weight"]))
         except errors.RanksDifferError as error:
             outcomes.append(error.found)

@@ -235,7 +235,7 @@ def call_with_no_such_arguments(folder: Path, case: str) -> str:
     """The class of the error of a call where rank 2 passes arguments that the function does not take."""
     objects: Any = {"model": models.sharded("fsdp")}  # the ranks are those of its mesh
     odd = dist.get_rank() == 2
-    store: Any = ms.Store(folder / "store", timeout_seconds=10)
+    store: Any = ms.Store(folder / "store", timeout_seconds=30)
     save: Any = ms.save
     path = folder / "x.safetensors"
     calls: dict[str, Callable[[], object]] = {
@@ -256,7 +256,7 @@ def call_with_no_such_arguments(folder: Path, case: str) -> str:
 @pytest.mark.parametrize("case", ["model for step", "names", "no step", "option", "no path", "option of ms.save"])
 def test_arguments_of_one_rank_that_a_function_does_not_take(ranks: Ranks, tmp_path: Path, case: str) -> None:
     own, others = ("OptionError",) * 2 if case in ("model for step", "names") else ("TypeError", "DistributedError")
-    assert ranks.values(call_with_no_such_arguments, tmp_path, case, timeout=40) == [others, others, own, others]
+    assert ranks.values(call_with_no_such_arguments, tmp_path, case, timeout=100) == [others, others, own, others]
     assert not list(tmp_path.iterdir())
 
 
@@ -506,7 +506,7 @@ def test_an_error_of_one_rank_leaves_the_last_step(
 def after_an_error_in_the_background(folder: Path, call: str) -> tuple[str, str, tuple[int, ...]]:
     """The errors of a call and of a save, after a failed save whose error one rank has taken; and the steps."""
     objects = sharded_objects("fsdp", seed=1)
-    with ms.Store(folder / "store", timeout_seconds=10) as store:
+    with ms.Store(folder / "store", timeout_seconds=30) as store:
         store.save(1, objects)
         with full_disk() if dist.get_rank() == 0 else nullcontext():
             pending = store.save(2, objects | {"epoch": 2}, background=True)
@@ -525,7 +525,7 @@ def after_an_error_in_the_background(folder: Path, call: str) -> tuple[str, str,
 @pytest.mark.parametrize("call", ["save", "check", "restore"])
 def test_an_error_in_the_background_is_raised_once_on_all_ranks(ranks: Ranks, tmp_path: Path, call: str) -> None:
     expected = ("WriteFailedError", "", (1, 4))
-    assert ranks.values(after_an_error_in_the_background, tmp_path, call, timeout=40) == [expected] * 4
+    assert ranks.values(after_an_error_in_the_background, tmp_path, call, timeout=100) == [expected] * 4
 
 
 def save_after_a_cancelled_one(folder: Path) -> tuple[int, ...]:
@@ -534,7 +534,7 @@ def save_after_a_cancelled_one(folder: Path) -> tuple[int, ...]:
         write(*args)
 
     objects, write = sharded_objects("fsdp", seed=1), NewStep._write
-    with ms.Store(folder / "store", timeout_seconds=10) as store:
+    with ms.Store(folder / "store", timeout_seconds=30) as store:
         with mock.patch.object(NewStep, "_write", slow):
             pending = store.save(1, objects, background=True)
             assert pending is not None
@@ -544,13 +544,13 @@ def save_after_a_cancelled_one(folder: Path) -> tuple[int, ...]:
 
 
 def test_a_save_after_a_cancelled_one(ranks: Ranks, tmp_path: Path) -> None:
-    assert ranks.values(save_after_a_cancelled_one, tmp_path, timeout=40) == [(2,)] * 4
+    assert ranks.values(save_after_a_cancelled_one, tmp_path, timeout=100) == [(2,)] * 4
 
 
 def save_to_two_stores(folder: Path) -> list[tuple[int, ...]]:
     """The steps of two stores, whose threads write at the same time."""
     objects = sharded_objects("fsdp", seed=1)
-    stores = [ms.Store(folder / name, timeout_seconds=10) for name in ("first", "second")]
+    stores = [ms.Store(folder / name, timeout_seconds=30) for name in ("first", "second")]
     for step in range(6):
         pending = [store.save(step, objects, background=True) for store in stores]
         for save in pending:
@@ -562,7 +562,7 @@ def save_to_two_stores(folder: Path) -> list[tuple[int, ...]]:
 
 
 def test_two_stores_save_at_the_same_time(ranks: Ranks, tmp_path: Path) -> None:
-    assert ranks.values(save_to_two_stores, tmp_path, timeout=40) == [[(0, 1, 2, 3, 4, 5)] * 2] * 4
+    assert ranks.values(save_to_two_stores, tmp_path, timeout=100) == [[(0, 1, 2, 3, 4, 5)] * 2] * 4
 
 
 def save_in_a_locked_store(folder: Path) -> tuple[str, str]:

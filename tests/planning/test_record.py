@@ -137,7 +137,7 @@ def test_all_problems_are_found_at_once() -> None:
     found = {type(problem) for problem in preparation.problems}
     assert found == {problems.TieConflict, problems.WrongShape, problems.Unexpected}
     with pytest.raises(errors.PlanError):
-        preparation.raise_problems()
+        preparation.check()
 
 
 def test_slots_that_are_not_tied_map_different_bytes(tmp_path: Path) -> None:
