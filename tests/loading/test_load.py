@@ -332,6 +332,7 @@ def test_ties_of_parameters_without_elements(tmp_path: Path, name: str, on_meta:
         torch.save(saved.state_dict(), tmp_path / name)
     else:
         ms.save(saved, tmp_path / name)
+    assert {"first", "other", "bias"} <= set(ms.open(tmp_path / name))
     with ms.skeleton() if on_meta else nullcontext():
         target = Empty()
     first, other = target.first, target.other

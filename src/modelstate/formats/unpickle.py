@@ -389,8 +389,7 @@ class _Machine:
                 stack += name, StoredTensor.whole(storage.dtype, sizes, storage.region)
                 pos = match.end()
         except Exception:
-            # `run` meets the same error, and knows its place.
-            pass
+            pass  # `run` reads the same opcodes one by one next, and raises the error with its place in the stream
         if not indices:
             return pos
         last = first + len(indices)

@@ -164,13 +164,17 @@ def bring_into_cache(
         if look is None or missing is None:
             look = CacheLook({path: file.descriptor for path, file in files.items()})
             missing = look.missing(wanted)
+            if not missing:
+                return True
         total = sum(span.nbytes for span in missing)
         if total > most_to_read():
             return False
         if total >= LEAST_BYTES:
             run_detached(partial(_read_ahead, missing, total, fingerprints))
         else:  # a few pages that have been evicted: the disk reads all of them at once
-            _read_ahead(missing, total, fingerprints)
+            with suppress(OSError):  # the read itself reports what is wrong
+                for path, start, nbytes in _split(missing, _STEP_BYTES):
+                    linux.will_need(files[path].descriptor, start, nbytes)
 
         @contextmanager
         def worker() -> Iterator[Callable[[ByteRange], None]]:
