@@ -89,9 +89,7 @@ def _default(fastest: Fastest) -> str:
         f"{fastest('default/large', 'modelstate.load, in_place=True')}. Before the first byte is written, the load "
         "asks the kernel for each page of the file whether it can be read without the disk, so that no read can fail "
         f"half way: {fastest('limits', limits.RESIDENT)} with nothing else done. The others read first, and a read "
-        "that fails leaves a part of the new values in the module. The file of 90 MB begins its tensors at an offset "
-        "that is no multiple of 32: from there the kernel copies more slowly into memory that begins at one. The "
-        "others copy out of a map."
+        "that fails leaves a part of the new values in the module."
     )
 
 
@@ -133,8 +131,8 @@ def _keeping(fastest: Fastest) -> str:
 
 def _opening(fastest: Fastest) -> str:
     return (
-        "Parsing the JSON of the header is the largest single part of it. The rest checks that the ranges of the "
-        "tensors fit the file and do not overlap, which its own library does too, and makes an object for each tensor."
+        "Before the first name is given, it is checked that the ranges of the tensors fit the file and do not overlap, "
+        "and the dtypes, shapes and offsets are put into columns."
     )
 
 
