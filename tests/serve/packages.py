@@ -92,8 +92,8 @@ def _key(module: nn.Module, args: Any, options: Any) -> str:
     )
     weights = [*module.parameters(), *module.buffers()]
     for tensor in (*(arg for arg in args if isinstance(arg, torch.Tensor)), *weights):
-        digest.update(f"{tensor.shape} {tensor.dtype} {tensor.stride()}".encode())
+        digest.update(f"{tensor.shape} {tensor.dtype} {tensor.stride()} {tensor.device}".encode())
     for tensor in weights:
         if tensor.numel():
-            digest.update(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+            digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()[:16]

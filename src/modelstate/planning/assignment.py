@@ -464,6 +464,10 @@ def as_target(assignment: Assignment, value: torch.Tensor) -> torch.Tensor:
     if assignment.on_cpu:
         (final,) = fresh_tensors([assignment.layout])
         final.copy_(value)
+    elif assignment.own_stride is not None and tuple(value.stride()) != assignment.own_stride:
+        shape, device = assignment.param.shape, assignment.device
+        final = torch.empty_strided(shape, assignment.own_stride, dtype=assignment.dtype, device=device)
+        final.copy_(value)
     else:
         final = value.to(assignment.dtype)
     assignment.overflows.check(assignment.name, value, final)

@@ -5,7 +5,7 @@ A plan can be printed, saved as JSON, and executed.
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -43,6 +43,8 @@ class Options:
     allow_unexpected: tuple[str, ...] = ()
     dtype: torch.dtype | None = None
     device: torch.device | None = None
+    device_of_meta: Callable[[torch.Tensor], torch.device] | None = None
+    """Returns the device of a tensor on meta after a load without `device`; None for the CPU."""
     transform: AnyTransform | Pairs | None = None
     map: bool | None = None
     in_place: bool | None = None

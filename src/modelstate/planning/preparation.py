@@ -200,7 +200,8 @@ class Preparation:
     def take_plain(self) -> Collection[str]:
         """Takes plain values all at once, and returns their names. Called where a load runs no code of the model."""
         options, entries = self.options, self.matched.applied.entries
-        is_changed = options.transform is not None or options.device not in (None, _CPU)
+        is_moved = options.device not in (None, _CPU) or options.device_of_meta is not None
+        is_changed = options.transform is not None or is_moved
         if is_changed or not (self._with_tables and isinstance(entries, StoredEntries)):
             return ()
         self.tables = plain_tables(self.slots.tensors, entries.tensors, options, lambda: self.incoming.maps)
@@ -217,7 +218,10 @@ class Preparation:
     # The methods of `LoadSink`.
 
     def device_after(self, param: torch.Tensor) -> torch.device:
-        return self.options.device or (_CPU if param.is_meta else param.device)
+        options = self.options
+        if options.device is not None or not param.is_meta:
+            return options.device or param.device
+        return _CPU if options.device_of_meta is None else options.device_of_meta(param)
 
     def extra_state(self, module: nn.Module, key: str, value: Any) -> None:
         self.extra_states.append(key)

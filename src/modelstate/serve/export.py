@@ -430,7 +430,8 @@ class _Trial:
     def _answer(self, call: Callable[..., object], buffers: Callable[[], State], seed: int) -> _Answer:
         leaves, spec = flatten(self._inputs)
         args, named = unflatten([leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves], spec)
-        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        is_used: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        with torch.no_grad(), torch.random.fork_rng(devices=range(torch.cuda.device_count()) if is_used else []):
             torch.manual_seed(seed)
             outputs, spec = flatten(call(*args, **named))
         values: dict[str, object] = {f"output {index}": value for index, value in enumerate(outputs)}
@@ -463,7 +464,7 @@ def perturbed_values(tensor: torch.Tensor, seed: int) -> Iterator[torch.Tensor]:
 
 def _scaled(tensor: torch.Tensor, offset: float, generator: torch.Generator) -> torch.Tensor:
     def random() -> torch.Tensor:
-        return torch.rand(tensor.shape, generator=generator, dtype=torch.float64)
+        return torch.rand(tensor.shape, generator=generator, dtype=torch.float64).to(tensor.device)
 
     wide = tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
     away = torch.where(wide == 0, 0.02 + 0.04 * random(), 0.0) + offset * (0.5 + random())

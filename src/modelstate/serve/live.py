@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from mmap import mmap
 from typing import Any, Literal, NamedTuple, TypedDict, Unpack, overload
 
+import torch
 from torch import nn
 
 from modelstate.checkpoint.checkpoint import Checkpoint
@@ -44,7 +45,9 @@ from modelstate.serve.targets import (
     carry_over,
     check_graph_mode,
     modified_buffers,
+    on_gpu,
     renew_buffers,
+    settle,
 )
 from modelstate.serve.versions import (
     Answer,
@@ -242,6 +245,8 @@ class Live:
         self._keep_versions = keep_versions
         self._kept: deque[Version] = deque()
         """Kept versions, the newest last."""
+        self._unsettled: deque[tuple[tuple[WeakHandle[Entry], ...], list[torch.Tensor]]] = deque()
+        """The tensors of retired versions on GPUs, with the entries of each version."""
         self._swap_lock = SwapLock()
         """Held by a swap from its start to its flip."""
         self._flip_lock = SwapLock()
@@ -460,6 +465,7 @@ class Live:
         with clock("drain"):
             # A pin of this thread cannot end while this thread waits.
             drained = wait_all(flip.users, 0.0 if self._gate.holds(flip.old) else deadline)
+            self._free_settled()
         return SwapReport(
             version=flip.new.id,
             previous=flip.old.id,
@@ -517,6 +523,7 @@ class Live:
             dropped = self._gate.flip(old)
             self._log("rolled back", old.source, clock.seconds)
         self._free(dropped)
+        self._free_settled()
         return old.id
 
     # How.
@@ -528,6 +535,7 @@ class Live:
         with self._pool.lending() as memory:
             try:
                 with clock("staged"), gc_paused():
+                    self._free_settled()
                     incoming = SwapSource(self._target, swap.source, swap.options)
                     program, loaded = incoming.stage(serving)
             except BaseException:
@@ -542,7 +550,11 @@ class Live:
                 new = self._new_version(program, incoming.source, buffer_digests(program))
                 new.memory = memory
                 carries = swap.buffers == "carry" and not quarantined
-                carried = carry_over(modified_buffers(serving, old.buffer_digests), program) if carries else ()
+                carried: tuple[str, ...] = ()
+                if carries:
+                    settle(serving.buffers.values())
+                    carried = carry_over(modified_buffers(serving, old.buffer_digests), program)
+                    settle(program.buffers.values() if carried else ())
                 swap.new = new
                 self._gate.flip(new)
                 if not quarantined:
@@ -569,6 +581,7 @@ class Live:
             DrainGuard(self._gate, swap.deadline, clock("drain")),
             exclusive(program.weights_module),
         ):
+            settle(program.tensors)
             touched = modified_buffers(program, old.buffer_digests) if swap.buffers == "carry" else {}
             if program.answers_alias_weights:
                 detach_shared_storage(program)
@@ -586,6 +599,7 @@ class Live:
             with clock("canary"):
                 if prepared is not None:
                     run_canary(prepared, program)
+            settle(program.tensors)
             swap.new = new = self._new_version(program, incoming.source, digests)
             old.memory = ()  # weights may have moved to other memory, so their storages alone keep it
             self._gate.flip(new)
@@ -624,6 +638,8 @@ class Live:
     def _free(self, version: Version) -> None:
         """Releases a version, and collects garbage where only a reference cycle of the module keeps it alive."""
         program, version.program = version.program, None
+        if program is not None and (tensors := on_gpu(program.tensors)):
+            self._unsettled.append((version.users, tensors))
         # Version 1 is the user's module.
         module = None if program is None or version.id == 1 else weakref.ref(program.weights_module)
         del program
@@ -631,6 +647,24 @@ class Live:
             gc.collect()
         memory, version.memory = version.memory, ()
         self._keep_memory(memory)
+
+    def _free_settled(self) -> None:
+        """Frees the GPU memory of retired versions whose requests have ended, and so have their kernels.
+
+        torch uses freed memory again in the order of the stream that it was allocated on. Without the wait, a later
+        version could overwrite weights that a request on another stream has yet to read.
+        """
+        ended: list[torch.Tensor] = []
+        for _ in range(len(self._unsettled)):
+            try:
+                users, tensors = self._unsettled.popleft()
+            except IndexError:  # another thread frees them
+                break
+            if wait_all(users, 0.0):
+                ended += tensors
+            else:
+                self._unsettled.append((users, tensors))
+        settle(ended)
 
     def _keep_memory(self, memory: Sequence[mmap]) -> None:
         """Gives the memory of a retired version, which requests may still use, to the pool."""

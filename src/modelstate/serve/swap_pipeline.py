@@ -26,7 +26,7 @@ from modelstate.problems import Missing, Problem, Unexpected, WrongDtype, plan_e
 from modelstate.rules.rule import Rule
 from modelstate.rules.schema import Schema, renamed_by
 from modelstate.serve.meta_clone import runtime_state
-from modelstate.serve.targets import Program, Target, buffer_restorer
+from modelstate.serve.targets import Program, Target, buffer_restorer, settle
 from modelstate.spec import StoredComposite, StoredTensor
 from modelstate.text_format import listed, size
 from modelstate.torch_compat.dtypes import nonfinite, short
@@ -177,8 +177,11 @@ class SwapSource:
             WeightsError: the weights fit, and the program cannot take them.
         """
         with self._swap_errors():
-            loaded = self._load(self._skeleton, lambda: runtime_state(serving.weights_module))
-        return self._target.program(self._skeleton), loaded
+            devices = _devices_as_in(serving.weights_module, self._skeleton)
+            loaded = self._load(self._skeleton, lambda: runtime_state(serving.weights_module), devices=devices)
+        program = self._target.program(self._skeleton)
+        settle(program.tensors)  # requests on any stream find what has been copied
+        return program, loaded
 
     def check(self, serving: Program) -> None:
         """Checks a swap in place before any bytes are read.
@@ -232,14 +235,21 @@ class SwapSource:
             # The outer error says that values are partly overwritten. The undo makes that untrue.
             raise (error.__cause__ if isinstance(error.__cause__, ReadFailedError) else error) from None
 
-    def _load(self, module: nn.Module, serving: State, *, in_place: bool | None = None) -> Loaded:
+    def _load(
+        self,
+        module: nn.Module,
+        serving: State,
+        *,
+        in_place: bool | None = None,
+        devices: Callable[[torch.Tensor], torch.device] | None = None,
+    ) -> Loaded:
         """Loads into a module, and checks the result. `serving` returns the weights that serve.
 
         No other thread changes the module meanwhile: it is a new skeleton, or the caller holds its lock.
         """
         kinds = {name: kind_of(tensor) for name, tensor in runtime_state(module).items()}
         check = FiniteCheck() if self._options.check_finite else None
-        options = Options(rules=self._rules, map=False, in_place=in_place)
+        options = Options(rules=self._rules, device_of_meta=devices, map=False, in_place=in_place)
         with self._without_hooks(module), Transaction(module) as transaction:
             report = load_then(
                 transaction,
@@ -282,6 +292,19 @@ class SwapSource:
             if only_unexpected and self._target.unexpected_error is not None:
                 raise self._target.unexpected_error(unexpected) from error
             raise plan_error(self._target.name, self.source, error.problems, _REMEDIES) from error.__cause__
+
+
+def _devices_as_in(serving: nn.Module, skeleton: nn.Module) -> Callable[[torch.Tensor], torch.device] | None:
+    """Returns the devices of a skeleton's tensors: those that serve under the same names. None where all are the CPU.
+
+    A tensor that does not serve, as a buffer that requests have removed, gets the device of the first one that does.
+    """
+    devices = {name: tensor.device for name, tensor in runtime_state(serving).items()}
+    if {device.type for device in devices.values()} <= {"cpu"}:
+        return None
+    first = next(iter(devices.values()))
+    by_id = {id(tensor): devices.get(name, first) for name, tensor in runtime_state(skeleton).items()}
+    return lambda tensor: by_id.get(id(tensor), first)
 
 
 # Checks of the weights.
@@ -462,6 +485,7 @@ class Undo:
                 for parameter in self._weights:
                     parameter.detach().copy_(self._copies[id(parameter)])
             self._restore_buffers()  # a request of the canary may have replaced buffers
+            settle(self._tensors.values())
         except Exception as failure:
             raise QuarantinedError(
                 "a swap in place failed, and the weights could not be put back: no version can serve",

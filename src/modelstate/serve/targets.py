@@ -6,7 +6,7 @@ packages of AOTInductor in `aoti.py`.
 
 import types
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Set
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -65,9 +65,30 @@ class Program(ABC):
         """All tensors that a request may change, by name."""
         return {**dict(self.weights_module.named_buffers()), **self._hidden}
 
+    @property
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """The weights, and all tensors that a request may change."""
+        yield from self.weights_module.parameters()
+        yield from self.buffers.values()
+
     @abstractmethod
     def __call__(self, *args: object, **named: object) -> object:
         """Answers a request."""
+
+
+def on_gpu(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """The tensors that are on GPUs."""
+    is_used: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return [tensor for tensor in tensors if tensor.is_cuda] if is_used else []
+
+
+def settle(tensors: Iterable[torch.Tensor]) -> None:
+    """Waits for all work that is queued on the GPUs of these tensors, on any stream.
+
+    A request on a GPU ends when its work is queued, and requests may use streams of their own.
+    """
+    for device in {tensor.device for tensor in on_gpu(tensors)}:
+        torch.cuda.synchronize(device)
 
 
 class ReadPlan(NamedTuple):
