@@ -152,3 +152,23 @@ def test_numbers_are_compared_as_tensors_are(old: float, new: float, atol: float
     except CanaryError:
         accepted = False
     assert accepted == (abs(new - old) <= atol + rtol * abs(old))
+
+
+class Reusing(nn.Module):
+    """Answers in the memory of the answer before, as a graph of CUDA does."""
+
+    answer = torch.zeros(3, 4)
+
+    def __init__(self, k: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((4,), k))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            return Reusing.answer.copy_(x * self.weight)
+
+
+def test_the_reference_stays_where_the_memory_of_an_answer_is_used_again() -> None:
+    live = ms.Live(Reusing(1.0).eval())
+    with pytest.raises(CanaryError, match="differs too much"):
+        live.swap(Reusing(2.0).state_dict(), canary=ms.Canary((torch.ones(3, 4),), atol=0.5))

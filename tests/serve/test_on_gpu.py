@@ -323,8 +323,10 @@ def test_compiled_by_inductor(compile_mode: str | None) -> None:
     served()
     for seed in range(1, 7):
         trained = mlp(seed)
-        live.swap(trained.state_dict(), mode="in_place" if seed == 4 else "available")
         with torch.no_grad():
+            live.swap(
+                trained.state_dict(), mode="in_place" if seed == 4 else "available", canary=ms.Canary((x,), atol=1e6)
+            )
             assert torch.allclose(served(), trained(x), atol=1e-2, rtol=1e-3)
     live.rollback()
     with torch.no_grad():

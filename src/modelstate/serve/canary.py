@@ -8,7 +8,7 @@ import torch
 
 from modelstate.errors import CanaryError, OptionError
 from modelstate.serve.targets import Program, buffer_restorer
-from modelstate.torch_compat.private import flatten
+from modelstate.torch_compat.private import flatten, unflatten
 
 _T = TypeVar("_T")
 Calls = Callable[..., Any]
@@ -82,7 +82,10 @@ class Canary:
         """
         if self.expected is not None or (self.check is not None and not self._is_bounded):
             return self
-        return replace(self, expected=self._answer_of(serving, "the version that serves"))
+        leaves, spec = flatten(self._answer_of(serving, "the version that serves"))
+        # Copies: the next call may use the memory of an answer again, as the graphs of "reduce-overhead" do.
+        kept = [leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        return replace(self, expected=unflatten(kept, spec))
 
     def try_out(self, new: Calls) -> None:
         """Calls the new version, and compares its answer with the reference.
