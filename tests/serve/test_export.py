@@ -395,3 +395,16 @@ def test_records_that_are_not_plain(local: int, central: int, value: int, says: 
     patched(plain, b"PK\1\2", central, value)
     with pytest.raises(DamagedFileError, match=says):
         ms.Live(plain)
+
+
+@needs_aoti
+@pytest.mark.parametrize("which", ["module", "input"])
+def test_packages_are_for_the_cpu_which_is_said_before_anything_is_compiled(which: str, path: Path) -> None:
+    module, x = nn.Linear(4, 4).eval(), X
+    if which == "module":
+        module = module.to("meta")
+    else:
+        x = X.to("meta")
+    with pytest.raises(ExportError, match=r"only on the CPU(?s:.*)meta"):
+        ms.export(module, (x,), path, kind="aoti")
+    assert not path.exists()

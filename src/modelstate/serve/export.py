@@ -88,7 +88,8 @@ def export(
         path: the path of the file, which ends in `.pt2`. `modelstate.Live(path)` serves it. `torch.export.load` or
             `torch._inductor.aoti_load_package` reads it, too; the latter returns a package without its weights.
         kwargs: inputs by keyword.
-        kind: "exported" is a graph that torch runs; "aoti" is compiled by AOTInductor, which needs a C++ compiler.
+        kind: "exported" is a graph that torch runs; "aoti" is compiled by AOTInductor, for the CPU, which needs a C++
+            compiler.
         dynamic_shapes: as for `torch.export.export`.
         strict: as for `torch.export.export`.
         options: options of the compiler, in addition to those that keep weights out of the code.
@@ -99,8 +100,8 @@ def export(
         The `Manifest` of the file: a description of its tensors.
 
     Raises:
-        ExportError: the module cannot be exported or compiled; or the program does not answer as the module does, or
-            does not follow changes of some weights.
+        ExportError: the module cannot be exported or compiled; or, with "aoti", it is not on the CPU; or the program
+            does not answer as the module does, or does not follow changes of some weights.
         LiveTargetError: the module is in training mode, its tensors overlap, or it keeps a view of a weight outside its
             state.
         OptionError: an argument is invalid.
@@ -119,6 +120,8 @@ def export(
     kwargs = dict(kwargs or {})
     check_captured_references(module, meta_clone(module))
     check_mode(module, training)
+    if kind == "aoti":
+        _check_on_cpu(module, (args, kwargs))
     names, reason = _names(module)
     program = _exported(module, args, kwargs, dynamic_shapes, strict)
     extra = names.extra if names is not None else ()
@@ -150,6 +153,19 @@ def _check_arguments(module: object, args: object, where: str, kind: str, option
     if reserved:
         raise OptionError(
             "these options= are reserved: they decide whether weights can be swapped", found=", ".join(reserved)
+        )
+
+
+def _check_on_cpu(module: nn.Module, inputs: object) -> None:
+    tensors = [*module.parameters(), *module.buffers(), *flatten(inputs)[0]]
+    found = sorted({str(tensor.device) for tensor in tensors if isinstance(tensor, torch.Tensor)} - {"cpu"})
+    if found:
+        raise ExportError(
+            "packages of AOTInductor are served only on the CPU",
+            where=type(module).__name__,
+            expected="a module and inputs on the CPU",
+            found=", ".join(found),
+            remedy="export with kind='exported', or move the module and the inputs to the CPU",
         )
 
 
