@@ -481,6 +481,7 @@ class Undo:
         after = "" if error is None else f", after {type(error).__name__}: {error}"
         del error
         try:
+            settle(self._tensors.values())  # what has overwritten them may be queued on other streams
             with torch.no_grad():
                 for parameter in self._weights:
                     parameter.detach().copy_(self._copies[id(parameter)])
