@@ -353,3 +353,13 @@ def test_buffers_are_written_in_the_memory_of_the_version() -> None:
     assert live.rollback() == 1
     with live.pin() as v:
         assert float(v._program.buffers["seen"]) == 3  # type: ignore[union-attr]
+
+
+def test_packages_are_on_the_cpu_whatever_the_default_device_is() -> None:
+    path, x = package_of(linear(1), torch.ones(3, 4)), torch.ones(3, 4)
+    state = linear(2).state_dict()
+    with torch.device("meta"):
+        live = ms.Live(path)
+        assert live(x).unique().tolist() == [5.0]
+        live.swap(state)
+        assert live(x).unique().tolist() == [10.0]

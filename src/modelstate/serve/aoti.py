@@ -170,7 +170,7 @@ class Runner:
         with torch.inference_mode(False), torch.no_grad():
             is_first = self._shells is None
             if self._shells is None:
-                self._shells = {name: torch.empty(0, dtype=constants[name].dtype) for name in self.names}
+                self._shells = {name: torch.empty(0, dtype=constants[name].dtype, device="cpu") for name in self.names}
             for name, shell in self._shells.items():
                 value = constants[name]
                 shell.set_(value.untyped_storage(), value.storage_offset(), value.shape, value.stride())
@@ -307,7 +307,7 @@ def _state_of_manifest(
         elif entry.role == "hidden":
             continue
         else:  # the program does not use the tensor, so the package does not contain it
-            value = torch.empty_strided(entry.shape, entry.stride, dtype=entry.torch_dtype).zero_()
+            value = torch.empty_strided(entry.shape, entry.stride, dtype=entry.torch_dtype, device="cpu").zero_()
         if entry.role == "parameter" and not isinstance(value, nn.Parameter):
             value = nn.Parameter(value, requires_grad=False)
         groups[entry.alias] = value

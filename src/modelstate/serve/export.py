@@ -480,7 +480,8 @@ def perturbed_values(tensor: torch.Tensor, seed: int) -> Iterator[torch.Tensor]:
 
 def _scaled(tensor: torch.Tensor, offset: float, generator: torch.Generator) -> torch.Tensor:
     def random() -> torch.Tensor:
-        return torch.rand(tensor.shape, generator=generator, dtype=torch.float64).to(tensor.device)
+        values = torch.rand(tensor.shape, generator=generator, dtype=torch.float64, device="cpu")
+        return values.to(tensor.device)
 
     wide = tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
     away = torch.where(wide == 0, 0.02 + 0.04 * random(), 0.0) + offset * (0.5 + random())

@@ -281,7 +281,9 @@ class ProgramFile:
                         whole = _read_tensor(archive, f"{root}data/weights/{file}")
                         view = torch.as_strided(whole.detach(), shape, stride, offset)
                         # A copy with a storage of its own, since the view may be a part of a larger one.
-                        tensors[key] = torch.empty_strided(view.shape, view.stride(), dtype=view.dtype).copy_(view)
+                        tensors[key] = torch.empty_strided(
+                            view.shape, view.stride(), dtype=view.dtype, device=view.device
+                        ).copy_(view)
                     state[name] = tensors[key]
                 return state
             except OpenError:
