@@ -29,6 +29,8 @@ from modelstate import process
 
 MODULES = [found.name for found in pkgutil.walk_packages(modelstate.__path__, "modelstate.") if "__" not in found.name]
 """All of modelstate: its packages alone import nothing, for their names are resolved when they are used."""
+# What is forked from a process that has asked the driver for its devices cannot use them.
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 CONTEXT: Any = get_context("forkserver")
 CONTEXT.set_forkserver_preload(
     [

@@ -51,10 +51,11 @@ def parallel_for(work: Work, threads: int, *, with_torch: bool = False, takes_pa
     Args:
         work: What each thread runs.
         threads: The number of threads.
-        with_torch: Whether `work` computes with torch. Then its operations start no threads of their own: they would
-            compete with these threads, and wait for each other longer than they compute. Nor does such a call within
-            another one. A single thread leaves torch its threads, which no thread here competes with: they halve the
-            time of a check for infinite values where two cores are free.
+        with_torch: Whether `work` computes with torch. Then its operations are queued on the CUDA stream of the
+            caller's thread. They start no threads of their own: they would compete with these threads, and wait for
+            each other longer than they compute. Nor does such a call within another one. A single thread leaves torch
+            its threads, which no thread here competes with: they halve the time of a check for infinite values where
+            two cores are free.
         takes_part: Whether the caller's thread is one of the threads, for work that never waits for another machine.
             Otherwise all threads are new, and two of them may begin on the same processor: the second one was measured
             to wait there for 2 to 5 ms. The caller's thread does not take part where it may have to stop, or computes.
@@ -69,15 +70,15 @@ def parallel_for(work: Work, threads: int, *, with_torch: bool = False, takes_pa
     outer: tuple[Callable[[], bool], ...] = getattr(_thread_state, "stops", ())
     ended: SimpleQueue[BaseException | None] = SimpleQueue()
     left: set[threading.Thread] = set()
-    single_threaded = _SingleThreadedTorch(threads) if with_torch else None
+    torch_threads = _TorchInThreads(threads) if with_torch else None
 
     def run() -> None:
         running.append(None)  # before it reads `stop`: the code that sets `stop` looks at `running` afterwards
         try:
             _thread_state.running, _thread_state.left, _thread_state.stops = running, left, (*outer, stop.is_set)
-            if single_threaded is not None and not stop.is_set():
+            if torch_threads is not None and not stop.is_set():
                 _thread_state.computes = True
-                single_threaded.enter()
+                torch_threads.enter()
             work(stop)
         except BaseException as error:
             ended.put(error)
@@ -95,8 +96,8 @@ def parallel_for(work: Work, threads: int, *, with_torch: bool = False, takes_pa
     try:
         for worker in workers:
             worker.start()
-        if single_threaded is not None:
-            single_threaded.wait()
+        if torch_threads is not None:
+            torch_threads.wait()
         if takes_part:
             work(stop)
         for _ in workers:
@@ -108,12 +109,12 @@ def parallel_for(work: Work, threads: int, *, with_torch: bool = False, takes_pa
     finally:
         stop.set()
         try:
-            if single_threaded is not None:
-                single_threaded.abort()
+            if torch_threads is not None:
+                torch_threads.abort()
             _wait_until_empty(running)
         finally:
-            if single_threaded is not None:
-                single_threaded.restore()
+            if torch_threads is not None:
+                torch_threads.restore()
             for worker in workers:
                 if worker.ident is not None and worker not in left:
                     worker.join()
@@ -319,8 +320,10 @@ def _wait_until_empty(running: list[None]) -> None:
         raise interrupt
 
 
-class _SingleThreadedTorch:
-    """Makes the operations of torch use a single thread in each of a number of threads.
+class _TorchInThreads:
+    """Makes the operations of torch use a single thread in each of a number of threads, and the caller's CUDA stream.
+
+    A new thread has the default stream, on which a copy would not wait for what the caller has queued on another one.
 
     torch keeps the number of threads for each thread, but gives the number that was set last to new threads as well. So
     the previous number is restored as soon as all threads have set theirs, and a lock keeps two loads apart.
@@ -330,6 +333,8 @@ class _SingleThreadedTorch:
         import torch  # the command line uses this module without torch
 
         self._torch = torch
+        cuda: Any = torch.cuda
+        self._stream = cuda.current_stream() if cuda.is_initialized() else None
         self._entered = threading.Barrier(threads + 1)
         self._lock = _torch_threads_lock
         self._lock.acquire()
@@ -341,6 +346,8 @@ class _SingleThreadedTorch:
         self._torch.get_num_threads()  # the first call sets the number of the process, even after another one was set
         self._torch.set_num_threads(1)
         self._entered.wait()
+        if self._stream is not None:
+            self._torch.cuda.set_stream(self._stream)
 
     def wait(self) -> None:
         """Waits until all threads have entered, and restores the number of threads."""

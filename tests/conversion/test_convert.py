@@ -387,3 +387,23 @@ def test_what_a_function_returns_becomes_memory_of_its_own(fn: Any) -> None:
     module(torch.ones(1, 2)).sum().backward()
     optimizer.step()
     assert torch.allclose(module.weight, torch.full((2, 2), -0.1))
+
+
+@pytest.mark.parametrize("recurrent", [False, True], ids=["plain", "own _apply"])
+def test_a_device_without_memory(recurrent: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its error comes in the middle of the conversion. A function of meta, which is never cast at the commit."""
+    module = nn.Sequential(nn.LSTM(2, 2) if recurrent else nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2))
+    before, moved, real = whole(module), [], torch.Tensor.to
+
+    def to(tensor: Tensor, *arguments: Any) -> Tensor:
+        moved.append(tensor)
+        if len(moved) == 6:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 16.00 MiB. GPU 0 has none.")
+        return real(tensor, *arguments)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(torch.Tensor, "to", to)
+        with pytest.raises(errors.MemoryBudgetError, match=r"nothing has been changed\n.*Tried to allocate 16.00 MiB"):
+            ms.convert(module, device="meta")
+    assert len(moved) == 6
+    assert whole(module) == before

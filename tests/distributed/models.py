@@ -88,7 +88,7 @@ def mesh(*shape: int) -> DeviceMesh:
     return init_device_mesh("cpu", shape, mesh_dim_names=("outer", "inner")[-len(shape) :])
 
 
-def _fsdp(net: Net, on: DeviceMesh, placement: Callable[[nn.Parameter], Shard | None] | None = None) -> None:
+def fsdp(net: Net, on: DeviceMesh, placement: Callable[[nn.Parameter], Shard | None] | None = None) -> None:
     for block in net.blocks:
         fully_shard(block, mesh=on, shard_placement_fn=placement)
     fully_shard(net, mesh=on, shard_placement_fn=placement)
@@ -104,7 +104,7 @@ def _tensor_parallel(net: Net, on: DeviceMesh) -> None:
 
 def _fsdp_and_tensor_parallel(net: Net) -> None:
     _tensor_parallel(net, mesh(2, 2)["inner"])
-    _fsdp(net, mesh(2, 2)["outer"])
+    fsdp(net, mesh(2, 2)["outer"])
 
 
 def _columns(parameter: nn.Parameter) -> Shard | None:
@@ -119,15 +119,15 @@ def _replicated(net: Net) -> None:
 
 
 SHARD: dict[str, Callable[[Net], object]] = {
-    "fsdp": lambda net: _fsdp(net, mesh(4)),
-    "hsdp": lambda net: _fsdp(net, mesh(2, 2)),
+    "fsdp": lambda net: fsdp(net, mesh(4)),
+    "hsdp": lambda net: fsdp(net, mesh(2, 2)),
     "tp": lambda net: _tensor_parallel(net, mesh(4)),
     "fsdp+tp": _fsdp_and_tensor_parallel,
-    "shard1": lambda net: _fsdp(net, mesh(4), _columns),
-    "uneven": lambda net: _fsdp(net, mesh(4)),
-    "empty": lambda net: _fsdp(net, mesh(4)),
+    "shard1": lambda net: fsdp(net, mesh(4), _columns),
+    "uneven": lambda net: fsdp(net, mesh(4)),
+    "empty": lambda net: fsdp(net, mesh(4)),
     "replicated": _replicated,
-    "tied": lambda net: _fsdp(net, mesh(4)),
+    "tied": lambda net: fsdp(net, mesh(4)),
 }
 """Each kind of model, by what shards it. A function is called on all ranks."""
 

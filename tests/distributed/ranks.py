@@ -1,4 +1,4 @@
-"""Ranks in processes of their own, usually four, which share one gloo process group between all tests of a module.
+"""Ranks in processes of their own, usually four, which share one process group between all tests of a module.
 
 A test sends a function of a module to all ranks with `Ranks.run`, and gets what each of them returned or raised. A rank
 that dies, and ranks that are discarded, are replaced by new ones at the next call.
@@ -52,10 +52,15 @@ class Outcome:
 
 
 class Ranks:
-    """The ranks. `close` ends their processes."""
+    """The ranks. `close` ends their processes.
 
-    def __init__(self, size: int = WORLD_SIZE) -> None:
-        self._size = size
+    Args:
+        size: The number of ranks.
+        backend: The backend of their process group. Ranks with "nccl" have the first GPU, which gloo may share.
+    """
+
+    def __init__(self, size: int = WORLD_SIZE, backend: str = "gloo") -> None:
+        self._size, self._backend = size, backend
         self._processes: list[Any] = []
         self._connections: list[Connection] = []
         self._folder: tempfile.TemporaryDirectory[str] | None = None
@@ -148,20 +153,21 @@ class Ranks:
         self._folder = tempfile.TemporaryDirectory(prefix="ranks")
         for rank in range(self._size):
             ours, theirs = CONTEXT.Pipe()
-            process = CONTEXT.Process(target=_serve, args=(theirs, rank, self._size, self._folder.name), daemon=True)
+            given = (theirs, rank, self._size, self._folder.name, self._backend)
+            process = CONTEXT.Process(target=_serve, args=given, daemon=True)
             process.start()
             theirs.close()
             self._processes.append(process)
             self._connections.append(ours)
 
 
-def _serve(connection: Connection, rank: int, size: int, folder: str) -> None:
+def _serve(connection: Connection, rank: int, size: int, folder: str, backend: str) -> None:
     """Runs the calls that come through a connection, until it is closed."""
     as_process_of_its_own()
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), OMP_NUM_THREADS="1")
     warnings.simplefilter("ignore")
     timeout = datetime.timedelta(seconds=GROUP_TIMEOUT_SECONDS)
-    dist.init_process_group("gloo", f"file://{folder}/store", timeout=timeout, rank=rank, world_size=size)
+    dist.init_process_group(backend, f"file://{folder}/store", timeout=timeout, rank=rank, world_size=size)
     while True:
         try:
             module, name, arguments = connection.recv()

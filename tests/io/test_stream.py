@@ -190,3 +190,21 @@ def test_a_file_that_ends_early(path: str) -> None:
             fingerprints=stamps,
             on_block=lambda block, seconds: None,
         )
+
+
+def test_threads_that_compute_use_the_stream_of_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread would begin with the default stream, whose copies do not wait for other streams."""
+    used: list[object] = []
+    stream, both = object(), threading.Barrier(2)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
+    monkeypatch.setattr(torch.cuda, "set_stream", lambda one: used.append((threading.get_ident(), one)))
+    seen: list[object] = []
+
+    def work(_: threading.Event) -> None:
+        both.wait(60)
+        seen.append((threading.get_ident(), stream))
+
+    parallel_for(work, 2, with_torch=True)
+    assert sorted(map(repr, used)) == sorted(map(repr, seen))
+    assert len(used) == 2

@@ -33,7 +33,7 @@ def raw(tensor: torch.Tensor) -> Any:
         if tensor.is_quantized:
             return *head, tensor.int_repr().numpy().tobytes()
         plain = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
-        return *head, tensor.stride(), plain.numpy().tobytes()
+        return *head, tensor.stride(), plain.cpu().numpy().tobytes()
 
 
 def described(value: Any) -> Any:

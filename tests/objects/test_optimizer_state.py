@@ -583,3 +583,30 @@ def test_very_many_parameters() -> None:
     ms.load_optimizer_state(model, fresh, ms.optimizer_state(model, first))
     assert steps == 1
     assert described(fresh.state_dict()["state"]) == described(first.state_dict()["state"])
+
+
+@pytest.mark.parametrize(("saved", "live"), [(None, True), (True, None), (False, True), (True, False)])
+def test_the_saved_choice_of_an_implementation_decides_as_in_torch(saved: Any, live: Any) -> None:
+    """A fused optimizer keeps its step counters beside the parameters, in float32, and no other one has to."""
+    one, other, torchs = (nn.Linear(3, 3) for _ in range(3))
+    first = torch.optim.AdamW(one.parameters(), fused=saved)
+    one(torch.ones(2, 3)).sum().backward()
+    first.step()
+    for values in first.state.values():
+        values["step"] = values["step"].double()
+    second, of_torch = (torch.optim.AdamW(model.parameters(), fused=live) for model in (other, torchs))
+    state = first.state_dict()
+    ms.load_optimizer_state(other, second, ms.optimizer_state(one, first))
+    of_torch.load_state_dict(copy.deepcopy(state))
+    assert second.param_groups[0]["fused"] == of_torch.param_groups[0]["fused"] == saved
+    assert described(second.state_dict()) == described(of_torch.state_dict())
+
+
+def test_an_option_that_is_a_tensor_gets_the_device_of_the_live_one() -> None:
+    model = nn.Linear(3, 3)
+    optimizer = torch.optim.SGD(model.parameters(), torch.tensor(0.5))
+    state = ms.optimizer_state(model, optimizer)
+    other = torch.optim.SGD(model.parameters(), 0.25)
+    other.param_groups[0]["lr"] = torch.tensor(0.25, device="meta")
+    ms.load_optimizer_state(model, other, state)
+    assert other.param_groups[0]["lr"].is_meta

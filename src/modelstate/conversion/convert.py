@@ -1,7 +1,8 @@
 """`modelstate.convert`: converts a live module to another dtype or device, or by a function of its tensors."""
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 
 import torch
@@ -11,7 +12,7 @@ from modelstate.checkpoint.open import check_budget_option, checked_call, is_mod
 from modelstate.conversion.conversion import Conversion
 from modelstate.conversion.reference_keeping import replaced_apply
 from modelstate.conversion.tensors import ByFunction, CastAndMove, Target, takes_name
-from modelstate.errors import OptionError
+from modelstate.errors import MemoryBudgetError, OptionError
 from modelstate.loading.report import LoadReport
 from modelstate.planning.plan import device_of
 from modelstate.problems import model_errors
@@ -65,7 +66,7 @@ def convert(
         SwapError: An autograd graph that waits for backward, a reducer of distributed training or a view would keep the
             old value of a tensor; the error says which, and where.
         PlacementError: A tensor is on meta, or torch cannot convert it.
-        MemoryBudgetError: The conversion takes more than `max_memory_bytes`.
+        MemoryBudgetError: The conversion takes more than `max_memory_bytes`, or more than a device or the system has.
         ModelCodeError: An `_apply` of the model's own raised.
 
     Examples:
@@ -80,12 +81,12 @@ def convert(
     check_budget_option(max_memory_bytes)
     checked = check_optimizers(optimizers, module)
     target = _target(dtype, device, fn, empty)
-    with exclusive(module), gc_paused(), Transaction(module) as transaction:
+    with _memory_errors(), exclusive(module), gc_paused(), Transaction(module) as transaction:
         others = other_optimizers(modules_of(module), checked)
         before = placed((*checked, *others))
         conversion = Conversion(transaction, target, max_memory_bytes)
         if conversion.runs_own_apply:
-            with replaced_apply(), model_errors("the model's own _apply", conversion.root):
+            with replaced_apply(), model_errors("the model's own _apply", conversion.root), _memory_errors():
                 conversion.record()
         else:
             conversion.record()
@@ -107,6 +108,19 @@ def convert(
         )
         del conversion, finals  # before the garbage collector goes on, which would visit every change first
         return report
+
+
+@contextmanager
+def _memory_errors() -> Iterator[None]:
+    """Raises `MemoryBudgetError` in place of torch's error for a device without memory."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise MemoryBudgetError(
+            "the device has no memory for the new tensors beside the old ones; nothing has been changed",
+            found=". ".join(str(error).split(". ")[:2]),
+            remedy="convert the parts of the module one after the other, or free memory of the device first",
+        ) from error
 
 
 def _target(dtype: torch.dtype | str | None, device: torch.device | str | None, fn: object, empty: bool) -> Target:

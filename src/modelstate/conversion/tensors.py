@@ -110,6 +110,8 @@ class CastAndMove(Target):
             )
         try:
             return tensor.to(device, dtype)
+        except torch.OutOfMemoryError:
+            raise  # the call says that the memory of the device is used up
         except (NotImplementedError, RuntimeError) as error:
             raise PlacementError(
                 "torch cannot convert this tensor; nothing has been changed",

@@ -313,7 +313,7 @@ def plan_by_name(
                     new_state: dict[torch.Tensor, dict[str, object]] = {
                         param: _placed(values, param, layout) for param, values in by_param.items()
                     }
-                    new_options = [(group, deepcopy(options)) for group, options in matched]
+                    new_options = [(group, _placed_options(options, group)) for group, options in matched]
                 except Exception as error:
                     raise OptimizerStateError(
                         "a value of the state cannot be copied; nothing has been changed",
@@ -475,7 +475,7 @@ def _same_kind(saved: object, live: object) -> bool:
     """Whether two values of an option are of one kind. None is of every kind, since an option may be optional."""
     if isinstance(saved, tuple | list) and isinstance(live, tuple | list):
         return len(saved) == len(live) and all(map(_same_kind, saved, live))
-    if _is_number(live):
+    if _is_number(live) and not isinstance(live, bool):  # a choice such as fused= may also be None
         return _is_number(saved)
     return saved is None or live is None or isinstance(saved, type(live)) or isinstance(live, type(saved))
 
@@ -631,9 +631,13 @@ class _StateLayout:
         group = self.group_of[param]
         key = id(group), param.dim()
         if key not in self._trials:
-            options = {**group, **self._new_options.get(id(group), {})}
-            self._trials[key] = _trial_state(self._optimizer, options, param.dim())
+            self._trials[key] = _trial_state(self._optimizer, self.options_of(param), param.dim())
         return self._trials[key]
+
+    def options_of(self, param: torch.Tensor) -> dict[str, object]:
+        """Returns the options that the group of a parameter is going to have."""
+        group = self.group_of[param]
+        return {**group, **self._new_options.get(id(group), {})}
 
 
 def _trial_state(optimizer: torch.optim.Optimizer, options: Mapping[str, object], dims: int) -> _Values | None:
@@ -719,13 +723,22 @@ def _unlike(value: object, expected: object) -> str:
 @torch.inference_mode(False)  # a tensor made in that mode could never be updated
 def _placed(values: _Values, param: torch.Tensor, layout: _StateLayout) -> dict[str, object]:
     """Returns copies of the values on the device, and in the dtype, that the optimizer needs for the parameter."""
-    group = layout.group_of[param]
-    step_on_device = bool(group.get("capturable") or group.get("fused"))
+    options = layout.options_of(param)
+    step_on_device = bool(options.get("capturable") or options.get("fused"))
     dtype = param.dtype if param.is_floating_point() and layout.casts else None
     placed = {key: _copied(key, value, param, dtype, step_on_device) for key, value in values.items()}
     step = placed.get("step")
     if isinstance((layout.values_of(param) or {}).get("step"), torch.Tensor) and isinstance(step, int | float):
         placed["step"] = torch.tensor(float(step))  # torch keeps it as a tensor since 1.12
+    return placed
+
+
+def _placed_options(options: Mapping[str, object], group: Mapping[str, object]) -> dict[str, object]:
+    """Returns copies of options for a group. A tensor that takes the place of another one gets its device."""
+    placed = deepcopy(dict(options))
+    for key, value in placed.items():
+        if isinstance(value, torch.Tensor) and isinstance(live := group.get(key), torch.Tensor):
+            placed[key] = value.to(live.device)
     return placed
 
 

@@ -610,7 +610,7 @@ def _copy_all(tensors: Sequence[torch.Tensor], copies: Sequence[torch.Tensor]) -
     total = 0
     devices: set[torch.device] = set()
     for tensor, copy in zip(tensors, copies, strict=True):
-        if tensor.device.type != "cpu":
+        if tensor.device.type == "cuda":
             devices.add(tensor.device)
         for pair in _pieces(tensor, copy):
             if total >= _BLOCK_BYTES:
@@ -628,10 +628,13 @@ def _copy_all(tensors: Sequence[torch.Tensor], copies: Sequence[torch.Tensor]) -
         with torch.inference_mode(False), torch.no_grad():
             yield copy
 
-    for_each(jobs, worker, min(read_threads(), len(jobs)), with_torch=True)
-    for device in devices:
-        if device.type == "cuda":
+    def wait() -> None:
+        for device in devices:
             torch.cuda.synchronize(device)
+
+    wait()  # for what has been queued on all streams: the copies are on one of them
+    for_each(jobs, worker, min(read_threads(), len(jobs)), with_torch=True)
+    wait()
 
 
 def _pieces(tensor: torch.Tensor, copy: torch.Tensor) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
