@@ -440,13 +440,13 @@ def scratch(slot: str, count: int, dtype: torch.dtype) -> torch.Tensor:
     """
     kept, key = _scratch.kept, (slot, dtype)
     if key not in kept or len(kept[key]) < count:
-        kept[key] = torch.empty(count, dtype=dtype)
+        kept[key] = torch.empty(count, dtype=dtype, device="cpu")
     return kept[key][:count]
 
 
 def _is_convertible(dtype: torch.dtype) -> bool:
     try:
-        values = torch.zeros(dtype.itemsize, dtype=torch.uint8).view(dtype)
+        values = torch.zeros(dtype.itemsize, dtype=torch.uint8, device="cpu").view(dtype)
         values.to(torch.complex64 if dtype.is_complex else torch.float32)
     except (RuntimeError, NotImplementedError, TypeError):
         return False

@@ -168,7 +168,7 @@ class LazyStateBuilder:
         if to is None or tensor.dtype == to or not tensor.dtype.is_floating_point or kind_of(tensor) != "strided":
             return None
         try:
-            torch.zeros(tensor.dtype.itemsize, dtype=torch.uint8).view(tensor.dtype).to(to)
+            torch.zeros(tensor.dtype.itemsize, dtype=torch.uint8, device="cpu").view(tensor.dtype).to(to)
         except (RuntimeError, NotImplementedError) as error:
             raise self._no_cast(tensor.dtype, path, error) from error
         return to

@@ -194,7 +194,7 @@ def _encode_array(value: Array, encoder: Encoder) -> Tree:
 
     def raw_bytes() -> torch.Tensor:
         data = bytearray(value.tobytes(order))
-        return torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+        return torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8, device="cpu")
 
     return {"dtype": dtype, "shape": list(value.shape), "order": order, "data": encoder.state_of(value, raw_bytes)}
 

@@ -285,10 +285,12 @@ class Agreement:
             except BaseException as raised:  # the other ranks wait, also where it is an interrupt
                 error = raised
         data = bytearray(json.dumps(result).encode())
-        length = torch.tensor([len(data)])
+        length = torch.tensor([len(data)], device="cpu")
         self.broadcast(length, self.ranks, self.ranks[0])
         text = (
-            torch.frombuffer(data, dtype=torch.uint8) if self.is_first else torch.empty(int(length), dtype=torch.uint8)
+            torch.frombuffer(data, dtype=torch.uint8)
+            if self.is_first
+            else torch.empty(int(length), dtype=torch.uint8, device="cpu")
         )
         self.broadcast(text, self.ranks, self.ranks[0])
         if error is not None:
@@ -308,11 +310,13 @@ class Agreement:
         Raises:
             RankLostError: A rank does not take part in time.
         """
-        tensor = torch.cat([torch.empty(0, dtype=torch.uint8), *(part for parts in sent for part in parts)])
+        tensor = torch.cat(
+            [torch.empty(0, dtype=torch.uint8, device="cpu"), *(part for parts in sent for part in parts)]
+        )
         if not self.is_collective:
             return tensor
         own_counts = [sum(part.numel() for part in parts) for parts in sent]
-        output = torch.empty(sum(counts), dtype=torch.uint8)
+        output = torch.empty(sum(counts), dtype=torch.uint8, device="cpu")
         self._use_connections(
             self.ranks, lambda made: made.exchange(output, tensor, counts, own_counts, self.timeout_seconds)
         )

@@ -86,13 +86,13 @@ class Connections:
 
     def maximum(self, numbers: Sequence[int], timeout_seconds: float) -> list[int]:
         """Returns the largest of the numbers of all ranks, for each place. Raises what torch raises."""
-        tensor = torch.tensor(numbers, dtype=torch.int64)
+        tensor = torch.tensor(numbers, dtype=torch.int64, device="cpu")
         all_reduce_maximum(self._group, tensor, timeout_seconds, self.is_abandoned)
         return [int(number) for number in tensor.tolist()]
 
     def gathered(self, text: bytes, longest: int, timeout_seconds: float) -> list[bytes]:
         """Returns the texts of all ranks, none longer than `longest`."""
-        tensor = torch.zeros(8 + longest, dtype=torch.uint8)
+        tensor = torch.zeros(8 + longest, dtype=torch.uint8, device="cpu")
         data = len(text).to_bytes(8, "little") + text
         tensor[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         tensors = [torch.empty_like(tensor) for _ in range(self._size)]

@@ -372,9 +372,9 @@ class CollectiveWriter:
             tensor = piece.tensor
             assert isinstance(tensor, ShardedTensor)
             rows, columns = piece.part.block(piece.parts.row_elements)
-            target = torch.empty(0)
+            target = torch.empty(0, device="cpu")
             if piece.rank == here:
-                target = torch.empty(len(rows), len(columns) * tensor.itemsize, dtype=torch.uint8)
+                target = torch.empty(len(rows), len(columns) * tensor.itemsize, dtype=torch.uint8, device="cpu")
                 result.append((piece.at, target.view(-1)))
             for own, before, region in piece.parts.overlapping(rows.start, rows.stop):
                 common = [both for own_columns in region.columns if (both := common_range(own_columns, columns))]
@@ -446,7 +446,7 @@ class CollectiveWriter:
 
     def _on_first(self, text: str, nbytes: Mapping[int, int]) -> str:
         """Returns on the first rank the ASCII texts of all ranks, whose lengths it has; on the others nothing."""
-        own = torch.tensor(list(text.encode()), dtype=torch.uint8)
+        own = torch.tensor(list(text.encode()), dtype=torch.uint8, device="cpu")
         counts = [nbytes[rank] if self._agreement.is_first else 0 for rank in self._ranks]
         received = self._agreement.exchange([[own], *([] for _ in self._ranks[1:])], counts)
         return bytes(memory_at(received.data_ptr(), received.numel())).decode() if received.numel() else ""

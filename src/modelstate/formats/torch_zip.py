@@ -371,7 +371,7 @@ def _without_lazy_tensors(
             flat = torch.frombuffer(memory, dtype=tensor.dtype, count=count, offset=offset)
             tensors[key] = flat.view(tensor.shape)
         else:
-            tensors[key] = torch.empty(tensor.shape, dtype=tensor.dtype)
+            tensors[key] = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
         offset += tensor.nbytes
     yield _replaced(state, tensors)
 

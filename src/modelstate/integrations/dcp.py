@@ -455,7 +455,7 @@ def _united(
         value = state.get(path)
         if not isinstance(value, torch.Tensor):
             # Ties are the same on all ranks.
-            value = locals_of.setdefault((holders[0], layout.tied_to), torch.empty(0, dtype=layout.dtype))
+            value = locals_of.setdefault((holders[0], layout.tied_to), torch.empty(0, dtype=layout.dtype, device="cpu"))
         of_all[path] = dtensor_on(*mesh, placements, layout.shape, value)
     # A value that is no tensor stays that of this rank, so that the save finds the ranks that differ.
     own = {path: value for path, value in state.items() if path not in of_all or not isinstance(value, torch.Tensor)}

@@ -182,5 +182,5 @@ def _block_buffer(nbytes: int, pinned: bool) -> torch.Tensor:
     import torch
 
     if pinned:
-        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
     return spare_tensors([(torch.Size([nbytes]), None, torch.uint8)])[0]

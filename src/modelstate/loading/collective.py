@@ -125,7 +125,7 @@ def shared_generator(preparation: Preparation, agreement: Agreement) -> Iterator
         return
     state = agreement.on_first(lambda: torch.get_rng_state().tolist())
     with nullcontext() if agreement.is_first else torch.random.fork_rng(devices=[]):
-        torch.set_rng_state(torch.tensor(state, dtype=torch.uint8))
+        torch.set_rng_state(torch.tensor(state, dtype=torch.uint8, device="cpu"))
         yield
 
 
@@ -160,7 +160,7 @@ def _samples(checkpoint: Checkpoint) -> bytes:
         or (isinstance(piece, torch.Tensor) and _has_bytes(piece))
     ]
     chosen = tensors[:: -(-len(tensors) // _MOST_SAMPLES) or 1]
-    buffer = torch.zeros(len(chosen) * _SAMPLE_BYTES, dtype=torch.uint8)
+    buffer = torch.zeros(len(chosen) * _SAMPLE_BYTES, dtype=torch.uint8, device="cpu")
     requests = []
     for index, piece in enumerate(chosen):
         place = buffer[index * _SAMPLE_BYTES : (index + 1) * _SAMPLE_BYTES]

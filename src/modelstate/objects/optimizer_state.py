@@ -581,7 +581,7 @@ def _likely_classes(
     for name in torch.optim.__all__:
         cls: Any = getattr(torch.optim, name)
         try:
-            (group,) = cls([nn.Parameter(torch.zeros(1, 1))]).param_groups
+            (group,) = cls([nn.Parameter(torch.zeros(1, 1, device="cpu"))]).param_groups
         except Exception:  # not an optimizer, or one that needs other arguments
             continue
         own = _options(group)
@@ -648,7 +648,7 @@ def _trial_state(optimizer: torch.optim.Optimizer, options: Mapping[str, object]
     arguments = {key: options[key] for key in inspect.signature(build).parameters if key in options and key != "params"}
     if "capturable" in arguments:
         arguments["capturable"] = False  # the trial runs on the CPU
-    param = nn.Parameter(torch.zeros([2] * dims))
+    param = nn.Parameter(torch.zeros([2] * dims, device="cpu"))
     param.grad = torch.ones_like(param)
     try:
         trial: torch.optim.Optimizer = build([param], **arguments)
@@ -729,7 +729,8 @@ def _placed(values: _Values, param: torch.Tensor, layout: _StateLayout) -> dict[
     placed = {key: _copied(key, value, param, dtype, step_on_device) for key, value in values.items()}
     step = placed.get("step")
     if isinstance((layout.values_of(param) or {}).get("step"), torch.Tensor) and isinstance(step, int | float):
-        placed["step"] = torch.tensor(float(step))  # torch keeps it as a tensor since 1.12
+        device = param.device if step_on_device else "cpu"
+        placed["step"] = torch.tensor(float(step), device=device)  # torch keeps it as a tensor since 1.12
     return placed
 
 

@@ -49,7 +49,7 @@ class ShardedSlot:
             # Initial values are computed once, and whole: they are random numbers, equal on all ranks.
             make, shape = partial(self._part_of_initial, stored.change), self.shard.shape
             source: Source = Derived(stored.dtype, shape, (), make, is_certain=False)
-            return LocalSlot(param, torch.empty(shape, dtype=value.dtype), source)
+            return LocalSlot(param, torch.empty(shape, dtype=value.dtype, device="cpu"), source)
         source = self.shard.of(value if stored is None or is_sharded(self.value) else stored)
         if isinstance(source, torch.Tensor):
             return LocalSlot(param, source, None if stored is None else source)

@@ -448,7 +448,7 @@ class Constant(Operation):
     value: float | complex
 
     def __call__(self, *values: torch.Tensor) -> torch.Tensor:
-        return torch.full(self.shape, self.value, dtype=self.dtype)
+        return torch.full(self.shape, self.value, dtype=self.dtype, device="cpu")
 
     def region(self, parts: tuple[Source, ...], box: Box) -> Source:
         return constant(self.dtype, tuple(map(len, box)), self.value)

@@ -294,7 +294,7 @@ class Fill(CodeRepr):
 def _is_representable(value: float | complex, dtype: torch.dtype) -> bool:
     """Whether a tensor of this dtype can hold a number; a float may be rounded, an integer may not."""
     try:
-        kept = torch.tensor(value, dtype=dtype).item()
+        kept = torch.tensor(value, dtype=dtype, device="cpu").item()
     except (RuntimeError, TypeError, ValueError, OverflowError):
         return False
     if dtype.is_floating_point or dtype.is_complex:

@@ -583,7 +583,7 @@ class Staging:
         if buffer is None or buffer.numel() < end or (pinned and not buffer.is_pinned()):
             self._buffer = buffer = None  # released before the new one is allocated
             if pinned:
-                buffer = torch.empty(end, dtype=torch.uint8, pin_memory=True)
+                buffer = torch.empty(end, dtype=torch.uint8, device="cpu", pin_memory=True)
             else:
                 buffer = empty_cpu((max(end, 1),), torch.uint8)
             self._buffer = buffer

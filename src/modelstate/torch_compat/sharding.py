@@ -51,7 +51,7 @@ def split_indices(size: int, splits: Sequence[Split]) -> list[range]:
             own = _ranges(len(indices_in_a_row), placement, ranks)[position]
             indices_in_a_row = indices_in_a_row[own.start : own.stop]
         return [indices_in_a_row] if indices_in_a_row else []
-    indices = torch.arange(size)
+    indices = torch.arange(size, device="cpu")
     for placement, ranks, position in splits:
         parts = ranks * getattr(placement, "split_factor", 1)
         if parts > ranks and isinstance(placement, Shard) and len(indices) % parts:
@@ -154,7 +154,7 @@ def dtensor_on(
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-    mesh = DeviceMesh(local.device.type, torch.tensor(ranks).view(*mesh_shape), _init_backend=False)
+    mesh = DeviceMesh(local.device.type, torch.tensor(ranks, device="cpu").view(*mesh_shape), _init_backend=False)
     meta = TensorMeta(torch.Size(shape), contiguous_stride(shape), local.dtype)
     make: Any = DTensor
     result: torch.Tensor = make(
