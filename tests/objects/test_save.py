@@ -360,3 +360,35 @@ def test_a_torch_file_names_the_tensor_that_needs_memory(tmp_path: Path) -> None
     with pytest.raises(MemoryBudgetError) as caught:
         ms.convert_checkpoint(tmp_path / "x", tmp_path / "y", format="torch", max_memory_bytes=1000)
     assert caught.value.where == f"{tmp_path / 'y'}: model.w"
+
+
+@pytest.mark.parametrize(
+    "device",
+    [
+        "cpu",
+        pytest.param(
+            "cuda",
+            marks=[
+                pytest.mark.gpu,
+                pytest.mark.skipif(
+                    not torch.cuda.is_available(), reason="no CUDA device: saving from one is not tested"
+                ),
+            ],
+        ),
+    ],
+)
+def test_what_has_to_be_copied_is_copied_block_by_block(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not a whole tensor for each thread: tensors on a GPU, and conjugates, which are in no memory."""
+    plain = torch.randn(3, 500_000, dtype=torch.complex64).to(device)
+    tensors = [plain[:1], plain.conj(), plain[1, 1].conj(), plain[:, :9].t(), plain]
+    expected = block_writer.write_blocks(None, 0, [tensor.cpu().resolve_conj().contiguous() for tensor in tensors])
+    copied: list[int] = []
+    real = torch.Tensor.cpu
+
+    def cpu(tensor: torch.Tensor) -> torch.Tensor:
+        copied.append(tensor.nbytes)
+        return real(tensor)
+
+    monkeypatch.setattr(torch.Tensor, "cpu", cpu)
+    assert block_writer.write_blocks(None, 0, tensors) == expected
+    assert max(copied) == 4 << 20
