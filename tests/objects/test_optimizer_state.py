@@ -2,6 +2,7 @@
 
 import copy
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from torch import nn
 
 import modelstate as ms
-from modelstate.errors import OptimizerStateError, OptionError, RuleError
+from modelstate.errors import ObjectStateError, OptimizerStateError, OptionError, RuleError
 from tests.loading.fingerprint import described
 
 
@@ -610,3 +611,39 @@ def test_an_option_that_is_a_tensor_gets_the_device_of_the_live_one() -> None:
     other.param_groups[0]["lr"] = torch.tensor(0.25, device="meta")
     ms.load_optimizer_state(model, other, state)
     assert other.param_groups[0]["lr"].is_meta
+
+
+class Failing:
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        raise ValueError("no")
+
+
+@pytest.mark.parametrize("how", ["load_optimizer_state", "restore"])
+def test_tensors_on_a_gpu_stay_where_a_graph_has_recorded_them(
+    how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each tensor of an optimizer says here that it is on one."""
+    model, other = Separate(), Separate()
+    optimizer, second = trained(model, lr=torch.tensor(0.5)), trained(other, lr=torch.tensor(0.25))
+    state = ms.optimizer_state(model, optimizer)
+    ms.save({"model": model, "optimizer": optimizer, "failing": Failing()}, tmp_path / "x.safetensors")
+
+    def tensors() -> list[torch.Tensor]:
+        return [second.param_groups[0]["lr"], *(value for values in second.state.values() for value in values.values())]
+
+    before, values = tensors(), described(second.state_dict())
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    if how == "restore":
+        objects = {"model": other, "optimizer": second}
+        with pytest.raises(ObjectStateError):
+            ms.restore({**objects, "failing": Failing()}, tmp_path / "x.safetensors")
+        assert described(second.state_dict()) == values
+        assert [*map(id, tensors())] == [*map(id, before)]
+        ms.restore(objects, tmp_path / "x.safetensors", allow_unexpected=["failing"])
+    else:
+        ms.load_optimizer_state(other, second, state)
+    assert [*map(id, tensors())] == [*map(id, before)]
+    assert described(second.state_dict()) == described(optimizer.state_dict())

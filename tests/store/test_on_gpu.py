@@ -1,5 +1,6 @@
 """Saving and resuming what is trained on a GPU: the state at the call, whatever is queued, and the same losses."""
 
+import copy
 import os
 import signal
 import subprocess
@@ -390,11 +391,16 @@ def test_a_restore_that_fails_changes_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("source", ["state dict", "file", "store"])
-def test_a_graph_of_a_training_step_trains_the_restored_values(source: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["SGD", "capturable"])
+def test_a_graph_of_a_training_step_trains_the_restored_values(name: str, source: str, tmp_path: Path) -> None:
     """A graph has recorded addresses: the values have to come to the memory that is there."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 8)).cuda()
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    optimizer = (
+        torch.optim.SGD(model.parameters(), 0.1)
+        if name == "SGD"
+        else torch.optim.AdamW(model.parameters(), torch.tensor(0.01, device="cuda"), capturable=True)
+    )
     batch = torch.randn(16, 32, device="cuda")
 
     def step() -> None:
@@ -414,22 +420,30 @@ def test_a_graph_of_a_training_step_trains_the_restored_values(source: str, tmp_
         step()
     objects = {"model": model, "optimizer": optimizer}
     store, path = ms.Store(tmp_path / "store"), tmp_path / "x.safetensors"
-    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    state = {key: tensor.clone() for key, tensor in model.state_dict().items()}
+    optimized = copy.deepcopy(optimizer.state_dict())
     ms.save(objects, path)
     store.save(1, objects, background=True)
-    addresses = [param.data_ptr() for param in model.parameters()]
+
+    def addresses() -> list[int]:
+        rates = [rate for group in optimizer.param_groups if isinstance(rate := group["lr"], torch.Tensor)]
+        moments = [value for values in optimizer.state.values() for value in values.values()]
+        return [tensor.data_ptr() for tensor in (*model.parameters(), *moments, *rates)]
+
+    before = addresses()
     for _ in range(5):
         graph.replay()
     expected = all_bits(model.state_dict())
     assert expected != all_bits(state)
     if source == "state dict":
         ms.load(model, state)
+        ms.load_optimizer_state(model, optimizer, optimized)
     elif source == "file":
         ms.restore(objects, path)
     else:
         store.restore(objects)
     assert all_bits(model.state_dict()) == all_bits(state)
-    assert [param.data_ptr() for param in model.parameters()] == addresses
+    assert addresses() == before
     for _ in range(5):
         graph.replay()
     assert all_bits(model.state_dict()) == expected

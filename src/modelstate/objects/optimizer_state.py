@@ -6,11 +6,12 @@ the state goes to the wrong parameters, without an error where the shapes allow 
 
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -168,7 +169,7 @@ def load_optimizer_state(
                 other = planned.other_class
                 remedy = remedy_of("True") if other is None else other.remedy('["*"]', "do not load this state")
                 raise misfit(type(optimizer).__name__, planned.problems, remedy)
-        planned.load(agreement.phase("reading", decides=True))
+        planned.load(agreement.phase("reading", decides=True))()
 
 
 def check_keep_options(patterns: Iterable[str], options: Sequence[str]) -> None:
@@ -237,9 +238,9 @@ class OptimizerPlan:
 
     problems: list[str]
     """A line of text for each thing that does not fit."""
-    load: Callable[..., None]
+    load: Callable[..., Callable[[], None]]
     """Loads the state, all or nothing. Call it only where there are no problems. The values are copied within the
-    context that it is given, and take effect after it."""
+    context that it is given, and take effect after it. It returns what is to be called when all else has succeeded."""
     other_class: OtherClass | None = None
     """Set where the class of the saved state is one of the problems."""
     note: str = ""
@@ -306,7 +307,7 @@ def plan_by_name(
     other, note = _other_class(state, groups, optimizer, keeps, bool(option_problems), bool(value_problems))
     problems = [*([other.text] if other else []), *problems, *option_problems, *value_problems]
 
-    def load(copying: AbstractContextManager[None] | None = None) -> None:
+    def load(copying: AbstractContextManager[None] | None = None) -> Callable[[], None]:
         with ExitStack() as uninterrupted:
             with copying or nullcontext():
                 try:
@@ -322,11 +323,15 @@ def plan_by_name(
                     ) from error
                 # A rank that is interrupted behind the vote would be the only one that keeps its old state.
                 uninterrupted.enter_context(deferred_signals())
+            recorded: list[_Recorded] = []
             for param in names:
-                optimizer.state.pop(param, None)
+                new = new_state.get(param, {})
+                recorded += _recorded(optimizer.state.pop(param, {}), new, new)
             optimizer.state.update(new_state)
             for group, options in new_options:
+                recorded += _recorded(group, options, group)
                 group.update(options)
+        return partial(_into_recorded_memory, recorded)
 
     return OptimizerPlan(list(dict.fromkeys(problems)), load, other, note)
 
@@ -741,6 +746,34 @@ def _placed_options(options: Mapping[str, object], group: Mapping[str, object]) 
         if isinstance(value, torch.Tensor) and isinstance(live := group.get(key), torch.Tensor):
             placed[key] = value.to(live.device)
     return placed
+
+
+_Recorded = tuple[dict[str, Any], str, torch.Tensor, torch.Tensor]
+"""Values of an optimizer, a name among them, the new tensor of this name, and the one that was there."""
+
+
+def _recorded(before: Mapping[str, object], new: Mapping[str, object], values: dict[str, Any]) -> Iterator[_Recorded]:
+    """Yields the tensors on a GPU that new ones take the place of: a CUDA graph may have recorded their addresses."""
+    for key, value in new.items():
+        old = before.get(key)
+        if (
+            type(value) is torch.Tensor
+            and type(old) is torch.Tensor
+            and old.is_cuda
+            and not old.is_inference()
+            and (old.shape, old.stride(), old.dtype, old.device)
+            == (value.shape, value.stride(), value.dtype, value.device)
+        ):
+            yield values, key, value, old
+
+
+def _into_recorded_memory(recorded: Iterable[_Recorded]) -> None:
+    """Copies new values to the tensors that were there before, and puts these in their place again."""
+    with torch.inference_mode(False), torch.no_grad():
+        for values, key, new, old in recorded:
+            if values.get(key) is new:
+                old.copy_(new)
+                values[key] = old
 
 
 def _copied(key: str, value: object, param: torch.Tensor, dtype: torch.dtype | None, step_on_device: bool) -> Any:

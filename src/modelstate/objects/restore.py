@@ -505,7 +505,7 @@ class _Restoring:
             raise _misfits([planned for planned in plans if planned.plan.problems])
         for planned in plans:
             with object_code(planned.path, "its state cannot be loaded; nothing has been changed"):
-                planned.plan.load()
+                transaction.at_commit(planned.plan.load())
             self.notes += [f"{planned.path}: {planned.plan.note}"] if planned.plan.note else []
         generators = [target.obj for _, target in self.targets if target.is_restored_last]
         for path, target in self.targets:

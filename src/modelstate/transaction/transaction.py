@@ -88,6 +88,7 @@ class Transaction:
         """The lock that this thread has acquired last and not released."""
         self._ended = False
         self._grad_enabled = torch.is_grad_enabled()
+        self._last: list[Callable[[], None]] = []
         self._undo: list[Callable[[], object]] = []
         self._snapshot: ObjectSnapshot | None = None
         self._storages: set[int] = set()
@@ -132,6 +133,7 @@ class Transaction:
         All that still waits has been checked: each write is a copy between existing memory. `first` must not raise.
         """
         waiting = [write for write in self.writes if not write.done]
+        last = (*self._last, *last)
         with deferred_signals() if waiting or last or first else nullcontext():
             self._waiting.clear()
             if first is not None:
@@ -191,7 +193,8 @@ class Transaction:
     def _end(self) -> None:
         """Drops all references, so that no cycle keeps staged values until the next garbage collection."""
         self._ended = True
-        for collection in (self.writes, self._replacing, self._undo, self._to_protect, self._waiting, self._saved):
+        waiting = self.writes, self._replacing, self._waiting
+        for collection in (*waiting, self._undo, self._last, self._to_protect, self._saved):
             collection.clear()
         self._snapshot = None
 
@@ -217,6 +220,10 @@ class Transaction:
     def register_undo(self, undo: Callable[[], object]) -> None:
         """Registers how to undo a change. A rollback calls it once."""
         self._undo.append(undo)
+
+    def at_commit(self, function: Callable[[], None]) -> None:
+        """Registers what a commit calls at its end, when nothing can be undone any more. It must not raise."""
+        self._last.append(function)
 
     def save_tensor(self, tensor: torch.Tensor) -> None:
         """Saves the bytes of a tensor, once, and its metadata."""
