@@ -3,6 +3,7 @@
 "meta" stands for a GPU here: what is created there by mistake cannot be read.
 """
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -120,6 +121,7 @@ def save_and_load_parts(folder: Path, device: str) -> list[bool]:
         module.register_buffer("plain", torch.full((5,), value, device=on))
         return module
 
+    os.environ["LOCAL_RANK"] = "0"  # by which torch chooses the GPU: there may be one
     mesh = init_device_mesh(on, (2,))
     torch.set_default_device(device)
     try:

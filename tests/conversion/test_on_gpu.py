@@ -161,6 +161,7 @@ def test_recurrent_layers(how: str) -> None:
             found = model(batch.to(device))[0]
             torch.testing.assert_close(found.detach().cpu(), expected, atol=1e-3, rtol=1e-3)
             found.sum().backward()
+            del found  # its graph holds the parameters
 
 
 def test_a_graph_that_waits_for_backward_is_refused() -> None:

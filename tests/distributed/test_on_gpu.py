@@ -1,5 +1,6 @@
 """DTensors on a GPU: one rank with nccl, and two ranks that share the device."""
 
+import os
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -44,6 +45,8 @@ def two() -> Iterator[Ranks]:
 
 @cache
 def mesh() -> DeviceMesh:
+    os.environ["LOCAL_RANK"] = "0"  # all ranks have the first device, which torch would choose by this
+    torch.cuda.set_device(0)
     return init_device_mesh("cuda", (dist.get_world_size(),))
 
 
