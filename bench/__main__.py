@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
+import torch
+
 from bench import goals
 from bench import pages as markdown
 from bench.measured import ROOT, Measured, Part, code, keep, kept
@@ -15,7 +17,7 @@ from bench.models import KINDS
 from bench.other import Others
 from bench.pages import PAGES, PARTS, Page
 from bench.run import Runner
-from bench.sections import LOADS
+from bench.sections import LOADS, ON_GPU
 
 RESULTS = ROOT / "bench" / "results"
 """What the pages of the documentation are made of."""
@@ -55,7 +57,10 @@ def _measure(options: argparse.Namespace) -> list[Part]:
         others = Others(runner)
         functions: dict[str, Callable[[], list[Measured]]] = {
             "limits": others.limits,
-            **{part: partial(lambda sections: [runner.load(one) for one in sections], LOADS[part]) for part in LOADS},
+            **{
+                part: partial(lambda sections: [runner.load(one) for one in sections], sections)
+                for part, sections in (LOADS | ON_GPU).items()
+            },
             "save": others.save,
             "state-dict": others.state_dict,
             "opening": others.opening,
@@ -66,6 +71,9 @@ def _measure(options: argparse.Namespace) -> list[Part]:
             "serving": others.serving,
         }
         asked = [part for part in PARTS if not options.only or part in options.only]
+        if not torch.cuda.is_available() and (left_out := [part for part in asked if part in ON_GPU]):
+            print(f"no CUDA device: not measured: {', '.join(left_out)}", file=sys.stderr)
+            asked = [part for part in asked if part not in ON_GPU]
         for at, part in enumerate(asked):
             runner.forget({case for later in asked[at:] for case in _cases(later)})
             measured = functions[part]()
@@ -79,7 +87,7 @@ def _measure(options: argparse.Namespace) -> list[Part]:
 
 def _cases(part: str) -> set[str]:
     """The checkpoints that a part needs, and the tiny ones that its contenders begin with."""
-    cases = {case for section in LOADS.get(part, ()) for case in section.cases.values()}
+    cases = {case for section in (LOADS | ON_GPU).get(part, ()) for case in section.cases.values()}
     cases |= {"limits": {"large"}, "opening": {"small"}, "diff": {"large"}}.get(part, set())
     return cases | {KINDS[case].tiny for case in cases}
 

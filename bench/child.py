@@ -29,22 +29,34 @@ def write(*, case: str, formats: Sequence[str], folder: str, quick: bool) -> Non
 def load(*, table: str, contender: str, case: str, folder: str, quick: bool, cold: bool) -> None:
     """From the file to the module, and to the end of the first forward."""
     way, sizes = TABLES[table][contender], QUICK if quick else Sizes()
-    tiny = way.prepare(Case(MODELS[case].tiny, sizes, Path(folder)))()
+    tiny = way.prepare(Case(MODELS[case].tiny, sizes, Path(folder), device=way.device))()
     with torch.inference_mode():
         run(tiny)
     del tiny
-    given = Case(case, sizes, Path(folder))
+    given = Case(case, sizes, Path(folder), device=way.device)
     work = way.prepare(given)
     if cold:
         files.chill(files.of_case(case, Path(folder)))
+    before_bytes = _on_device(way.device, torch.cuda.memory_allocated)
+    _on_device(way.device, torch.cuda.reset_peak_memory_stats)
     stages = Stages()
     model = work()
-    stages.end("ready")
+    _on_device(way.device, torch.cuda.synchronize)
+    peak_bytes, after_bytes = (
+        _on_device(way.device, get) for get in (torch.cuda.max_memory_allocated, torch.cuda.memory_allocated)
+    )
+    stages.end("ready", device_bytes=peak_bytes - max(before_bytes, after_bytes))
     with torch.inference_mode():
         run(model)
+    _on_device(way.device, torch.cuda.synchronize)
     stages.end("forward")
     facts = {"weights": fingerprint(model), "nbytes": sum(part.nbytes for _, part in parts(model))}
     stages.end("check", **facts, references_kept=given.references_kept(model))
+
+
+def _on_device(device: str, function: Callable[[str], Any]) -> int:
+    """What a function of `torch.cuda` returns for a device; 0 for the CPU."""
+    return 0 if device == "cpu" else function(device) or 0
 
 
 def parts(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

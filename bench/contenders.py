@@ -4,8 +4,8 @@ The first of each table is what the others are compared with. What a way imports
 is not measured.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,8 @@ class Case:
     folder: Path
     optimizers: list[torch.optim.Optimizer] = field(default_factory=list)
     """Of the model that has memory: they refer to its parameters, as they do in a training run."""
+    device: str = "cpu"
+    """Where the module with its weights is."""
 
     @property
     def torch_file(self) -> Path:
@@ -58,7 +60,7 @@ class Case:
     def with_memory(self, dtype: torch.dtype | None = None) -> nn.Module:
         """A model with its optimizer, in the dtype of the file or in another one."""
         model = with_memory(self.name, self.sizes)
-        model = model if dtype is None else model.to(dtype)
+        model = (model if dtype is None else model.to(dtype)).to(self.device)
         self.optimizers.append(torch.optim.AdamW(value for value in model.parameters() if value.requires_grad))
         return model
 
@@ -84,6 +86,7 @@ class Way:
     """What has to be installed for it, by the name that is imported."""
     environment: tuple[tuple[str, str], ...] = ()
     """What has to be set before the process starts."""
+    device: str = "cpu"
 
 
 def pt(prepare: Prepare) -> Way:
@@ -96,9 +99,10 @@ def ours(*, meta: bool = True, torch_file: bool = False, model: torch.dtype | No
 
         module = case.on_meta() if meta else case.with_memory(model)
         path = case.torch_file if torch_file else case.safetensors
+        more: dict[str, Any] = {"device": case.device} if meta and case.device != "cpu" else {}
 
         def work() -> nn.Module:
-            ms.load(module, path, **options)
+            ms.load(module, path, **options, **more)
             return module
 
         return work
@@ -138,7 +142,8 @@ def torch_load(*, meta: bool, mmap: bool, dtype: torch.dtype | None = None) -> W
         model = case.on_meta() if meta else case.with_memory(dtype)
 
         def work() -> nn.Module:
-            state = torch.load(case.torch_file, weights_only=True, mmap=mmap)
+            where = case.device if meta else None  # into memory, `load_state_dict` copies from the mapped file
+            state = torch.load(case.torch_file, weights_only=True, mmap=mmap, map_location=where)
             model.load_state_dict(state, strict=case.strict, assign=meta)
             return model
 
@@ -153,7 +158,7 @@ def safetensors_assign(case: Case) -> Work:
     model = case.on_meta()
 
     def work() -> nn.Module:
-        state = {name: value for file in case.shards for name, value in load_file(file).items()}
+        state = {name: value for file in case.shards for name, value in load_file(file, case.device).items()}
         model.load_state_dict(state, strict=case.strict, assign=True)
         return model
 
@@ -168,8 +173,8 @@ def safetensors_load_model(*, meta: bool, dtype: torch.dtype | None = None) -> P
 
         def work() -> nn.Module:
             if meta:
-                model.to_empty(device="cpu")
-            load_model(model, case.safetensors)
+                model.to_empty(device=case.device)
+            load_model(model, case.safetensors, device=case.device)
             return model
 
         return work
@@ -185,7 +190,7 @@ def safetensors_copy(*, dtype: torch.dtype | None = None) -> Prepare:
 
         def work() -> nn.Module:
             state = model.state_dict()
-            with safe_open(case.safetensors, "pt") as file, torch.no_grad():
+            with safe_open(case.safetensors, "pt", case.device) as file, torch.no_grad():
                 for name in file.keys():  # noqa: SIM118
                     state[name].copy_(file.get_tensor(name))
             return model
@@ -202,7 +207,7 @@ def accelerate_load(*, meta: bool) -> Way:
         model = case.on_meta() if meta else case.with_memory()
 
         def work() -> nn.Module:
-            load_checkpoint_in_model(model, str(case.safetensors), device_map={"": "cpu"})
+            load_checkpoint_in_model(model, str(case.safetensors), device_map={"": case.device})
             return model
 
         return work
@@ -257,7 +262,7 @@ def fastsafetensors(*, meta: bool, direct: bool) -> Way:
         model: Any = case.on_meta() if meta else case.with_memory()
 
         def work() -> nn.Module:
-            loader = SafeTensorsFileLoader(SingleGroup(), device="cpu", nogds=True)
+            loader = SafeTensorsFileLoader(SingleGroup(), device=case.device, nogds=True)
             loader.add_filenames({0: [str(path) for path in case.shards]})
             buffers = loader.copy_files_to_device()
             state = {name: buffers.get_tensor(name) for name in buffers.key_to_rank_lidx}
@@ -560,7 +565,35 @@ HUB_INT8 = {
     "transformers from_pretrained": from_pretrained(config=int8, dtype=torch.float32),
 }
 
+
+def _on_gpu(ways: dict[str, Way], names: Collection[str]) -> dict[str, Way]:
+    return {name: replace(way, device="cuda:0") for name, way in ways.items() if name in names}
+
+
 TABLES = {
+    "gpu-memory": _on_gpu(
+        DEFAULT | MATERIALISED,
+        (
+            "modelstate.load",
+            "modelstate.load, in_place=False",
+            "torch.load(mmap) + load_state_dict",
+            "safetensors load_model",
+            "safetensors safe_open + copy_",
+            "accelerate load_checkpoint_in_model",
+            "fastsafetensors, without O_DIRECT",
+        ),
+    ),
+    "gpu-cast-memory": _on_gpu(CAST_INTO_MEMORY, CAST_INTO_MEMORY),
+    "gpu-meta": _on_gpu(
+        META,
+        (
+            "modelstate.load",
+            "torch.load(mmap) + assign",
+            "safetensors load_file + assign",
+            "accelerate load_checkpoint_in_model",
+            "fastsafetensors, without O_DIRECT",
+        ),
+    ),
     "meta": META,
     "materialised": MATERIALISED,
     "default": DEFAULT,

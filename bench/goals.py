@@ -539,6 +539,19 @@ COMPARISONS = {
         Comparison("float32 file onto meta, as int8 weights", "int8", f"{OURS}, transform=Quantize"),
         Comparison("a Llama of transformers, with its construction", "hub/load", HUB_OURS),
     ),
+    "benchmarks_gpu.md": (
+        *(
+            Comparison(
+                f"{what} into a module on a GPU",
+                f"gpu/{case}",
+                OURS,
+                peers=partial(lambda key, found, row: _keeps_references(found, key, row), f"gpu/{case}"),
+            )
+            for case, what in (("large", "1.2 GB file"), ("middle", "90 MB file"), ("small", "20,000 small tensors"))
+        ),
+        Comparison("float32 file into a bfloat16 module on a GPU", "gpu/cast", f"{OURS}, dtype=bfloat16"),
+        Comparison("1.2 GB file into a module on meta, onto a GPU", "gpu/meta", OURS),
+    ),
     "benchmarks_converting.md": (
         Comparison(
             "1.2 GB module in memory, from float32 to bfloat16",

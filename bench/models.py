@@ -135,7 +135,7 @@ class Decoder(nn.Module):
 
     def forward(self) -> Tensor:
         """Logits of the last of 16 fixed tokens."""
-        x = self.embed(torch.arange(16).unsqueeze(0))
+        x = self.embed(torch.arange(16, device=self.embed.weight.device).unsqueeze(0))
         for layer in self.layers:
             x = layer(x)
         return self.norm(x)[:, -1] @ self.embed.weight.T
@@ -170,7 +170,7 @@ class Mixed(nn.Module):
 
     def forward(self) -> Tensor:
         """Logits for 16 fixed tokens."""
-        x = self.embed(torch.arange(16))
+        x = self.embed(torch.arange(16, device=self.embed.weight.device))
         for block in self.blocks:
             x = x + block(x)
         return self.head(x)

@@ -18,7 +18,7 @@ import torch
 from bench.goals import Compared, Goal
 from bench.measure import median
 from bench.measured import Measured, Part, Runs
-from bench.sections import LOADS
+from bench.sections import LOADS, ON_GPU
 from modelstate.text_format import size
 
 
@@ -61,6 +61,18 @@ PAGES = (
             *("default", "cold-memory", "cast-memory", "small-memory"),
             *("mapped", "first-forward", "own-memory", "in-place", "cold", "cast", "int8", "small", "many", "shards"),
         ),
+    ),
+    Page(
+        "benchmarks_gpu.md",
+        "Benchmarks of loading onto a GPU",
+        "The files are in the page cache. Before the clock starts, the target module is built, and the contender has "
+        "loaded and run a tiny model once. The clock stops when the device has finished.\n\n"
+        "- **ready**: from the file to the module with its weights. **×**: compared with the first row of the table.\n"
+        "- **own memory**: the most anonymous memory of the host that the process grew by until then.\n"
+        "- **GPU memory beside the module**: the most that torch had allocated while it loaded, less the module. What "
+        "libraries allocate past torch is not in it.",
+        tuple(ON_GPU),
+        (),
     ),
     Page(
         "benchmarks_converting.md",
@@ -131,6 +143,23 @@ def cast_table(results: Runs) -> str:
     ]
     words = f"\n\nThe module itself takes {size(next(iter(results.values()))[0]['check'].facts['nbytes'])}."
     return table(["", "ready ms", "×", "own memory", "with file pages"], rows) + words
+
+
+def gpu_table(results: Runs) -> str:
+    """The time until ready with its ratio to the first contender's, and memory of the host and of the GPU."""
+    medians = {name: median(runs, "ready") for name, runs in results.items()}
+    first = next(iter(medians.values()))
+    rows = [
+        [
+            name,
+            milliseconds(one.seconds),
+            ratio(one.seconds, first.seconds),
+            size(one.anonymous_bytes),
+            size(one.facts["device_bytes"]),
+        ]
+        for name, one in medians.items()
+    ]
+    return table(["", "ready ms", "×", "own memory", "GPU memory beside the module"], rows)
 
 
 def convert_table(results: Runs) -> str:
@@ -244,6 +273,7 @@ def grid(cases: Mapping[str, Runs], stage: str, corner: str) -> str:
 FORMS: dict[str, Callable[[Runs], str]] = {
     "load": load_table,
     "cast": cast_table,
+    "gpu": gpu_table,
     "convert": convert_table,
     "limits": limits_table,
     "save": save_table,

@@ -253,3 +253,29 @@ LOADS: dict[str, tuple[Load, ...]] = {
     ),
 }
 """By the part of the harness, as `--only` names it."""
+
+ON_GPU: dict[str, tuple[Load, ...]] = {
+    "gpu": (
+        *(
+            Load(
+                f"gpu/{case}",
+                f"{title}, into a module on a GPU, with an optimizer",
+                "gpu-memory",
+                {"": case},
+                form="gpu",
+            )
+            for case, title in (("large", DECODER), ("middle", DECODER), ("small", SMALL))
+        ),
+        Load(
+            "gpu/cast",
+            f"{DECODER} in float32, into a module in bfloat16 on a GPU, with an optimizer",
+            "gpu-cast-memory",
+            {"": "large"},
+            form="gpu",
+        ),
+        Load(
+            "gpu/meta", f"{DECODER}, into a module on meta that gets onto a GPU", "gpu-meta", {"": "large"}, form="gpu"
+        ),
+    ),
+}
+"""The same, measured only where there is a CUDA device."""

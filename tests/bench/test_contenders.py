@@ -10,7 +10,7 @@ from bench import files
 from bench.child import fingerprint
 from bench.contenders import TABLES, Case
 from bench.models import KINDS, QUICK, on_meta, run
-from bench.sections import LOADS
+from bench.sections import LOADS, ON_GPU
 
 WAYS = [(table, name) for table, ways in TABLES.items() for name in ways]
 CASES = {"hub": "tiny-llama", "hub-cast": "tiny-llama", "hub-int8": "tiny-llama"}
@@ -117,7 +117,7 @@ def test_a_sparse_file_takes_no_space(tmp_path: Path) -> None:
 
 
 def test_what_the_sections_name_is_there() -> None:
-    for section in (section for sections in LOADS.values() for section in sections):
+    for section in (section for sections in (LOADS | ON_GPU).values() for section in sections):
         names = set(TABLES[section.table])
         assert set(section.only) <= names
         assert names - {*section.without} != names or not section.without
