@@ -87,6 +87,7 @@ def before_each_instruction(
             sys.settrace(before)
         return count >= at
 
+    round_of(0)  # from Python 3.12 on, the first function of a process that is traced so has no such events
     assert sum(1 for _ in takewhile(round_of, itertools.count(1))) > 3
 
 

@@ -13,6 +13,7 @@ import modelstate as ms
 from modelstate import errors
 from modelstate.rules.names import Rename
 from modelstate.rules.tensors import Cast, Transpose
+from modelstate.torch_compat.private import torch_version
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -116,13 +117,18 @@ def test_whole_parts_may_be_left_out_but_no_tensors_of_a_part(tmp_path: Path) ->
     dcp.load(found, storage_reader=ms.dcp.Reader(path, allow_unexpected=["*.bias"]))
 
 
+def seen_by_dcp(text: str) -> str:
+    """What an error has where metadata is read: before torch 2.13, DCP may hide that error."""
+    return text if torch_version() >= (2, 13) else f"{text}|metadata is None"
+
+
 WRONG: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "a name that the checkpoint lacks": ({"c": torch.zeros(2)}, {}, "Missing key.*c"),
     "another shape": ({"a": torch.zeros(3)}, {}, "Size mismatch"),
     "integers": ({"a": torch.zeros(2, dtype=torch.int64)}, {}, "casting changes their kind"),
     "a cast that loses values": ({"a": torch.zeros(2, dtype=torch.float16)}, {}, "casting loses values"),
     "a number for a tensor": ({"n": torch.zeros(())}, {}, "n: found int"),
-    "a rule that applies to nothing": ({}, {"rules": Rename("x", "y")}, "Rename"),
+    "a rule that applies to nothing": ({}, {"rules": Rename("x", "y")}, seen_by_dcp("Rename")),
     "a pattern that matches nothing": ({}, {"allow_unexpected": ["z"]}, "z"),
 }
 
@@ -149,7 +155,7 @@ def test_damage_is_found_before_a_tensor_is_touched(tmp_path: Path) -> None:
 
 
 def test_a_missing_file() -> None:
-    with pytest.raises(CheckpointException, match=r"missing\.safetensors"):
+    with pytest.raises(CheckpointException, match=seen_by_dcp(r"missing\.safetensors")):
         dcp.load({"a": torch.zeros(1)}, storage_reader=ms.dcp.Reader("missing.safetensors"))
     with pytest.raises(errors.SourceNotFoundError):
         ms.dcp.Reader("missing.safetensors").read_metadata()

@@ -10,12 +10,13 @@ from torch import nn
 
 import modelstate as ms
 from tests.loading.fingerprint import whole
+from tests.wrappers import data_parallel
 
 pytestmark = pytest.mark.usefixtures("process_group")
 
 WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "compile": lambda module: torch.compile(module, backend="eager"),  # type: ignore[dict-item,return-value]
-    "DataParallel": nn.DataParallel,
+    "DataParallel": data_parallel,
     "DDP": nn.parallel.DistributedDataParallel,
     "DDP of compiled": lambda module: nn.parallel.DistributedDataParallel(torch.compile(module, backend="eager")),
 }
@@ -121,7 +122,7 @@ def test_a_wrapper_with_code_of_its_own_is_a_module_like_any_other(tmp_path: Pat
 
     ms.save(Counting(network()), tmp_path / "x.safetensors")
     assert {"count", "module.0.weight"} <= set(ms.open(tmp_path / "x.safetensors"))
-    hooked = nn.DataParallel(network())
+    hooked = data_parallel(network())
     called: list[str] = []
     hooked.register_load_state_dict_pre_hook(lambda *_: called.append("hook"))
     ms.load(hooked, hooked.state_dict())

@@ -10,6 +10,7 @@ from torch import nn
 import modelstate as ms
 from modelstate.problems import OtherNames
 from tests.pains.conftest import StockFails
+from tests.wrappers import data_parallel
 
 
 class Model(nn.Module):
@@ -90,7 +91,7 @@ def test_another_prefix_is_answered_with_the_rule(prefix: str) -> None:
     assert all(torch.equal(value, wanted[name]) for name, value in ours.state_dict().items())
 
 
-@pytest.mark.parametrize("wrap", [nn.DataParallel, torch.compile], ids=["data parallel", "compiled"])
+@pytest.mark.parametrize("wrap", [data_parallel, torch.compile], ids=["data parallel", "compiled"])
 def test_real_wrappers_both_ways(wrap: Callable[[nn.Module], nn.Module], stock_fails: StockFails) -> None:
     plain, wrapped = model(2), wrap(model(3))
     with pytest.raises(RuntimeError, match="Missing key"):

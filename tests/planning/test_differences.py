@@ -18,6 +18,7 @@ from modelstate.rules.rule import Rule
 from tests.planning.test_matching import calls_of
 from tests.rules.naming import renamed
 from tests.sweeps import examples
+from tests.wrappers import data_parallel
 
 Shapes = dict[str, Shape]
 LAYERS: Shapes = {
@@ -138,7 +139,7 @@ def test_code_of_a_module_that_gives_names_another_meaning_decides() -> None:
 
 
 def test_buffers_and_versions_go_past_wrappers_too() -> None:
-    trained = nn.DataParallel(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
+    trained = data_parallel(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
     trained(torch.randn(4, 2))
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
     report = ms.load(model, trained.state_dict())
@@ -164,7 +165,7 @@ def test_the_state_of_an_optimizer_goes_past_wrappers() -> None:
         return optimizer
 
     bare = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    wrapped = nn.DataParallel(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
+    wrapped = data_parallel(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
     for source, target in ((wrapped, bare), (bare, wrapped)):
         saved = ms.optimizer_state(source, trained(source))
         optimizer = torch.optim.Adam(target.parameters())
@@ -174,7 +175,7 @@ def test_the_state_of_an_optimizer_goes_past_wrappers() -> None:
 
 
 def test_objects_are_restored_past_wrappers(tmp_path: Any) -> None:
-    wrapped = nn.DataParallel(nn.Linear(2, 2))
+    wrapped = data_parallel(nn.Linear(2, 2))
     optimizer = torch.optim.SGD(wrapped.parameters(), momentum=0.9)
     wrapped(torch.randn(3, 2)).sum().backward()
     optimizer.step()
