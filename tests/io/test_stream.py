@@ -51,7 +51,7 @@ def path(tmp_path: Path) -> str:
     return str(path)
 
 
-def streamed(path: str, threads: int, buffers: int = 1, delay: float = 0.0) -> tuple[bytes, set[str]]:
+def streamed(path: str, threads: int, waits: bool = False, delay: float = 0.0) -> tuple[bytes, set[str]]:
     """What comes of a stream of three ranges of the file, and the threads that brought it."""
     wanted = [Wanted(ByteRange(path, *where), 4) for where in ((100_000, 120_000), (10, 40_000), (50_010, 40_000))]
     found = [bytearray(one.source.nbytes) for one in wanted]
@@ -66,10 +66,10 @@ def streamed(path: str, threads: int, buffers: int = 1, delay: float = 0.0) -> t
     def consume(block: Block, buffer: torch.Tensor) -> Wait | None:
         names.add(threading.current_thread().name)
         time.sleep(delay)
-        if buffers == 1:
+        if not waits:
             take(block, buffer)
             return None
-        return lambda: take(block, buffer)  # as a device does: while the next block is read
+        return lambda: take(block, buffer)  # as a device does, which goes on while other blocks are read
 
     stream(
         wanted,
@@ -77,7 +77,6 @@ def streamed(path: str, threads: int, buffers: int = 1, delay: float = 0.0) -> t
         strategy=ReadStrategy(threads, 9_000),
         fingerprints=current_fingerprints([path]),
         on_block=lambda block, seconds: told.append(block.wanted_bytes),
-        buffers=buffers,
     )
     assert sum(told) == 200_000
     content = Path(path).read_bytes()
@@ -86,12 +85,36 @@ def streamed(path: str, threads: int, buffers: int = 1, delay: float = 0.0) -> t
     return b"".join(found), names
 
 
-@pytest.mark.parametrize("buffers", [1, 2])
+@pytest.mark.parametrize("waits", [False, True])
 @pytest.mark.parametrize("threads", [1, 2, 5])
-def test_what_is_streamed_is_what_is_in_the_file(threads: int, buffers: int, path: str) -> None:
-    _, names = streamed(path, threads, buffers, delay=0.005)
+def test_what_is_streamed_is_what_is_in_the_file(threads: int, waits: bool, path: str) -> None:
+    _, names = streamed(path, threads, waits, delay=0.005)
     assert len(names) == threads
     assert not [one for one in threading.enumerate() if one.name.startswith("modelstate-work")]
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_nothing_that_was_started_goes_on_after_an_error(threads: int, path: str) -> None:
+    """A device that copies from a buffer, or to memory that is about to be freed."""
+    started, ended, lock = list[int](), list[int](), threading.Lock()
+
+    def consume(block: Block, buffer: torch.Tensor) -> Wait:
+        with lock:
+            number = len(started)
+            if number == 7:
+                raise ValueError("the eighth")
+            started.append(number)
+        return lambda: ended.append(number)
+
+    with pytest.raises(ValueError, match="the eighth"):
+        stream(
+            [Wanted(ByteRange(path, 0, 200_000), 4)],
+            consume,
+            strategy=ReadStrategy(threads, 9_000),
+            fingerprints=current_fingerprints([path]),
+            on_block=lambda block, seconds: None,
+        )
+    assert sorted(ended) == started
 
 
 def test_the_threads_compute_alone_and_leave_the_setting_as_it_was() -> None:

@@ -225,8 +225,7 @@ def test_the_descriptor_reads_past_the_page_cache(path: str) -> None:
         file.close()
 
 
-@pytest.mark.parametrize("buffers", [1, 2])
-def test_streams(path: str, buffers: int) -> None:
+def test_streams(path: str) -> None:
     wanted = [Wanted(ByteRange(path, *where), 4) for where in ((3_000_001, 2_500_000), (9, 40), (50, 1_000_000))]
     found = [bytearray(one.source.nbytes) for one in wanted]
 
@@ -243,7 +242,6 @@ def test_streams(path: str, buffers: int) -> None:
             strategy=ReadStrategy(3, 300_000, uncached=frozenset([path])),
             fingerprints=current_fingerprints([path]),
             on_block=lambda block, seconds: None,
-            buffers=buffers,
         )
     assert [bytes(one) for one in found] == [truth([one.source]) for one in wanted]
     assert all(one.start % ALIGN_BYTES == 0 for one in faults.requests if one.call == "preadv")

@@ -1,6 +1,9 @@
-"""Loading onto an accelerator."""
+"""Loading onto a CUDA device."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +17,8 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device: loading onto one is not tested"),
 ]
 
+ANY_WAY = pytest.mark.parametrize("in_place", [None, False, True], ids=["default", "staged", "in place"])
+
 
 class Net(nn.Module):
     def __init__(self) -> None:
@@ -24,6 +29,58 @@ class Net(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         result: torch.Tensor = self.layer(x) + self.position
         return result
+
+
+class Several(nn.Module):
+    """3 MB of tensors of many kinds: large, small, tied, without elements, without dimensions, in another order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(1000, 500)
+        self.head = nn.Linear(500, 1000, bias=False)
+        self.head.weight = self.embed.weight
+        self.conv = nn.Conv2d(8, 8, 3).to(memory_format=torch.channels_last)
+        self.norm = nn.BatchNorm1d(500)
+        self.small = nn.ParameterList(nn.Parameter(torch.rand(7 + i)) for i in range(300))
+        self.empty = nn.Parameter(torch.rand(0, 3))
+        self.register_buffer("flags", torch.rand(33) > 0.5)
+        self.register_buffer("turns", torch.rand(5, 3, dtype=torch.complex64))
+        self.register_buffer("halves", torch.rand(70_001).half())
+        self.register_buffer("eighths", torch.rand(1001).to(torch.float8_e4m3fn))
+
+
+@contextmanager
+def memory_for(more_bytes: int) -> Iterator[None]:
+    """Lets torch allocate so much more on the device."""
+    torch.cuda.empty_cache()
+    total = torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + more_bytes) / total)
+    try:
+        yield
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+def values_of(module: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: value.detach().cpu().clone() for name, value in module.state_dict().items()}
+
+
+def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert found[name].dtype == value.dtype, name
+        octets, others = (one.contiguous().view(-1).view(torch.uint8) for one in (found[name], value))
+        assert torch.equal(octets, others), name
+
+
+@pytest.fixture
+def large(tmp_path: Path) -> tuple[nn.Module, dict[str, torch.Tensor], Path]:
+    """A module of 200 MB on the device, its values, and a file of others."""
+    torch.manual_seed(1)
+    module = nn.Sequential(*(nn.Linear(2500, 2500) for _ in range(8)))
+    path = tmp_path / "large.safetensors"
+    ms.save({name: torch.randn_like(value) for name, value in module.state_dict().items()}, path)
+    return module.cuda(), values_of(module), path
 
 
 @pytest.mark.parametrize("target", ["skeleton", "cpu", "cuda"])
@@ -53,3 +110,200 @@ def test_into_a_model_that_is_there() -> None:
     assert torch.equal(module.layer.weight, state["layer.weight"])
     ms.load(module, {name: value.cpu() for name, value in state.items()})
     assert module.layer.weight.data_ptr() == address
+
+
+@ANY_WAY
+@pytest.mark.parametrize("suffix", ["safetensors", "pt"])
+def test_every_kind_of_tensor(in_place: bool | None, suffix: str, tmp_path: Path) -> None:
+    torch.manual_seed(2)
+    source, module = Several(), Several().cuda()
+    module.conv.to(memory_format=torch.channels_last)
+    module.head.weight = module.embed.weight
+    path = tmp_path / f"several.{suffix}"
+    ms.save(source, path) if suffix == "safetensors" else torch.save(source.cuda().state_dict(), path)
+    before = {name: (id(value), value.data_ptr()) for name, value in module.state_dict(keep_vars=True).items()}
+    ms.load(module, path, in_place=in_place)
+    assert_same(values_of(module), values_of(source))
+    for name, value in module.state_dict(keep_vars=True).items():
+        assert (id(value), value.data_ptr()) == before[name], name
+    assert module.head.weight is module.embed.weight
+
+
+@ANY_WAY
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_device_casts_and_counts_what_becomes_infinite(
+    in_place: bool | None, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    state = {"weight": torch.randn(1500, 1500), "bias": torch.randn(1500)}
+    state["weight"][1499, 3:6] = torch.tensor([3.4028e38, -3.4028e38, 1.0])
+    state["bias"][7] = float("nan")
+    save_file(state, tmp_path / "x.safetensors")
+    module = nn.Linear(1500, 1500, device="cuda", dtype=dtype)
+    address = module.weight.data_ptr()
+    report = ms.load(module, tmp_path / "x.safetensors", dtype=dtype, in_place=in_place)
+    for name, value in values_of(module).items():
+        torch.testing.assert_close(value, state[name].to(dtype), rtol=0, atol=0, equal_nan=True)
+    assert module.weight.data_ptr() == address
+    notes = " ".join(report.notes)
+    assert "finite values became infinite or NaN by a cast, 2 in all: weight (2)" in notes
+    assert "values were NaN before a cast, 1 in all: bias (1)" in notes
+
+
+def test_the_default_needs_no_second_copy_on_the_device(large: tuple[nn.Module, dict[str, Any], Path]) -> None:
+    module, before, path = large
+    optimizer = torch.optim.AdamW(module.parameters(), fused=True)
+    torch.cuda.reset_peak_memory_stats()
+    allocated = torch.cuda.memory_allocated()
+    report = ms.load(module, path)
+    assert torch.cuda.max_memory_allocated() - allocated < 100 << 20
+    assert all("read lease" in step.how.why for step in report.steps), report.notes
+    after = values_of(module)
+    assert_same(after, {name: ms.open(path).tensor(name) for name in before})
+    module(torch.ones(2, 2500, device="cuda")).sum().backward()
+    optimizer.step()
+    assert not torch.equal(values_of(module)["0.weight"], after["0.weight"])
+
+
+def test_a_device_without_room_for_a_second_copy(large: tuple[nn.Module, dict[str, Any], Path]) -> None:
+    """The default loads; what has to stage fails, and changes nothing."""
+    module, before, path = large
+    with memory_for(100 << 20):
+        with pytest.raises(torch.OutOfMemoryError):
+            ms.load(module, path, in_place=False)
+        assert_same(values_of(module), before)
+        ms.load(module, path)
+    assert_same(values_of(module), {name: ms.open(path).tensor(name) for name in before})
+
+
+def test_a_device_without_room_for_a_buffer(large: tuple[nn.Module, dict[str, Any], Path]) -> None:
+    module, before, path = large
+    with memory_for(0):
+        held = list[torch.Tensor]()
+        for nbytes in (2 << 20, 1 << 20):  # of both kinds of memory that torch keeps
+            with suppress(torch.OutOfMemoryError):
+                while True:
+                    held.append(torch.empty(nbytes, dtype=torch.uint8, device="cuda"))
+        with pytest.raises(torch.OutOfMemoryError):
+            ms.load(module, path)
+        assert_same(values_of(module), before)
+        del held
+    ms.load(module, path)
+    assert_same(values_of(module), {name: ms.open(path).tensor(name) for name in before})
+
+
+def test_memory_that_cannot_be_pinned(
+    large: tuple[nn.Module, dict[str, Any], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module, before, path = large
+    empty = torch.empty
+
+    def refuse(*args: Any, pin_memory: bool = False, **options: Any) -> torch.Tensor:
+        if pin_memory:
+            raise RuntimeError("CUDA error: out of memory")
+        return empty(*args, **options)
+
+    monkeypatch.setattr(torch, "empty", refuse)
+    ms.load(module, path)
+    assert_same(values_of(module), {name: ms.open(path).tensor(name) for name in before})
+
+
+@ANY_WAY
+@pytest.mark.parametrize("is_cast", [False, True], ids=["same dtype", "cast"])
+@pytest.mark.parametrize("where", ["default stream", "side stream"])
+def test_the_load_comes_between_what_is_queued_before_and_after_it(
+    where: str, is_cast: bool, in_place: bool | None, large: tuple[nn.Module, dict[str, Any], Path]
+) -> None:
+    module, before, path = large
+    stored = {name: ms.open(path).tensor(name) for name in before}
+    if is_cast:
+        module = module.bfloat16()
+        before = values_of(module)
+        stored = {name: value.bfloat16() for name, value in stored.items()}
+    dtype = torch.bfloat16 if is_cast else None
+    ms.load(module, path, dtype=dtype, in_place=in_place)  # the memory that it needs is there
+    ms.load(module, before, in_place=in_place)
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream() if where == "side stream" else torch.cuda.default_stream()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(400_000_000)  # longer than the load
+        old = {name: value.detach().clone() for name, value in module.state_dict().items()}
+        ms.load(module, path, dtype=dtype, in_place=in_place)
+        new = {name: value.detach().clone() for name, value in module.state_dict().items()}
+    torch.cuda.synchronize()
+    assert_same({name: value.cpu() for name, value in old.items()}, before)
+    assert_same({name: value.cpu() for name, value in new.items()}, stored)
+
+
+def test_a_graph_that_was_captured_before_computes_with_the_new_values(
+    large: tuple[nn.Module, dict[str, Any], Path],
+) -> None:
+    module, _, path = large
+    given = torch.ones(2, 2500, device="cuda")
+    with torch.no_grad():
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            module(given)
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            result = module(given)
+        ms.load(module, path)
+        graph.replay()
+        assert torch.equal(result, module(given))
+
+
+def test_a_model_on_two_devices(tmp_path: Path) -> None:
+    source = nn.Sequential(nn.Linear(700, 700), nn.Linear(700, 700))
+    module = nn.Sequential(nn.Linear(700, 700).bfloat16(), nn.Linear(700, 700).cuda().bfloat16())
+    ms.save(source, tmp_path / "x.safetensors")
+    ms.load(module, tmp_path / "x.safetensors", dtype=torch.bfloat16)
+    assert [value.device.type for value in module.parameters()] == ["cpu", "cpu", "cuda", "cuda"]
+    assert_same(values_of(module), {name: value.bfloat16() for name, value in values_of(source).items()})
+
+
+def test_in_the_background_while_the_device_computes(large: tuple[nn.Module, dict[str, Any], Path]) -> None:
+    module, before, path = large
+    given = torch.ones(64, 2500, device="cuda")
+    expected = module(given).detach().clone()
+    handle = ms.load(module, path, background=True)
+    for _ in range(20):
+        assert torch.equal(module(given), expected)
+    handle.result()
+    assert_same(values_of(module), {name: ms.open(path).tensor(name) for name in before})
+
+
+@pytest.mark.parametrize("budget", [1 << 20, 40 << 20])
+def test_within_a_budget(budget: int, large: tuple[nn.Module, dict[str, Any], Path]) -> None:
+    module, before, path = large
+    torch.cuda.reset_peak_memory_stats()
+    allocated = torch.cuda.memory_allocated()
+    report = ms.load(module, path, max_memory_bytes=budget)
+    assert report.peak_memory_bytes <= budget
+    assert torch.cuda.max_memory_allocated() - allocated <= budget
+    assert_same(values_of(module), {name: ms.open(path).tensor(name) for name in before})
+
+
+@pytest.mark.parametrize("where", ["default stream", "side stream"])
+def test_rows_that_a_transform_quantizes_on_the_device(where: str, tmp_path: Path) -> None:
+    quantization = pytest.importorskip("torchao.quantization")
+    source = nn.Sequential(nn.Linear(1024, 2048, bias=False), nn.Linear(2048, 1024, bias=False))
+    ms.save(source, tmp_path / "x.safetensors")
+    with ms.skeleton():
+        module = nn.Sequential(nn.Linear(1024, 2048, bias=False), nn.Linear(2048, 1024, bias=False))
+    given = torch.randn(4, 1024, device="cuda", dtype=torch.bfloat16)
+    config = quantization.Int8WeightOnlyConfig(set_inductor_config=False)
+    stream = torch.cuda.Stream() if where == "side stream" else torch.cuda.default_stream()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        ms.load(
+            *(module, tmp_path / "x.safetensors"),
+            device="cuda",
+            dtype=torch.bfloat16,
+            transform=ms.loading.Quantize(config),
+        )
+        found = module(given)
+    expected = source.to("cuda", torch.bfloat16)
+    quantization.quantize_(expected, config)
+    torch.cuda.synchronize()
+    assert torch.equal(found, expected(given))

@@ -304,4 +304,6 @@ def same_tensor(first: torch.Tensor, second: torch.Tensor) -> bool:
     if not is_strided or first.is_quantized or second.is_quantized:
         return first is second
     a, b = (tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1) for tensor in (first, second))
+    if a.device != b.device:
+        a, b = a.cpu(), b.cpu()
     return bool(torch.equal(a.view(torch.uint8), b.view(torch.uint8)))

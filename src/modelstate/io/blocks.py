@@ -64,6 +64,41 @@ Consume = Callable[[Block, "torch.Tensor"], Wait | None]
 """Consumes a block from a byte buffer. The function that it returns is called before the buffer is used again."""
 
 
+class Buffers:
+    """The buffers of reads that follow each other: one that is free is used again."""
+
+    def __init__(self) -> None:
+        self._free: list[torch.Tensor] = []
+        self._needed = 0, 0
+
+    def need(self, blocks: Sequence[Block], threads: int) -> None:
+        """Takes note of what `reserve` has to make: for these blocks, a buffer for each thread."""
+        count, nbytes = self._needed
+        self._needed = max(count, min(threads, len(blocks))), max(nbytes, _largest(blocks))
+
+    def reserve(self) -> None:
+        """Makes buffers that are enough for each of the reads that are noted."""
+        count, nbytes = self._needed
+        self._free += [self._new(nbytes) for _ in range(count)]
+
+    @contextmanager
+    def lend(self, nbytes: int) -> Iterator[torch.Tensor]:
+        """Lends a buffer of at least so many bytes to one thread."""
+        buffer = next((self._free.pop() for one in self._free[-1:] if len(one) >= nbytes), None)
+        if buffer is None:
+            buffer = self._new(nbytes)
+        try:
+            yield buffer
+        finally:
+            self._free.append(buffer)
+
+    def _new(self, nbytes: int) -> torch.Tensor:
+        """Makes a buffer. The process keeps it for the next read, when it is free."""
+        import torch
+
+        return spare_tensors([(torch.Size([nbytes]), None, torch.uint8)])[0]
+
+
 def stream(
     wanted: Sequence[Wanted],
     consume: Consume,
@@ -72,13 +107,12 @@ def stream(
     fingerprints: Mapping[str, FileFingerprint],
     on_block: Callable[[Block, float], None],
     blocks: Sequence[Block] | None = None,
-    buffers: int = 1,
-    pinned: bool = False,
+    buffers: Buffers | None = None,
     held: Mapping[str, RangeFile] | None = None,
 ) -> None:
     """Reads the requested ranges in blocks; the thread that has read a block consumes it while another one reads.
 
-    No thread is at work any more when this returns or raises.
+    No thread is at work any more, and nothing that `consume` has started, when this returns or raises.
 
     Args:
         wanted: The ranges to read.
@@ -87,9 +121,7 @@ def stream(
         fingerprints: What each file must be before the first byte is read and after the last.
         on_block: Called with each consumed block and the seconds that it took, by one thread at a time.
         blocks: The blocks, for a caller that needs parts of several ranges in one block; by default `in_blocks`.
-        buffers: Buffers of each thread. With more than one, a thread reads on while an operation that `consume` has
-            started is still running.
-        pinned: Whether a device copies from the buffers.
+        buffers: The buffers, for a caller that has made them before or makes them in another way.
         held: As for `read_ranges`. `consume` may get a block twice.
 
     Raises:
@@ -98,21 +130,29 @@ def stream(
     if blocks is None:
         paths = {entry.source.path for entry in wanted}
         blocks = in_blocks(wanted, strategy.block_bytes, common_align_bytes(paths, fingerprints))
-    largest = max((block.nbytes for block in blocks), default=0)
-    threads = min(strategy.threads, len(blocks))
-    # From held files memory is written to that must not be left half written: the buffers are there before.
-    ready = [_block_buffer(largest, pinned) for _ in range(threads * buffers)] if held is not None else []
+    largest, threads = _largest(blocks), min(strategy.threads, len(blocks))
+    if buffers is None:
+        buffers = Buffers()
+        if held is not None:
+            # From held files memory is written to that must not be left half written: the buffers are there before.
+            buffers.need(blocks, threads)
+            buffers.reserve()
 
     @contextmanager
     def worker() -> Iterator[Callable[[Block], None]]:
+        with buffers.lend(largest) as buffer, _processing(buffer) as process:
+            yield process
+
+    @contextmanager
+    def _processing(buffer: torch.Tensor) -> Iterator[Callable[[Block], None]]:
         read = batch_reader(strategy.uncached)
-        own = [ready.pop() if ready else _block_buffer(largest, pinned) for _ in range(buffers)]
-        waits: list[Wait | None] = [None for _ in own]
+        wait: Wait | None = None
 
         def process(block: Block) -> None:
-            buffer, wait = own[0], waits[0]
+            nonlocal wait
             if wait is not None:
                 wait()
+                wait = None
             requests = []
             for part in block.parts:
                 source = wanted[part.which].source
@@ -120,17 +160,13 @@ def stream(
                 requests.append(Request(extent, buffer.data_ptr() + part.at))
             for batch in coalesce(requests, batch_bytes=block.nbytes, gap_bytes=GAP_BYTES):
                 read(files[batch.path], batch)
-            waits[0] = consume(block, buffer)
-            own.append(own.pop(0))
-            waits.append(waits.pop(0))
+            wait = consume(block, buffer)
 
         try:
             yield process
-            for wait in waits:
-                if wait is not None:
-                    wait()
         finally:
-            ready.extend(own if held is not None else ())  # for the caller's thread, where this one has failed
+            if wait is not None:
+                wait()
 
     with open_files((entry.source.path for entry in wanted), fingerprints, strategy.uncached, held) as files:
         run = for_each if held is None else for_all
@@ -178,9 +214,5 @@ def in_blocks(wanted: Sequence[Wanted], block_bytes: int, align_bytes: int = 1) 
     return blocks
 
 
-def _block_buffer(nbytes: int, pinned: bool) -> torch.Tensor:
-    import torch
-
-    if pinned:
-        return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
-    return spare_tensors([(torch.Size([nbytes]), None, torch.uint8)])[0]
+def _largest(blocks: Sequence[Block]) -> int:
+    return max((block.nbytes for block in blocks), default=0)

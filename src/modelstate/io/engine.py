@@ -128,6 +128,13 @@ class ReadStrategy:
         """The size of one scratch buffer: half of the scratch memory where the other half is computed with."""
         return self.scratch_bytes // 2 if self.ahead else self.scratch_bytes
 
+    def streamed_bytes(self, devices: int) -> int:
+        """The size of a block that is streamed, to the CPU or to a number of devices.
+
+        A block for a device is larger: what is done for each block takes longer there than the block itself.
+        """
+        return self.block_bytes * (2 if devices else 1)
+
     @property
     def buffer_bytes(self) -> int:
         """Memory of one `read_ranges` beside the destinations: O_DIRECT buffers, or replies of servers."""
@@ -140,18 +147,19 @@ class ReadStrategy:
         """Memory of one reply that is read: the client joins its pieces, so it has a short one twice."""
         return min(_REPLY_BYTES, 2 * self.block_bytes) if self.remote else 0
 
-    def stream_bytes(self, total: int, unit: int, working: int, buffers: int) -> int:
+    def stream_bytes(self, total: int, unit: int, working: int, devices: int) -> int:
         """Memory of one `stream`.
 
         Args:
             total: The bytes of all ranges.
             unit: The largest unit of a range.
             working: The bytes that consuming a block takes.
-            buffers: The buffers of each thread.
+            devices: The devices that blocks are copied to, each of which has memory for one.
         """
-        buffer = min(aligned(max(self.block_bytes, unit)), total)
+        buffer = min(aligned(max(self.streamed_bytes(devices), unit)), total)
         threads = self.threads if total > buffer else 1
-        return threads * ((BUFFER_BYTES if self.uncached else 0) + self._reply_bytes + buffers * buffer + working)
+        of_a_thread = (BUFFER_BYTES if self.uncached else 0) + self._reply_bytes + buffer + working
+        return threads * of_a_thread + devices * buffer
 
     def smaller(self) -> Iterator[ReadStrategy]:
         """Strategies that need less and less memory."""

@@ -86,7 +86,8 @@ class StagedLoad:
         stage(staging, self._planned, progress)
         # Other threads use the tensors on other streams: the copies on the streams of this thread must have ended.
         finals = [assignment.final for assignment in assignments if assignment.final is not None]
-        for device in {final.device for final in finals if final.device.type == "cuda"}:
+        devices = {final.device for final in finals} | {table.device for table in self._tables}
+        for device in (device for device in devices if device.type == "cuda"):
             torch.cuda.current_stream(device).synchronize()
         self._notes += bring_in(self._planned, progress)
 

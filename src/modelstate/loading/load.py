@@ -45,15 +45,15 @@ from modelstate.loading.report import LoadReport
 from modelstate.loading.stage import (
     Progress,
     bring_in,
+    leased_reads,
     limit_memory,
     prefault_async,
     prefetch_range,
     read_in_place,
-    read_leased,
     stage,
 )
 from modelstate.loading.staging import Inspect, Staging
-from modelstate.planning.assignment import Assignment
+from modelstate.planning.assignment import DEVICES_READ_INTO, Assignment
 from modelstate.planning.matching import ModelSchemaView, match
 from modelstate.planning.plain_table import PlainTable, Planned
 from modelstate.planning.plan import AnyTransform, LoadPlan, Options, check_model, options_of
@@ -522,11 +522,12 @@ def _execute(
                 then(preparation.initialised)
             waiting = _leased(planned)
             files = held.enter_context(_held_for_commit(staging, waiting, planned, advance)) if waiting else None
+            read = None if files is None else leased_reads(staging, waiting, files)
             if agreement is not None:  # a rank that is interrupted behind the vote would not commit, and others would
                 held.enter_context(deferred_signals())
         with phase(COMMIT, effect="all other ranks have loaded"):
             last = [partial(state.__setitem__, *item) for state, *item in new_state]
-            _commit(transaction, staging, planned, files, last)
+            _commit(transaction, waiting, planned, files, read, last)
         ranks, reread_bytes = ((), 0) if agreement is None else rank_reports(preparation, staging, agreement)
     if is_mapped and load_options.prefault is None and staged is None:
         notes += prefault_async(staging, planned)
@@ -583,7 +584,7 @@ def prepare(
             param = next(transaction.root.parameters(), None)
             nbytes = sum(fingerprint.nbytes for fingerprint in matched.part.fingerprints.values())
             # A parameter with memory may be read into at the commit, and a small file is not worth a thread.
-            if param is not None and param.device.type == "cpu" and nbytes >= LEAST_BYTES:
+            if param is not None and param.device.type in DEVICES_READ_INTO and nbytes >= LEAST_BYTES:
                 staging.look = look_ahead(matched.part.fingerprints)
     else:
         staging = replace(staged.staging)  # the memory of the model is looked up again
@@ -744,36 +745,38 @@ def _held_for_commit(
 
 def _commit(
     transaction: Transaction,
-    staging: Staging,
+    waiting: Sequence[Planned],
     planned: Sequence[Planned],
     files: HeldFiles | None,
+    read: Callable[[], list[Exception]] | None,
     last: Sequence[Callable[[], None]],
 ) -> None:
     """Commits, and reads what is read at the commit.
 
     Args:
         transaction: The transaction of the load.
-        staging: How the values are read.
+        waiting: What is read at the commit, if files are held.
         planned: Everything that the load reads.
         files: The files that `_held_for_commit` holds.
+        read: Reads from the files, and returns the errors.
         last: Called at the end of the commit; they must not raise.
 
     Raises:
         ReadFailedError: After the commit, where a read failed that should not have: with the names of the tensors.
     """
-    waiting, errors = [] if files is None else _leased(planned), list[Exception]()
+    errors = list[Exception]()
     tables = (item for item in planned if isinstance(item, PlainTable) and item.placement.staged)
     staged = [(table.params, table.final) for table in tables if table.final is not None]
 
     @torch.no_grad()
     def first() -> None:
-        if files is not None:
-            errors.extend(read_leased(staging, waiting, files))
+        if read is not None:
+            errors.extend(read())
         for params, values in staged:
             for param, value in zip(params, values, strict=True):
                 param.copy_(value)
 
-    transaction.commit(*last, first=first if waiting or staged else None)
+    transaction.commit(*last, first=first if read is not None or staged else None)
     if errors and files is not None:
         names = [name for item in waiting for name in item.names_in(files.failed)]
         names = names or [name for item in waiting for name in item.names_in(item.extents)]

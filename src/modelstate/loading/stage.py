@@ -29,7 +29,7 @@ from modelstate.io.prefetch import (
 )
 from modelstate.io.tensors import compute, elements
 from modelstate.loading.staging import Inspect, Staging
-from modelstate.loading.stream import read_cast, read_streamed
+from modelstate.loading.stream import Held, StreamBuffers, streamed_read, table_read
 from modelstate.planning.assignment import (
     BY_TRANSFORM,
     Assignment,
@@ -158,7 +158,7 @@ def stage(staging: Staging, planned: Iterable[Planned], progress: Progress) -> N
         for assignment, final in finals:
             assignment.final = final
     if streamed:
-        read_streamed(staging, streamed, progress)
+        streamed_read(staging, streamed, progress)()
     if computed:
         _compute(staging, computed, fresh_tensors([assignment.layout for assignment in computed]), progress)
     if together:
@@ -174,7 +174,11 @@ def _stage_table(staging: Staging, table: PlainTable, progress: Progress) -> Non
         return
     staging.held.take(table.staged_bytes)
     layouts = [(param.size(), None, dtype) for param, dtype in zip(table.params, table.dtypes, strict=True)]
-    memory = (staging.temporary if table.placement.staged else fresh_tensors)(layouts)
+    if table.device.type == "cpu":
+        memory = (staging.temporary if table.placement.staged else fresh_tensors)(layouts)
+    else:
+        with torch.inference_mode(False):
+            memory = [torch.empty(size, dtype=dtype, device=table.device) for size, _, dtype in layouts]
     _read_table(staging, table, memory, progress, is_fresh=staging.strategy.cached)
     table.final = memory
 
@@ -199,7 +203,8 @@ def read_in_place(staging: Staging, planned: Iterable[Planned], progress: Progre
     streamed, cast = _split(cast, lambda assignment: assignment.route is ReadRoute.STREAMED)
     # The buffer for casts is made before anything is written.
     _read_through_scratch(staging, cast, progress, _finish_in_place)
-    read_streamed(staging, streamed, progress)
+    if streamed:
+        streamed_read(staging, streamed, progress)()
     _compute(staging, computed, [assignment.param for assignment in computed], progress)
     for assignment in derived:  # by torch, of tensors that are there: one at a time
         with staging.held.during(assignment.buffer_bytes):
@@ -214,37 +219,48 @@ def read_in_place(staging: Staging, planned: Iterable[Planned], progress: Progre
         _read_table(staging, table, table.params, progress)
 
 
-def read_leased(staging: Staging, planned: Sequence[Planned], files: HeldFiles) -> list[Exception]:
-    """Reads what is read at the commit, from files that are held.
+def leased_reads(staging: Staging, planned: Sequence[Planned], files: HeldFiles) -> Callable[[], list[Exception]]:
+    """Returns a function that reads what is read at the commit, from files that are held.
 
-    Returns the errors, which there should not be: everything that can be read is in place also then.
+    It returns the errors, which there should not be: everything that can be read is in place also then. The buffers of
+    values that are streamed are made before this returns.
     """
     waiting = [item for item in planned if isinstance(item, Assignment)]
     tables = [item for item in planned if isinstance(item, PlainTable)]
     straight, rest = _split(waiting, lambda assignment: assignment.route is ReadRoute.DIRECT)
     computed, cast = _split(rest, lambda assignment: assignment.route is ReadRoute.COMPUTED)
+    direct, streamed = _split(tables, lambda table: not table.is_streamed)
     params = [assignment.param for assignment in computed]
-    errors: list[Exception] = []
-    reads = [
-        partial(read_streamed, staging, cast, lambda _: None, held=files),
+    devices = {item.device for item in cast} | {table.device for table in streamed}
+    held = Held(files, StreamBuffers(staging, devices))
+    reads: list[Callable[[], None]] = [
+        *(streamed_read(staging, some, lambda _: None, held) for some in [cast] * bool(cast)),
+        *(table_read(staging, table, table.params, lambda _: None, held) for table in streamed),
         partial(_compute, staging, computed, params, lambda _: None, held=files),
         partial(
             _read, staging, [(assignment, assignment.param) for assignment in straight], lambda _: None, held=files
         ),
-        *(partial(_read_table, staging, table, table.params, lambda _: None, held=files) for table in tables),
+        *(partial(_read_table, staging, table, table.params, lambda _: None, held=files) for table in direct),
     ]
-    for read in reads:
-        try:
+    held.buffers.reserve()
+
+    def run() -> list[Exception]:
+        errors: list[Exception] = []
+        for read in reads:
             try:
-                read()
-            except MemoryError:
-                read()  # the buffers of the first read are free again
-        except Exception as error:
-            errors.append(error)
-    for assignment in waiting:
-        assignment.final = assignment.param
-    increment_version([item.param for item in straight])  # autograd has not seen the writes
-    return errors
+                try:
+                    read()
+                except MemoryError:
+                    read()  # the buffers of the first read are free again
+            except Exception as error:
+                errors.append(error)
+        held.buffers.release()
+        for assignment in waiting:
+            assignment.final = assignment.param
+        increment_version([item.param for item in straight])  # autograd has not seen the writes
+        return errors
+
+    return run
 
 
 def _compute(
@@ -613,8 +629,8 @@ def _read_table(
     held: HeldFiles | None = None,
 ) -> None:
     """Reads the values of a table into tensors: memory of their own, or their slots."""
-    if table.casts:
-        read_cast(staging, table, targets, progress, held)
+    if table.is_streamed:
+        table_read(staging, table, targets, progress)()
         return
     started, inspect = time.perf_counter(), staging.inspect if held is None else None
     uncached = frozenset[str]() if held is not None else staging.strategy.uncached

@@ -2,14 +2,17 @@
 
 import threading
 from bisect import bisect_left, bisect_right
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
 from modelstate.errors import TransformError
-from modelstate.io.blocks import Block, Part, Wait, Wanted, stream
-from modelstate.io.engine import BUFFER_BYTES
+from modelstate.io.blocks import Block, Buffers, Consume, Part, Wait, Wanted, in_blocks, stream
+from modelstate.io.engine import BUFFER_BYTES, common_align_bytes
 from modelstate.io.held import HeldFiles
 from modelstate.io.memory import fresh_tensors
 from modelstate.loading.staging import Staging
@@ -21,45 +24,83 @@ from modelstate.torch_compat.dtypes import can_overflow, is_within
 from modelstate.torch_compat.plain import is_plain
 from modelstate.torch_compat.private import copy_each
 
+_MOST_DIRECT = 4
+"""So many parts of a block are copied to a device one by one."""
 _FEW = 16
 """So many tensors of a block are checked one by one, whether a cast has made values infinite."""
 
 
-class CudaCopyStreams:
-    """A stream of copies for each device and each thread."""
+class CudaQueue:
+    """Copies blocks to a CUDA device, where the values are cast and put where they belong, on a stream of its own.
 
-    def __init__(self, devices: Iterable[torch.device]) -> None:
-        # The memory of the targets may still be in use by what the caller has queued before.
-        self._before = {device: torch.cuda.current_stream(device) for device in devices}
-        self._own = threading.local()
+    A block gets to the device in one copy where it has parts of many tensors: there, a small copy takes far less time
+    than one from the host. Threads queue their blocks one after the other. If they did so at the same time, they would
+    wait for Python's lock between all calls of CUDA, for longer than the copies take.
+    """
 
-    def copy(self, targets: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> Wait:
-        """Starts to copy values from pinned memory and to cast them on the device; returns a function that waits."""
-        used: dict[torch.device, Any] = {}
-        for target, value in zip(targets, values, strict=True):
-            if target.device not in self._before:
-                target.copy_(value)
-                continue
-            stream = used.setdefault(target.device, self._of_this_thread(target.device))
-            with torch.cuda.stream(stream):
-                there = value.to(target.device, non_blocking=True) if value.dtype != target.dtype else value
-                target.copy_(there, non_blocking=True)
-        events = [stream.record_event() for stream in used.values()]
+    def __init__(self, device: torch.device) -> None:
+        self._callers, self._lock = torch.cuda.current_stream(device), threading.Lock()
+        self._own = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._there = torch.empty(0)
 
-        def wait() -> None:
-            for event in events:
-                event.synchronize()
+    def reserve(self, nbytes: int) -> int:
+        """Allocates memory for blocks of this size on the device. A read that is under way allocates none.
 
+        Returns by how many bytes the memory has grown.
+        """
+        with self._lock, self.callers_stream():
+            before = self._there.nbytes
+            if before < nbytes:
+                self._there = torch.empty(nbytes, dtype=torch.uint8, device=self._own.device)
+            # The caller's work that is queued may use this memory, and that of the targets.
+            self._own.wait_stream(self._callers)
+            return self._there.nbytes - before
+
+    def callers_stream(self) -> AbstractContextManager[Any]:
+        """Has a thread queue its work behind that of the thread that loads."""
+        return torch.cuda.stream(self._callers)
+
+    def run(
+        self, buffer: torch.Tensor, nbytes: int, targets: int | None, put: Callable[[torch.Tensor], object]
+    ) -> Wait:
+        """Calls `put` with a block, or a copy of it on the device: it queues the copies to where values belong.
+
+        `targets` is the number of tensors that values are copied to, or None where they are cast. Returns a function
+        that waits until the device has done what was queued.
+        """
+        with self._lock, torch.cuda.stream(self._own):
+            if targets is not None and targets <= _MOST_DIRECT:
+                put(buffer)
+            else:
+                self._there[:nbytes].copy_(buffer[:nbytes], non_blocking=True)
+                put(self._there)
+            event = self._own.record_event()
+        wait: Wait = event.synchronize
         return wait
 
-    def _of_this_thread(self, device: torch.device) -> Any:
-        if not hasattr(self._own, "streams"):
-            self._own.streams = {}
-        streams: dict[torch.device, Any] = self._own.streams
-        if device not in streams:
-            streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-            streams[device].wait_stream(self._before[device])
-        return streams[device]
+
+class StreamBuffers(Buffers):
+    """The buffers of streamed reads: of pinned memory where blocks are copied to CUDA devices."""
+
+    def __init__(self, staging: Staging, devices: Iterable[torch.device]) -> None:
+        super().__init__()
+        self.queues = {device: CudaQueue(device) for device in sorted(set(devices), key=str) if device.type == "cuda"}
+        self._tracker, self._taken = staging.held, list[int]()
+        self._beside_bytes = BUFFER_BYTES if staging.strategy.uncached else 0
+
+    def _new(self, nbytes: int) -> torch.Tensor:
+        taken = nbytes + self._beside_bytes + sum(queue.reserve(nbytes) for queue in self.queues.values())
+        self._taken.append(taken)
+        self._tracker.take(taken)
+        with suppress(RuntimeError):  # a limit on pinned memory; copies from other memory only take longer
+            if self.queues:
+                return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+        return super()._new(nbytes)
+
+    def release(self) -> None:
+        """Called when the buffers are not needed any more."""
+        self._tracker.take(-sum(self._taken))
+        self._taken.clear()
 
 
 def parts_of(tensor: torch.Tensor) -> dict[str, torch.Tensor] | None:
@@ -182,108 +223,143 @@ def _context(some: torch.Tensor) -> Any:
 Progress = Callable[[int], None]
 
 
-def read_streamed(
-    staging: Staging, streamed: Sequence[Assignment], progress: Progress, held: HeldFiles | None = None
-) -> None:
-    """Reads the final values of assignments that can be streamed, in place where the placement says so.
+class Held(NamedTuple):
+    """Files that are held, and the buffers of the reads from them, which are made when all of these are planned."""
 
-    With `held` it reads from these files, and everything that can be read is in place also where it raises.
+    files: HeldFiles
+    buffers: StreamBuffers
 
-    Raises `ReadFailedError` and `TransformError`; memory that is read in place is then partly overwritten.
+
+def streamed_read(
+    staging: Staging, streamed: Sequence[Assignment], progress: Progress, held: Held | None = None
+) -> Callable[[], None]:
+    """Returns a function that reads the final values of assignments that can be streamed.
+
+    It reads in place where the placement says so. With `held` it reads from these files, and everything that can be
+    read is in place also where it raises.
+
+    It raises `ReadFailedError` and `TransformError`; memory that is read in place is then partly overwritten.
     """
-    if not streamed:
-        return
-    strategy = staging.strategy
-    consumer = _BlockConsumer(staging, streamed, BUFFER_BYTES if strategy.uncached else 0)
+    buffers = StreamBuffers(staging, (one.device for one in streamed)) if held is None else held.buffers
+    consumer = _BlockConsumer(staging, streamed, buffers.queues)
+    ranges = [one.stored.extent for one in streamed if isinstance(one.stored, StoredTensor)]
+    wanted = [Wanted(extent, one.unit_bytes) for extent, one in zip(ranges, streamed, strict=True)]
 
     def on_block(block: Block, seconds: float) -> None:
         consumer.on_block(block, seconds)
         progress(block.wanted_bytes)
 
-    stream(
-        [Wanted(one.stored.extent, one.unit_bytes) for one in streamed if isinstance(one.stored, StoredTensor)],
-        consumer.consume,
-        strategy=strategy,
-        fingerprints=staging.checkpoint.fingerprints,
-        on_block=on_block,
-        buffers=2 if consumer.on_device else 1,
-        pinned=consumer.on_device,
-        held=held,
-    )
-    consumer.end()
-    staging.held.take(-consumer.buffer_bytes)
+    return _stream(staging, wanted, consumer.consume, buffers, on_block, consumer.end, held)
 
 
-def read_cast(
+def table_read(
     staging: Staging,
     table: PlainTable,
     targets: Sequence[torch.Tensor],
     progress: Progress,
-    held: HeldFiles | None = None,
-) -> None:
-    """Reads and casts the values of a table into tensors. Values that adjoin in a file are read as one range.
+    held: Held | None = None,
+) -> Callable[[], None]:
+    """Returns a function that reads the values of a streamed table into tensors, and casts them.
 
-    The bytes of a value that has several names are read once.
+    Values that adjoin in a file are read as one range, and the bytes of a value that has several names once.
 
     With `held` it reads from these files, and everything that can be read is in place also where it raises.
 
-    Raises `ReadFailedError`; memory that is read in place is then partly overwritten.
+    It raises `ReadFailedError`; memory that is read in place is then partly overwritten.
     """
     dtype, sources, runs = table.stored_dtype, table.sources, table.extents
     in_order = sorted(range(len(sources)), key=sources.__getitem__)
     begins = [(path, start) for path, start, _ in map(sources.__getitem__, in_order)]
     ends = [(path, start + nbytes) for path, start, nbytes in map(sources.__getitem__, in_order)]
-    narrow = {target for target in table.dtypes if can_overflow(dtype, target)}
-    buffers_bytes: dict[int, int] = {}
+    narrow, casts = {target for target in table.dtypes if can_overflow(dtype, target)}, table.casts
+    buffers = StreamBuffers(staging, [table.device]) if held is None else held.buffers
+    queue = buffers.queues.get(table.device)
 
     @torch.inference_mode(False)
     @torch.no_grad()
-    def consume(block: Block, buffer: torch.Tensor) -> None:
-        if buffer.data_ptr() not in buffers_bytes:
-            buffers_bytes[buffer.data_ptr()] = buffer.nbytes + (BUFFER_BYTES if staging.strategy.uncached else 0)
-            staging.held.take(buffers_bytes[buffer.data_ptr()])
-        for part in block.parts:
-            rows, values, cast = list[int](), list[torch.Tensor](), list[torch.Tensor]()
-            read = _shown(buffer, part, dtype)
-            path, first = runs[part.which].path, runs[part.which].start + part.first
-            end = first + part.nbytes
-            for row in in_order[bisect_right(ends, (path, first)) : bisect_left(begins, (path, end))]:
-                _, start, nbytes = sources[row]
-                value = read[max(start - first, 0) // dtype.itemsize : (start + nbytes - first) // dtype.itemsize]
-                target = targets[row].view(-1)
-                if len(value) < len(target):
-                    skipped = max(first - start, 0) // dtype.itemsize
-                    target = target[skipped : skipped + len(value)]
-                rows.append(row)
-                values.append(value)
-                cast.append(target)
-            copy_each(cast, values)
-            # The sum of a result takes less time than the limits of what was read, but a call for each tensor.
-            if narrow and (len(rows) <= _FEW or not all(is_within(read, target) for target in narrow)):
-                for row, value, target in zip(rows, values, cast, strict=True):
-                    staging.overflows.check(table.slots[row].name, value, target)
+    def consume(block: Block, buffer: torch.Tensor) -> Wait | None:
+        parts = [(part, rows_of(part)) for part in block.parts]
+
+        def put_all(there: torch.Tensor) -> None:
+            for part, rows in parts:
+                put(part, rows, there)
+
+        if queue is not None:
+            return queue.run(buffer, block.nbytes, None if casts else sum(len(rows) for _, rows in parts), put_all)
+        put_all(buffer)
+        return None
+
+    def rows_of(part: Part) -> list[int]:
+        path, first = runs[part.which].path, runs[part.which].start + part.first
+        return in_order[bisect_right(ends, (path, first)) : bisect_left(begins, (path, first + part.nbytes))]
+
+    def put(part: Part, rows: list[int], there: torch.Tensor) -> None:
+        values, cast = list[torch.Tensor](), list[torch.Tensor]()
+        read, first = _shown(there, part, dtype), runs[part.which].start + part.first
+        for row in rows:
+            _, start, nbytes = sources[row]
+            value = read[max(start - first, 0) // dtype.itemsize : (start + nbytes - first) // dtype.itemsize]
+            target = targets[row].view(-1)
+            if len(value) < len(target):
+                skipped = max(first - start, 0) // dtype.itemsize
+                target = target[skipped : skipped + len(value)]
+            values.append(value)
+            cast.append(target)
+        copy_each(cast, values, non_blocking=queue is not None)
+        # The sum of a result takes less time than the limits of what was read, but a call for each tensor.
+        if narrow and (len(rows) <= _FEW or not all(is_within(read, target) for target in narrow)):
+            for row, value, target in zip(rows, values, cast, strict=True):
+                staging.overflows.check(table.slots[row].name, value, target)
 
     def on_block(block: Block, seconds: float) -> None:
         table.seconds += seconds
         progress(block.wanted_bytes)
 
-    stream(
-        [Wanted(run, dtype.itemsize) for run in runs],
-        consume,
-        strategy=staging.strategy,
-        fingerprints=staging.checkpoint.fingerprints,
-        on_block=on_block,
-        held=held,
-    )
-    staging.held.take(-sum(buffers_bytes.values()))
-    progress(table.nbytes - sum(run.nbytes for run in runs))
+    def end() -> None:
+        progress(table.nbytes - sum(run.nbytes for run in runs))
+
+    wanted = [Wanted(run, dtype.itemsize) for run in runs]
+    return _stream(staging, wanted, consume, buffers, on_block, end, held)
+
+
+def _stream(
+    staging: Staging,
+    wanted: Sequence[Wanted],
+    consume: Consume,
+    buffers: StreamBuffers,
+    on_block: Callable[[Block, float], None],
+    end: Callable[[], None],
+    held: Held | None,
+) -> Callable[[], None]:
+    strategy, fingerprints = staging.strategy, staging.checkpoint.fingerprints
+    align_bytes = common_align_bytes({entry.source.path for entry in wanted}, fingerprints)
+    blocks = in_blocks(wanted, strategy.streamed_bytes(len(buffers.queues)), align_bytes)
+    buffers.need(blocks, strategy.threads)
+
+    def run() -> None:
+        stream(
+            *(wanted, consume),
+            strategy=strategy,
+            fingerprints=fingerprints,
+            on_block=on_block,
+            blocks=blocks,
+            buffers=buffers,
+            held=None if held is None else held.files,
+        )
+        if held is None:
+            buffers.release()
+        end()
+
+    return run
 
 
 class _BlockConsumer:
     """Casts, moves or transforms the parts of blocks, and writes them to the final tensors."""
 
-    def __init__(self, staging: Staging, streamed: Sequence[Assignment], beside_bytes: int) -> None:
-        self._streamed = streamed
+    def __init__(
+        self, staging: Staging, streamed: Sequence[Assignment], queues: Mapping[torch.device, CudaQueue]
+    ) -> None:
+        self._streamed, self._queues = streamed, queues
         self._joined = {
             index: RowAssembler(assignment.name, assignment.param.shape[0])
             for index, assignment in enumerate(streamed)
@@ -293,48 +369,48 @@ class _BlockConsumer:
         cast = [index for index, assignment in enumerate(streamed) if assignment.remake is None]
         self._finals = dict(zip(cast, _memory(staging, [streamed[index] for index in cast]), strict=True))
         self._flat = {index: final.detach().view(-1) for index, final in self._finals.items()}
-        devices = {final.device for final in self._finals.values() if final.device.type == "cuda"}
-        self.on_device = bool(devices)
-        self._queues = CudaCopyStreams(devices)
-        self._held, self._bytes_of_buffers = staging.held, dict[int, int]()
-        self._beside_bytes = beside_bytes
-        self._held.take(sum(assignment.staged_bytes for assignment in streamed))
-
-    @property
-    def buffer_bytes(self) -> int:
-        """The size of the buffers in use, with the O_DIRECT buffer of each."""
-        return sum(self._bytes_of_buffers.values())
+        self._tracker = staging.held
+        self._tracker.take(sum(assignment.staged_bytes for assignment in streamed))
 
     @torch.inference_mode(False)
+    @torch.no_grad()
     def consume(self, block: Block, buffer: torch.Tensor) -> Wait | None:
         """Processes a block. Returns a function that waits until the buffer can be used again."""
-        if buffer.data_ptr() not in self._bytes_of_buffers:
-            self._bytes_of_buffers[buffer.data_ptr()] = buffer.nbytes + self._beside_bytes
-            self._held.take(buffer.nbytes + self._beside_bytes)
-        values: list[torch.Tensor] = []
-        targets: list[torch.Tensor] = []
-        checked: list[tuple[Assignment, torch.Tensor, torch.Tensor]] = []
-        with torch.no_grad():
-            for part in block.parts:
-                assignment = self._streamed[part.which]
-                value = _shown(buffer, part, assignment.value.dtype)
-                if assignment.remake is not None:
-                    self._remake(assignment, part, value)
-                    continue
-                first = part.first // assignment.value.itemsize
-                values.append(value)
-                targets.append(self._flat[part.which][first : first + value.numel()])
-                if can_overflow(assignment.value.dtype, assignment.dtype):
-                    checked.append((assignment, value, targets[-1]))
-            if self.on_device:
-                for assignment, value, target in checked:  # before the buffer is read into again
-                    assignment.overflows.check(assignment.name, value, target)
-                return self._queues.copy(targets, values)
-            if values:
-                copy_each(targets, values)
-            for assignment, value, target in checked:
-                assignment.overflows.check(assignment.name, value, target)
-        return None
+        queues = self._queues
+        parts = defaultdict[torch.device, list[Part]](list)
+        for part in block.parts:
+            assignment = self._streamed[part.which]
+            if assignment.remake is None:
+                parts[self._flat[part.which].device].append(part)
+                continue
+            queue = queues.get(assignment.device)
+            with nullcontext() if queue is None else queue.callers_stream():
+                self._remake(assignment, part, _shown(buffer, part, assignment.value.dtype))
+        waits = list[Wait]()
+        for device, its in parts.items():
+            if device in queues:
+                waits.append(queues[device].run(buffer, block.nbytes, self._targets(its), partial(self._put, its)))
+            else:
+                self._put(its, buffer)
+        return (lambda: [wait() for wait in waits]) if waits else None
+
+    def _targets(self, parts: Sequence[Part]) -> int | None:
+        assignments = [self._streamed[part.which] for part in parts]
+        casts = any(assignment.value.dtype != assignment.dtype for assignment in assignments)
+        return None if casts else len(parts)
+
+    def _put(self, parts: Sequence[Part], there: torch.Tensor) -> None:
+        """Casts parts of a block to where they belong."""
+        values, targets = list[torch.Tensor](), list[torch.Tensor]()
+        for part in parts:
+            dtype = self._streamed[part.which].value.dtype
+            values.append(_shown(there, part, dtype))
+            first = part.first // dtype.itemsize
+            targets.append(self._flat[part.which][first : first + len(values[-1])])
+        copy_each(targets, values, non_blocking=targets[0].device in self._queues)
+        for part, value, target in zip(parts, values, targets, strict=True):
+            assignment = self._streamed[part.which]
+            assignment.overflows.check(assignment.name, value, target)
 
     def _remake(self, assignment: Assignment, part: Part, value: torch.Tensor) -> None:
         assert assignment.remake is not None
@@ -346,7 +422,7 @@ class _BlockConsumer:
             given = rows[at : at + assignment.remake_rows]
             # The transform gets as many bytes as it returns.
             given_bytes = given.numel() * assignment.dtype.itemsize * (2 if casts else 1)
-            with self._held.during(assignment.remake_bytes + given_bytes):
+            with self._tracker.during(assignment.remake_bytes + given_bytes):
                 some = given.to(assignment.dtype)
                 assignment.overflows.check(assignment.name, given, some)
                 some = some.to(assignment.device)
@@ -416,5 +492,5 @@ def _writer(assignment: Assignment) -> RowsWriter | None:
 def _shown(buffer: torch.Tensor, part: Part, dtype: torch.dtype) -> torch.Tensor:
     """A view of a part of the buffer with the stored dtype."""
     count = part.nbytes // dtype.itemsize
-    empty = torch.empty(0, dtype=dtype, device="cpu")
-    return empty.set_(buffer.untyped_storage(), part.at // dtype.itemsize, (count,), contiguous_stride((count,)))
+    empty = torch.empty(0, dtype=dtype, device=buffer.device)
+    return empty.set_(buffer.untyped_storage(), part.at // dtype.itemsize, (count,), (1,))

@@ -57,6 +57,8 @@ CALL = Placement("call", "passed to set_extra_state")
 MAPPED = Placement("swap", "was on meta: becomes a map of the file", mapped=True)
 NEW_MEMORY = Placement("swap", "was on meta: gets memory")
 DIRECT = Placement("copy", "into the existing memory, directly", direct=True)
+DEVICES_READ_INTO = ("cpu", "cuda")
+"""The types of devices with memory that can be read into at the commit: no step of the way there allocates memory."""
 LEASED = Placement(
     "copy", "into the existing memory, directly, while a read lease holds the file", direct=True, leased=True
 )

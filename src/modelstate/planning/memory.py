@@ -65,12 +65,12 @@ def peak_bytes(planned: Iterable[Planned], strategy: ReadStrategy) -> int:
     staged = sum(assignment.staged_bytes for assignment in needing) + sum(table.staged_bytes for table in tables)
     # These reads follow each other, and each frees its memory.
     in_runs = any(strategy.remote or assignment.is_run_of_bytes for assignment in whole)
-    in_runs = in_runs or any(not table.casts for table in tables)
+    in_runs = in_runs or any(not table.is_streamed for table in tables)
     read = strategy.buffer_bytes if in_runs else 0
     read += max(_scratch(whole, strategy), _alone(whole, strategy))
     read += placed_bytes(whole)
     computing = max((assignment.combined.thread_bytes for assignment in computed if assignment.combined), default=0)
-    casting = max((_casting(table, strategy) for table in tables if table.casts), default=0)
+    casting = max((_casting(table, strategy) for table in tables if table.is_streamed), default=0)
     return staged + max(_streaming(streamed, strategy), casting, read_threads() * computing, read)
 
 
@@ -82,17 +82,19 @@ def placed_bytes(assignments: Iterable[Assignment]) -> int:
 
 def _casting(table: PlainTable, strategy: ReadStrategy) -> int:
     total = sum(map(aligned, table.columns.nbytes))
-    return strategy.stream_bytes(total, unit=table.stored_dtype.itemsize, working=0, buffers=1)
+    devices = 1 if table.device.type == "cuda" else 0
+    return strategy.stream_bytes(total, unit=table.stored_dtype.itemsize, working=0, devices=devices)
 
 
 def _streaming(streamed: Sequence[Assignment], strategy: ReadStrategy) -> int:
     if not streamed:
         return 0
+    devices = {assignment.device for assignment in streamed if assignment.device.type == "cuda"}
     return strategy.stream_bytes(
         total=sum(aligned(assignment.nbytes) for assignment in streamed),
         unit=max(min(assignment.unit_bytes, assignment.nbytes) for assignment in streamed),
         working=max(assignment.working_bytes for assignment in streamed),
-        buffers=1 if all(assignment.on_cpu for assignment in streamed) else 2,
+        devices=len(devices),
     )
 
 

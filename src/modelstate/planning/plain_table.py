@@ -1,8 +1,8 @@
-"""`PlainTable`: the values of a load that get from files into plain tensors of the CPU in the same way.
+"""`PlainTable`: the values of a load that get from files into plain tensors in the same way.
 
-Most slots of most loads are of this kind: plain tensors on the CPU or on meta, with the shape that the file has. A file
-may have tens of thousands of small ones, and to plan each by itself takes longer than to read it. So all of them are
-rows of a few tables, each with one placement and one route. Every other value has an `Assignment` of its own.
+Most slots of most loads are of this kind: plain tensors, on the CPU, a GPU or meta, with the shape that the file has.
+A file may have tens of thousands of small ones, and to plan each by itself takes longer than to read it. So all of them
+are rows of a few tables, each with one placement and one route. Every other value has an `Assignment` of its own.
 """
 
 from collections import Counter, defaultdict
@@ -15,6 +15,7 @@ import torch
 from modelstate.checkpoint.mapped import UNALIGNED, Maps
 from modelstate.planning.assignment import (
     COPYABLE,
+    DEVICES_READ_INTO,
     DIRECT,
     LEASED,
     MAPPED,
@@ -38,7 +39,7 @@ _DTYPES = {short(dtype): dtype for dtype in COPYABLE}
 
 @dataclass(slots=True, eq=False)
 class PlainTable:
-    """Values of files for plain slots on the CPU or on meta, with one placement and one route: a row for each slot."""
+    """Values of files for plain slots, with one device, one placement and one route: a row for each slot."""
 
     slots: list[Slot]
     columns: TensorColumns
@@ -47,7 +48,9 @@ class PlainTable:
     """After the load."""
     placement: Placement
     route: ReadRoute
-    """Streamed values are cast. All values of such a table have one dtype in the files."""
+    """Values are streamed that are cast, or get to a GPU. All values of such a table have one dtype in the files."""
+    device: torch.device = _CPU
+    """After the load."""
     maps: Maps | None = None
     """Maps the values; None where they are read."""
     final: list[torch.Tensor] | None = None
@@ -58,12 +61,20 @@ class PlainTable:
     """The tensors of the slots."""
     nbytes: int = field(init=False)
     """Bytes to read."""
-    casts: bool = field(init=False)
-    """Whether the values are cast while they are read."""
 
     def __post_init__(self) -> None:
         self.params = [slot.tensor for slot in self.slots]
-        self.nbytes, self.casts = sum(self.columns.nbytes), self.route is ReadRoute.STREAMED
+        self.nbytes = sum(self.columns.nbytes)
+
+    @property
+    def is_streamed(self) -> bool:
+        """Whether the values are read block by block into a buffer, and get from there to where they belong."""
+        return self.route is ReadRoute.STREAMED
+
+    @property
+    def casts(self) -> bool:
+        """Whether values are cast while they are read."""
+        return self.is_streamed and any(dtype is not self.stored_dtype for dtype in self.dtypes)
 
     @property
     def staged_bytes(self) -> int:
@@ -106,12 +117,13 @@ class PlainTable:
         """
         slots, columns = [(slot.names[0], slot.kind) for slot in self.slots], self.columns
         placement, route, dtypes, seconds = self.placement, self.route, self.dtypes, self.seconds / self.nbytes
+        device = self.device
 
         def make() -> list[Step]:
             rows = zip(slots, dtypes, columns.dtype_names, columns.shapes, columns.nbytes, strict=True)
             return [
                 Step(
-                    *(name, kind, name, placement, torch.Size(shape), dtype, _DTYPES[stored_name], _CPU),
+                    *(name, kind, name, placement, torch.Size(shape), dtype, _DTYPES[stored_name], device),
                     *(nbytes, (), (), route),
                     expression=tensors.get(name),
                     seconds=seconds * nbytes,
@@ -164,10 +176,10 @@ def plain_tables(
         options: The options of the load.
         maps_of_load: Returns what maps values, where a slot may be a map.
     """
-    rows, columns = tensors.rows, tensors.columns
-    # By whether the slots are on meta, and the stored dtype where values are cast.
-    groups: defaultdict[tuple[bool, str], _Rows] = defaultdict(_Rows)
-    kinds: dict[tuple[str, torch.dtype, bool], tuple[_Rows, torch.dtype] | None] = {}
+    rows, columns, by_tensor = tensors.rows, tensors.columns, options.device_of_meta
+    # By whether the slots are on meta, the stored dtype where values are streamed, and the device after the load.
+    groups: defaultdict[tuple[bool, str, torch.device], _Rows] = defaultdict(_Rows)
+    kinds: dict[tuple[str, torch.dtype, bool, int | torch.device], tuple[_Rows, torch.dtype] | None] = {}
     others: list[Slot] = []
     for slot in slots:
         names, kind, param = slot
@@ -179,11 +191,14 @@ def plain_tables(
             and (storage := writable_storage(param))
             and param.shape == tuple(columns.shapes[row])
         ):
-            key = columns.dtype_names[row], param.dtype, param.is_meta
+            is_meta = param.is_meta
+            where = param.get_device() if by_tensor is None or not is_meta else by_tensor(param)
+            key = columns.dtype_names[row], param.dtype, is_meta, where
             if key not in kinds:
-                dtype = _dtype_after(*key, options)
-                is_cast = dtype != _DTYPES.get(key[0])
-                kinds[key] = None if dtype is None else (groups[param.is_meta, key[0] if is_cast else ""], dtype)
+                dtype, device = _dtype_after(*key[:3], options), _device_after(param, options)
+                is_streamed = device != _CPU or dtype != _DTYPES.get(key[0])
+                group_key = is_meta, key[0] if is_streamed else "", device or _CPU
+                kinds[key] = None if dtype is None or device is None else (groups[group_key], dtype)
             found = kinds[key]
             if found is not None:
                 group, dtype = found
@@ -194,28 +209,28 @@ def plain_tables(
                 continue
         if not param.is_meta:
             others.append(slot)
-    with_memory = [group for (is_meta, _), group in groups.items() if not is_meta]
+    with_memory = [group for (is_meta, *_), group in groups.items() if not is_meta]
     slots_of_storage = Counter(storage for group in with_memory for storage in group.storages)
     is_shared = slots_of_storage.total() + len(others)
     slots_of_storage.update(address_range(slot.tensor)[0] for slot in others if is_plain(slot.tensor))
     in_place = {None: LEASED, True: DIRECT, False: STAGED}[options.in_place]
-    parts: list[tuple[_Rows, Placement, ReadRoute, Maps | None]] = []
-    for (is_meta, cast_from), group in groups.items():
-        route = ReadRoute.STREAMED if cast_from else ReadRoute.DIRECT
+    parts: list[tuple[_Rows, Placement, ReadRoute, torch.device, Maps | None]] = []
+    for (is_meta, streamed_from, device), group in groups.items():
+        route = ReadRoute.STREAMED if streamed_from else ReadRoute.DIRECT
         if not is_meta:
             if len(slots_of_storage) < is_shared:
                 storages = enumerate(group.storages)
                 group = group.selected(index for index, storage in storages if slots_of_storage[storage] == 1)
-            parts.append((group, in_place, route, None))
+            parts.append((group, in_place, route, device, None))
             continue
-        if not (cast_from or options.map is False or (options.read_once and not options.map)):
+        if not (streamed_from or options.map is False or (options.read_once and not options.map)):
             maps = maps_of_load()
             mapped, group = _split_by_map(group, columns, options.map, maps)
-            parts.append((mapped, MAPPED, ReadRoute.MAPPED, maps))
-        parts.append((group, NEW_MEMORY, route, None))
+            parts.append((mapped, MAPPED, ReadRoute.MAPPED, device, maps))
+        parts.append((group, NEW_MEMORY, route, device, None))
     return [
-        PlainTable(part.slots, columns.selected(part.rows), part.dtypes, placement, route, maps)
-        for part, placement, route, maps in parts
+        PlainTable(part.slots, columns.selected(part.rows), part.dtypes, placement, route, device, maps)
+        for part, placement, route, device, maps in parts
         if part.slots
     ]
 
@@ -231,6 +246,12 @@ def _dtype_after(stored_name: str, dtype: torch.dtype, is_meta: bool, options: O
         return None
     cast = cast_between(stored, dtype)
     return dtype if cast in ("same", "lossless") or (cast == "lossy" and dtype == options.dtype) else None
+
+
+def _device_after(param: torch.Tensor, options: Options) -> torch.device | None:
+    """Returns the device of a slot after the load; None where it moves, or is of another kind than CPU and CUDA."""
+    device = options.device_after(param)
+    return device if device.type in DEVICES_READ_INTO and (param.is_meta or param.device == device) else None
 
 
 def _split_by_map(on_meta: _Rows, columns: TensorColumns, asked: bool | None, maps: Maps) -> tuple[_Rows, _Rows]:

@@ -31,6 +31,9 @@ from modelstate.transaction.slots import SlotSignature
 AnyTransform = Transform | ModuleTransform
 
 
+_CPU = torch.device("cpu")
+
+
 @dataclass(frozen=True, slots=True)
 class Options:
     """The arguments of `modelstate.load` that decide about the plan."""
@@ -44,7 +47,7 @@ class Options:
     dtype: torch.dtype | None = None
     device: torch.device | None = None
     device_of_meta: Callable[[torch.Tensor], torch.device] | None = None
-    """Returns the device of a tensor on meta after a load without `device`; None for the CPU."""
+    """Gives the device of each tensor on meta, after a load without `device`; without it that is the CPU."""
     transform: AnyTransform | Pairs | None = None
     map: bool | None = None
     in_place: bool | None = None
@@ -52,6 +55,12 @@ class Options:
     read_once: bool = False
     of_use: frozenset[str] = frozenset()
     """Patterns of `allow_missing` and `allow_unexpected` that match elsewhere, and may match nothing in this load."""
+
+    def device_after(self, tensor: torch.Tensor) -> torch.device:
+        """Returns the device of a tensor of the model after the load."""
+        if self.device is not None or not tensor.is_meta:
+            return self.device or tensor.device
+        return _CPU if self.device_of_meta is None else self.device_of_meta(tensor)
 
 
 def device_of(device: Any) -> torch.device | None:

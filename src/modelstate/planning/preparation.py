@@ -14,6 +14,7 @@ from modelstate.io.engine import ReadStrategy
 from modelstate.planning.assignment import (
     CALL,
     COPYABLE,
+    DEVICES_READ_INTO,
     Assignment,
     Placement,
     choose,
@@ -200,9 +201,7 @@ class Preparation:
     def take_plain(self) -> Collection[str]:
         """Takes plain values all at once, and returns their names. Called where a load runs no code of the model."""
         options, entries = self.options, self.matched.applied.entries
-        is_moved = options.device not in (None, _CPU) or options.device_of_meta is not None
-        is_changed = options.transform is not None or is_moved
-        if is_changed or not (self._with_tables and isinstance(entries, StoredEntries)):
+        if options.transform is not None or not (self._with_tables and isinstance(entries, StoredEntries)):
             return ()
         self.tables = plain_tables(self.slots.tensors, entries.tensors, options, lambda: self.incoming.maps)
         for table in self.tables:
@@ -218,10 +217,7 @@ class Preparation:
     # The methods of `LoadSink`.
 
     def device_after(self, param: torch.Tensor) -> torch.device:
-        options = self.options
-        if options.device is not None or not param.is_meta:
-            return options.device or param.device
-        return _CPU if options.device_of_meta is None else options.device_of_meta(param)
+        return self.options.device_after(param)
 
     def extra_state(self, module: nn.Module, key: str, value: Any) -> None:
         self.extra_states.append(key)
@@ -380,11 +376,16 @@ class Preparation:
         """
         if self.options.in_place is None:
             is_run = isinstance(stored, StoredTensor) and stored.is_contiguous and stored.nbytes > 0
-            if not is_run and isinstance(stored, Described | Derived) and stored.dtype == param.dtype:
+            if (
+                not is_run
+                and device == _CPU
+                and isinstance(stored, Described | Derived)
+                and stored.dtype == param.dtype
+            ):
                 in_blocks = stored.read_in_blocks if isinstance(stored, Derived) else None
                 is_run = in_blocks is not None or bool(placed_tensors(stored))
             in_order = param.is_contiguous() and not (param.is_conj() or param.is_neg())
-            return None if is_run and device == _CPU and not param.is_meta and in_order else False
+            return None if is_run and device.type in DEVICES_READ_INTO and not param.is_meta and in_order else False
         if not self.options.in_place:
             return False
         if isinstance(stored, Derived):

@@ -203,15 +203,29 @@ def _comparable(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def has_finite_sum(tensor: torch.Tensor) -> bool:
-    """Whether all values are seen to be finite by their sum; False where that cannot be computed cheaply."""
-    return tensor.itemsize > 1 and tensor.is_cpu and cmath.isfinite(tensor.sum().item())
+    """Whether all values are seen to be finite by their sum; False where that cannot be computed cheaply.
+
+    On a device even a sum takes memory, of which there may be none.
+    """
+    if tensor.itemsize == 1 or not (tensor.is_cpu or tensor.is_cuda):
+        return False
+    try:
+        return cmath.isfinite(tensor.sum().item())
+    except torch.OutOfMemoryError:
+        return False
 
 
 def is_within(source: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Whether all values lie within the limits of a dtype; False for NaN, and where torch cannot compare them."""
+    """Whether all values lie within the limits of a dtype; False for NaN, and where torch cannot compare them.
+
+    As `has_finite_sum` where a device has no memory left.
+    """
     if source.itemsize == 1 or source.is_complex() or dtype is torch.float8_e8m0fnu:
         return False
-    least, greatest = (float(value) for value in torch.aminmax(source))
+    try:
+        least, greatest = (float(value) for value in torch.aminmax(source))
+    except torch.OutOfMemoryError:
+        return False
     limit = torch.finfo(dtype).max
     return -limit <= least and greatest <= limit
 

@@ -16,14 +16,14 @@ from modelstate.torch_compat.private import storage_id
 _PLAIN = frozenset([torch.Tensor, nn.Parameter, nn.Buffer])
 
 
-def is_plain_memory(tensor: torch.Tensor, *, or_meta: bool = False) -> bool:
+def is_plain_memory(tensor: torch.Tensor, *, or_elsewhere: bool = False) -> bool:
     """Whether the tensor's elements are one run of CPU memory in their own order, with nothing on top.
 
-    With `or_meta` the tensor may be on meta, where it has no memory yet.
+    With `or_elsewhere` the memory may be that of a CUDA device, or the tensor on meta, where it has none yet.
     """
     return (
         tensor.layout is torch.strided
-        and (tensor.is_cpu or (or_meta and tensor.is_meta))
+        and (tensor.is_cpu or (or_elsewhere and (tensor.is_meta or tensor.is_cuda)))
         and (type(tensor) is torch.Tensor or type(tensor) is torch.nn.Parameter)
         and tensor.is_contiguous()
         and not tensor.is_conj()
@@ -38,7 +38,7 @@ def writable_storage(tensor: torch.Tensor) -> int:
     0 for a tensor that cannot be overwritten so: it is not plain memory (`is_plain_memory`), is empty, was created in
     inference mode, or has lost its memory (`has_its_memory`). -1 for any other tensor on meta, which has no address.
     """
-    if not is_plain_memory(tensor, or_meta=True) or tensor.is_inference():
+    if not is_plain_memory(tensor, or_elsewhere=True) or tensor.is_inference():
         return 0
     nbytes = tensor.nbytes
     if tensor.is_meta:

@@ -418,9 +418,9 @@ def without_modes() -> AbstractContextManager[object]:
     return torch.utils._python_dispatch._disable_current_modes()
 
 
-def copy_each(targets: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
-    """Copies each value into its target, in one call of torch."""
-    torch._foreach_copy_(list(targets), list(values))
+def copy_each(targets: Sequence[torch.Tensor], values: Sequence[torch.Tensor], *, non_blocking: bool = False) -> None:
+    """Copies each value into its target, in one call of torch. With `non_blocking` it may only be queued then."""
+    torch._foreach_copy_(list(targets), list(values), non_blocking=non_blocking)
 
 
 def flattened(tensors: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -271,6 +271,8 @@ def same_values(a: torch.Tensor, b: torch.Tensor) -> bool:
         return a is b
     if same_place(a, b):
         return True
+    if a.device != b.device:
+        a, b = a.cpu(), b.cpu()
     bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     a, b = (t.resolve_conj().resolve_neg() for t in (a, b))
     if a.is_complex():
