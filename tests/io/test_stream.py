@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from modelstate.errors import ReadFailedError
-from modelstate.io.blocks import Block, Wait, Wanted, in_blocks, stream
+from modelstate.io.blocks import Block, Buffers, Wait, Wanted, in_blocks, stream
 from modelstate.io.engine import ReadStrategy, read_threads
 from modelstate.io.files import current_fingerprints
 from modelstate.process import parallel_for, stopped_by
@@ -115,6 +115,18 @@ def test_nothing_that_was_started_goes_on_after_an_error(threads: int, path: str
             on_block=lambda block, seconds: None,
         )
     assert sorted(ended) == started
+
+
+def test_a_buffer_is_lent_to_one_thread_at_a_time() -> None:
+    buffers = Buffers()
+    buffers.need(in_blocks([Wanted(ByteRange("x", 0, 100), 1)], 100), 1)
+    buffers.need(in_blocks([Wanted(ByteRange("x", 0, 5_000), 1)], 1_000), 2)
+    buffers.reserve()
+    with buffers.lend(1_000) as one, buffers.lend(1_000) as two, buffers.lend(1_000) as three:
+        lent = [one.data_ptr(), two.data_ptr(), three.data_ptr()]
+        assert len({*lent}) == 3
+    with buffers.lend(100) as one, buffers.lend(100) as two, buffers.lend(100) as three:
+        assert {*lent} == {one.data_ptr(), two.data_ptr(), three.data_ptr()}
 
 
 def test_the_threads_compute_alone_and_leave_the_setting_as_it_was() -> None:

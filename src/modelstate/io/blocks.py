@@ -65,7 +65,7 @@ Consume = Callable[[Block, "torch.Tensor"], Wait | None]
 
 
 class Buffers:
-    """The buffers of reads that follow each other: one that is free is used again."""
+    """The buffers of a read, or of reads that follow each other, for which `reserve` has made them."""
 
     def __init__(self) -> None:
         self._free: list[torch.Tensor] = []
@@ -84,10 +84,12 @@ class Buffers:
     @contextmanager
     def lend(self, nbytes: int) -> Iterator[torch.Tensor]:
         """Lends a buffer of at least so many bytes to one thread."""
-        buffer = next((self._free.pop() for one in self._free[-1:] if len(one) >= nbytes), None)
-        if buffer is None:
+        try:
+            buffer = self._free.pop()  # one call: threads do this at the same time
+        except IndexError:
             buffer = self._new(nbytes)
         try:
+            assert len(buffer) >= nbytes
             yield buffer
         finally:
             self._free.append(buffer)
