@@ -13,6 +13,7 @@ from torch import nn
 
 import modelstate as ms
 from modelstate import errors
+from modelstate.io.blocks import Buffers
 from tests.loading.fingerprint import whole
 
 
@@ -148,10 +149,8 @@ def test_very_small_tensors_take_what_is_said(tmp_path: Path, monkeypatch: pytes
     count = 3000
     save_file({f"{index}.bias": torch.full((1,), float(index)) for index in range(count)}, tmp_path / "x.safetensors")
     made: list[int] = []
-    from modelstate.io import blocks
-
-    real = blocks._block_buffer
-    monkeypatch.setattr(blocks, "_block_buffer", lambda nbytes, pinned: made.append(nbytes) or real(nbytes, pinned))
+    real = Buffers._new
+    monkeypatch.setattr(Buffers, "_new", lambda self, nbytes: made.append(nbytes) or real(self, nbytes))
     for budget in (None, 100_000):
         made.clear()
         model = nn.ModuleList(nn.LayerNorm(1) for _ in range(count))
