@@ -141,6 +141,7 @@ def save_and_load_parts(folder: Path, device: str) -> list[bool]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 def test_ranks(device: str, tmp_path: Path) -> None:
     ranks = Ranks(2)

@@ -115,6 +115,7 @@ def test_fast_tests_leave_out_the_slow_ones(checkout: Path) -> None:
     assert "1 passed" in done.stdout
 
 
+@pytest.mark.slow
 def test_tests_with_another_torch_have_an_environment_of_their_own(checkout: Path) -> None:
     """With a Python that writes down how it is called, and fails to import torchao."""
     folder = checkout / ".venv-torch-9.9.9"

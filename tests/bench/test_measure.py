@@ -27,6 +27,7 @@ def program(folder: Path, body: str) -> str:
     return str(path)
 
 
+@pytest.mark.slow
 def test_a_peak_between_stages_is_seen(tmp_path: Path) -> None:
     code = f"""
 stages = Stages()
@@ -46,6 +47,7 @@ stages.end("second")
     assert found["first"].seconds > 0.05
 
 
+@pytest.mark.slow
 def test_mapped_pages_count_only_in_the_total(tmp_path: Path) -> None:
     (tmp_path / "data").write_bytes(b"x" * (100 * MEGABYTE))
     code = f"""

@@ -129,6 +129,7 @@ SUMMARY = """\
 """
 
 
+@pytest.mark.slow
 def test_a_page_begins_with_our_time_over_that_of_the_best_peer(tmp_path: Path) -> None:
     part = Part("large", [Measured("large/meta", "A title", "Words.", "load", {"": PAIRED}, 3)], "a", "a machine")
     measured.keep(part, tmp_path)

@@ -1,3 +1,4 @@
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -95,6 +96,7 @@ def test_a_name_of_ten_thousand_dots() -> None:
     assert len(labels("." * 10_000)) == 1
 
 
+@pytest.mark.slow
 @given(
     st.dictionaries(
         st.lists(st.sampled_from([*map(str, range(12)), "a", "b"]), min_size=1, max_size=4).map(".".join),

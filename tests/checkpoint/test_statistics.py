@@ -37,6 +37,7 @@ def cast(values: list[float], dtype: torch.dtype) -> torch.Tensor:
     return torch.tensor([int(min(max(value, info.min), info.max)) for value in finite], dtype=dtype)
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=200)
 @given(st.lists(st.floats(width=32) | st.integers(-3, 3).map(float), min_size=1, max_size=30), st.sampled_from(DTYPES))
 def test_statistics_are_those_of_numpy(values: list[float], dtype: torch.dtype) -> None:
@@ -76,6 +77,7 @@ def test_complex_numbers_have_no_order() -> None:
     assert (found.nan, found.zeros, found.finite) == (1, 1 / 3, 2)
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(st.lists(st.lists(st.floats(-100, 100, width=32), max_size=9), min_size=1, max_size=5))
 def test_merged_statistics_are_those_of_all_elements(parts: list[list[float]]) -> None:
@@ -200,6 +202,7 @@ def test_the_payloads_of_quantized_tensors(writer: str, bits: int | str, tmp_pat
     assert {"qdata", "scale"} <= {tensor.part for tensor in diff.tensors}
 
 
+@pytest.mark.slow
 def test_a_scale_that_is_not_finite_counts_in_its_module() -> None:
     values = torch.sparse_coo_tensor(torch.tensor([[0, 1]]), torch.tensor([math.nan, math.inf]), (3,))
     stats = ms.inspect({"a.s": values, "a.w": torch.ones(2)}).stats()

@@ -94,6 +94,7 @@ def data_file(path: Path) -> Path:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", WRITERS)
 def test_how_a_file_is_written_over(name: str, tmp_path: Path) -> None:

@@ -436,6 +436,7 @@ class TestText:
 
 
 class TestRealPairs:
+    @pytest.mark.slow
     def test_minilm_before_and_after_conversion(self, real_file: Callable[[str], Path], tmp_path: Path) -> None:
         path = real_file("minilm")
         ms.convert_checkpoint(path, tmp_path / "bf16.safetensors", dtype="bf16")
@@ -452,6 +453,7 @@ class TestRealPairs:
             l2 = float((state[tensor.name].double() - rounded).norm()) / norm if norm else 0.0
             assert tensor.difference.relative_l2 == pytest.approx(l2, rel=1e-5)
 
+    @pytest.mark.slow
     def test_minilm_renamed(self, real_file: Callable[[str], Path], tmp_path: Path) -> None:
         path = real_file("minilm")
         state = load_file(path)

@@ -82,6 +82,7 @@ def cast(values: list[float], dtype: torch.dtype) -> torch.Tensor:
     return torch.tensor([int(min(max(value, info.min), info.max)) for value in values], dtype=dtype)
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=examples(200))
 @given(data=st.data())
 def test_measures_are_those_of_numpy(data: st.DataObject) -> None:
@@ -93,6 +94,7 @@ def test_measures_are_those_of_numpy(data: st.DataObject) -> None:
     assert_right(a, b)
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=examples(200))
 @given(st.lists(st.tuples(any_float, any_float, st.booleans()), min_size=1, max_size=30), st.sampled_from(FLOATS))
 def test_nan_infinity_and_the_share_of_changes(values: list[tuple[float, float, bool]], dtype: torch.dtype) -> None:

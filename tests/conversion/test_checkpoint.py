@@ -120,6 +120,7 @@ def test_a_cast_is_that_of_torch(tmp_path: Path) -> None:
     assert ms.open(tmp_path / "a.safetensors").verify() == sum(tensor.nbytes for tensor in found.values())
 
 
+@pytest.mark.slow
 @settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.lists(
@@ -441,6 +442,7 @@ def test_a_source_that_is_cut_meanwhile(tmp_path: Path, format: str) -> None:
     assert os.listdir(tmp_path) == ["a.safetensors"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 @pytest.mark.parametrize("dim", [0, 1])
 def test_a_tensor_in_chunks_is_converted_in_pieces(dim: int, dtype: torch.dtype | None, tmp_path: Path) -> None:

@@ -152,6 +152,7 @@ def test_modules_that_are_being_traced_are_left_to_torch() -> None:
         assert network().to(torch.float64)[0].weight.dtype is torch.float64
 
 
+@pytest.mark.slow
 def test_threads() -> None:
     """Conversions in several threads do not come into each other's way."""
     modules = [nn.Sequential(nn.LSTM(3, 4), nn.Linear(4, 4)) for _ in range(8)]

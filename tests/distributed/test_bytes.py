@@ -105,6 +105,7 @@ def _write(folder: Path, form: str) -> Path:
     return sources.write(dict(_plain().state_dict()), folder, form)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["shards", "zip", "dcp"])
 def test_the_ranks_read_the_model_from_other_formats(form: str, ranks: Ranks, tmp_path: Path) -> None:
     path = ranks.values(_write, tmp_path, form)[0]
@@ -118,6 +119,7 @@ def test_the_ranks_read_the_model_from_other_formats(form: str, ranks: Ranks, tm
     assert held <= by_calls <= most, results
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["hsdp", "replicated"])
 def test_replicas_that_are_read_once(kind: str, ranks: Ranks, tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"

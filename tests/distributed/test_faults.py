@@ -242,6 +242,7 @@ def _interrupted_at_the_commit(folder: Path) -> tuple[str, bool]:
     return error, all(torch.equal(models.local(one), models.local(other)) for one, other in pairs)
 
 
+@pytest.mark.slow
 def test_an_interrupt_behind_the_decision_waits_for_the_commit(ranks: Ranks, tmp_path: Path) -> None:
     ranks.values(_write, tmp_path)
     outcomes = ranks.values(_interrupted_at_the_commit, tmp_path)
@@ -324,6 +325,7 @@ def _fail_in_place(folder: Path) -> Result:
     )
 
 
+@pytest.mark.slow
 def test_an_error_does_not_promise_what_a_read_in_place_has_overwritten(ranks: Ranks, tmp_path: Path) -> None:
     ranks.values(_write, tmp_path)
     for rank, result in enumerate(ranks.values(_fail_in_place, tmp_path)):

@@ -62,6 +62,7 @@ def test_ranks_that_die_are_replaced(ranks: Ranks) -> None:
     assert not {outcome.value for outcome in outcomes} & set(ranks.values(os.getpid))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("meta", [False, True])
 @pytest.mark.parametrize("kind", models.SHARD)
 def test_the_models_are_sharded_as_their_names_say(kind: str, meta: bool, ranks: Ranks) -> None:

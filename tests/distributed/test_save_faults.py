@@ -271,6 +271,7 @@ def _save_something_else(folder: Path) -> dict[str, Result]:
     return {name: _attempt(folder, save, nullcontext, 0) for name, save in saves.items()}
 
 
+@pytest.mark.slow
 def test_a_rank_that_saves_something_else(ranks: Ranks, tmp_path: Path) -> None:
     by_rank = ranks.values(_save_something_else, tmp_path / "run")
     expected = {

@@ -118,5 +118,6 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().view(-1).view(torch.uint8)
 
 
+@pytest.mark.slow
 def test_tensors_in_every_layout(ranks: Ranks, tmp_path: Path) -> None:
     ranks.values(_save_in_every_layout, tmp_path)

@@ -148,6 +148,7 @@ def layouts(draw: st.DrawFn) -> tuple[tuple[int, ...], tuple[int, ...], list[Any
     return shape, mesh_shape, [draw(placement) for _ in mesh_shape]
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(layouts())
 def test_all_ranks_together_hold_every_element_as_often_as_it_is_replicated(

@@ -111,6 +111,7 @@ class Later:
         return self.found
 
 
+@pytest.mark.slow
 def test_a_swap_during_a_swap_is_refused_and_requests_go_on(slow: Slow, served: InThread) -> None:
     first = Later(served.port, lambda client: client.swap("weights.safetensors"))
     assert slow.entered.acquire(timeout=60)
@@ -154,6 +155,7 @@ def test_requests_that_are_under_way_are_answered_before_the_end(slow: Slow, ser
     assert swap.result() == 2
 
 
+@pytest.mark.slow
 def test_a_server_without_a_token_changes_no_weights(slow: Slow, tmp_path: Path) -> None:
     ms.save({"w": torch.ones(2)}, tmp_path / "weights.safetensors")
     slow.go.set()

@@ -290,6 +290,7 @@ def test_rows_of_a_sharded_tensor(tmp_path: Path) -> None:
     assert_same(rows, tensor[2:5])
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_any_division_into_boxes(tmp_path: Path, data: st.DataObject) -> None:

@@ -180,6 +180,7 @@ def test_entries_and_fields_in_any_order(
     )
 
 
+@pytest.mark.slow
 def test_a_published_file(real_file: Callable[[str], Path]) -> None:
     path = real_file("minilm")
     assert_agrees(path)
@@ -594,6 +595,7 @@ HEADERS = st.lists(
 ).map(lambda found: f"{{{', '.join(found)}}}")
 
 
+@pytest.mark.slow
 @given(header=HEADERS)
 @example(header=f'{{"a": {{"dtype": "F16", {USUAL}}}}}')
 @example(header=f'{{"a": {{{USUAL}, "shape": [1]}}, "__metadata__": {{"x": 1}}}}')

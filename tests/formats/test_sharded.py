@@ -373,6 +373,7 @@ def test_a_shard_that_is_no_flat_mapping(tree: object, tmp_path: Path) -> None:
         read(str(write(tmp_path)), read_file=lambda path: Contents("torch zip", tree))
 
 
+@pytest.mark.slow
 def test_an_index_of_more_shards_than_are_read_is_not_called_damaged(tmp_path: Path) -> None:
     index = write(tmp_path, {f"w{number}": f"{number}.safetensors" for number in range(100_001)})
     with pytest.raises(DamagedFileError, match="exceeds a limit") as raised:

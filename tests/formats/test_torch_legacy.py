@@ -274,6 +274,7 @@ def test_changed_bytes(sample: tuple[Path, bytes]) -> None:
     assert refused > 50, "most of the bytes say how the rest is read"
 
 
+@pytest.mark.slow
 def test_cut_anywhere(sample: tuple[Path, bytes]) -> None:
     path, true = sample
     for end in range(0, len(true), 7):

@@ -59,6 +59,7 @@ def expected(root: object) -> tuple[list[tuple[str, Any]], list[tuple[str, Any]]
     return tensors, values, [".".join(path) for path, node in inner if isinstance(node, dict)]
 
 
+@pytest.mark.slow
 @given(roots)
 def test_every_leaf_is_there_once(root: dict[Any, Any]) -> None:
     tensors, values, containers = expected(root)
@@ -101,6 +102,7 @@ def test_a_long_key_comes_before_a_short_one_where_both_fit() -> None:
     assert subtree({"a.b": {"x": 1}, "a": {"b": {"y": 2}}}, "a.b.y", "") == 2
 
 
+@pytest.mark.slow
 @given(roots)
 def test_a_rebuilt_tree_is_equal_and_shares_no_container(root: dict[Any, Any]) -> None:
     copies: dict[int, torch.Tensor] = {}

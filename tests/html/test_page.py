@@ -68,6 +68,7 @@ def test_a_heat_map_has_a_cell_for_each_layer() -> None:
     assert [box.opacity for box in cells] == [None, 1.0, 1.0]
 
 
+@pytest.mark.slow
 def test_a_frame_has_the_rows_of_the_page() -> None:
     frame = ms.diff({"w": torch.ones(4), "a": torch.ones(2)}, {"w": torch.zeros(4), "b": torch.ones(3)}).to_frame()
     rows = dict(zip(frame.Name, frame.Status, strict=True))
@@ -117,6 +118,7 @@ def test_every_result_has_a_page_and_a_short_one_for_notebooks(tmp_path: Path) -
     assert "2 problems" in ms.plan(model, {"v": torch.zeros(3)}).to_html()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [10, 20_000])
 def test_the_table_of_a_notebook_is_short(number: int) -> None:
     assert len(ms.open({f"t{i}": torch.zeros(1) for i in range(number)})._repr_html_()) < 3_000

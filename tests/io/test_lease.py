@@ -120,6 +120,7 @@ def test_what_was_changed_in_the_map_stays(folder: Path) -> None:
     assert model.weight[SIZE // 2 :].eq(1).all()
 
 
+@pytest.mark.slow
 def test_no_write_of_another_thread_is_lost(folder: Path) -> None:
     """A trained model is written to all the time, also while its memory is being replaced."""
     path = saved(folder / "model.safetensors", 0.0, size=4096)

@@ -214,6 +214,7 @@ def test_an_object_that_nobody_has_gives_it_back(directory: Path) -> None:
     assert another_process(directory) == "acquired"
 
 
+@pytest.mark.slow
 def test_a_forked_child_does_not_have_it(directory: Path) -> None:
     mine = WriterLock(directory)
     mine.acquire()

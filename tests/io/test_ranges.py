@@ -144,6 +144,7 @@ def truth(sources: list[ByteRange]) -> bytes:
     return b"".join(Path(s.path).read_bytes()[s.start : s.start + s.nbytes] for s in sources)
 
 
+@pytest.mark.slow
 @given(st.data(), st.sampled_from([1, 3]))
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_what_is_read_is_what_is_in_the_file(files: dict[str, str], data: st.DataObject, threads: int) -> None:

@@ -254,6 +254,7 @@ def test_a_file_that_is_gone_is_not_our_error(tmp_path: Path) -> None:
 ranges = st.lists(st.builds(ByteRange, st.sampled_from("ab"), st.integers(0, 9 << 20), st.integers(0, 3 << 20)))
 
 
+@pytest.mark.slow
 @given(ranges)
 def test_merged_ranges_cover_the_ranges_and_lie_apart(given_ranges: list[ByteRange]) -> None:
     spans = _merged(given_ranges)

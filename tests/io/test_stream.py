@@ -27,6 +27,7 @@ wanted_ranges = st.lists(
 )
 
 
+@pytest.mark.slow
 @given(wanted=wanted_ranges, block_bytes=st.integers(64, 1000))
 def test_blocks_have_every_byte_once_in_whole_units(wanted: list[Wanted], block_bytes: int) -> None:
     blocks = in_blocks(wanted, block_bytes)

@@ -37,6 +37,7 @@ FILE_BYTES = 3 * BUFFER_BYTES + 1234
 runs = st.lists(st.tuples(st.booleans(), st.integers(1, 3 * ALIGN_BYTES)), min_size=1, max_size=8)
 
 
+@pytest.mark.slow
 @given(st.integers(0, 5 * ALIGN_BYTES), runs, st.integers(1, 4))
 def test_windows_have_every_byte_once(start: int, run: list[tuple[bool, int]], blocks: int) -> None:
     pieces: list[Piece] = []
@@ -86,6 +87,7 @@ def read(sources: list[ByteRange], *, threads: int = 2, batch_bytes: int = 8 << 
     return memory[1:-1].numpy().tobytes()
 
 
+@pytest.mark.slow
 @given(
     st.lists(st.tuples(st.integers(0, FILE_BYTES - 1), st.integers(0, BUFFER_BYTES + 5000)), max_size=6),
     st.sampled_from([1, 4]),
@@ -126,6 +128,7 @@ def test_what_has_not_reached_the_disk_yet(path: str, tmp_path: Path) -> None:
     assert read([ByteRange(str(other), 99_999, 6)]) == b"aabcda"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("threads", [1, 4])
 @pytest.mark.parametrize("short", [1, 1000, 4096, 5000, BUFFER_BYTES - 1])
 def test_reads_that_come_short_go_on(path: str, short: int, threads: int) -> None:

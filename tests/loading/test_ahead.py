@@ -115,6 +115,7 @@ def test_a_function_is_called_while_the_next_tensor_is_read(path: Path) -> None:
     assert described_module(module) == doubled(path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_ahead", [True, False])
 def test_a_module_transform_is_called_while_what_comes_next_is_read(
     is_ahead: bool, path: Path, monkeypatch: pytest.MonkeyPatch
@@ -134,6 +135,7 @@ def test_a_module_transform_is_called_while_what_comes_next_is_read(
     assert torch.equal(module[2].bias, value_of("2.bias", path))
 
 
+@pytest.mark.slow
 def test_a_budget_ends_the_reading_ahead_first(path: Path) -> None:
     module, model_bytes = build(), sum(p.nbytes for p in build().parameters())
     plan = ms.plan(module, path, transform=lambda name, tensor: tensor * 2)

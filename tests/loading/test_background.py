@@ -108,6 +108,7 @@ def test_what_was_brought_in_is_what_is_put_in_place(path: Path, monkeypatch: py
     assert again == []
 
 
+@pytest.mark.slow
 def test_maps_are_in_memory_when_they_are_shown(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     save_file({"weight": torch.ones(2048, 2048)}, path)
@@ -136,6 +137,7 @@ def shown_bytes(path: Path) -> int:
     return total
 
 
+@pytest.mark.slow
 def test_seconds_are_those_from_the_call_to_the_result(path: Path) -> None:
     started = time.perf_counter()
     handle = ms.load(made("materialised"), path, background=True)

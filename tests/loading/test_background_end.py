@@ -219,6 +219,7 @@ def resident_bytes() -> int:
     return (resident - of_files) * os.sysconf("SC_PAGESIZE")
 
 
+@pytest.mark.slow
 def test_an_interrupt_while_it_waits(path: Path, gate: Gate) -> None:
     module = made("materialised")
     before = whole(module)

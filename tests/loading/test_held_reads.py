@@ -279,6 +279,7 @@ def test_another_process_writes_to_the_file_at_each_block(form: str, name: str, 
         path = FORMATS[form](state(2.0), folder / "x")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"dtype": torch.bfloat16}], ids=["straight", "cast"])
 def test_an_error_at_each_read_of_the_commit(options: dict[str, Any], path: Path) -> None:
     """The block is read again, into a buffer, before its memory is touched."""
@@ -338,6 +339,7 @@ def test_a_sector_that_goes_bad_within_the_commit_is_named(options: dict[str, An
     assert values(net) == {2.0}
 
 
+@pytest.mark.slow
 def test_ctrl_c_at_random_moments(folder: Path) -> None:
     paths = [tensors(state(value), folder / str(value)) for value in (1.0, 2.0)]
     net, seconds = module(), [0.0]
@@ -362,6 +364,7 @@ def test_ctrl_c_at_random_moments(folder: Path) -> None:
     assert interrupted
 
 
+@pytest.mark.slow
 def test_two_threads_that_load_one_model(folder: Path) -> None:
     paths = [tensors(state(value), folder / str(value)) for value in (2.0, 3.0)]
     net, mixed = module(), []

@@ -163,6 +163,7 @@ STYLES = {
 }
 
 
+@pytest.mark.slow
 def test_a_large_model_on_a_large_mesh_is_planned_by_the_kinds_of_its_tensors(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

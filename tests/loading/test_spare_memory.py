@@ -49,6 +49,7 @@ def new_pages(model: nn.Module, path: Path, **options: Any) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_second_load_needs_no_new_memory(dtype: torch.dtype, files: list[Path]) -> None:
     model = constant(-1, dtype)

@@ -101,6 +101,7 @@ def test_nonsense_about_memory(extra: Any, path: Path) -> None:
         ms.plan(nn.Linear(300, 4000), path, transform=ByRows(extra=extra))
 
 
+@pytest.mark.slow
 def test_loads_at_once_leave_torchs_number_of_threads_alone(tmp_path: Path) -> None:
     save_file({f"{index}.weight": torch.ones(512, 512) for index in range(8)}, tmp_path / "x.safetensors")
     before, seen = torch.get_num_threads(), list[int]()

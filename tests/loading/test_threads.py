@@ -123,6 +123,7 @@ def parts(case: str, module: Slow) -> nn.Module:
     return other
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["a submodule", "a parameter", "memory", "a part of it"])
 def test_modules_that_share_something(case: str) -> None:
     module = Slow()
@@ -176,6 +177,7 @@ def test_two_threads_that_wait_for_each_other() -> None:
     assert all((module.weight == module.weight[0, 0]).all() for module in modules)
 
 
+@pytest.mark.slow
 def test_a_hook_that_waits_for_a_thread_that_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.modules["modelstate.transaction.transaction"], "_TIMEOUT_SECONDS", 0.3)
     module, raised = nn.Sequential(nn.Linear(2, 2)), []
@@ -189,6 +191,7 @@ def test_a_hook_that_waits_for_a_thread_that_waits_for_it(monkeypatch: pytest.Mo
     assert torch.equal(module[0].weight, torch.full((2, 2), 3.0))
 
 
+@pytest.mark.slow
 def test_a_load_that_fails_lets_the_next_one_go_on() -> None:
     module = Slow()
     one = run(ms.load, module, {"weight": torch.zeros(5)}, name="first")

@@ -63,6 +63,7 @@ def test_save(wrap: Wrap, suffix: str, tmp_path: Path) -> None:
     assert_equal(other, inner)
 
 
+@pytest.mark.slow
 @wrapped
 def test_objects_in_a_file_and_in_a_store(wrap: Wrap, tmp_path: Path) -> None:
     """What was saved of the wrapped module goes into the bare one, and the other way round, optimizer included."""

@@ -29,6 +29,7 @@ def average(sources: list[torch.Tensor], **options: Any) -> torch.Tensor:
     return ms.open([{"w": one} for one in sources], combine=ms.merge.Average(**options)).tensor("w")
 
 
+@pytest.mark.slow
 @given(st.data(), dtypes, st.integers(1, 7))
 @settings(deadline=None, max_examples=150)
 def test_the_average_of_equal_checkpoints_is_the_checkpoint(data: st.DataObject, dtype: torch.dtype, n: int) -> None:
@@ -38,6 +39,7 @@ def test_the_average_of_equal_checkpoints_is_the_checkpoint(data: st.DataObject,
     assert same(average([one.clone() for _ in range(n)]), one)
 
 
+@pytest.mark.slow
 @given(st.data(), dtypes, st.integers(1, 5))
 @settings(deadline=None, max_examples=100)
 def test_a_weight_of_one_gives_that_checkpoint_bit_for_bit(data: st.DataObject, dtype: torch.dtype, n: int) -> None:
@@ -97,6 +99,7 @@ FAR = 2.0**-23
 """A unit in the last place of the largest value, relative to that value."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("weights", [None, [0.2, 0.3, 0.5], [1.0, 1.0, -1.0]])
 def test_float32_with_weights_that_add_up_to_one(weights: list[float] | None) -> None:
     """Of more elements than are computed at once."""

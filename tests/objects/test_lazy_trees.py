@@ -118,6 +118,7 @@ def grown(tree: Any) -> Node:
     return Node(tree[0], [grown(below) for below in tree[1]])
 
 
+@pytest.mark.slow
 @settings(max_examples=30, deadline=None)
 @given(tree=trees, data=st.data(), form=st.sampled_from(["state dict", "plain dict", "torch file", "safetensors"]))
 @pytest.mark.parametrize("load", [ms.load, ms.load_state_dict, stock], ids=["load", "load_state_dict", "stock"])
@@ -195,6 +196,7 @@ def test_the_note_is_in_torchs_files() -> None:
     assert state._metadata[""]["modelstate.lazy_buffers"] == {"p": True}
 
 
+@pytest.mark.slow
 def test_compiled() -> None:
     torch._dynamo.reset()
     module, x = Lazy(), torch.ones(1, 2)

@@ -39,6 +39,7 @@ def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(optimizer: str, schedule
     assert state_of(fresh.objects) == end
 
 
+@pytest.mark.slow
 @settings(max_examples=12, deadline=None)
 @given(
     st.sampled_from(sorted(OPTIMIZERS)),

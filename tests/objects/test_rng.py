@@ -89,6 +89,7 @@ def test_the_next_numbers_are_the_same(before: list[str], between: list[str], se
     assert drawn(own, every_number) == expected
 
 
+@pytest.mark.slow
 @settings(max_examples=20, deadline=None)
 @given(before=draws)
 def test_a_state_goes_through_the_codec_and_json(before: list[str]) -> None:

@@ -316,6 +316,7 @@ def test_tensors_of_a_device(tmp_path: Path) -> None:
     assert checkpoint.aliases == (("embed.weight", "head.weight"),)
 
 
+@pytest.mark.slow
 def test_what_changes_while_it_is_written_is_torn_at_worst(tmp_path: Path) -> None:
     """Its digests are those of what is in the file."""
     model, over = nn.Linear(3000, 3000), threading.Event()

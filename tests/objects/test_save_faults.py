@@ -96,6 +96,7 @@ def test_an_interrupt_at_every_call(tmp_path: Path, old: str, new: str) -> None:
     assert all(isinstance(raised, KeyboardInterrupt) for _, raised in found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "full"), KeyboardInterrupt()], ids=["full", "interrupt"])
 def test_the_torch_format(tmp_path: Path, error: BaseException) -> None:
     path = tmp_path / "x.pt"

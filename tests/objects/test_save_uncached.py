@@ -90,6 +90,7 @@ def test_the_same_bytes(start: int, sizes: list[int], tmp_path_factory: pytest.T
         assert all(length % 4096 == 0 for length in lengths)
 
 
+@pytest.mark.slow
 def test_other_threads_and_tensors_that_are_made(tmp_path: Path) -> None:
     state = {f"w{n}": torch.randn(300 + n, 5001) for n in range(12)} | {"t": torch.randn(2000, 1500).t()}
     ms.save(state, tmp_path / NAME)

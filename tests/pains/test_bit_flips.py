@@ -41,6 +41,7 @@ def damaged(tmp_path: Path) -> Damaged:
     return Damaged(tmp_path / "model.pt")
 
 
+@pytest.mark.slow
 def test_every_flip_is_found(damaged: Damaged, stock_fails: StockFails) -> None:
     silent = 0
     for seed in range(FLIPS):

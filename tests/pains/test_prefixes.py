@@ -91,6 +91,7 @@ def test_another_prefix_is_answered_with_the_rule(prefix: str) -> None:
     assert all(torch.equal(value, wanted[name]) for name, value in ours.state_dict().items())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrap", [data_parallel, torch.compile], ids=["data parallel", "compiled"])
 def test_real_wrappers_both_ways(wrap: Callable[[nn.Module], nn.Module], stock_fails: StockFails) -> None:
     plain, wrapped = model(2), wrap(model(3))

@@ -231,6 +231,7 @@ def test_nothing_is_proved_where_names_fit_that_lie_between(strips: bool) -> Non
     assert one_prefix(missing, unexpected, fitting=[between]) == (None, {})
 
 
+@pytest.mark.slow
 @given(
     st.sets(st.lists(st.sampled_from("ab"), min_size=1, max_size=4).map(".".join), min_size=1, max_size=6),
     st.sampled_from(["a.", "b.", "a.b.", "a.a."]),

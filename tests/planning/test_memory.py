@@ -30,6 +30,7 @@ def least_of(error: MemoryBudgetError) -> int:
     return int(number)
 
 
+@pytest.mark.slow
 @settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(sizes=SIZES, changes=CHANGES, budget=st.integers(0, 8_000_000))
 def test_a_budget_is_kept_or_refused_with_the_least_that_is_enough(

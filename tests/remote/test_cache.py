@@ -64,6 +64,7 @@ def test_a_second_load_asks_for_the_version_alone(proxy: FaultProxy, cache: ms.C
     assert (len(proxy.requests), proxy.downloaded_bytes) == (1, HEADER_BYTES)
 
 
+@pytest.mark.slow
 def test_a_load_that_casts_requests_each_block_once(files: tuple[Path, str], cache: ms.Cache) -> None:
     model = nn.Linear(2048, 2048)
     ms.save(model, files[0] / "large.safetensors")
@@ -95,6 +96,7 @@ def test_objects_are_restored_from_the_cache(proxy: FaultProxy, cache: ms.Cache,
     assert len(proxy.requests) == 1
 
 
+@pytest.mark.slow
 def test_another_version_is_read_anew(proxy: FaultProxy, cache: ms.Cache, files: tuple[Path, str]) -> None:
     check_load(proxy, cache)
     before = ms.open(url_of(proxy), cache=cache)
@@ -254,6 +256,7 @@ ms.load(model, {url_of(proxy)!r}, cache=ms.Cache({str(cache.directory)!r}))
     assert "CacheWarning" in done.stderr
 
 
+@pytest.mark.slow
 def test_what_was_not_asked_for_is_not_kept(tmp_path: Path, cache: ms.Cache) -> None:
     class Long(FileServer):
         directory = tmp_path
@@ -272,6 +275,7 @@ def test_what_was_not_asked_for_is_not_kept(tmp_path: Path, cache: ms.Cache) -> 
             assert all(torch.equal(checkpoint.tensor(name), tensor) for name, tensor in stored.items())
 
 
+@pytest.mark.slow
 def test_each_checkpoint_keeps_the_cache_it_was_opened_with(proxy: FaultProxy, cache: ms.Cache, tmp_path: Path) -> None:
     small = ms.Cache(tmp_path / "small", max_bytes=2 * BLOCK_BYTES)
     first = ms.open(url_of(proxy), cache=cache)

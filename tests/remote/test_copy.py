@@ -73,6 +73,7 @@ def test_a_copy_has_the_same_files_everywhere(
     assert ms.diff(there, make_model()).is_equal
 
 
+@pytest.mark.slow
 def test_a_file_takes_the_name_of_the_target(files: tuple[Path, str], tmp_path: Path) -> None:
     write_one(files[0])
     for target in ("copy.safetensors", "below/", "below/copy.safetensors"):
@@ -183,6 +184,7 @@ def test_a_copy_is_not_hidden_by_a_file_of_its_name(tmp_path: Path) -> None:
     assert ms.diff(tmp_path / "b", make_model(1)).is_equal
 
 
+@pytest.mark.slow
 def test_an_index_that_is_refused_leaves_no_shards(
     tmp_path: Path, bucket: str, s3_client: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -220,6 +222,7 @@ def test_a_target_that_cannot_be_made(tmp_path: Path) -> None:
             ms.copy(tmp_path / "model.safetensors", f"{tmp_path}/{target}")
 
 
+@pytest.mark.slow
 def test_the_root_of_a_bucket(bucket: str, tmp_path: Path, s3_client: Callable[[], Any]) -> None:
     with pytest.raises(ms.errors.SaveTargetError, match="the root of a bucket"):
         ms.save(make_model(), f"s3://{bucket}")
@@ -234,6 +237,7 @@ def test_the_root_of_a_bucket(bucket: str, tmp_path: Path, s3_client: Callable[[
         ms.copy(tmp_path / "model.safetensors", f"s3://{bucket}/other.safetensors")
 
 
+@pytest.mark.slow
 def test_one_file_takes_the_place_of_an_index(tmp_path: Path, bucket: str, s3_client: Callable[[], Any]) -> None:
     url = f"s3://{bucket}/model.safetensors"
     for replace in (

@@ -64,6 +64,7 @@ def opened(objects: dict[str, bytes], name: str, folder: Path) -> ms.Checkpoint:
     return checkpoint
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("nbytes", [1000, 12 * MB])
 def test_the_object_is_the_file(
     bucket: str, content: Callable[[], dict[str, bytes]], tmp_path: Path, nbytes: int
@@ -76,6 +77,7 @@ def test_the_object_is_the_file(
     assert report.bytes == len(objects["run/model.safetensors"])
 
 
+@pytest.mark.slow
 def test_a_large_object_is_sent_in_parts_of_bounded_size(bucket: str, proxy: FaultProxy) -> None:
     ms.save(state(12 * MB), f"s3://{bucket}/model.safetensors")
     first, second, last = sorted(request.nbytes for request in proxy.requests if request.method == "PUT")[::-1]
@@ -83,6 +85,7 @@ def test_a_large_object_is_sent_in_parts_of_bounded_size(bucket: str, proxy: Fau
     assert last <= 2  # see ObjectWriter.wait_for_parts
 
 
+@pytest.mark.slow
 def test_shards_and_back_to_one_file(bucket: str, content: Callable[[], dict[str, bytes]], tmp_path: Path) -> None:
     path = f"s3://{bucket}/model.safetensors"
     for number, shard_bytes in enumerate([None, 1 * MB, 2 * MB, None]):
@@ -94,12 +97,14 @@ def test_shards_and_back_to_one_file(bucket: str, content: Callable[[], dict[str
         assert torch.equal(opened(objects, "model.safetensors", folder).tensor("b"), state(3 * MB, number)["b"])
 
 
+@pytest.mark.slow
 def test_shards_of_another_checkpoint_stay(bucket: str, content: Callable[[], dict[str, bytes]]) -> None:
     for name in ("a", "b", "a"):
         ms.save(state(3 * MB), f"s3://{bucket}/{name}.safetensors", shard_size_bytes=2 * MB)
     assert sum(name.startswith("b-") for name in content()) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("nbytes", [1000, 12 * MB])
 def test_an_object_is_kept(bucket: str, content: Callable[[], dict[str, bytes]], nbytes: int) -> None:
     path = f"s3://{bucket}/model.safetensors"
@@ -113,6 +118,7 @@ def test_an_object_is_kept(bucket: str, content: Callable[[], dict[str, bytes]],
     assert content() == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("nbytes", [1000, 12 * MB])
 def test_an_object_that_another_writer_puts_meanwhile_is_kept(
     bucket: str, proxy: FaultProxy, s3_client: Callable[[], Any], content: Callable[[], dict[str, bytes]], nbytes: int
@@ -127,6 +133,7 @@ def test_an_object_that_another_writer_puts_meanwhile_is_kept(
     assert content() == {"model.safetensors": b"of another writer"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("nbytes", [1000, 12 * MB])
 def test_a_file_for_torch_load(
     bucket: str, content: Callable[[], dict[str, bytes]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nbytes: int
@@ -196,6 +203,7 @@ def test_each_fault_at_each_request(
     record_property("faults", f"{len(visited)}, {len(visited) - len(succeeded)} errors")
 
 
+@pytest.mark.slow
 def test_a_server_that_stays_away_is_a_clear_error(
     bucket: str, proxy: FaultProxy, content: Callable[[], dict[str, bytes]]
 ) -> None:
@@ -207,6 +215,7 @@ def test_a_server_that_stays_away_is_a_clear_error(
     assert content() == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("nbytes", [2 * MB, 12 * MB])
 @pytest.mark.parametrize("overwrite", [True, False])
 def test_an_object_that_begins_alike_is_not_taken_for_the_new_one(
@@ -327,6 +336,7 @@ def test_kill_at_each_request(
     record_property("kills", f"{len(outcomes)}, {outcomes.count(True)} old")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("in_shards", [True, False])
 def test_a_late_removal_leaves_what_another_save_has_written(in_shards: bool, proxy: FaultProxy, bucket: str) -> None:
     """While the removal of the old checkpoint is repeated, another save replaces what is there in the other form."""

@@ -99,6 +99,7 @@ def listings(proxy: FaultProxy) -> int:
     return sum("list-type" in request.target for request in proxy.requests)
 
 
+@pytest.mark.slow
 def test_a_run(url: str, names: Callable[[], list[str]]) -> None:
     with ms.Store(url, keep=ms.Keep(last=2)) as store:
         assert store.latest() is None
@@ -128,6 +129,7 @@ def test_a_run(url: str, names: Callable[[], list[str]]) -> None:
     assert sum(name.startswith("step-") for name in names()) == 2
 
 
+@pytest.mark.slow
 def test_what_has_not_changed_is_not_uploaded_again_and_survives_pruning(
     url: str, proxy: FaultProxy, names: Callable[[], list[str]]
 ) -> None:
@@ -144,6 +146,7 @@ def test_what_has_not_changed_is_not_uploaded_again_and_survives_pruning(
     assert store.verify() == {2: ""}
 
 
+@pytest.mark.slow
 def test_the_latest_step_takes_one_listing(url: str, proxy: FaultProxy) -> None:
     with ms.Store(url) as store:
         for step in (1, 2, 3):
@@ -154,6 +157,7 @@ def test_the_latest_step_takes_one_listing(url: str, proxy: FaultProxy) -> None:
     assert (len(proxy.requests), listings(proxy)) == (2, 2)
 
 
+@pytest.mark.slow
 def test_many_small_tensors_take_few_requests(url: str, proxy: FaultProxy) -> None:
     """They lie next to each other, and are verified and read together."""
 
@@ -178,6 +182,7 @@ def test_many_small_tensors_take_few_requests(url: str, proxy: FaultProxy) -> No
     assert all(torch.equal(state[index][key], expected[index][key]) for index in expected for key in expected[index])
 
 
+@pytest.mark.slow
 def test_the_order_is_that_of_saving(url: str) -> None:
     with ms.Store(url) as store:
         for step in (5, 7, 6):
@@ -186,6 +191,7 @@ def test_the_order_is_that_of_saving(url: str) -> None:
         assert restored(store) == 6
 
 
+@pytest.mark.slow
 def test_in_the_background(url: str) -> None:
     with ms.Store(url) as store:
         pending = save(store, 1, background=True)
@@ -208,6 +214,7 @@ def test_a_second_writer_is_refused_until_the_first_one_closes(url: str) -> None
     assert second.steps() == (1, 2, 3)
 
 
+@pytest.mark.slow
 def test_a_writer_that_lost_its_lease_cannot_commit(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The lease is taken over while the first writer uploads, after its last look at the bucket."""
     first, second = ms.Store(url), ms.Store(url)
@@ -230,6 +237,7 @@ def test_a_writer_that_lost_its_lease_cannot_commit(url: str, monkeypatch: pytes
     assert (second.steps(), restored(second)) == ((1, 2), 2)
 
 
+@pytest.mark.slow
 def test_a_writer_that_sees_the_next_lease_cannot_commit(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The lease is taken over after the writer has confirmed its own, and before it looks for a free number."""
     first, second = ms.Store(url), ms.Store(url)
@@ -251,6 +259,7 @@ def test_a_writer_that_sees_the_next_lease_cannot_commit(url: str, monkeypatch: 
     assert (second.steps(), restored(second)) == ((1, 2), 2)
 
 
+@pytest.mark.slow
 def test_two_writers_race(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both take the lease for themselves at the same time: exactly one of them commits each step."""
     monkeypatch.setattr(buckets, "_is_alive", lambda holder: False)
@@ -277,6 +286,7 @@ def test_two_writers_race(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert restored(ms.Store(url)) == step
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", [Fault.LOST_REPLY, Fault.CUT])
 def test_a_lost_reply_to_the_commit(url: str, proxy: FaultProxy, fault: Fault) -> None:
     with ms.Store(url) as store:
@@ -403,6 +413,7 @@ def test_a_stale_listing_loses_no_step(url: str, proxy: FaultProxy) -> None:
         assert store.steps() == (1, 2, 3)
 
 
+@pytest.mark.slow
 def test_a_server_that_stays_away_is_a_clear_error(url: str, proxy: FaultProxy) -> None:
     store = ms.Store(url)
     save(store, 1)
@@ -449,6 +460,7 @@ def test_kill_at_each_request(
     assert restored(ms.Store(url)) == 100
 
 
+@pytest.mark.slow
 def test_what_dead_saves_left_is_removed_when_it_is_old(
     url: str, proxy: FaultProxy, names: Callable[[], list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -500,6 +512,7 @@ def test_a_bucket_that_ignores_conditions_is_refused(
     assert not any(name.startswith("step-") for name in names())
 
 
+@pytest.mark.slow
 def test_a_prefix_with_other_objects(url: str, bucket: str, s3_client: Callable[[], Any]) -> None:
     for name in ("step-000000001", "claim-x", "step-000000009.000000000001.0123456789ab/checkpoint.json", "data/x"):
         s3_client().put_object(Bucket=bucket, Key=f"runs/first/{name}", Body=b"something else")
@@ -519,6 +532,7 @@ def test_an_object_is_no_directory(url: str, bucket: str, s3_client: Callable[[]
     assert [item["Key"] for item in s3_client().list_objects_v2(Bucket=bucket)["Contents"]] == ["runs/first"]
 
 
+@pytest.mark.slow
 def test_resumable(url: str) -> None:
     seen = []
     for _ in range(2):
@@ -541,6 +555,7 @@ def test_follow(url: str) -> None:
     assert (event.action, event.step) == ("swapped", 3)
 
 
+@pytest.mark.slow
 def test_commands(url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with ms.Store(url) as store:
         save(store, 1)
@@ -555,6 +570,7 @@ def test_commands(url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert result.exit_code != 0
 
 
+@pytest.mark.slow
 def test_a_cache_keeps_what_is_read(url: str, proxy: FaultProxy, tmp_path: Path) -> None:
     cache = ms.Cache(tmp_path / "cache")
     torch.manual_seed(0)
@@ -587,6 +603,7 @@ def test_a_cache_keeps_what_is_read(url: str, proxy: FaultProxy, tmp_path: Path)
     assert proxy.downloaded_bytes >= nbytes
 
 
+@pytest.mark.slow
 def test_a_lease_that_fails_does_not_show_the_step_of_a_killed_writer(
     url: str, proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -129,6 +129,7 @@ def test_rules_are_values_whose_text_can_be_pasted() -> None:
 # Several rules.
 
 
+@pytest.mark.slow
 @given(rules, names)
 def test_rules_are_applied_in_their_order(rules: list[Rule], names: list[str]) -> None:
     """A plain oracle: names one at a time, with everything that can be wrong with several of them."""

@@ -201,6 +201,7 @@ def test_an_undo_that_fails_puts_the_program_into_quarantine(monkeypatch: pytest
         live.rollback()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["available", "in_place"])
 def test_an_io_error_at_any_request_leaves_what_serves(mode: Any, tmp_path: Path) -> None:
     path = tmp_path / "two.safetensors"
@@ -230,6 +231,7 @@ class Odd(nn.Module):
         return x * self.weights[0][0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("source", ["file", "dict"])
 @pytest.mark.parametrize("mode", ["available", "in_place"])
 def test_a_value_that_is_not_finite_is_found_wherever_reads_end(

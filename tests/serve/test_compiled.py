@@ -23,6 +23,7 @@ class Counting:
         return graph.forward
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["available", "in_place"])
 @pytest.mark.parametrize("grad", [False, True])
 @pytest.mark.parametrize("make", [Decoder, Everything])
@@ -43,6 +44,7 @@ def test_no_version_is_compiled_again(make: Any, grad: bool, mode: Any) -> None:
     assert compiled == backend.count == 1
 
 
+@pytest.mark.slow
 def test_every_version_has_the_options_of_the_first() -> None:
     torch.compiler.reset()
     live = ms.Live(torch.compile(nn.Linear(4, 4), backend="eager", dynamic=True))

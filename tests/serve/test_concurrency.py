@@ -118,6 +118,7 @@ def test_a_canary_that_asks_the_program_itself(mode: Any) -> None:
     assert live(X).unique().tolist() == [float(live.version)]
 
 
+@pytest.mark.slow
 @every_kind
 def test_a_rollback_does_not_wait_for_requests(kind: str) -> None:
     live = live_of(kind)

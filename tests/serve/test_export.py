@@ -74,6 +74,7 @@ def test_what_the_file_says(kind: Any, path: Path) -> None:
     assert set(tensors) == {*ms.serve.runtime_state(Everything()), "shift"}
 
 
+@pytest.mark.slow
 def test_others_read_the_exported_file(path: Path) -> None:
     module = Decoder().eval()
     ms.export(module, (X,), path)
@@ -102,6 +103,7 @@ def test_hooks_that_fuse_leave_no_map_and_a_reason(path: Path) -> None:
     assert torch.allclose(live(X), trained(X))
 
 
+@pytest.mark.slow
 def test_ties_stay_one_tensor_in_the_file(path: Path) -> None:
     ms.export(Everything().eval(), (X,), path)
     live, state = ms.Live(path), dict(Everything().state_dict())
@@ -117,6 +119,7 @@ def test_keywords_and_dynamic_sizes(path: Path) -> None:
     assert ms.Live(path)(input=torch.ones(7, 4)).shape == (7, 4)
 
 
+@pytest.mark.slow
 def test_the_module_stays_as_it_is(path: Path) -> None:
     module = Everything()
     before = {name: (id(value), value.clone()) for name, value in module.state_dict(keep_vars=True).items()}
@@ -200,6 +203,7 @@ def test_random_answers_prove_nothing_of_a_package(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["a.pt2"]
 
 
+@pytest.mark.slow
 @needs_aoti
 def test_no_compiler_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def compile(*_: object) -> Any:

@@ -74,6 +74,7 @@ def _loaded(program: Any) -> Any:
     return torch.export.load(io.BytesIO(file.getvalue()))
 
 
+@pytest.mark.slow
 @needs_guards
 @pytest.mark.parametrize("strict", [False, True])
 def test_the_inputs_of_a_guard_are_found_wherever_they_are(strict: bool) -> None:

@@ -180,6 +180,7 @@ def test_a_cache_that_grows_is_carried_over_or_reset() -> None:
     assert live(x).tolist() == [22.0, 22.0]
 
 
+@pytest.mark.slow
 def test_in_place_waits_for_requests_and_gives_up_in_time() -> None:
     live = ms.Live(linear(1))
     pinned, may_end = threading.Event(), threading.Event()
@@ -205,6 +206,7 @@ def test_in_place_waits_for_requests_and_gives_up_in_time() -> None:
         live.swap(linear(2).state_dict(), mode="in_place")
 
 
+@pytest.mark.slow
 def test_a_second_swap_waits_or_is_skipped() -> None:
     live = ms.Live(linear(1))
     inside, may_end = threading.Event(), threading.Event()

@@ -77,6 +77,7 @@ def test_the_fusion_layer_of_torchtune(torchtune: ModuleType) -> None:
     check(build, X, "layers.1.linear1.weight", "layers.1.layer.linear1.weight")
 
 
+@pytest.mark.slow
 def test_the_fusion_embedding_of_torchtune(torchtune: ModuleType) -> None:
     build = lambda: Fused(torchtune, tokens=True).eval()  # noqa: E731
     check(build, TOKENS, "tok_embeddings.weight", "tok_embeddings.embedding.weight")

@@ -68,6 +68,7 @@ infos_of = st.lists(
 ).map(lambda rows: [info(step, step + 1, loss, intact=intact) for step, (loss, intact) in enumerate(rows)])
 
 
+@pytest.mark.slow
 @given(infos_of, st.sampled_from(["min", "max"]))
 def test_the_best_is_what_keep_would_keep_as_the_best(infos: list[CheckpointInfo], mode: Any) -> None:
     whole = [one for one in infos if one.intact]
@@ -77,6 +78,7 @@ def test_the_best_is_what_keep_would_keep_as_the_best(infos: list[CheckpointInfo
         assert kept_best <= {ranked[0], whole[-1].step}
 
 
+@pytest.mark.slow
 @given(infos_of, st.sampled_from(["latest", "best:loss", "best:loss:max"]))
 def test_one_that_was_taken_is_never_wanted_again_and_nothing_is_preferred_to_the_first(
     infos: list[CheckpointInfo], text: str

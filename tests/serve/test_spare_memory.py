@@ -171,6 +171,7 @@ def test_no_more_is_kept_than_was_asked_for(
     assert mapped.count(NBYTES) == new
 
 
+@pytest.mark.slow
 def test_swaps_of_two_programs_do_not_share_memory(tmp_path: Path) -> None:
     module = Constant()
     every = sources(tmp_path, module, "file")

@@ -92,6 +92,7 @@ def test_what_is_overwritten_at_once_is_saved_as_it_was(tmp_path: Path, gate: Ga
     assert store.verify() == {1: ""}
 
 
+@pytest.mark.slow
 def test_the_next_save_waits_or_is_skipped(tmp_path: Path, gate: Gate) -> None:
     store, training = ms.Store(tmp_path), Training().train()
     gate.close()
@@ -141,6 +142,7 @@ def test_an_error_comes_through_once(tmp_path: Path, gate: Gate, heard: str) -> 
     assert not litter(tmp_path)
 
 
+@pytest.mark.slow
 def test_the_buffer_is_used_again_and_stated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     addresses = []
     copy = Staging.copy
@@ -179,6 +181,7 @@ def test_the_buffer_is_used_again_and_stated(tmp_path: Path, monkeypatch: pytest
     store.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wait", [True, False])
 def test_a_cancelled_save_leaves_no_checkpoint(tmp_path: Path, gate: Gate, wait: bool) -> None:
     store, training = ms.Store(tmp_path), Training().train()
@@ -259,6 +262,7 @@ def test_threads_that_save_at_once_take_turns(tmp_path: Path) -> None:
     assert not litter(tmp_path)
 
 
+@pytest.mark.slow
 def test_a_signal_whose_handler_saves(tmp_path: Path, gate: Gate) -> None:
     """It comes while the same thread saves: waiting for that would be for ever."""
     store = ms.Store(tmp_path)

@@ -115,6 +115,7 @@ def test_a_margin_that_is_given_is_not_learned(clock: Clock) -> None:
 saves = st.lists(st.tuples(st.sampled_from(["saved", "stepped"]), st.floats(0, 1e5)), max_size=20)
 
 
+@pytest.mark.slow
 @given(saves)
 def test_once_a_save_is_known_the_margin_only_grows(told: list[tuple[str, float]]) -> None:
     deadline = ms.Deadline(4, since="now")
@@ -322,6 +323,7 @@ def test_a_signal_that_the_system_keeps_for_itself(handlers: None, monkeypatch: 
         deadline.__enter__()
 
 
+@pytest.mark.slow
 def test_a_forked_child_can_be_ended(handlers: None) -> None:
     with ms.Deadline(since="now") as deadline:
         child = os.fork()

@@ -57,6 +57,7 @@ def test_every_flip_is_found(tmp_path: Path) -> None:
     assert ms.Store(tmp_path).verify() == {1: ""}
 
 
+@pytest.mark.slow
 def test_every_kind_of_object_is_covered(tmp_path: Path) -> None:
     run = Run()
     run.train(2)
@@ -74,6 +75,7 @@ def test_every_kind_of_object_is_covered(tmp_path: Path) -> None:
     assert state_of(target.objects) == was
 
 
+@pytest.mark.slow
 def test_every_part_of_every_json_file_is_covered(tmp_path: Path) -> None:
     chance = random.Random(1)
     with ms.Store(tmp_path) as store:

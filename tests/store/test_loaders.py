@@ -81,6 +81,7 @@ def test_an_object_that_holds_the_loader_saves_its_state(tmp_path: Path) -> None
     assert epochs(tmp_path, holder.loader, {"holder": holder}) == []
 
 
+@pytest.mark.slow
 def test_persistent_workers_outside_a_loop_are_no_warning(tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error", ResumeWarning)

@@ -47,6 +47,7 @@ def uninterrupted(steps: int) -> list[float]:
     return [step(of) for _ in range(steps)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("background", [True, False])
 def test_a_loop_that_is_left_goes_on_where_it_was_saved(tmp_path: Path, background: bool) -> None:
     expected, losses = uninterrupted(11), dict[int, float]()

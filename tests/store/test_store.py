@@ -283,6 +283,7 @@ def test_files_that_others_read(tmp_path: Path) -> None:
     assert torch.equal(fresh.model.last.weight, run.model.last.weight)
 
 
+@pytest.mark.slow
 def test_transformers_reads_a_step(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     config = transformers.GPT2Config(n_layer=2, n_head=2, n_embd=16, vocab_size=32, n_positions=16)

@@ -242,6 +242,7 @@ EDITS: dict[str, tuple[Callable[[Path], object], type[errors.ModelStateError]]] 
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", EDITS)
 def test_a_manifest_that_is_not_what_was_written(tmp_path: Path, how: str) -> None:
     change, kind = EDITS[how]
