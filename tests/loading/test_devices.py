@@ -1,5 +1,6 @@
 """Loading onto a CUDA device."""
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -271,6 +272,22 @@ def test_in_the_background_while_the_device_computes(large: tuple[nn.Module, dic
         assert torch.equal(module(given), expected)
     handle.result()
     assert_same(values_of(module), {name: ms.open(path).tensor(name) for name in before})
+
+
+def test_what_was_read_in_the_background_is_there_until_it_is_copied(
+    large: tuple[nn.Module, dict[str, Any], Path],
+) -> None:
+    module, before, path = large
+    handle = ms.load(module, path, background=True)
+    while not handle.done():
+        time.sleep(0.001)
+    with torch.cuda.stream(torch.cuda.Stream()):
+        torch.cuda._sleep(400_000_000)
+        handle.result()
+    others = [torch.zeros(2500, 2500, device="cuda") for _ in range(8)]  # in the memory that has been freed
+    torch.cuda.synchronize()
+    assert_same(values_of(module), {name: ms.open(path).tensor(name) for name in before})
+    assert not any(other.any() for other in others)
 
 
 @pytest.mark.parametrize("budget", [1 << 20, 40 << 20])

@@ -116,6 +116,12 @@ class StagedLoad:
             assignment.final, assignment.dtype, assignment.placement = final, staged.dtype, staged.placement
             assignment.freezes, assignment.seconds = staged.freezes, staged.seconds
             self._handed_over.append(assignment)
+        for assignment in self._handed_over:
+            final = assignment.final
+            if final is not None and final.is_cuda and is_plain(final):
+                # It was allocated on the stream of the thread that read it. torch uses the memory of a freed tensor
+                # again in the order of that stream, but it is the caller's stream that copies from it.
+                final.record_stream(torch.cuda.current_stream(final.device))
         return self._notes
 
     def release(self) -> None:
