@@ -183,13 +183,7 @@ def _middle(tensor: torch.Tensor) -> bytes:
 
 def _has_bytes(tensor: torch.Tensor) -> bool:
     is_view = tensor.is_conj() or tensor.is_neg()  # its memory has other values
-    return (
-        is_plain(tensor)
-        and tensor.is_contiguous()
-        and not is_view
-        and tensor.device.type == "cpu"
-        and tensor.numel() > 0
-    )
+    return is_plain(tensor) and tensor.is_contiguous() and not is_view and not tensor.is_meta and tensor.numel() > 0
 
 
 def _options(matched: MatchedCheckpoint) -> Iterator[object]:
