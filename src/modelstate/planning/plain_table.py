@@ -61,15 +61,12 @@ class PlainTable:
     """The tensors of the slots."""
     nbytes: int = field(init=False)
     """Bytes to read."""
+    is_streamed: bool = field(init=False)
+    """Whether the values are read block by block into a buffer, and get from there to where they belong."""
 
     def __post_init__(self) -> None:
         self.params = [slot.tensor for slot in self.slots]
-        self.nbytes = sum(self.columns.nbytes)
-
-    @property
-    def is_streamed(self) -> bool:
-        """Whether the values are read block by block into a buffer, and get from there to where they belong."""
-        return self.route is ReadRoute.STREAMED
+        self.nbytes, self.is_streamed = sum(self.columns.nbytes), self.route is ReadRoute.STREAMED
 
     @property
     def casts(self) -> bool:
@@ -195,10 +192,11 @@ def plain_tables(
             where = param.get_device() if by_tensor is None or not is_meta else by_tensor(param)
             key = columns.dtype_names[row], param.dtype, is_meta, where
             if key not in kinds:
-                dtype, device = _dtype_after(*key[:3], options), _device_after(param, options)
+                dtype, device = _dtype_after(*key[:3], options), options.device_after(param)
                 is_streamed = device != _CPU or dtype != _DTYPES.get(key[0])
-                group_key = is_meta, key[0] if is_streamed else "", device or _CPU
-                kinds[key] = None if dtype is None or device is None else (groups[group_key], dtype)
+                stays = device.type in DEVICES_READ_INTO and (is_meta or param.device == device)
+                group_key = is_meta, key[0] if is_streamed else "", device
+                kinds[key] = (groups[group_key], dtype) if dtype is not None and stays else None
             found = kinds[key]
             if found is not None:
                 group, dtype = found
@@ -246,12 +244,6 @@ def _dtype_after(stored_name: str, dtype: torch.dtype, is_meta: bool, options: O
         return None
     cast = cast_between(stored, dtype)
     return dtype if cast in ("same", "lossless") or (cast == "lossy" and dtype == options.dtype) else None
-
-
-def _device_after(param: torch.Tensor, options: Options) -> torch.device | None:
-    """Returns the device of a slot after the load; None where it moves, or is of another kind than CPU and CUDA."""
-    device = options.device_after(param)
-    return device if device.type in DEVICES_READ_INTO and (param.is_meta or param.device == device) else None
 
 
 def _split_by_map(on_meta: _Rows, columns: TensorColumns, asked: bool | None, maps: Maps) -> tuple[_Rows, _Rows]:
