@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from bench.goals import Compared, Goal
-from bench.measure import median
+from bench.measure import Stage, median
 from bench.measured import Measured, Part, Runs
 from bench.sections import LOADS, ON_GPU
 from modelstate.text_format import size
@@ -129,24 +129,16 @@ def load_table(results: Runs) -> str:
 
 def cast_table(results: Runs) -> str:
     """The time until ready with its ratio to the first contender's, and memory."""
-    medians = {name: median(runs, "ready") for name, runs in results.items()}
-    first = next(iter(medians.values()))
-    rows = [
-        [
-            name,
-            milliseconds(one.seconds),
-            ratio(one.seconds, first.seconds),
-            size(one.anonymous_bytes),
-            size(one.total_bytes),
-        ]
-        for name, one in medians.items()
-    ]
     words = f"\n\nThe module itself takes {size(next(iter(results.values()))[0]['check'].facts['nbytes'])}."
-    return table(["", "ready ms", "×", "own memory", "with file pages"], rows) + words
+    return _ready_table(results, "with file pages", lambda ready: ready.total_bytes) + words
 
 
 def gpu_table(results: Runs) -> str:
     """The time until ready with its ratio to the first contender's, and memory of the host and of the GPU."""
+    return _ready_table(results, "GPU memory beside the module", lambda ready: ready.facts["device_bytes"])
+
+
+def _ready_table(results: Runs, last: str, last_bytes: Callable[[Stage], int]) -> str:
     medians = {name: median(runs, "ready") for name, runs in results.items()}
     first = next(iter(medians.values()))
     rows = [
@@ -155,11 +147,11 @@ def gpu_table(results: Runs) -> str:
             milliseconds(one.seconds),
             ratio(one.seconds, first.seconds),
             size(one.anonymous_bytes),
-            size(one.facts["device_bytes"]),
+            size(last_bytes(one)),
         ]
         for name, one in medians.items()
     ]
-    return table(["", "ready ms", "×", "own memory", "GPU memory beside the module"], rows)
+    return table(["", "ready ms", "×", "own memory", last], rows)
 
 
 def convert_table(results: Runs) -> str:
