@@ -3,6 +3,7 @@
 import platform
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -144,6 +145,15 @@ def test_a_page_begins_with_our_time_over_that_of_the_best_peer(tmp_path: Path) 
 def texts_of(image: str) -> set[str]:
     """What stands in a plot."""
     return set(re.findall(r"<text[^>]*>([^<]+)</text>", image))
+
+
+def test_a_table_of_loads_onto_a_gpu_has_its_memory() -> None:
+    runs = {name: one_run(ready, 1) for name, ready in (("modelstate.load", 0.05), ("another", 0.1))}
+    for extra_bytes, stages in enumerate(runs.values()):
+        stages["ready"] = replace(stages["ready"], facts={"device_bytes": extra_bytes * 8 * MB})
+    text = pages.section(table_of("gpu/large", runs, "gpu"))
+    assert "| modelstate.load | 50.0 | 1.00 | 0 B | 0 B |" in text
+    assert "| another | 100.0 | 2.00 | 0 B | 8.0 MB |" in text
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.file)
