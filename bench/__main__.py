@@ -123,7 +123,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = _options(arguments)
     parts = kept(options.source, PARTS) if options.source else _measure(options)
     if not parts:
-        sys.exit(f"nothing was kept in {options.source}")
+        sys.exit(f"nothing was kept in {options.source}" if options.source else "nothing was measured")
     of_one_code(parts)
     for page, reached, compared in pages(parts):
         print(markdown.goals(reached))

@@ -62,6 +62,15 @@ def test_a_page_of_nothing_is_not_written(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+def test_a_machine_without_a_gpu_leaves_its_part_out_by_name(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit, match="nothing was measured"):
+        main(["--quick", "--only", "gpu"])
+    assert "no CUDA device: not measured: gpu" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_conversions_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run, "run", run_forked)
