@@ -12,6 +12,7 @@ from torch import nn
 
 import modelstate as ms
 from modelstate.errors import MemoryBudgetError
+from modelstate.io.engine import ReadStrategy
 
 SIZES = st.lists(st.sampled_from([1, 30, 4096, 70_000, 600_000]), min_size=1, max_size=6)
 CHANGES = st.sampled_from([{}, {"dtype": torch.bfloat16}, {"transform": lambda name, tensor: tensor * 2}])
@@ -69,3 +70,15 @@ def test_a_read_in_place_of_a_class_of_parameters_counts_its_buffer(tmp_path: Pa
     assert report.peak_memory_bytes == planned.extra_bytes == 240_000
     with pytest.raises(MemoryBudgetError):
         ms.load(module, tmp_path / "x.safetensors", in_place=True, max_memory_bytes=1000)
+
+
+@pytest.mark.parametrize("total", [1 << 20, 90 << 20, 300 << 20, 2 << 30])
+def test_pinned_memory_is_little_beside_what_gets_to_a_device(total: int) -> None:
+    usual = ReadStrategy(threads=8, block_bytes=4 << 20)
+    used = usual.for_devices(total)
+    assert used.threads * used.block_bytes <= max(total // 8, 2 * usual.block_bytes)
+    assert used.threads * used.block_bytes <= 64 << 20
+    threads_bytes, block_bytes = usual.stream_bytes(total, 4, 0, to_device=True)
+    assert threads_bytes <= used.threads * block_bytes <= used.threads * used.block_bytes
+    network = ReadStrategy(threads=16, block_bytes=4 << 20)
+    assert network.for_devices(total).threads == 16

@@ -60,6 +60,8 @@ UNSUPPORTED = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP)
 """The errors of a file system that does not support O_DIRECT."""
 _BLOCK_BYTES = 4 << 20
 """What a thread reads before it casts it: smaller blocks lose more to the interpreter lock than the cache saves."""
+_LARGE_TRANSFER_BYTES = 256 << 20
+"""From so many bytes on, the blocks for a device are larger."""
 _LEAST_BLOCK_BYTES = 64 << 10
 _SCRATCH_BYTES = 64 << 20
 """What is read at once of tensors that are needed whole, unless a single one is larger."""
@@ -128,12 +130,21 @@ class ReadStrategy:
         """The size of one scratch buffer: half of the scratch memory where the other half is computed with."""
         return self.scratch_bytes // 2 if self.ahead else self.scratch_bytes
 
-    def streamed_bytes(self, devices: int) -> int:
-        """The size of a block that is streamed, to the CPU or to a number of devices.
+    def for_devices(self, total: int) -> ReadStrategy:
+        """The strategy of a stream whose blocks are copied to devices.
 
-        A block for a device is larger: what is done for each block takes longer there than the block itself.
+        Pinned memory is dear to allocate: for each megabyte, several times what a copy from it saves. So it takes at
+        most an eighth of what is read, unless that is very little. What is done for each block takes longer than the
+        copy of a small one.
+
+        Args:
+            total: The bytes of all ranges.
         """
-        return self.block_bytes * (2 if devices else 1)
+        block_bytes = self.block_bytes * (2 if total >= _LARGE_TRANSFER_BYTES else 1)
+        if self.uncached or self.threads > MOST_THREADS:  # threads that wait for a disk or a network
+            return replace(self, block_bytes=block_bytes)
+        threads = min(self.threads, max(2, total // (8 * block_bytes)))
+        return replace(self, threads=threads, block_bytes=block_bytes)
 
     @property
     def buffer_bytes(self) -> int:
@@ -147,19 +158,20 @@ class ReadStrategy:
         """Memory of one reply that is read: the client joins its pieces, so it has a short one twice."""
         return min(_REPLY_BYTES, 2 * self.block_bytes) if self.remote else 0
 
-    def stream_bytes(self, total: int, unit: int, working: int, devices: int) -> int:
-        """Memory of one `stream`.
+    def stream_bytes(self, total: int, unit: int, working: int, *, to_device: bool) -> tuple[int, int]:
+        """Memory of the threads of one `stream`, and of one of its blocks.
 
         Args:
             total: The bytes of all ranges.
             unit: The largest unit of a range.
             working: The bytes that consuming a block takes.
-            devices: The devices that blocks are copied to, each of which has memory for one.
+            to_device: Whether blocks are copied to devices.
         """
-        buffer = min(aligned(max(self.streamed_bytes(devices), unit)), total)
-        threads = self.threads if total > buffer else 1
+        used = self.for_devices(total) if to_device else self
+        buffer = min(aligned(max(used.block_bytes, unit)), total)
+        threads = used.threads if total > buffer else 1
         of_a_thread = (BUFFER_BYTES if self.uncached else 0) + self._reply_bytes + buffer + working
-        return threads * of_a_thread + devices * buffer
+        return threads * of_a_thread, buffer
 
     def smaller(self) -> Iterator[ReadStrategy]:
         """Strategies that need less and less memory."""

@@ -236,6 +236,7 @@ def leased_reads(staging: Staging, planned: Sequence[Planned], files: HeldFiles)
     reads: list[Callable[[], None]] = [
         *(streamed_read(staging, some, lambda _: None, held) for some in [cast] * bool(cast)),
         *(table_read(staging, table, table.params, lambda _: None, held) for table in streamed),
+        held.buffers.release,
         partial(_compute, staging, computed, params, lambda _: None, held=files),
         partial(
             _read, staging, [(assignment, assignment.param) for assignment in straight], lambda _: None, held=files
@@ -254,7 +255,6 @@ def leased_reads(staging: Staging, planned: Sequence[Planned], files: HeldFiles)
                     read()  # the buffers of the first read are free again
             except Exception as error:
                 errors.append(error)
-        held.buffers.release()
         for assignment in waiting:
             assignment.final = assignment.param
         increment_version([item.param for item in straight])  # autograd has not seen the writes

@@ -14,7 +14,7 @@ from modelstate.errors import TransformError
 from modelstate.io.blocks import Block, Buffers, Consume, Part, Wait, Wanted, in_blocks, stream
 from modelstate.io.engine import BUFFER_BYTES, common_align_bytes
 from modelstate.io.held import HeldFiles
-from modelstate.io.memory import fresh_tensors
+from modelstate.io.memory import aligned, fresh_tensors
 from modelstate.loading.staging import Staging
 from modelstate.planning.assignment import Assignment, after_remaking, remade, transform_errors
 from modelstate.planning.plain_table import PlainTable
@@ -41,7 +41,7 @@ class CudaQueue:
     def __init__(self, device: torch.device) -> None:
         self._callers, self._lock = torch.cuda.current_stream(device), threading.Lock()
         self._own = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._there = torch.empty(0)
+        self._there = torch.empty(0, device="cpu")
 
     def reserve(self, nbytes: int) -> int:
         """Allocates memory for blocks of this size on the device. A read that is under way allocates none.
@@ -88,6 +88,7 @@ class StreamBuffers(Buffers):
         self._tracker, self._taken = staging.held, list[int]()
         self._beside_bytes = BUFFER_BYTES if staging.strategy.uncached else 0
 
+    @torch.inference_mode(False)  # tensors of that mode could not be written to outside of it
     def _new(self, nbytes: int) -> torch.Tensor:
         taken = nbytes + self._beside_bytes + sum(queue.reserve(nbytes) for queue in self.queues.values())
         self._taken.append(taken)
@@ -98,7 +99,8 @@ class StreamBuffers(Buffers):
         return super()._new(nbytes)
 
     def release(self) -> None:
-        """Called when the buffers are not needed any more."""
+        """Frees the buffers, when all reads have ended."""
+        self._free.clear()
         self._tracker.take(-sum(self._taken))
         self._taken.clear()
 
@@ -249,7 +251,8 @@ def streamed_read(
         consumer.on_block(block, seconds)
         progress(block.wanted_bytes)
 
-    return _stream(staging, wanted, consumer.consume, buffers, on_block, consumer.end, held)
+    to_device = any(one.device in buffers.queues for one in streamed)
+    return _stream(staging, wanted, consumer.consume, buffers, on_block, consumer.end, held, to_device=to_device)
 
 
 def table_read(
@@ -319,7 +322,7 @@ def table_read(
         progress(table.nbytes - sum(run.nbytes for run in runs))
 
     wanted = [Wanted(run, dtype.itemsize) for run in runs]
-    return _stream(staging, wanted, consume, buffers, on_block, end, held)
+    return _stream(staging, wanted, consume, buffers, on_block, end, held, to_device=queue is not None)
 
 
 def _stream(
@@ -330,10 +333,14 @@ def _stream(
     on_block: Callable[[Block, float], None],
     end: Callable[[], None],
     held: Held | None,
+    *,
+    to_device: bool,
 ) -> Callable[[], None]:
     strategy, fingerprints = staging.strategy, staging.checkpoint.fingerprints
+    if to_device:
+        strategy = strategy.for_devices(sum(aligned(entry.source.nbytes) for entry in wanted))
     align_bytes = common_align_bytes({entry.source.path for entry in wanted}, fingerprints)
-    blocks = in_blocks(wanted, strategy.streamed_bytes(len(buffers.queues)), align_bytes)
+    blocks = in_blocks(wanted, strategy.block_bytes, align_bytes)
     buffers.need(blocks, strategy.threads)
 
     def run() -> None:

@@ -70,8 +70,15 @@ def peak_bytes(planned: Iterable[Planned], strategy: ReadStrategy) -> int:
     read += max(_scratch(whole, strategy), _alone(whole, strategy))
     read += placed_bytes(whole)
     computing = max((assignment.combined.thread_bytes for assignment in computed if assignment.combined), default=0)
-    casting = max((_casting(table, strategy) for table in tables if table.is_streamed), default=0)
-    return staged + max(_streaming(streamed, strategy), casting, read_threads() * computing, read)
+    streams = [_casting(table, strategy) for table in tables if table.is_streamed]
+    streams += [_streaming(streamed, strategy)] if streamed else []
+    devices = {assignment.device for assignment in streamed} | {table.device for table in tables}
+    # They follow each other and share their buffers. Each device has memory for a block.
+    streaming = max((nbytes for nbytes, _ in streams), default=0)
+    streaming += sum(device.type == "cuda" for device in devices) * max(
+        (block_bytes for _, block_bytes in streams), default=0
+    )
+    return staged + max(streaming, read_threads() * computing, read)
 
 
 def placed_bytes(assignments: Iterable[Assignment]) -> int:
@@ -80,21 +87,18 @@ def placed_bytes(assignments: Iterable[Assignment]) -> int:
     return read_threads() * max(parts, default=0)
 
 
-def _casting(table: PlainTable, strategy: ReadStrategy) -> int:
+def _casting(table: PlainTable, strategy: ReadStrategy) -> tuple[int, int]:
     total = sum(map(aligned, table.columns.nbytes))
-    devices = 1 if table.device.type == "cuda" else 0
-    return strategy.stream_bytes(total, unit=table.stored_dtype.itemsize, working=0, devices=devices)
+    to_device = table.device.type == "cuda"
+    return strategy.stream_bytes(total, unit=table.stored_dtype.itemsize, working=0, to_device=to_device)
 
 
-def _streaming(streamed: Sequence[Assignment], strategy: ReadStrategy) -> int:
-    if not streamed:
-        return 0
-    devices = {assignment.device for assignment in streamed if assignment.device.type == "cuda"}
+def _streaming(streamed: Sequence[Assignment], strategy: ReadStrategy) -> tuple[int, int]:
     return strategy.stream_bytes(
         total=sum(aligned(assignment.nbytes) for assignment in streamed),
         unit=max(min(assignment.unit_bytes, assignment.nbytes) for assignment in streamed),
         working=max(assignment.working_bytes for assignment in streamed),
-        devices=len(devices),
+        to_device=any(assignment.device.type == "cuda" for assignment in streamed),
     )
 
 
