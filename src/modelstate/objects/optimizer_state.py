@@ -6,12 +6,12 @@ the state goes to the wrong parameters, without an error where the shapes allow 
 
 import inspect
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -169,7 +169,7 @@ def load_optimizer_state(
                 other = planned.other_class
                 remedy = remedy_of("True") if other is None else other.remedy('["*"]', "do not load this state")
                 raise misfit(type(optimizer).__name__, planned.problems, remedy)
-        planned.load(agreement.phase("reading", decides=True))()
+        into_recorded_memory(planned.load(agreement.phase("reading", decides=True)))
 
 
 def check_keep_options(patterns: Iterable[str], options: Sequence[str]) -> None:
@@ -232,15 +232,20 @@ class OtherClass:
         )
 
 
+Recorded = tuple[dict[str, Any], str, torch.Tensor, torch.Tensor]
+"""Values of an optimizer, a name among them, the new tensor of this name, and the one that was there."""
+
+
 @dataclass(frozen=True, slots=True)
 class OptimizerPlan:
     """The plan of loading the state of an optimizer. Made by `plan_by_name`."""
 
     problems: list[str]
     """A line of text for each thing that does not fit."""
-    load: Callable[..., Callable[[], None]]
+    load: Callable[..., list[Recorded]]
     """Loads the state, all or nothing. Call it only where there are no problems. The values are copied within the
-    context that it is given, and take effect after it. It returns what is to be called when all else has succeeded."""
+    context that it is given, and take effect after it. It returns what is for `into_recorded_memory` when all else has
+    succeeded."""
     other_class: OtherClass | None = None
     """Set where the class of the saved state is one of the problems."""
     note: str = ""
@@ -307,7 +312,7 @@ def plan_by_name(
     other, note = _other_class(state, groups, optimizer, keeps, bool(option_problems), bool(value_problems))
     problems = [*([other.text] if other else []), *problems, *option_problems, *value_problems]
 
-    def load(copying: AbstractContextManager[None] | None = None) -> Callable[[], None]:
+    def load(copying: AbstractContextManager[None] | None = None) -> list[Recorded]:
         with ExitStack() as uninterrupted:
             with copying or nullcontext():
                 try:
@@ -323,7 +328,7 @@ def plan_by_name(
                     ) from error
                 # A rank that is interrupted behind the vote would be the only one that keeps its old state.
                 uninterrupted.enter_context(deferred_signals())
-            recorded: list[_Recorded] = []
+            recorded: list[Recorded] = []
             for param in names:
                 new = new_state.get(param, {})
                 recorded += _recorded(optimizer.state.pop(param, {}), new, new)
@@ -331,7 +336,7 @@ def plan_by_name(
             for group, options in new_options:
                 recorded += _recorded(group, options, group)
                 group.update(options)
-        return partial(_into_recorded_memory, recorded)
+        return recorded
 
     return OptimizerPlan(list(dict.fromkeys(problems)), load, other, note)
 
@@ -748,11 +753,7 @@ def _placed_options(options: Mapping[str, object], group: Mapping[str, object]) 
     return placed
 
 
-_Recorded = tuple[dict[str, Any], str, torch.Tensor, torch.Tensor]
-"""Values of an optimizer, a name among them, the new tensor of this name, and the one that was there."""
-
-
-def _recorded(before: Mapping[str, object], new: Mapping[str, object], values: dict[str, Any]) -> Iterator[_Recorded]:
+def _recorded(before: Mapping[str, object], new: Mapping[str, object], values: dict[str, Any]) -> Iterator[Recorded]:
     """Yields the tensors on a GPU that new ones take the place of: a CUDA graph may have recorded their addresses."""
     for key, value in new.items():
         old = before.get(key)
@@ -767,13 +768,24 @@ def _recorded(before: Mapping[str, object], new: Mapping[str, object], values: d
             yield values, key, value, old
 
 
-def _into_recorded_memory(recorded: Iterable[_Recorded]) -> None:
-    """Copies new values to the tensors that were there before, and puts these in their place again."""
+def into_recorded_memory(recorded: Iterable[Recorded]) -> None:
+    """Copies new values to the tensors that were there before, and puts these in their place again.
+
+    A tensor that was there under several names, as the learning rate of several groups, is left out if it cannot have
+    the new values of all of them.
+    """
+    by_memory = defaultdict[int, list[Recorded]](list)
+    for entry in recorded:
+        values, key, new, old = entry
+        if values.get(key) is new:
+            by_memory[old.data_ptr()].append(entry)
     with torch.inference_mode(False), torch.no_grad():
-        for values, key, new, old in recorded:
-            if values.get(key) is new:
-                old.copy_(new)
-                values[key] = old
+        for entries in by_memory.values():
+            _, _, first, old = entries[0]
+            if all(new.dtype == first.dtype and torch.equal(new, first) for _, _, new, _ in entries[1:]):
+                old.copy_(first)
+                for values, key, _, before in entries:
+                    values[key] = before
 
 
 def _copied(key: str, value: object, param: torch.Tensor, dtype: torch.dtype | None, step_on_device: bool) -> Any:

@@ -45,7 +45,15 @@ from modelstate.objects.objects import (
     targets_of,
     tensors_within,
 )
-from modelstate.objects.optimizer_state import OptimizerPlan, check_keep_options, misfit, plan_by_name, remedy_of
+from modelstate.objects.optimizer_state import (
+    OptimizerPlan,
+    Recorded,
+    check_keep_options,
+    into_recorded_memory,
+    misfit,
+    plan_by_name,
+    remedy_of,
+)
 from modelstate.objects.parts import KEPT, Kind, Part
 from modelstate.planning.matching import Patterns
 from modelstate.planning.plan import options_of
@@ -503,9 +511,11 @@ class _Restoring:
                     plans.append(self._plan_optimizer(path, target.obj, initialised.__contains__))
         if any(planned.plan.problems for planned in plans):
             raise _misfits([planned for planned in plans if planned.plan.problems])
+        recorded = list[Recorded]()
+        transaction.at_commit(partial(into_recorded_memory, recorded))
         for planned in plans:
             with object_code(planned.path, "its state cannot be loaded; nothing has been changed"):
-                transaction.at_commit(planned.plan.load())
+                recorded += planned.plan.load()
             self.notes += [f"{planned.path}: {planned.plan.note}"] if planned.plan.note else []
         generators = [target.obj for _, target in self.targets if target.is_restored_last]
         for path, target in self.targets:
