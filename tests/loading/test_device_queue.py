@@ -1,70 +1,60 @@
-"""The way of values to a device, on machines without one: a stand-in for its queue copies on the CPU.
+"""The way of blocks to a device, with the CPU in the place of a CUDA device: these tests run on every machine.
 
 `test_devices.py` has the tests with a real device.
 """
 
 import errno
-import threading
-from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
 import modelstate as ms
+from modelstate.io.engine import ReadStrategy
 from modelstate.loading import stream
-from modelstate.loading.staging import Staging
+from modelstate.planning.memory import peak_bytes
 from modelstate.testing import faulty_reads
 
 
-class CpuQueue:
-    """Does at the wait what a device has done by then at the latest."""
+class Stream:
+    """A stream of a device that has done everything at once."""
 
-    used = 0
+    def __init__(self, *_: object) -> None:
+        self.device = torch.device("cpu")
 
-    def __init__(self, device: torch.device) -> None:
-        self._lock, self._there = threading.Lock(), torch.empty(0, dtype=torch.uint8)
+    def wait_stream(self, _: object) -> None:
+        pass
 
-    def reserve(self, nbytes: int) -> int:
-        with self._lock:
-            before = len(self._there)
-            if before < nbytes:
-                self._there = torch.full((nbytes,), 255, dtype=torch.uint8)
-            return len(self._there) - before
+    def synchronize(self) -> None:
+        pass
 
-    def callers_stream(self) -> Any:
-        return nullcontext()
-
-    def run(
-        self, buffer: torch.Tensor, nbytes: int, targets: int | None, put: Callable[[torch.Tensor], object]
-    ) -> Callable[[], None]:
-        CpuQueue.used += 1
-
-        def wait() -> None:
-            with self._lock, torch.no_grad():
-                if targets is not None and targets <= stream._MOST_DIRECT:
-                    put(buffer)
-                else:
-                    self._there[:nbytes].copy_(buffer[:nbytes])
-                    put(self._there)
-
-        return wait
+    def record_event(self) -> "Stream":
+        return self
 
 
 @pytest.fixture(autouse=True)
-def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    make = stream.StreamBuffers.__init__
+def queued(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """The queues that blocks have gone through."""
+    init, run, used = stream.StreamBuffers.__init__, stream.CudaQueue.run, list[object]()
 
-    def made(self: stream.StreamBuffers, staging: Staging, devices: Iterable[torch.device]) -> None:
-        found = {*devices}
-        make(self, staging, found)
-        self.queues = {device: CpuQueue(device) for device in found}  # type: ignore[misc]
+    def with_queue(self: Any, *args: Any) -> None:
+        init(self, *args)
+        self.queues[torch.device("cpu")] = stream.CudaQueue(torch.device("cpu"))
 
-    monkeypatch.setattr(stream.StreamBuffers, "__init__", made)
-    monkeypatch.setattr(CpuQueue, "used", 0)
+    def noted(self: Any, *args: Any) -> Any:
+        used.append(self)
+        return run(self, *args)
+
+    monkeypatch.setattr(torch.cuda, "current_stream", Stream)
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
+    monkeypatch.setattr(stream.StreamBuffers, "__init__", with_queue)
+    monkeypatch.setattr(stream.CudaQueue, "run", noted)
+    return used
 
 
 def network(seed: int, dtype: torch.dtype) -> nn.Module:
@@ -83,25 +73,25 @@ def path(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("inference", [False, True])
 @pytest.mark.parametrize("max_memory_bytes", [None, 40_000_000])
 def test_every_value_gets_where_it_belongs(
-    max_memory_bytes: int | None, inference: bool, in_place: bool | None, path: Path
+    max_memory_bytes: int | None, inference: bool, in_place: bool | None, path: Path, queued: list[object]
 ) -> None:
     expected, module = network(1, torch.float32).bfloat16(), network(2, torch.bfloat16)
     with torch.inference_mode(inference):
         ms.load(module, path, dtype=torch.bfloat16, in_place=in_place, max_memory_bytes=max_memory_bytes)
-    assert CpuQueue.used
+    assert queued
     for (name, value), wanted in zip(module.state_dict().items(), expected.state_dict().values(), strict=True):
         assert torch.equal(value, wanted), name
     module[0](torch.ones(1, 900, dtype=torch.bfloat16)).sum().backward()
 
 
-def test_a_skeleton_and_what_becomes_infinite(path: Path) -> None:
+def test_a_skeleton_and_what_becomes_infinite(path: Path, queued: list[object]) -> None:
     state = dict(network(1, torch.float32).state_dict())
     state["0.weight"][7, 7], state["1.bias"][0] = 1e38, float("nan")
     ms.save(state, path)
     with ms.skeleton():
         module = network(2, torch.float32)
     report = ms.load(module, path, dtype=torch.float16, map=False)
-    assert CpuQueue.used
+    assert queued
     for name, value in module.state_dict().items():
         torch.testing.assert_close(value, state[name].half(), rtol=0, atol=0, equal_nan=True)
     assert any("1 in all: 0.weight (1)" in note for note in report.notes), report.notes
@@ -124,3 +114,42 @@ def test_each_read_that_fails_changes_nothing(in_place: bool | None, path: Path)
         if at > len(faults.requests):
             break
     assert failed > 1
+
+
+def test_memory_of_a_model_on_two_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reads share their buffers, and each device has memory for the largest block."""
+    module = nn.Sequential(nn.Linear(4000, 4000, bias=False), nn.Linear(10, 10, bias=False))
+    state = {"0.weight": torch.zeros(4000, 4000).half(), "1.weight": torch.zeros(10, 10).bfloat16()}
+    save_file(state, tmp_path / "x.safetensors")
+    seen: list[list[Any]] = []
+    monkeypatch.setattr("modelstate.loading.load.limit_memory", lambda _, planned, __: seen.append([*planned]))
+    ms.load(module, tmp_path / "x.safetensors", max_memory_bytes=1 << 30)
+    large, small = sorted(seen[0], key=lambda table: -table.nbytes)
+    strategy, block_bytes = ReadStrategy(threads=4, block_bytes=1 << 20), 1 << 20
+    assert peak_bytes([large, small], strategy) == 4 * block_bytes
+    small.device = torch.device("cuda", 0)
+    assert peak_bytes([large, small], strategy) == (4 + 1) * block_bytes
+    large.device = torch.device("cuda", 1)
+    assert peak_bytes([large, small], strategy) == (3 + 2) * block_bytes  # at most an eighth of 32,000,000 is pinned
+
+
+@pytest.mark.parametrize("in_place", [None, False, True], ids=["default", "staged", "in place"])
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_nothing_is_queued_any_more_after_an_error(
+    error: type[BaseException],
+    in_place: bool | None,
+    path: Path,
+    queued: list[object],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run = stream.CudaQueue.run
+
+    def fails(self: Any, *args: Any) -> Any:
+        run(self, *args)
+        raise error  # what was queued has no event to wait for
+
+    monkeypatch.setattr(stream.CudaQueue, "run", fails)
+    monkeypatch.setattr(Stream, "synchronize", lambda _: queued.clear())
+    with pytest.raises((error, ms.ModelStateError)):
+        ms.load(network(2, torch.bfloat16), path, dtype=torch.bfloat16, in_place=in_place)
+    assert not queued

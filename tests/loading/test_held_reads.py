@@ -461,3 +461,41 @@ def test_an_object_that_looks_at_the_module_sees_its_new_values(folder: Path) ->
     ms.save({"model": module(2.0), "other": Looking()}, folder / "x.safetensors")
     ms.restore({"model": net, "other": Looking()}, folder / "x.safetensors")
     assert (seen, values(net)) == ([2.0], {2.0})
+
+
+class Two(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.cast, self.other = nn.Linear(2048, 1024, bias=False), nn.Linear(1024, 2048, bias=False)
+
+
+@pytest.mark.parametrize("form", ["columns", "sums"])
+def test_buffers_of_casts_are_gone_before_other_reads_have_theirs(form: str, folder: Path) -> None:
+    state = {"cast.weight": torch.full((1024, 2048), 2.0).half()}
+    source: ms.Checkpoint | Path = folder / "base.safetensors"
+    rules = [ms.rules.Concat(["left", "right"], "other.weight", dim=1)] if form == "columns" else []
+    if form == "columns":
+        save_file({**state, "left": torch.full((2048, 512), 2.0), "right": torch.full((2048, 512), 2.0)}, source)
+    else:
+        save_file({**state, "other.weight": torch.full((2048, 1024), 1.0)}, source)
+        matrices = {"other.lora_A.weight": torch.ones(1, 1024), "other.lora_B.weight": torch.ones(2048, 1)}
+        save_file(matrices, folder / "adapter.safetensors")
+        source = ms.open([source, folder / "adapter.safetensors"], combine=ms.merge.LoRA(alpha=1.0))
+    net = Two()
+    budget = ms.plan(net, source, rules=rules).extra_bytes
+    report = ms.load(net, source, rules=rules, max_memory_bytes=budget)
+    assert whys(report) == {LEASED}
+    assert values(net) == {2.0}
+    assert 0 < report.peak_memory_bytes <= budget
+
+
+def test_values_of_several_ranges_are_read_together_within_the_budget(folder: Path) -> None:
+    net = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(4))).half()
+    state = {f"{at}.{part}": torch.full((128, 256), 2.0) for at in range(4) for part in ("upper", "lower")}
+    save_file(state, folder / "x.safetensors")
+    rules = [ms.rules.Concat([f"{at}.upper", f"{at}.lower"], f"{at}.weight") for at in range(4)]
+    options: dict[str, Any] = {"rules": rules, "dtype": torch.float16, "in_place": False}
+    budget = ms.plan(net, folder / "x.safetensors", **options).extra_bytes
+    report = ms.load(net, folder / "x.safetensors", **options, max_memory_bytes=budget)
+    assert values(net) == {2.0}
+    assert 0 < report.peak_memory_bytes <= budget

@@ -10,6 +10,8 @@ import torch
 from torch import nn
 
 import modelstate as ms
+from modelstate.io import engine
+from modelstate.torch_compat import dtypes
 from modelstate.torch_compat.dtypes import Overflows, can_overflow
 
 FLOATS = [
@@ -242,3 +244,45 @@ def test_the_count_is_that_of_comparing_every_value(source: torch.dtype, target:
     found.check("w", given, target)
     assert found.counts.get(("a cast", "w"), 0) == 2 * expected
     assert can_overflow(source, target) or expected == 0
+
+
+@pytest.mark.parametrize("times", [1, 2, 3])
+@pytest.mark.parametrize("error", [RuntimeError, MemoryError])
+def test_counts_are_exact_where_memory_is_lacking_for_a_moment(
+    error: type[Exception], times: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(12)))
+    state = {name: torch.full_like(value, 1e30) for name, value in model.state_dict().items()}
+    ms.save(state, tmp_path / "x.safetensors")
+    monkeypatch.setattr(engine, "_BLOCK_BYTES", 256 << 10)
+    count, calls = dtypes._newly_infinite, 0
+
+    def lacks_memory(*args: Any) -> int:
+        nonlocal calls
+        calls += 1
+        if 8 < calls <= 8 + times:
+            raise error("can't allocate memory")
+        return count(*args)
+
+    monkeypatch.setattr(dtypes, "_newly_infinite", lacks_memory)
+    report = ms.load(model.half(), tmp_path / "x.safetensors", dtype=torch.float16)
+    assert calls > 8 + times
+    total = sum(value.numel() for value in state.values())
+    assert any(f"became infinite or NaN by a cast, {total:,} in all" in note for note in report.notes)
+
+
+def test_values_are_counted_where_a_device_has_no_memory_for_that(monkeypatch: pytest.MonkeyPatch) -> None:
+    value, calls = torch.tensor([1e30, float("nan"), 1.0]), 0
+    count = dtypes._newly_infinite
+
+    def out_of_memory(source: torch.Tensor, dtype: torch.dtype) -> int:
+        nonlocal calls
+        calls += 1
+        if calls == 1:
+            raise torch.OutOfMemoryError
+        return count(source, dtype)
+
+    monkeypatch.setattr(dtypes, "_newly_infinite", out_of_memory)
+    overflows = Overflows()
+    assert not overflows.check("a", value, value.half())
+    assert overflows.counts == {("a cast", "a"): 1, ("NaN before a cast", "a"): 1}

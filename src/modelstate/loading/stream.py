@@ -20,7 +20,7 @@ from modelstate.planning.assignment import Assignment, after_remaking, remade, t
 from modelstate.planning.plain_table import PlainTable
 from modelstate.planning.transforms import RowsWriter, asked_writer
 from modelstate.spec import StoredTensor, contiguous_stride
-from modelstate.torch_compat.dtypes import can_overflow, is_within
+from modelstate.torch_compat.dtypes import Overflows, can_overflow, is_within
 from modelstate.torch_compat.plain import is_plain
 from modelstate.torch_compat.private import copy_each
 
@@ -55,6 +55,14 @@ class CudaQueue:
             # The caller's work that is queued may use this memory, and that of the targets.
             self._own.wait_stream(self._callers)
             return self._there.nbytes - before
+
+    def wait(self) -> None:
+        """Waits until the device has done all that was queued, also by a call of `run` that was interrupted."""
+        self._own.synchronize()
+
+    def release(self) -> None:
+        """Frees the memory on the device."""
+        self._there = torch.empty(0, device="cpu")
 
     def callers_stream(self) -> AbstractContextManager[Any]:
         """Has a thread queue its work behind that of the thread that loads."""
@@ -101,6 +109,8 @@ class StreamBuffers(Buffers):
     def release(self) -> None:
         """Frees the buffers, when all reads have ended."""
         self._free.clear()
+        for queue in self.queues.values():
+            queue.release()
         self._tracker.take(-sum(self._taken))
         self._taken.clear()
 
@@ -284,8 +294,10 @@ def table_read(
         parts = [(part, rows_of(part)) for part in block.parts]
 
         def put_all(there: torch.Tensor) -> None:
+            found = Overflows()
             for part, rows in parts:
-                put(part, rows, there)
+                put(part, rows, there, found)
+            staging.overflows.add(found.counts)  # at once: a block that fails is processed again
 
         if queue is not None:
             return queue.run(buffer, block.nbytes, None if casts else sum(len(rows) for _, rows in parts), put_all)
@@ -296,7 +308,7 @@ def table_read(
         path, first = runs[part.which].path, runs[part.which].start + part.first
         return in_order[bisect_right(ends, (path, first)) : bisect_left(begins, (path, first + part.nbytes))]
 
-    def put(part: Part, rows: list[int], there: torch.Tensor) -> None:
+    def put(part: Part, rows: list[int], there: torch.Tensor, found: Overflows) -> None:
         values, cast = list[torch.Tensor](), list[torch.Tensor]()
         read, first = _shown(there, part, dtype), runs[part.which].start + part.first
         for row in rows:
@@ -312,7 +324,7 @@ def table_read(
         # The sum of a result takes less time than the limits of what was read, but a call for each tensor.
         if narrow and (len(rows) <= _FEW or not all(is_within(read, target) for target in narrow)):
             for row, value, target in zip(rows, values, cast, strict=True):
-                staging.overflows.check(table.slots[row].name, value, target)
+                found.check(table.slots[row].name, value, target)
 
     def on_block(block: Block, seconds: float) -> None:
         table.seconds += seconds
@@ -342,17 +354,28 @@ def _stream(
     align_bytes = common_align_bytes({entry.source.path for entry in wanted}, fingerprints)
     blocks = in_blocks(wanted, strategy.block_bytes, align_bytes)
     buffers.need(blocks, strategy.threads)
+    left = {id(block): block for block in blocks}
+
+    def on_done(block: Block, seconds: float) -> None:
+        del left[id(block)]
+        on_block(block, seconds)
 
     def run() -> None:
-        stream(
-            *(wanted, consume),
-            strategy=strategy,
-            fingerprints=fingerprints,
-            on_block=on_block,
-            blocks=blocks,
-            buffers=buffers,
-            held=None if held is None else held.files,
-        )
+        """Called again where memory was lacking, it goes on with the blocks that are left."""
+        try:
+            stream(
+                *(wanted, consume),
+                strategy=strategy,
+                fingerprints=fingerprints,
+                on_block=on_done,
+                blocks=[*left.values()],
+                buffers=buffers,
+                held=None if held is None else held.files,
+            )
+        finally:
+            # A block that has failed may have left copies behind: they use memory that is freed after an error.
+            for queue in buffers.queues.values():
+                queue.wait()
         if held is None:
             buffers.release()
         end()
@@ -366,7 +389,7 @@ class _BlockConsumer:
     def __init__(
         self, staging: Staging, streamed: Sequence[Assignment], queues: Mapping[torch.device, CudaQueue]
     ) -> None:
-        self._streamed, self._queues = streamed, queues
+        self._streamed, self._queues, self._overflows = streamed, queues, staging.overflows
         self._joined = {
             index: RowAssembler(assignment.name, assignment.param.shape[0])
             for index, assignment in enumerate(streamed)
@@ -393,12 +416,14 @@ class _BlockConsumer:
             queue = queues.get(assignment.device)
             with nullcontext() if queue is None else queue.callers_stream():
                 self._remake(assignment, part, _shown(buffer, part, assignment.value.dtype))
-        waits = list[Wait]()
+        waits, found = list[Wait](), Overflows()
         for device, its in parts.items():
+            put = partial(self._put, its, found)
             if device in queues:
-                waits.append(queues[device].run(buffer, block.nbytes, self._targets(its), partial(self._put, its)))
+                waits.append(queues[device].run(buffer, block.nbytes, self._targets(its), put))
             else:
-                self._put(its, buffer)
+                put(buffer)
+        self._overflows.add(found.counts)  # at once: a block that fails is processed again
         return (lambda: [wait() for wait in waits]) if waits else None
 
     def _targets(self, parts: Sequence[Part]) -> int | None:
@@ -406,7 +431,7 @@ class _BlockConsumer:
         casts = any(assignment.value.dtype != assignment.dtype for assignment in assignments)
         return None if casts else len(parts)
 
-    def _put(self, parts: Sequence[Part], there: torch.Tensor) -> None:
+    def _put(self, parts: Sequence[Part], found: Overflows, there: torch.Tensor) -> None:
         """Casts parts of a block to where they belong."""
         values, targets = list[torch.Tensor](), list[torch.Tensor]()
         for part in parts:
@@ -416,8 +441,7 @@ class _BlockConsumer:
             targets.append(self._flat[part.which][first : first + len(values[-1])])
         copy_each(targets, values, non_blocking=targets[0].device in self._queues)
         for part, value, target in zip(parts, values, targets, strict=True):
-            assignment = self._streamed[part.which]
-            assignment.overflows.check(assignment.name, value, target)
+            found.check(self._streamed[part.which].name, value, target)
 
     def _remake(self, assignment: Assignment, part: Part, value: torch.Tensor) -> None:
         assert assignment.remake is not None

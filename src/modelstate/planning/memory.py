@@ -104,10 +104,10 @@ def _streaming(streamed: Sequence[Assignment], strategy: ReadStrategy) -> tuple[
 
 def _scratch(whole: Sequence[Assignment], strategy: ReadStrategy) -> int:
     through = [assignment for assignment in whole if assignment.needs_buffer and assignment.transform is None]
-    runs = [aligned(assignment.buffer_bytes) for assignment in through if assignment.is_run_of_bytes]
-    others = [aligned(assignment.buffer_bytes) for assignment in through if not assignment.is_run_of_bytes]
-    buffer = max(max(runs, default=0), min(sum(runs), strategy.turn_bytes))
-    buffers = 2 if strategy.ahead and sum(runs) > buffer else 1
+    together = [aligned(assignment.buffer_bytes) for assignment in through if assignment.is_read_together]
+    others = [aligned(assignment.buffer_bytes) for assignment in through if not assignment.is_read_together]
+    buffer = max(max(together, default=0), min(sum(together), strategy.turn_bytes))
+    buffers = 2 if strategy.ahead and sum(together) > buffer else 1
     # Transforms read from the buffers.
     remaking = max((assignment.passing_bytes for assignment in whole if assignment.remake is not None), default=0)
     return max(buffers * buffer, max(others, default=0)) + remaking

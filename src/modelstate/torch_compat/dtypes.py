@@ -140,8 +140,12 @@ class Overflows:
             return True
         with torch.no_grad():
             if not is_within(source, dtype):
-                count = sum(int(_comparable(part).isnan().sum()) for part in _parts(source))
-                self.add({(_CAST, name): _newly_infinite(source, dtype), (_NAN, name): count})
+                try:
+                    infinite, nan = _newly_infinite(source, dtype), _nan(source)
+                except torch.OutOfMemoryError:  # a device may have no memory for that
+                    source = source.cpu()
+                    infinite, nan = _newly_infinite(source, dtype), _nan(source)
+                self.add({(_CAST, name): infinite, (_NAN, name): nan})
         return False
 
     def check_function(self, name: str, cause: str, result: torch.Tensor, before: Callable[[], int]) -> None:
@@ -228,6 +232,10 @@ def is_within(source: torch.Tensor, dtype: torch.dtype) -> bool:
         return False
     limit = torch.finfo(dtype).max
     return -limit <= least and greatest <= limit
+
+
+def _nan(source: torch.Tensor) -> int:
+    return sum(int(_comparable(part).isnan().sum()) for part in _parts(source))
 
 
 def _newly_infinite(source: torch.Tensor, dtype: torch.dtype) -> int:
