@@ -63,11 +63,11 @@ def test_a_page_of_nothing_is_not_written(tmp_path: Path) -> None:
 
 
 def test_a_machine_without_a_gpu_leaves_its_part_out_by_name(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(SystemExit, match="nothing was measured"):
-        main(["--quick", "--only", "gpu"])
+        main(["--quick", "--only", "gpu", "--folder", str(tmp_path)])
     assert "no CUDA device: not measured: gpu" in capsys.readouterr().err
 
 
