@@ -82,3 +82,14 @@ def test_pinned_memory_is_little_beside_what_gets_to_a_device(total: int) -> Non
     assert threads_bytes <= used.threads * block_bytes <= used.threads * used.block_bytes
     network = ReadStrategy(threads=16, block_bytes=4 << 20)
     assert network.for_devices(total).threads == 16
+
+
+def test_a_plan_states_the_memory_of_a_load_from_it_too(tmp_path: Path) -> None:
+    """Such a load reads the values of both dtypes in one stream."""
+    net = nn.Sequential(nn.Linear(1400, 1400, bias=False), nn.Linear(1400, 1400, bias=False))
+    state = {"0.weight": torch.full((1400, 1400), 2.0).half(), "1.weight": torch.full((1400, 1400), 2.0).bfloat16()}
+    save_file(state, tmp_path / "x.safetensors")
+    plan = ms.plan(net, tmp_path / "x.safetensors")
+    for source in (tmp_path / "x.safetensors", plan):
+        assert 0 < ms.load(net, source).peak_memory_bytes <= plan.extra_bytes
+    assert all(bool((weight == 2.0).all()) for weight in net.parameters())

@@ -49,8 +49,11 @@ def uncached_strategy(
     return strategy
 
 
-def peak_bytes(planned: Iterable[Planned], strategy: ReadStrategy) -> int:
-    """The memory beyond the final tensors: staged values, and buffers of casts and moves."""
+def peak_bytes(planned: Iterable[Planned], strategy: ReadStrategy, *, of_plan: bool = False) -> int:
+    """The memory beyond the final tensors: staged values, and buffers of casts and moves.
+
+    With `of_plan` also that of a load from the plan, which streams the values of all tables together.
+    """
     needing = list[Assignment]()
     tables = list[PlainTable]()
     for item in planned:
@@ -72,6 +75,8 @@ def peak_bytes(planned: Iterable[Planned], strategy: ReadStrategy) -> int:
     computing = max((assignment.combined.thread_bytes for assignment in computed if assignment.combined), default=0)
     streams = [_casting(table, strategy) for table in tables if table.is_streamed]
     streams += [_streaming(streamed, strategy)] if streamed else []
+    if of_plan and len(streams) > 1:
+        streams.append(_together(streamed, [table for table in tables if table.is_streamed], strategy))
     devices = {assignment.device for assignment in streamed} | {table.device for table in tables}
     # They follow each other and share their buffers. Each device has memory for a block.
     streaming = max((nbytes for nbytes, _ in streams), default=0)
@@ -91,6 +96,20 @@ def _casting(table: PlainTable, strategy: ReadStrategy) -> tuple[int, int]:
     total = sum(map(aligned, table.columns.nbytes))
     to_device = table.device.type == "cuda"
     return strategy.stream_bytes(total, unit=table.stored_dtype.itemsize, working=0, to_device=to_device)
+
+
+def _together(streamed: Sequence[Assignment], tables: Sequence[PlainTable], strategy: ReadStrategy) -> tuple[int, int]:
+    nbytes = [assignment.nbytes for assignment in streamed] + [
+        each for table in tables for each in table.columns.nbytes
+    ]
+    units = [min(assignment.unit_bytes, assignment.nbytes) for assignment in streamed]
+    devices = [assignment.device for assignment in streamed] + [table.device for table in tables]
+    return strategy.stream_bytes(
+        total=sum(map(aligned, nbytes)),
+        unit=max([*units, *(table.stored_dtype.itemsize for table in tables)]),
+        working=max((assignment.working_bytes for assignment in streamed), default=0),
+        to_device=any(device.type == "cuda" for device in devices),
+    )
 
 
 def _streaming(streamed: Sequence[Assignment], strategy: ReadStrategy) -> tuple[int, int]:
