@@ -142,33 +142,29 @@ def stream(
 
     @contextmanager
     def worker() -> Iterator[Callable[[Block], None]]:
-        with buffers.lend(largest) as buffer, _processing(buffer) as process:
-            yield process
-
-    @contextmanager
-    def _processing(buffer: torch.Tensor) -> Iterator[Callable[[Block], None]]:
         read = batch_reader(strategy.uncached)
         wait: Wait | None = None
+        with buffers.lend(largest) as buffer:
 
-        def process(block: Block) -> None:
-            nonlocal wait
-            if wait is not None:
-                wait()
-                wait = None
-            requests = []
-            for part in block.parts:
-                source = wanted[part.which].source
-                extent = ByteRange(source.path, source.start + part.first, part.nbytes)
-                requests.append(Request(extent, buffer.data_ptr() + part.at))
-            for batch in coalesce(requests, batch_bytes=block.nbytes, gap_bytes=GAP_BYTES):
-                read(files[batch.path], batch)
-            wait = consume(block, buffer)
+            def process(block: Block) -> None:
+                nonlocal wait
+                if wait is not None:
+                    wait()
+                    wait = None
+                requests = []
+                for part in block.parts:
+                    source = wanted[part.which].source
+                    extent = ByteRange(source.path, source.start + part.first, part.nbytes)
+                    requests.append(Request(extent, buffer.data_ptr() + part.at))
+                for batch in coalesce(requests, batch_bytes=block.nbytes, gap_bytes=GAP_BYTES):
+                    read(files[batch.path], batch)
+                wait = consume(block, buffer)
 
-        try:
-            yield process
-        finally:
-            if wait is not None:
-                wait()
+            try:
+                yield process
+            finally:
+                if wait is not None:
+                    wait()
 
     with open_files((entry.source.path for entry in wanted), fingerprints, strategy.uncached, held) as files:
         run = for_each if held is None else for_all

@@ -6,8 +6,7 @@ the state goes to the wrong parameters, without an error where the shapes allow 
 
 import inspect
 import sys
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from modelstate.checkpoint.open import checked_call, is_module, patterns_of
 from modelstate.distributed.agreement import TIMEOUT_SECONDS, agreement_of
 from modelstate.errors import OptimizerStateError, OptionError
 from modelstate.loading.collective import before_call, digest_of_state, text_of
+from modelstate.objects.recorded_memory import Recorded, into_recorded_memory, recorded_by_graphs
 from modelstate.planning.matching import wrapper_rule
 from modelstate.planning.plan import check_model
 from modelstate.planning.sharded import ShardedSlot, sharded_slot
@@ -232,10 +232,6 @@ class OtherClass:
         )
 
 
-Recorded = tuple[dict[str, Any], str, torch.Tensor, torch.Tensor]
-"""Values of an optimizer, a name among them, the new tensor of this name, and the one that was there."""
-
-
 @dataclass(frozen=True, slots=True)
 class OptimizerPlan:
     """The plan of loading the state of an optimizer. Made by `plan_by_name`."""
@@ -331,10 +327,10 @@ def plan_by_name(
             recorded: list[Recorded] = []
             for param in names:
                 new = new_state.get(param, {})
-                recorded += _recorded(optimizer.state.pop(param, {}), new, new)
+                recorded += recorded_by_graphs(optimizer.state.pop(param, {}), new, new)
             optimizer.state.update(new_state)
             for group, options in new_options:
-                recorded += _recorded(group, options, group)
+                recorded += recorded_by_graphs(group, options, group)
                 group.update(options)
         return recorded
 
@@ -751,41 +747,6 @@ def _placed_options(options: Mapping[str, object], group: Mapping[str, object]) 
         if isinstance(value, torch.Tensor) and isinstance(live := group.get(key), torch.Tensor):
             placed[key] = value.to(live.device)
     return placed
-
-
-def _recorded(before: Mapping[str, object], new: Mapping[str, object], values: dict[str, Any]) -> Iterator[Recorded]:
-    """Yields the tensors on a GPU that new ones take the place of: a CUDA graph may have recorded their addresses."""
-    for key, value in new.items():
-        old = before.get(key)
-        if (
-            type(value) is torch.Tensor
-            and type(old) is torch.Tensor
-            and old.is_cuda
-            and not old.is_inference()
-            and (old.shape, old.stride(), old.dtype, old.device)
-            == (value.shape, value.stride(), value.dtype, value.device)
-        ):
-            yield values, key, value, old
-
-
-def into_recorded_memory(recorded: Iterable[Recorded]) -> None:
-    """Copies new values to the tensors that were there before, and puts these in their place again.
-
-    A tensor that was there under several names, as the learning rate of several groups, is left out if it cannot have
-    the new values of all of them.
-    """
-    by_memory = defaultdict[int, list[Recorded]](list)
-    for entry in recorded:
-        values, key, new, old = entry
-        if values.get(key) is new:
-            by_memory[old.data_ptr()].append(entry)
-    with torch.inference_mode(False), torch.no_grad():
-        for entries in by_memory.values():
-            _, _, first, old = entries[0]
-            if all(new.dtype == first.dtype and torch.equal(new, first) for _, _, new, _ in entries[1:]):
-                old.copy_(first)
-                for values, key, _, before in entries:
-                    values[key] = before
 
 
 def _copied(key: str, value: object, param: torch.Tensor, dtype: torch.dtype | None, step_on_device: bool) -> Any:

@@ -47,14 +47,13 @@ from modelstate.objects.objects import (
 )
 from modelstate.objects.optimizer_state import (
     OptimizerPlan,
-    Recorded,
     check_keep_options,
-    into_recorded_memory,
     misfit,
     plan_by_name,
     remedy_of,
 )
 from modelstate.objects.parts import KEPT, Kind, Part
+from modelstate.objects.recorded_memory import Recorded, into_recorded_memory
 from modelstate.planning.matching import Patterns
 from modelstate.planning.plan import options_of
 from modelstate.problems import Missing, OptimizerMisfit, OtherNames, Unexpected, WrongShape, plan_error

@@ -73,10 +73,11 @@ def peak_bytes(planned: Iterable[Planned], strategy: ReadStrategy, *, of_plan: b
     read += max(_scratch(whole, strategy), _alone(whole, strategy))
     read += placed_bytes(whole)
     computing = max((assignment.combined.thread_bytes for assignment in computed if assignment.combined), default=0)
-    streams = [_casting(table, strategy) for table in tables if table.is_streamed]
-    streams += [_streaming(streamed, strategy)] if streamed else []
+    streamed_tables = [table for table in tables if table.is_streamed]
+    streams = [_stream((), [table], strategy) for table in streamed_tables]
+    streams += [_stream(streamed, (), strategy)] if streamed else []
     if of_plan and len(streams) > 1:
-        streams.append(_together(streamed, [table for table in tables if table.is_streamed], strategy))
+        streams.append(_stream(streamed, streamed_tables, strategy))
     devices = {assignment.device for assignment in streamed} | {table.device for table in tables}
     # They follow each other and share their buffers. Each device has memory for a block.
     streaming = max((nbytes for nbytes, _ in streams), default=0)
@@ -92,16 +93,10 @@ def placed_bytes(assignments: Iterable[Assignment]) -> int:
     return read_threads() * max(parts, default=0)
 
 
-def _casting(table: PlainTable, strategy: ReadStrategy) -> tuple[int, int]:
-    total = sum(map(aligned, table.columns.nbytes))
-    to_device = table.device.type == "cuda"
-    return strategy.stream_bytes(total, unit=table.stored_dtype.itemsize, working=0, to_device=to_device)
-
-
-def _together(streamed: Sequence[Assignment], tables: Sequence[PlainTable], strategy: ReadStrategy) -> tuple[int, int]:
-    nbytes = [assignment.nbytes for assignment in streamed] + [
-        each for table in tables for each in table.columns.nbytes
-    ]
+def _stream(streamed: Sequence[Assignment], tables: Sequence[PlainTable], strategy: ReadStrategy) -> tuple[int, int]:
+    """The memory of the threads of one stream of these values, and of one of its blocks."""
+    nbytes = [assignment.nbytes for assignment in streamed]
+    nbytes += [each for table in tables for each in table.columns.nbytes]
     units = [min(assignment.unit_bytes, assignment.nbytes) for assignment in streamed]
     devices = [assignment.device for assignment in streamed] + [table.device for table in tables]
     return strategy.stream_bytes(
@@ -109,15 +104,6 @@ def _together(streamed: Sequence[Assignment], tables: Sequence[PlainTable], stra
         unit=max([*units, *(table.stored_dtype.itemsize for table in tables)]),
         working=max((assignment.working_bytes for assignment in streamed), default=0),
         to_device=any(device.type == "cuda" for device in devices),
-    )
-
-
-def _streaming(streamed: Sequence[Assignment], strategy: ReadStrategy) -> tuple[int, int]:
-    return strategy.stream_bytes(
-        total=sum(aligned(assignment.nbytes) for assignment in streamed),
-        unit=max(min(assignment.unit_bytes, assignment.nbytes) for assignment in streamed),
-        working=max(assignment.working_bytes for assignment in streamed),
-        to_device=any(assignment.device.type == "cuda" for assignment in streamed),
     )
 
 

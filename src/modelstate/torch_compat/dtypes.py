@@ -209,7 +209,7 @@ def _comparable(tensor: torch.Tensor) -> torch.Tensor:
 def has_finite_sum(tensor: torch.Tensor) -> bool:
     """Whether all values are seen to be finite by their sum; False where that cannot be computed cheaply.
 
-    On a device even a sum takes memory, of which there may be none.
+    Also False where a CUDA device has no memory left for the computation.
     """
     if tensor.itemsize == 1 or not (tensor.is_cpu or tensor.is_cuda):
         return False
@@ -222,7 +222,7 @@ def has_finite_sum(tensor: torch.Tensor) -> bool:
 def is_within(source: torch.Tensor, dtype: torch.dtype) -> bool:
     """Whether all values lie within the limits of a dtype; False for NaN, and where torch cannot compare them.
 
-    As `has_finite_sum` where a device has no memory left.
+    Also False where a CUDA device has no memory left for the computation.
     """
     if source.itemsize == 1 or source.is_complex() or dtype is torch.float8_e8m0fnu:
         return False

@@ -135,7 +135,7 @@ def compare_names(slots: Slots, given: KeysView[str], taken: Collection[str] = (
         while prefix not in positions:
             prefix = prefix[: prefix.rfind(".", 0, -1) + 1]
         name, dot, _ = key[len(prefix) :].partition(".")
-        # torch reports no key below a submodule that is None.
+        # Where a submodule is None, torch does not report the keys that begin with its name.
         if not (dot and name in own_modules(slots.modules[prefix])):
             unexpected.append((positions[prefix], dot != "" or name != EXTRA_STATE, key))
     compared.unexpected.extend(key for _, _, key in sorted(unexpected, key=itemgetter(0, 1)))
