@@ -84,6 +84,16 @@ def test_every_value_gets_where_it_belongs(
     module[0](torch.ones(1, 900, dtype=torch.bfloat16)).sum().backward()
 
 
+def test_the_memory_on_the_device_is_free_before_other_reads(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of reads at the commit, those that are not streamed come last."""
+    released: list[object] = []
+    release = stream.CudaQueue.release
+    monkeypatch.setattr(stream.CudaQueue, "release", lambda queue: (release(queue), released.append(queue)))
+    ms.load(network(2, torch.bfloat16), path, dtype=torch.bfloat16)
+    assert released
+    assert not any(queue._there.nbytes for queue in released)  # type: ignore[attr-defined]
+
+
 def test_a_skeleton_and_what_becomes_infinite(path: Path, queued: list[object]) -> None:
     state = dict(network(1, torch.float32).state_dict())
     state["0.weight"][7, 7], state["1.bias"][0] = 1e38, float("nan")
