@@ -5,7 +5,7 @@ Each class of problem has a title, a remedy and a page; each problem has the nam
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import ClassVar
 
 from modelstate.errors import ModelCodeError, ModelStateError, PlanError
@@ -47,6 +47,10 @@ class Problem:
     def remedy_for(cls, problems: "Sequence[Problem]") -> str:
         """Returns what to do about these problems, which are of this class."""
         return cls.remedy
+
+    def as_dict(self) -> dict[str, object]:
+        """Returns the problem as a dictionary, with the name of its class and its remedy."""
+        return {"problem": type(self).__name__, **asdict(self), "remedy": self.remedy_for([self])}
 
 
 def _initialisation_remedies(tensors: Sequence[tuple[str, str]]) -> list[str]:

@@ -14,7 +14,6 @@ import modelstate as ms
 from modelstate import errors
 from modelstate import problems as module
 from modelstate.errors import PlanError
-from modelstate.planning.plan import problem_as_dict
 from modelstate.problems import (
     BadExtraState,
     BadRule,
@@ -156,7 +155,7 @@ def test_problems_are_values(problem: Problem) -> None:
 
 @every_sample
 def test_problems_as_json(problem: Problem) -> None:
-    found = json.loads(json.dumps(problem_as_dict(problem)))
+    found = json.loads(json.dumps(problem.as_dict()))
     assert found.pop("problem") == type(problem).__name__
     assert found.pop("remedy") == type(problem).remedy_for([problem])
     assert found == json.loads(json.dumps(dataclasses.asdict(problem)))

@@ -304,7 +304,7 @@ def statistics_of(
     for spec in specs:
         parts[spec.name] = {"": spec.stored} if kind_of(spec.stored) == "strided" else plain_parts(spec.stored)
         for label, stored in parts[spec.name].items():
-            if _is_counted(stored):
+            if kind_of(stored) == "strided" and _dtype(stored) in CONVERTIBLE:
                 plain.setdefault(bytes_key(stored, f"{spec.name}.{label}"), stored)
     operands: list[tuple[Operand, ...]] = [(operand_of(stored, read),) for stored in plain.values()]
     accumulators = [_Accumulator(_dtype(stored)) for stored in plain.values()]
@@ -342,13 +342,6 @@ def statistics_of(
         tensors.append(TensorStatistics(spec.name, spec.shape, spec.dtype, kind, nbytes, whole, below))
     label = checkpoint.source + (f", key {checkpoint.key!r}" if checkpoint.key else "")
     return CheckpointStatistics(label, tuple(tensors), read_bytes, perf_counter() - begin)
-
-
-def _is_counted(stored: Stored) -> bool:
-    """Whether the tensor is a plain one, with values that have an order or can be zero."""
-    if isinstance(stored, torch.Tensor):
-        return is_plain(stored) and _dtype(stored) in CONVERTIBLE
-    return kind_of(stored) == "strided" and stored.dtype in CONVERTIBLE
 
 
 def _dtype(stored: Stored) -> torch.dtype:

@@ -11,7 +11,7 @@ import math
 import struct
 import sys
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from datetime import date, datetime, timedelta, timezone
 from enum import Enum
 from functools import partial
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 MAX_SIZE_BITS = 63
-"""The limit of a size of a tensor."""
+"""The limit of a size of a tensor, and of the numbers of a range."""
 FACTORIES: dict[str, type] = {
     cls.__name__: cls
     for cls in (bool, int, float, complex, str, bytes, list, tuple, dict, set, frozenset, OrderedDict, Counter, deque)
@@ -130,20 +130,21 @@ def _deque(tree: Tree, decoder: Decoder) -> deque[object]:
     return deque(values, maxlen)
 
 
-def _encode_range(value: range, encoder: Encoder) -> Tree:
-    numbers = [value.start, value.stop, value.step]
-    check_bits(encoder.fail, MAX_SIZE_BITS, *numbers)
-    return numbers
+def _encode_sizes(sizes: Iterable[int], encoder: Encoder) -> Tree:
+    sizes = list(sizes)
+    check_bits(encoder.fail, MAX_SIZE_BITS, *sizes)
+    return sizes
+
+
+def _sizes(tree: Tree, decoder: Decoder) -> list[int]:
+    sizes = [decoder.expect(size, int) for size in decoder.expect(tree, list)]
+    check_bits(decoder.fail, MAX_SIZE_BITS, *sizes)
+    return sizes
 
 
 def _range(tree: Tree, decoder: Decoder) -> range:
-    start, stop, step = (decoder.expect(part, int) for part in decoder.expect(tree, list))
-    check_bits(decoder.fail, MAX_SIZE_BITS, start, stop, step)
+    start, stop, step = _sizes(tree, decoder)
     return range(start, stop, step)
-
-
-def _encode_datetime(value: datetime, encoder: Encoder) -> Tree:
-    return [value.replace(tzinfo=None, fold=0).isoformat(), value.fold, *encoder.children([value.tzinfo])]
 
 
 def _datetime(tree: Tree, decoder: Decoder) -> datetime:
@@ -328,17 +329,6 @@ def _uninitialised(tree: Tree, decoder: Decoder, cls: Callable[..., torch.Tensor
     with torch.inference_mode(False):  # otherwise it could never be trained
         tensor: torch.Tensor = cls(decoder.expect(requires_grad, bool), "cpu", dtype)
     return tensor
-
-
-def _encode_size(value: torch.Size, encoder: Encoder) -> Tree:
-    check_bits(encoder.fail, MAX_SIZE_BITS, *value)
-    return list(value)
-
-
-def _size(tree: Tree, decoder: Decoder) -> torch.Size:
-    sizes = [decoder.expect(size, int) for size in decoder.expect(tree, list)]
-    check_bits(decoder.fail, MAX_SIZE_BITS, *sizes)
-    return torch.Size(sizes)
 
 
 def _torch_generator(tree: Tree, decoder: Decoder) -> torch.Generator:
@@ -560,8 +550,16 @@ KINDS: dict[type, Kind] = {
         "Counter", lambda value, encoder: encoder.pairs(value), lambda tree, decoder: decoder.pairs(tree, Counter())
     ),
     deque: Kind("deque", lambda value, encoder: {"maxlen": value.maxlen, "items": encoder.children(value)}, _deque),
-    range: Kind("range", _encode_range, _range),
-    datetime: Kind("datetime", _encode_datetime, _datetime),
+    range: Kind("range", lambda value, encoder: _encode_sizes((value.start, value.stop, value.step), encoder), _range),
+    datetime: Kind(
+        "datetime",
+        lambda value, encoder: [
+            value.replace(tzinfo=None, fold=0).isoformat(),
+            value.fold,
+            *encoder.children([value.tzinfo]),
+        ],
+        _datetime,
+    ),
     date: Kind(
         "date",
         lambda value, encoder: value.isoformat(),
@@ -608,7 +606,7 @@ KINDS: dict[type, Kind] = {
         )
         for cls in (nn.UninitializedParameter, nn.UninitializedBuffer)
     },
-    torch.Size: Kind("torch.Size", _encode_size, _size),
+    torch.Size: Kind("torch.Size", _encode_sizes, lambda tree, decoder: torch.Size(_sizes(tree, decoder))),
     torch.dtype: Kind("torch.dtype", lambda value, encoder: str(value).removeprefix("torch."), _torch_dtype),
     torch.device: Kind(
         "torch.device", lambda value, encoder: str(value), lambda tree, decoder: torch.device(decoder.expect(tree, str))

@@ -440,6 +440,13 @@ class _Machine:
     def push(self, value: object) -> None:
         self.stack.append(value)
 
+    def pop_last(self, count: int) -> list[Any]:
+        items = self.stack[-count:]
+        if len(items) < count:
+            raise IndexError("pop from empty list")
+        del self.stack[-count:]
+        return items
+
     def pop_mark(self) -> list[Any]:
         items = self.stack
         self.stack = self.marks.pop()
@@ -511,7 +518,8 @@ class _Machine:
             return DeferredCall(function.name, function.real, args)
         raise damaged("a call of a value that is not a function", type(function).__name__)
 
-    def new(self, cls: object, args: Any, kwargs: object) -> None:
+    def new(self, parts: list[Any]) -> None:
+        cls, args, kwargs = parts
         if type(cls) is not Allowed:
             self.push(self.call(cls, (*args, kwargs) if kwargs else args))
             return
@@ -573,26 +581,11 @@ class _Machine:
             check_key(item)
         self.push(frozenset(items))
 
-    def new_ex(self) -> None:
-        kwargs, args = self.stack.pop(), self.stack.pop()
-        self.new(self.stack.pop(), args, kwargs)
-
-    def new_obj(self) -> None:
-        args = self.stack.pop()
-        self.new(self.stack.pop(), args, {})
-
     def pop(self) -> None:
         if self.stack:
             self.stack.pop()
         else:
             self.pop_mark()
-
-    def tuple3(self) -> None:
-        self.stack[-3:] = [tuple(self.stack[-3:])]
-
-    def set_item(self) -> None:
-        value, key = self.stack.pop(), self.stack.pop()
-        self.insert([key, value])
 
     def set_protocol(self) -> None:
         self.protocol = self.number(1)
@@ -640,11 +633,11 @@ def _table() -> list[Callable[[_Machine], object] | None]:
         pickle.EMPTY_DICT: lambda m: m.push({}),
         pickle.EMPTY_SET: lambda m: m.push(set()),
         pickle.FROZENSET: _Machine.frozen_set,
-        pickle.TUPLE3: _Machine.tuple3,
+        pickle.TUPLE3: lambda m: m.push(tuple(m.pop_last(3))),
         pickle.APPEND: lambda m: m.extend([m.stack.pop()]),
         pickle.APPENDS: lambda m: m.extend(m.pop_mark()),
         pickle.ADDITEMS: lambda m: m.extend(m.pop_mark()),
-        pickle.SETITEM: _Machine.set_item,
+        pickle.SETITEM: lambda m: m.insert(m.pop_last(2)),
         pickle.SETITEMS: lambda m: m.insert(m.pop_mark()),
         pickle.POP: _Machine.pop,
         pickle.POP_MARK: lambda m: m.pop_mark(),
@@ -652,8 +645,8 @@ def _table() -> list[Callable[[_Machine], object] | None]:
         pickle.MEMOIZE: lambda m: m.memo.append(m.stack[-1]),
         pickle.GLOBAL: lambda m: m.name(m.line(), m.line()),
         pickle.STACK_GLOBAL: _Machine.stack_global,
-        pickle.NEWOBJ: _Machine.new_obj,
-        pickle.NEWOBJ_EX: _Machine.new_ex,
+        pickle.NEWOBJ: lambda m: m.new([*m.pop_last(2), {}]),
+        pickle.NEWOBJ_EX: lambda m: m.new(m.pop_last(3)),
         pickle.BUILD: lambda m: m.build(m.stack.pop()),
     }
     table: list[Callable[[_Machine], object] | None] = [None] * 256

@@ -13,7 +13,6 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from functools import partial
 from typing import Any
 
 import torch
@@ -187,11 +186,17 @@ class StoreCallback(TrainerCallback):  # type: ignore[misc]
             raise StepNotFoundError(
                 "this step was not saved by a StoreCallback", where=info.path, expected=_STATE, found="no such object"
             )
+        get_batch_samples = trainer.get_batch_samples
         with (
             tempfile.TemporaryDirectory(prefix="modelstate-") as directory,
             # The directory has no tensors of a model for the Trainer to load.
             _replaced_method(trainer, "_load_from_checkpoint", lambda *_, **__: None),
-            _replaced_method(trainer, "get_batch_samples", partial(self._batch_samples, trainer.get_batch_samples)),
+            # It gets no batches where all steps of the run are done.
+            _replaced_method(
+                trainer,
+                "get_batch_samples",
+                lambda *args, **options: ([], None) if self._is_done else get_batch_samples(*args, **options),
+            ),
         ):
             with open(os.path.join(directory, "trainer_state.json"), "w", encoding="utf-8") as file:
                 json.dump(entry.decode(info.path), file)
@@ -292,10 +297,6 @@ class StoreCallback(TrainerCallback):  # type: ignore[misc]
             self._is_due |= self._saver.lost is not None
             self._save_if_due(state, kwargs, is_last=True)
         return control
-
-    def _batch_samples(self, get_batch_samples: Callable[..., object], *args: object, **kwargs: object) -> object:
-        """Replaces `Trainer.get_batch_samples`: no batches where all steps of the run are done."""
-        return ([], None) if self._is_done else get_batch_samples(*args, **kwargs)
 
     def _set_rng(self) -> None:
         """Restores the generators once after a restore, since skipping batches has drawn from them."""

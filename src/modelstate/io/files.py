@@ -411,12 +411,6 @@ def read_whole(path: str, most_bytes: int, what: str) -> bytes:
         return file.read(0, file.nbytes, what, most_bytes)
 
 
-def read_start(path: str, nbytes: int, what: str) -> bytes:
-    """Reads the first bytes of a regular file, exactly `nbytes`. Raises what `SourceFile` raises."""
-    with SourceFile(path) as file:
-        return file.read(0, nbytes, what)
-
-
 class Section(SourceFile):
     """A run of bytes of an open file, with the interface of a file. It does not own the descriptor."""
 

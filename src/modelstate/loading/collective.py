@@ -56,11 +56,6 @@ def digest_of_source(checkpoint: Checkpoint) -> Digest:
     return Digest.of("the sources", text, _source(checkpoint))
 
 
-def digest_of_state(what: str, text: str, state: object) -> Digest:
-    """Returns a digest of a tree of containers, values and tensors. A tensor adds its shape, dtype and a few bytes."""
-    return Digest.of(what, text, _described(state))
-
-
 def before_call(call: str) -> Callable[..., AbstractContextManager[object]]:
     """Returns the `within=` of `checked_call` for a call with a model: its ranks raise the error of any of them."""
 
@@ -71,18 +66,19 @@ def before_call(call: str) -> Callable[..., AbstractContextManager[object]]:
     return within
 
 
-def _described(state: object) -> Iterator[object]:
+def described(state: object) -> Iterator[object]:
+    """Yields what a digest of a tree of containers and values has of it: of a tensor shape, dtype and a few bytes."""
     if isinstance(state, torch.Tensor):
         data = _middle(state) if _has_bytes(state) else b""
         yield tuple(state.shape), state.dtype, data
     elif isinstance(state, Mapping):
         for key, value in state.items():
             yield key
-            yield from _described(value)
+            yield from described(value)
     elif isinstance(state, list | tuple):
         yield len(state)
         for value in state:
-            yield from _described(value)
+            yield from described(value)
     elif isinstance(state, str | int | float | None):
         yield repr(state)
     else:

@@ -32,7 +32,7 @@ from modelstate.errors import (
 from modelstate.formats.tree import EXTRA_STATE
 from modelstate.objects import attributes
 from modelstate.planning.preparation import CHECK_EXTRA_STATE
-from modelstate.planning.recorder import KEEPS_NAMES, is_recorded
+from modelstate.planning.recorder import KEEPS_NAMES, recording_of
 from modelstate.torch_compat.modules import load_from_state_dict, load_pre_hooks
 
 FORMAT = 1
@@ -468,7 +468,7 @@ class Layer:
         call = partial(below, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
         key, before = prefix + EXTRA_STATE, len(missing_keys)
         top = layer_of(type(module).set_extra_state)
-        if top is self and key in state_dict and self._loads_plainly(module) and not is_recorded(module):
+        if top is self and key in state_dict and self._loads_plainly(module) and recording_of(module) is None:
             # Checked before torch copies a tensor of this module: an error leaves all of it as it was.
             with _handing_over(self, module, state_dict[key], key):
                 call()

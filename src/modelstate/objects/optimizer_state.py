@@ -17,9 +17,9 @@ import torch
 from torch import nn
 
 from modelstate.checkpoint.open import checked_call, is_module, patterns_of
-from modelstate.distributed.agreement import TIMEOUT_SECONDS, agreement_of
+from modelstate.distributed.agreement import TIMEOUT_SECONDS, Digest, agreement_of
 from modelstate.errors import OptimizerStateError, OptionError
-from modelstate.loading.collective import before_call, digest_of_state, text_of
+from modelstate.loading.collective import before_call, described, text_of
 from modelstate.objects.recorded_memory import Recorded, into_recorded_memory, recorded_by_graphs
 from modelstate.planning.matching import wrapper_rule
 from modelstate.planning.plan import check_model
@@ -150,7 +150,7 @@ def load_optimizer_state(
     agreement = agreement_of(given_model, process_group, timeout_seconds, "modelstate.load_optimizer_state")
     text = f"state of {type(optimizer).__name__}"
     with agreement.held():
-        with agreement.phase("planning", lambda: [digest_of_state("the states and options", text, given)]):
+        with agreement.phase("planning", lambda: [Digest.of("the states and options", text, described(given))]):
             model = check_model(model)
             patterns = patterns_of("keep_options", keep_options)
             rules = rules if isinstance(rules, Schema) else tuple(rules)

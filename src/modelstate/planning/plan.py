@@ -6,7 +6,7 @@ A plan can be printed, saved as JSON, and executed.
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -413,7 +413,7 @@ class LoadPlan(Shown):
                 "slots": self.slots,
                 "coverage": self.coverage,
                 "notes": list(self.notes),
-                "problems": [problem_as_dict(problem) for problem in self.problems],
+                "problems": [problem.as_dict() for problem in self.problems],
                 "steps": [step.as_dict() for step in self.steps],
             },
             indent=1,
@@ -439,11 +439,6 @@ def steps_page(title: str, facts: tuple[tuple[str, str], ...], steps: tuple[Step
         notes=(*placements(steps), *notes),
         charts=(area_chart("Where the bytes are", [(step.name, step.nbytes) for step in steps]),),
     )
-
-
-def problem_as_dict(problem: Problem) -> dict[str, Any]:
-    """Returns a problem as a dictionary, with the name of its class and its remedy."""
-    return {"problem": type(problem).__name__, **asdict(problem), "remedy": type(problem).remedy_for([problem])}
 
 
 def placements(steps: tuple[Step, ...]) -> list[str]:

@@ -290,9 +290,10 @@ class _Coverage:
 
     def _differences(self, missing: list[str], unexpected: list[str]) -> Iterable[Problem]:
         computed = self._computed()
-        lacking = {name: self._slot_shape(name) for name in (*missing, *computed)}
-        over = {name: self._value_shape(name) for name in unexpected}
-        adapter = [] if adapter_names(self.preparation.slots.by_name) else adapter_names(unexpected)
+        slots, incoming = self.preparation.slots.by_name, self.preparation.incoming
+        lacking = {name: _shape(slots[name].tensor if name in slots else None) for name in (*missing, *computed)}
+        over = {name: _shape(incoming.get(name)) for name in unexpected}
+        adapter = [] if adapter_names(slots) else adapter_names(unexpected)
         yield from map(UnmergedAdapter, adapter)
         unexpected = [name for name in unexpected if name not in adapter] if adapter else unexpected
         # A user's rule sees the names before wrappers are removed. The names that are compared here are others.
@@ -405,17 +406,12 @@ class _Coverage:
         if self.preparation.moves:
             self._note([assignment.name for assignment in self.preparation.moves], f"only moved to {device}")
 
-    def _slot_shape(self, name: str) -> tuple[int, ...] | None:
-        slot = self.preparation.slots.by_name.get(name)
-        if slot is None or is_lazy(slot.tensor):
-            return None
-        return tuple(slot.tensor.shape)
-
-    def _value_shape(self, name: str) -> tuple[int, ...] | None:
-        value = self.preparation.incoming.get(name)
-        return tuple(value.shape) if isinstance(value, torch.Tensor) and not is_lazy(value) else None
-
     def _note(self, names: Collection[str], what: str) -> None:
         listed = sorted(names)
         shown = ", ".join(listed[:4]) + (", ..." if len(listed) > 4 else "")
         self.preparation.notes.append(f"{len(listed)} {what}: {shown}")
+
+
+def _shape(value: object) -> tuple[int, ...] | None:
+    """The shape of a tensor; None for one that has none yet, and for another value."""
+    return tuple(value.shape) if isinstance(value, torch.Tensor) and not is_lazy(value) else None

@@ -263,18 +263,14 @@ def _keeps_names(function: Any) -> bool:
     return function is _override.replacement or getattr(function, KEEPS_NAMES, is_torchs)
 
 
-def is_recorded(module: nn.Module) -> bool:
-    """Whether `walk` is calling the module's loading code, so that its changes can be undone."""
-    return _recording_of(module) is not None
-
-
 def device_after(module: nn.Module, param: torch.Tensor) -> torch.device:
     """Returns the device of a module's tensor after the current load, which may move the tensor later."""
-    recording = _recording_of(module)
+    recording = recording_of(module)
     return param.device if recording is None else recording.sink.device_after(param)
 
 
-def _recording_of(module: nn.Module) -> _Recording | None:
+def recording_of(module: nn.Module) -> _Recording | None:
+    """What `walk` records, if it is calling the module's loading code: then the module's changes can be undone."""
     stack: list[_Recording] = getattr(_active, "stack", [])
     return stack[-1] if stack and id(module) in stack[-1].modules else None
 
@@ -310,7 +306,7 @@ def _load_from_state_dict(
     error_msgs: list[str],
 ) -> None:
     lists = missing_keys, unexpected_keys, error_msgs
-    recording = _recording_of(self)
+    recording = recording_of(self)
     if recording is None:
         stock(self, state_dict, prefix, local_metadata, strict, *lists)
         return

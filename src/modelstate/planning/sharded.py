@@ -4,7 +4,6 @@ For the rest of a load such a slot is the local tensor, and its source is the re
 all routes of plain tensors apply. The DTensor itself gets other memory only where the local tensor cannot keep its own.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -47,8 +46,8 @@ class ShardedSlot:
         value = local_tensor(self.value) if is_sharded(self.value) else self.value
         if isinstance(stored, Derived) and not stored.parts and not isinstance(stored.change, Operation):
             # Initial values are computed once, and whole: they are random numbers, equal on all ranks.
-            make, shape = partial(self._part_of_initial, stored.change), self.shard.shape
-            source: Source = Derived(stored.dtype, shape, (), make, is_certain=False)
+            change, shape = stored.change, self.shard.shape
+            source: Source = Derived(stored.dtype, shape, (), lambda: self._part_of(change()), is_certain=False)
             return LocalSlot(param, torch.empty(shape, dtype=value.dtype, device="cpu"), source)
         source = self.shard.of(value if stored is None or is_sharded(self.value) else stored)
         if isinstance(source, torch.Tensor):
@@ -82,9 +81,6 @@ class ShardedSlot:
                 found=f"{type(result).__name__} of shape {tuple(getattr(result, 'shape', ()))}",
             )
         return self._part_of(result)
-
-    def _part_of_initial(self, make: Callable[[], torch.Tensor]) -> torch.Tensor:
-        return self._part_of(make())
 
     def _part_of(self, whole: torch.Tensor) -> torch.Tensor:
         local = whole.new_empty(self.shard.shape)

@@ -23,7 +23,7 @@ from modelstate.errors import (
 )
 from modelstate.formats.manifest import OPEN_SEAL, SEAL, check_seal, digest, sealed
 from modelstate.formats.safetensors import MAX_HEADER_BYTES
-from modelstate.io.files import read_start, read_whole
+from modelstate.io.files import SourceFile, read_whole
 from modelstate.objects.parts import Kind
 from modelstate.remote.cache import Cache
 from modelstate.remote.location import is_remote, locate
@@ -57,7 +57,8 @@ class FileRecord:
 
         Raises `OpenError`, and `ReadFailedError` for a disk that cannot be read.
         """
-        head = read_start(path, self.head_bytes, "its header")
+        with SourceFile(path) as file:
+            head = file.read(0, self.head_bytes, "its header")
         return head if digest(head) == self.head else None
 
 

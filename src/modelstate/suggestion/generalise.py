@@ -91,7 +91,8 @@ def rename_rules(
     stepwise, is_stepwise_right = search.rules(open_pairs, _nearer) if many else ([], False)
     if is_stepwise_right:
         return stepwise
-    direct, is_direct_right = search.rules(open_pairs, _completed)
+    # In one step, only the goal counts.
+    direct, is_direct_right = search.rules(open_pairs, lambda before, after, goal: 1 if after == goal else -1)
     if not is_direct_right:
         right = {name for name, goal in open_pairs.items() if renamed_by(direct, name) == goal}
         direct += [Rename(*kind.patterns) for kind in kinds if not right.issuperset(name for name, _ in kind.members)]
@@ -105,11 +106,6 @@ def rename_rules(
 
 Gain = Callable[[str, str, str], int]
 """Returns how much a change moves a name towards its goal, from the name before, after, and the goal; or -1."""
-
-
-def _completed(before: str, after: str, goal: str) -> int:
-    """The gain of rules that rename in one step: only the goal counts."""
-    return 1 if after == goal else -1
 
 
 def _nearer(before: str, after: str, goal: str) -> int:

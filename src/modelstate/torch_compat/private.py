@@ -348,11 +348,7 @@ def guards_of_compiling(program: ExportedProgram) -> list[str]:
 def guard_function(program: ExportedProgram) -> Callable[..., None]:
     """Torch's own check of a program's inputs, which raises. There is none without the inputs of the export."""
     found: Any = getattr(program.module(), "_guards_fn", None)
-    return _nothing_of if found is None else found.forward
-
-
-def _nothing_of(*inputs: object) -> None:
-    pass
+    return (lambda *inputs: None) if found is None else found.forward
 
 
 def argument_names(program: ExportedProgram) -> list[str]:
