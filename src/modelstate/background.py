@@ -266,7 +266,7 @@ def _watch_exit() -> None:
     """
     global _is_watching_exit
     if not _is_watching_exit:
-        atexit.register(_cancel_last)
+        atexit.register(_cancel, AtExit.CANCEL_LAST)
         with suppress(RuntimeError):  # the main thread has ended
             threading._register_atexit(_end_of_main_thread)  # type: ignore[attr-defined]
         _is_watching_exit = True  # at the end: an interrupt before it has the next task register again
@@ -277,7 +277,7 @@ def _end_of_main_thread() -> None:
     _is_ending = True
     own = [task for task in list(_tasks) if task._pid == os.getpid()]
     try:
-        _cancel([task for task in own if task._at_exit is AtExit.CANCEL])
+        _cancel(AtExit.CANCEL)
         for task in own:
             if task._at_exit is AtExit.FINISH:
                 task.wait()
@@ -287,12 +287,9 @@ def _end_of_main_thread() -> None:
                 task._report()
 
 
-def _cancel_last() -> None:
-    _cancel([task for task in list(_tasks) if task._pid == os.getpid() and task._at_exit is AtExit.CANCEL_LAST])
-
-
-def _cancel(tasks: list[BackgroundTask[object]]) -> None:
+def _cancel(at_exit: AtExit) -> None:
     """Cancels tasks and waits a moment: a thread that computes while the interpreter ends may crash the process."""
+    tasks = [task for task in list(_tasks) if task._pid == os.getpid() and task._at_exit is at_exit]
     until = time.monotonic() + _EXIT_SECONDS
     for task in tasks:
         task.cancel(wait=False)

@@ -251,14 +251,12 @@ def _checksums(fields: Mapping[str, Any], tensors: StoredTensors, where: str) ->
         for name, value, length, nbytes in zip(digests, values, lengths, sizes, strict=True):
             if type(value) is not str or len(value) != length or value.strip(_HEX_DIGITS):
                 raise damaged(where, f"{quote(name)}: no digest of {nbytes:,} bytes: {str(value)[:60]}")
-
-    def by_storage() -> dict[ByteRange, Checksum]:
-        return {
+    return LazyMapping(
+        lambda: {
             tensors[name].storage: Checksum(ALGORITHM, BLOCK_BYTES, digest_of_blocks, tuple(parts.get(name, ())))
             for name, digest_of_blocks in digests.items()
         }
-
-    return LazyMapping(by_storage)
+    )
 
 
 def are_usual_versions(versions: Mapping[str, Any]) -> bool:

@@ -551,9 +551,7 @@ class _Machine:
         if kind is list:
             target.extend(items)
         elif kind is set:
-            for item in items:
-                check_key(item)
-            target.update(items)
+            target.update(_hashable(items))
         elif kind is DeferredCall:
             target.appended.extend(items)
         elif kind is Refused:
@@ -575,12 +573,6 @@ class _Machine:
         elif kind is not InvalidTensor:
             raise damaged("a state for a value without a state", kind.__name__)
 
-    def frozen_set(self) -> None:
-        items = self.pop_mark()
-        for item in items:
-            check_key(item)
-        self.push(frozenset(items))
-
     def pop(self) -> None:
         if self.stack:
             self.stack.pop()
@@ -591,6 +583,13 @@ class _Machine:
         self.protocol = self.number(1)
         if self.protocol > pickle.HIGHEST_PROTOCOL:
             raise damaged("a protocol that does not exist", self.protocol)
+
+
+def _hashable(items: list[Any]) -> list[Any]:
+    """Returns the members of a set. Raises as `check_key`."""
+    for item in items:
+        check_key(item)
+    return items
 
 
 def _layout(numel: bytes, shape: bytes, stride: bytes) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
@@ -632,7 +631,7 @@ def _table() -> list[Callable[[_Machine], object] | None]:
         pickle.EMPTY_LIST: lambda m: m.push([]),
         pickle.EMPTY_DICT: lambda m: m.push({}),
         pickle.EMPTY_SET: lambda m: m.push(set()),
-        pickle.FROZENSET: _Machine.frozen_set,
+        pickle.FROZENSET: lambda m: m.push(frozenset(_hashable(m.pop_mark()))),
         pickle.TUPLE3: lambda m: m.push(tuple(m.pop_last(3))),
         pickle.APPEND: lambda m: m.extend([m.stack.pop()]),
         pickle.APPENDS: lambda m: m.extend(m.pop_mark()),

@@ -189,7 +189,10 @@ class _ComputedTensor:
         assert isinstance(stored.build, Blocks)
         self.build, self.out = stored.build, out.detach().view(-1)
         self.step = block_elements(stored.shape, self.build.unit)
-        parts = [part if _is_run(part) else _in_order(read_whole(part)) for part in stored.parts]
+        parts = [
+            part if _is_run(part) else read_whole(part).detach().cpu().resolve_conj().resolve_neg().contiguous()
+            for part in stored.parts
+        ]
         count = len(parts) - self.build.whole
         self._whole = parts[count:]
         self._aligned = [part if isinstance(part, StoredTensor) else part.view(-1) for part in parts[:count]]
@@ -231,7 +234,3 @@ class _ComputedTensor:
 
 def _is_run(part: Stored) -> TypeGuard[StoredTensor]:
     return isinstance(part, StoredTensor) and part.is_contiguous and part.nbytes > 0
-
-
-def _in_order(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().to("cpu").resolve_conj().resolve_neg().contiguous()

@@ -78,7 +78,13 @@ class Derived:
     def scratch_bytes(self) -> int:
         """Memory that the computation needs beside its result, including the parts that are read for it."""
         if isinstance(self.change, Concatenation):
-            return max(map(_bytes_beside, self.parts))
+            # A part that is a concatenation itself is read into its place in the result.
+            return max(
+                part.scratch_bytes
+                if isinstance(part, Derived) and isinstance(part.change, Concatenation)
+                else _memory_bytes(part)
+                for part in self.parts
+            )
         needed = sum(map(_memory_bytes, self.parts))
         return needed - self.result_bytes if isinstance(self.change, Unchanged) else needed
 
@@ -193,12 +199,6 @@ def _read_into(out: torch.Tensor, source: Source, read: Read, on_cast: OnCast | 
 def _memory_bytes(source: Source) -> int:
     """Memory that computing the values needs, including the values."""
     return source.result_bytes + source.scratch_bytes if isinstance(source, Derived) else own_bytes(source)
-
-
-def _bytes_beside(part: Source) -> int:
-    """Memory that a part of a concatenation needs beside the result of the concatenation."""
-    is_read_into = isinstance(part, Derived) and isinstance(part.change, Concatenation)
-    return part.scratch_bytes if isinstance(part, Derived) and is_read_into else _memory_bytes(part)
 
 
 # Operations.
