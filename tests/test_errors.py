@@ -27,6 +27,7 @@ REMEDIES = {
     errors.TruncatedFileError: CUT_SHORT,
     errors.DamagedFileError: CUT_SHORT,
     errors.NewerManifestError: "update modelstate",
+    errors.TargetExistsError: "take another path, or overwrite=True to replace it",
 }
 """The classes whose errors have a remedy of the class where the site gives none."""
 OWN: dict[type, dict[str, Any]] = {

@@ -407,7 +407,7 @@ class UnsavableError(SaveError, ValueError):
     """Tensors or names that the format cannot hold, or more of them than it can hold."""
 
 
-class TargetExistsError(SaveError, FileExistsError):
+class TargetExistsError(SaveError, FileExistsError, remedy="take another path, or overwrite=True to replace it"):
     """The file or the step exists already, and may not be replaced."""
 
 

@@ -290,7 +290,7 @@ def test_the_memory_of_a_retired_version_is_free() -> None:
 
     def storage() -> torch.UntypedStorage:
         with live.pin() as v:
-            found: torch.Tensor = next(iter(v._program.weights_module.parameters()))  # type: ignore[union-attr]
+            found: torch.Tensor = next(iter(v._entry().program.weights_module.parameters()))  # type: ignore[union-attr]
             return found.untyped_storage()
 
     kept = []
@@ -306,7 +306,7 @@ def test_a_version_that_is_freed_while_a_thread_traces_releases_its_memory() -> 
     live = ms.Live(package_of(Constant(2, 8).eval(), torch.ones(2, 8)), keep_versions=0)
     live.swap(weights_of(Constant(2, 8), 2))
     with live.pin() as v:
-        program = v._program
+        program = v._entry().program
         (weight, *_) = program.weights_module.parameters()  # type: ignore[union-attr]
         storage = weight.untyped_storage()
         live.swap(weights_of(Constant(2, 8), 3))
@@ -345,14 +345,14 @@ def test_buffers_are_written_in_the_memory_of_the_version() -> None:
     for _ in range(3):
         live(X)
     with live.pin() as v:
-        assert float(v._program.buffers["seen"]) == 3  # type: ignore[union-attr]
+        assert float(v._entry().program.buffers["seen"]) == 3  # type: ignore[union-attr]
     live.swap({**Everything().state_dict(), "seen": torch.full((), 10.0)}, buffers="reset")
     live(X)
     with live.pin() as v:
-        assert float(v._program.buffers["seen"]) == 11  # type: ignore[union-attr]
+        assert float(v._entry().program.buffers["seen"]) == 11  # type: ignore[union-attr]
     assert live.rollback() == 1
     with live.pin() as v:
-        assert float(v._program.buffers["seen"]) == 3  # type: ignore[union-attr]
+        assert float(v._entry().program.buffers["seen"]) == 3  # type: ignore[union-attr]
 
 
 def test_packages_are_on_the_cpu_whatever_the_default_device_is() -> None:

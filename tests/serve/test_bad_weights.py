@@ -112,7 +112,7 @@ def test_channels_last_is_the_order_of_a_program_that_has_it(tmp_path: Path) -> 
     for source in (other.state_dict(), {name: value.contiguous() for name, value in other.state_dict().items()}):
         live.swap(source)
         with live.pin() as v:
-            assert v._program.weights_module.weight.stride() == module.weight.stride()  # type: ignore[union-attr]
+            assert v._entry().program.weights_module.weight.stride() == module.weight.stride()  # type: ignore[union-attr]
         assert torch.equal(live(x), other(x))
 
 
@@ -167,8 +167,8 @@ def test_a_canary_leaves_no_trace_in_the_buffers(mode: Any) -> None:
     live = ms.Live(module, training=True)
     live.swap(module.state_dict(), mode=mode, canary=lambda v: v(torch.randn(8, 4)))
     with live.pin() as v:
-        assert int(v._program.buffers["num_batches_tracked"]) == 0  # type: ignore[union-attr]
-        assert v._program.buffers["running_mean"].tolist() == [0.0] * 4  # type: ignore[union-attr]
+        assert int(v._entry().program.buffers["num_batches_tracked"]) == 0  # type: ignore[union-attr]
+        assert v._entry().program.buffers["running_mean"].tolist() == [0.0] * 4  # type: ignore[union-attr]
 
 
 def test_statistics_of_a_refused_swap_in_place_do_not_count_as_changed() -> None:
@@ -179,7 +179,7 @@ def test_statistics_of_a_refused_swap_in_place_do_not_count_as_changed() -> None
         live.swap(new, mode="in_place", canary=lambda v: False)
     assert live.swap(new).carried == ()
     with live.pin() as v:
-        assert v._program.buffers["running_mean"].tolist() == [3.0] * 4  # type: ignore[union-attr]
+        assert v._entry().program.buffers["running_mean"].tolist() == [3.0] * 4  # type: ignore[union-attr]
 
 
 def test_an_undo_that_fails_puts_the_program_into_quarantine(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -102,7 +102,7 @@ def test_buffers_that_code_has_replaced_are_reset(persistent: bool, mode: Any) -
         live(X)
         live.swap(state, mode=mode, buffers="reset")
         with live.pin() as v:
-            values = {name: one.tolist() for name, one in v._program.buffers.items()}  # type: ignore[union-attr]
+            values = {name: one.tolist() for name, one in v._entry().program.buffers.items()}  # type: ignore[union-attr]
         assert values == dict.fromkeys(FRESH[0], [float(persistent)] * 2)
     assert live(X) == FRESH
 

@@ -99,7 +99,7 @@ def in_a_thread(work: Callable[[], Any]) -> Any:
 
 def holder(live: ms.Live) -> "weakref.ref[Any]":
     with live.pin() as v:
-        return weakref.ref(v._program.weights_module)
+        return weakref.ref(v._entry().program.weights_module)
 
 
 def run(work: Callable[[ms.Live], None], at: int, kind: str) -> tuple[ms.Live, Interrupt]:

@@ -123,7 +123,7 @@ def test_ties_buffers_and_modes(kind: str, mode: Any) -> None:
     assert torch.allclose(live(X), trained(X))
     if kind == "eager":
         with live.pin() as v:
-            served = v._program.weights_module  # type: ignore[union-attr]
+            served = v._entry().program.weights_module  # type: ignore[union-attr]
         assert served.a.weight is served.b.weight
         assert served.norm.running_mean.equal(trained.norm.running_mean)
 
@@ -139,7 +139,7 @@ def test_buffers_that_requests_change_are_carried_over_or_reset(kind: str, mode:
 
     def seen() -> float:
         with live.pin() as v:
-            return float(v._program.buffers["seen"])  # type: ignore[union-attr]
+            return float(v._entry().program.buffers["seen"])  # type: ignore[union-attr]
 
     before = seen()
     live(X), live(X)
@@ -153,7 +153,7 @@ def test_buffers_that_requests_change_are_carried_over_or_reset(kind: str, mode:
     assert report.carried == ()
     assert seen() == float(state["seen"])
     with live.pin() as v:
-        assert float(v._program.buffers["scale"]) == 5.0  # type: ignore[union-attr]
+        assert float(v._entry().program.buffers["scale"]) == 5.0  # type: ignore[union-attr]
 
 
 class Cache(nn.Module):

@@ -18,7 +18,7 @@ X = torch.ones(32, 128)
 
 def holder_of(live: ms.Live) -> "weakref.ref[nn.Module]":
     with live.pin() as v:
-        return weakref.ref(v._program.weights_module)  # type: ignore[union-attr]
+        return weakref.ref(v._entry().program.weights_module)  # type: ignore[union-attr]
 
 
 @pytest.mark.slow

@@ -61,7 +61,7 @@ def answer(live: ms.Live) -> list[float]:
 
 def devices(live: ms.Live) -> set[str]:
     with live.pin() as version:
-        return {tensor.device.type for tensor in version._program.tensors}
+        return {tensor.device.type for tensor in version._entry().program.tensors}
 
 
 def mlp(seed: int) -> nn.Module:
@@ -121,7 +121,7 @@ def test_each_tensor_stays_on_its_device(source: str, tmp_path: Path) -> None:
     expected = {name: value.device.type for name, value in (*module.named_parameters(), *module.named_buffers())}
     live.swap(state)
     with live.pin() as version:
-        served = version._program.weights_module
+        served = version._entry().program.weights_module
         found = {name: value.device.type for name, value in (*served.named_parameters(), *served.named_buffers())}
     assert found == expected
     assert torch.equal(live(x), trained(x))
@@ -140,7 +140,7 @@ def test_other_dtypes_and_memory_orders(tmp_path: Path) -> None:
             live.swap(source)
             assert torch.allclose(live(x), trained(x), atol=0.5, rtol=0.05)
             with live.pin() as version:
-                served: Any = version._program.weights_module
+                served: Any = version._entry().program.weights_module
             assert served[0].weight.stride() == trained[0].weight.stride()
 
 
@@ -267,7 +267,7 @@ def test_buffers_are_carried_over_with_what_is_queued() -> None:
         live(x)
     assert live.swap(OnBoth().state_dict()).carried == ("seen",)
     with live.pin() as version:
-        assert float(version._program.buffers["seen"]) == 1
+        assert float(version._entry().program.buffers["seen"]) == 1
 
 
 # Memory.

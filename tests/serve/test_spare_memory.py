@@ -57,7 +57,7 @@ def mapped(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 def addresses(live: ms.Live) -> set[int]:
     with live.pin() as version:
-        module = version._program.weights_module  # type: ignore[union-attr]
+        module = version._entry().program.weights_module  # type: ignore[union-attr]
         return {parameter.data_ptr() for parameter in module.parameters()}
 
 

@@ -170,9 +170,7 @@ def _check_targets(targets: Sequence[str], overwrite: bool) -> None:
         raise TargetExistsError(
             "something is there already",
             where=(replaced or preferred)[0],
-            remedy="take another path, or overwrite=True to replace it"
-            if replaced
-            else "copy to another directory, or remove it first",
+            remedy="" if replaced else "copy to another directory, or remove it first",
         )
     if has_index and (preferred or (first in replaced and len(replaced) > 1)):
         raise SaveTargetError(

@@ -16,7 +16,7 @@ import torch
 
 from modelstate.checkpoint.checkpoint import Checkpoint
 from modelstate.checkpoint.reduction import kind_of
-from modelstate.errors import KeyNotFoundError, OptionError, SaveTargetError, SourceTypeError
+from modelstate.errors import KeyNotFoundError, OptionError, SaveTargetError, SourceTypeError, TargetExistsError
 from modelstate.formats.block_writer import LazyTensor, OnCast, lazy_tensor, storages_of, threads_within, whole
 from modelstate.formats.copy_file import copy_file
 from modelstate.formats.serialize import serialize
@@ -30,7 +30,7 @@ from modelstate.io.engine import read_ranges
 from modelstate.io.files import current_fingerprints, local_path
 from modelstate.process import progress_bar
 from modelstate.remote.location import is_remote, locate, redacted_url
-from modelstate.remote.upload import check_writable, exists, head
+from modelstate.remote.upload import check_writable, head
 from modelstate.spec import Encoded, Refused, Stored, bytes_key
 from modelstate.text_format import as_given, printable, seconds, size
 from modelstate.torch_compat.dtypes import Overflows
@@ -346,7 +346,7 @@ def write_state(
 def _uploaded(write: Callable[[str], Files], where: str, overwrite: bool) -> Files:
     """Has a file written on this machine, where torch.load checks it, and uploads it."""
     if not overwrite and head(locate(where)) is not None:
-        raise exists(locate(where))
+        raise TargetExistsError("something is there already", where=locate(where).url)
     with tempfile.TemporaryDirectory(prefix="modelstate-") as directory:
         path = os.path.join(directory, os.path.basename(where))
         (nbytes,) = write(path).values()

@@ -17,7 +17,7 @@ from modelstate.formats.safetensors import Layout, Written, write_in_order
 from modelstate.formats.sharded import INDEX_SUFFIX, WEIGHT_MAP, Kind, index_of, own_shards, shard_names
 from modelstate.remote.location import Location, locate
 from modelstate.remote.requests import cleanup
-from modelstate.remote.upload import ObjectWriter, exists, get, head, is_absent, new_object, remove
+from modelstate.remote.upload import ObjectWriter, get, head, is_absent, new_object, remove
 
 if TYPE_CHECKING:
     import torch
@@ -94,7 +94,7 @@ def upload_checkpoint(
         old_index = index_of_object(path)
         single = head(where) if old_index is not None or not overwrite or groups else None
         if not overwrite and (old_index is not None or single is not None):
-            raise exists(where)
+            raise TargetExistsError("something is there already", where=where.url)
         unique = shard_names(path, [secrets.token_hex(16)] * len(groups))
         shards[:] = [locate(f"{directory}/{name}") for name in unique]
         return [shard.url for shard in shards]

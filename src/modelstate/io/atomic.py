@@ -200,7 +200,7 @@ def check_target(path: str, *, overwrite: bool) -> None:
         kind = "a directory" if os.path.isdir(path) else "no ordinary file"
         raise SaveTargetError("a file cannot be put here", where=path, found=kind, remedy="give the path of a file")
     if not overwrite and os.path.lexists(path):
-        raise _exists(path)
+        raise TargetExistsError("something is there already", where=path)
 
 
 def put_durably(unfinished: str, path: str, overwrite: bool, instead_of: str | None = None) -> None:
@@ -242,7 +242,7 @@ def put(unfinished: str, path: str, overwrite: bool) -> None:
         # Unlike a rename, a link never replaces a file that another process has put there meanwhile.
         system.link(unfinished, path)
     except FileExistsError:
-        raise _exists(path) from None
+        raise TargetExistsError("something is there already", where=path) from None
     except OSError as error:
         if error.errno not in _NO_LINKS:
             raise
@@ -250,12 +250,6 @@ def put(unfinished: str, path: str, overwrite: bool) -> None:
         system.replace(unfinished, path)
         return
     remove_all([unfinished])
-
-
-def _exists(path: str) -> TargetExistsError:
-    return TargetExistsError(
-        "something is there already", where=path, remedy="take another path, or overwrite=True to replace it"
-    )
 
 
 def _link_again(path: str, other: str) -> str | None:

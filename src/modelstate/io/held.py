@@ -130,26 +130,15 @@ class HeldFile:
         lease.release(self.descriptor)
 
 
-class HeldFiles(Mapping[str, HeldFile]):
+class HeldFiles(dict[str, HeldFile]):
     """The files that are held, by path. `refusal` says why they are not, and then there are none."""
 
-    def __init__(self) -> None:
-        self._files: dict[str, HeldFile] = {}
-        self.refusal = ""
-
-    def __getitem__(self, path: str) -> HeldFile:
-        return self._files[path]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._files)
-
-    def __len__(self) -> int:
-        return len(self._files)
+    refusal = ""
 
     @property
     def failed(self) -> list[ByteRange]:
         """The ranges that could not be read, and whose destinations are in doubt."""
-        return [extent for file in self._files.values() for extent in file.failed]
+        return [extent for file in self.values() for extent in file.failed]
 
     def hold(
         self,
@@ -166,7 +155,7 @@ class HeldFiles(Mapping[str, HeldFile]):
             return "the kernel lets a writer wait for a shorter time than the read may take"
         for path in dict.fromkeys(extent.path for extent in extents):
             descriptor = open_unchanged(path, fingerprints.get(path))
-            self._files[path] = HeldFile(path, descriptor, seconds, read_missing)
+            self[path] = HeldFile(path, descriptor, seconds, read_missing)
             if linux.filesystem_type(descriptor) not in _FILE_SYSTEMS:
                 return "other machines may write to its file system"
             if refusal := lease.hold_for_now(descriptor):
@@ -176,8 +165,8 @@ class HeldFiles(Mapping[str, HeldFile]):
 
     def close(self) -> None:
         """Releases all leases."""
-        while self._files:
-            self._files.popitem()[1].close()
+        while self:
+            self.popitem()[1].close()
 
 
 def why_not_held(extents: Sequence[ByteRange], fingerprints: Mapping[str, FileFingerprint]) -> str:

@@ -187,7 +187,7 @@ def _sent(
                 if has_arrived():
                     return
             if cause in (Cause.EXISTS, Cause.CHANGED):
-                raise exists(location) from error
+                raise TargetExistsError("something is there already", where=location.url) from error
             if cause in _DEFINITE or number == tries:
                 raise _failed(location, error) from error
         pause(FIRST_WAIT_SECONDS * 2 ** (number - 1))
@@ -300,7 +300,7 @@ def new_object(location: Location, nbytes: int, *, overwrite: bool) -> Iterator[
 
     check_writable(location)
     if not overwrite and head(location) is not None:
-        raise exists(location)
+        raise TargetExistsError("something is there already", where=location.url)
     if nbytes <= PART_BYTES:
         whole = ObjectWriter(location, nbytes, bytearray())
         yield whole
@@ -364,13 +364,6 @@ def client_errors(location: Location, what: str = "the object cannot be written"
         raise _failed(location, error, what) from error
     except BaseError as error:
         raise _failed(location, error, what) from error
-
-
-def exists(location: Location) -> TargetExistsError:
-    """The error for an object that may not be replaced."""
-    return TargetExistsError(
-        "something is there already", where=location.url, remedy="take another path, or overwrite=True to replace it"
-    )
 
 
 def _failed(location: Location, error: BaseException, what: str = "the object cannot be written") -> WriteFailedError:

@@ -159,7 +159,6 @@ class Manifest:
                     where=where,
                     expected=f"version {_VERSION} or before",
                     found=f"version {fields['version']!r}, of modelstate {fields.get('modelstate')!r}",
-                    remedy="update modelstate",
                 )
             if fields["kind"] not in ("exported", "aoti"):
                 raise ValueError(f"kind {fields['kind']!r}")

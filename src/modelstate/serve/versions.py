@@ -260,10 +260,6 @@ class Pin:
         finally:
             del entry  # the traceback of an error keeps this frame
 
-    @property
-    def _program(self) -> Program:
-        return self._entry().program
-
     def _entry(self) -> Entry:
         context = self._context()
         entry = None if context is None else context.entry

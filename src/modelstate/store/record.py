@@ -218,7 +218,6 @@ def read_record(directory: str) -> Record:
             where=path,
             expected=f"format {FORMAT} or older",
             found=f"format {content['format']}, by {str(content.get('writer', '?'))[:80]}",
-            remedy="update modelstate",
         )
     try:
         check_seal(data, str(content.get(SEAL, "")), path)
