@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 MAX_SIZE_BITS = 63
-"""The limit of a size of a tensor, and of the numbers of a range."""
+"""The limit of a size of a tensor, and of the numbers of a range or a time."""
 FACTORIES: dict[str, type] = {
     cls.__name__: cls
     for cls in (bool, int, float, complex, str, bytes, list, tuple, dict, set, frozenset, OrderedDict, Counter, deque)
@@ -130,21 +130,18 @@ def _deque(tree: Tree, decoder: Decoder) -> deque[object]:
     return deque(values, maxlen)
 
 
-def _encode_sizes(sizes: Iterable[int], encoder: Encoder) -> Tree:
-    sizes = list(sizes)
-    check_bits(encoder.fail, MAX_SIZE_BITS, *sizes)
-    return sizes
+def _encode_integers(numbers: Iterable[int], encoder: Encoder) -> Tree:
+    numbers = list(numbers)
+    check_bits(encoder.fail, MAX_SIZE_BITS, *numbers)
+    return numbers
 
 
-def _sizes(tree: Tree, decoder: Decoder) -> list[int]:
-    sizes = [decoder.expect(size, int) for size in decoder.expect(tree, list)]
-    check_bits(decoder.fail, MAX_SIZE_BITS, *sizes)
-    return sizes
-
-
-def _range(tree: Tree, decoder: Decoder) -> range:
-    start, stop, step = _sizes(tree, decoder)
-    return range(start, stop, step)
+def _integers(tree: Tree, decoder: Decoder, count: int | None = None) -> list[int]:
+    numbers = [decoder.expect(number, int) for number in decoder.expect(tree, list)]
+    if count is not None and len(numbers) != count:
+        raise ValueError(f"{len(numbers)} numbers, not {count}")
+    check_bits(decoder.fail, MAX_SIZE_BITS, *numbers)
+    return numbers
 
 
 def _datetime(tree: Tree, decoder: Decoder) -> datetime:
@@ -152,11 +149,6 @@ def _datetime(tree: Tree, decoder: Decoder) -> datetime:
     value = datetime.fromisoformat(decoder.expect(text, str))
     tzinfo = None if zone is None else decoder.expect(decoder.children([zone])[0], timezone)
     return value.replace(fold=decoder.expect(fold, int), tzinfo=tzinfo)
-
-
-def _timedelta(tree: Tree, decoder: Decoder) -> timedelta:
-    days, seconds, microseconds = (decoder.expect(part, int) for part in decoder.expect(tree, list))
-    return timedelta(days, seconds, microseconds)
 
 
 # NumPy.
@@ -550,7 +542,11 @@ KINDS: dict[type, Kind] = {
         "Counter", lambda value, encoder: encoder.pairs(value), lambda tree, decoder: decoder.pairs(tree, Counter())
     ),
     deque: Kind("deque", lambda value, encoder: {"maxlen": value.maxlen, "items": encoder.children(value)}, _deque),
-    range: Kind("range", lambda value, encoder: _encode_sizes((value.start, value.stop, value.step), encoder), _range),
+    range: Kind(
+        "range",
+        lambda value, encoder: _encode_integers((value.start, value.stop, value.step), encoder),
+        lambda tree, decoder: range(*_integers(tree, decoder, 3)),
+    ),
     datetime: Kind(
         "datetime",
         lambda value, encoder: [
@@ -565,7 +561,11 @@ KINDS: dict[type, Kind] = {
         lambda value, encoder: value.isoformat(),
         lambda tree, decoder: date.fromisoformat(decoder.expect(tree, str)),
     ),
-    timedelta: Kind("timedelta", lambda value, encoder: [value.days, value.seconds, value.microseconds], _timedelta),
+    timedelta: Kind(
+        "timedelta",
+        lambda value, encoder: [value.days, value.seconds, value.microseconds],
+        lambda tree, decoder: timedelta(*_integers(tree, decoder, 3)),
+    ),
     timezone: Kind(
         "timezone",
         lambda value, encoder: encoder.children(value.__getinitargs__()),
@@ -606,7 +606,7 @@ KINDS: dict[type, Kind] = {
         )
         for cls in (nn.UninitializedParameter, nn.UninitializedBuffer)
     },
-    torch.Size: Kind("torch.Size", _encode_sizes, lambda tree, decoder: torch.Size(_sizes(tree, decoder))),
+    torch.Size: Kind("torch.Size", _encode_integers, lambda tree, decoder: torch.Size(_integers(tree, decoder))),
     torch.dtype: Kind("torch.dtype", lambda value, encoder: str(value).removeprefix("torch."), _torch_dtype),
     torch.device: Kind(
         "torch.device", lambda value, encoder: str(value), lambda tree, decoder: torch.device(decoder.expect(tree, str))

@@ -185,7 +185,12 @@ class _Delta:
         dtype = _computed_in(weight)
         wide = [factor if factor.dtype == dtype else allocate(factor.shape, dtype).copy_(factor) for factor in factors]
         if self.layout == "conv":
-            product = self._convolution(*wide).mul_(self.scaling)
+            a, b = wide
+            if a.dim() == 4 and a.shape[2:] == (1, 1):
+                product = (b.squeeze(3).squeeze(2) @ a.squeeze(3).squeeze(2)).unsqueeze(2).unsqueeze(3)
+            else:
+                product = _CONV[a.dim()](a.transpose(0, 1), b).transpose(0, 1)
+            product.mul_(self.scaling)
             return lambda rows: product[rows.start : rows.stop].reshape(len(rows), -1)
         memory = allocate((block_elements(self.shape, width),), dtype)
         if self.layout == "bias":
@@ -210,11 +215,6 @@ class _Delta:
             return product.T if transposed else product
 
         return rows_of_product
-
-    def _convolution(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        if a.dim() == 4 and a.shape[2:] == (1, 1):
-            return (b.squeeze(3).squeeze(2) @ a.squeeze(3).squeeze(2)).unsqueeze(2).unsqueeze(3)
-        return _CONV[a.dim()](a.transpose(0, 1), b).transpose(0, 1)
 
     def scratch_bytes(self, width: int, weight: torch.dtype) -> int:
         """Returns the memory of a thread for A and B, cast and scaled, and for what is added to a block."""

@@ -167,17 +167,8 @@ def _methods(layer: "Layer") -> tuple[Any, ...]:
     def set_extra_state(self: nn.Module, state: object) -> None:
         layer.set(self, state)
 
-    def _load_from_state_dict(
-        self: nn.Module,
-        state_dict: Mapping[str, object],
-        prefix: str,
-        local_metadata: object,
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
-    ) -> None:
-        layer.load(self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
+    def _load_from_state_dict(self: nn.Module, *arguments: Any, **named: Any) -> None:
+        layer.load(self, *arguments, **named)
 
     def check_extra_state(self: nn.Module, state: object) -> None:
         # A subclass that overrides set_extra_state may pass another value to this one, so nothing can be checked.

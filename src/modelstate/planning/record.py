@@ -18,11 +18,7 @@ from modelstate.planning.assignment import Assignment
 from modelstate.planning.matching import Patterns, adapter_names, one_prefix
 from modelstate.planning.plan import LoadPlan, Step
 from modelstate.planning.preparation import Preparation
-from modelstate.planning.recorder import (
-    IncompatibleKeys,
-    loads_by_version,
-    walk,
-)
+from modelstate.planning.recorder import IncompatibleKeys, walk
 from modelstate.problems import (
     Complaint,
     IdlePattern,
@@ -39,7 +35,7 @@ from modelstate.problems import (
 from modelstate.rules.expression import lacks_values
 from modelstate.spec import StoredComposite
 from modelstate.torch_compat.dtypes import short
-from modelstate.torch_compat.modules import needs_protocol, runs_loading_code
+from modelstate.torch_compat.modules import needs_protocol, overrides_loading, runs_loading_code
 from modelstate.torch_compat.plain import is_plain, is_quantized
 from modelstate.transaction.slots import HIDDEN, PARAMETER, Slot, compare_names, signatures, slots_of
 
@@ -385,7 +381,7 @@ class _Coverage:
         deciding = {
             type(module).__name__
             for path, module in self.preparation.model.named_modules()
-            if path not in versions and loads_by_version(module)
+            if path not in versions and overrides_loading(module) and getattr(module, "_version", None) not in (None, 1)
         }
         if deciding:
             self.preparation.notes.append(

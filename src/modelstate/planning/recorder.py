@@ -240,11 +240,6 @@ class _Overriding:
         return overrides
 
 
-def loads_by_version(module: nn.Module) -> bool:
-    """Whether the module has loading code of its own that may depend on a version."""
-    return overrides_loading(module) and getattr(module, "_version", None) not in (None, 1)
-
-
 KEEPS_NAMES = "modelstate_keeps_names"
 """An attribute that marks a hook or a `_load_from_state_dict` that does not change the meaning of names."""
 
@@ -254,13 +249,12 @@ def loads_names_itself(module: nn.Module) -> bool:
     if not all(getattr(hook, KEEPS_NAMES, False) for hook in load_pre_hooks(module)):
         return True
     holders = (vars(module), *map(vars, type(module).__mro__))
-    methods = [holder["_load_from_state_dict"] for holder in holders if "_load_from_state_dict" in holder]
-    return not all(_keeps_names(getattr(method, "__func__", method)) for method in methods)
-
-
-def _keeps_names(function: Any) -> bool:
-    is_torchs = getattr(function, "__module__", "").startswith("torch.nn.modules.")  # as that of batch norms
-    return function is _override.replacement or getattr(function, KEEPS_NAMES, is_torchs)
+    for method in (holder["_load_from_state_dict"] for holder in holders if "_load_from_state_dict" in holder):
+        function = getattr(method, "__func__", method)
+        is_torchs = getattr(function, "__module__", "").startswith("torch.nn.modules.")  # as that of batch norms
+        if function is not _override.replacement and not getattr(function, KEEPS_NAMES, is_torchs):
+            return True
+    return False
 
 
 def device_after(module: nn.Module, param: torch.Tensor) -> torch.device:

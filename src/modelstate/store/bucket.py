@@ -226,9 +226,10 @@ class Bucket:
             return
         self._cleared_for = self._lease.name
         with suppress(WriteFailedError, ReadFailedError):
-            now, every = self._lease.server_time(), list_all(self._root)
-            if now is None:
+            lease = head(self.at(self._lease.name)) if self._lease.name else None
+            if lease is None:
                 return
+            now, every = lease["last_modified"], list_all(self._root)  # by the clock of the server
             old = [item.name for item in every if now - item.time > timedelta(seconds=LEFTOVER_SECONDS)]
             committed = {os.path.basename(place.path) for place in self.places()}
             nonces = {name.rpartition(".")[2] for name in committed}
@@ -434,11 +435,6 @@ class _Lease:
         with suppress(WriteFailedError):
             newest = self._newest(self._bucket.listing())
         return self._locked(get(self._bucket.at(newest[0])) if newest is not None and newest[0] != self.name else None)
-
-    def server_time(self) -> datetime | None:
-        """Returns the time of the server, as of the last renewal of this lease."""
-        found = head(self._bucket.at(self.name)) if self.name else None
-        return None if found is None else found["last_modified"]
 
     def _newest(self, listed: _Listing) -> tuple[str, datetime] | None:
         """Returns the name of the newest lease, and when it was last written."""

@@ -144,8 +144,7 @@ def _only_adds_counter(module: torch.nn.Module) -> bool:
 
 def overrides_loading(module: torch.nn.Module) -> bool:
     """Whether `_load_from_state_dict` of a module is not torch's own, nor what a `MethodOverride` has put there."""
-    function = getattr(module._load_from_state_dict, "__func__", None)
-    return getattr(getattr(function, "__code__", None), "co_filename", "") not in _STOCK_OR_REPLACED
+    return _file_of(getattr(module._load_from_state_dict, "__func__", None)) not in _STOCK_OR_REPLACED
 
 
 def load_pre_hooks(module: torch.nn.Module) -> list[Callable[..., object]]:
@@ -378,9 +377,9 @@ _MODULE_FILE = torch.nn.Module.named_parameters.__code__.co_filename
 _STOCK_OR_REPLACED = (_MODULE_FILE, overrides_loading.__code__.co_filename)
 
 
-def is_stock(function: Any) -> bool:
-    """Whether a function is written in torch's own file of `Module`, and not installed by another library."""
-    return getattr(getattr(function, "__code__", None), "co_filename", "") == _MODULE_FILE
+def _file_of(function: Any) -> str:
+    """The file that a function is written in; empty for one that is not of Python."""
+    return str(getattr(getattr(function, "__code__", None), "co_filename", ""))
 
 
 def compiled_like(compiled: torch.nn.Module, module: torch.nn.Module) -> torch.nn.Module:
@@ -425,7 +424,8 @@ class MethodOverride:
     def install(self) -> None:
         """Puts the replacement in place, if it is not there already."""
         own = vars(self._owner).get(self._name)
-        if own is self._installed or not (self._over_others or is_stock(getattr(self._owner, self._name))):
+        is_stock = _file_of(getattr(self._owner, self._name)) == _MODULE_FILE
+        if own is self._installed or not (self._over_others or is_stock):
             return
         self._before = own
         setattr(self._owner, self._name, self._installed)
