@@ -4,7 +4,9 @@ import gc
 import math
 import os
 import re
+import shutil
 import signal
+import tempfile
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -31,10 +33,22 @@ settings.load_profile("busy")
 WHOLE_FILE_IS_SLOW = re.compile(r"^pytestmark = (\[.*)?pytest\.mark\.slow\b", re.MULTILINE)
 
 
-def pytest_configure() -> None:
+PACKAGES = "MODELSTATE_TEST_PACKAGES"
+"""The environment variable with the folder of what `tests.serve.packages` compiles, for all processes of a run."""
+
+
+def pytest_configure(config: pytest.Config) -> None:
     """Tests interrupt themselves. A shell has what it runs in the background ignore that."""
+    if not hasattr(config, "workerinput"):
+        os.environ[PACKAGES] = tempfile.mkdtemp(prefix="modelstate-packages-")
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """Removes the packages of this run."""
+    if not hasattr(config, "workerinput"):
+        shutil.rmtree(os.environ.pop(PACKAGES, ""), ignore_errors=True)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -127,6 +127,27 @@ class Everything(nn.Module):
         return y
 
 
+class Small(nn.Module):
+    """Has tensors that AOTInductor makes numbers in the code, unless an option keeps it from that."""
+
+    def __init__(self, k: float = 1.0) -> None:
+        super().__init__()
+        self.lin = nn.Linear(4, 16)
+        self.again = self.lin.weight
+        self.bias = nn.Parameter(torch.arange(4.0) + k)
+        self.scale = nn.Parameter(torch.full((), 2.0 + k))
+        self.register_buffer("shift", torch.full((16,), k), persistent=False)
+        self.constant = torch.arange(16.0)
+        with torch.no_grad():
+            self.lin.weight.fill_(k)
+            self.lin.bias.fill_(k)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.lin((x + self.bias) * self.scale) + self.shift + self.constant
+        found: torch.Tensor = y + nn.functional.linear(x, self.again)
+        return found
+
+
 class Constant(nn.Module):
     """Answers k everywhere where all of its weights are k, and something else where they are not."""
 

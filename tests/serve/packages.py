@@ -1,12 +1,9 @@
-"""Packages of AOTInductor for the tests: each is compiled once, and later sessions reuse it."""
+"""Packages of AOTInductor for the tests: each is compiled once in a run, for all of its processes."""
 
 import fcntl
-import functools
 import hashlib
 import os
 import shutil
-import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,31 +11,15 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.export import Dim
 
 import modelstate as ms
 from modelstate.torch_compat.private import OLDEST, torch_version
-
-_MAX_AGE_SECONDS = 24 * 3600
+from tests.serve.models import linear
 
 needs_aoti = pytest.mark.skipif(
     torch_version() < OLDEST["AOTInductor packages"], reason="this torch is too old for AOTInductor packages"
 )
-
-
-@functools.cache
-def packages_folder() -> Path:
-    """The folder of the packages that this torch and the present code write; folders of other code are removed."""
-    digest = hashlib.sha256(torch.__version__.encode())
-    source = Path(ms.__file__).parent
-    for path in sorted((*source.glob("serve/*.py"), *source.glob("torch_compat/*.py"))):
-        digest.update(path.read_bytes())
-    prefix = f"modelstate-packages-{os.getuid()}-"
-    folder = Path(tempfile.gettempdir()) / f"{prefix}{digest.hexdigest()[:12]}"
-    for other in folder.parent.glob(f"{prefix}*"):
-        if other != folder and other.stat().st_mtime < time.time() - _MAX_AGE_SECONDS:
-            shutil.rmtree(other, ignore_errors=True)
-    folder.mkdir(exist_ok=True)
-    return folder
 
 
 def needs_a_compiler() -> None:
@@ -68,7 +49,7 @@ def package_of_torch(module: nn.Module, *args: Any, **options: Any) -> Path:
 
 def _compiled_once(name: str, compile: Callable[[Path], None]) -> Path:
     needs_a_compiler()
-    path = packages_folder() / f"{name}.pt2"
+    path = Path(os.environ["MODELSTATE_TEST_PACKAGES"]) / f"{name}.pt2"
     with open(path.with_suffix(".lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not path.exists():
@@ -77,6 +58,12 @@ def _compiled_once(name: str, compile: Callable[[Path], None]) -> Path:
             compile(unfinished)
             unfinished.rename(path)
     return path
+
+
+def linear_package() -> Path:
+    """The path of a package of `linear(1)`, for inputs of 2 to 16 rows."""
+    rows = Dim("rows", min=2, max=16)
+    return package_of(linear(1), torch.ones(3, 4), dynamic_shapes={"input": {0: rows}})
 
 
 def without_weights() -> Path:

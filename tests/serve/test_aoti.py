@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.export import Dim
 
 import modelstate as ms
 from modelstate.errors import (
@@ -22,8 +21,8 @@ from modelstate.errors import (
 from modelstate.serve.aoti import AotiTarget
 from modelstate.serve.meta_clone import state_module
 from modelstate.serve.program_file import ProgramFile, read_program_file
-from tests.serve.models import Constant, Decoder, Everything, linear, randomised, weights_of
-from tests.serve.packages import package_of, package_of_torch, without_weights
+from tests.serve.models import Constant, Decoder, Everything, Small, linear, randomised, weights_of
+from tests.serve.packages import linear_package, package_of, package_of_torch, without_weights
 from tests.serve.test_export import edited, rewritten
 
 X = torch.randn(3, 4, generator=torch.Generator().manual_seed(4))
@@ -31,30 +30,13 @@ X = torch.randn(3, 4, generator=torch.Generator().manual_seed(4))
 pytestmark = pytest.mark.slow  # compiling a package takes seconds
 
 
-class Small(nn.Module):
-    """Has tensors that AOTInductor makes numbers in the code, if nobody keeps it from that."""
-
-    def __init__(self, k: float = 1.0) -> None:
-        super().__init__()
-        self.lin = nn.Linear(4, 16)
-        self.again = self.lin.weight
-        self.bias = nn.Parameter(torch.arange(4.0) + k)
-        self.scale = nn.Parameter(torch.full((), 2.0 + k))
-        self.register_buffer("shift", torch.full((16,), k), persistent=False)
-        self.constant = torch.arange(16.0)
-        with torch.no_grad():
-            self.lin.weight.fill_(k)
-            self.lin.bias.fill_(k)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.lin((x + self.bias) * self.scale) + self.shift + self.constant
-        found: torch.Tensor = y + nn.functional.linear(x, self.again)
-        return found
-
-
 def package_of_others() -> Path:
     """What AOTInductor makes of a module by itself."""
     return package_of_torch(Small(), X)
+
+
+def constant_package() -> Path:
+    return package_of(Constant().eval(), torch.ones(32, 128))
 
 
 def test_both_spellings_of_names_go_in() -> None:
@@ -177,12 +159,10 @@ def test_a_package_that_was_loaded_has_no_path_any_more() -> None:
 
 
 def test_inputs_are_checked_before_the_library_sees_them() -> None:
-    size = Dim("size", min=2, max=16)
-    path = package_of(nn.Linear(4, 4).requires_grad_(False).apply(ones), X, dynamic_shapes={"input": {0: size}})
-    live = ms.Live(path)
+    live = ms.Live(linear_package())
     for rows in (2, 5, 16):
         x = torch.randn(rows, 4)
-        assert torch.allclose(live(x), ones(nn.Linear(4, 4))(x), atol=1e-6)
+        assert torch.allclose(live(x), linear(1)(x), atol=1e-6)
     for wrong in (torch.ones(17, 4), torch.ones(1, 4), torch.ones(3, 5), torch.ones(3), torch.ones(3, 4).double(), 3):
         with pytest.raises(ProgramInputError):
             live(wrong)
@@ -190,18 +170,13 @@ def test_inputs_are_checked_before_the_library_sees_them() -> None:
         with pytest.raises(ProgramInputError):
             live(*args, **named)
     with pytest.raises(ProgramInputError):
+        ms.Live(package_of(Small(), X))(X[:2])  # whose sizes are fixed
+    with pytest.raises(ProgramInputError):
         ms.Live(package_of_others())(X, X)
 
 
-def ones(module: nn.Module) -> nn.Module:
-    with torch.no_grad():
-        for tensor in module.parameters():
-            tensor.fill_(1.0)
-    return module
-
-
 def test_inputs_in_another_order_in_memory_are_put_into_the_librarys() -> None:
-    live = ms.Live(package_of(linear(1), X))
+    live = ms.Live(linear_package())
     weight = torch.randn(4, 4)
     live.swap({"weight": weight, "bias": torch.zeros(4)})
     for x in (torch.randn(4, 3).T, torch.randn(3, 8)[:, ::2], torch.randn(1, 4).expand(3, 4)):
@@ -210,7 +185,7 @@ def test_inputs_in_another_order_in_memory_are_put_into_the_librarys() -> None:
 
 
 def test_a_swap_does_not_wait_for_requests_of_older_versions() -> None:
-    live = ms.Live(package_of(linear(1), X), keep_versions=0)
+    live = ms.Live(linear_package(), keep_versions=0)
     pinned, leave = threading.Event(), threading.Event()
     answers = []
 
@@ -236,7 +211,7 @@ def test_a_swap_does_not_wait_for_requests_of_older_versions() -> None:
 
 
 def test_every_kept_version_can_be_rolled_back_to() -> None:
-    live = ms.Live(package_of(linear(1), X), keep_versions=3)
+    live = ms.Live(linear_package(), keep_versions=3)
     for k in (2, 3, 4):
         live.swap(linear(k).state_dict())
     for k in (3, 2, 1):
@@ -245,7 +220,7 @@ def test_every_kept_version_can_be_rolled_back_to() -> None:
 
 
 def test_after_a_swap_that_failed_there_is_still_a_version_to_roll_back_to() -> None:
-    live = ms.Live(package_of(linear(1), X))
+    live = ms.Live(linear_package())
     live.swap(linear(2).state_dict())
     with pytest.raises(CanaryError):
         live.swap(linear(3).state_dict(), canary=lambda v: torch.equal(v(X), X))
@@ -255,7 +230,7 @@ def test_after_a_swap_that_failed_there_is_still_a_version_to_roll_back_to() -> 
 
 
 def test_a_rollback_does_not_wait_for_requests() -> None:
-    live = ms.Live(package_of(linear(1), X), keep_versions=2)
+    live = ms.Live(linear_package(), keep_versions=2)
     for k in (2, 3):
         live.swap(linear(k).state_dict())
     with live.pin() as v:
@@ -266,7 +241,7 @@ def test_a_rollback_does_not_wait_for_requests() -> None:
 
 
 def test_a_canary_that_keeps_the_version_calls_it_with_its_weights() -> None:
-    live, kept = ms.Live(package_of(linear(1), X), keep_versions=0), []
+    live, kept = ms.Live(linear_package(), keep_versions=0), []
     with pytest.raises(CanaryError):
         live.swap(linear(2).state_dict(), canary=lambda v: kept.append(v) or False)  # type: ignore[func-returns-value]
     for k in (3, 4):
@@ -275,7 +250,7 @@ def test_a_canary_that_keeps_the_version_calls_it_with_its_weights() -> None:
 
 
 def test_nothing_grows_over_two_hundred_swaps() -> None:
-    live, state = ms.Live(package_of(Constant(2, 8).eval(), torch.ones(2, 8))), weights_of(Constant(2, 8), 2)
+    live, state = ms.Live(constant_package()), weights_of(Constant(), 2)
     process, found = psutil.Process(), []
     for k in range(200):
         live.swap(state)
@@ -286,7 +261,7 @@ def test_nothing_grows_over_two_hundred_swaps() -> None:
 
 
 def test_the_memory_of_a_retired_version_is_free() -> None:
-    live = ms.Live(package_of(Constant(2, 8).eval(), torch.ones(2, 8)), keep_versions=0)
+    live = ms.Live(constant_package(), keep_versions=0)
 
     def storage() -> torch.UntypedStorage:
         with live.pin() as v:
@@ -295,7 +270,7 @@ def test_the_memory_of_a_retired_version_is_free() -> None:
 
     kept = []
     for k in (2, 3, 4):
-        live.swap(weights_of(Constant(2, 8), k))
+        live.swap(weights_of(Constant(), k))
         kept.append(storage())
     owners = [torch._C._storage_Use_Count(one._cdata) for one in kept]
     assert owners[:2] == [1, 1]  # ours alone
@@ -303,13 +278,13 @@ def test_the_memory_of_a_retired_version_is_free() -> None:
 
 
 def test_a_version_that_is_freed_while_a_thread_traces_releases_its_memory() -> None:
-    live = ms.Live(package_of(Constant(2, 8).eval(), torch.ones(2, 8)), keep_versions=0)
-    live.swap(weights_of(Constant(2, 8), 2))
+    live = ms.Live(constant_package(), keep_versions=0)
+    live.swap(weights_of(Constant(), 2))
     with live.pin() as v:
         program = v._entry().program
         (weight, *_) = program.weights_module.parameters()  # type: ignore[union-attr]
         storage = weight.untyped_storage()
-        live.swap(weights_of(Constant(2, 8), 3))
+        live.swap(weights_of(Constant(), 3))
     assert torch._C._storage_Use_Count(storage._cdata) > 2
     del v, weight
     with FakeTensorMode():
@@ -318,7 +293,7 @@ def test_a_version_that_is_freed_while_a_thread_traces_releases_its_memory() -> 
 
 
 def test_weights_of_another_kind_never_reach_the_library() -> None:
-    target = AotiTarget(read_program_file(str(package_of(linear(1), X))), None)
+    target = AotiTarget(read_program_file(str(linear_package())), None)
     good = {"weight": nn.Parameter(torch.ones(4, 4)), "bias": nn.Parameter(torch.ones(4))}
     target.program(state_module(good, meta=False))
     for wrong in (torch.ones(400, 400), torch.ones(4, 4).half(), torch.ones(4, 8)[:, ::2], torch.ones(16)):
@@ -328,7 +303,7 @@ def test_weights_of_another_kind_never_reach_the_library() -> None:
 
 
 def test_a_manifest_that_is_not_of_the_package() -> None:
-    path = package_of(linear(1), X)
+    path = linear_package()
     no_device = {"name": "x", "shape": [4], "dtype": "float32", "device": "nothing", "order": [0]}
     for inputs in ({"values": [], "ranges": {}}, [], {"values": [{}]}, {"values": [no_device], "ranges": {}}):
         with pytest.raises(DamagedFileError):
@@ -356,7 +331,7 @@ def test_buffers_are_written_in_the_memory_of_the_version() -> None:
 
 
 def test_packages_are_on_the_cpu_whatever_the_default_device_is() -> None:
-    path, x = package_of(linear(1), torch.ones(3, 4)), torch.ones(3, 4)
+    path, x = linear_package(), torch.ones(3, 4)
     state = linear(2).state_dict()
     with torch.device("meta"):
         live = ms.Live(path)

@@ -11,7 +11,7 @@ import modelstate as ms
 from modelstate.errors import ExportError, LiveTargetError
 from modelstate.torch_compat.private import OLDEST, torch_version
 from tests.serve.models import linear
-from tests.serve.packages import package_of
+from tests.serve.packages import linear_package
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "compatibility.md").read_text()
@@ -63,7 +63,7 @@ def test_this_torch_is_not_too_old() -> None:
 @pytest.mark.slow
 def test_an_old_torch_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     module, x = linear(1), torch.ones(3, 4)
-    package = package_of(module, x) if torch_version() >= OLDEST["AOTInductor packages"] else None
+    package = linear_package() if torch_version() >= OLDEST["AOTInductor packages"] else None
     monkeypatch.setattr(torch, "__version__", "2.8.0+cu128")
     path = tmp_path / "program.pt2"
     with pytest.raises(ExportError) as caught:
