@@ -59,8 +59,9 @@ def _measure(options: argparse.Namespace) -> list[Part]:
             "limits": others.limits,
             **{
                 part: partial(lambda sections: [runner.load(one) for one in sections], sections)
-                for part, sections in (LOADS | ON_GPU).items()
+                for part, sections in LOADS.items()
             },
+            "gpu": lambda: [*map(runner.load, ON_GPU["gpu"]), others.save_from_gpu()],
             "save": others.save,
             "state-dict": others.state_dict,
             "opening": others.opening,

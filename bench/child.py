@@ -155,6 +155,11 @@ def store(*, contender: str, folder: str, quick: bool) -> None:
     {"blocked": saving.blocked, "frozen": saving.frozen}[contender](model, Path(folder))
 
 
+def save_from_gpu(*, contender: str, folder: str, quick: bool) -> None:
+    """Until training on a GPU goes on."""
+    saving.from_gpu(contender, with_memory("large", QUICK if quick else Sizes()), Path(folder))
+
+
 def serve(*, folder: str, requests: int, swaps: int) -> None:
     serving.measure(Path(folder), requests, swaps)
 
@@ -289,32 +294,5 @@ def _loop(a: str, b: str, *, mmap: bool) -> list[tuple[str, object]]:
     return found
 
 
-KINDS: dict[str, Callable[..., Any]] = {
-    one.__name__: one
-    for one in (
-        write,
-        load,
-        memory_limits,
-        disk_limits,
-        forward_alone,
-        state_dict,
-        opening,
-        start,
-        importing,
-        perturbed_copy,
-        diff,
-        convert,
-        write_merged,
-        merge,
-        save,
-        bare_writes,
-        store,
-        serve,
-        live_torture,
-        live_swap,
-        live_request,
-    )
-}
-
 if __name__ == "__main__":
-    KINDS[sys.argv[1]](**json.loads(sys.argv[2]))
+    globals()[sys.argv[1]](**json.loads(sys.argv[2]))

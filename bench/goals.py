@@ -551,6 +551,15 @@ COMPARISONS = {
         ),
         Comparison("float32 file into a bfloat16 module on a GPU", "gpu/cast", f"{OURS}, dtype=bfloat16"),
         Comparison("1.2 GB file into a module on meta, onto a GPU", "gpu/meta", OURS),
+        *(
+            Comparison(
+                f"until the {turn} background save of 1.2 GB has copied the state",
+                "gpu/save",
+                name.format(saving.STORE),
+                peers=partial(lambda turn, found, row: row.endswith(turn), turn),
+            )
+            for turn, name in (("first", saving.FIRST), ("second", saving.LATER))
+        ),
     ),
     "benchmarks_converting.md": (
         Comparison(

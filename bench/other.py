@@ -149,6 +149,23 @@ class Others:
         shutil.rmtree(folder)
         return tables
 
+    def save_from_gpu(self) -> Measured:
+        """How long training on a GPU waits."""
+        runner, folder = self.runner, self.runner.folder / "saved"
+        nbytes = sum(value.nbytes for value in on_meta("large", self.sizes).state_dict().values())
+        children = {
+            name: runner.child("save_from_gpu", contender=name, folder=str(folder), quick=runner.quick)
+            for name in saving.FROM_GPU
+        }
+        found, failed = runner.alternate(children, runner.runs)
+        rows = {name: runs for kind in found.values() for name, runs in by_stage(kind).items()}
+        words = (
+            "Until the state has been copied to memory of the host, and training may go on. The first save of a "
+            "process allocates that memory."
+        )
+        title = f"Saving a decoder from a GPU in the background, {nbytes / 1e6:,.0f} MB"
+        return Measured("gpu/save", title, words, "save", {"": rows}, runner.runs, failed)
+
     def opening(self) -> list[Measured]:
         paths: dict[str, Path] = {}
         self.runner.write("small", {"pt", "safetensors"})

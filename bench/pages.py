@@ -44,8 +44,8 @@ class Page:
 _LOADING = """The files are in the page cache, unless a title says that they are cold. Before the clock starts, the
 target module is built (unless a title or the name of a contender says otherwise), and the contender has loaded and run
 a tiny model once, so that imports and the start of threads do not count. There are pages of their own about
-[converting, merging and comparing](benchmarks_converting.md), [saving](benchmarks_saving.md) and
-[serving](benchmarks_serving.md).
+[a GPU](benchmarks_gpu.md), [converting, merging and comparing](benchmarks_converting.md),
+[saving](benchmarks_saving.md) and [serving](benchmarks_serving.md).
 
 - **ready**: from the file to the module with its weights. **×**: compared with the first row of the table.
 - **own memory**: the most anonymous memory that the process grew by until then; pages of a mapped file are not in it.
@@ -64,7 +64,7 @@ PAGES = (
     ),
     Page(
         "benchmarks_gpu.md",
-        "Benchmarks of loading onto a GPU",
+        "Benchmarks on a GPU",
         "The files are in the page cache. Before the clock starts, the target module is built, and the contender has "
         "loaded and run a tiny model once. The clock stops when the device has finished.\n\n"
         "- **ready**: from the file to the module with its weights. **×**: compared with the first row of the table.\n"

@@ -1,18 +1,21 @@
 """The ways to save a model, what the disk takes for the same bytes, and what a store adds to it."""
 
 import hashlib
+import itertools
 import mmap
 import os
 import shutil
 import threading
 import time
 import zlib
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 import xxhash
 from torch import nn
 
@@ -198,6 +201,80 @@ def blocked(model: nn.Module, folder: Path) -> None:
     begun = time.perf_counter()
     torch._foreach_copy_(copies, list(state.values()))
     stages.end(MEMCPY, seconds=time.perf_counter() - begun, nbytes=_bytes_of(model))
+
+
+Wait = Callable[[], object]
+
+
+@contextmanager
+def _by_store(model: nn.Module, folder: Path) -> Iterator[Callable[[], Wait]]:
+    steps = itertools.count()
+    with ms.Store(folder / "store", keep=1) as store:
+
+        def save() -> Wait:
+            pending = store.save(next(steps), {"model": model}, background=True)
+            assert pending is not None
+            return pending.result
+
+        yield save
+
+
+@contextmanager
+def _by_dcp(model: nn.Module, folder: Path) -> Iterator[Callable[[], Wait]]:
+    from torch.distributed.checkpoint.staging import DefaultStager
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    stager = DefaultStager()
+
+    def save() -> Wait:
+        response: Any = dcp.async_save({"model": model.state_dict()}, checkpoint_id=folder / "dcp", async_stager=stager)
+        response.staging_completion.result()
+        wait: Wait = response.upload_completion.result
+        return wait
+
+    yield save
+    stager.close()
+    dist.destroy_process_group()
+
+
+@contextmanager
+def _by_loop(model: nn.Module, folder: Path) -> Iterator[Callable[[], Wait]]:
+    copies: dict[str, torch.Tensor] = {}
+
+    def save() -> Wait:
+        state = model.state_dict()
+        if not copies:
+            copies.update({name: torch.empty_like(value, device="cpu").pin_memory() for name, value in state.items()})
+        for name, value in state.items():
+            copies[name].copy_(value, non_blocking=True)
+        torch.cuda.synchronize()
+        return lambda: None
+
+    yield save
+
+
+STORE = "Store.save(background=True)"
+FROM_GPU = {
+    STORE: _by_store,
+    "copy_ of each tensor to pinned memory, nothing written": _by_loop,
+    "DCP async_save, until it is staged": _by_dcp,
+}
+FIRST, LATER = "{}, the first", "{}, the second"
+
+
+def from_gpu(contender: str, model: nn.Module, folder: Path) -> None:
+    """How long training on a GPU waits for a save in the background, the first and the second time."""
+    shutil.rmtree(folder, ignore_errors=True)
+    model.cuda()
+    stages = Stages()
+    with FROM_GPU[contender](model, folder) as save:
+        for name in (FIRST, LATER):
+            torch.cuda.synchronize()
+            begun = time.perf_counter()
+            wait = save()
+            seconds = time.perf_counter() - begun
+            stages.end(name.format(contender), seconds=seconds, nbytes=_bytes_of(model))
+            wait()
 
 
 def frozen(model: nn.Module, folder: Path) -> None:

@@ -125,11 +125,13 @@ def test_a_buffer_is_lent_to_one_thread_at_a_time() -> None:
     buffers.need(in_blocks([Wanted(ByteRange("x", 0, 100), 1)], 100), 1)
     buffers.need(in_blocks([Wanted(ByteRange("x", 0, 5_000), 1)], 1_000), 2)
     buffers.reserve()
-    with buffers.lend(1_000) as one, buffers.lend(1_000) as two, buffers.lend(1_000) as three:
-        lent = [one.data_ptr(), two.data_ptr(), three.data_ptr()]
-        assert len({*lent}) == 3
-    with buffers.lend(100) as one, buffers.lend(100) as two, buffers.lend(100) as three:
-        assert {*lent} == {one.data_ptr(), two.data_ptr(), three.data_ptr()}
+    with buffers.lend() as one, buffers.lend() as two:
+        lent = {one.data_ptr(), two.data_ptr()}
+        assert len(lent) == 2
+        assert len(one) >= 1_000 <= len(two)
+    buffers.reserve()
+    with buffers.lend() as one, buffers.lend() as two:
+        assert lent == {one.data_ptr(), two.data_ptr()}
 
 
 def test_the_threads_compute_alone_and_leave_the_setting_as_it_was() -> None:

@@ -52,6 +52,7 @@ def queued(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     monkeypatch.setattr(torch.cuda, "current_stream", Stream)
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
     monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
+    monkeypatch.setattr(stream, "spare_pinned_memory", lambda nbytes, _: torch.empty(nbytes, dtype=torch.uint8))
     monkeypatch.setattr(stream.StreamBuffers, "__init__", with_queue)
     monkeypatch.setattr(stream.CudaQueue, "run", noted)
     return used
@@ -72,9 +73,19 @@ def path(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("in_place", [None, False, True])
 @pytest.mark.parametrize("inference", [False, True])
 @pytest.mark.parametrize("max_memory_bytes", [None, 40_000_000])
+@pytest.mark.parametrize("targets", [None, 1])
 def test_every_value_gets_where_it_belongs(
-    max_memory_bytes: int | None, inference: bool, in_place: bool | None, path: Path, queued: list[object]
+    targets: int | None,
+    max_memory_bytes: int | None,
+    inference: bool,
+    in_place: bool | None,
+    path: Path,
+    queued: list[object],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """By a copy of the block on the device, and straight from the buffer, as values of few tensors get there."""
+    run = stream.CudaQueue.run
+    monkeypatch.setattr(stream.CudaQueue, "run", lambda self, *args: run(self, *args[:2], targets, args[3]))
     expected, module = network(1, torch.float32).bfloat16(), network(2, torch.bfloat16)
     with torch.inference_mode(inference):
         ms.load(module, path, dtype=torch.bfloat16, in_place=in_place, max_memory_bytes=max_memory_bytes)

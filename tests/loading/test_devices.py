@@ -1,5 +1,8 @@
 """Loading onto a CUDA device."""
 
+import os
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -12,6 +15,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import modelstate as ms
+from modelstate.loading import set_spare_bytes
 
 pytestmark = [
     pytest.mark.gpu,
@@ -192,20 +196,64 @@ def test_a_device_without_room_for_a_buffer(large: tuple[nn.Module, dict[str, An
     assert_same(values_of(module), {name: ms.open(path).tensor(name) for name in before})
 
 
+@pytest.mark.parametrize("torch_can", [True, False])
 def test_memory_that_cannot_be_pinned(
-    large: tuple[nn.Module, dict[str, Any], Path], monkeypatch: pytest.MonkeyPatch
+    torch_can: bool, large: tuple[nn.Module, dict[str, Any], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     module, before, path = large
-    empty = torch.empty
+    empty, runtime, failed = torch.empty, torch.cuda.cudart(), list[int]()
 
     def refuse(*args: Any, pin_memory: bool = False, **options: Any) -> torch.Tensor:
-        if pin_memory:
+        if pin_memory and not torch_can:
             raise RuntimeError("CUDA error: out of memory")
-        return empty(*args, **options)
+        return empty(*args, pin_memory=pin_memory, **options)
+
+    class Runtime:
+        def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
+            """An error that the driver remembers."""
+            assert int(runtime.cudaHostRegister(address, nbytes, flags)) == 0
+            failed.append(int(runtime.cudaHostRegister(address, nbytes, flags)))
+            runtime.cudaHostUnregister(address)
+            return failed[-1]
 
     monkeypatch.setattr(torch, "empty", refuse)
-    ms.load(module, path)
+    monkeypatch.setattr(torch.cuda, "cudart", Runtime)
+    set_spare_bytes(0)
+    try:
+        ms.load(module, path)
+    finally:
+        set_spare_bytes(128 << 20)
+    assert all(failed)
+    assert failed
     assert_same(values_of(module), {name: ms.open(path).tensor(name) for name in before})
+    assert (torch.ones(5, device="cuda") + 1).sum() == 10
+
+
+def test_the_memory_that_was_pinned_is_used_again(large: tuple[nn.Module, dict[str, Any], Path]) -> None:
+    module, _, path = large
+    ms.load(module, path)
+    before = memory_of_process()
+    for _ in range(5):
+        ms.load(module, path)
+    assert memory_of_process() - before < 16 << 20
+
+
+def test_nothing_is_said_when_the_process_ends(tmp_path: Path) -> None:
+    """Python may have taken its own calls down when it frees the memory that was pinned."""
+    program = f"""
+import torch, modelstate as ms
+model, store = torch.nn.Linear(2000, 2000).cuda(), ms.Store({str(tmp_path / "runs")!r})
+ms.save(model, {str(tmp_path / "x.safetensors")!r})
+ms.load(model, {str(tmp_path / "x.safetensors")!r})
+store.save(1, {{"model": model}}, background=True).result()
+"""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert ended.stderr == ""
+
+
+def memory_of_process() -> int:
+    with open("/proc/self/statm", encoding="ascii") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGESIZE")
 
 
 @ANY_WAY
@@ -287,7 +335,7 @@ def test_what_was_read_in_the_background_is_there_until_it_is_copied(
 ) -> None:
     module, before, path = large
     handle = ms.load(module, path, background=True)
-    while not handle.done():
+    while not handle.done:
         time.sleep(0.001)
     with torch.cuda.stream(torch.cuda.Stream()):
         torch.cuda._sleep(400_000_000)

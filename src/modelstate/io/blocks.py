@@ -65,7 +65,7 @@ Consume = Callable[[Block, "torch.Tensor"], Wait | None]
 
 
 class Buffers:
-    """The buffers of a read, or of reads that follow each other, for which `reserve` has made them."""
+    """The buffers of a read, or of reads that follow each other, for all of which `reserve` makes them at once."""
 
     def __init__(self) -> None:
         self._free: list[torch.Tensor] = []
@@ -77,28 +77,29 @@ class Buffers:
         self._needed = max(count, min(threads, len(blocks))), max(nbytes, _largest(blocks))
 
     def reserve(self) -> None:
-        """Makes buffers that are enough for each of the reads that are noted."""
+        """Makes the buffers that lack for each of the reads that are noted. No read is under way."""
         count, nbytes = self._needed
-        self._free += [self._new(nbytes) for _ in range(count)]
+        if count > len(self._free):
+            self._free += self._make(count - len(self._free), nbytes)
 
     @contextmanager
-    def lend(self, nbytes: int) -> Iterator[torch.Tensor]:
-        """Lends a buffer of at least so many bytes to one thread."""
+    def lend(self) -> Iterator[torch.Tensor]:
+        """Lends a buffer to one thread."""
+        buffer = self._free.pop()  # one call: threads do this at the same time
         try:
-            buffer = self._free.pop()  # one call: threads do this at the same time
-        except IndexError:
-            buffer = self._new(nbytes)
-        try:
-            assert len(buffer) >= nbytes
             yield buffer
         finally:
             self._free.append(buffer)
 
-    def _new(self, nbytes: int) -> torch.Tensor:
-        """Makes a buffer. The process keeps it for the next read, when it is free."""
+    def release(self) -> None:
+        """Frees the buffers, when all reads have ended."""
+        self._free.clear()
+
+    def _make(self, count: int, nbytes: int) -> list[torch.Tensor]:
+        """Makes buffers. The process keeps them for the next read, when they are free."""
         import torch
 
-        return spare_tensors([(torch.Size([nbytes]), None, torch.uint8)])[0]
+        return [spare_tensors([(torch.Size([nbytes]), None, torch.uint8)])[0] for _ in range(count)]
 
 
 def stream(
@@ -132,19 +133,15 @@ def stream(
     if blocks is None:
         paths = {entry.source.path for entry in wanted}
         blocks = in_blocks(wanted, strategy.block_bytes, common_align_bytes(paths, fingerprints))
-    largest, threads = _largest(blocks), min(strategy.threads, len(blocks))
-    if buffers is None:
-        buffers = Buffers()
-        if held is not None:
-            # From held files memory is written to that must not be left half written: the buffers are there before.
-            buffers.need(blocks, threads)
-            buffers.reserve()
+    buffers, threads = Buffers() if buffers is None else buffers, min(strategy.threads, len(blocks))
+    buffers.need(blocks, threads)
+    buffers.reserve()
 
     @contextmanager
     def worker() -> Iterator[Callable[[Block], None]]:
         read = batch_reader(strategy.uncached)
         wait: Wait | None = None
-        with buffers.lend(largest) as buffer:
+        with buffers.lend() as buffer:
 
             def process(block: Block) -> None:
                 nonlocal wait

@@ -31,6 +31,8 @@ _UFFD_USER_MODE_ONLY = 1
 class Advice(IntEnum):
     """The advice about a range of memory that `madvise` passes to the kernel."""
 
+    DONTFORK = 10
+    """A process that is forked does not get the memory."""
     HUGEPAGE = 14
     POPULATE_READ = 22
     """Since Linux 5.14. With it a truncated file is an error instead of SIGBUS."""

@@ -17,7 +17,7 @@ import sys
 import threading
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import islice
@@ -232,6 +232,7 @@ def fresh_tensors(like: Sequence[Layout]) -> list[torch.Tensor]:
 
 
 _spare = MemoryPool()
+_spare_pinned = MemoryPool()
 _spare_bytes = 128 << 20
 
 
@@ -245,13 +246,23 @@ def spare_tensors(like: Sequence[Layout]) -> list[torch.Tensor]:
     return tensors
 
 
+def spare_pinned_mapping(nbytes: int, allocate: Callable[[int], mmap.mmap | None]) -> mmap.mmap | None:
+    """A mapping of pinned memory of an earlier load, or else what `allocate` returns, which is kept for later loads."""
+    mapping = _spare_pinned.take(nbytes)
+    if mapping is None:
+        mapping = allocate(nbytes)
+    if mapping is not None:
+        _spare_pinned.keep([mapping], _spare_bytes)
+    return mapping
+
+
 def set_spare_bytes(nbytes: int) -> None:
     """Sets how much temporary memory the process keeps from one load for the next.
 
     A load that cannot read into the model's memory directly reads all values into temporary memory first. The kernel
     clears each page of new memory, which takes longer than the read, so the memory of one load is used again by the
     next one of about the same size. The process keeps up to 128 MiB (134,217,728 bytes) of it unless it sets another
-    size.
+    size, and as much of the pinned memory by which blocks get to CUDA devices.
 
     Args:
         nbytes: The most bytes to keep. 0 returns all of the memory to the system now, and that of later loads when
@@ -267,7 +278,8 @@ def set_spare_bytes(nbytes: int) -> None:
     if type(nbytes) is not int or nbytes < 0:
         raise OptionError("the size of the spare memory must be an integer >= 0", found=repr(nbytes))
     _spare_bytes = nbytes
-    _spare.keep((), nbytes)
+    for pool in (_spare, _spare_pinned):
+        pool.keep((), nbytes)
 
 
 def _mapping(nbytes: int) -> mmap.mmap:

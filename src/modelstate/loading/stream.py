@@ -15,6 +15,7 @@ from modelstate.io.blocks import Block, Buffers, Consume, Part, Wait, Wanted, in
 from modelstate.io.engine import BUFFER_BYTES, common_align_bytes
 from modelstate.io.held import HeldFiles
 from modelstate.io.memory import aligned, fresh_tensors
+from modelstate.io.pinned import spare_pinned_memory
 from modelstate.loading.staging import Staging
 from modelstate.planning.assignment import Assignment, after_remaking, remade, transform_errors
 from modelstate.planning.plain_table import PlainTable
@@ -93,26 +94,29 @@ class StreamBuffers(Buffers):
     def __init__(self, staging: Staging, devices: Iterable[torch.device]) -> None:
         super().__init__()
         self.queues = {device: CudaQueue(device) for device in sorted(set(devices), key=str) if device.type == "cuda"}
-        self._tracker, self._taken = staging.held, list[int]()
+        self._tracker, self._taken = staging.held, 0
         self._beside_bytes = BUFFER_BYTES if staging.strategy.uncached else 0
 
     @torch.inference_mode(False)  # tensors of that mode could not be written to outside of it
-    def _new(self, nbytes: int) -> torch.Tensor:
-        taken = nbytes + self._beside_bytes + sum(queue.reserve(nbytes) for queue in self.queues.values())
-        self._taken.append(taken)
+    def _make(self, count: int, nbytes: int) -> list[torch.Tensor]:
+        on_devices = sum(queue.reserve(nbytes) for queue in self.queues.values())
+        taken = count * (nbytes + self._beside_bytes) + on_devices
         self._tracker.take(taken)
-        with suppress(RuntimeError):  # a limit on pinned memory; copies from other memory only take longer
-            if self.queues:
-                return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
-        return super()._new(nbytes)
+        self._taken += taken
+        for device in self.queues:
+            with suppress(RuntimeError):  # a limit on pinned memory; copies from other memory only take longer
+                step = aligned(nbytes)
+                memory = spare_pinned_memory(count * step, device)
+                return [memory[at : at + nbytes] for at in range(0, count * step, step)]
+        return super()._make(count, nbytes)
 
     def release(self) -> None:
-        """Frees the buffers, when all reads have ended."""
-        self._free.clear()
+        """Frees the buffers and the memory on the devices, when all reads have ended."""
+        super().release()
         for queue in self.queues.values():
             queue.release()
-        self._tracker.take(-sum(self._taken))
-        self._taken.clear()
+        self._tracker.take(-self._taken)
+        self._taken = 0
 
 
 def parts_of(tensor: torch.Tensor) -> dict[str, torch.Tensor] | None:
@@ -524,4 +528,5 @@ def _shown(buffer: torch.Tensor, part: Part, dtype: torch.dtype) -> torch.Tensor
     """A view of a part of the buffer with the stored dtype."""
     count = part.nbytes // dtype.itemsize
     empty = torch.empty(0, dtype=dtype, device=buffer.device)
-    return empty.set_(buffer.untyped_storage(), part.at // dtype.itemsize, (count,), (1,))
+    first = (buffer.storage_offset() + part.at) // dtype.itemsize
+    return empty.set_(buffer.untyped_storage(), first, (count,), (1,))

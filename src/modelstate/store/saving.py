@@ -26,6 +26,7 @@ from modelstate.formats.serialize import SerializedState, serialize
 from modelstate.formats.sharded import INDEX_SUFFIX, SHARD_METADATA, SUFFIX, in_shards, index_of
 from modelstate.io.engine import for_each, read_threads
 from modelstate.io.memory import empty_cpu
+from modelstate.io.pinned import pinned_memory
 from modelstate.objects.objects import Target, capture
 from modelstate.objects.parts import Kind
 from modelstate.objects.per_rank import gathered
@@ -578,14 +579,11 @@ class Staging:
         for tensor in tensors:
             starts.append(end)
             end += -(-tensor.nbytes // _ALIGN) * _ALIGN
-        pinned = any(tensor.device.type == "cuda" for tensor in tensors)
+        device = next((tensor.device for tensor in tensors if tensor.device.type == "cuda"), None)
         buffer = self._buffer
-        if buffer is None or buffer.numel() < end or (pinned and not buffer.is_pinned()):
+        if buffer is None or buffer.numel() < end or (device is not None and not buffer.is_pinned()):
             self._buffer = buffer = None  # released before the new one is allocated
-            if pinned:
-                buffer = torch.empty(end, dtype=torch.uint8, device="cpu", pin_memory=True)
-            else:
-                buffer = empty_cpu((max(end, 1),), torch.uint8)
+            buffer = empty_cpu((max(end, 1),), torch.uint8) if device is None else pinned_memory(end, device)
             self._buffer = buffer
         storage = buffer.untyped_storage()
         with torch.inference_mode(False):
@@ -633,8 +631,10 @@ def _copy_all(tensors: Sequence[torch.Tensor], copies: Sequence[torch.Tensor]) -
             torch.cuda.synchronize(device)
 
     wait()  # for what has been queued on all streams: the copies are on one of them
-    for_each(jobs, worker, min(read_threads(), len(jobs)), with_torch=True)
-    wait()
+    try:
+        for_each(jobs, worker, min(read_threads(), len(jobs)), with_torch=True)
+    finally:
+        wait()  # after an error too: the copies use memory that may be released then
 
 
 def _pieces(tensor: torch.Tensor, copy: torch.Tensor) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:

@@ -1,0 +1,97 @@
+"""Pinned memory, with a stand-in for the CUDA runtime: these tests run on every machine."""
+
+import ctypes
+import gc
+import os
+from collections.abc import Iterator
+from contextlib import nullcontext
+
+import pytest
+import torch
+
+from modelstate.io import memory
+from modelstate.io.pinned import pinned_memory, spare_pinned_memory
+from modelstate.loading import set_spare_bytes
+
+DEVICE = torch.device("cuda", 0)
+
+
+class Runtime:
+    """Registers ranges, and reads and writes each when it is unregistered: it must be there until then."""
+
+    def __init__(self) -> None:
+        self.registered: dict[int, int] = {}
+        self.fails = False
+
+    def cudaHostRegister(self, address: int, nbytes: int, _flags: int) -> int:
+        if not self.fails:
+            self.registered[address] = nbytes
+        return int(self.fails)
+
+    def cudaHostUnregister(self, address: int) -> int:
+        ctypes.memset(address, 7, self.registered.pop(address))
+        return 0
+
+
+@pytest.fixture
+def runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[Runtime]:
+    runtime, empty = Runtime(), torch.empty
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
+    monkeypatch.setattr(torch, "zeros", lambda *_, **__: None)
+    monkeypatch.setattr(torch, "empty", lambda *args, pin_memory=False, **kw: empty(*args, **kw))
+    monkeypatch.setattr(memory, "_spare_pinned", memory.MemoryPool())
+    yield runtime
+    memory._spare_pinned.keep((), 0)
+
+
+@pytest.mark.parametrize("nbytes", [1, 4095, 3 << 20, 20 << 20])
+def test_the_range_of_the_tensor_is_registered_until_no_tensor_uses_it(nbytes: int, runtime: Runtime) -> None:
+    tensor = pinned_memory(nbytes, DEVICE)
+    tensor.fill_(3)
+    assert (tensor.dtype, tensor.shape) == (torch.uint8, (nbytes,))
+    assert runtime.registered == {tensor.data_ptr(): nbytes}
+    view = tensor[nbytes - 1 :]
+    del tensor
+    gc.collect()
+    assert runtime.registered
+    assert view.tolist() == [3]
+    del view
+    assert not runtime.registered
+
+
+def test_nothing_is_registered_for_no_bytes(runtime: Runtime) -> None:
+    assert pinned_memory(0, DEVICE).shape == (0,)
+    assert not runtime.registered
+
+
+def test_a_forked_process_releases_nothing(runtime: Runtime) -> None:
+    tensor = pinned_memory(1 << 20, DEVICE)
+    child = os.fork()
+    if not child:
+        del tensor
+        os._exit(0 if runtime.registered else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert tensor.fill_(1).sum() == 1 << 20
+
+
+def test_it_is_lent_again_and_given_back(runtime: Runtime) -> None:
+    first = spare_pinned_memory(4 << 20, DEVICE)
+    address = first.data_ptr()
+    second = spare_pinned_memory(4 << 20, DEVICE)
+    assert second.data_ptr() != address
+    del first
+    assert spare_pinned_memory(4 << 20, DEVICE).data_ptr() == address
+    assert len(runtime.registered) == 2
+    try:
+        set_spare_bytes(0)
+        assert [*runtime.registered] == [second.data_ptr()]
+    finally:
+        set_spare_bytes(128 << 20)
+
+
+def test_where_nothing_can_be_registered_torch_allocates_it(runtime: Runtime) -> None:
+    runtime.fails = True
+    for allocate in (pinned_memory, spare_pinned_memory):
+        assert allocate(1 << 20, DEVICE).fill_(1).sum() == 1 << 20
+    assert not runtime.registered
