@@ -28,13 +28,12 @@ from modelstate.planning.recorder import Owner
 from modelstate.planning.sharded import LocalSlot, ShardedSlot, sharded_slot
 from modelstate.planning.transforms import (
     NO_TRANSFORM,
+    Bound,
     Choice,
-    ModuleTransform,
     Transforms,
     asked_blocks,
     asked_bytes,
     asked_rows,
-    bound,
 )
 from modelstate.problems import (
     BadExtraState,
@@ -317,7 +316,7 @@ class Preparation:
         )
         plain = not placement.by_handler
         if choice.last is not None:
-            placement = Placement("swap", f"made by {choice.last}")
+            placement = Placement("swap", f"made by {choice.last.transform}")
         elif placement.mapped and isinstance(stored, StoredTensor):
             if not self.incoming.maps.may_show(stored.extent, options.map):
                 placement = choose(param, value, dtype, device, map=False, in_place=False, transformed=False)
@@ -327,8 +326,7 @@ class Preparation:
             sharded=sharded,
         )
         if choice.last is not None:
-            assignment.remake = bound(choice)
-            self._measure_remaking(assignment, choice.last)
+            self._set_remake(assignment, choice.last)
         return assignment
 
     def _equals(self, first: Assignment, value: torch.Tensor, stored: Source | None) -> bool:
@@ -352,14 +350,14 @@ class Preparation:
         self._has_shards = True
         slot: ShardedSlot | Problem = sharded_slot(name, param, value, self.options.device)
         if isinstance(slot, ShardedSlot) and choice.last is not None:
-            blocks = asked_blocks(choice.last, name, tuple(param.shape), param.dtype)
+            blocks = asked_blocks(choice.last.transform, name, tuple(param.shape), param.dtype)
             needs = ""
-            if not choice.last.returns_plain and id(param) in self._gathered:
+            if not choice.last.transform.returns_plain and id(param) in self._gathered:
                 needs = "makes tensors of a subclass, while FSDP2 gathers plain ones"
             elif not slot.shard.has_whole_blocks(blocks or tuple(param.shape)):
                 needs = "takes the whole tensor" if blocks is None else f"takes blocks of {list(blocks)}"
             if needs:
-                slot = ShardedTransform(name, str(choice.last), needs, str(slot.shard))
+                slot = ShardedTransform(name, str(choice.last.transform), needs, str(slot.shard))
         if isinstance(slot, Problem):
             self.problems.append(slot)
             return None
@@ -395,13 +393,13 @@ class Preparation:
         return isinstance(stored, torch.Tensor)
 
     @staticmethod
-    def _measure_remaking(assignment: Assignment, last: ModuleTransform) -> None:
-        """Sets the rows and the memory of each call of a module's transform."""
-        shape = tuple(assignment.param.shape)
+    def _set_remake(assignment: Assignment, remake: Bound) -> None:
+        """Sets the transform of a module that makes the value, and the rows and the memory of each call of it."""
+        assignment.remake, transform, shape = remake, remake.transform, tuple(assignment.param.shape)
         if shape and assignment.own_stride is None and assignment.is_run_of_bytes:
-            assignment.remake_rows = min(asked_rows(last, assignment.name, shape, assignment.dtype) or 0, shape[0])
+            assignment.remake_rows = min(asked_rows(transform, assignment.name, shape, assignment.dtype) or 0, shape[0])
         part = (assignment.remake_rows, *shape[1:]) if assignment.remake_rows else shape
-        assignment.remake_bytes = asked_bytes(last, assignment.name, part, assignment.dtype)
+        assignment.remake_bytes = asked_bytes(transform, assignment.name, part, assignment.dtype)
         assignment.choose_route()
 
     def move(self, slot: Slot, device: torch.device) -> None:
@@ -469,8 +467,7 @@ class Preparation:
             sharded=sharded,
         )
         if choice.last is not None:
-            assignment.remake = bound(choice)
-            self._measure_remaking(assignment, choice.last)
+            self._set_remake(assignment, choice.last)
         self.used.add(given)
         self.filled[id(slot.tensor)] = assignment
         self.assignments.append(assignment)

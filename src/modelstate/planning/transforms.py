@@ -132,10 +132,8 @@ class Choice(NamedTuple):
 
     first: Transform | None = None
     """Called with the tensor as it is in the checkpoint. Its result may have any dtype."""
-    last: ModuleTransform | None = None
+    last: "Bound | None" = None
     """Called with the tensor as it would be loaded."""
-    module: nn.Module | None = None
-    """The module that owns the tensor, for `last`."""
 
 
 NO_TRANSFORM = Choice()
@@ -212,7 +210,9 @@ class Transforms:
             others = tuple(name for name, applied in zip(names, applies, strict=True) if not applied)
             name = names[applies.index(True)]
             self.problems.append(UnevenTransform(name, str(transform), others))
-        return Choice(None, transform, owners[applies.index(True)][1])
+        module = owners[applies.index(True)][1]
+        assert module is not None
+        return Choice(None, Bound(transform, module))
 
     @cached_attribute
     def _modules_by_path(self) -> dict[str, nn.Module]:
@@ -285,8 +285,3 @@ class Bound:
 
     def __call__(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         return self.transform(name, tensor, self.module)
-
-
-def bound(choice: Choice) -> Bound | None:
-    """Returns the last transform bound to its module."""
-    return Bound(choice.last, choice.module) if choice.last is not None and choice.module is not None else None
