@@ -79,13 +79,6 @@ def label(sources: Sequence[Checkpoint], index: int) -> str:
     return f"[{index}] {sources[index].source}"
 
 
-def combined_meta_like(stored: Stored) -> torch.Tensor:
-    """A meta tensor with the shape and dtype of a stored tensor."""
-    if isinstance(stored, StoredTensor):
-        return torch.empty_strided(stored.shape, stored.stride, dtype=stored.dtype, device="meta")
-    return torch.empty(tuple(stored.shape), dtype=stored.dtype, device="meta")
-
-
 def holders_of(parts: Sequence[Mapping[str, object]]) -> dict[str, list[int]]:
     """The indices of the sources that have each name, in the order of the sources."""
     holders: dict[str, list[int]] = {}
@@ -138,7 +131,12 @@ class PerName(Combination):
 
 
 def _by_function(function: CombineFunction, name: str, parts: tuple[Stored, ...]) -> Stored:
-    tensors_like = [combined_meta_like(part) for part in parts]
+    tensors_like = [
+        torch.empty_strided(part.shape, part.stride, dtype=part.dtype, device="meta")
+        if isinstance(part, StoredTensor)
+        else torch.empty(tuple(part.shape), dtype=part.dtype, device="meta")
+        for part in parts
+    ]
     meta_function = getattr(function, "meta", None) or function
     try:
         result = meta_function(name, tensors_like)

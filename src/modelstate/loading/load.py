@@ -419,11 +419,6 @@ def load_then(
         )
 
 
-def _alone(*_: object, **__: object) -> AbstractContextManager[None]:
-    """The phase of a load on one rank."""
-    return nullcontext()
-
-
 def _stage_in_background(
     model: nn.Module, source: Source | LoadPlan, options: Options, load_options: _LoadOptions
 ) -> StagedLoad:
@@ -465,7 +460,8 @@ def _execute(
     optimizers, agreement = load_options.optimizers, load_options.agreement
     before = placed(optimizers) if optimizers else {}
     preparation: Preparation
-    phase: Callable[..., AbstractContextManager[None]] = _alone if agreement is None else agreement.phase
+    phase: Callable[..., AbstractContextManager[None]]
+    phase = (lambda *_, **__: nullcontext()) if agreement is None else agreement.phase
     with phase(PLANNING, lambda: digests_of(preparation)):
         preparation, staging = prepare(
             transaction,

@@ -144,7 +144,8 @@ def _only_adds_counter(module: torch.nn.Module) -> bool:
 
 def overrides_loading(module: torch.nn.Module) -> bool:
     """Whether `_load_from_state_dict` of a module is not torch's own, nor what a `MethodOverride` has put there."""
-    return _file_of(getattr(module._load_from_state_dict, "__func__", None)) not in _STOCK_OR_REPLACED
+    function = getattr(module._load_from_state_dict, "__func__", None)
+    return getattr(getattr(function, "__code__", None), "co_filename", "") not in _STOCK_OR_REPLACED
 
 
 def load_pre_hooks(module: torch.nn.Module) -> list[Callable[..., object]]:
@@ -377,11 +378,6 @@ _MODULE_FILE = torch.nn.Module.named_parameters.__code__.co_filename
 _STOCK_OR_REPLACED = (_MODULE_FILE, overrides_loading.__code__.co_filename)
 
 
-def _file_of(function: Any) -> str:
-    """The file that a function is written in; empty for one that is not of Python."""
-    return str(getattr(getattr(function, "__code__", None), "co_filename", ""))
-
-
 def compiled_like(compiled: torch.nn.Module, module: torch.nn.Module) -> torch.nn.Module:
     """Another instance under the compilation of a compiled one: the same backend and options, the same code."""
     made: torch.nn.Module = type(compiled)(module, compiled.dynamo_ctx)
@@ -424,7 +420,8 @@ class MethodOverride:
     def install(self) -> None:
         """Puts the replacement in place, if it is not there already."""
         own = vars(self._owner).get(self._name)
-        is_stock = _file_of(getattr(self._owner, self._name)) == _MODULE_FILE
+        present = getattr(self._owner, self._name)
+        is_stock = getattr(getattr(present, "__code__", None), "co_filename", "") == _MODULE_FILE
         if own is self._installed or not (self._over_others or is_stock):
             return
         self._before = own
