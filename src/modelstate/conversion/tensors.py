@@ -284,22 +284,19 @@ class Change(Write):
         return same_values(tensor.detach(), value)
 
     def run(self, transaction: Transaction | None) -> None:
+        assert transaction is not None  # `Conversion.commit` runs all changes before the commit of the transaction
         tensor, value, grad = self.target, self.value, self.grad
         if self.placement is GRADIENT:
             if self.old_grad is None or grad is None:
                 return
             undo = give_grad(tensor, self.old_grad, grad)
         elif self.placement is DATA:
-            if transaction is None and self.old_grad is None:
-                tensor.data = value
-                return
-            undo = point_to(tensor, value, grad, held_grad=self.old_grad, undoable=transaction is not None)
+            undo = point_to(tensor, value, grad, held_grad=self.old_grad)
         elif is_plain(tensor) and is_plain(value):
             undo = give_memory(tensor, value)
         else:
             undo = become(tensor, value, grad)
-        if transaction is not None:
-            transaction.register_undo(undo)
+        transaction.register_undo(undo)
 
 
 def step_of(change: Change) -> Step:
