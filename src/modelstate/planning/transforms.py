@@ -146,7 +146,7 @@ class Transforms:
         self.problems: list[Problem] = []
         self._pairs: Pairs = given if isinstance(given, tuple) else (("*", given),)
         self._by_pattern = isinstance(given, tuple)
-        self._root, self._slots = root, slots
+        self._root = root
         self._winning: set[int] = set()
         self._matching: set[int] = set()
         self._applied: set[int] = set()

@@ -329,7 +329,6 @@ class _Lease:
         self._bucket = bucket
         self.name = ""
         self._serial = self._pid = 0
-        self._text = b""
         self._beat: weakref.finalize[[], _Lease] | None = None
 
     @property
@@ -380,7 +379,7 @@ class _Lease:
                     if get(self._bucket.at(f"claim-{serial:012d}")) is None:
                         remove([intent])
                 raise
-            self.name, self._serial, self._text, self._pid = name, serial, text, os.getpid()
+            self.name, self._serial, self._pid = name, serial, os.getpid()
             stop = threading.Event()
             self._beat = weakref.finalize(self, stop.set)
             arguments = (intent, text, stop, LEASE_SECONDS / 4)
