@@ -267,14 +267,6 @@ class ModuleContainer(nn.Module):
             assert container is not None
             own_modules(container)[key] = module
 
-    def get_submodule(self, target: str) -> nn.Module:
-        # torch looks the key up as an attribute, which finds a method of that name first.
-        head, _, rest = target.partition(".")
-        child = own_modules(self).get(head) if head else self
-        if child is None:
-            raise AttributeError(f"no module {head!r}")
-        return child.get_submodule(rest) if rest else child
-
 
 def combined_checkpoint(checkpoints: Mapping[str, Checkpoint]) -> Checkpoint:
     """Returns the checkpoints of modules as the checkpoint of their `ModuleContainer`.
