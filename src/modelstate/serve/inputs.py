@@ -116,11 +116,10 @@ class Condition:
 class _PathsToNames(ast.NodeTransformer):
     """Replaces paths such as `x.shape[0]` and `math.floor` by single names with that text."""
 
-    def visit_Attribute(self, node: ast.Attribute) -> ast.Name:
+    def visit_Attribute(self, node: ast.Attribute | ast.Subscript) -> ast.Name:
         return ast.Name(ast.unparse(node), ast.Load())
 
-    def visit_Subscript(self, node: ast.Subscript) -> ast.Name:
-        return ast.Name(ast.unparse(node), ast.Load())
+    visit_Subscript = visit_Attribute
 
 
 def _parsed(text: str) -> ast.Expression:
