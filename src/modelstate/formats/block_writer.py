@@ -143,16 +143,15 @@ def lazy_tensor(
         piece = min(BLOCK_BYTES, math.prod(shape) * to.itemsize)
         read = piece // to.itemsize * stored.dtype.itemsize
         taken = read + (piece if dtype else 0)
-        return LazyTensor(
-            to, shape, key, partial(_piece, stored, read_all, to, on_cast), True, taken, storages_of(stored)
-        )
+        make = partial(_cast, lambda first, end: elements(stored, first, end - first, read_all), to, on_cast)
+        return LazyTensor(to, shape, key, make, True, taken, storages_of(stored))
     row = math.prod(shape[1:])
     is_in_chunks = isinstance(stored, StoredComposite) and isinstance(stored.build, Assemble)
     if isinstance(stored, StoredComposite) and is_in_chunks and 0 < row * stored.dtype.itemsize <= BLOCK_BYTES:
         rows = min(-(-BLOCK_BYTES // (row * to.itemsize)) + 1, shape[0])
         read = rows * row * stored.dtype.itemsize
         taken = 2 * read + (rows * row * to.itemsize if dtype else 0)  # the chunks, and the rows made of them
-        make = partial(_piece_of_chunks, stored, row, read_all, to, on_cast)
+        make = partial(_cast, partial(_piece_of_chunks, stored, row, read_all), to, on_cast)
         return LazyTensor(to, shape, key, make, True, taken, storages_of(stored))
     values = partial(read_tensor, stored, read_all)
     return whole(to, shape, key, values, own_bytes(stored), storages_of(stored), on_cast)
@@ -169,9 +168,8 @@ def whole(
 ) -> LazyTensor:
     """A tensor that is computed at once; `memory_bytes` is the memory for that, without the result."""
     result = math.prod(shape) * dtype.itemsize
-    return LazyTensor(
-        dtype, shape, key, partial(_whole, values, dtype, on_cast), False, memory_bytes + result, storages
-    )
+    make = partial(_cast, lambda first, end: values().detach(), dtype, on_cast)
+    return LazyTensor(dtype, shape, key, make, False, memory_bytes + result, storages)
 
 
 def storages_of(stored: Stored | LazyTensor) -> Mapping[object, int]:
@@ -217,39 +215,24 @@ def check_repeated(tensors: Mapping[str, torch.Tensor | LazyTensor], where: str)
         )
 
 
-def _piece(
-    stored: StoredTensor, read_all: ReadAll, dtype: torch.dtype, on_cast: OnCast, first: int, end: int
-) -> torch.Tensor:
-    with torch.inference_mode(False), torch.no_grad():
-        return _cast(elements(stored, first, end - first, read_all), dtype, on_cast)
-
-
-def _piece_of_chunks(
-    stored: StoredComposite, row: int, read_all: ReadAll, dtype: torch.dtype, on_cast: OnCast, first: int, end: int
-) -> torch.Tensor:
+def _piece_of_chunks(stored: StoredComposite, row: int, read_all: ReadAll, first: int, end: int) -> torch.Tensor:
     """Reads the rows around some elements, which several chunks may hold. `row` is the number of elements of a row."""
     start = first // row
     rows = stored.region([slice(start, -(-end // row))])
     assert rows is not None
+    return read_tensor(rows, read_all).view(-1)[first - start * row : end - start * row]
+
+
+def _cast(read: Make, dtype: torch.dtype, on_cast: OnCast, first: int, end: int) -> torch.Tensor:
+    """Reads elements of a tensor, and casts them where they have another dtype."""
     with torch.inference_mode(False), torch.no_grad():
-        elements_of_rows = read_tensor(rows, read_all).view(-1)
-        return _cast(elements_of_rows[first - start * row : end - start * row], dtype, on_cast)
-
-
-def _whole(
-    values: Callable[[], torch.Tensor], dtype: torch.dtype, on_cast: OnCast, first: int, end: int
-) -> torch.Tensor:
-    with torch.inference_mode(False), torch.no_grad():
-        return _cast(values().detach(), dtype, on_cast)
-
-
-def _cast(tensor: torch.Tensor, dtype: torch.dtype, on_cast: OnCast) -> torch.Tensor:
-    if tensor.dtype == dtype:
-        return tensor
-    # In memory that returns to the system when it is freed, since very many are created one after the other.
-    cast = empty_cpu(tensor.shape, dtype).copy_(tensor)
-    on_cast(tensor, cast)
-    return cast
+        tensor = read(first, end)
+        if tensor.dtype == dtype:
+            return tensor
+        # In memory that returns to the system when it is freed, since very many are created one after the other.
+        cast = empty_cpu(tensor.shape, dtype).copy_(tensor)
+        on_cast(tensor, cast)
+        return cast
 
 
 @dataclass(slots=True)

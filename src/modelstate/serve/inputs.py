@@ -116,10 +116,9 @@ class Condition:
 class _PathsToNames(ast.NodeTransformer):
     """Replaces paths such as `x.shape[0]` and `math.floor` by single names with that text."""
 
-    def visit_Attribute(self, node: ast.Attribute | ast.Subscript) -> ast.Name:
-        return ast.Name(ast.unparse(node), ast.Load())
-
-    visit_Subscript = visit_Attribute
+    def visit(self, node: ast.AST) -> Any:
+        is_path = isinstance(node, ast.Attribute | ast.Subscript)
+        return ast.Name(ast.unparse(node), ast.Load()) if is_path else self.generic_visit(node)
 
 
 def _parsed(text: str) -> ast.Expression:
