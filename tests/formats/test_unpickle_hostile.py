@@ -54,6 +54,7 @@ def test_containers_that_cannot_be_loaded_have_a_remedy(tmp_path: Path) -> None:
 
 HOSTILE = {
     "deep tuple as a key": deep_key(200_000),
+    "deep tuple in a frozenset": b"\x80\x04()" + b"\x85" * 200_000 + b"\x91.",
     "deep lists": b"\x80\x02" + b"](" * 100_000 + b"e" * 100_000 + b".",
     "deep tuples": b"\x80\x02)" + b"\x85" * 200_000 + b".",
     "a list that holds itself": b"\x80\x02]q\0h\0a.",
@@ -96,6 +97,7 @@ HOSTILE = {
     "a call of a number": b"\x80\x02K\1)R.",
     "a call without a tuple": b"\x80\x02ccollections\nOrderedDict\nK\1R.",
     "a mark too few": b"\x80\x02K\1t.",
+    "a value too few": b"\x80\x02K\1K\1\x87.",
     "a text that is none": b"\x80\x02X\1\0\0\0\xff.",
     "a device that is none": b"\x80\x02ctorch\ndevice\nX\3\0\0\0abc\x85R.",
     "a value that is not a layout": b"\x80\x02ctorch.serialization\n_get_layout\nX\3\0\0\0abc\x85R.",

@@ -125,14 +125,25 @@ def test_a_rule_that_fills_goes_with_a_wrapper() -> None:
     assert torch.equal(model[0].weight, values["module.0.weight"])
 
 
-def test_code_of_a_module_that_gives_names_another_meaning_decides() -> None:
-    """A wrapper's own hook puts its name in, as that of activation checkpointing does; it must not come twice."""
+@pytest.mark.parametrize("is_hook", [True, False], ids=["a hook", "an override"])
+def test_code_of_a_module_that_gives_names_another_meaning_decides(is_hook: bool) -> None:
+    """A wrapper's own code puts its name in, as a hook of activation checkpointing does; it must not come twice."""
     model = module_of(["a._checkpoint_wrapped_module.w", "c"])
 
     def put_in(module: Any, values: dict[str, Any], prefix: str, *_: Any) -> None:
         values[f"{prefix}_checkpoint_wrapped_module.w"] = values.pop(f"{prefix}w")
 
-    model.get_submodule("a").register_load_state_dict_pre_hook(put_in)
+    module: Any = model.get_submodule("a")
+    stock = module._load_from_state_dict
+
+    def load(values: dict[str, Any], prefix: str, *rest: Any) -> None:
+        put_in(module, values, prefix)
+        stock(values, prefix, *rest)
+
+    if is_hook:
+        module.register_load_state_dict_pre_hook(put_in)
+    else:
+        module._load_from_state_dict = load
     values = state(["a.w", "c"])
     ms.load(model, values)
     assert torch.equal(model.get_parameter("a._checkpoint_wrapped_module.w"), values["a.w"])
