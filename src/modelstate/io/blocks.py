@@ -145,9 +145,9 @@ def stream(
 
             def process(block: Block) -> None:
                 nonlocal wait
-                if wait is not None:
-                    wait()
-                    wait = None
+                before, wait = wait, None
+                if before is not None:
+                    before()
                 requests = []
                 for part in block.parts:
                     source = wanted[part.which].source

@@ -1,11 +1,11 @@
 """Streams tensors: one thread casts, moves or transforms a block while another one reads the next."""
 
+import math
 import threading
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +21,7 @@ from modelstate.planning.assignment import Assignment, after_remaking, remade, t
 from modelstate.planning.plain_table import PlainTable
 from modelstate.planning.transforms import RowsWriter, asked_writer
 from modelstate.spec import StoredTensor, contiguous_stride
-from modelstate.torch_compat.dtypes import Overflows, can_overflow, is_within
+from modelstate.torch_compat.dtypes import Overflows, can_overflow, extremes, is_range_within, is_within
 from modelstate.torch_compat.plain import is_plain
 from modelstate.torch_compat.private import copy_each
 
@@ -31,12 +31,66 @@ _FEW = 16
 """So many tensors of a block are checked one by one, whether a cast has made values infinite."""
 
 
+class Value(NamedTuple):
+    """A value in a run, or a piece of one, and where it goes."""
+
+    name: str
+    first: int
+    """Elements from the beginning of the run."""
+    target: torch.Tensor
+    """The memory for it, flat, of the dtype that it is cast to."""
+
+
+class Run(NamedTuple):
+    """Values of one dtype that lie behind each other in a buffer."""
+
+    at: int
+    """Bytes from the beginning of the buffer."""
+    numel: int
+    dtype: torch.dtype
+    values: Sequence[Value]
+
+    @property
+    def narrow(self) -> set[torch.dtype]:
+        """The dtypes that values are cast to and in which they may become infinite."""
+        return {dtype for dtype in {value.target.dtype for value in self.values} if can_overflow(self.dtype, dtype)}
+
+    def shown(self, buffer: torch.Tensor) -> torch.Tensor:
+        """The elements in a buffer."""
+        empty = torch.empty(0, dtype=self.dtype, device=buffer.device)
+        first = (buffer.storage_offset() + self.at) // self.dtype.itemsize
+        return empty.set_(buffer.untyped_storage(), first, (self.numel,), (1,))
+
+    def sources(self, shown: torch.Tensor) -> list[torch.Tensor]:
+        """The values, as views."""
+        if len(self.values) == 1 and self.values[0].target.numel() == self.numel:
+            return [shown]
+        return [shown[value.first : value.first + value.target.numel()] for value in self.values]
+
+
+def copy_runs(runs: Sequence[Run], buffer: torch.Tensor, overflows: Overflows) -> None:
+    """Copies and casts what is in a buffer to where it belongs."""
+    shown = [run.shown(buffer) for run in runs]
+    sources = [run.sources(elements) for run, elements in zip(runs, shown, strict=True)]
+    copy_each([value.target for run in runs for value in run.values], [one for some in sources for one in some])
+    found = Overflows()
+    for run, elements, values in zip(runs, shown, sources, strict=True):
+        # The sum of a result takes less time than the limits of what was read, but a call for each tensor.
+        if narrow := run.narrow:
+            if len(values) > _FEW and all(is_within(elements, dtype) for dtype in narrow):
+                continue
+            for value, source in zip(run.values, values, strict=True):
+                found.check(value.name, source, value.target)
+    overflows.add(found.counts)  # at once: a block that fails is processed again
+
+
 class CudaQueue:
     """Copies blocks to a CUDA device, where the values are cast and put where they belong, on a stream of its own.
 
     A block gets to the device in one copy where it has parts of many tensors: there, a small copy takes far less time
     than one from the host. Threads queue their blocks one after the other. If they did so at the same time, they would
-    wait for Python's lock between all calls of CUDA, for longer than the copies take.
+    wait for Python's lock between all calls of CUDA, for longer than the copies take. For the same reason, what can be
+    done before is done before: a thread that queues a block keeps all others waiting.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -69,23 +123,54 @@ class CudaQueue:
         """Has a thread queue its work behind that of the thread that loads."""
         return torch.cuda.stream(self._callers)
 
-    def run(
-        self, buffer: torch.Tensor, nbytes: int, targets: int | None, put: Callable[[torch.Tensor], object]
-    ) -> Wait:
-        """Calls `put` with a block, or a copy of it on the device: it queues the copies to where values belong.
+    def run(self, buffer: torch.Tensor, nbytes: int, runs: Sequence[Run], overflows: Overflows) -> Wait:
+        """Queues the copies of what is in a buffer to where it belongs.
 
-        `targets` is the number of tensors that values are copied to, or None where they are cast. Returns a function
-        that waits until the device has done what was queued.
+        Returns a function that waits until the device has done that, and then counts the values that a cast has made
+        infinite: until then, nothing must overwrite the buffer.
         """
+        is_direct = goes_straight(runs)
+        here, there = (buffer, buffer) if is_direct else (buffer[:nbytes], self._there[:nbytes])
+        shown = [run.shown(there) for run in runs]
+        sources = [one for run, elements in zip(runs, shown, strict=True) for one in run.sources(elements)]
+        targets = [value.target for run in runs for value in run.values]
+        narrow = [(run, elements) for run, elements in zip(runs, shown, strict=True) if run.narrow]
         with self._lock, torch.cuda.stream(self._own):
-            if targets is not None and targets <= _MOST_DIRECT:
-                put(buffer)
-            else:
-                self._there[:nbytes].copy_(buffer[:nbytes], non_blocking=True)
-                put(self._there)
+            if not is_direct:
+                there.copy_(here, non_blocking=True)
+            copy_each(targets, sources, non_blocking=True)
+            limits = _queued_limits(narrow)
             event = self._own.record_event()
-        wait: Wait = event.synchronize
+
+        def wait() -> None:
+            event.synchronize()
+            if not narrow:
+                return
+            found = Overflows()
+            with torch.cuda.stream(self._own):
+                known = limits.tolist()
+            for (run, _), (least, greatest) in zip(narrow, known, strict=True):
+                if not all(is_range_within(least, greatest, dtype) for dtype in run.narrow):
+                    for value, source in zip(run.values, run.sources(run.shown(buffer)), strict=True):
+                        found.check(value.name, source, value.target.dtype)
+            overflows.add(found.counts)
+
         return wait
+
+
+def _queued_limits(runs: Sequence[tuple[Run, torch.Tensor]]) -> torch.Tensor:
+    """The least and the greatest value of each run; NaN where they cannot be known without looking at each value."""
+    found = [extremes(elements) for _, elements in runs]
+    if runs and None not in found:
+        with suppress(torch.OutOfMemoryError):
+            return torch.stack([limit for pair in found if pair for limit in pair]).view(-1, 2)
+    return torch.full((len(runs), 2), math.nan, device="cpu")
+
+
+def goes_straight(runs: Sequence[Run]) -> bool:
+    """Whether the values of a block are copied from the buffer to where they belong, and not by the block."""
+    values = [(run, value) for run in runs for value in run.values]
+    return len(values) <= _MOST_DIRECT and all(value.target.dtype is run.dtype for run, value in values)
 
 
 class StreamBuffers(Buffers):
@@ -284,60 +369,42 @@ def table_read(
 
     It raises `ReadFailedError`; memory that is read in place is then partly overwritten.
     """
-    dtype, sources, runs = table.stored_dtype, table.sources, table.extents
+    dtype, sources, extents = table.stored_dtype, table.sources, table.extents
     in_order = sorted(range(len(sources)), key=sources.__getitem__)
     begins = [(path, start) for path, start, _ in map(sources.__getitem__, in_order)]
     ends = [(path, start + nbytes) for path, start, nbytes in map(sources.__getitem__, in_order)]
-    narrow, casts = {target for target in table.dtypes if can_overflow(dtype, target)}, table.casts
     buffers = StreamBuffers(staging, [table.device]) if held is None else held.buffers
     queue = buffers.queues.get(table.device)
 
     @torch.inference_mode(False)
     @torch.no_grad()
     def consume(block: Block, buffer: torch.Tensor) -> Wait | None:
-        parts = [(part, rows_of(part)) for part in block.parts]
-
-        def put_all(there: torch.Tensor) -> None:
-            found = Overflows()
-            for part, rows in parts:
-                put(part, rows, there, found)
-            staging.overflows.add(found.counts)  # at once: a block that fails is processed again
-
+        runs = [run_of(part) for part in block.parts]
         if queue is not None:
-            return queue.run(buffer, block.nbytes, None if casts else sum(len(rows) for _, rows in parts), put_all)
-        put_all(buffer)
+            return queue.run(buffer, block.nbytes, runs, staging.overflows)
+        copy_runs(runs, buffer, staging.overflows)
         return None
 
-    def rows_of(part: Part) -> list[int]:
-        path, first = runs[part.which].path, runs[part.which].start + part.first
-        return in_order[bisect_right(ends, (path, first)) : bisect_left(begins, (path, first + part.nbytes))]
-
-    def put(part: Part, rows: list[int], there: torch.Tensor, found: Overflows) -> None:
-        values, cast = list[torch.Tensor](), list[torch.Tensor]()
-        read, first = _shown(there, part, dtype), runs[part.which].start + part.first
-        for row in rows:
+    def run_of(part: Part) -> Run:
+        path, first = extents[part.which].path, extents[part.which].start + part.first
+        values = []
+        for row in in_order[bisect_right(ends, (path, first)) : bisect_left(begins, (path, first + part.nbytes))]:
             _, start, nbytes = sources[row]
-            value = read[max(start - first, 0) // dtype.itemsize : (start + nbytes - first) // dtype.itemsize]
+            begin, end = max(start, first), min(start + nbytes, first + part.nbytes)
             target = targets[row].view(-1)
-            if len(value) < len(target):
-                skipped = max(first - start, 0) // dtype.itemsize
-                target = target[skipped : skipped + len(value)]
-            values.append(value)
-            cast.append(target)
-        copy_each(cast, values, non_blocking=queue is not None)
-        # The sum of a result takes less time than the limits of what was read, but a call for each tensor.
-        if narrow and (len(rows) <= _FEW or not all(is_within(read, target) for target in narrow)):
-            for row, value, target in zip(rows, values, cast, strict=True):
-                found.check(table.slots[row].name, value, target)
+            if end - begin < nbytes:
+                target = target[(begin - start) // dtype.itemsize : (end - start) // dtype.itemsize]
+            values.append(Value(table.slots[row].name, (begin - first) // dtype.itemsize, target))
+        return Run(part.at, part.nbytes // dtype.itemsize, dtype, values)
 
     def on_block(block: Block, seconds: float) -> None:
         table.seconds += seconds
         progress(block.wanted_bytes)
 
     def end() -> None:
-        progress(table.nbytes - sum(run.nbytes for run in runs))
+        progress(table.nbytes - sum(extent.nbytes for extent in extents))
 
-    wanted = [Wanted(run, dtype.itemsize) for run in runs]
+    wanted = [Wanted(extent, dtype.itemsize) for extent in extents]
     return _stream(staging, wanted, consume, buffers, on_block, end, held, to_device=queue is not None)
 
 
@@ -411,41 +478,26 @@ class _BlockConsumer:
     def consume(self, block: Block, buffer: torch.Tensor) -> Wait | None:
         """Processes a block. Returns a function that waits until the buffer can be used again."""
         queues = self._queues
-        parts = defaultdict[torch.device, list[Part]](list)
+        runs = defaultdict[torch.device, list[Run]](list)
         for part in block.parts:
             assignment = self._streamed[part.which]
+            itemsize = assignment.value.dtype.itemsize
+            run = Run(part.at, part.nbytes // itemsize, assignment.value.dtype, ())
             if assignment.remake is None:
-                parts[self._flat[part.which].device].append(part)
+                first = part.first // itemsize
+                target = self._flat[part.which][first : first + run.numel]
+                runs[target.device].append(run._replace(values=[Value(assignment.name, 0, target)]))
                 continue
             queue = queues.get(assignment.device)
             with nullcontext() if queue is None else queue.callers_stream():
-                self._remake(assignment, part, _shown(buffer, part, assignment.value.dtype))
-        waits, found = list[Wait](), Overflows()
-        for device, its in parts.items():
-            put = partial(self._put, its, found)
+                self._remake(assignment, part, run.shown(buffer))
+        waits = list[Wait]()
+        for device, its in runs.items():
             if device in queues:
-                waits.append(queues[device].run(buffer, block.nbytes, self._targets(its), put))
+                waits.append(queues[device].run(buffer, block.nbytes, its, self._overflows))
             else:
-                put(buffer)
-        self._overflows.add(found.counts)  # at once: a block that fails is processed again
+                copy_runs(its, buffer, self._overflows)
         return (lambda: [wait() for wait in waits]) if waits else None
-
-    def _targets(self, parts: Sequence[Part]) -> int | None:
-        assignments = [self._streamed[part.which] for part in parts]
-        casts = any(assignment.value.dtype != assignment.dtype for assignment in assignments)
-        return None if casts else len(parts)
-
-    def _put(self, parts: Sequence[Part], found: Overflows, there: torch.Tensor) -> None:
-        """Casts parts of a block to where they belong."""
-        values, targets = list[torch.Tensor](), list[torch.Tensor]()
-        for part in parts:
-            dtype = self._streamed[part.which].value.dtype
-            values.append(_shown(there, part, dtype))
-            first = part.first // dtype.itemsize
-            targets.append(self._flat[part.which][first : first + len(values[-1])])
-        copy_each(targets, values, non_blocking=targets[0].device in self._queues)
-        for part, value, target in zip(parts, values, targets, strict=True):
-            found.check(self._streamed[part.which].name, value, target)
 
     def _remake(self, assignment: Assignment, part: Part, value: torch.Tensor) -> None:
         assert assignment.remake is not None
@@ -522,11 +574,3 @@ def _writer(assignment: Assignment) -> RowsWriter | None:
     if assignment.remake is None or not assignment.on_cpu:
         return None
     return asked_writer(assignment.remake, assignment.name, tuple(assignment.param.shape), assignment.dtype)
-
-
-def _shown(buffer: torch.Tensor, part: Part, dtype: torch.dtype) -> torch.Tensor:
-    """A view of a part of the buffer with the stored dtype."""
-    count = part.nbytes // dtype.itemsize
-    empty = torch.empty(0, dtype=dtype, device=buffer.device)
-    first = (buffer.storage_offset() + part.at) // dtype.itemsize
-    return empty.set_(buffer.untyped_storage(), first, (count,), (1,))

@@ -224,14 +224,28 @@ def is_within(source: torch.Tensor, dtype: torch.dtype) -> bool:
 
     Also False where a CUDA device has no memory left for the computation.
     """
-    if source.itemsize == 1 or source.is_complex() or dtype is torch.float8_e8m0fnu:
-        return False
+    found = extremes(source)
+    return found is not None and is_range_within(float(found[0]), float(found[1]), dtype)
+
+
+def extremes(source: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """The least and the greatest value, both NaN where one is; None where torch cannot compare them.
+
+    Also None where a CUDA device has no memory left for the computation, which is only queued.
+    """
+    if source.itemsize == 1 or source.is_complex():
+        return None
     try:
-        least, greatest = (float(value) for value in torch.aminmax(source))
+        least, greatest = torch.aminmax(source)
     except torch.OutOfMemoryError:
-        return False
+        return None
+    return least, greatest
+
+
+def is_range_within(least: float, greatest: float, dtype: torch.dtype) -> bool:
+    """Whether the values between two lie within the limits of a dtype; False for NaN."""
     limit = torch.finfo(dtype).max
-    return -limit <= least and greatest <= limit
+    return dtype is not torch.float8_e8m0fnu and -limit <= least and greatest <= limit
 
 
 def _nan(source: torch.Tensor) -> int:
