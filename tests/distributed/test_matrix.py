@@ -47,7 +47,7 @@ TARGETS: dict[str, dict[str, Any]] = {"memory": {}, "meta": {}, "meta, mapped": 
 
 
 def _targets(kind: str, form: str, index: int) -> Sequence[str]:
-    """The targets of one case: none for every second case, else one of the three, other ones in the next format.
+    """The targets of one case: one of the three for every fourth case, another case in the next format, else none.
 
     So each kind and each format is loaded with each case, and into each target, as each case is. With
     MODELSTATE_EXHAUSTIVE=1 each case is loaded into all three.
@@ -55,7 +55,7 @@ def _targets(kind: str, form: str, index: int) -> Sequence[str]:
     place, format_place = [*models.SHARD].index(kind), sources.FORMATS.index(form)
     if EXHAUSTIVE:
         return [*TARGETS]
-    return [[*TARGETS][(place + format_place + index // 2) % 3]] if (place + format_place + index) % 2 == 0 else []
+    return [[*TARGETS][(place + index) % 3]] if (place + format_place + index) % 4 == 0 else []
 
 
 @cache

@@ -38,7 +38,7 @@ class Slow(nn.Module):
         name = threading.current_thread().name
         EVENTS.append(f"{name} begins")
         self.inside.set()
-        time.sleep(0.2)
+        time.sleep(0.1)
         EVENTS.append(f"{name} ends")
 
     def _load_from_state_dict(self, *args: Any) -> None:
