@@ -222,7 +222,7 @@ def test_what_the_public_names_pull_in(fresh: Fresh) -> None:
     )["new"]
     assert isinstance(found, list)
     tops = {name.split(".")[0] for name in found if "cython_" not in name.split(".")[0]}
-    assert tops - set(sys.stdlib_module_names) <= {"modelstate", "torch", "numpy", "orjson", "xxhash"}
+    assert tops - set(sys.stdlib_module_names) <= {"modelstate", "torch", "numpy", "msgspec", "xxhash"}
     unwanted = {"transformers", "click", "rich", "accelerate", "safetensors", "torchao", "psutil", "asyncio"}
     assert not tops & unwanted
     heavy = ("torch._dynamo", "torch._inductor", "torch.export", "torch.distributed.tensor", "torch.onnx")

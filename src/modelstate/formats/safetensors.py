@@ -29,9 +29,9 @@ from dataclasses import dataclass
 from itertools import chain
 from math import prod
 from operator import mul, sub
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
-import orjson
+import msgspec
 
 from modelstate.errors import (
     CUT_SHORT,
@@ -291,38 +291,48 @@ _Numbers = tuple[int, ...]
 _Columns = tuple[_Texts, _Shapes, _Numbers, _Numbers]
 
 
+class _Entry(msgspec.Struct, gc=False):
+    """What is known of an entry: all of it is None for the metadata."""
+
+    dtype: str | None = None
+    shape: tuple[int, ...] | None = None
+    data_offsets: tuple[int, int] | None = None
+
+
+class _Metadata(msgspec.Struct):
+    members: dict[str, str] = msgspec.field(name=METADATA_NAME, default_factory=dict)
+
+
+_entries_of = msgspec.json.Decoder(dict[str, _Entry]).decode
+_metadata_of = msgspec.json.Decoder(_Metadata).decode
+
+
 def _usual_header(header: bytes) -> tuple[list[str], _Columns, Any] | None:
     """The names, the columns and the metadata of a header, by a parser that takes less time than a strict one.
 
     None for a header that it might read in another way: `_any_header` parses such a header, and says what is wrong. Of
-    equal keys the parser keeps the last one, so the quotation marks are counted: each key and each value has two.
+    equal keys the parser keeps the last one, and it skips others than it looks for, so the quotation marks are counted:
+    each key and each value has two.
     """
     if b"\\\\" in header or (b"-0" in header and _MINUS_ZERO.search(header)):
         return None  # a quotation mark after two backslashes ends a text; -0 is no whole number from 0
     try:
-        entries: dict[str, Any] = orjson.loads(header)
-        has_metadata = METADATA_NAME in entries
-        metadata = entries.pop(METADATA_NAME, None)
-        members = None if metadata is None else tuple(metadata.items())
-        texts = 5 * len(entries) + has_metadata + 2 * len(members or ())
-        marks = header.count(b'"') - (header.count(b'\\"') if b"\\" in header else 0)
-        if not entries or marks != 2 * texts or not {str}.issuperset(type(value) for _, value in members or ()):
-            return None
-        values = entries.values()
-        if {*map(len, values)} != {3}:
-            return None
-        kinds = tuple(entry["dtype"] for entry in values)
-        shapes = [entry["shape"] for entry in values]
-        firsts, lasts = zip(*(entry["data_offsets"] for entry in values), strict=True)
-        is_right = (
-            {str}.issuperset(map(type, kinds))
-            and {list}.issuperset(map(type, shapes))
-            and {int}.issuperset(map(type, chain(firsts, lasts, chain.from_iterable(shapes))))
-            and min(firsts) >= 0 <= min(lasts)
-        )
-    except (AttributeError, KeyError, TypeError, ValueError):
+        entries = _entries_of(header)
+        has_metadata = entries.pop(METADATA_NAME, None) is not None
+        members = tuple(_metadata_of(header).members.items()) if has_metadata else None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
-    return ([*entries], (kinds, [*map(tuple, shapes)], firsts, lasts), members) if is_right else None
+    texts = 5 * len(entries) + has_metadata + 2 * len(members or ())
+    marks = header.count(b'"') - (header.count(b'\\"') if b"\\" in header else 0)
+    values = entries.values()
+    kinds = tuple([entry.dtype for entry in values])
+    shapes = [entry.shape for entry in values]
+    offsets = [entry.data_offsets for entry in values]
+    if not entries or marks != 2 * texts or None in kinds or None in shapes or None in offsets:
+        return None
+    firsts, lasts = zip(*cast("list[tuple[int, int]]", offsets), strict=True)
+    columns = cast("_Columns", (kinds, shapes, firsts, lasts))
+    return ([*entries], columns, members) if min(firsts) >= 0 <= min(lasts) else None
 
 
 def _any_header(header: bytes) -> tuple[list[str], _Columns, Any]:
