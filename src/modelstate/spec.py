@@ -572,7 +572,7 @@ MOST_THREADS = 8
 """The most threads that read, or compute, at once."""
 
 
-def block_elements(shape: Sequence[int], unit: int = 1) -> int:
+def block_elements(shape: Sequence[int], unit: int) -> int:
     """The elements of a block of a combined tensor whose rows have `unit` elements."""
     return min(max(_BLOCK_ELEMENTS // unit, 1) * unit, math.prod(shape))
 

@@ -261,7 +261,7 @@ def test_an_interrupt_in_the_wait_for_a_rank_ends_the_wait_of_the_others(ranks: 
 
 def split_votes() -> str:
     """Some ranks see that all have ended a phase, and others lose the connection in that moment."""
-    connections = connections_module.connections_of((0, 1, 2, 3), 20)
+    connections = connections_module.connections_of((0, 1, 2, 3), 20, "")
     maximum: Any = connections.maximum
 
     def broken(*arguments: Any) -> list[int]:

@@ -281,9 +281,9 @@ class CheckpointStatistics(Shown):
 def statistics_of(
     checkpoint: Checkpoint,
     *,
-    only: Iterable[str] = (),
-    max_memory_bytes: int | None = None,
-    progress: bool | None = None,
+    only: Iterable[str],
+    max_memory_bytes: int | None,
+    progress: bool | None,
 ) -> CheckpointStatistics:
     """Implements `Inspection.stats`."""
     begin = perf_counter()

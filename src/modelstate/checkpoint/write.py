@@ -354,7 +354,7 @@ def _uploaded(write: Callable[[str], Files], where: str, overwrite: bool) -> Fil
     return {where: nbytes}
 
 
-def format_of(path: str, format: object = None) -> str:
+def format_of(path: str, format: object) -> str:
     """The format of a file that is written, "safetensors" or "torch", by the suffix of its path.
 
     `format` applies to a path without a suffix, or with one that is not in `SUFFIXES`; it must not contradict a known

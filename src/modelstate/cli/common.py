@@ -89,7 +89,7 @@ def user_code() -> Iterator[None]:
         yield
 
 
-def model_factory(spec: str, debug: bool = False) -> Callable[[], object]:
+def model_factory(spec: str, debug: bool) -> Callable[[], object]:
     """Returns the callable that `package.module:factory` names, found from the working directory too.
 
     For a module instance, it returns a callable that returns the instance. Raises `click.BadParameter` for anything
@@ -132,7 +132,7 @@ def _named(spec: str, what: str, debug: bool) -> object:
         raise click.BadParameter(f"module {module_name!r} has no {attribute!r}{listed}") from error
 
 
-def build_model(spec: str, factory: Callable[[], object], *, skeleton: bool = True) -> torch.nn.Module:
+def build_model(spec: str, factory: Callable[[], object], *, skeleton: bool) -> torch.nn.Module:
     """Builds the model, as a skeleton with its parameters on meta or with values.
 
     The output of the model's code goes to stderr. Raises `FactoryError`.
@@ -262,7 +262,7 @@ def parse_rules(
     rename: Sequence[str] | None,
     rename_regex: Sequence[str] | None,
     ignore: Sequence[str] | None,
-    debug: bool = False,
+    debug: bool,
 ) -> tuple[Rule, ...] | ms.rules.Schema:
     """Returns the rules that `package.module:name` names, followed by those of the other options in their order.
 

@@ -34,7 +34,7 @@ from modelstate.planning.plan import Step
 from modelstate.process import ONE_VARIABLE, cached_attribute, deferred_signals, reference_count
 from modelstate.torch_compat.dtypes import Overflows, nonfinite, short
 from modelstate.torch_compat.modules import call_apply, has_custom_apply, modules_of, own_buffers, own_parameters
-from modelstate.torch_compat.plain import has_its_memory, is_dense, is_fake, is_plain
+from modelstate.torch_compat.plain import extent, has_its_memory, is_dense, is_fake, is_plain
 from modelstate.torch_compat.private import (
     can_set_data,
     is_faking,
@@ -47,7 +47,7 @@ from modelstate.torch_compat.private import (
     with_more_owners,
 )
 from modelstate.transaction.references import Holders, holders_of, lost_references
-from modelstate.transaction.slots import BUFFER, PARAMETER, Slot, extent, sharing, slots_of
+from modelstate.transaction.slots import BUFFER, PARAMETER, Slot, sharing, slots_of
 from modelstate.transaction.transaction import Transaction
 
 Apply = Callable[[torch.Tensor], torch.Tensor]

@@ -159,7 +159,7 @@ def made_connections() -> _Made:
     return _made.setdefault(dist.group.WORLD, {})
 
 
-def connections_of(ranks: tuple[int, ...], timeout_seconds: float, channel: str = "") -> Connections:
+def connections_of(ranks: tuple[int, ...], timeout_seconds: float, channel: str) -> Connections:
     """Returns the connections between these ranks, which are made at the first call. Raises what torch raises."""
     made = made_connections()
     connections = made.get((ranks, channel))

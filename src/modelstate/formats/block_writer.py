@@ -126,7 +126,7 @@ class LazyTensor:
 
 
 def lazy_tensor(
-    stored: Stored, key: object, read_all: ReadAll, dtype: torch.dtype | None = None, on_cast: OnCast = lambda *_: None
+    stored: Stored, key: object, read_all: ReadAll, dtype: torch.dtype | None, on_cast: OnCast
 ) -> LazyTensor:
     """A tensor of a checkpoint that is read when it is written.
 

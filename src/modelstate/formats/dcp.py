@@ -92,7 +92,7 @@ class Metadata:
     """The path of each item in the state dict, in the order of the state dict."""
 
 
-def _read_metadata(file: SourceFile, *, allow: Sequence[object] = (), skip_forbidden: bool = False) -> Metadata:
+def _read_metadata(file: SourceFile, *, allow: Sequence[object], skip_forbidden: bool) -> Metadata:
     """Reads and checks a `.metadata` file.
 
     Besides torch's classes the file may contain the allowed ones, also in the place of torch's, as subclasses of other

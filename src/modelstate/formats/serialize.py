@@ -77,7 +77,7 @@ def serialize(
     attached: Mapping[str, object] | None = None,
     *,
     as_tree: bool = False,
-    of_shard: OfShard | None = None,
+    of_shard: OfShard | None,
 ) -> SerializedState:
     """Splits a state into plain tensors and a manifest.
 

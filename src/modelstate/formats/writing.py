@@ -119,11 +119,11 @@ def write_checkpoint(
     path: str,
     *,
     writer: Writer,
-    schema: str | None = None,
-    shard_bytes: int | None = None,
-    overwrite: bool = True,
-    metadata: Mapping[str, str] | None = None,
-    lock_timeout_seconds: float = LOCK_TIMEOUT_SECONDS,
+    schema: str | None,
+    shard_bytes: int | None,
+    overwrite: bool,
+    metadata: Mapping[str, str] | None,
+    lock_timeout_seconds: float,
 ) -> Files:
     """Writes a state to one file, or to shards with an index.
 

@@ -132,9 +132,7 @@ def atomic_file(path: str, *, overwrite: bool, lock_timeout_seconds: float = LOC
 
 
 @contextmanager
-def unfinished_file(
-    path: str, mode: int | None = None, lock_timeout_seconds: float = LOCK_TIMEOUT_SECONDS
-) -> Iterator[Output]:
+def unfinished_file(path: str, mode: int | None, lock_timeout_seconds: float) -> Iterator[Output]:
     """Creates a file beside a path. While it is open, it is not taken for the leftover of a killed process.
 
     The same holds for the files named by `Output.numbered_path`. For `mode` see `new_file`.
@@ -327,7 +325,7 @@ def write_error(path: str, error: OSError) -> WriteFailedError:
 
 
 @contextmanager
-def locked_directory(directory: str, timeout_seconds: float = LOCK_TIMEOUT_SECONDS) -> Iterator[None]:
+def locked_directory(directory: str, timeout_seconds: float) -> Iterator[None]:
     """Holds the lock of a directory, so that no other save adds or removes files there. Needs a file system with locks.
 
     Raises `LockedError` where the lock is not free in time: any process that can read the directory can hold

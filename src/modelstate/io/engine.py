@@ -553,7 +553,7 @@ def read_ranges(
 
 @contextmanager
 def block_reads(
-    paths: Iterable[str], *, fingerprints: Mapping[str, FileFingerprint], held: Mapping[str, RangeFile] | None = None
+    paths: Iterable[str], *, fingerprints: Mapping[str, FileFingerprint], held: Mapping[str, RangeFile] | None
 ) -> Iterator[Callable[[Iterable[Request]], None]]:
     """Opens files for threads that read many small ranges: yields a function that executes requests in its caller.
 

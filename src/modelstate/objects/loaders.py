@@ -89,7 +89,7 @@ def own_generator(obj: object) -> torch.Generator | None:
 
 
 @contextmanager
-def preserved_generators(generators: Iterable[object] = ()) -> Iterator[None]:
+def preserved_generators(generators: Iterable[object]) -> Iterator[None]:
     """Restores the generators of Python, NumPy and torch on the CPU, and the given ones, when the block ends."""
     given = list(generators)
     by_name = {str(number): item for number, item in enumerate(given) if isinstance(item, torch.Generator)}

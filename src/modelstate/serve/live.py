@@ -136,7 +136,7 @@ class _Flip(NamedTuple):
     """The entries of the old version at the flip."""
 
 
-def target_factory(target: object, names: NameMap | nn.Module | None, training: bool = False) -> Target:
+def target_factory(target: object, names: NameMap | nn.Module | None, training: bool) -> Target:
     """Returns the target for an argument of `Live`. Raises as `Live` does."""
     match target:
         case str() | os.PathLike():

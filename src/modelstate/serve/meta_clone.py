@@ -34,6 +34,7 @@ from modelstate.torch_compat.modules import (
 )
 from modelstate.torch_compat.plain import is_dense, is_plain
 from modelstate.torch_compat.private import address_range, payload_of, slots_of_class, storage_id
+from modelstate.transaction.slots import span_bytes
 
 
 def meta_clone(module: nn.Module) -> nn.Module:
@@ -172,8 +173,7 @@ def _check_overlaps(module: nn.Module) -> None:
             continue
         names[id(tensor)] = name
         start = tensor.data_ptr()
-        span = 1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
-        ranges.append((start, min(start + span * tensor.itemsize, address_range(tensor)[1]), id(tensor)))
+        ranges.append((start, min(start + span_bytes(tensor), address_range(tensor)[1]), id(tensor)))
     ranges.sort()
     for (_, end, first), (start, _, second) in pairwise(ranges):
         if start < end:

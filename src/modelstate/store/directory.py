@@ -471,7 +471,7 @@ class StepIndex:
         self.note_whole(entry.place.path)
         return ""
 
-    def problem_now(self, step: int, progress: bool | None = False) -> str:
+    def problem_now(self, step: int, progress: bool | None) -> str:
         """Reads all of a step, and returns what is wrong with it; empty where nothing is.
 
         Raises `StepNotFoundError` where the step does not exist, or is removed while it is read.

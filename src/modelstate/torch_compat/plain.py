@@ -149,6 +149,15 @@ def is_quantized(tensor: torch.Tensor) -> bool:
     return False
 
 
+def extent(tensor: torch.Tensor) -> tuple[int, int]:
+    """The offsets in the storage, in elements, of the first element and behind the last; zeros for an empty tensor."""
+    if not tensor.numel():
+        return 0, 0
+    start = int(tensor.storage_offset())
+    steps = zip(tensor.size(), tensor.stride(), strict=True)
+    return start, start + 1 + sum((size - 1) * step for size, step in steps)
+
+
 def has_its_memory(tensor: torch.Tensor) -> bool:
     """Whether the storage of a strided tensor, which is not on meta, reaches as far as its elements.
 
@@ -160,9 +169,7 @@ def has_its_memory(tensor: torch.Tensor) -> bool:
         if end_bytes and (offset := tensor.storage_offset()):
             end_bytes += int(offset) * tensor.itemsize
     else:
-        steps = zip(tensor.size(), tensor.stride(), strict=True)
-        end = tensor.storage_offset() + 1 + sum((size - 1) * step for size, step in steps)
-        end_bytes = int(end) * tensor.itemsize
+        end_bytes = extent(tensor)[1] * tensor.itemsize
     try:
         return tensor.untyped_storage().nbytes() >= end_bytes
     except (NotImplementedError, RuntimeError):

@@ -13,7 +13,7 @@ from torch import nn
 from modelstate.formats.tree import EXTRA_STATE
 from modelstate.torch_compat.dtypes import short
 from modelstate.torch_compat.modules import module_tables, non_persistent_buffers, own_modules
-from modelstate.torch_compat.plain import has_its_memory, is_plain, is_sharded, same_place
+from modelstate.torch_compat.plain import extent, has_its_memory, is_plain, is_sharded, same_place
 from modelstate.torch_compat.private import address_range, storage_id
 from modelstate.torch_compat.sharding import local_tensor
 
@@ -219,9 +219,7 @@ def sharing(slots: Sequence[Slot]) -> list[list[Slot]]:
     tensors = [slot.tensor for slot in slots]
     # Empty tensors, and those on meta, have no elements in memory.
     starts = np.array([tensor.data_ptr() for tensor in tensors], np.uint64)
-    sizes = np.array(
-        [tensor.nbytes if tensor.is_contiguous() else _span_bytes(tensor) for tensor in tensors], np.uint64
-    )
+    sizes = np.array([tensor.nbytes if tensor.is_contiguous() else span_bytes(tensor) for tensor in tensors], np.uint64)
     order = np.argsort(starts, kind="stable")
     order = order[(starts[order] > 0) & (sizes[order] > 0)]
     starts, ends = starts[order], np.maximum.accumulate(starts[order] + sizes[order])
@@ -241,7 +239,8 @@ def sharing(slots: Sequence[Slot]) -> list[list[Slot]]:
     return groups
 
 
-def _span_bytes(tensor: torch.Tensor) -> int:
+def span_bytes(tensor: torch.Tensor) -> int:
+    """Returns the bytes from the first element of a tensor to behind the last, with those between the elements."""
     first, end = extent(tensor)
     return (end - first) * tensor.itemsize
 
@@ -278,12 +277,3 @@ def same_values(a: torch.Tensor, b: torch.Tensor) -> bool:
     if a.is_complex():
         a, b = torch.view_as_real(a), torch.view_as_real(b)
     return torch.equal(a.view(bits[a.itemsize]), b.view(bits[b.itemsize]))
-
-
-def extent(tensor: torch.Tensor) -> tuple[int, int]:
-    """Returns the offsets in the storage, in elements, of the first element and behind the last."""
-    if not tensor.numel():
-        return 0, 0
-    start = int(tensor.storage_offset())
-    steps = zip(tensor.size(), tensor.stride(), strict=True)
-    return start, start + 1 + sum((size - 1) * step for size, step in steps)
