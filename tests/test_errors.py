@@ -27,6 +27,8 @@ REMEDIES = {
     errors.TruncatedFileError: CUT_SHORT,
     errors.DamagedFileError: CUT_SHORT,
     errors.NewerManifestError: "update modelstate",
+    errors.CanaryError: "the previous version still serves; look at the new weights, or at the canary's conditions",
+    errors.QuarantinedError: "swap in weights that are known to be good",
     errors.TargetExistsError: "take another path, or overwrite=True to replace it",
 }
 """The classes whose errors have a remedy of the class where the site gives none."""

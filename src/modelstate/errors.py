@@ -463,7 +463,12 @@ class WeightsError(LiveError, ValueError, page="live-weights"):
     """
 
 
-class CanaryError(LiveError, ValueError, page="canary"):
+class CanaryError(
+    LiveError,
+    ValueError,
+    page="canary",
+    remedy="the previous version still serves; look at the new weights, or at the canary's conditions",
+):
     """The new version raised on the canary's inputs, or its answer was not accepted."""
 
 
@@ -479,7 +484,7 @@ class VersionGoneError(LiveError, LookupError):
     """A version that is no longer kept, or a pin that has ended."""
 
 
-class QuarantinedError(LiveError, RuntimeError):
+class QuarantinedError(LiveError, RuntimeError, remedy="swap in weights that are known to be good"):
     """A swap in place failed, and so did its undo: no version can serve until another swap succeeds."""
 
 

@@ -12,7 +12,6 @@ from modelstate.torch_compat.private import flatten, unflatten
 
 _T = TypeVar("_T")
 Calls = Callable[..., Any]
-_REMEDY = "the previous version still serves; look at the new weights, or at the canary's conditions"
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,28 +117,32 @@ class Canary:
     def _compare(self, answer: object, reference: object) -> None:
         (leaves, spec), (reference_leaves, reference_spec) = flatten(answer), flatten(reference)
         if spec != reference_spec:
-            raise _refused("the answer has another structure", reference_spec, spec)
+            raise CanaryError("the answer has another structure", expected=reference_spec, found=spec)
         for leaf, wanted in zip(leaves, reference_leaves, strict=True):
             if isinstance(leaf, torch.Tensor) is not isinstance(wanted, torch.Tensor):
-                raise _refused("the answer has another type", _kind(wanted), _kind(leaf))
+                raise CanaryError("the answer has another type", expected=_kind(wanted), found=_kind(leaf))
             value, expected = _as_tensor(leaf), _as_tensor(wanted)
             if isinstance(value, torch.Tensor) and isinstance(expected, torch.Tensor):
                 self._compare_tensors(value, expected)
             elif _kind(value) != _kind(expected):
-                raise _refused("the answer has another type", _kind(expected), _kind(value))
+                raise CanaryError("the answer has another type", expected=_kind(expected), found=_kind(value))
             elif self._is_bounded and isinstance(value, str | bytes) and value != expected:
-                raise _refused("the answer is another text", repr(expected), repr(value))
+                raise CanaryError("the answer is another text", expected=repr(expected), found=repr(value))
 
     def _compare_tensors(self, value: torch.Tensor, expected: torch.Tensor) -> None:
         if (value.shape, value.dtype, value.layout) != (expected.shape, expected.dtype, expected.layout):
-            raise _refused("the answer is another kind of tensor", _shown(expected), _shown(value))
+            raise CanaryError("the answer is another kind of tensor", expected=_shown(expected), found=_shown(value))
         value, expected = _wide(value), _wide(expected).to(value.device)
         if bool(torch.isnan(value).any() & ~torch.isnan(expected).any()):
-            raise _refused("the answer has NaN", "none", f"{int(torch.isnan(value).sum())} of {value.numel()}")
+            raise CanaryError(
+                "the answer has NaN", expected="none", found=f"{int(torch.isnan(value).sum())} of {value.numel()}"
+            )
         rtol, atol = self.rtol or 0.0, self.atol or 0.0
         if self._is_bounded and not torch.allclose(value, expected, rtol=rtol, atol=atol, equal_nan=True):
             most = float((value - expected).abs().max())
-            raise _refused("the answer differs too much", f"atol={self.atol}, rtol={self.rtol}", f"up to {most:g}")
+            raise CanaryError(
+                "the answer differs too much", expected=f"atol={self.atol}, rtol={self.rtol}", found=f"up to {most:g}"
+            )
 
 
 def run_canary(canary: "Canary | Callable[[Calls], object]", new: Program) -> None:
@@ -165,15 +168,11 @@ def run_check(check: Callable[[_T], object], value: _T) -> None:
     except Exception as error:
         raise _raised("the canary's check raised", error) from error
     if refuses:
-        raise _refused("the canary's check refused the new version", "", "False")
+        raise CanaryError("the canary's check refused the new version", found="False")
 
 
 def _raised(what: str, error: Exception) -> CanaryError:
-    return CanaryError(what, found=f"{type(error).__name__}: {error}", remedy=_REMEDY)
-
-
-def _refused(what: str, expected: object, found: object) -> CanaryError:
-    return CanaryError(what, expected=expected, found=found, remedy=_REMEDY)
+    return CanaryError(what, found=f"{type(error).__name__}: {error}")
 
 
 def _as_tensor(value: object) -> object:

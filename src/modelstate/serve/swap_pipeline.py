@@ -491,7 +491,6 @@ class Undo:
             raise QuarantinedError(
                 "a swap in place failed, and the weights could not be put back: no version can serve",
                 found=f"{type(failure).__name__}: {failure}{after}",
-                remedy="swap in weights that are known to be good",
             ) from failure
 
 

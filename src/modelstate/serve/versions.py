@@ -513,7 +513,6 @@ class VersionGate:
                 raise QuarantinedError(
                     "no version can serve: a swap in place failed, and its changes could not be undone",
                     found=entry.quarantine,
-                    remedy="swap in weights that are known to be good",
                 )
             # The swap waits for pins of the current version, so their threads must not wait for the swap. A pin of an
             # older version does not count: no swap waits for it, and the current weights may be half overwritten.
