@@ -263,7 +263,11 @@ class CacheLook:
 
     def still_lacks(self, spans: Iterable[ByteRange]) -> bool:
         """Looks again at ranges that were missing: whether the page cache still lacks a part of one."""
-        return any(self._absent_of(piece) != [] for piece in _split(map(_whole_pages, spans), _LOOK_BYTES))
+        whole_pages = []
+        for path, start, nbytes in spans:
+            before = start % mmap.PAGESIZE
+            whole_pages.append(ByteRange(path, start - before, nbytes + before))
+        return any(self._absent_of(piece) != [] for piece in _split(whole_pages, _LOOK_BYTES))
 
     def _pieces(self, path: str, start: int, nbytes: int | None = None) -> Iterator[ByteRange]:
         """The pieces of a file that have a part of a range, each always the same."""
@@ -316,12 +320,6 @@ def look_ahead(fingerprints: Mapping[str, FileFingerprint]) -> CacheLook | None:
             os.close(descriptor)
     look.begin()
     return look
-
-
-def _whole_pages(span: ByteRange) -> ByteRange:
-    """The range from the beginning of its first page on."""
-    before = span.start % mmap.PAGESIZE
-    return ByteRange(span.path, span.start - before, span.nbytes + before)
 
 
 def _split(spans: Iterable[ByteRange], most_bytes: int) -> list[ByteRange]:
