@@ -600,6 +600,7 @@ HEADERS = st.lists(
 @example(header=f'{{"a": {{"dtype": "F16", {USUAL}}}}}')
 @example(header=f'{{"a": {{{USUAL}, "shape": [1]}}, "__metadata__": {{"x": 1}}}}')
 @example(header=f'{{"a": {{{USUAL}}}, "a": {{{USUAL}}}}}')
+@example(header=f'{{"a": {{"dtype": "F32", "shape": [1], "data_offsets": [0, {10**27}]}}}}')
 @example(header=f'{{"__metadata__": {{"x": "\\""}}, "a": {{{USUAL}}}}}')
 @settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_the_fast_parser_reads_what_the_strict_one_reads(header: str, tmp_path: Path) -> None:

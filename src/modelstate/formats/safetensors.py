@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from itertools import chain
 from math import prod
 from operator import mul, sub
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, cast
 
 import msgspec
 
@@ -291,12 +291,15 @@ _Numbers = tuple[int, ...]
 _Columns = tuple[_Texts, _Shapes, _Numbers, _Numbers]
 
 
+_Whole = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+
+
 class _Entry(msgspec.Struct, gc=False):
     """What is known of an entry: all of it is None for the metadata."""
 
     dtype: str | None = None
-    shape: tuple[int, ...] | None = None
-    data_offsets: tuple[int, int] | None = None
+    shape: tuple[_Whole, ...] | None = None
+    data_offsets: tuple[_Whole, _Whole] | None = None
 
 
 class _Metadata(msgspec.Struct):
@@ -331,8 +334,7 @@ def _usual_header(header: bytes) -> tuple[list[str], _Columns, Any] | None:
     if not entries or marks != 2 * texts or None in kinds or None in shapes or None in offsets:
         return None
     firsts, lasts = zip(*cast("list[tuple[int, int]]", offsets), strict=True)
-    columns = cast("_Columns", (kinds, shapes, firsts, lasts))
-    return ([*entries], columns, members) if min(firsts) >= 0 <= min(lasts) else None
+    return [*entries], cast("_Columns", (kinds, shapes, firsts, lasts)), members
 
 
 def _any_header(header: bytes) -> tuple[list[str], _Columns, Any]:
