@@ -20,7 +20,7 @@ def spread(places: Sequence[_Place], most: int) -> Sequence[_Place]:
     return places if EXHAUSTIVE else places[:: -(-len(places) // most)]
 
 
-def sample(places: Iterable[_Place], kind: Callable[[_Place], Hashable], more: int = 3) -> list[_Place]:
+def sample(places: Iterable[_Place], kind: Callable[[_Place], Hashable], more: int = 1) -> list[_Place]:
     """Returns, in their order, the first, the middle and the last place of each kind, and some others.
 
     Args:
