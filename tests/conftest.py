@@ -43,16 +43,17 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ[PACKAGES] = tempfile.mkdtemp(prefix="modelstate-packages-")
     elif int(config.workerinput["workerid"].removeprefix("gw")) % 2:
         # Bytecode that another worker has written is not compiled again: they begin at both ends.
-        config.args = [str(path) for arg in config.args for path in _parts(arg)][::-1]
+        config.args = [str(path) for arg in config.args for path in _parts(arg, config)][::-1]
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def _parts(argument: str) -> list[str | Path]:
-    """Returns the folders and tests in a folder, and anything else as it is."""
+def _parts(argument: str, config: pytest.Config) -> list[str | Path]:
+    """Returns the folders and the files of tests in a folder, and anything else as it is."""
     if not Path(argument).is_dir():
         return [argument]
-    return sorted(path for path in Path(argument).iterdir() if path.name.startswith("test_") or path.is_dir())
+    parts = [path for path in Path(argument).iterdir() if path.name.startswith("test_") or path.is_dir()]
+    return sorted(path for path in parts if not pytest_ignore_collect(path.absolute(), config))
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
