@@ -150,8 +150,10 @@ def test_very_small_tensors_take_what_is_said(tmp_path: Path, monkeypatch: pytes
     count = 3000
     save_file({f"{index}.bias": torch.full((1,), float(index)) for index in range(count)}, tmp_path / "x.safetensors")
     made: list[int] = []
-    real = Buffers._new
-    monkeypatch.setattr(Buffers, "_new", lambda self, nbytes: made.append(nbytes) or real(self, nbytes))
+    real = Buffers._make
+    monkeypatch.setattr(
+        Buffers, "_make", lambda self, count, nbytes: made.extend([nbytes] * count) or real(self, count, nbytes)
+    )
     for budget in (None, 100_000):
         made.clear()
         model = nn.ModuleList(nn.LayerNorm(1) for _ in range(count))
