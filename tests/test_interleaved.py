@@ -259,13 +259,13 @@ def test_an_interrupt_in_the_first_task_does_not_keep_later_ones_from_the_end(mo
     registered: list[object] = []
     monkeypatch.setattr(background, "_is_watching_exit", False)
     monkeypatch.setattr(threading, "_register_atexit", registered.append)
-    monkeypatch.setattr(atexit, "register", lambda _: interrupt())
+    monkeypatch.setattr(atexit, "register", lambda *_: interrupt())
     with pytest.raises(KeyboardInterrupt):
         background._watch_exit()
-    monkeypatch.setattr(atexit, "register", registered.append)
+    monkeypatch.setattr(atexit, "register", lambda *given: registered.append(given))
     background._watch_exit()
     background._watch_exit()
-    assert registered == [background._cancel_last, background._end_of_main_thread]
+    assert registered == [(background._cancel, background.AtExit.CANCEL_LAST), background._end_of_main_thread]
 
 
 # Objects that several threads use.
