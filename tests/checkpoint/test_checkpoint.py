@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 import modelstate as ms
@@ -24,7 +26,7 @@ from modelstate.io import system
 from modelstate.tensor_spec import TensorSpec
 from modelstate.torch_compat.plain import is_plain_memory
 from tests.formats.files import entry, safetensors_bytes, same
-from tests.formats.torch_files import WEIGHT, as_bytes, saved, training
+from tests.formats.torch_files import WEIGHT, as_bytes, rich_tree, saved, training
 
 # A mapping.
 
@@ -58,7 +60,7 @@ def test_it_is_itself_and_nothing_else(checkpoint: Checkpoint, path: str) -> Non
     assert len({checkpoint, other, checkpoint}) == 2
 
 
-@pytest.mark.parametrize("ask", [Checkpoint.__getitem__, Checkpoint.tensor])
+@pytest.mark.parametrize("ask", [Checkpoint.__getitem__, Checkpoint.tensor, lambda c, name: c.read_into(name, WEIGHT)])
 def test_a_name_that_is_not_there(checkpoint: Checkpoint, ask: Callable[[Checkpoint, str], object]) -> None:
     with pytest.raises(KeyNotFoundError, match=r"did you mean 'model_state\.0\.weight'\?") as caught:
         ask(checkpoint, "model_state.0.wieght")
@@ -399,7 +401,7 @@ def _shows(path: Path, tensor: torch.Tensor) -> bool:
 def test_it_holds_no_descriptor(path: str) -> None:
     before = len(os.listdir("/proc/self/fd"))
     checkpoint = open_checkpoint(path)
-    checkpoint.tensor("model_state.0.weight", map=False)
+    checkpoint.read_into("model_state.0.weight", torch.empty(4, 3))
     checkpoint.verify()
     assert len(os.listdir("/proc/self/fd")) == before
 
@@ -423,6 +425,142 @@ def test_numbers_at_odd_addresses_are_aligned(tmp_path: Path) -> None:
             found = open_checkpoint(path).tensor(name)
             assert found.data_ptr() % 4 == 0
             assert same(found, values)
+
+
+# Reading into memory.
+
+
+@pytest.fixture(scope="module")
+def rich(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    return open_checkpoint(saved(tmp_path_factory.mktemp("rich") / "x.pt", rich_tree()))
+
+
+def test_everything_can_be_read_into_memory(rich: Checkpoint) -> None:
+    for name, spec in rich.items():
+        out = torch.empty(spec.shape, dtype=spec.dtype)
+        rich.read_into(name, out)
+        assert same(out, rich.tensor(name))
+
+
+bounds = st.none() | st.integers(-6, 6)
+
+
+@given(start=bounds, stop=bounds, data=st.data())
+@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_rows_are_counted_as_slices_count_them(
+    rich: Checkpoint, start: int | None, stop: int | None, data: st.DataObject
+) -> None:
+    name = data.draw(st.sampled_from([f"views.{i}" for i in range(5)] + ["shared.1", "empty.0", "empty.1", "empty.2"]))
+    true = rich.tensor(name)[start:stop]
+    memory = torch.full((true.numel() + 2,), 77.0)
+    out = memory[1:-1].view(true.shape)
+    rich.read_into(name, out, start, stop)
+    assert same(out, true)
+    assert memory[0] == memory[-1] == 77
+
+
+@pytest.mark.parametrize("name", ["views.0", "views.1"], ids=["contiguous", "strided"])
+def test_memory_that_is_not_contiguous(rich: Checkpoint, name: str) -> None:
+    true = rich.tensor(name)
+    wide = torch.full((true.shape[0], 2 * true.shape[1]), 77.0)
+    rich.read_into(name, wide[:, ::2])
+    assert torch.equal(wide[:, ::2], true)
+    assert (wide[:, 1::2] == 77).all()
+    across = torch.empty(true.shape[::-1]).t()
+    rich.read_into(name, across)
+    assert torch.equal(across, true)
+
+
+def test_parameters_and_conjugates_can_be_read_into(rich: Checkpoint) -> None:
+    parameter = torch.nn.Parameter(torch.zeros(4, 6))
+    rich.read_into("views.0", parameter)
+    assert torch.equal(parameter, rich.tensor("views.0"))
+    out = torch.zeros(3, dtype=torch.complex64).conj()
+    rich.read_into("complex.z", out)
+    assert torch.equal(out, rich.tensor("complex.z"))
+
+
+@pytest.mark.parametrize("name", ["views.0", "views.1"], ids=["contiguous", "strided"])
+def test_autograd_sees_that_memory_was_read_into(rich: Checkpoint, name: str) -> None:
+    out = torch.zeros(rich[name].shape)
+    product = (out * torch.ones_like(out, requires_grad=True)).sum()
+    rich.read_into(name, out)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        product.backward()
+
+
+def test_reading_from_a_mapping() -> None:
+    live = WEIGHT.clone()
+    out = torch.empty(2, 3)
+    open_checkpoint({"w": live}).read_into("w", out, -2)
+    live.zero_()
+    assert same(out, WEIGHT[2:])
+
+
+def test_sparse_tensors_are_read_into_sparse_ones(tmp_path: Path) -> None:
+    checkpoint = open_checkpoint(saved(tmp_path / "x.pt", {"s": torch.eye(3).to_sparse()}))
+    out = torch.zeros(3, 3).to_sparse()
+    checkpoint.read_into("s", out)
+    assert torch.equal(out.to_dense(), torch.eye(3))
+
+
+def cut(tensor: torch.Tensor, nbytes: int) -> torch.Tensor:
+    tensor.untyped_storage().resize_(nbytes)
+    return tensor
+
+
+UNFIT: dict[str, Callable[[], Any]] = {
+    "too few rows": lambda: torch.full((3, 6), 7.0),
+    "another shape of the same size": lambda: torch.full((6, 4), 7.0),
+    "another dtype": lambda: torch.full((4, 6), 7.0, dtype=torch.float64),
+    "a dtype of the same size": lambda: torch.full((4, 6), 7, dtype=torch.int32),
+    "meta": lambda: torch.empty(4, 6, device="meta"),
+    "no memory behind it": lambda: cut(torch.full((4, 6), 7.0), 0),
+    "too little memory behind it": lambda: cut(torch.full((4, 6), 7.0), 40),
+    "no tensor": lambda: [7.0],
+    "elements that share memory": lambda: torch.full((1, 6), 7.0).expand(4, 6),
+    "sparse": lambda: torch.full((4, 6), 7.0).to_sparse(),
+}
+
+
+@pytest.mark.parametrize("kind", UNFIT)
+@pytest.mark.parametrize("name", ["views.0", "strided"])
+def test_what_does_not_fit_is_not_written_to(tmp_path: Path, kind: str, name: str) -> None:
+    wide = torch.arange(48.0).reshape(4, 12)
+    checkpoint = open_checkpoint(saved(tmp_path / "x.pt", {"views": [wide[:, :6].clone()], "strided": wide[:, ::2]}))
+    out = UNFIT[kind]()
+    before = bytes(out.untyped_storage()) if kind not in ("meta", "no tensor", "sparse") else None
+    with pytest.raises(OptionError) as caught:
+        checkpoint.read_into(name, out)
+    assert isinstance(caught.value, ValueError)
+    assert caught.value.where == f"{checkpoint.source}: {name}"
+    assert caught.value.expected
+    assert caught.value.found
+    assert before is None or bytes(out.untyped_storage()) == before
+
+
+def test_rows_have_to_fit_too(rich: Checkpoint) -> None:
+    out = torch.full((4, 6), 7.0)
+    with pytest.raises(OptionError, match=r"torch\.float32 of shape \(2, 6\)"):
+        rich.read_into("views.0", out, 1, 3)
+    assert (out == 7).all()
+    with pytest.raises(OptionError, match="no rows"):
+        rich.read_into("scalar", torch.empty(()), 0, 1)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")
+@pytest.mark.parametrize("layout", ["sparse", "sparse_csr"])
+def test_what_sparse_tensors_do_not_allow(tmp_path: Path, layout: str) -> None:
+    tensor = getattr(torch.eye(3), f"to_{layout}")()
+    checkpoint = open_checkpoint(saved(tmp_path / "x.pt", {"s": tensor}))
+    for rows in ((), (1, 2)):
+        with pytest.raises(OptionError, match="cannot copy"):
+            checkpoint.read_into("s", torch.empty((1, 3) if rows else (3, 3)), *rows)
+
+
+def test_a_tensor_without_data_cannot_be_read() -> None:
+    with pytest.raises(OptionError, match="no data"):
+        open_checkpoint({"m": torch.empty(2, device="meta")}).read_into("m", torch.empty(2))
 
 
 def test_plain_memory() -> None:
@@ -461,6 +599,8 @@ CHANGES: dict[str, Callable[[str], None]] = {
 }
 READS: dict[str, Callable[[Checkpoint], object]] = {
     "tensor": lambda checkpoint: checkpoint.tensor("model_state.0.weight"),
+    "read_into": lambda checkpoint: checkpoint.read_into("model_state.0.weight", torch.empty(4, 3)),
+    "read_into a view": lambda checkpoint: checkpoint.read_into("model_state.0.weight", torch.empty(3, 4).t()),
     "verify": lambda checkpoint: checkpoint.verify(),
 }
 
@@ -493,7 +633,7 @@ def test_a_file_that_cannot_be_read(checkpoint: Checkpoint, monkeypatch: pytest.
         raise OSError(5, "Input/output error")
 
     monkeypatch.setattr(system, "preadv", broken)
-    for name in ("tensor", "verify"):
+    for name in ("read_into", "verify"):
         with pytest.raises(ReadFailedError, match="Input/output error"):
             READS[name](checkpoint)
 

@@ -117,6 +117,9 @@ def test_a_function_gets_all_that_have_the_name() -> None:
     assert checkpoint["x"].dtype is torch.bfloat16
     assert checkpoint.tensor("x").tolist() == [3.0, 3.0]
     assert checkpoint["x"].nbytes == 4
+    out = torch.empty(1, dtype=torch.bfloat16)
+    checkpoint.read_into("x", out, start=1)
+    assert out.item() == 3
 
 
 def test_a_function_that_passes_one_on(tmp_path: Path) -> None:

@@ -282,6 +282,14 @@ def test_sharded_into_a_model(of_three_ranks: Path) -> None:
     assert_same(dict(empty.state_dict()), dict(true))
 
 
+def test_rows_of_a_sharded_tensor(tmp_path: Path) -> None:
+    tensor = torch.arange(35.0).reshape(7, 5)
+    checkpoint = ms.open(write(tmp_path / "x", {"a": halves(tensor)}))
+    rows = torch.empty(3, 5)
+    checkpoint.read_into("a", rows, 2, 5)
+    assert_same(rows, tensor[2:5])
+
+
 @pytest.mark.slow
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())

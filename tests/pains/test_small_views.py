@@ -75,7 +75,9 @@ def test_sizes_are_those_of_the_views(path: Path) -> None:
     checkpoint = ms.open(path)
     assert checkpoint.nbytes == ROWS * 10 * 4
     assert checkpoint.tensor("row1").untyped_storage().nbytes() == 40
-    assert torch.equal(checkpoint.tensor("row3"), rows()["row3"])
+    out = torch.empty(10)
+    checkpoint.read_into("row3", out)
+    assert torch.equal(out, rows()["row3"])
 
 
 def test_from_a_mapping() -> None:

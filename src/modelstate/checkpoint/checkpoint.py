@@ -41,6 +41,7 @@ from modelstate.spec import (
     Checksum,
     Encoded,
     Stored,
+    StoredComposite,
     StoredTensor,
     StoredTensors,
     bytes_key,
@@ -426,6 +427,63 @@ class Checkpoint(Mapping[str, TensorSpec], Shown):
         differentiable = stored.requires_grad and (tensor.is_floating_point() or tensor.is_complex())
         return torch.nn.Parameter(tensor, differentiable) if stored.is_parameter else tensor
 
+    def read_into(self, name: str, out: torch.Tensor, start: int | None = None, stop: int | None = None) -> None:
+        """Reads a tensor, or the rows from `start` to before `stop` of it, into existing memory.
+
+        Contiguous CPU memory is read into directly and in parallel, without a copy in between.
+
+        Args:
+            name: A name of this checkpoint.
+            out: A tensor with the shape and dtype of what is read, on any device.
+            start: The first row; None for the beginning.
+            stop: The end of the rows; None for the end.
+
+        Raises:
+            KeyNotFoundError: The checkpoint has no tensor of this name.
+            OptionError: `out` does not fit. Nothing has been written.
+            ReadFailedError: The file cannot be read. The content of `out` is then undefined.
+
+        Examples:
+            >>> checkpoint = modelstate.open({"w": torch.arange(6.0).reshape(3, 2)})
+            >>> out = torch.empty(1, 2)
+            >>> checkpoint.read_into("w", out, start=1, stop=2)
+            >>> out
+            tensor([[2., 3.]])
+        """
+        import torch
+
+        from modelstate.torch_compat.plain import is_plain_memory
+
+        spec, where = self[name], f"{self.source}: {name}"
+        shape, stored = spec.shape, spec.stored
+        if start is not None or stop is not None:
+            if not shape:
+                raise OptionError("a tensor without dimensions has no rows", where=where)
+            start, stop, _ = slice(start, stop).indices(shape[0])
+            shape = (max(stop - start, 0), *shape[1:])
+        _check_target(out, shape, spec.dtype, where)
+        if isinstance(stored, StoredTensor) and stored.is_contiguous and is_plain_memory(out):
+            skip = 0 if not start else start * (stored.nbytes // stored.shape[0])
+            source = ByteRange(stored.extent.path, stored.extent.start + skip, out.nbytes)
+            # Autograd must notice that values it may have saved are overwritten.
+            torch.autograd.graph.increment_version(out)
+            read_ranges([Request(source, out.data_ptr())], fingerprints=self.fingerprints)
+            return
+        rows = [] if start is None else [slice(start, stop)]
+        region = stored.region(rows) if isinstance(stored, StoredTensor | StoredComposite) else None
+        values = self.read(stored if region is None else region)
+        try:
+            with torch.no_grad():
+                out.copy_(values[start:stop] if rows and region is None else values)
+        except RuntimeError as error:
+            raise OptionError(
+                "torch cannot copy this tensor, or these rows of it, to this memory",
+                where=where,
+                expected=f"memory that a {spec.kind} tensor can be copied to",
+                found=error,
+                remedy=f"take it with tensor({name!r}) and convert it",
+            ) from error
+
     def read(self, stored: Stored) -> torch.Tensor:
         """Reads the values of a tensor into memory of their own; returns a live tensor as a detached alias.
 
@@ -603,6 +661,26 @@ def _spec(name: str, stored: Stored, where: str) -> TensorSpec:
             found=error,
             remedy="run the module once, so that its parameters are made, or leave the name out",
         ) from error
+
+
+def _check_target(out: object, shape: tuple[int, ...], dtype: torch.dtype, where: str) -> None:
+    from modelstate.torch_compat.plain import is_plain_memory
+
+    if not is_tensor(out):
+        found = type(out).__name__
+    elif tuple(out.shape) != shape or out.dtype != dtype or out.is_meta:
+        found = f"{out.dtype} of shape {tuple(out.shape)} on {out.device}"
+    elif is_plain_memory(out) and out.untyped_storage().nbytes() < out.storage_offset() * out.itemsize + out.nbytes:
+        found = f"a tensor whose storage has been cut to {out.untyped_storage().nbytes()} bytes"
+    else:
+        return
+    raise OptionError(
+        "the tensor to read into does not fit",
+        where=where,
+        expected=f"{dtype} of shape {shape}",
+        found=found,
+        remedy=f"torch.empty({shape}, dtype={dtype})",
+    )
 
 
 def _copied(tensor: torch.Tensor) -> torch.Tensor:
