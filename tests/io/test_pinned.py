@@ -2,9 +2,11 @@
 
 import ctypes
 import gc
+import mmap
 import os
-from collections.abc import Iterator
-from contextlib import nullcontext
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -21,23 +23,35 @@ class Runtime:
 
     def __init__(self) -> None:
         self.registered: dict[int, int] = {}
-        self.fails = False
+        self.devices: list[object] = []
+        """Those that are current."""
+        self.fails = self.is_interrupted = False
 
     def cudaHostRegister(self, address: int, nbytes: int, _flags: int) -> int:
+        assert self.devices == [DEVICE]
         if not self.fails:
             self.registered[address] = nbytes
+        if self.is_interrupted:
+            signal.raise_signal(signal.SIGINT)
         return int(self.fails)
 
     def cudaHostUnregister(self, address: int) -> int:
+        assert self.devices == [DEVICE]
         ctypes.memset(address, 7, self.registered.pop(address))
         return 0
+
+    @contextmanager
+    def device(self, device: torch.device) -> Iterator[None]:
+        self.devices.append(device)
+        yield
+        self.devices.pop()
 
 
 @pytest.fixture
 def runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[Runtime]:
     runtime, empty = Runtime(), torch.empty
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
-    monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
+    monkeypatch.setattr(torch.cuda, "device", runtime.device)
     monkeypatch.setattr(torch, "zeros", lambda *_, **__: None)
     monkeypatch.setattr(torch, "empty", lambda *args, pin_memory=False, **kw: empty(*args, **kw))
     monkeypatch.setattr(memory, "_spare_pinned", memory.MemoryPool())
@@ -65,14 +79,33 @@ def test_nothing_is_registered_for_no_bytes(runtime: Runtime) -> None:
     assert not runtime.registered
 
 
-def test_a_forked_process_releases_nothing(runtime: Runtime) -> None:
-    tensor = pinned_memory(1 << 20, DEVICE)
+@pytest.mark.parametrize("allocate", [pinned_memory, spare_pinned_memory])
+def test_a_forked_process_has_memory_of_its_own_there(
+    allocate: Callable[[int, torch.device], torch.Tensor], runtime: Runtime
+) -> None:
+    """Otherwise the kernel would give the addresses to what the process allocates, and take that away in the end."""
+    tensor = allocate(64 << 20, DEVICE).fill_(1)
+    pointer = ctypes.c_ubyte.from_address(tensor.data_ptr())
     child = os.fork()
     if not child:
+        is_fine = pointer.value == 0
+        others = [mmap.mmap(-1, 8 << 20) for _ in range(100)]
         del tensor
-        os._exit(0 if runtime.registered else 1)
+        memory._spare_pinned.keep((), 0)
+        for other in others:
+            other[0] = other[-1] = 1
+        os._exit(0 if is_fine and runtime.registered else 1)
     assert os.waitpid(child, 0)[1] == 0
-    assert tensor.fill_(1).sum() == 1 << 20
+    assert tensor.fill_(2).min() == 2
+
+
+def test_an_interrupt_leaves_nothing_registered(runtime: Runtime) -> None:
+    """Memory that is allocated later at the address would be taken for pinned."""
+    runtime.is_interrupted = True
+    with pytest.raises(KeyboardInterrupt):
+        pinned_memory(4 << 20, DEVICE)
+    gc.collect()
+    assert not runtime.registered
 
 
 def test_it_is_lent_again_and_given_back(runtime: Runtime) -> None:
@@ -88,6 +121,13 @@ def test_it_is_lent_again_and_given_back(runtime: Runtime) -> None:
         assert [*runtime.registered] == [second.data_ptr()]
     finally:
         set_spare_bytes(128 << 20)
+
+
+def test_as_much_is_kept_as_is_said(runtime: Runtime) -> None:
+    """The buffers of 16 threads, which read from a server, are 128 MiB."""
+    address = spare_pinned_memory(128 << 20, DEVICE).data_ptr()
+    assert spare_pinned_memory(128 << 20, DEVICE).data_ptr() == address
+    assert len(runtime.registered) == 1
 
 
 def test_where_nothing_can_be_registered_torch_allocates_it(runtime: Runtime) -> None:

@@ -18,6 +18,7 @@ from modelstate.io.engine import ReadStrategy
 from modelstate.loading import stream
 from modelstate.planning.memory import peak_bytes
 from modelstate.testing import faulty_reads
+from modelstate.torch_compat.dtypes import Overflows
 
 
 class Stream:
@@ -173,3 +174,51 @@ def test_nothing_is_queued_any_more_after_an_error(
     with pytest.raises((error, ms.ModelStateError)):
         ms.load(network(2, torch.bfloat16), path, dtype=torch.bfloat16, in_place=in_place)
     assert not queued
+
+
+def test_values_of_few_tensors_that_are_not_cast_need_no_copy_of_the_block() -> None:
+    def run(count: int, dtype: torch.dtype) -> stream.Run:
+        return stream.Run(
+            0, count, torch.float32, [stream.Value("x", at, torch.empty(1, dtype=dtype)) for at in range(count)]
+        )
+
+    assert stream.goes_straight([run(1, torch.float32)] * 4)
+    assert not stream.goes_straight([run(5, torch.float32)])
+    assert not stream.goes_straight([run(1, torch.float32)] * 5)
+    assert not stream.goes_straight([run(1, torch.float32), run(1, torch.bfloat16)])
+
+
+@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory")])
+def test_a_cast_that_could_not_be_looked_at_is_noted(
+    error: Exception, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The weights are there by then."""
+    state = dict(network(1, torch.float32).state_dict())
+    state["0.weight"][7, 7] = 1e38
+    ms.save(state, path)
+
+    def fail(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(Overflows, "check", fail)
+    report = ms.load(network(2, torch.float16), path, dtype=torch.float16)
+    assert any("there was no memory to look" in note and "0.weight" in note for note in report.notes), report.notes
+
+
+def test_the_memory_that_is_reported_is_what_was_asked_for(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    reserve = stream.CudaQueue.reserve
+
+    def pinned(nbytes: int, _: object) -> torch.Tensor:
+        asked.append(nbytes)
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+    def reserved(queue: stream.CudaQueue, nbytes: int) -> int:
+        asked.append(reserve(queue, nbytes))
+        return asked[-1]
+
+    monkeypatch.setattr(stream, "spare_pinned_memory", pinned)
+    monkeypatch.setattr(stream.CudaQueue, "reserve", reserved)
+    report = ms.load(network(2, torch.bfloat16), path, dtype=torch.bfloat16)
+    assert len(asked) == 2
+    assert report.peak_memory_bytes == sum(asked)

@@ -77,7 +77,7 @@ class Buffers:
         self._needed = max(count, min(threads, len(blocks))), max(nbytes, _largest(blocks))
 
     def reserve(self) -> None:
-        """Makes the buffers that lack for each of the reads that are noted. No read is under way."""
+        """Makes the buffers that are still missing for the reads that are noted. No read is under way."""
         count, nbytes = self._needed
         if count > len(self._free):
             self._free += self._make(count - len(self._free), nbytes)

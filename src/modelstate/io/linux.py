@@ -31,9 +31,9 @@ _UFFD_USER_MODE_ONLY = 1
 class Advice(IntEnum):
     """The advice about a range of memory that `madvise` passes to the kernel."""
 
-    DONTFORK = 10
-    """A process that is forked does not get the memory."""
     HUGEPAGE = 14
+    WIPEONFORK = 18
+    """Since Linux 4.14. In a process that is forked, the memory is there, and has zeros in it."""
     POPULATE_READ = 22
     """Since Linux 5.14. With it a truncated file is an error instead of SIGBUS."""
     POPULATE_WRITE = 23

@@ -252,7 +252,8 @@ def spare_pinned_mapping(nbytes: int, allocate: Callable[[int], mmap.mmap | None
     if mapping is None:
         mapping = allocate(nbytes)
     if mapping is not None:
-        _spare_pinned.keep([mapping], _spare_bytes)
+        # Pinned mappings are larger by a huge page than what lies in them.
+        _spare_pinned.keep([mapping], _spare_bytes + HUGE_PAGE_BYTES if _spare_bytes else 0)
     return mapping
 
 

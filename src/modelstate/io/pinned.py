@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 from modelstate.io import linux
 from modelstate.io.engine import for_each, read_threads
 from modelstate.io.memory import HUGE_PAGE_BYTES, spare_pinned_mapping
+from modelstate.process import deferred_signals
 
 if TYPE_CHECKING:
     import torch
@@ -32,7 +33,7 @@ def pinned_memory(nbytes: int, device: torch.device) -> torch.Tensor:
     """Returns a byte tensor in pinned memory of exactly this size, which is not initialised.
 
     The memory is released when no tensor uses it any more: until then, the caller has to wait for the copies that it
-    has queued. A process that is forked does not get the memory.
+    has queued. A process that is forked has zeros there, and nothing is pinned in it.
 
     Raises `RuntimeError` where the system, or a limit on pinned memory, does not allow for it.
     """
@@ -76,7 +77,8 @@ def _registered(size: int, device: torch.device) -> _Mapping | None:
         return None
     offset = _offset(mapping)
     first, nbytes = ctypes.addressof(ctypes.c_char.from_buffer(mapping)) + offset, size - HUGE_PAGE_BYTES
-    for advice in (linux.Advice.HUGEPAGE, linux.Advice.DONTFORK):
+    # The device goes on with the pages that it has pinned: a write after a fork must not copy them to others.
+    for advice in (linux.Advice.HUGEPAGE, linux.Advice.WIPEONFORK):
         linux.madvise(first, -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE, advice)
 
     @contextmanager
@@ -88,17 +90,18 @@ def _registered(size: int, device: torch.device) -> _Mapping | None:
 
     pieces = range(0, nbytes, _PIECE_BYTES)
     for_each(pieces, worker, min(read_threads(), len(pieces)))
-    process = os.getpid()
-    with torch.cuda.device(device):  # a call for another device would take memory of it
-        cuda = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    cuda, process = torch.cuda.cudart(), os.getpid()  # type: ignore[no-untyped-call]
+    on_device = partial(torch.cuda.device, device)  # a call on another device would take memory of it
+
+    def unregister() -> None:
+        if os.getpid() == process:
+            with on_device():
+                cuda.cudaHostUnregister(first)
+
+    with deferred_signals(), on_device():  # an interrupt in between would leave memory registered that is gone
         if int(cuda.cudaHostRegister(first, nbytes, _PORTABLE)):
             with suppress(RuntimeError):  # the next call of torch would raise the error
                 torch.zeros(1, device=device)
             return None
-
-    def unregister() -> None:
-        if os.getpid() == process:
-            cuda.cudaHostUnregister(first)
-
-    mapping.unregister = unregister
+        mapping.unregister = unregister
     return mapping

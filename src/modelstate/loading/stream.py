@@ -21,7 +21,7 @@ from modelstate.planning.assignment import Assignment, after_remaking, remade, t
 from modelstate.planning.plain_table import PlainTable
 from modelstate.planning.transforms import RowsWriter, asked_writer
 from modelstate.spec import StoredTensor, contiguous_stride
-from modelstate.torch_compat.dtypes import Overflows, can_overflow, extremes, is_range_within, is_within
+from modelstate.torch_compat.dtypes import UNCHECKED, Overflows, can_overflow, extremes, is_range_within, is_within
 from modelstate.torch_compat.plain import is_plain
 from modelstate.torch_compat.private import copy_each
 
@@ -152,7 +152,10 @@ class CudaQueue:
             for (run, _), (least, greatest) in zip(narrow, known, strict=True):
                 if not all(is_range_within(least, greatest, dtype) for dtype in run.narrow):
                     for value, source in zip(run.values, run.sources(run.shown(buffer)), strict=True):
-                        found.check(value.name, source, value.target.dtype)
+                        try:
+                            found.check(value.name, source, value.target.dtype)
+                        except (MemoryError, RuntimeError):  # the block is done: nothing would look at it again
+                            found.add({(UNCHECKED, value.name): source.numel()})
             overflows.add(found.counts)
 
         return wait

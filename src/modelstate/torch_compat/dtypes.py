@@ -102,6 +102,14 @@ AT_ONCE = 1 << 20
 _SHOWN = 8
 _CAST = "a cast"
 _NAN = "NaN before a cast"
+UNCHECKED = "a cast that was not looked at"
+
+
+_FOUND = {
+    _NAN: "values were NaN before a cast",
+    UNCHECKED: "values were cast, and there was no memory to look whether they became infinite",
+}
+"""What there is of other causes than functions and casts."""
 
 
 @cache
@@ -172,9 +180,7 @@ class Overflows:
             shown = [f"{name} ({count:,})" for name, count in named[:_SHOWN]]
             more = f", and {len(named) - _SHOWN} more" if len(named) > _SHOWN else ""
             total = sum(count for _, count in named)
-            found = (
-                "values were NaN before a cast" if cause == _NAN else f"finite values became infinite or NaN by {cause}"
-            )
+            found = _FOUND.get(cause, f"finite values became infinite or NaN by {cause}")
             notes.append(f"{found}, {total:,} in all: {', '.join(shown)}{more}")
         return notes
 
