@@ -41,19 +41,8 @@ def pytest_configure(config: pytest.Config) -> None:
     """Tests interrupt themselves. A shell has what it runs in the background ignore that."""
     if not hasattr(config, "workerinput"):
         os.environ[PACKAGES] = tempfile.mkdtemp(prefix="modelstate-packages-")
-    elif int(config.workerinput["workerid"].removeprefix("gw")) % 2:
-        # Bytecode that another worker has written is not compiled again: they begin at both ends.
-        config.args = [str(path) for arg in config.args for path in _parts(arg, config)][::-1]
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-def _parts(argument: str, config: pytest.Config) -> list[str | Path]:
-    """Returns the folders and the files of tests in a folder, and anything else as it is."""
-    if not Path(argument).is_dir():
-        return [argument]
-    parts = [path for path in Path(argument).iterdir() if path.name.startswith("test_") or path.is_dir()]
-    return sorted(path for path in parts if not pytest_ignore_collect(path.absolute(), config))
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
@@ -88,8 +77,7 @@ def _skipped_by_an_old_torch() -> Iterator[None]:
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Leaves out a file that is slow as a whole where slow tests are left out: its imports may take seconds."""
-    given = config.invocation_params.args
-    is_named = collection_path in (Path(str(argument).partition("::")[0]).absolute() for argument in given)
+    is_named = collection_path in (Path(argument.partition("::")[0]).absolute() for argument in config.args)
     if is_named or config.getoption("markexpr") != "not slow" or collection_path.suffix != ".py":
         return None
     return True if WHOLE_FILE_IS_SLOW.search(collection_path.read_text()) else None
@@ -100,7 +88,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if not hasattr(config, "workerinput"):
         return
     slow = {item.path for item in items if item.get_closest_marker("slow")}
-    paths = sorted({item.path for item in items}, key=lambda path: (path not in slow, path))
+    paths = sorted(dict.fromkeys(item.path for item in items), key=lambda path: path not in slow)
     turns = [*paths[::2], *paths[1::2]]  # each worker gets one half of the tests first
     rank = {path: place for place, path in enumerate(turns)}
     items.sort(key=lambda item: rank[item.path])
