@@ -17,7 +17,6 @@ import tempfile
 import traceback
 import types
 import warnings
-import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from multiprocessing import get_context, set_start_method
 from pathlib import Path
@@ -258,8 +257,6 @@ def _main(
     finalizes: bool,
 ) -> None:
     as_process_of_its_own()
-    if not finalizes:
-        weakref.finalize._registry.clear()  # type: ignore[attr-defined]  # of what has been imported: they take 40 ms
     signal.signal(signal.SIGINT, signal.default_int_handler)  # which the server of the forks ignores
     for descriptor, name in ((1, "out"), (2, "err")):
         file = os.open(os.path.join(folder, name), os.O_WRONLY | os.O_CREAT | os.O_APPEND)

@@ -6,14 +6,13 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 import traceback
 from collections.abc import Mapping, Sequence
 from io import BufferedWriter
 from pathlib import Path
 
 from bench.measure import MeasurementError, Stage
-from tests.programs import Program, as_process_of_its_own, code_of, run_program
+from tests.programs import Program, code_of, run_program
 
 
 def run_forked(
@@ -57,15 +56,6 @@ for descriptor in (1, 2):
 """
 
 
-def run_forked_with_a_forked_server(
-    command: Sequence[str], *, environment: Mapping[str, str] | None = None, timeout_seconds: float = 600
-) -> dict[str, Stage]:
-    """As `run_forked`, for `bench.serving`: its server is a fork of that fork, and has what it has imported."""
-    patch = "import types, bench.serving, tests.bench.forked as forked; "
-    patch += "bench.serving.subprocess = types.SimpleNamespace(Popen=forked.ForkOfThis)\n"
-    return _stages(run_program(patch + code_of(command), environment=environment, timeout=timeout_seconds))
-
-
 class ForkedServer:
     """What `bench.serving` needs of a `subprocess.Popen` of an interpreter, as a fork."""
 
@@ -87,50 +77,6 @@ class ForkedServer:
 
     def wait(self, timeout: float = 300) -> int:
         return self._program.wait(timeout).returncode
-
-
-class ForkOfThis:
-    """As `ForkedServer`, forked from this process, which must have no other threads."""
-
-    def __init__(
-        self, command: Sequence[str], cwd: Path, env: Mapping[str, str], stdout: BufferedWriter, stderr: BufferedWriter
-    ) -> None:
-        sys.stdout.flush()
-        self._child, self._code = os.fork(), None
-        if not self._child:
-            as_process_of_its_own()
-            os.chdir(cwd)
-            os.environ.update(env)
-            status = 1
-            try:
-                exec(_IN_PLACE_OF_POPEN.format(log=stdout.name, code=code_of(command[1:])), {"__name__": "__main__"})
-                status = 0
-            except SystemExit as ended:
-                status = int(ended.code or 0)
-            except BaseException:
-                traceback.print_exc()
-            os._exit(status)
-
-    def poll(self) -> int | None:
-        if self._code is None:
-            child, status = os.waitpid(self._child, os.WNOHANG)
-            self._code = os.waitstatus_to_exitcode(status) if child else None
-        return self._code
-
-    def terminate(self) -> None:
-        os.kill(self._child, signal.SIGTERM)
-
-    def kill(self) -> None:
-        if self.poll() is None:
-            os.kill(self._child, signal.SIGKILL)
-
-    def wait(self, timeout: float = 300) -> int:
-        until = time.monotonic() + timeout
-        while (code := self.poll()) is None:
-            if time.monotonic() > until:
-                raise subprocess.TimeoutExpired("the server", timeout)
-            time.sleep(0.01)
-        return code
 
 
 def _stages(done: "subprocess.CompletedProcess[str]") -> dict[str, Stage]:

