@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from bench.goals import Compared, Goal
+from bench.goals import COMPARISONS, Compared, Goal
 from bench.measure import Stage, median
 from bench.measured import Measured, Part, Runs
 from bench.sections import LOADS, ON_GPU
@@ -65,8 +65,9 @@ PAGES = (
     Page(
         "benchmarks_gpu.md",
         "Benchmarks on a GPU",
-        "The files are in the page cache. Before the clock starts, the target module is built, and the contender has "
-        "loaded and run a tiny model once. The clock stops when the device has finished.\n\n"
+        "On a machine without a GPU the page stays as it is. The files are in the page cache. Before the clock starts, "
+        "the target module is built, and the contender has loaded and run a tiny model once. The clock stops when the "
+        "device has finished.\n\n"
         "- **ready**: from the file to the module with its weights. **×**: compared with the first row of the table.\n"
         "- **own memory**: the most anonymous memory of the host that the process grew by until then.\n"
         "- **GPU memory beside the module**: the most that torch had allocated while it loaded, less the module. What "
@@ -388,6 +389,8 @@ def summary(rows: Sequence[Compared], image: str) -> str:
 def page(of: Page, parts: Sequence[Part], found: Sequence[Goal], compared: Sequence[Compared]) -> str:
     """The text of a page: a summary, how it is measured, the goals, and a section for each table."""
     measured = [one for part in parts for one in part.measured]
+    keys = {one.key for one in measured}
+    not_measured = "; ".join(one.job for one in COMPARISONS[of.file] if one.key not in keys)
     machines = dict.fromkeys(part.machine for part in parts)
     words = f"""## How it is measured
 
@@ -395,7 +398,8 @@ def page(of: Page, parts: Sequence[Part], found: Sequence[Goal], compared: Seque
 table runs once, in another order. {of.words}
 
 The machine: {" Other parts: ".join(machines)}"""
-    texts = [f"# {of.title}", summary(compared, of.image), words, goals(found), *map(section, measured)]
+    left_out = not_measured and f"Not measured yet: {not_measured}."
+    texts = [f"# {of.title}", summary(compared, of.image), left_out, words, goals(found), *map(section, measured)]
     return "\n\n".join(text for text in texts if text) + "\n"
 
 
