@@ -558,7 +558,7 @@ COMPARISONS = {
                 name.format(saving.STORE),
                 peers=partial(lambda turn, found, row: row.endswith(turn), turn),
             )
-            for turn, name in (("first", saving.FIRST), ("second", saving.LATER))
+            for turn, name in (("first", saving.FIRST), ("second", saving.SECOND))
         ),
     ),
     "benchmarks_converting.md": (

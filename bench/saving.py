@@ -14,8 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 import xxhash
 from torch import nn
 
@@ -221,6 +219,8 @@ def _by_store(model: nn.Module, folder: Path) -> Iterator[Callable[[], Wait]]:
 
 @contextmanager
 def _by_dcp(model: nn.Module, folder: Path) -> Iterator[Callable[[], Wait]]:
+    import torch.distributed as dist
+    import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.staging import DefaultStager
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -259,7 +259,7 @@ FROM_GPU = {
     "copy_ of each tensor to pinned memory, nothing written": _by_loop,
     "DCP async_save, until it is staged": _by_dcp,
 }
-FIRST, LATER = "{}, the first", "{}, the second"
+FIRST, SECOND = "{}, the first", "{}, the second"
 
 
 def from_gpu(contender: str, model: nn.Module, folder: Path) -> None:
@@ -268,7 +268,7 @@ def from_gpu(contender: str, model: nn.Module, folder: Path) -> None:
     model.cuda()
     stages = Stages()
     with FROM_GPU[contender](model, folder) as save:
-        for name in (FIRST, LATER):
+        for name in (FIRST, SECOND):
             torch.cuda.synchronize()
             begun = time.perf_counter()
             wait = save()

@@ -65,7 +65,10 @@ Consume = Callable[[Block, "torch.Tensor"], Wait | None]
 
 
 class Buffers:
-    """The buffers of a read, or of reads that follow each other, for all of which `reserve` makes them at once."""
+    """The buffers of one read, or of several reads that follow each other.
+
+    `need` takes note of what each read takes, and `reserve` then makes buffers that are enough for every one of them.
+    """
 
     def __init__(self) -> None:
         self._free: list[torch.Tensor] = []

@@ -172,8 +172,8 @@ def _queued_limits(runs: Sequence[tuple[Run, torch.Tensor]]) -> torch.Tensor:
 
 def goes_straight(runs: Sequence[Run]) -> bool:
     """Whether the values of a block are copied from the buffer to where they belong, and not by the block."""
-    values = [(run, value) for run in runs for value in run.values]
-    return len(values) <= _MOST_DIRECT and all(value.target.dtype is run.dtype for run, value in values)
+    count = sum(len(run.values) for run in runs)
+    return count <= _MOST_DIRECT and all(value.target.dtype is run.dtype for run in runs for value in run.values)
 
 
 class StreamBuffers(Buffers):

@@ -45,13 +45,7 @@ from modelstate.objects.objects import (
     targets_of,
     tensors_within,
 )
-from modelstate.objects.optimizer_state import (
-    OptimizerPlan,
-    check_keep_options,
-    misfit,
-    plan_by_name,
-    remedy_of,
-)
+from modelstate.objects.optimizer_state import OptimizerPlan, check_keep_options, misfit, plan_by_name, remedy_of
 from modelstate.objects.parts import KEPT, Kind, Part
 from modelstate.objects.recorded_memory import Recorded, into_recorded_memory
 from modelstate.planning.matching import Patterns
