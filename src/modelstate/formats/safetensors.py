@@ -313,9 +313,9 @@ _metadata_of = msgspec.json.Decoder(_Metadata).decode
 def _usual_header(header: bytes) -> tuple[list[str], _Columns, Any] | None:
     """The names, the columns and the metadata of a header, by a parser that takes less time than a strict one.
 
-    None for a header that it might read in another way: `_any_header` parses such a header, and says what is wrong. Of
-    equal keys the parser keeps the last one, and it skips others than it looks for, so the quotation marks are counted:
-    each key and each value has two.
+    None for a header that it might read in another way: `_any_header` parses such a header, and says what is wrong. The
+    parser keeps only the last of equal keys, and passes over keys that an entry must not have. So that neither goes
+    unnoticed, the quotation marks are counted: each key and each text has two.
     """
     if b"\\\\" in header or (b"-0" in header and _MINUS_ZERO.search(header)):
         return None  # a quotation mark after two backslashes ends a text; -0 is no whole number from 0
