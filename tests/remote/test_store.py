@@ -129,6 +129,18 @@ def test_a_run(url: str, names: Callable[[], list[str]]) -> None:
     assert sum(name.startswith("step-") for name in names()) == 2
 
 
+def test_a_damaged_name_of_the_store_is_found_by_verify(url: str, bucket: str, s3_client: Callable[[], Any]) -> None:
+    store = ms.Store(url)
+    save(store, 1)
+    assert store.verify() == {1: ""}
+    s3_client().put_object(Bucket=bucket, Key="runs/first/store.json", Body=b"{}")
+    assert "damaged" in store.verify()["store.json"]
+    result = CliRunner().invoke(app, ["store", "verify", url])
+    assert (result.exit_code, "store.json: " in result.output) == (1, True), result.output
+    s3_client().delete_object(Bucket=bucket, Key="runs/first/store.json")
+    assert store.verify() == {1: ""}
+
+
 @pytest.mark.slow
 def test_what_has_not_changed_is_not_uploaded_again_and_survives_pruning(
     url: str, proxy: FaultProxy, names: Callable[[], list[str]]

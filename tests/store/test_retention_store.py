@@ -1,6 +1,8 @@
 """What a store never takes away, and never relies upon."""
 
+import errno
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -71,6 +73,47 @@ def test_what_has_been_found_to_be_damaged_is_not_linked_again(tmp_path: Path) -
     assert store.verify(2)[2]
     assert store.save(3, frozen).bytes_linked == 0
     assert store.verify(3) == {3: ""}
+
+
+def test_a_step_that_is_saved_again_is_not_taken_for_the_damaged_one(tmp_path: Path) -> None:
+    """The file system may give the new directory the inode of the one that was removed."""
+    store = saved(tmp_path, 5)
+    for _ in range(3):
+        rot(tensors_of(tmp_path, 5))
+        assert store.verify(5)[5]
+        store.save(6, {"value": 6}, overwrite=True)
+        assert store.prune(1) == (5,)
+        store.save(5, {"state": {"w": torch.full((1000,), 5.0)}})
+        assert store.verify(5) == {5: ""}
+        assert store.restore({"state": {"w": torch.zeros(1000)}}).step == 5
+
+
+@pytest.mark.parametrize("error", [errno.EIO, errno.ESTALE, errno.EACCES])
+def test_a_pin_that_cannot_be_read_keeps_its_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: int
+) -> None:
+    store = saved(tmp_path, 1, 2, 3)
+    store.pin(1)
+    with monkeypatch.context() as patched:
+        for name in ("stat", "lstat"):
+            real = getattr(os, name)
+
+            def fails(path: object, *args: object, real: Callable[..., object] = real, **named: object) -> object:
+                if str(path).endswith("1/pinned"):
+                    raise OSError(error, os.strerror(error))
+                return real(path, *args, **named)
+
+            patched.setattr(os, name, fails)
+        assert store.prune(1) == (2,)
+        store.pin(3)
+    assert store.steps() == (1, 3)
+    for _ in range(2):
+        store.unpin(1)
+    for _ in range(2):
+        store.pin(3)
+    store.save(4, {"value": 4})
+    assert store.prune(1) == (1,)
+    assert store.steps() == (3, 4)
 
 
 def test_a_run_that_went_back_is_restored_by_the_command_line_as_by_restore(tmp_path: Path) -> None:

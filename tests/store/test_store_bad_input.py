@@ -262,12 +262,13 @@ def test_a_manifest_that_is_not_what_was_written(tmp_path: Path, how: str) -> No
         assert store.restore(training.objects).step == 1
     assert (store.steps(), store.latest()) == ((0, 1), 1)
     assert contents(tmp_path) == was
-    if kind is errors.DamagedCheckpointError:
+    if kind is errors.DamagedCheckpointError and not is_foreign:
         store.save(2, training.objects)
         assert store.steps() == (0, 1, 2)
-    else:  # somebody else's: it is not taken away
-        with pytest.raises(errors.TargetExistsError):
-            store.save(2, training.objects)
+    else:  # it is of another store or a newer version: it is not removed
+        for overwrite in (False, True):
+            with pytest.raises(errors.TargetExistsError, match="take it away"):
+                store.save(2, training.objects, overwrite=overwrite)
         store.prune(1)
         assert store.steps() == (1,)
         assert (tmp_path / "step-000000002").exists()
@@ -283,9 +284,11 @@ def test_a_checkpoint_copied_from_another_store(tmp_path: Path) -> None:
     with pytest.warns(errors.DamagedCheckpointWarning):
         assert ours.restore({"model": model}).step == 1
     assert ours.save(6, {"model": model}).bytes_linked  # to step 1, not to theirs
-    assert ms.Store(tmp_path / "ours", keep=1).steps() == (1, 6)
-    assert copied.exists()
-    ms.load(model, copied)
+    revision = shutil.copytree(other, tmp_path / "ours" / "step-000000001.7")  # beside one of ours
+    assert ours.prune(1) == (1,)
+    assert ours.steps() == (6,)
+    for theirs_too in (copied, revision):
+        ms.load(model, theirs_too)
 
 
 def test_a_store_that_is_copied_or_moved_stays_whole(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Literal, TypeVar
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeVar
 
 from modelstate.errors import (
     ChecksumError,
@@ -41,7 +41,7 @@ from modelstate.remote.cache import Cache
 from modelstate.remote.location import is_remote
 from modelstate.store.bucket import Bucket
 from modelstate.store.medium import STORE_FILE, LocalMedium, Medium, Place
-from modelstate.store.record import ALL, RECORD_FILE, FileRecord, Record, damaged, read_record, read_small
+from modelstate.store.record import ALL, FileRecord, Record, damaged, read_record, read_small
 from modelstate.store.retention import CheckpointInfo, Keep, check_metric, kept
 
 if TYPE_CHECKING:
@@ -58,9 +58,18 @@ _UNUSABLE = (DamagedCheckpointError, NewerManifestError, ReadFailedError)
 Step = int | Literal["latest"]
 _Result = TypeVar("_Result")
 _Key = tuple[str, object]
-"""The path of a checkpoint, and what identifies it where the path is used again, such as an inode."""
-_Read = tuple[Record | None, ModelStateError | None]
-"""The record of a checkpoint, and why the checkpoint cannot be used."""
+"""The path of a checkpoint, and what identifies its record, since the path may be used again."""
+
+
+class _Read(NamedTuple):
+    """What reading the record of a checkpoint has shown."""
+
+    record: Record | None
+    """None where it cannot be read."""
+    error: ModelStateError | None
+    """Why the checkpoint cannot be used."""
+    is_foreign: bool = False
+    """Whether the record is of another store, or of another step."""
 
 
 class StepEntry:
@@ -81,12 +90,12 @@ class StepEntry:
     @property
     def record(self) -> Record | None:
         """None where it cannot be read."""
-        return self.read()[0]
+        return self.read().record
 
     @property
     def error(self) -> ModelStateError | None:
         """Why the checkpoint cannot be used, as far as names, sizes and earlier reads show."""
-        return self.read()[1]
+        return self.read().error
 
     def file_names(self) -> set[str] | None:
         """Returns the names of its files; None where its record cannot be read."""
@@ -111,12 +120,13 @@ class StepEntry:
     @property
     def is_whole(self) -> bool:
         """Whether nothing is known to be wrong with it."""
-        return self._result is None or self._result[1] is None
+        return self._result is None or self._result.error is None
 
     @property
     def is_damaged(self) -> bool:
         """Whether it is of this store and not what was saved. Foreign and newer ones are not damaged: they stay."""
-        return isinstance(self.error, DamagedCheckpointError | ReadFailedError)
+        read = self.read()
+        return not read.is_foreign and isinstance(read.error, DamagedCheckpointError | ReadFailedError)
 
     @property
     def is_gone(self) -> bool:
@@ -210,11 +220,11 @@ class StepIndex:
             def read(
                 place: Place, found: list[Place] = found, names: list[str] = names, naming: threading.Lock = naming
             ) -> _Read:
-                record, error = self._read(place)
+                unchecked = self._read(place)
                 with naming:
                     if not names:
                         names.append(self._name(found))
-                return self._checked(place, record, error, names[0])
+                return self._checked(place, unchecked, names[0])
 
             entries = [StepEntry(place, self.medium, read) for place in found]
             # A checkpoint that was removed meanwhile may have been replaced by one that is not on this list.
@@ -277,31 +287,28 @@ class StepIndex:
         try:
             return _read_store_file(self.directory)[0]
         except (OpenError, ReadFailedError, DamagedCheckpointError):
-            return _most_common(self._read(place)[0] for place in places)
+            return _most_common(self._read(place).record for place in places)
 
     def _read(self, place: Place) -> _Read:
         identity: object = None
         if self._cache is not None:
-            if self.medium.is_lazy:
-                identity = True  # an object that is a record does not change
-            else:
-                with suppress(OSError):
-                    status = os.stat(os.path.join(place.path, RECORD_FILE))
-                    identity = status.st_ino, status.st_size, status.st_mtime_ns
+            identity = self.medium.identity(place.path)
             cached = self._cache.get(place.path)
             if cached is not None and cached[0] == identity:
-                return cached[1], None
+                return _Read(cached[1], None)
         try:
             record = read_record(place.path)
         except ModelStateError as error:
-            return None, error
+            return _Read(None, error)
         if self._cache is not None and identity is not None:
             self._cache[place.path] = identity, record
-        return record, None
+        return _Read(record, None)
 
-    def _checked(self, place: Place, record: Record | None, error: ModelStateError | None, name: str) -> _Read:
+    def _checked(self, place: Place, read: _Read, name: str) -> _Read:
+        """Returns a record that was read, with what else shows that the checkpoint cannot be used."""
+        record = read.record
         if record is None:
-            return None, error
+            return read
         if record.step != place.step or record.store != name:
             foreign = DamagedCheckpointError(
                 "the checkpoint was put here from another store, or under another step",
@@ -310,12 +317,12 @@ class StepIndex:
                 found=f"step {record.step} of the store {record.store}",
                 remedy="open the store that it is from; ms.open reads what is in it by itself",
             )
-            return record, foreign
+            return _Read(record, foreign, is_foreign=True)
         files = {name: file for entry in record.entries.values() for name, file in entry.files.items()}
         if problem := self.medium.problem_of(place, files):
-            return record, damaged(place.path, problem)
+            return _Read(record, damaged(place.path, problem))
         key = self._key(place.path) if self._damage else None
-        return record, self._damage.get(key) if key is not None else None
+        return _Read(record, self._damage.get(key) if key is not None else None)
 
     # Reading whole checkpoints.
 
@@ -377,9 +384,9 @@ class StepIndex:
                 yield listed[index]
                 continue
             place = Place(number, revision, self.directory + path, self.directory + files)
-            record, error = self._read(place)
-            of_store = record.store if record is not None else ""
-            checked = self._checked(place, record, error, of_store)
+            read = self._read(place)
+            of_store = read.record.store if read.record is not None else ""
+            checked = self._checked(place, read, of_store)
             yield StepEntry(place, self.medium, lambda _, checked=checked: checked)  # type: ignore[misc]
 
     def opened(
@@ -544,11 +551,15 @@ class StepIndex:
             bad.add(newest.place.step)
 
     def prune(self, keep: Keep | None) -> tuple[int, ...]:
-        """Removes the steps that no rule keeps, with all their revisions, and returns them. Raises `OSError`."""
+        """Removes the steps that no rule keeps, and returns them. Raises `OSError`.
+
+        All revisions of such a step are removed, except those of another store or of a newer version.
+        """
         steps = self.steps_to_prune(keep)
         if steps:
             revisions = self.all_revisions()
-            removed = [entry for entry in revisions if entry.place.step in steps]
+            own = (entry for entry in revisions if entry.is_whole or entry.is_damaged)
+            removed = [entry for entry in own if entry.place.step in steps]
             self.medium.discard(removed, lambda: self.read_all(revisions))
         return tuple(steps)
 
@@ -597,7 +608,7 @@ class StepIndex:
             return name
         except (SourceNotFoundError, DamagedCheckpointError):
             pass  # it is written below
-        name = _most_common(self._read(place)[0] for place in self._places()) or os.urandom(8).hex()
+        name = _most_common(self._read(place).record for place in self._places()) or os.urandom(8).hex()
         text = json.dumps({SEAL: OPEN_SEAL, "format": STORE_FORMAT, "store": name}).encode() + b"\n"
         self.medium.write_name(sealed(text))
         return name
@@ -733,8 +744,10 @@ def store_file_problem(directory: str) -> str:
     """Returns what is wrong with `store.json`; empty where nothing is, and where the directory has no such file."""
     try:
         _read_store_file(directory)
-    except (OpenError, ReadFailedError, DamagedCheckpointError) as error:
+    except SourceNotFoundError as error:  # also for a symbolic link to a file that does not exist
         return str(error) if os.path.lexists(os.path.join(directory, STORE_FILE)) else ""
+    except (OpenError, ReadFailedError, DamagedCheckpointError) as error:
+        return str(error)
     return ""
 
 

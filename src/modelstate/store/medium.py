@@ -127,7 +127,7 @@ class Medium(Protocol):
         """Returns every revision of every step, in order."""
 
     def identity(self, path: str) -> object:
-        """Returns what changes where a checkpoint is replaced; None where there is no checkpoint at the path."""
+        """Returns what changes where a checkpoint is replaced; None where there is no record at the path."""
 
     def is_gone(self, path: str) -> bool:
         """Whether a checkpoint was removed or replaced since it was listed at this path."""
@@ -177,7 +177,7 @@ class Medium(Protocol):
         """Begins a checkpoint. `name` is an `unfinished_name`, `revisions` are the checkpoints of the same step."""
 
     def set_pin(self, place: Place, pinned: bool) -> None:
-        """Pins a checkpoint, or undoes that."""
+        """Pins a checkpoint, or undoes that. Does nothing where it is so already."""
 
     def discard(self, removed: Sequence[Listed], kept: Callable[[], Iterable[Listed]]) -> None:
         """Removes checkpoints, so that a reader never sees a part of one. `kept` returns all others."""
@@ -207,9 +207,10 @@ class LocalMedium:
 
     def identity(self, path: str) -> object:
         try:
-            return os.stat(path).st_ino
+            status = os.stat(os.path.join(path, RECORD_FILE))
         except OSError:
             return None
+        return status.st_ino, status.st_size, status.st_mtime_ns  # a new file may get the inode of a removed one
 
     def is_gone(self, path: str) -> bool:
         return not os.path.isdir(path)
@@ -218,7 +219,13 @@ class LocalMedium:
         return os.path.dirname(source) == path
 
     def is_pinned(self, place: Place) -> bool:
-        return os.path.exists(os.path.join(place.path, PIN_FILE))
+        try:
+            os.lstat(os.path.join(place.path, PIN_FILE))
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        except OSError:
+            pass  # it may be pinned: it is not removed
+        return True
 
     def problem_of(self, place: Place, files: Mapping[str, FileRecord]) -> str:
         for name, file in files.items():
@@ -279,9 +286,11 @@ class LocalMedium:
     def set_pin(self, place: Place, pinned: bool) -> None:
         path = os.path.join(place.path, PIN_FILE)
         if pinned:
-            write_new_file(path, b"")
+            with suppress(FileExistsError):
+                write_new_file(path, b"")
         else:
-            system.unlink(path)
+            with suppress(FileNotFoundError):
+                system.unlink(path)
         sync_directory(place.path)
 
     def discard(self, removed: Sequence[Listed], kept: Callable[[], Iterable[Listed]]) -> None:

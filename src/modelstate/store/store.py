@@ -200,7 +200,8 @@ class Store(Shown):
             The saved checkpoint; with `background=True` a handle of the save; None where it was skipped.
 
         Raises:
-            TargetExistsError: There is a checkpoint of this step, and `overwrite` is false.
+            TargetExistsError: There is a checkpoint of this step, and `overwrite` is false; or it is of another store,
+                or a newer version of modelstate wrote it.
             LockedError: Another process writes to the store.
             StoreMovedError: The directory was renamed, removed or replaced.
             OptionError: An argument cannot be used.
@@ -682,9 +683,8 @@ class Store(Shown):
             self.wait()
             entry = self.index.step(step)
             self._access.acquire()
-            if pinned != entry.is_pinned:
-                with write_errors(entry.place.path):
-                    self._medium.set_pin(entry.place, pinned)
+            with write_errors(entry.place.path):
+                self._medium.set_pin(entry.place, pinned)
 
     def close(self) -> None:
         """Waits for the save in the background, unlocks the store for other processes, and frees the staging memory.
