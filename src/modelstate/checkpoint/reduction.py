@@ -202,8 +202,8 @@ def reduce(
 
     Args:
         items: The items. The operands of one item have the same shape.
-        fold: Called with each chunk, by several threads at once and in any order. It may use `WORKING_BYTES` for each
-            element.
+        fold: Called with each chunk, by several threads at once and in any order, without autograd. It may use
+            `WORKING_BYTES` for each element.
         fingerprints: What each file must be before the first byte is read and after the last.
         max_memory_bytes: The most memory for buffers, regions and temporary tensors; None for no limit.
         on_read: Called with the number of bytes of each block that has been folded, by one thread at a time.
@@ -221,10 +221,9 @@ def reduce(
 
     def consume(block: Block, buffer: torch.Tensor) -> None:
         assert isinstance(block, _PieceBlock)
-        with torch.inference_mode(False), torch.no_grad():
-            for piece in block.pieces:
-                for values in _chunks(piece, items[piece.item], buffer, chunk_elements):
-                    fold(Chunk(piece.item, values))
+        for piece in block.pieces:
+            for values in _chunks(piece, items[piece.item], buffer, chunk_elements):
+                fold(Chunk(piece.item, values))
 
     def on_block(block: Block, _: float) -> None:
         assert isinstance(block, _PieceBlock)

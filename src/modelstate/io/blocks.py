@@ -122,7 +122,7 @@ def stream(
 
     Args:
         wanted: The ranges to read.
-        consume: Called with each block and its buffer.
+        consume: Called with each block and its buffer, without autograd and outside of inference mode.
         strategy: The number of threads, the size of a block, and the files to read with O_DIRECT.
         fingerprints: What each file must be before the first byte is read and after the last.
         on_block: Called with each consumed block and the seconds that it took, by one thread at a time.
@@ -133,6 +133,8 @@ def stream(
     Raises:
         ReadFailedError: An I/O error, a short read, or a file that has changed. What `consume` raises passes through.
     """
+    import torch
+
     if blocks is None:
         paths = {entry.source.path for entry in wanted}
         blocks = in_blocks(wanted, strategy.block_bytes, common_align_bytes(paths, fingerprints))
@@ -144,7 +146,7 @@ def stream(
     def worker() -> Iterator[Callable[[Block], None]]:
         read = batch_reader(strategy.uncached)
         wait: Wait | None = None
-        with buffers.lend() as buffer:
+        with torch.inference_mode(False), torch.no_grad(), buffers.lend() as buffer:
 
             def process(block: Block) -> None:
                 nonlocal wait

@@ -57,9 +57,8 @@ class Run(NamedTuple):
 
     def shown(self, buffer: torch.Tensor) -> torch.Tensor:
         """The elements in a buffer."""
-        empty = torch.empty(0, dtype=self.dtype, device=buffer.device)
-        first = (buffer.storage_offset() + self.at) // self.dtype.itemsize
-        return empty.set_(buffer.untyped_storage(), first, (self.numel,), (1,))
+        first = self.at // self.dtype.itemsize
+        return buffer.view(self.dtype)[first : first + self.numel]
 
     def sources(self, shown: torch.Tensor) -> list[torch.Tensor]:
         """The values, as views."""
@@ -379,8 +378,6 @@ def table_read(
     buffers = StreamBuffers(staging, [table.device]) if held is None else held.buffers
     queue = buffers.queues.get(table.device)
 
-    @torch.inference_mode(False)
-    @torch.no_grad()
     def consume(block: Block, buffer: torch.Tensor) -> Wait | None:
         runs = [run_of(part) for part in block.parts]
         if queue is not None:
@@ -394,9 +391,12 @@ def table_read(
         for row in in_order[bisect_right(ends, (path, first)) : bisect_left(begins, (path, first + part.nbytes))]:
             _, start, nbytes = sources[row]
             begin, end = max(start, first), min(start + nbytes, first + part.nbytes)
-            target = targets[row].view(-1)
+            target = targets[row]
             if end - begin < nbytes:
-                target = target[(begin - start) // dtype.itemsize : (end - start) // dtype.itemsize]
+                at = target.storage_offset() + (begin - start) // dtype.itemsize
+                target = target.as_strided(((end - begin) // dtype.itemsize,), (1,), at)
+            elif target.dim() != 1:
+                target = target.view(-1)
             values.append(Value(table.slots[row].name, (begin - first) // dtype.itemsize, target))
         return Run(part.at, part.nbytes // dtype.itemsize, dtype, values)
 
@@ -476,8 +476,6 @@ class _BlockConsumer:
         self._tracker = staging.held
         self._tracker.take(sum(assignment.staged_bytes for assignment in streamed))
 
-    @torch.inference_mode(False)
-    @torch.no_grad()
     def consume(self, block: Block, buffer: torch.Tensor) -> Wait | None:
         """Processes a block. Returns a function that waits until the buffer can be used again."""
         queues = self._queues
