@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from queue import Empty, SimpleQueue
 from types import FrameType
 from typing import Any, Generic, TypeVar
@@ -506,12 +506,15 @@ def deferred_signals() -> Iterator[None]:
         yield
     finally:
         try:
-            _install(handlers)
-        except BaseException:
-            _install(handlers)  # a handler that was installed first has raised
-            raise
-        for number in dict.fromkeys(arrived):
-            signal.raise_signal(number)
+            try:
+                _install(handlers)
+            except BaseException:
+                _install(handlers)  # a handler that was installed first has raised
+                raise
+        finally:
+            with ExitStack() as handled:  # each signal, also where the handler of another one raises
+                for number in reversed(dict.fromkeys(arrived)):
+                    handled.callback(signal.raise_signal, number)
 
 
 def _install(handlers: Mapping[int, Callable[[int, FrameType | None], object]]) -> None:

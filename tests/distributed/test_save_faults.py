@@ -188,11 +188,37 @@ def test_a_rank_that_is_killed(when: str, ranks: Ranks, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     outcomes = ranks.run(_attempt_with_stop, folder, rank, call, number, _die)
     assert [outcome.died for outcome in outcomes] == [other == rank for other in range(4)]
-    assert {result.error for result in _survivors(outcomes)} == {"RankLostError"}
+    for result in _survivors(outcomes):
+        assert result.error == "RankLostError"
+        # Only the first rank knows whether it has begun to commit.
+        assert ("nothing has been changed" in result.text) is (call not in ("replace", "unlink")), result.text
     assert _seed_at(folder / NAME) == seed
     ms.save(models.plain("fsdp", seed=NEW), folder / NAME)
     assert os.listdir(folder) == [NAME]
     assert _seed_at(folder / NAME) == NEW
+
+
+def _save_steps(folder: Path) -> str:
+    """Saves two steps. The first rank dies when the second one is committed and it prunes. Returns the error."""
+    net = models.sharded("fsdp", seed=OLD)
+    with ms.Store(folder, keep=1, timeout_seconds=TIMEOUT_SECONDS) as store:
+        store.save(1, {"model": net})
+        dist.barrier()
+        with _at("rmdir", 1, _die)() if dist.get_rank() == 0 else nullcontext():
+            try:
+                store.save(2, {"model": net})
+            except ms.errors.RankLostError as error:
+                return str(error)
+    return ""
+
+
+@pytest.mark.slow
+def test_an_error_does_not_deny_a_step_that_the_first_rank_has_committed(ranks: Ranks, tmp_path: Path) -> None:
+    outcomes = ranks.run(_save_steps, tmp_path / "run")
+    assert [outcome.died for outcome in outcomes] == [True, False, False, False]
+    for outcome in outcomes[1:]:
+        assert "committing step 2; step-000000002 is complete, or does not exist" in outcome.value, outcome
+    assert ms.Store(tmp_path / "run").verify() == {2: ""}
 
 
 def _late(folder: Path, rank: int) -> tuple[Result, Result]:

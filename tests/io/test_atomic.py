@@ -20,8 +20,9 @@ import modelstate as ms
 from modelstate.errors import LockedError, OptionError, SaveTargetError, TargetExistsError, WriteFailedError
 from modelstate.formats import writing
 from modelstate.io import system
-from modelstate.io.atomic import SUFFIX, atomic_file, put_durably
+from modelstate.io.atomic import SUFFIX, atomic_file, make_directory, put_durably
 from modelstate.testing import faulty_writes
+from tests.lossy_disk import lossy_disk
 from tests.programs import Program, run_program
 
 OLD = b"the old file"
@@ -444,3 +445,23 @@ def test_a_step_that_is_saved_again_stays_private(tmp_path: Path) -> None:
         (tmp_path / "run" / "step-000000001").chmod(0o700)
         store.save(1, {"model": torch.nn.Linear(2, 2)}, overwrite=True)
     assert stat.S_IMODE((tmp_path / "run" / "step-000000001.1").stat().st_mode) == 0o700
+
+
+def test_a_directory_is_made_durably(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "disk").mkdir()
+    with lossy_disk(tmp_path / "disk") as disk:
+        for _ in range(2):
+            make_directory(str(tmp_path / "disk" / "a" / "b"))
+        monkeypatch.chdir(tmp_path / "disk")
+        make_directory("c/d")
+        (tmp_path / "disk" / "file").touch()
+        for path in ("file", "file/e"):
+            with pytest.raises(OSError, match="file"):
+                make_directory(path)
+    disk.write(tmp_path / "after", len(disk.calls), "synced")
+    assert sorted(str(path.relative_to(tmp_path / "after")) for path in (tmp_path / "after").rglob("*")) == [
+        "a",
+        "a/b",
+        "c",
+        "c/d",
+    ]

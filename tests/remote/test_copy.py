@@ -16,6 +16,7 @@ import modelstate as ms
 from modelstate.cli.main import app
 from modelstate.remote import requests, upload
 from modelstate.testing import Fault, FaultProxy
+from tests.lossy_disk import lossy_disk
 
 obstore = pytest.importorskip("obstore")
 
@@ -220,6 +221,15 @@ def test_a_target_that_cannot_be_made(tmp_path: Path) -> None:
     for target in ("model.safetensors/x.safetensors", "model.safetensors/x/"):
         with pytest.raises(ms.ModelStateError):
             ms.copy(tmp_path / "model.safetensors", f"{tmp_path}/{target}")
+
+
+def test_a_copy_is_there_after_a_power_cut(tmp_path: Path) -> None:
+    ms.save(make_model(), tmp_path / "model.safetensors")
+    (tmp_path / "disk").mkdir()
+    with lossy_disk(tmp_path / "disk") as disk:
+        ms.copy(tmp_path / "model.safetensors", tmp_path / "disk" / "runs" / "first" / "model.safetensors")
+    disk.write(tmp_path / "after", len(disk.calls), "synced")
+    assert ms.verify(tmp_path / "after" / "runs" / "first" / "model.safetensors")
 
 
 @pytest.mark.slow

@@ -163,6 +163,14 @@ def test_metrics_come_back(tmp_path: Path, value: Any) -> None:
     assert repr(store.infos()[0].metrics) == repr({"loss": float(value)})
 
 
+@pytest.mark.parametrize("name", ["\ud800", "a\nb", "\x1b[2J", 3])
+def test_a_name_of_a_metric_that_cannot_be_shown(tmp_path: Path, name: Any) -> None:
+    store = ms.Store(tmp_path / "run")
+    with pytest.raises(errors.OptionError, match="name of a metric"):
+        store.save(0, {"value": 1}, metrics={name: 1.0})
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_step_that_exists(tmp_path: Path) -> None:
     store, model = ms.Store(tmp_path), network()
     first = store.save(1, {"model": model}, pin=True)

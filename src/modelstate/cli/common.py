@@ -334,11 +334,12 @@ def terminal_width() -> int | None:
 
 def make_parents(target: str) -> None:
     """Makes the directories on the way to a file that is written. Raises `WriteFailedError`."""
+    from modelstate.io.atomic import make_directory
     from modelstate.remote.location import is_remote
 
     if (parent := os.path.dirname(target)) and not is_remote(target):
         try:
-            os.makedirs(parent, exist_ok=True)
+            make_directory(parent)
         except OSError as error:
             raise ms.errors.WriteFailedError(
                 "the directory of the file cannot be made",

@@ -110,6 +110,8 @@ class Agreement:
         """Whether other ranks take part."""
         self.timeout_seconds = timeout_seconds
         self.call, self._channel = call, channel
+        self._phase: _Phase | None = None
+        """The phase whose block this rank is in."""
         self.seconds: dict[str, float] = {}
         """The time of each phase on this rank, without the time that it waited for others."""
 
@@ -166,10 +168,14 @@ class Agreement:
         except Exception as cause:
             error_of_torch = without_frames(cause)
             raise self._lost(phase, error_of_torch) from error_of_torch
+        outer, self._phase = self._phase, phase
         try:
-            yield
-            own = digests() if digests is not None else ()
-            self.seconds[phase.name] = time.perf_counter() - started
+            try:
+                yield
+                own = digests() if digests is not None else ()
+                self.seconds[phase.name] = time.perf_counter() - started
+            finally:
+                self._phase = outer
         except BaseException as error:
             self._end(phase, error, own)
             raise
@@ -184,18 +190,19 @@ class Agreement:
             with self.held(), self.phase(name):
                 raise
 
-    def decided(self, name: str, choose: Callable[[], Any]) -> Any:
+    def decided(self, name: str, choose: Callable[[], Any], *, effect: str = NOTHING_CHANGED) -> Any:
         """Returns what the first rank chooses, on all ranks.
 
         Args:
             name: The name of the phase in which it chooses.
             choose: Called on the first rank; returns JSON values. An error is an error on all ranks.
+            effect: What an error leaves, as for `phase`.
 
         Raises what `phase` raises.
         """
         if not self.is_collective:
             return choose()
-        with self.phase(name):
+        with self.phase(name, effect=effect):
             return self.on_first(choose)
 
     def texts(self, name: str, text: str) -> list[str]:
@@ -322,16 +329,15 @@ class Agreement:
         )
         return output
 
-    def _use_connections(
-        self, ranks: tuple[int, ...], use: "Callable[[Connections], None]", name: str = "a broadcast"
-    ) -> None:
+    def _use_connections(self, ranks: tuple[int, ...], use: "Callable[[Connections], None]", name: str = "") -> None:
+        """Uses the connections. `name` is for an error, where this rank is in no phase."""
         try:
             connections = connections_of(ranks, self.timeout_seconds, self._channel)
             connections.of_all = made_connections().get((self.ranks, self._channel))
             use(connections)
         except BaseException as cause:
             error_of_torch = without_frames(cause)
-            lost_rank = self._lost(_Phase(name, NOTHING_CHANGED, False), error_of_torch, ranks)
+            lost_rank = self._lost(self._phase or _Phase(name, NOTHING_CHANGED, False), error_of_torch, ranks)
             if not isinstance(cause, Exception):
                 raise  # an interrupt: the others wait no longer, since the connections are closed
             raise lost_rank from error_of_torch

@@ -14,7 +14,7 @@ from modelstate.errors import ChecksumError
 from modelstate.formats.manifest import ALGORITHM
 from modelstate.formats.uploading import index_of_object, remove_index
 from modelstate.formats.writing import write_file
-from modelstate.io.atomic import atomic_file, write_errors
+from modelstate.io.atomic import atomic_file, make_directory, write_errors
 from modelstate.io.engine import Request, read_ranges
 from modelstate.io.files import FileFingerprint
 from modelstate.process import prefetch_one
@@ -78,7 +78,7 @@ def copy_file(
             remove_index(target, old_index)
         return
     with write_errors(target):
-        os.makedirs(os.path.dirname(target), exist_ok=True)
+        make_directory(os.path.dirname(target))
     if replaces_shards:
         write_file(target, stream, overwrite=overwrite)
         return

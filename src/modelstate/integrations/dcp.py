@@ -36,7 +36,7 @@ from modelstate.distributed.agreement import TIMEOUT_SECONDS, Agreement, Digest,
 from modelstate.errors import OptionError, ProcessGroupError, RanksDifferError
 from modelstate.formats.block_writer import write_blocks
 from modelstate.formats.dcp import with_positions
-from modelstate.io.atomic import sync_directory, write_errors
+from modelstate.io.atomic import make_directory, write_errors
 from modelstate.io.engine import Request, read_ranges
 from modelstate.io.files import local_path
 from modelstate.loading.collective import digest_of_source
@@ -338,10 +338,8 @@ class Writer(StorageWriter):
         path = local_path(os.fspath(self._path))
         if path.endswith(".safetensors"):
             return path
-        if not os.path.isdir(path):
-            with write_errors(path):
-                os.makedirs(path, exist_ok=True)
-                sync_directory(os.path.dirname(path))
+        with write_errors(path):
+            make_directory(path)
         return os.path.join(path, "model.safetensors")
 
 

@@ -14,7 +14,7 @@ from modelstate.checkpoint.write import SaveOptions, StateToWrite, write_state
 from modelstate.errors import CodecError, OpenError, OptionError, PackageError, ReadFailedError
 from modelstate.formats.recognise import Format, recognise
 from modelstate.io import system
-from modelstate.io.atomic import sync_directory, write_errors
+from modelstate.io.atomic import make_directory, sync_directory, write_errors
 from modelstate.io.files import SourceFile, local_path
 
 try:
@@ -67,7 +67,7 @@ class StoreCheckpointIO(CheckpointIO):  # type: ignore[misc]
             raise OptionError("storage_options= means nothing to a local file", found=repr(storage_options)[:80])
         where = local_path(os.fspath(path))
         with write_errors(where):
-            os.makedirs(os.path.dirname(where) or ".", exist_ok=True)
+            make_directory(os.path.dirname(where))
         try:
             # The suffix is Lightning's, .ckpt by default, and does not choose the format here.
             write_state(StateToWrite(checkpoint), where, perf_counter(), SaveOptions(format="safetensors"))

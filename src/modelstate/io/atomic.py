@@ -290,6 +290,19 @@ def sync_directory(path: str) -> None:
             system.close(descriptor)
 
 
+def make_directory(path: str) -> None:
+    """Creates a directory and its parents, durably. Does nothing where it exists. Raises `OSError`."""
+    if not os.path.isdir(path or "."):
+        parent = os.path.dirname(path)
+        make_directory(parent)
+        try:
+            system.mkdir(path)
+        except FileExistsError:
+            if not os.path.isdir(path):
+                raise
+        sync_directory(parent)
+
+
 def remove_all(paths: Iterable[str]) -> None:
     """Removes as many of the files as possible; an interrupt is raised after all have been tried."""
     interrupt: BaseException | None = None

@@ -23,7 +23,7 @@ from modelstate.formats.manifest import digest
 from modelstate.formats.safetensors import Layout, Written, write
 from modelstate.formats.sharded import SUFFIX
 from modelstate.io import system
-from modelstate.io.atomic import atomic_file, new_file, sync_directory, write_new_file
+from modelstate.io.atomic import atomic_file, make_directory, new_file, sync_directory, write_new_file
 from modelstate.io.lock import WriterLock
 from modelstate.store.record import RECORD_FILE, FileRecord
 
@@ -252,7 +252,7 @@ class LocalMedium:
         return ()
 
     def make(self) -> None:
-        _make_directory(self._directory)
+        make_directory(self._directory)
 
     def in_use(self) -> os.stat_result | None:
         return os.stat(self._directory)
@@ -378,16 +378,6 @@ def _record_of(path: str, head: bytes) -> FileRecord:
     """Returns the record of a file that was written, with this head. Raises `OSError`."""
     status = os.stat(path)
     return FileRecord(status.st_size, status.st_mtime_ns, len(head), digest(head))
-
-
-def _make_directory(path: str) -> None:
-    """Creates a directory and its parents, durably."""
-    if not os.path.isdir(path):
-        parent = os.path.dirname(path)
-        _make_directory(parent)
-        with suppress(FileExistsError):
-            system.mkdir(path)
-        sync_directory(parent)
 
 
 def _remove_directory(path: str) -> None:

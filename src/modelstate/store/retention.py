@@ -19,8 +19,8 @@ def is_number(given: object) -> TypeGuard[float]:
 
 def metric_value(name: object, value: object) -> float:
     """Returns the value of a metric as a float. Raises `OptionError` for a name or a value that cannot be saved."""
-    if type(name) is not str:
-        raise OptionError("the name of a metric is text", expected='such as "loss"', found=repr(name)[:200])
+    if type(name) is not str or not name.isprintable():
+        raise OptionError("the name of a metric is printable text", expected='such as "loss"', found=repr(name)[:200])
     try:
         if is_number(value):
             return float(value)
