@@ -143,3 +143,24 @@ def test_an_interrupt_before_any_instruction(work: Callable[[ms.Live], None]) ->
             assert current() is None
         except AssertionError as error:
             raise AssertionError(f"an interrupt before instruction {at}") from error
+
+
+def rolled_back_to(work: Callable[[ms.Live], None], at: int) -> "tuple[float, int]":
+    """What a version answers that a swap has replaced right after the interrupt, and that a rollback has brought back.
+
+    No request comes between: it would put the weights back first.
+    """
+    live, _ = run(work, at, "eager")
+    version = live.version
+    live.swap(state(9), timeout_seconds=60)
+    assert live.rollback() == version
+    (value,) = live(X).unique().tolist()
+    return value, version
+
+
+@pytest.mark.parametrize("work", [in_place, refused])
+def test_a_swap_right_after_an_interrupted_undo_keeps_no_overwritten_weights(work: Callable[[ms.Live], None]) -> None:
+    _, interrupt = run(work, 0, "eager")
+    for at in spread(sorted(interrupt.first.values()), 100):
+        value, version = in_a_thread(lambda at=at: rolled_back_to(work, at))
+        assert value == version, f"an interrupt before instruction {at}"

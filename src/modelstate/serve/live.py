@@ -444,6 +444,7 @@ class Live:
             with SwapLockGuard(self._swap_lock, when_busy == "wait", timeout_seconds) as is_held:
                 if not is_held:
                     return None
+                self._gate.reopen()  # an interrupt may have kept the last swap in place from its undo
                 flip = self._swap_beside(swap) if mode == "available" else self._swap_in_place(swap)
                 self._log("swapped", flip.new.source, clock.seconds)
         except BaseException as error:

@@ -485,7 +485,6 @@ class VersionGate:
                 entry.drain.forget()
 
     def _close(self, drain: WeakHandle[DrainGuard], deadline: float | None) -> None:
-        self.reopen()
         previous = self.entry
         quarantine = previous.quarantine if isinstance(previous, ClosedEntry) else ""
         version = previous.version
