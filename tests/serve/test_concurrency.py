@@ -5,6 +5,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -15,7 +16,7 @@ from torch import nn
 
 import modelstate as ms
 from modelstate import serve as package
-from modelstate.errors import CanaryError, SwapBusyError
+from modelstate.errors import CanaryError, SwapBusyError, SwapTimeoutError, VersionGoneError
 from tests.serve.models import Constant, weights_of
 from tests.serve.targets import KINDS, target_of
 from tests.sweeps import spread
@@ -282,3 +283,53 @@ def test_an_interrupt_at_any_line_leaves_one_version_that_serves(mode: Any) -> N
         assert report.drained, at
         assert live(X).unique().tolist() == [version + 1.0]
     assert done
+
+
+class RollbackElsewhere:
+    """Rolls back in another thread before an instruction of a swap: `sys.settrace` takes it."""
+
+    def __init__(self, live: ms.Live, at: int) -> None:
+        self.live, self.at, self.count = live, at, 0
+
+    def __call__(self, frame: FrameType, event: str, _: object) -> Any:
+        if frame.f_code not in (ms.Live._swap_beside.__code__, ms.Live._swap_in_place.__code__):
+            return None
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        return self._step
+
+    def _step(self, frame: FrameType, event: str, _: object) -> Any:
+        self.count += event == "opcode"
+        if event == "opcode" and self.count == self.at:
+            in_a_thread(self._roll_back).join(60)
+        return self._step
+
+    def _roll_back(self) -> None:
+        with suppress(SwapTimeoutError, VersionGoneError):  # a swap in place is under way, or has dropped the version
+            self.live.rollback(timeout_seconds=0)
+
+
+def rolled_back_swap(mode: Any, at: int) -> tuple[ms.Live, int]:
+    """Swaps while another thread rolls back. Returns the number of instructions of the swap, too."""
+    live = live_of()
+    live.swap(state(2))
+    rollback, before = RollbackElsewhere(live, at), sys.gettrace()
+    sys.settrace(rollback)
+    try:
+        assert live.swap(state(3), mode=mode, timeout_seconds=1).drained
+    except SwapBusyError:
+        pass
+    finally:
+        sys.settrace(before)
+    return live, rollback.count
+
+
+@pytest.mark.slow
+@every_mode
+def test_a_rollback_in_another_thread_at_any_moment_of_a_swap(mode: Any) -> None:
+    """The swap succeeds, or says that the version was rolled back."""
+    _, count = rolled_back_swap(mode, 0)
+    assert count > 100
+    for at in [*range(1, 40), *spread(range(40, count + 1), 60)]:
+        live, _ = rolled_back_swap(mode, at)
+        value, version = live.answer(X)
+        assert value.unique().tolist() == [float(version)], f"a rollback before instruction {at}"

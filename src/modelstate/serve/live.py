@@ -133,7 +133,7 @@ class _Flip(NamedTuple):
     dropped: tuple[Version, ...]
     """Versions that are no longer kept for a rollback."""
     users: tuple[WeakHandle[Entry], ...]
-    """The entries of the old version at the flip."""
+    """The entries of the old version at the flip. A rollback adds one, which does not end."""
 
 
 def target_factory(target: object, names: NameMap | nn.Module | None, training: bool) -> Target:
@@ -530,9 +530,7 @@ class Live:
     # How.
 
     def _swap_beside(self, swap: _Swap) -> _Flip:
-        old, copies, clock = self._gate.current, self._gate.programs + 1, swap.clock
-        serving = old.program
-        assert serving is not None
+        (old, serving), copies, clock = self._serving(), self._gate.programs + 1, swap.clock
         with self._pool.lending() as memory:
             try:
                 with clock("staged"), gc_paused():
@@ -561,16 +559,15 @@ class Live:
                 if not quarantined:
                     self._kept.append(old)
                 dropped = [self._kept.popleft() for _ in range(len(self._kept) - self._keep_versions)]
+                dropped += [old] * quarantined
+                return _Flip(old, new, loaded, copies, carried, tuple(dropped), old.users)
         except BaseException:
             if self._gate.current.program is not program:
                 self._keep_memory(memory)
             raise
-        return _Flip(old, new, loaded, copies, carried, (*dropped, old) if quarantined else tuple(dropped), old.users)
 
     def _swap_in_place(self, swap: _Swap) -> _Flip:
-        old, copies, clock = self._gate.current, self._gate.programs + 1, swap.clock
-        program = old.program
-        assert program is not None
+        (old, program), copies, clock = self._serving(), self._gate.programs + 1, swap.clock
         if self._gate.holds(old):
             raise OptionError("a swap in place waits for all pins, and this thread holds one", where="mode='in_place'")
         with clock("staged"), gc_paused():
@@ -605,7 +602,14 @@ class Live:
             old.memory = ()  # weights may have moved to other memory, so their storages alone keep it
             self._gate.flip(new)
             dropped = [self._kept.popleft() for _ in range(len(self._kept))]
-        return _Flip(old, new, loaded, copies, carried, tuple(dropped), old.users)
+            return _Flip(old, new, loaded, copies, carried, tuple(dropped), old.users)
+
+    def _serving(self) -> tuple[Version, Program]:
+        """The version that serves, and its program, which a rollback in another thread may take from it meanwhile."""
+        while True:
+            version = self._gate.current
+            if (program := version.program) is not None:
+                return version, program
 
     @contextmanager
     def _flipping(self, old: Version, deadline: float | None) -> Iterator[None]:
