@@ -16,9 +16,9 @@ from torch import nn
 import modelstate as ms
 from modelstate.errors import MemoryBudgetError, PlanError, UnknownClassError
 from modelstate.formats import block_writer
-from modelstate.formats.block_writer import in_a_row
 from modelstate.formats.safetensors import DTYPES
 from modelstate.spec import StoredTensor
+from modelstate.torch_compat.plain import in_a_row
 from tests.codec.values import ANY_VALUE, EXAMPLES, same
 from tests.formats.files import same as same_tensor
 from tests.formats.torch_files import is_copied

@@ -18,10 +18,9 @@ from modelstate.errors import ModelStateError, PlacementError, TransformError
 from modelstate.planning.assignment import COPYABLE, Placement
 from modelstate.planning.plan import Step
 from modelstate.torch_compat.dtypes import short
-from modelstate.torch_compat.plain import has_its_memory, is_plain
+from modelstate.torch_compat.plain import has_dispatch, has_its_memory, is_plain, same_values
 from modelstate.torch_compat.private import can_set_data, payload_of, slots_of_class, sparse_values, write_count
-from modelstate.transaction.object_snapshot import has_dispatch
-from modelstate.transaction.slots import Slot, same_values
+from modelstate.transaction.slots import Slot
 from modelstate.transaction.swap_tensors import become, give_grad, give_memory, point_to
 from modelstate.transaction.transaction import Transaction, Write
 

@@ -32,7 +32,7 @@ from modelstate.distributed.writing import (
     elements_of,
 )
 from modelstate.errors import ModelStateError
-from modelstate.formats.block_writer import LazyTensor, in_a_row
+from modelstate.formats.block_writer import LazyTensor
 from modelstate.formats.manifest import BLOCK_BYTES, HEX
 from modelstate.formats.safetensors import Layout, Tensors, Written, finished_header
 from modelstate.formats.sharded import Kind, balanced
@@ -42,6 +42,7 @@ from modelstate.io.engine import memory_at
 from modelstate.remote.location import Location, is_remote, locate
 from modelstate.remote.requests import cleanup
 from modelstate.remote.upload import PART_BYTES, ObjectWriter, new_object, remove
+from modelstate.torch_compat.plain import in_a_row
 
 PIECE_BYTES = BLOCK_BYTES
 """The most bytes that a rank gets of a tensor at once."""

@@ -13,7 +13,7 @@ Invariant: between two collectives of a phase no rank raises, except where a ran
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate, starmap
 from typing import Any
 
@@ -24,7 +24,7 @@ from modelstate.distributed.agreement import Agreement, Digest
 from modelstate.distributed.parts import Mesh, Part, Parts, common_range, parts_of, replicated
 from modelstate.distributed.shards import shard_of
 from modelstate.errors import RanksDifferError
-from modelstate.formats.block_writer import LazyTensor, Uncached, in_a_row, past_page_cache, write_blocks
+from modelstate.formats.block_writer import LazyTensor, Uncached, past_page_cache, write_blocks
 from modelstate.formats.manifest import BLOCK_BYTES, HEX
 from modelstate.formats.safetensors import Layout, Tensors, Written, write_header
 from modelstate.formats.writing import Files, Outputs
@@ -34,7 +34,7 @@ from modelstate.io.engine import memory_at
 from modelstate.process import cached_attribute
 from modelstate.remote.location import is_remote
 from modelstate.text_format import count
-from modelstate.torch_compat.plain import why_not_plain
+from modelstate.torch_compat.plain import in_a_row, why_not_plain
 from modelstate.torch_compat.private import storage_id
 from modelstate.torch_compat.sharding import local_tensor
 from modelstate.version import __version__
@@ -67,10 +67,6 @@ class ShardedTensor(LazyTensor):
     placements: tuple[Any, ...]
     mesh: Mesh
     writer: "CollectiveWriter"
-
-    def with_local(self, local: torch.Tensor) -> "ShardedTensor":
-        """Returns the same tensor with another local tensor, such as a copy."""
-        return replace(self, local=local)
 
     @property
     def parts(self) -> tuple[int, ...]:

@@ -31,7 +31,7 @@ from modelstate.io.tensors import ReadAll, elements, read_tensor
 from modelstate.remote.upload import ObjectWriter
 from modelstate.spec import Assemble, Stored, StoredComposite, StoredTensor, own_bytes, pieces
 from modelstate.text_format import size
-from modelstate.torch_compat.plain import is_plain_memory
+from modelstate.torch_compat.plain import in_a_row, is_plain_memory
 
 LEAST_BYTES = 64 << 20
 """A smaller file stays in the page cache, where it takes little room."""
@@ -368,14 +368,6 @@ def _elements(tensor: torch.Tensor, job: _LazyJob) -> torch.Tensor:
         return tensor
     with torch.inference_mode(False), torch.no_grad():
         return tensor.detach().view(-1)[job.first : job.end]
-
-
-def in_a_row(tensor: torch.Tensor) -> torch.Tensor:
-    """The elements in their order, contiguous in CPU memory: the tensor's own memory if possible, else a copy."""
-    with torch.inference_mode(False), torch.no_grad():
-        plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
-        # A single element may have any stride, which `view` would refuse.
-        return plain.as_strided((plain.numel(),), (1,), plain.storage_offset())
 
 
 def threads_within(tensors: Mapping[str, object], max_memory_bytes: int | None, where: str) -> int:

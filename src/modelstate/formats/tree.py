@@ -281,7 +281,9 @@ def same_value(first: Any, second: Any, depth: int = 0) -> bool:
             second.requires_grad,
         )
     if is_tensor(first) or is_tensor(second):
-        return is_tensor(first) and is_tensor(second) and same_tensor(first, second)
+        from modelstate.torch_compat.plain import same_values
+
+        return is_tensor(first) and is_tensor(second) and same_values(first, second)
     if isinstance(first, Mapping) and isinstance(second, Mapping):
         return first.keys() == second.keys() and all(same_value(first[key], second[key], depth + 1) for key in first)
     if isinstance(first, list | tuple) and isinstance(second, list | tuple):
@@ -292,18 +294,3 @@ def same_value(first: Any, second: Any, depth: int = 0) -> bool:
         return bool(equal.all() if hasattr(equal, "all") else equal) or bool(first != first and second != second)
     except Exception:  # the comparison of a foreign class may raise anything
         return False
-
-
-def same_tensor(first: torch.Tensor, second: torch.Tensor) -> bool:
-    """Whether two tensors are equal bit for bit; a tensor that is not strided only equals itself."""
-    import torch
-
-    if first.dtype != second.dtype or first.shape != second.shape:
-        return False
-    is_strided = first.layout is torch.strided and second.layout is torch.strided
-    if not is_strided or first.is_quantized or second.is_quantized:
-        return first is second
-    a, b = (tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1) for tensor in (first, second))
-    if a.device != b.device:
-        a, b = a.cpu(), b.cpu()
-    return bool(torch.equal(a.view(torch.uint8), b.view(torch.uint8)))

@@ -14,9 +14,10 @@ from modelstate.checkpoint.checkpoint import Checkpoint
 from modelstate.checkpoint.combine import Combination, Merged, check_values, label, versions_of, where
 from modelstate.checkpoint.reduction import kind_of
 from modelstate.errors import CombineError, OptionError
-from modelstate.formats.tree import FlatTree, same_tensor
+from modelstate.formats.tree import FlatTree
 from modelstate.spec import Allocate, Blocks, Combined, Fill, Stored, bytes_key
 from modelstate.text_format import listed
+from modelstate.torch_compat.plain import same_values
 
 _CHUNK_BYTES = 1 << 19
 """The bytes of the sums that are computed at once. They stay in the second-level cache of a processor. With smaller
@@ -257,7 +258,7 @@ def _sum_in_float32(
 
 def _same(name: str, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """Returns the first tensor. Raises `CombineError` if another one differs."""
-    differing = [index for index, tensor in enumerate(tensors) if not same_tensor(tensors[0], tensor)]
+    differing = [index for index, tensor in enumerate(tensors) if not same_values(tensors[0], tensor)]
     if differing:
         raise CombineError(
             "a tensor that cannot be averaged differs between the checkpoints",

@@ -15,9 +15,8 @@ from modelstate.planning.plan import MatchedCheckpoint
 from modelstate.rules.expression import Derived, Source, values_of
 from modelstate.rules.rule import Entry, Value
 from modelstate.spec import Assemble, StoredComposite, StoredTensor
-from modelstate.torch_compat.plain import is_quantized, same_place
+from modelstate.torch_compat.plain import is_quantized, same_place, same_values
 from modelstate.torch_compat.private import storage_id
-from modelstate.transaction.slots import same_values
 from modelstate.transaction.transaction import Transaction, Write
 
 

@@ -60,7 +60,15 @@ from modelstate.rules.expression import Derived, Source, lacks_values, placed_te
 from modelstate.spec import GAP_BYTES, ByteRange, Described, StoredComposite, StoredTensor, overlapping
 from modelstate.text_format import count, size
 from modelstate.torch_compat.dtypes import Overflows, cast_between, short
-from modelstate.torch_compat.plain import has_its_memory, is_fake, is_plain, is_quantized, is_sharded, same_place
+from modelstate.torch_compat.plain import (
+    has_its_memory,
+    is_fake,
+    is_plain,
+    is_quantized,
+    is_sharded,
+    same_place,
+    same_values,
+)
 from modelstate.torch_compat.private import shards_in_use, storage_id
 from modelstate.torch_compat.sharding import sharded_params
 from modelstate.transaction.slots import (
@@ -71,7 +79,6 @@ from modelstate.transaction.slots import (
     Slot,
     clash,
     overlap,
-    same_values,
     signatures,
 )
 from modelstate.transaction.transaction import Transaction, Write

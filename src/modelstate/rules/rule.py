@@ -17,7 +17,7 @@ from modelstate.errors import RuleError
 from modelstate.problems import BadRule, CyclicRules, NameClash, NeedsModel, Problem
 from modelstate.rules.expression import Read, Source, values_of, why_not_plain
 from modelstate.spec import StoredTensor
-from modelstate.transaction.slots import same_values
+from modelstate.torch_compat.plain import same_values
 
 
 @runtime_checkable
@@ -172,8 +172,7 @@ class RuleContext:
             return first.content is second.content
         if first.tensor is second.tensor or (isinstance(first.tensor, StoredTensor) and first.tensor == second.tensor):
             return True
-        left, right = self.values(first.tensor), self.values(second.tensor)
-        return left.dtype == right.dtype and left.shape == right.shape and same_values(left, right)
+        return same_values(self.values(first.tensor), self.values(second.tensor))
 
     def fail(self, name: str, why: str) -> None:
         """Records why the rule cannot be carried out on this name."""

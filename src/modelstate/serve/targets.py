@@ -30,7 +30,7 @@ from modelstate.torch_compat.modules import (
     own_buffers,
     unwrapped,
 )
-from modelstate.torch_compat.plain import is_fake, is_plain, is_sharded
+from modelstate.torch_compat.plain import in_a_row, is_fake, is_plain, is_sharded
 from modelstate.torch_compat.private import arguments_of_node
 
 if TYPE_CHECKING:
@@ -355,9 +355,7 @@ def _digest(buffer: torch.Tensor) -> object:
     """A digest of the values. Autograd's version counter does not suffice: batch norm writes past it."""
     if not is_plain(buffer) or buffer.is_meta:
         return id(buffer)
-    with torch.no_grad():
-        flat = buffer.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
-        return buffer.shape, xxhash.xxh3_128_digest(flat.view(torch.uint8).numpy().data)
+    return buffer.shape, xxhash.xxh3_128_digest(in_a_row(buffer).view(torch.uint8).numpy().data)
 
 
 # The mode of a target.

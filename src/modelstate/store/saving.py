@@ -572,7 +572,7 @@ class Staging:
         remaining = iter(copies)
         for state in states:
             state.tensors = {
-                name: tensor.with_local(next(remaining)) if isinstance(tensor, ShardedTensor) else next(remaining)
+                name: replace(tensor, local=next(remaining)) if isinstance(tensor, ShardedTensor) else next(remaining)
                 for name, tensor in state.tensors.items()
             }
 

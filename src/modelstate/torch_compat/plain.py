@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from modelstate.problems import GATHER, REAL
-from modelstate.torch_compat.private import storage_id
+from modelstate.torch_compat.private import storage_id, without_subclasses
 
 _PLAIN = frozenset([torch.Tensor, nn.Parameter, nn.Buffer])
 
@@ -174,6 +174,41 @@ def has_its_memory(tensor: torch.Tensor) -> bool:
         return tensor.untyped_storage().nbytes() >= end_bytes
     except (NotImplementedError, RuntimeError):
         return True
+
+
+def has_dispatch(tensor: torch.Tensor) -> bool:
+    """Whether the class of a tensor overrides `__torch_dispatch__`, as wrapper subclasses do."""
+    return type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+
+
+def same_values(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """Whether two tensors are equal bit for bit. Two equal views of one storage are not compared.
+
+    A tensor that is not strided memory of one dtype (sparse, quantized, of a wrapper subclass) only equals itself.
+    """
+    with without_subclasses(), torch.no_grad():
+        if first.dtype != second.dtype or first.shape != second.shape:
+            return False
+        tensors = first, second
+        if any(has_dispatch(tensor) or tensor.layout is not torch.strided or tensor.is_quantized for tensor in tensors):
+            return first is second
+        if same_place(first, second):
+            return True
+        if first.device != second.device:
+            first, second = first.cpu(), second.cpu()
+        a, b = (tensor.resolve_conj().resolve_neg() for tensor in (first, second))
+        if a.is_complex():
+            a, b = torch.view_as_real(a), torch.view_as_real(b)
+        bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[a.itemsize]
+        return torch.equal(a.view(bits), b.view(bits))
+
+
+def in_a_row(tensor: torch.Tensor) -> torch.Tensor:
+    """The elements in their order, contiguous in CPU memory: the tensor's own memory if possible, else a copy."""
+    with torch.inference_mode(False), torch.no_grad():
+        plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+        # A single element may have any stride, which `view` would refuse.
+        return plain.as_strided((plain.numel(),), (1,), plain.storage_offset())
 
 
 def own_copy(tensor: torch.Tensor) -> torch.Tensor:

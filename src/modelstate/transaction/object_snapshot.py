@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from modelstate.torch_compat.plain import same_place
+from modelstate.torch_compat.plain import has_dispatch, same_place
 from modelstate.torch_compat.private import can_set_data, save_hooks, slots_of_class, swap_impl, without_subclasses
 
 _ATOMS = (str, int, float, complex, bool, bytes, type(None), type, torch.dtype, torch.device, torch.Size, range)
@@ -220,11 +220,6 @@ def set_grad(tensor: torch.Tensor, grad: torch.Tensor | None) -> None:
 
 def _is_view(tensor: torch.Tensor) -> bool:
     return not has_dispatch(tensor) and tensor.layout is torch.strided and not tensor.is_nested
-
-
-def has_dispatch(tensor: torch.Tensor) -> bool:
-    """Whether the class of a tensor overrides `__torch_dispatch__`, as wrapper subclasses do."""
-    return type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
 
 
 def put_back(tensor: torch.Tensor, alias: torch.Tensor) -> None:

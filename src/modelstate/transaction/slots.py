@@ -13,7 +13,7 @@ from torch import nn
 from modelstate.formats.tree import EXTRA_STATE
 from modelstate.torch_compat.dtypes import short
 from modelstate.torch_compat.modules import module_tables, non_persistent_buffers, own_modules
-from modelstate.torch_compat.plain import extent, has_its_memory, is_plain, is_sharded, same_place
+from modelstate.torch_compat.plain import extent, has_its_memory, is_plain, is_sharded, same_place, same_values
 from modelstate.torch_compat.private import address_range, storage_id
 from modelstate.torch_compat.sharding import local_tensor
 
@@ -260,20 +260,3 @@ def clash(a: torch.Tensor, a_value: torch.Tensor, b: torch.Tensor, b_value: torc
     before = a_view.copy_(a_stored).clone()
     b_view.copy_(b_stored)
     return not same_values(a_view, before)
-
-
-def same_values(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two tensors are equal bit for bit. Two equal views of one storage are not compared."""
-    if a.dtype != b.dtype or a.shape != b.shape:
-        return False
-    if not is_plain(a, b):
-        return a is b
-    if same_place(a, b):
-        return True
-    if a.device != b.device:
-        a, b = a.cpu(), b.cpu()
-    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    a, b = (t.resolve_conj().resolve_neg() for t in (a, b))
-    if a.is_complex():
-        a, b = torch.view_as_real(a), torch.view_as_real(b)
-    return torch.equal(a.view(bits[a.itemsize]), b.view(bits[b.itemsize]))

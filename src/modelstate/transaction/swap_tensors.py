@@ -9,9 +9,9 @@ from torch import nn
 
 from modelstate.errors import OptionError, SwapError
 from modelstate.process import deferred_signals
-from modelstate.torch_compat.plain import is_plain
+from modelstate.torch_compat.plain import has_dispatch, is_plain
 from modelstate.torch_compat.private import is_transforming, keep_hooks, slots_of_class, swap_impl
-from modelstate.transaction.object_snapshot import has_dispatch, set_grad
+from modelstate.transaction.object_snapshot import set_grad
 from modelstate.transaction.references import holders_of
 
 Undo = Callable[[], object]

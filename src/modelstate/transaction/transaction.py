@@ -29,6 +29,7 @@ from torch.overrides import TorchFunctionMode
 from modelstate.errors import ModelBusyError, RollbackError
 from modelstate.process import deferred_signals, fork_safe_lock
 from modelstate.torch_compat.modules import modules_of, own_buffers, own_parameters
+from modelstate.torch_compat.plain import has_dispatch
 from modelstate.torch_compat.private import (
     leave_mode,
     payload_of,
@@ -36,7 +37,7 @@ from modelstate.torch_compat.private import (
     storage_of,
     without_subclasses,
 )
-from modelstate.transaction.object_snapshot import ObjectSnapshot, has_dispatch, put_back, tensor_state
+from modelstate.transaction.object_snapshot import ObjectSnapshot, put_back, tensor_state
 
 _log = logging.getLogger("modelstate")
 

@@ -1,0 +1,61 @@
+"""Comparing tensors bit for bit."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from modelstate.torch_compat.plain import same_values
+
+
+class Marked(torch.Tensor):
+    """A subclass with memory of its own, whose functions all fail."""
+
+    @classmethod
+    def __torch_function__(cls, func: object, types: object, args: object = (), kwargs: object = None) -> object:
+        raise AssertionError(func)
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.arange(6.0).view(2, 3).t(),
+        torch.arange(6, dtype=torch.bfloat16)[::2],
+        torch.tensor(math.nan),
+        torch.tensor([1 + 2j, 3 - 0j]).conj(),
+        torch.tensor([1 + 2j], dtype=torch.complex128),
+        torch.tensor([True, False]),
+        torch.ones(3).to(torch.float8_e4m3fn),
+        torch.empty(0, 4),
+        nn.Parameter(torch.ones(2)),
+        torch.ones(1, 2).expand(3, 2),
+    ],
+    ids=lambda tensor: f"{tensor.dtype} {tuple(tensor.shape)}",
+)
+def test_a_copy_is_equal_and_a_changed_copy_is_not(tensor: torch.Tensor) -> None:
+    copy = tensor.detach().resolve_conj().clone(memory_format=torch.contiguous_format)
+    assert same_values(tensor, copy)
+    if copy.numel():
+        copy.view(-1)[0] = 0 if copy.view(-1)[0] else 1
+        assert not same_values(tensor, copy)
+        assert not same_values(tensor, tensor.detach().unsqueeze(0))
+
+
+def test_the_sign_of_zero_and_the_dtype_count() -> None:
+    assert not same_values(torch.tensor(0.0), torch.tensor(-0.0))
+    assert not same_values(torch.tensor(1), torch.tensor(1.0))
+
+
+def test_subclasses_with_memory_are_compared_without_their_code() -> None:
+    first, second, other = (torch.tensor([value]).as_subclass(Marked) for value in (1.0, 1.0, 2.0))
+    assert same_values(first, second)
+    assert not same_values(first, other)
+
+
+def test_tensors_that_are_more_than_strided_memory_only_equal_themselves() -> None:
+    sparse = torch.eye(2).to_sparse()
+    quantized = torch.quantize_per_tensor(torch.ones(2), 0.5, 0, torch.quint8)
+    for tensor in (sparse, quantized):
+        assert same_values(tensor, tensor)
+        assert not same_values(tensor, tensor.clone())
