@@ -49,14 +49,14 @@ def test_the_policy_allows_the_style_and_the_script_of_the_page_only() -> None:
 
 @given(st.lists(st.integers(1, 10**12), min_size=1, max_size=80))
 def test_areas_are_in_proportion_to_the_bytes_and_fill_the_chart(sizes: list[int]) -> None:
-    chart = area_chart("", [(f"a.{i}" if i % 2 else f"b{i}.w", nbytes) for i, nbytes in enumerate(sizes)])
+    chart = area_chart([(f"a.{i}" if i % 2 else f"b{i}.w", nbytes) for i, nbytes in enumerate(sizes)])
     assert math.isclose(sum(box.width * box.height for box in chart.boxes), 1000 * 320, rel_tol=0.01)
     assert all(box.x + box.width <= 1000.1 and box.y + box.height <= 320.1 for box in chart.boxes)
 
 
 def test_charts_of_nothing_have_no_boxes() -> None:
-    assert not area_chart("", []).boxes
-    assert not area_chart("", [("empty", 0)]).boxes
+    assert not area_chart([]).boxes
+    assert not area_chart([("empty", 0)]).boxes
     assert not bar_chart("", []).boxes
     assert not heat_chart("", [("head.weight", 1.0)]).boxes
 

@@ -14,11 +14,11 @@ from torch import nn
 from torch.export import Dim
 
 import modelstate as ms
-from modelstate.torch_compat.private import OLDEST, torch_version
+from modelstate.torch_compat.private import OLDEST_FOR_AOTI, torch_version
 from tests.serve.models import linear
 
 needs_aoti = pytest.mark.skipif(
-    torch_version() < OLDEST["AOTInductor packages"], reason="this torch is too old for AOTInductor packages"
+    torch_version() < OLDEST_FOR_AOTI, reason="this torch is too old for AOTInductor packages"
 )
 
 

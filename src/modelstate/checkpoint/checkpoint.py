@@ -203,7 +203,7 @@ class Checkpoint(Mapping[str, TensorSpec], Shown):
                 for (name, nbytes), spec in zip(sizes, self.values(), strict=True)
             ],
             charts=(
-                area_chart("Where the bytes are", sizes),
+                area_chart(sizes),
                 bar_chart("Bytes by dtype", [(name, nbytes, size(nbytes)) for name, nbytes in dtypes.most_common()]),
             ),
         )

@@ -41,6 +41,7 @@ from modelstate.spec import (
     own_bytes,
     slices_of,
 )
+from modelstate.torch_compat.dtypes import QUANTIZED
 from modelstate.torch_compat.plain import is_plain, is_plain_memory
 
 _BLOCK_BYTES = 4 << 20
@@ -154,6 +155,11 @@ def _dense_bytes(stored: Stored) -> int:
     if isinstance(stored, torch.Tensor) or (isinstance(stored, StoredTensor) and stored.is_contiguous):
         return 0
     return math.prod(stored.shape) * stored.dtype.itemsize
+
+
+def read_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Returns the dtype of the values that are read of a tensor: torch's own quantized tensors are dequantized."""
+    return torch.float32 if dtype in QUANTIZED else dtype
 
 
 def _values_in_memory(tensor: torch.Tensor) -> torch.Tensor:

@@ -29,6 +29,7 @@ from modelstate.checkpoint.reduction import (
     kind_of,
     operand_of,
     plain_parts,
+    read_dtype,
     reduce,
     scratch,
 )
@@ -253,7 +254,7 @@ class CheckpointStatistics(Shown):
                 for tensor in self.tensors
                 for entry in (tensor, *tensor.parts)
             ],
-            charts=(area_chart("Where the bytes are", [(tensor.name, tensor.bytes) for tensor in self.tensors]),),
+            charts=(area_chart([(tensor.name, tensor.bytes) for tensor in self.tensors]),),
         )
 
     def to_json(self) -> str:
@@ -304,10 +305,10 @@ def statistics_of(
     for spec in specs:
         parts[spec.name] = {"": spec.stored} if kind_of(spec.stored) == "strided" else plain_parts(spec.stored)
         for label, stored in parts[spec.name].items():
-            if kind_of(stored) == "strided" and _dtype(stored) in CONVERTIBLE:
+            if kind_of(stored) == "strided" and read_dtype(stored.dtype) in CONVERTIBLE:
                 plain.setdefault(bytes_key(stored, f"{spec.name}.{label}"), stored)
     operands: list[tuple[Operand, ...]] = [(operand_of(stored, read),) for stored in plain.values()]
-    accumulators = [_Accumulator(_dtype(stored)) for stored in plain.values()]
+    accumulators = [_Accumulator(read_dtype(stored.dtype)) for stored in plain.values()]
     read_bytes = 0
 
     def fold(chunk: Chunk) -> None:
@@ -342,11 +343,6 @@ def statistics_of(
         tensors.append(TensorStatistics(spec.name, spec.shape, spec.dtype, kind, nbytes, whole, below))
     label = checkpoint.source + (f", key {checkpoint.key!r}" if checkpoint.key else "")
     return CheckpointStatistics(label, tuple(tensors), read_bytes, perf_counter() - begin)
-
-
-def _dtype(stored: Stored) -> torch.dtype:
-    """The dtype of the values: tensors of torch's own quantized dtypes are dequantized."""
-    return torch.float32 if isinstance(stored, torch.Tensor) and stored.is_quantized else stored.dtype
 
 
 def _check_values(checkpoint: Checkpoint, specs: Iterable[TensorSpec]) -> None:

@@ -20,7 +20,7 @@ from modelstate.checkpoint.checkpoint import Checkpoint
 from modelstate.checkpoint.inspect import plain_value
 from modelstate.checkpoint.open import Source, check_budget_option, patterns_of
 from modelstate.checkpoint.open import open as open_checkpoint
-from modelstate.checkpoint.reduction import Chunk, Operand, Region, kind_of, operand_of, plain_parts, reduce
+from modelstate.checkpoint.reduction import Chunk, Operand, Region, kind_of, operand_of, plain_parts, read_dtype, reduce
 from modelstate.comparison.difference import Accumulator, equal_unread, is_comparable
 from modelstate.comparison.result import Diff, Match, Status, TensorDiff, ValueDiff
 from modelstate.errors import (
@@ -334,7 +334,7 @@ class _Part:
     @property
     def read_dtypes(self) -> tuple[torch.dtype, torch.dtype]:
         """The dtypes of the values that are read."""
-        return _read_dtype(self.a), _read_dtype(self.b)
+        return read_dtype(self.a.dtype), read_dtype(self.b.dtype)
 
     @property
     def is_comparable(self) -> bool:
@@ -353,11 +353,6 @@ def _parts(pair: _Pair) -> list[_Part]:
             numbered = enumerate(zip(first.values(), second.values(), strict=True))
             return [_Part(pair, f"part {index}", a, b, ("strided", "strided")) for index, (a, b) in numbered]
     return [_Part(pair, "", pair.a, pair.b, kinds)]
-
-
-def _read_dtype(source: TensorSource) -> torch.dtype:
-    """The dtype of the values: tensors of torch's own quantized dtypes are dequantized."""
-    return torch.float32 if isinstance(source, torch.Tensor) and source.is_quantized else source.dtype
 
 
 @dataclass(slots=True, eq=False)

@@ -11,7 +11,6 @@ import torch
 from modelstate.errors import DamagedFileError, ForbiddenGlobalError, ModelStateError, OpenError, UnsupportedTensorError
 from modelstate.formats.torch_globals import TorchGlobals, is_never, set_state
 from modelstate.formats.unpickle import (
-    QUANTIZED,
     Allowed,
     DeferredCall,
     DeferredTensor,
@@ -21,6 +20,7 @@ from modelstate.formats.unpickle import (
 )
 from modelstate.spec import Refused, StoredComposite, StoredTensor
 from modelstate.text_format import listed
+from modelstate.torch_compat.dtypes import QUANTIZED
 from modelstate.torch_compat.values import set_version_metadata, version_metadata
 
 MAX_DEPTH = 100

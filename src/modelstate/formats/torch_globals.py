@@ -27,7 +27,6 @@ from modelstate.errors import (
 )
 from modelstate.formats.unpickle import (
     MAX_ARGUMENTS,
-    QUANTIZED,
     Allowed,
     DeferredCall,
     DeferredTensor,
@@ -38,6 +37,7 @@ from modelstate.formats.unpickle import (
     damaged,
 )
 from modelstate.spec import Refused, StoredTensor
+from modelstate.torch_compat.dtypes import QUANTIZED
 from modelstate.torch_compat.private import wrapper_subclass
 
 STORAGE_DTYPES = {

@@ -27,6 +27,7 @@ import torch
 from modelstate.errors import DamagedFileError, OpenError, TruncatedFileError
 from modelstate.process import gc_paused
 from modelstate.spec import ByteRange, Refused, StoredTensor, contiguous_stride
+from modelstate.torch_compat.dtypes import QUANTIZED
 from modelstate.torch_compat.values import set_version_metadata
 
 # What a pickle becomes before any object of it is created.
@@ -140,9 +141,6 @@ def check_key(key: object) -> None:
         is_plain = isinstance(key, tuple) and len(key) <= MAX_KEY_ITEMS and _KEYS.issuperset(map(type, key))
     if not is_plain:
         raise DamagedFileError("a key that is not a plain value", where="the pickle", found=kind.__name__)
-
-
-QUANTIZED = frozenset({torch.quint8, torch.qint8, torch.qint32, torch.quint4x2, torch.quint2x4})
 
 
 # The machine.

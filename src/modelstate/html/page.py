@@ -219,17 +219,16 @@ class Shown:
         return self._page().fragment()
 
 
-def area_chart(title: str, sizes: Iterable[tuple[str, int]]) -> Chart:
+def area_chart(sizes: Iterable[tuple[str, int]]) -> Chart:
     """Draws where the bytes are, as a treemap: one box for each module, its area in proportion to the bytes.
 
     Modules are divided into their parts, the largest first, until there are about 60 boxes. The boxes are laid out by
     the squarified algorithm of Bruls, Huizing and van Wijk (2000). A prefix that all names have is left out.
 
     Args:
-        title: The heading.
         sizes: Pairs of a dotted name and a number of bytes.
     """
-    width, height = 1000, 320  # in pixels
+    title, width, height = "Where the bytes are", 1000, 320  # in pixels
     leaves = [(tuple(name.split(".")), nbytes) for name, nbytes in sizes if nbytes > 0]
     while leaves and all(len(leaf) > 1 and leaf[0] == leaves[0][0][0] for leaf, _ in leaves):
         leaves = [(leaf[1:], nbytes) for leaf, nbytes in leaves]

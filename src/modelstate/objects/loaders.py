@@ -193,7 +193,7 @@ def left_loader_problem(objects: Iterable[object]) -> str:
     """
     for loader in objects:
         is_new = isinstance(loader, DataLoader) and _is_in_the_middle(loader) and loader not in _warned
-        if is_new and _references(loader, _ITERATOR) == _references(_ONLY_REFERENCE, _ITERATOR):
+        if is_new and _iterator_references(loader) == _iterator_references(_ONLY_REFERENCE):
             _warned.add(loader)
             return _LEFT
     return ""
@@ -207,8 +207,8 @@ _ONLY_REFERENCE = SimpleNamespace(_iterator=object())
 """Refers to an object as a loader does to an iterator that nothing else refers to."""
 
 
-def _references(owner: object, name: str) -> int:
-    return sys.getrefcount(vars(owner)[name])
+def _iterator_references(owner: object) -> int:
+    return sys.getrefcount(vars(owner)[_ITERATOR])
 
 
 def _is_in_the_middle(loader: object) -> bool:

@@ -437,7 +437,7 @@ def steps_page(title: str, facts: tuple[tuple[str, str], ...], steps: tuple[Step
         ],
         table="Steps",
         notes=(*placements(steps), *notes),
-        charts=(area_chart("Where the bytes are", [(step.name, step.nbytes) for step in steps]),),
+        charts=(area_chart([(step.name, step.nbytes) for step in steps]),),
     )
 
 

@@ -37,7 +37,7 @@ from modelstate.torch_compat.private import (
     flatten,
     guards_of,
     guards_of_compiling,
-    require_torch,
+    require_aoti,
     unflatten,
     written_inputs,
 )
@@ -115,7 +115,7 @@ def export(
     check_choice("kind", kind, ("exported", "aoti"))
     _check_arguments(module, args, where, kind, options)
     if kind == "aoti":
-        require_torch("AOTInductor packages", ExportError, where, "export with kind='exported'")
+        require_aoti(ExportError, where, "export with kind='exported'")
     check_target(where, overwrite=overwrite)
     kwargs = dict(kwargs or {})
     check_captured_references(module, meta_clone(module))

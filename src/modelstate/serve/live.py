@@ -63,7 +63,7 @@ from modelstate.serve.versions import (
     WeakHandle,
     wait_all,
 )
-from modelstate.torch_compat.private import require_torch
+from modelstate.torch_compat.private import require_aoti
 from modelstate.transaction.transaction import exclusive
 
 _HISTORY = 1000
@@ -165,7 +165,7 @@ def _target_of_file(path: str, names: NameMap | nn.Module | None, training: bool
 
     file = read_program_file(path)
     if file.kind == "aoti":
-        require_torch("AOTInductor packages", LiveTargetError, path, "serve the module, or an exported program")
+        require_aoti(LiveTargetError, path, "serve the module, or an exported program")
         from modelstate.serve.aoti import AotiTarget
 
         return AotiTarget(file, names)

@@ -21,6 +21,8 @@ from modelstate.errors import OptionError
 
 _WITHOUT_LIMITS = tuple(filter(None, [getattr(torch, "float4_e2m1fn_x2", None)]))
 """Dtypes of which torch does not say what they can represent."""
+QUANTIZED = frozenset({torch.quint8, torch.qint8, torch.qint32, torch.quint4x2, torch.quint2x4})
+"""The dtypes of torch's own quantized tensors."""
 
 
 @cache
@@ -51,7 +53,7 @@ def _kind(dtype: torch.dtype) -> str:
         return "complex"
     if dtype is torch.bool:
         return "bool"
-    if "torch.q" in str(dtype):  # qint8 and its kin, which torch.iinfo takes for integers
+    if dtype in QUANTIZED:  # torch.iinfo takes them for integers
         return "other"
     try:
         torch.iinfo(dtype)

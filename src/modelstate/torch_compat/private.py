@@ -429,10 +429,8 @@ def flattened(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 # Versions of PyTorch; `docs/compatibility.md` has those that features need as a table.
 
-OLDEST = {
-    "AOTInductor packages": (2, 11),
-}
-"""The oldest PyTorch for what needs a later one than the package itself does."""
+OLDEST_FOR_AOTI = (2, 11)
+"""The oldest PyTorch for AOTInductor packages."""
 
 
 def torch_version() -> tuple[int, int]:
@@ -441,21 +439,20 @@ def torch_version() -> tuple[int, int]:
     return (int(found[1]), int(found[2])) if found else (0, 0)
 
 
-def require_torch(feature: str, error: type[ModelStateError], where: str, remedy: str = "") -> None:
-    """Raises `error` where this PyTorch is too old for a feature of `OLDEST`.
+def require_aoti(error: type[ModelStateError], where: str, remedy: str) -> None:
+    """Raises `error` where this PyTorch is too old for AOTInductor packages.
 
     Args:
-        feature: The name of the feature.
         error: The class of the error.
         where: What is asked for.
         remedy: What can be done without a newer PyTorch.
     """
-    needed = ".".join(map(str, OLDEST[feature]))
-    if torch_version() < OLDEST[feature]:
+    needed = "torch " + ".".join(map(str, OLDEST_FOR_AOTI))
+    if torch_version() < OLDEST_FOR_AOTI:
         raise error(
-            f"{feature} need a newer PyTorch",
+            "AOTInductor packages need a newer PyTorch",
             where=where,
-            expected=f"torch {needed} or later",
+            expected=f"{needed} or later",
             found=f"torch {torch.__version__}",
-            remedy=f"install torch {needed} or later" + (f"; or {remedy}" if remedy else ""),
+            remedy=f"install {needed} or later; or {remedy}",
         )
