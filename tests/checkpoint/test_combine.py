@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -232,7 +233,14 @@ def test_values_that_are_no_tensors_must_agree() -> None:
 
     nan = float("nan")
     assert opened([1, {"a": nan}], [1, {"a": nan}]).extra["v"][0] == 1
-    for one, other in ((1, 2), ([1], (1,)), ({"a": 1}, {"a": 1, "b": 2}), ("1", 1), (None, 0)):
+    for one, other in (
+        (1, 2),
+        ([1], (1,)),
+        ({"a": 1}, {"a": 1, "b": 2}),
+        ("1", 1),
+        (None, 0),
+        (np.ones(2), np.ones(1)),
+    ):
         with pytest.raises(CombineError, match=r"'v' in \[0\] and \[1\]"):
             opened(one, other)
 

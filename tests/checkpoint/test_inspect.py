@@ -139,6 +139,26 @@ def test_a_value_that_cannot_be_decoded_hides_no_other(tmp_path: Path) -> None:
     assert "not decoded" in json.loads(ms.inspect(path).to_json())["extra"]["x._extra_state"]
 
 
+def test_saved_values_that_cannot_be_decoded_hide_no_metadata(tmp_path: Path) -> None:
+    manifest = {"format": 1, "schema": "1.0", "attached": {"run": {"$object": {"codec": "gone", "value": 1}}}}
+    path = tmp_path / "saved.safetensors"
+    save_file({"a": torch.ones(2)}, path, metadata={"modelstate": json.dumps(manifest), "format": "pt"})
+    metadata = json.loads(ms.inspect(path).to_json())["metadata"]
+    assert metadata == {"format": "pt", "schema": "1.0", "extra": "not decoded: nothing is registered under 'gone'"}
+    assert "not decoded" in str(ms.inspect(path))
+
+
+def test_values_that_stand_for_more_than_their_bytes(tmp_path: Path) -> None:
+    path = tmp_path / "saved.safetensors"
+    values = {"range": range(10**15), "large": 10**5000, "tuple": (1 << 20, 3)}
+    ms.save({"a": torch.ones(2), **values}, path)
+    found = json.loads(ms.inspect(path).to_json())["extra"]
+    assert found["range"] == "range(0, 1000000000000000)"
+    assert found["large"].startswith(hex(10**5000)[:100])
+    assert found["tuple"] == [1 << 20, 3]
+    assert "range(0, 1000000000000000)" in str(ms.inspect(path))
+
+
 class Broken:
     def __repr__(self) -> str:
         raise RuntimeError("not now")

@@ -4,6 +4,7 @@ from collections import Counter, OrderedDict, UserDict, defaultdict, namedtuple
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 
 from modelstate.errors import AmbiguousCheckpointError, KeyNotFoundError, SourceTypeError
 from modelstate.formats import tree as tree_module
-from modelstate.formats.tree import flatten, rebuild, subtree
+from modelstate.formats.tree import flatten, rebuild, same_value, subtree
 
 keys = st.one_of(st.text("ab.", max_size=3), st.integers(0, 2))
 leaves = st.one_of(
@@ -257,3 +258,32 @@ def test_shared_lists_that_stand_for_more_than_any_memory(monkeypatch: pytest.Mo
     with pytest.raises((SourceTypeError, AmbiguousCheckpointError), match="too many values"):
         flatten({"laughs": node}, "")
     assert len(flatten({"list": [torch.ones(1)] * 4000}, "").tensors) == 4000
+
+
+ARRAY = np.array([1.0, np.nan])
+
+
+@pytest.mark.parametrize(
+    ("other", "is_same"),
+    [
+        (ARRAY.copy(), True),
+        (np.array([1.0, 2.0]), False),
+        (np.array([1.0]), False),
+        (np.array([[1.0, np.nan]]), False),
+        (np.array([1.0, np.nan], np.float32), False),
+        (np.array([]), False),
+        ([1.0, np.nan], False),
+        (1.0, False),
+    ],
+)
+def test_arrays_are_equal_as_a_whole(other: Any, is_same: bool) -> None:
+    assert same_value({"a": [ARRAY]}, {"a": [other]}) is is_same
+    assert same_value(other, ARRAY) is is_same
+
+
+def test_no_array_is_equal_to_one_of_another_shape() -> None:
+    assert not same_value(np.ones(3), np.ones(1))
+    assert not same_value(np.ones(3), 1.0)
+    assert not same_value(np.ones(1), np.ones(0))
+    assert same_value(np.array(["a", "b"]), np.array(["a", "b"]))
+    assert not same_value(np.array(["a", "b"]), np.array(["a", "c"]))

@@ -1,10 +1,12 @@
 """Versions of a model's state: checkpoints of any of them load into the present one."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
 import modelstate as ms
@@ -60,6 +62,15 @@ def test_a_checkpoint_of_any_version(version: str, source: str, tmp_path: Path) 
     assert torch.equal(torch.cat([old.q.weight, old.k.weight]), FIRST["old.qk.weight"])
     assert torch.equal(torch.cat([old.q.bias, old.k.bias]), FIRST["old.qk.bias"])
     assert old.extra.tolist() == [0, 0]
+
+
+def test_the_noted_version_needs_no_other_value(tmp_path: Path) -> None:
+    manifest = {"format": 1, "schema": "1.0", "attached": {"run": {"$object": {"codec": "gone", "value": 1}}}}
+    path = tmp_path / "state.safetensors"
+    save_file(FIRST, path, metadata={"modelstate": json.dumps(manifest)})
+    assert SCHEMA.version_of(ms.open(path)) == "1.0"
+    ms.load(wanted := model(), path, rules=SCHEMA)
+    assert torch.equal(torch.cat([wanted["old"].q.weight, wanted["old"].k.weight]), FIRST["old.qk.weight"])
 
 
 def test_back_to_an_older_version() -> None:

@@ -1,5 +1,6 @@
 """The suggestion as a whole: what it claims is true, and what it cannot know it leaves open."""
 
+import json
 import keyword
 from collections.abc import Mapping
 from pathlib import Path
@@ -8,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import save_file
 from torch import nn
 
 import modelstate as ms
@@ -64,6 +66,15 @@ def test_it_reads_and_changes_nothing(tmp_path: Path) -> None:
     torch.save(values({"b.fc.weight": (3, 5)}), tmp_path / "x.pt")
     assert ms.suggest(model, tmp_path / "x.pt").complete
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+
+
+def test_values_are_not_decoded(tmp_path: Path) -> None:
+    manifest = {"format": 1, "extra": {"module._extra_state": {"$object": {"codec": "gone", "value": 1}}}}
+    state = {f"module.{name}": value for name, value in nn.Linear(2, 3).state_dict().items()}
+    save_file(state, tmp_path / "x.safetensors", metadata={"modelstate": json.dumps(manifest)})
+    suggestion = ms.suggest(nn.Linear(2, 3), tmp_path / "x.safetensors")
+    assert list(suggestion) == [ms.rules.Prefix(strip="module.")]
+    assert suggestion.unused == ("module._extra_state",)
 
 
 def test_what_prints_can_be_pasted() -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from time import perf_counter
 from typing import TYPE_CHECKING
 
@@ -14,7 +15,7 @@ from modelstate.checkpoint.checkpoint import Checkpoint
 from modelstate.checkpoint.open import Source
 from modelstate.checkpoint.open import open as open_checkpoint
 from modelstate.errors import CodecError
-from modelstate.formats.tree import leaves
+from modelstate.formats.tree import decoded, leaves
 from modelstate.html.page import Page, Shown
 from modelstate.process import progress_bar
 from modelstate.remote.cache import Cache
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
 
 _VALUE_WIDTH = 72
 _MAX_GROUPS = 20
+_MOST_BITS = 4096
+"""A larger int is shown in hexadecimal: Python refuses to write one of over 4,300 decimal digits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,25 +270,30 @@ def inspect(
     """
     with open_checkpoint(source, allow=allow, skip_forbidden=skip_forbidden, cache=cache) as whole:
         checkpoint = whole if key is None else whole.select(key)
+        versions = {} if checkpoint.versions is None else {"versions": checkpoint.versions}
+        metadata = {**checkpoint.contents.metadata, **versions}
         return Inspection(
             source=checkpoint.source,
             key=checkpoint.key,
             format=checkpoint.format,
             files=checkpoint.files,
-            metadata={name: plain_value(value) for name, value in checkpoint.metadata.items()},
+            metadata={
+                name: _inspected(name, partial(decoded, value, checkpoint.read)).value
+                for name, value in metadata.items()
+            },
             tensors=tuple(checkpoint.values()),
             aliases=checkpoint.aliases,
-            values=tuple(_inspected_value(checkpoint, path) for path in checkpoint.extra),
+            values=tuple(_inspected(path, partial(checkpoint.extra.__getitem__, path)) for path in checkpoint.extra),
             bytes=checkpoint.nbytes,
             left_out=tuple(sorted({leaf.name for _, leaf in leaves(whole.contents.tree) if isinstance(leaf, Refused)})),
             checkpoint=checkpoint,
         )
 
 
-def _inspected_value(checkpoint: Checkpoint, path: str) -> InspectedValue:
-    """A value whose class is not imported does not hide the others."""
+def _inspected(path: str, decode: Callable[[], object]) -> InspectedValue:
+    """Describes what a function decodes. A value whose class is not imported does not hide the others."""
     try:
-        value = checkpoint.extra[path]
+        value = decode()
     except CodecError as error:
         return InspectedValue(path, "?", f"not decoded: {printable(error.what)}")
     return InspectedValue(path, type(value).__name__, plain_value(value))
@@ -379,6 +387,8 @@ def _tensor_json(spec: TensorSpec) -> dict[str, object]:
 
 def plain_value(value: object) -> object:
     """The value with JSON types; anything that JSON cannot represent becomes text."""
+    if isinstance(value, int) and value.bit_length() > _MOST_BITS:
+        return shorten(hex(value), 1000)
     if value is None or isinstance(value, str | bool | int):
         return value
     if isinstance(value, float):
@@ -388,7 +398,8 @@ def plain_value(value: object) -> object:
         return f"without a shape yet, {dtype}" if is_uninitialised(value) else f"tensor({list(value.shape)}, {dtype})"
     if isinstance(value, Mapping):
         return {key if isinstance(key, str) else _repr(key): plain_value(item) for key, item in value.items()}
-    if isinstance(value, Sequence | set | frozenset) and not isinstance(value, bytes | bytearray | memoryview):
+    is_whole = isinstance(value, bytes | bytearray | memoryview | range)
+    if isinstance(value, Sequence | set | frozenset) and not is_whole:
         return [plain_value(item) for item in value]
     return shorten(_repr(value), 1000)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from copy import copy
@@ -270,7 +271,10 @@ _DEEPEST = 200
 
 
 def same_value(first: Any, second: Any, depth: int = 0) -> bool:
-    """Whether two values are equal; NaN equals NaN. False if they are nested too deeply, or cannot be compared."""
+    """Whether two values are equal; NaN equals NaN. False if they are nested too deeply, or cannot be compared.
+
+    Arrays of NumPy are equal if their dtypes and shapes are, too: none is broadcast to the shape of the other.
+    """
     if first is second:
         return True
     if depth > _DEEPEST:
@@ -289,7 +293,11 @@ def same_value(first: Any, second: Any, depth: int = 0) -> bool:
     if isinstance(first, list | tuple) and isinstance(second, list | tuple):
         same_kind = isinstance(first, list) == isinstance(second, list) and len(first) == len(second)
         return same_kind and all(same_value(a, b, depth + 1) for a, b in zip(first, second, strict=True))
+    array: Any = getattr(sys.modules.get("numpy"), "ndarray", ())
     try:
+        if isinstance(first, array) or isinstance(second, array):
+            is_like = type(first) is type(second) and (first.dtype, first.shape) == (second.dtype, second.shape)
+            return is_like and bool(((first == second) | ((first != first) & (second != second))).all())
         equal = first == second
         return bool(equal.all() if hasattr(equal, "all") else equal) or bool(first != first and second != second)
     except Exception:  # the comparison of a foreign class may raise anything

@@ -379,7 +379,7 @@ class Schema:
         return [partial(renamed_by, self.rules(version)) for version in (self.versions if noted is None else [noted])]
 
     def _noted(self, checkpoint: Checkpoint) -> str | None:
-        noted = checkpoint.metadata.get("schema")
+        noted = checkpoint.contents.metadata.get("schema")  # `metadata` decodes the values that were saved with it
         return None if noted is None else self.versions[self._index(str(noted), checkpoint.source)]
 
     def _recognised(self, specs: Mapping[str, TensorSpec], where: str, parts: Sequence[str] = ()) -> str:

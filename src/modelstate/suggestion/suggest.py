@@ -262,7 +262,7 @@ class _CommentedRule:
 def _verified(findings: Findings, checkpoint: Checkpoint, slots: Slots) -> Suggestion:
     """Turns findings into rules, applies these to names and shapes, and drops rules that lead to wrong results."""
     entries = {name: Entry(checkpoint.stored(name), (name,)) for name in checkpoint}
-    entries |= {name: Entry(Value(value), (name,)) for name, value in checkpoint.extra.items()}
+    entries |= {name: Entry(Value(None), (name,)) for name in checkpoint.extra}  # the values are not needed
     for general in (True, False):
         rules = _rules(findings, entries, general=general)
         applied = apply_rules([commented.rule for commented in rules], entries, _unread)
