@@ -27,6 +27,7 @@ from modelstate.planning.assignment import (
     staged_because,
 )
 from modelstate.planning.plan import Options, Step
+from modelstate.process import cached_attribute
 from modelstate.spec import ByteRange, StoredTensor, StoredTensors, TensorColumns, overlapping
 from modelstate.torch_compat.dtypes import cast_between, short
 from modelstate.torch_compat.plain import is_plain, writable_storage
@@ -37,7 +38,7 @@ _CPU = torch.device("cpu")
 _DTYPES = {short(dtype): dtype for dtype in COPYABLE}
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(eq=False)
 class PlainTable:
     """Values of files for plain slots, with one device, one placement and one route: a row for each slot."""
 
@@ -85,13 +86,13 @@ class PlainTable:
         """The dtype of the first value in its file."""
         return _DTYPES[self.columns.dtype_names[0]]
 
-    @property
+    @cached_attribute
     def sources(self) -> list[ByteRange]:
         """The range of each value."""
         columns = self.columns
         return [*map(ByteRange, columns.paths, columns.starts, columns.nbytes)]
 
-    @property
+    @cached_attribute
     def extents(self) -> list[ByteRange]:
         """The ranges of files that the values are read from. Ranges that adjoin are one, and so are equal ranges."""
         columns, numbers = self.columns, dict[str, int]()
