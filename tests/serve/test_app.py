@@ -3,6 +3,7 @@
 import os
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -233,3 +234,30 @@ def test_an_app_that_does_not_take_the_token_ends_it(app: App, tmp_path: Path) -
     assert following.wait(60)
     assert [error.reason for error in log if isinstance(error, AppError)] == ["access"]
     assert [event.action for event in following.events] == ["ended"]
+
+
+def test_the_end_of_following_does_not_wait_for_the_answer_to_a_swap(
+    app: App, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The app goes on with the swap."""
+    begun, go_on = threading.Event(), threading.Event()
+    real = app.swap
+
+    def slow(headers: dict[str, str], source: Path) -> Answer:
+        begun.set()
+        assert go_on.wait(60)
+        return real(headers, source)
+
+    monkeypatch.setattr(app, "swap", slow)
+    with ms.Store(tmp_path / "run") as store:
+        save(store, 1)
+        following = ms.follow(ServingApp(app.url, TOKEN), store, on_error=pytest.fail)
+        try:
+            assert begun.wait(60)
+            assert following.stop(timeout_seconds=20)
+        finally:
+            go_on.set()
+    assert following.events == ()
+    while app.live.version == 1:
+        time.sleep(0.01)
+    assert app.live.version == 2

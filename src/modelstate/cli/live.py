@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 TOKEN = "MODELSTATE_TOKEN"
 _WAIT_SECONDS = 0.2
 _END_SECONDS = 1.0
-"""The time for a running swap to end. The app finishes it in any case."""
+"""The time for the thread to give up what it does. The app finishes a running swap."""
 
 
 @click.group()

@@ -16,6 +16,7 @@ from modelstate.errors import (
     OptionError,
     SwapBusyError,
 )
+from modelstate.process import call_apart
 from modelstate.store.retention import is_number
 from modelstate.text_format import printable
 
@@ -184,7 +185,8 @@ class ServingApp:
     def _request(self, method: str, path: str, body: object, timeout_seconds: float) -> tuple[int, dict[str, object]]:
         """Returns the status, and the JSON object of the answer, which is empty where the answer has none.
 
-        Raises `OSError` and `HTTPException`.
+        Raises `OSError` and `HTTPException`; and `Stopped` in a thread of `follow` that is to end: the app goes on with a
+        swap then.
         """
         headers = {"Accept": "application/json", "User-Agent": "modelstate", "Connection": "close"}
         data = None
@@ -192,24 +194,28 @@ class ServingApp:
             data = json.dumps(body).encode()
             headers |= {"Content-Type": "application/json", "Authorization": f"Bearer {self._token}"}
         host, port = self._parts.hostname or "", self._parts.port
-        connection = (
-            HTTPSConnection(host, port, timeout=_SECONDS, context=ssl.create_default_context())
-            if self._parts.scheme == "https"
-            else HTTPConnection(host, port, timeout=_SECONDS)
-        )
-        try:
-            connection.connect()
-            connection.sock.settimeout(timeout_seconds)
-            connection.request(method, self._parts.path.rstrip("/") + path, data, headers)
-            response = connection.getresponse()
-            content = response.read(_MAX_ANSWER_BYTES)
-        finally:
-            connection.close()
+
+        def exchange() -> tuple[int, bytes]:
+            connection = (
+                HTTPSConnection(host, port, timeout=_SECONDS, context=ssl.create_default_context())
+                if self._parts.scheme == "https"
+                else HTTPConnection(host, port, timeout=_SECONDS)
+            )
+            try:
+                connection.connect()
+                connection.sock.settimeout(timeout_seconds)
+                connection.request(method, self._parts.path.rstrip("/") + path, data, headers)
+                response = connection.getresponse()
+                return response.status, response.read(_MAX_ANSWER_BYTES)
+            finally:
+                connection.close()
+
+        status, content = call_apart(exchange)
         try:
             answer = json.loads(content)
         except (ValueError, RecursionError):
             answer = None
-        return response.status, answer if isinstance(answer, dict) else {}
+        return status, answer if isinstance(answer, dict) else {}
 
 
 def _checked_url(url: object) -> SplitResult:

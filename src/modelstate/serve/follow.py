@@ -251,6 +251,8 @@ class Following:
     def stop(self, timeout_seconds: float | None = None) -> bool:
         """Stops the thread. A checkpoint that is still being read is given up; a swap ends where it has read it.
 
+        A serving app in another process goes on with a swap that it was asked for; its answer is not waited for.
+
         Args:
             timeout_seconds: seconds to wait for the thread; None waits without limit.
 
