@@ -11,6 +11,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -458,6 +459,12 @@ def _same_bytes(metadata: Metadata) -> None:
     metadata.storage_data[other] = metadata.storage_data[one]
 
 
+def _colliding(metadata: Metadata) -> None:
+    _, place = _first_place(metadata)
+    for offsets in product(range(-4, 5), repeat=3):
+        metadata.storage_data[MetadataIndex("a", [(2**61 - 1) * offset for offset in offsets])] = place
+
+
 FLAWS: dict[str, tuple[Change, type[errors.OpenError], str]] = {
     "parent": (_place(relative_path="../__0_0.distcp"), errors.UnsafePathError, "outside its directory"),
     "absolute": (_place(relative_path="/etc/passwd"), errors.UnsafePathError, "outside its directory"),
@@ -472,6 +479,7 @@ FLAWS: dict[str, tuple[Change, type[errors.OpenError], str]] = {
     "number as a file": (_place(relative_path=1), errors.DamagedFileError, "the file of an item"),
     "compressed": (_place(transform_descriptors=["stream.zstd"]), errors.UnsupportedTensorError, "stream.zstd"),
     "same bytes": (_same_bytes, errors.DamagedFileError, "in the same bytes"),
+    "offsets of one hash": (_colliding, errors.DamagedFileError, "of one hash"),
     "no place": (lambda m: m.storage_data.pop(_first_place(m)[0]), errors.DamagedFileError, "the place of an item"),
     "no places": (_field("storage_data", None), errors.DamagedFileError, "the table of places"),
     "no table": (_field("state_dict_metadata", []), errors.DamagedFileError, "the table of contents"),

@@ -6,6 +6,7 @@ import pickletools
 import struct
 import tracemalloc
 import zipfile
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +77,9 @@ HOSTILE = {
     "colliding integers": b"\x80\x02}("
     + b"".join(b"\x8a\x10" + ((2**61 - 1) * (i + 1)).to_bytes(16, "little") + b"N" for i in range(50_000))
     + b"u.",
+    "colliding tuples": b"\x80\x02}("
+    + b"".join(b"\x8a\x10" + ((2**61 - 1) * (i + 1)).to_bytes(16, "little") + b"\x85N" for i in range(50_000))
+    + b"u.",
     "colliding complex numbers": b"\x80\x02c__builtin__\ncomplex\nq\0}("
     + b"".join(
         b"h\0G" + struct.pack(">d", -1000003.0 * i) + b"G" + struct.pack(">d", i) + b"\x86RN" for i in range(20_000)
@@ -116,6 +120,33 @@ def test_hostile_input(data: bytes) -> None:
         assert tracemalloc.get_traced_memory()[1] < 50_000_000 + 100 * len(data)
     finally:
         tracemalloc.stop()
+
+
+def tuples(numbers: Iterable[int]) -> bytes:
+    """The opcodes of tuples of one number."""
+    return b"".join(b"\x8a\x10" + number.to_bytes(16, "little", signed=True) + b"\x85" for number in numbers)
+
+
+COLLIDING = [(2**61 - 1) * i for i in range(200)]
+WITH_TUPLES: dict[str, Callable[[Iterable[int]], bytes]] = {
+    "a dict": lambda numbers: b"}(" + b"".join(tuples([number]) + b"N" for number in numbers) + b"u",
+    "a dict, one by one": lambda numbers: b"}" + b"".join(tuples([number]) + b"Ns" for number in numbers),
+    "several dicts": lambda numbers: b"](" + b"".join(b"}" + tuples([number]) + b"Ns" for number in numbers) + b"e",
+    "a set": lambda numbers: b"\x8f(" + tuples(numbers) + b"\x90",
+    "a frozenset": lambda numbers: b"(" + tuples(numbers) + b"\x91",
+    "a set of a list": lambda numbers: b"cbuiltins\nset\n](" + tuples(numbers) + b"e\x85R",
+    "an OrderedDict": lambda numbers: (
+        b"ccollections\nOrderedDict\n](" + b"".join(tuples([number]) + b"N\x86" for number in numbers) + b"e\x85R"
+    ),
+}
+
+
+@pytest.mark.parametrize("opcodes", WITH_TUPLES.values(), ids=WITH_TUPLES.keys())
+def test_tuples_of_one_hash_are_no_keys(opcodes: Callable[[Iterable[int]], bytes]) -> None:
+    with pytest.raises(errors.DamagedFileError, match="of one hash"):
+        loads(b"\x80\x04" + opcodes(COLLIDING) + b".")
+    loads(b"\x80\x04" + opcodes(range(-100, 1000)) + b".")
+    loads(b"\x80\x04" + opcodes([1] * 1000) + b".")
 
 
 LEAVES = "a tensor leaves its storage"

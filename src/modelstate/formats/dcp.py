@@ -34,6 +34,7 @@ from modelstate.formats.torch_zip import Archive
 from modelstate.formats.tree import Contents
 from modelstate.formats.unpickle import (
     DeferredCall,
+    Keys,
     unpickle,
 )
 from modelstate.io.files import FileFingerprint, SourceFile
@@ -310,10 +311,12 @@ def _indices(items: dict[str, ChunkedTensor | None]) -> Iterable[Index]:
 
 def _places(table: dict[object, object]) -> dict[Index, Place]:
     places: dict[Index, Place] = {}
+    keys = Keys()
     for key, node in table.items():
         index, info = _state(key, "metadata.MetadataIndex"), _state(node, "filesystem._StorageInfo")
         name, offset = _typed(index.get("fqn"), str, "the name of a place"), index.get("offset")
         at = name, None if offset is None else dims(offset)
+        keys.check(at[1])
         if at in places:
             raise _damaged("two places of one item", name)
         place = Place(

@@ -31,9 +31,9 @@ from modelstate.formats.unpickle import (
     DeferredCall,
     DeferredTensor,
     InvalidTensor,
+    Keys,
     SafeGlobal,
     Storage,
-    check_key,
     damaged,
 )
 from modelstate.spec import Refused, StoredTensor
@@ -189,9 +189,9 @@ def _builtin() -> dict[str, object]:
 def _items(values: object) -> list[object]:
     if not isinstance(values, list | tuple | set | frozenset):
         raise damaged("items that are not a list", type(values).__name__)
-    items = list(values)
+    items, keys = list(values), Keys()
     for item in items:
-        check_key(item)
+        keys.check(item)
     return items
 
 
@@ -199,12 +199,13 @@ def _ordered_dict(pairs: object = ()) -> OrderedDict[object, object]:
     if type(pairs) is dict:
         return OrderedDict(pairs)
     mapping: OrderedDict[object, object] = OrderedDict()
+    keys = Keys()
     if not isinstance(pairs, list | tuple):
         raise damaged("a dict from a value that is not a list", type(pairs).__name__)
     for pair in pairs:
         if type(pair) not in (list, tuple) or len(pair) != 2:
             raise damaged("a dict from items that are not pairs", type(pair).__name__)
-        check_key(pair[0])
+        keys.check(pair[0])
         mapping[pair[0]] = pair[1]
     return mapping
 

@@ -35,6 +35,8 @@ from modelstate.torch_compat.values import set_version_metadata
 
 MAX_KEY_ITEMS = 64
 MAX_KEY_INT = 2**60
+MAX_SAME_HASH = 64
+"""A dict compares a key with all others of the same hash. The hashes of -1 and -2 are equal, others hardly ever."""
 MAX_ARGUMENTS = 16
 """More arguments than any known function takes."""
 
@@ -128,18 +130,36 @@ _PLAIN_KEYS = frozenset({str, int, float, bool, bytes, type(None), torch.dtype, 
 _KEYS = _PLAIN_KEYS | {Refused, Allowed, DeferredCall, SafeGlobal}
 
 
-def check_key(key: object) -> None:
-    """Raises `DamagedFileError` for a key that is mutable, or costly or dangerous to hash.
+class Keys:
+    """Checks the keys of dicts and the members of sets, before they are put there.
 
     A nested tuple can overflow the C stack, a long tuple is hashed again at each use, and many large integers (and
-    complex numbers) have the same hash.
+    complex numbers) have the same hash. Tuples of equal hashes are easy to find, too, so these are counted.
     """
-    kind = type(key)
-    if kind in _KEYS:
-        is_plain = not isinstance(key, int) or abs(key) < MAX_KEY_INT
-    else:
-        is_plain = isinstance(key, tuple) and len(key) <= MAX_KEY_ITEMS and _KEYS.issuperset(map(type, key))
-    if not is_plain:
+
+    def __init__(self) -> None:
+        self._tuples = set[object]()
+        self._hashes = Counter[int]()
+        """The number of different tuples of each hash."""
+
+    def check(self, key: object) -> None:
+        """Raises `DamagedFileError` for a key that is mutable, or costly or dangerous to hash."""
+        kind = type(key)
+        if kind in _KEYS:
+            if not isinstance(key, int) or abs(key) < MAX_KEY_INT:
+                return
+        elif isinstance(key, tuple) and len(key) <= MAX_KEY_ITEMS and _KEYS.issuperset(map(type, key)):
+            if key not in self._tuples:
+                self._tuples.add(key)
+                self._hashes[hash(key)] += 1
+            if self._hashes[hash(key)] <= MAX_SAME_HASH:
+                return
+            raise DamagedFileError(
+                "too many tuples of one hash are keys, or members of sets",
+                where="the pickle",
+                expected=f"at most {MAX_SAME_HASH}",
+                remedy="do not trust this file: tuples of one hash hardly ever occur unless they are searched for",
+            )
         raise DamagedFileError("a key that is not a plain value", where="the pickle", found=kind.__name__)
 
 
@@ -268,6 +288,7 @@ class _Machine:
         self.protocol = 0
         self.budget = 4 * (len(data) - start) + 1000
         """The number of items and bytes that may still be copied."""
+        self.keys = Keys()
         self.layouts: dict[tuple[bytes, bytes, bytes], tuple[int, tuple[int, ...], tuple[int, ...]]] = {}
         """What `_layout` has returned."""
         self.is_ascending = True
@@ -532,7 +553,7 @@ class _Machine:
         pairs = list(zip(items[::2], items[1::2], strict=True))
         for key in items[::2]:
             if type(key) is not str:
-                check_key(key)
+                self.keys.check(key)
         if kind is dict or kind is OrderedDict:
             target.update(pairs)
         elif kind is Counter:
@@ -549,13 +570,19 @@ class _Machine:
         if kind is list:
             target.extend(items)
         elif kind is set:
-            target.update(_hashable(items))
+            target.update(self.members(items))
         elif kind is DeferredCall:
             target.appended.extend(items)
         elif kind is Refused:
             target.held.extend(items)
         elif kind is not InvalidTensor:
             raise damaged("items for a value that is not a list", kind.__name__)
+
+    def members(self, items: list[Any]) -> list[Any]:
+        """Returns the members of a set. Raises as `Keys.check`."""
+        for item in items:
+            self.keys.check(item)
+        return items
 
     def build(self, state: object) -> None:
         target, kind = self.stack[-1], type(self.stack[-1])
@@ -581,13 +608,6 @@ class _Machine:
         self.protocol = self.number(1)
         if self.protocol > pickle.HIGHEST_PROTOCOL:
             raise damaged("a protocol that does not exist", self.protocol)
-
-
-def _hashable(items: list[Any]) -> list[Any]:
-    """Returns the members of a set. Raises as `check_key`."""
-    for item in items:
-        check_key(item)
-    return items
 
 
 def _layout(numel: bytes, shape: bytes, stride: bytes) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
@@ -629,7 +649,7 @@ def _table() -> list[Callable[[_Machine], object] | None]:
         pickle.EMPTY_LIST: lambda m: m.push([]),
         pickle.EMPTY_DICT: lambda m: m.push({}),
         pickle.EMPTY_SET: lambda m: m.push(set()),
-        pickle.FROZENSET: lambda m: m.push(frozenset(_hashable(m.pop_mark()))),
+        pickle.FROZENSET: lambda m: m.push(frozenset(m.members(m.pop_mark()))),
         pickle.TUPLE3: lambda m: m.push(tuple(m.pop_last(3))),
         pickle.APPEND: lambda m: m.extend([m.stack.pop()]),
         pickle.APPENDS: lambda m: m.extend(m.pop_mark()),
