@@ -232,20 +232,65 @@ class OtherClass:
         )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class OptimizerPlan:
     """The plan of loading the state of an optimizer. Made by `plan_by_name`."""
 
     problems: list[str]
     """A line of text for each thing that does not fit."""
-    load: Callable[..., list[Recorded]]
-    """Loads the state, all or nothing. Call it only where there are no problems. The values are copied within the
-    context that it is given, and take effect after it. It returns what is for `into_recorded_memory` when all else has
-    succeeded."""
-    other_class: OtherClass | None = None
+    missing: list[str]
+    """Names of parameters that lack saved state, and may not."""
+    unexpected: list[str]
+    """Saved names that the optimizer does not have, and may not be there."""
+    other_class: OtherClass | None
     """Set where the class of the saved state is one of the problems."""
-    note: str = ""
+    note: str
     """Set where the state is of another class and is loaded all the same."""
+    optimizer: torch.optim.Optimizer
+    values: Mapping[torch.Tensor, _Values]
+    """The saved state of each parameter that has some."""
+    options: Sequence[tuple[dict[str, Any], dict[str, Any]]]
+    """Groups of the optimizer, each with the saved options that it gets."""
+    layout: "_StateLayout"
+
+    def load(self, copying: AbstractContextManager[None] | None = None) -> list[Recorded]:
+        """Loads the state, all or nothing. Call it only where there are no problems.
+
+        Args:
+            copying: the context within which the values are copied. They take effect after it.
+
+        Returns:
+            What is for `into_recorded_memory` when all else has succeeded.
+
+        Raises:
+            OptimizerStateError: A value cannot be copied.
+        """
+        optimizer = self.optimizer
+        with ExitStack() as uninterrupted:
+            with copying or nullcontext():
+                try:
+                    new_state: dict[torch.Tensor, dict[str, object]] = {
+                        param: _placed(values, param, self.layout) for param, values in self.values.items()
+                    }
+                    new_options = [(group, _placed_options(options, group)) for group, options in self.options]
+                except Exception as error:
+                    raise OptimizerStateError(
+                        "a value of the state cannot be copied; nothing has been changed",
+                        where=type(optimizer).__name__,
+                        found=error,
+                    ) from error
+                # A rank that is interrupted behind the vote would be the only one that keeps its old state.
+                uninterrupted.enter_context(deferred_signals())
+            recorded: list[Recorded] = []
+            for group in optimizer.param_groups:
+                for param in group["params"]:
+                    new = new_state.get(param, {})
+                    recorded += recorded_by_graphs(optimizer.state.pop(param, {}), new, new)
+            optimizer.state.update(new_state)
+            for group, options in new_options:
+                recorded += recorded_by_graphs(group, options, group)
+                group.update(options)
+        return recorded
 
 
 def plan_by_name(
@@ -265,15 +310,13 @@ def plan_by_name(
         may_miss: whether the state of the parameter of this name may be missing.
         may_exceed: whether the saved state of this name may belong to no parameter.
         keeps: whether the optimizer keeps its own value of the option of this name.
-
-    Returns:
-        The plan. Its `load` raises `OptimizerStateError` for a value that cannot be copied.
     """
     model = check_model(model)
     names = _parameter_names(model, optimizer)
     params = {name: param for name, param in model.named_parameters(remove_duplicate=False) if param in names}
     by_name, groups = _state_and_groups(state)
-    saved_names = [*by_name, *(name for group in groups for name in group["params"])]
+    grouped = [name for group in groups for name in group["params"]]
+    in_groups, saved_names = set(grouped), [*by_name, *grouped]
     if isinstance(rules, Schema):
         rules = rules.rules(rules.version_of_names(saved_names, type(optimizer).__name__))
     checked = check_rules(rules)
@@ -283,12 +326,14 @@ def plan_by_name(
     if checked:
         by_name, origins = apply_to_optimizer(checked, by_name)
     sources = _sources(params, groups, checked, origins)
-    unknown = [name for name in by_name if name not in params and not may_exceed(name)]
-    problems = [f"{name}: the optimizer has no such parameter" for name in unknown]
-    by_param = {params[name]: values for name, values in by_name.items() if name in params and values}
-    matched = _matched_groups(groups, optimizer, names, sources, problems, may_miss, may_exceed, keeps)
-    option_problems = [line for group, options in matched for line in _option_problems(options, group)]
-    grouped = [name for group in groups for name in group["params"]]
+    known = set().union(*sources.values())
+    foreign = [name for name in by_name if name not in params] + sorted(in_groups - known)
+    unexpected = [name for name in dict.fromkeys(foreign) if not may_exceed(name)]
+    problems = [f"{name}: the optimizer has no such parameter" for name in unexpected]
+    new = {param: name for param, name in names.items() if sources[param].isdisjoint(in_groups)}
+    missing = [name for name in new.values() if not may_miss(name)]
+    problems += [f"{name}: nothing was saved for it" for name in missing]
+    matched = _matched_groups(groups, optimizer, sources, problems, keeps)
     if isinstance(optimizer, torch.optim.LBFGS):
         live = [param for group in optimizer.param_groups for param in group["params"]]
         if len(grouped) != len(live) or any(
@@ -297,9 +342,14 @@ def plan_by_name(
             problems.append("LBFGS has all parameters in one vector, which only fits the same ones in the same order")
     if any(by_name.values()):
         present = {params[name] for name in by_name if name in params}
-        lost = [param for param in names if param not in present and not sources[param].isdisjoint(grouped)]
-        problems += [f"{names[param]}: its state is not there" for param in lost if not may_miss(names[param])]
+        lost = [name for param, name in names.items() if not (param in present or param in new or may_miss(name))]
+        problems += [f"{name}: its state is not there" for name in lost]
+        missing += lost
+    by_param: dict[torch.Tensor, _Values] = {
+        params[name]: values for name, values in by_name.items() if name in params and values
+    }
     layout = _StateLayout(optimizer, matched)
+    option_problems = [line for group, options in matched for line in _option_problems(options, group)]
     value_problems = [
         line
         for param, values in by_param.items()
@@ -307,34 +357,8 @@ def plan_by_name(
     ]
     other, note = _other_class(state, groups, optimizer, keeps, bool(option_problems), bool(value_problems))
     problems = [*([other.text] if other else []), *problems, *option_problems, *value_problems]
-
-    def load(copying: AbstractContextManager[None] | None = None) -> list[Recorded]:
-        with ExitStack() as uninterrupted:
-            with copying or nullcontext():
-                try:
-                    new_state: dict[torch.Tensor, dict[str, object]] = {
-                        param: _placed(values, param, layout) for param, values in by_param.items()
-                    }
-                    new_options = [(group, _placed_options(options, group)) for group, options in matched]
-                except Exception as error:
-                    raise OptimizerStateError(
-                        "a value of the state cannot be copied; nothing has been changed",
-                        where=type(optimizer).__name__,
-                        found=error,
-                    ) from error
-                # A rank that is interrupted behind the vote would be the only one that keeps its old state.
-                uninterrupted.enter_context(deferred_signals())
-            recorded: list[Recorded] = []
-            for param in names:
-                new = new_state.get(param, {})
-                recorded += recorded_by_graphs(optimizer.state.pop(param, {}), new, new)
-            optimizer.state.update(new_state)
-            for group, options in new_options:
-                recorded += recorded_by_graphs(group, options, group)
-                group.update(options)
-        return recorded
-
-    return OptimizerPlan(list(dict.fromkeys(problems)), load, other, note)
+    problems = list(dict.fromkeys(problems))
+    return OptimizerPlan(problems, missing, unexpected, other, note, optimizer, by_param, matched, layout)
 
 
 # Names, state and groups.
@@ -434,22 +458,13 @@ def _sources(
 def _matched_groups(
     groups: Sequence[_Group],
     optimizer: torch.optim.Optimizer,
-    names: Mapping[torch.Tensor, str],
     sources: Mapping[torch.Tensor, set[str]],
     problems: list[str],
-    may_miss: Callable[[str], bool],
-    may_exceed: Callable[[str], bool],
     keeps: Callable[[str], bool],
 ) -> list[tuple[dict[str, Any], dict[str, Any]]]:
     """Returns each group of the optimizer with the saved options for it that it does not keep; adds to `problems`."""
     matched = []
-    grouped = {name for group in groups for name in group["params"]}
-    known = set().union(*sources.values())
-    unknown = sorted(name for name in grouped - known if not may_exceed(name))
-    problems += [f"{name}: the optimizer has no such parameter" for name in unknown]
     for group in optimizer.param_groups:
-        missing = [names[param] for param in group["params"] if grouped.isdisjoint(sources[param])]
-        problems += [f"{name}: nothing was saved for it" for name in missing if not may_miss(name)]
         wanted = {source for param in group["params"] for source in sources[param]}
         candidates = [
             {key: value for key, value in _options(saved).items() if not keeps(str(key))}

@@ -437,19 +437,6 @@ def _rules(rules: RulesOf, checkpoints: Mapping[str, Checkpoint]) -> tuple[Rule,
     return tuple(scoped)
 
 
-@dataclass(frozen=True, slots=True)
-class _NamedPlan:
-    """The plan of the optimizer at a path."""
-
-    path: str
-    class_name: str
-    plan: OptimizerPlan
-    missing: list[str]
-    """Names of parameters, with the path before them, that have no saved state and are not allowed to lack it."""
-    unexpected: list[str]
-    """Names of saved parameters that the optimizer does not have and that are not allowed."""
-
-
 class _Restoring:
     """The part of a restore that follows the load of the modules."""
 
@@ -497,19 +484,19 @@ class _Restoring:
         """Restores all objects except modules. Optimizers may lack the state of `initialised` parameters."""
         if any(target.kind is Kind.STATEFUL for _, target in self.targets):
             transaction.arm()  # the modules may hold optimizers, which are about to be changed
-        plans = []
+        plans: dict[str, OptimizerPlan] = {}
         for path, target in self.targets:
             if target.kind is Kind.OPTIMIZER:
                 with object_code(path, "its state cannot be loaded; nothing has been changed"):
-                    plans.append(self._plan_optimizer(path, target.obj, initialised.__contains__))
-        if any(planned.plan.problems for planned in plans):
-            raise _misfits([planned for planned in plans if planned.plan.problems])
+                    plans[path] = self._plan_optimizer(path, target.obj, initialised.__contains__)
+        if misfits := {path: plan for path, plan in plans.items() if plan.problems}:
+            raise _misfits(misfits)
         recorded = list[Recorded]()
         transaction.at_commit(partial(into_recorded_memory, recorded))
-        for planned in plans:
-            with object_code(planned.path, "its state cannot be loaded; nothing has been changed"):
-                recorded += planned.plan.load()
-            self.notes += [f"{planned.path}: {planned.plan.note}"] if planned.plan.note else []
+        for path, plan in plans.items():
+            with object_code(path, "its state cannot be loaded; nothing has been changed"):
+                recorded += plan.load()
+            self.notes += [f"{path}: {plan.note}"] if plan.note else []
         generators = [target.obj for _, target in self.targets if target.is_restored_last]
         for path, target in self.targets:
             if target.kind is Kind.STATEFUL:
@@ -525,28 +512,18 @@ class _Restoring:
 
     def _plan_optimizer(
         self, path: str, optimizer: torch.optim.Optimizer, is_initialised: Callable[[str], bool]
-    ) -> _NamedPlan:
-        missing: list[str] = []
-        unexpected: list[str] = []
-
-        def is_allowed(patterns: Patterns, refused: list[str], name: str) -> bool:
-            allowed = patterns.allow(f"{path}.{name}")
-            if not allowed:
-                refused.append(f"{path}.{name}")
-            return allowed
-
-        plan = plan_by_name(
+    ) -> OptimizerPlan:
+        return plan_by_name(
             self._container,
             optimizer,
             self._saved[path].tree,
             rules=self._rules,
-            may_miss=lambda name: is_initialised(name) or is_allowed(self._may_miss, missing, name),
-            may_exceed=partial(is_allowed, self._may_exceed, unexpected),
+            may_miss=lambda name: is_initialised(name) or self._may_miss.allow(f"{path}.{name}"),
+            may_exceed=lambda name: self._may_exceed.allow(f"{path}.{name}"),
             keeps=lambda option: any(
                 fnmatchcase(path, pattern) or fnmatchcase(f"{path}.{option}", pattern) for pattern in self._keep_options
             ),
         )
-        return _NamedPlan(path, type(optimizer).__name__, plan, missing, unexpected)
 
     def plan_error(
         self, error: PlanError, checkpoints: Mapping[str, Checkpoint], source_name: str, init_missing: bool
@@ -556,22 +533,21 @@ class _Restoring:
         With `init_missing` any parameter counts as one that the load would have initialised.
         """
         misshapen = {problem.name for problem in error.problems if isinstance(problem, WrongShape)}
-        plans, problems = [], []
+        plans: dict[str, OptimizerPlan] = {}
+        problems = []
         for path, target in self.targets:
             if target.kind is Kind.OPTIMIZER:
                 with suppress(Exception):  # an error here may only follow from the model that was not loaded
-                    plans.append(self._plan_optimizer(path, target.obj, lambda _: init_missing))
-        for planned in plans:
-            for line in planned.plan.problems:
+                    plans[path] = self._plan_optimizer(path, target.obj, lambda _: init_missing)
+        for path, plan in plans.items():
+            for line in plan.problems:
                 name, _, why = line.partition(": ")
                 if name not in misshapen:  # else its state has the shape of the checkpoint's parameter
-                    problems.append(OptimizerMisfit(f"{planned.path}.{name}" if why else planned.path, why=why or line))
-        missing = [problem.name for problem in error.problems if isinstance(problem, Missing)]
-        unexpected = [problem.name for problem in error.problems if isinstance(problem, Unexpected)]
-        for planned in plans:
-            missing += planned.missing
-            unexpected += planned.unexpected
-        remedies = [_class_remedy(planned) for planned in plans if planned.plan.other_class]
+                    problems.append(OptimizerMisfit(f"{path}.{name}" if why else path, why=why or line))
+        missing, unexpected = _refused(plans)
+        missing = [problem.name for problem in error.problems if isinstance(problem, Missing)] + missing
+        unexpected = [problem.name for problem in error.problems if isinstance(problem, Unexpected)] + unexpected
+        remedies = _class_remedies(plans)
         if any(isinstance(problem, OtherNames) for problem in error.problems):
             remedies.append("pass the rule above: optimizers follow rules")
         elif missing or unexpected or not remedies:
@@ -595,32 +571,41 @@ class _Restoring:
         )
 
 
-def _misfits(plans: list[_NamedPlan]) -> OptimizerStateError:
-    """Returns one error for all optimizers whose states do not fit."""
-    missing = [name for planned in plans for name in planned.missing]
-    unexpected = [name for planned in plans for name in planned.unexpected]
-    remedies = [_class_remedy(planned) for planned in plans if planned.plan.other_class]
+def _misfits(plans: Mapping[str, OptimizerPlan]) -> OptimizerStateError:
+    """Returns one error for all optimizers, by their paths, whose states do not fit."""
+    missing, unexpected = _refused(plans)
+    remedies = _class_remedies(plans)
     if missing or unexpected:
         remedies.append(_remedy(missing, unexpected))
     class_lines: list[str] = []
     other_lines: list[str] = []
-    for planned in plans:
-        for line in planned.plan.problems:
-            is_about_class = planned.plan.other_class is not None and planned.plan.other_class.text == line
+    for path, plan in plans.items():
+        for line in plan.problems:
+            is_about_class = plan.other_class is not None and plan.other_class.text == line
             lines = class_lines if is_about_class else other_lines
-            lines.append(f"{planned.path}: {line}" if len(plans) > 1 else line)
-    remedy = "; ".join(remedies) or remedy_of(f'["{plans[0].path}.NAME"]')
-    where = ", ".join(f"{planned.path}: {planned.class_name}" for planned in plans)
+            lines.append(f"{path}: {line}" if len(plans) > 1 else line)
+    remedy = "; ".join(remedies) or remedy_of(f'["{next(iter(plans))}.NAME"]')
+    where = ", ".join(f"{path}: {type(plan.optimizer).__name__}" for path, plan in plans.items())
     return misfit(where, class_lines + other_lines, remedy)
 
 
-def _class_remedy(planned: _NamedPlan) -> str:
-    """Returns the remedy for the state of another class of optimizer."""
-    path, new = planned.path, f"{planned.path}_new"
-    assert planned.plan.other_class is not None
-    return planned.plan.other_class.remedy(
-        f"[{path!r}]", f"call it {new!r} among the objects, with allow_missing=[{new!r}], allow_unexpected=[{path!r}]"
-    )
+def _refused(plans: Mapping[str, OptimizerPlan]) -> tuple[list[str], list[str]]:
+    """Returns the names of parameters that lack state, and of saved ones that are too many, with their paths."""
+    missing = [f"{path}.{name}" for path, plan in plans.items() for name in plan.missing]
+    return missing, [f"{path}.{name}" for path, plan in plans.items() for name in plan.unexpected]
+
+
+def _class_remedies(plans: Mapping[str, OptimizerPlan]) -> list[str]:
+    """Returns the remedies for states of other classes of optimizers."""
+    return [
+        plan.other_class.remedy(
+            f"[{path!r}]",
+            f"call it {path + '_new'!r} among the objects, with allow_missing=[{path + '_new'!r}], "
+            f"allow_unexpected=[{path!r}]",
+        )
+        for path, plan in plans.items()
+        if plan.other_class is not None
+    ]
 
 
 def _remedy(missing: list[str], unexpected: list[str]) -> str:
