@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -85,6 +86,7 @@ def server(started: Server, monkeypatch: pytest.MonkeyPatch) -> Server:
     started.client.create_bucket(Bucket=started.bucket)
     for proxy in started.proxies:
         proxy.fault = None
+        proxy.resumed.clear()
         proxy.reset()
     for name, value in environment(started.url).items():
         monkeypatch.setenv(name, value)
@@ -427,6 +429,51 @@ def test_an_upload_that_fails_on_one_rank_is_an_error_on_all(how: str, rank: int
     assert value_in(server, how) == 1
     assert ranks.values(save_value, server.urls, url, 3, how) == [("", "")] * 4
     assert value_in(server, how) == 3
+
+
+def cancel_save(urls: list[str], url: str, stalled: Path) -> tuple[bool, str]:
+    """Cancels a save in the background when an upload of a rank has stalled, and saves another step."""
+    connect(urls)
+    with ms.Store(f"{url}/run", timeout_seconds=60) as store:
+        pending = store.save(2, objects_of(2), background=True)
+        assert pending is not None
+        while not stalled.exists():
+            time.sleep(0.01)
+        is_cancelled = pending.cancel()
+        kind, _ = error_of(pending.result)
+        assert restored(store) == 1
+        store.save(3, objects_of(3))
+        assert restored(store) == 3
+    return is_cancelled, kind
+
+
+def save_first(urls: list[str], url: str) -> None:
+    connect(urls)
+    with ms.Store(f"{url}/run") as store:
+        store.save(1, objects_of(1))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_save_is_cancelled_while_the_server_stalls(rank: int, ranks: Ranks, server: Server, tmp_path: Path) -> None:
+    url, stalled = f"s3://{server.bucket}", tmp_path / "stalled"
+    ranks.values(save_first, server.urls, url)
+
+    def stall(request: HttpRequest) -> Fault | None:
+        if request.method == "PUT" and "/data/" in request.target and not stalled.exists():
+            stalled.touch()
+            return Fault.STALL
+        return None
+
+    proxy = server.proxies[rank]
+    proxy.fault = stall
+    try:
+        found = ranks.values(cancel_save, server.urls, url, stalled, timeout=25)
+    finally:
+        proxy.resumed.set()
+    assert found == [(True, "BackgroundCancelledError")] * 4
+    store = ms.Store(f"{url}/run")
+    assert store.verify() == {1: "", 3: ""}
+    assert referenced(store) == {name for name in server.names() if name.startswith("run/data/")}
 
 
 def save_in_many_rounds(urls: list[str], path: str) -> str:
