@@ -444,3 +444,30 @@ class TestConvert:
 )
 def test_sizes(text: str, nbytes: int) -> None:
     assert parse_size(text) == nbytes
+
+
+def test_urls_of_local_files(tmp_path: Path) -> None:
+    url = f"file://{tmp_path}"
+    for done in (
+        run("store", "ls", f"{url}/run"),
+        run("store", "verify", f"{url}/run/"),
+        run("verify", f"{url}/run"),
+        run("store", "restore", f"{url}/run", f"{url}/new/a/model.safetensors"),
+        run("convert", f"{url}/new/a/model.safetensors", f"{url}/new/b/model.safetensors"),
+        run("get", f"{url}/new/a/model.safetensors", "weight", f"{url}/new/c/weight.npy"),
+        run("inspect", f"{url}/new/a/model.safetensors", "--html", f"{url}/new/d/page.html"),
+    ):
+        assert done.exit_code == 0, done.output
+    assert sorted(path.name for path in (tmp_path / "new").iterdir()) == ["a", "b", "c", "d"]
+    assert run("convert", "new/a/model.safetensors", "ftp://host/b/model.safetensors").exit_code == 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["new", "run"]
+
+
+@pytest.mark.parametrize("url", ["https://127.0.0.1:1/run?token=secret", "hf://org/name"])
+@pytest.mark.parametrize("command", [("ls",), ("verify",), ("prune", "--keep-last", "1")])
+def test_urls_of_places_without_stores(url: str, command: tuple[str, ...]) -> None:
+    name, *options = command
+    done = run("store", name, url, *options)
+    assert done.exit_code == 1
+    assert "a store is a directory, or a prefix of a bucket" in done.output
+    assert "secret" not in done.output

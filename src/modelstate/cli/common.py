@@ -335,15 +335,19 @@ def terminal_width() -> int | None:
 def make_parents(target: str) -> None:
     """Makes the directories on the way to a file that is written. Raises `WriteFailedError`."""
     from modelstate.io.atomic import make_directory
+    from modelstate.io.files import local_path
     from modelstate.remote.location import is_remote
 
-    if (parent := os.path.dirname(target)) and not is_remote(target):
-        try:
-            make_directory(parent)
-        except OSError as error:
-            raise ms.errors.WriteFailedError(
-                "the directory of the file cannot be made",
-                where=target,
-                found=error,
-                remedy="give a path in a directory that you may write to",
-            ) from error
+    if is_remote(target):
+        return
+    try:
+        make_directory(os.path.dirname(local_path(target)))
+    except ms.errors.SourceTypeError:
+        pass  # not a path: what writes the file says so
+    except OSError as error:
+        raise ms.errors.WriteFailedError(
+            "the directory of the file cannot be made",
+            where=target,
+            found=error,
+            remedy="give a path in a directory that you may write to",
+        ) from error

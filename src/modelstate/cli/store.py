@@ -38,14 +38,27 @@ def store() -> None:
 
 
 def is_store(path: str) -> bool:
-    """Whether a directory is a store."""
+    """Whether a directory, or a prefix of a bucket, is a store."""
+    from modelstate.io.files import local_path
+    from modelstate.remote.location import is_remote
     from modelstate.store.directory import medium_of
     from modelstate.store.medium import STORE_FILE
 
     try:
-        return os.path.isfile(os.path.join(path, STORE_FILE)) or bool(medium_of(path).places())
-    except OSError:
+        if is_remote(path):
+            return _is_in_bucket(path) and bool(medium_of(path).places())
+        directory = local_path(path)
+        return os.path.isfile(os.path.join(directory, STORE_FILE)) or bool(medium_of(directory).places())
+    except (OSError, ms.errors.SourceTypeError):
         return False
+
+
+def _is_in_bucket(url: str) -> bool:
+    """Whether a URL is of a kind of place that can have a store."""
+    from modelstate.remote.location import locate
+    from modelstate.remote.upload import WRITABLE
+
+    return locate(url).scheme in WRITABLE
 
 
 def _index(path: str, cache: ms.Cache | None = None) -> StepIndex:
@@ -53,7 +66,7 @@ def _index(path: str, cache: ms.Cache | None = None) -> StepIndex:
 
     `cache` keeps what is read of a bucket.
 
-    Raises `SourceTypeError` for a file, and `SourceNotFoundError` where there is no store.
+    Raises `SourceTypeError` for a file and a URL of another place, and `SourceNotFoundError` where there is no store.
     """
     from modelstate.io.files import local_path, not_found
     from modelstate.remote.location import is_remote, locate
@@ -61,31 +74,41 @@ def _index(path: str, cache: ms.Cache | None = None) -> StepIndex:
     from modelstate.store.medium import STORE_FILE
 
     if is_remote(path):
+        if not _is_in_bucket(path):
+            raise ms.errors.SourceTypeError(
+                "a store is a directory, or a prefix of a bucket",
+                where=locate(path).url,
+                expected="a path, or s3://, gs:// or az://",
+                remedy="modelstate verify and inspect read one checkpoint at a URL",
+            )
         index = StepIndex(locate(path.rstrip("/")).url, cache=cache)
         if not index.all_revisions():
             raise ms.errors.SourceNotFoundError("there is no checkpoint of a store here", where=index.directory)
         return index
-    if not os.path.lexists(path):
+    directory = local_path(path)
+    if not os.path.lexists(directory):
         raise ms.errors.SourceNotFoundError(
-            "there is no such directory", where=path, remedy="check the path, and the directory that it is relative to"
+            "there is no such directory",
+            where=directory,
+            remedy="check the path, and the directory that it is relative to",
         )
-    if not os.path.exists(path):
-        raise not_found(path, path)
-    if not os.path.isdir(path):
+    if not os.path.exists(directory):
+        raise not_found(directory, path)
+    if not os.path.isdir(directory):
         raise ms.errors.SourceTypeError(
             "a store is a directory, and this is a file",
-            where=path,
+            where=directory,
             expected="the directory of a modelstate.Store",
             remedy=f"modelstate inspect {shlex.quote(path)} shows what is in a file",
         )
     if not is_store(path):
         raise ms.errors.SourceNotFoundError(
             "this is not a store of checkpoints",
-            where=path,
+            where=directory,
             expected=f"{STORE_FILE}, as modelstate.Store writes it",
             remedy="modelstate inspect shows other checkpoints",
         )
-    return StepIndex(local_path(path).rstrip(os.sep))
+    return StepIndex(directory)
 
 
 @store.command("ls")
