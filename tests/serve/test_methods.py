@@ -6,7 +6,7 @@ import gc
 import threading
 import types
 import weakref
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -57,6 +57,18 @@ class Net(nn.Module):
         for _ in range(count):
             yield self.value()
             await asyncio.sleep(0)
+
+    async def conversation(self) -> AsyncGenerator[float, float]:
+        """Answers the sum of the weights and of what it is sent; a `ValueError` counts as 0."""
+        sent = 0.0
+        while True:
+            await asyncio.sleep(0)
+            try:
+                sent = (yield self.value() + sent) or 0.0
+            except ValueError:
+                sent = 0.0
+            except KeyError:
+                return
 
     def fail(self) -> None:
         raise ZeroDivisionError("of the method")
@@ -186,6 +198,30 @@ def test_coroutines_and_async_generators_have_one_version() -> None:
         assert live.swap(weights(4), mode="in_place", timeout_seconds=0).drained
 
     asyncio.run(all_of_it())
+
+
+def test_an_async_generator_gets_what_it_is_sent() -> None:
+    live = served()
+
+    async def all_of_it() -> None:
+        talk = live.method("conversation")()
+        assert await anext(talk) == 1.0
+        live.swap(weights(2), timeout_seconds=0)
+        assert await talk.asend(10.0) == 11.0
+        assert await talk.athrow(ValueError()) == 1.0
+        assert await anext(talk) == 1.0
+        with pytest.raises(StopAsyncIteration):
+            await talk.athrow(KeyError())
+        failing = live.method("conversation")()
+        assert await anext(failing) == 2.0
+        with pytest.raises(ZeroDivisionError):
+            await failing.athrow(ZeroDivisionError())
+        closed = live.method("conversation")()
+        assert await anext(closed) == 2.0
+        await closed.aclose()
+
+    asyncio.run(all_of_it())
+    assert live.swap(weights(3), mode="in_place", timeout_seconds=5).drained
 
 
 def test_what_is_no_method_of_the_module() -> None:

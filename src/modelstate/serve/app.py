@@ -185,8 +185,8 @@ class ServingApp:
     def _request(self, method: str, path: str, body: object, timeout_seconds: float) -> tuple[int, dict[str, object]]:
         """Returns the status, and the JSON object of the answer, which is empty where the answer has none.
 
-        Raises `OSError` and `HTTPException`; and `Stopped` in a thread of `follow` that is to end: the app goes on with a
-        swap then.
+        Raises `OSError` and `HTTPException`. Raises `Stopped` in a thread of `follow` that is to end; the app goes on
+        with a swap then.
         """
         headers = {"Accept": "application/json", "User-Agent": "modelstate", "Connection": "close"}
         data = None

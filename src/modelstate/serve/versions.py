@@ -48,7 +48,8 @@ class WeakHandle(Generic[T]):
 
     def get(self) -> T | None:
         """The object, which the caller then keeps alive; None when it is gone."""
-        return None if self._ref is None else self._ref()
+        ref = self._ref  # `forget` may drop it at any moment
+        return None if ref is None else ref()
 
     @property
     def is_alive(self) -> bool:
@@ -343,9 +344,22 @@ async def _coroutine(entry: Entry, coroutine: Coroutine[object, object, object])
 
 
 async def _async_generator(entry: Entry, generator: AsyncGenerator[object, object]) -> AsyncGenerator[object, object]:
+    """Does what `yield from` does, which async generators do not have: passes on what is sent and thrown."""
+    step = generator.asend(None)
     try:
-        async for value in generator:
-            yield value
+        while True:
+            try:
+                value = await step
+            except StopAsyncIteration:
+                return
+            try:
+                sent = yield value
+            except GeneratorExit:
+                raise
+            except BaseException as error:
+                step = generator.athrow(error)
+            else:
+                step = generator.asend(sent)
     finally:
         try:
             await generator.aclose()
