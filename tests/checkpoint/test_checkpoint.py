@@ -141,6 +141,22 @@ def test_a_key_for_a_flat_state_dict_is_not_answered_with_names_of_tensors() -> 
     assert caught.value.expected == ""
 
 
+@pytest.mark.parametrize("name", ["x.safetensors", "x.pt"])
+def test_a_part_of_saved_values(name: str, tmp_path: Path) -> None:
+    config = {"lr": 0.1, "model": {"layers": 2, "sizes": [3, 4]}}
+    ms.save({"state": {"w": torch.ones(2)}, "config": config}, tmp_path / name)
+    checkpoint = ms.open(tmp_path / name)
+    assert dict(checkpoint.select("config").extra) == config
+    assert dict(ms.open(tmp_path / name, key="config.model").extra) == config["model"]
+    assert dict(checkpoint.select("config").select("model").extra) == config["model"]
+    assert checkpoint.value("config.model.sizes") == checkpoint.extra["config.model.sizes"] == [3, 4]
+    assert checkpoint.select("config").value("model") == config["model"]
+    with pytest.raises(KeyNotFoundError):
+        checkpoint.value("config.modle")
+    with pytest.raises(KeyNotFoundError):
+        checkpoint.select("config.lr")
+
+
 def test_containers(checkpoint: Checkpoint) -> None:
     assert checkpoint.containers == ("", "model_state", "optimizer", "optimizer.state", "optimizer.state.0")
     assert checkpoint.select("optimizer").containers == ("", "state", "state.0")

@@ -83,7 +83,7 @@ class Checkpoint(Mapping[str, TensorSpec], Shown):
         """The dotted path of this part of the source; empty for the whole source."""
         tree = contents.tree
         flat = FlatTree(tree, {}, [""]) if isinstance(tree, StoredTensors) else flatten(tree, source)
-        self.flat = _below(flat, key, source) if key else flat
+        self.flat = _below(flat, key, source, self._decoded) if key else flat
         """Tensors, values and containers by path. Must not be modified."""
         if contents.format == "mapping":
             self._check_tensors()
@@ -93,6 +93,10 @@ class Checkpoint(Mapping[str, TensorSpec], Shown):
         for name, stored in self.flat.tensors.items():
             if is_tensor(stored):
                 _spec(name, stored, self.source)
+
+    def _decoded(self, value: object) -> object:
+        """Decodes a value that `modelstate.save` has encoded; returns any other value as it is."""
+        return decoded(value, self.read)
 
     @cached_attribute
     def _maps(self) -> Maps:
@@ -243,7 +247,7 @@ class Checkpoint(Mapping[str, TensorSpec], Shown):
         `versions` is torch's `_metadata` of the state dict, by module path; `schema` and `extra` are what was passed to
         `modelstate.save`; a safetensors file adds the entries of its `__metadata__`.
         """
-        metadata = {key: decoded(value, self.read) for key, value in self.contents.metadata.items()}
+        metadata = {key: self._decoded(value) for key, value in self.contents.metadata.items()}
         versions = self.versions
         if versions is not None:
             metadata["versions"] = versions
@@ -296,7 +300,7 @@ class Checkpoint(Mapping[str, TensorSpec], Shown):
             CodecError: A value cannot be decoded.
             ReadFailedError: A file cannot be read, or has changed since it was opened.
         """
-        node = subtree(self.contents.tree, ".".join(filter(None, (self.key, path))), self.source)
+        node = subtree(self.contents.tree, ".".join(filter(None, (self.key, path))), self.source, self._decoded)
         check_map_option(map)
         names = (name for name in self if not path or f"{name}.".startswith(f"{path}."))
         known = self._read_at_once(names, may_map=map is not False)
@@ -372,6 +376,7 @@ class Checkpoint(Mapping[str, TensorSpec], Shown):
 
         Raises:
             KeyNotFoundError: The checkpoint has no container at the path.
+            CodecError: The path leads into a value that cannot be decoded.
 
         Examples:
             >>> checkpoint = modelstate.open({"model": {"weight": torch.ones(2)}})
@@ -381,7 +386,7 @@ class Checkpoint(Mapping[str, TensorSpec], Shown):
         part = object.__new__(Checkpoint)
         part.contents, part.source = self.contents, self.source
         part.fingerprints, part._maps = self.fingerprints, self._maps
-        part.flat = _below(self.flat, key, self.source) if key else self.flat
+        part.flat = _below(self.flat, key, self.source, self._decoded) if key else self.flat
         part.key = f"{self.key}.{key}" if self.key and key else self.key or key
         if part.contents.format == "mapping":
             part._check_tensors()
@@ -624,9 +629,9 @@ class _Extra(Mapping[str, Any]):
                 found=path,
                 remedy=self._remedy(str(path)),
             )
-        node = decoded(values[head], checkpoint.read)
-        node = subtree(node, str(path)[len(head) + 1 :], checkpoint.source)
-        if isinstance(values[head], Encoded):
+        value = checkpoint._decoded(values[head])
+        node = subtree(value, str(path)[len(head) + 1 :], checkpoint.source, checkpoint._decoded)
+        if value is not values[head]:
             return node  # created for this access only
         return rebuild(node, lambda stored: _copied(checkpoint.read(stored)))
 
@@ -694,7 +699,7 @@ def _copied(tensor: torch.Tensor) -> torch.Tensor:
     return empty.set_(storage.clone(), tensor.storage_offset(), tensor.size(), tensor.stride())
 
 
-def _below(flat: FlatTree, key: str, where: str) -> FlatTree:
+def _below(flat: FlatTree, key: str, where: str, decode: Callable[[object], object]) -> FlatTree:
     if not isinstance(key, str):
         raise OptionError("key= is a dotted path", where=where, expected="a str", found=repr(key))
     prefix, cut = key + ".", len(key) + 1
@@ -704,7 +709,7 @@ def _below(flat: FlatTree, key: str, where: str) -> FlatTree:
         [path[cut:] for path in flat.containers if path == key or path.startswith(prefix)],
     )
     if not part.tensors and not part.values:
-        part.values = _values_below(flat, key, where)
+        part.values = _values_below(flat, key, where, decode)
     if not part.tensors and not part.values:
         counts = Counter(name.split(".", 1)[0] for name in flat.tensors if "." in name)
         listed = ", ".join(f"{k!r} ({n} tensors)" for k, n in counts.most_common(8))
@@ -717,7 +722,7 @@ def _below(flat: FlatTree, key: str, where: str) -> FlatTree:
     return part
 
 
-def _values_below(flat: FlatTree, key: str, where: str) -> dict[str, Any]:
+def _values_below(flat: FlatTree, key: str, where: str, decode: Callable[[object], object]) -> dict[str, Any]:
     """The items of a container without tensors, which the flat view keeps as one value."""
     head = key
     while head and head not in flat.values:
@@ -725,7 +730,7 @@ def _values_below(flat: FlatTree, key: str, where: str) -> dict[str, Any]:
     if not head:
         return {}
     try:
-        node = subtree(flat.values[head], key[len(head) + 1 :], where)
+        node = decode(subtree(flat.values[head], key[len(head) + 1 :], where, decode))
     except KeyNotFoundError:
         return {}
     return dict(items_of(node)) if is_container(node) else {}

@@ -103,9 +103,11 @@ def verify(
     """
     with open_checkpoint(source, key=key, allow=allow, skip_forbidden=skip_forbidden, cache=cache) as checkpoint:
         begin = perf_counter()
-        with progress_bar(progress, sum(storage.nbytes for storage in checkpoint.checksums), "verifying") as advance:
-            nbytes = checkpoint.verify(advance)
-        algorithms = tuple(sorted({checksum.algorithm for checksum in checkpoint.checksums.values()}))
+        verification = checkpoint.verification()
+        storages = verification.names_of
+        with progress_bar(progress, sum(storage.nbytes for storage in storages), "verifying") as advance:
+            nbytes = verification.run(advance)
+        algorithms = tuple(sorted({verification.checksums[storage].algorithm for storage in storages}))
         return Verification(
             checkpoint.source, checkpoint.format, len(checkpoint), nbytes, algorithms, perf_counter() - begin
         )

@@ -229,6 +229,7 @@ def open(
             `UnsupportedTensorError` for contents that are not read; `AmbiguousCheckpointError` for a directory, and for
             two values of one name; `UnsafePathError` for shards elsewhere; `CombineError` for several sources.
         KeyNotFoundError: There is nothing under `key`.
+        CodecError: `key` leads into a value that cannot be decoded.
         OptionError: An argument is not valid.
         ReadFailedError: An I/O error.
 

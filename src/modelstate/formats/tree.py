@@ -164,17 +164,21 @@ def _is_extra_state(name: str) -> bool:
     return name.rpartition(".")[2] == EXTRA_STATE
 
 
-def subtree(tree: object, path: str, where: str) -> object:
-    """The node at a dotted path; the empty path is the whole tree. Keys may contain dots themselves."""
-    nodes = _nodes_at(tree, path) if path else iter((tree,))
+def subtree(tree: object, path: str, where: str, decode: Callable[[Encoded], object] = lambda value: value) -> object:
+    """The node at a dotted path; the empty path is the whole tree. Keys may contain dots themselves.
+
+    Values that `decode` decodes are searched, too.
+    """
+    nodes = _nodes_at(tree, path, decode) if path else iter((tree,))
     try:
         return next(nodes)
     except StopIteration:
         raise KeyNotFoundError("the checkpoint has nothing under this path", where=where, found=path) from None
 
 
-def _nodes_at(node: object, path: str) -> Iterator[object]:
+def _nodes_at(node: object, path: str, decode: Callable[[Encoded], object]) -> Iterator[object]:
     """The nodes that the path can mean; long keys come before short ones."""
+    node = decode(node) if isinstance(node, Encoded) else node
     if not is_container(node):
         return
     matching = [(key, child) for key, child in items_of(node) if path == key or path.startswith(f"{key}.")]
@@ -182,7 +186,7 @@ def _nodes_at(node: object, path: str) -> Iterator[object]:
         if key == path:
             yield child
         else:
-            yield from _nodes_at(child, path[len(key) + 1 :])
+            yield from _nodes_at(child, path[len(key) + 1 :], decode)
 
 
 def decoded(node: object, tensor: Callable[[Stored], torch.Tensor]) -> object:
