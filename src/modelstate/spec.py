@@ -690,6 +690,11 @@ def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(reversed(steps))
 
 
+def span(shape: Sequence[int], stride: Sequence[int]) -> int:
+    """The elements of memory from the first to the last one of a strided tensor; 0 for an empty tensor."""
+    return 0 if 0 in shape else 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
+
+
 def bytes_key(stored: Stored, name: str) -> object:
     """Equal keys for tensors that are the same bytes in the same shape; `name` for a tensor without bytes."""
     if isinstance(stored, Combined):

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +99,16 @@ def in_a_child(do: Any) -> str:
     return text
 
 
+@contextmanager
+def locked(directory: Path) -> Iterator[WriterLock]:
+    lock = WriterLock(directory)
+    lock.acquire()
+    try:
+        yield lock
+    finally:
+        lock.release()
+
+
 def test_the_second_writer_is_told_who_the_first_is(directory: Path, holder: Holder) -> None:
     with pytest.raises(LockedError) as caught:
         WriterLock(directory).acquire()
@@ -107,7 +117,7 @@ def test_the_second_writer_is_told_who_the_first_is(directory: Path, holder: Hol
     assert re.fullmatch(rf"process {holder.process.pid} on {host}, {when}", caught.value.found)
     assert str(directory) in str(caught.value)
     holder.end()
-    with WriterLock(directory) as mine:
+    with locked(directory) as mine:
         assert mine.held
 
 
@@ -121,12 +131,12 @@ def test_a_refused_writer_leaves_the_first_one_its_lock(directory: Path, holder:
 def test_the_lock_of_a_killed_process_is_taken_over(directory: Path, holder: Holder) -> None:
     holder.kill()
     assert json.loads((directory / LOCK_FILE).read_text())["pid"] == holder.process.pid
-    with WriterLock(directory):
+    with locked(directory):
         assert another_process(directory).startswith(f"LockedError process {os.getpid()} ")
 
 
 def test_what_the_file_says(directory: Path) -> None:
-    with WriterLock(directory):
+    with locked(directory):
         line = subprocess.run(["cat", directory / LOCK_FILE], capture_output=True, text=True, check=True).stdout
         assert line.endswith("}\n")
         assert json.loads(line).keys() == {"pid", "host", "since"}
@@ -163,22 +173,23 @@ def test_a_process_has_one_writer(directory: Path) -> None:
     first.release()
     first.release()
     assert not first.held
-    with second:
-        assert second.held
+    second.acquire()
+    assert second.held
+    second.release()
     assert another_process(directory) == "acquired"
 
 
 def test_two_paths_of_one_directory(directory: Path) -> None:
     (directory / "run").mkdir()
     (directory / "link").symlink_to(directory / "run")
-    with WriterLock(directory / "run"), pytest.raises(LockedError):
+    with locked(directory / "run"), pytest.raises(LockedError):
         WriterLock(directory / "link").acquire()
 
 
 def test_other_directories_are_free(directory: Path) -> None:
     for name in "ab":
         (directory / name).mkdir()
-    with WriterLock(directory / "a") as first, WriterLock(directory / "b") as second:
+    with locked(directory / "a") as first, locked(directory / "b") as second:
         assert first.held
         assert second.held
 
@@ -250,7 +261,7 @@ def test_a_child_can_take_it_when_the_parent_gives_it_back(directory: Path) -> N
     def wait_and_take() -> str:
         os.close(write)
         os.read(read, 1)
-        with WriterLock(directory) as theirs:
+        with locked(directory) as theirs:
             return f"{theirs.held} {another_process(directory).split()[0]}"
 
     def give_back() -> None:
@@ -281,7 +292,7 @@ def test_a_fork_while_another_thread_takes_it_does_not_hang(directory: Path, mon
 
     def in_the_child() -> bool:
         fcntl.flock = real
-        with WriterLock(directory / "other") as theirs:
+        with locked(directory / "other") as theirs:
             return theirs.held
 
     assert in_a_child(in_the_child) == "True"
@@ -315,7 +326,7 @@ def test_a_file_that_is_removed_while_it_is_taken(directory: Path, monkeypatch: 
             (directory / LOCK_FILE).unlink()
 
     monkeypatch.setattr(fcntl, "flock", unlinking)
-    with WriterLock(directory) as mine:
+    with locked(directory) as mine:
         mine.confirm()
         assert another_process(directory).startswith("LockedError")
 
@@ -399,7 +410,7 @@ def test_a_full_disk_is_in_nobodys_way(directory: Path, monkeypatch: pytest.Monk
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "pwrite", fail)
-    with WriterLock(directory) as mine:
+    with locked(directory) as mine:
         assert mine.held
         assert another_process(directory) == f"LockedError {LOCK_FILE} does not say who has it"
 
@@ -411,6 +422,6 @@ def test_no_descriptor_stays_open(directory: Path, holder: Holder) -> None:
             WriterLock(directory).acquire()
     holder.end()
     for _ in range(3):
-        with WriterLock(directory):
+        with locked(directory):
             pass
     assert open_files() <= before

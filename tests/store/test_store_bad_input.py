@@ -328,8 +328,9 @@ def test_a_store_of_a_newer_version_is_not_written_to(tmp_path: Path) -> None:
     for action in (*actions, *actions):
         with pytest.raises(errors.NewerManifestError):
             action()
-        with lock.WriterLock(str(tmp_path)):
-            pass  # which has been given back
+        writer = lock.WriterLock(str(tmp_path))
+        writer.acquire()  # which has been given back
+        writer.release()
     assert store.restore({"value": None})["value"] == 1
     assert contents(tmp_path) == was
 

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from modelstate.distributed.agreement import Agreement, Digest
+from modelstate.distributed.connections import number_of
 from modelstate.distributed.parts import Mesh, Part, Parts, common_range, parts_of, replicated
 from modelstate.distributed.shards import shard_of
 from modelstate.errors import RanksDifferError
@@ -234,7 +235,7 @@ class CollectiveWriter:
             tensors = [tensor for planned in layouts for _, tensor in planned.tensors]
             for own in of_first:
                 held = [tensor.local for tensor in tensors if isinstance(tensor, ShardedTensor) and tensor.mesh == own]
-                number = Digest.of("", "", write_blocks(None, 0, held)).number if here in own[1] else 0
+                number = number_of(write_blocks(None, 0, held)) if here in own[1] else 0
                 # For each place in the mesh, of all ranks that have it, the largest and the smallest number.
                 numbers += (sign * number if rank == here else _LEAST for rank in own[1] for sign in (1, -1))
         found = agreement.maximum(PLANNING, numbers)
@@ -561,4 +562,4 @@ def _make(first: int, end: int) -> torch.Tensor:
 def _described(name: str, value: object) -> str:
     """What an error says of a value that differs between ranks."""
     text = repr(value)
-    return f"{name}={text}" if len(text) <= _SHOWN else f"{name} with digest {Digest.of('', '', [text]).number:x}"
+    return f"{name}={text}" if len(text) <= _SHOWN else f"{name} with digest {number_of([text]):x}"

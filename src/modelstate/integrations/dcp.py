@@ -33,6 +33,7 @@ from modelstate.checkpoint.open import Source, is_path
 from modelstate.checkpoint.open import open as open_checkpoint
 from modelstate.checkpoint.write import SaveOptions
 from modelstate.distributed.agreement import TIMEOUT_SECONDS, Agreement, Digest, agreement_of
+from modelstate.distributed.connections import number_of
 from modelstate.errors import OptionError, ProcessGroupError, RanksDifferError
 from modelstate.formats.block_writer import write_blocks
 from modelstate.formats.dcp import with_positions
@@ -405,7 +406,7 @@ def _with_values_of_all(
     state: dict[_Path, object], agreement: Agreement, group: dist.ProcessGroup
 ) -> dict[_Path, object]:
     """Returns the state with the values and the DTensors that only other ranks have: a call of all ranks."""
-    number = Digest.of("", "", state).number
+    number = number_of(state)
     high, low = agreement.maximum("comparing the names", [number, -number])
     if high == -low:
         return state

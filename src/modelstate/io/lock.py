@@ -17,8 +17,6 @@ import time
 import weakref
 from contextlib import suppress
 from datetime import datetime
-from types import TracebackType
-from typing import Self
 
 from modelstate.errors import LockedError, StoreMovedError, WriteFailedError
 from modelstate.text_format import printable
@@ -124,13 +122,6 @@ class WriterLock:
             raise
         except OSError as error:
             raise self._no_access(error) from error
-
-    def __enter__(self) -> Self:
-        self.acquire()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self.release()
 
     @property
     def _path(self) -> str:

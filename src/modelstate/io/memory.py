@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 
 from modelstate.errors import MemoryBudgetError, OptionError
 from modelstate.io import linux, system
-from modelstate.spec import contiguous_stride
+from modelstate.spec import contiguous_stride, span
 
 if TYPE_CHECKING:
     import torch
@@ -202,7 +202,7 @@ def fresh_tensors(like: Sequence[Layout]) -> list[torch.Tensor]:
         with torch.inference_mode(False):  # otherwise they could never be trained
             return fresh_tensors(like)
     tensors: list[torch.Tensor] = []
-    counts = [shape.numel() if stride is None else _span(shape, stride) for shape, stride, _ in like]
+    counts = [shape.numel() if stride is None else span(shape, stride) for shape, stride, _ in like]
     sizes = [
         -(-count * dtype.itemsize // TENSOR_ALIGN_BYTES) * TENSOR_ALIGN_BYTES
         for count, (_, _, dtype) in zip(counts, like, strict=True)
@@ -307,11 +307,6 @@ def _arena_bytes(sizes: Sequence[int], start: int) -> int:
             break
         total += nbytes
     return total
-
-
-def _span(shape: Sequence[int], stride: Sequence[int]) -> int:
-    """The number of elements from the first to the last in memory."""
-    return 0 if 0 in shape else 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
 
 
 # Filling memory by userfaultfd.

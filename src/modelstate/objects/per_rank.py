@@ -19,6 +19,7 @@ import torch
 
 from modelstate.codec.codec import decode, encode
 from modelstate.distributed.agreement import Agreement, Digest
+from modelstate.distributed.connections import number_of
 from modelstate.errors import ObjectStateError, UnsavableError
 from modelstate.formats.manifest import digest
 from modelstate.objects.objects import Target, object_code
@@ -45,7 +46,7 @@ def gathered(parts: Mapping[str, Part], agreement: Agreement) -> dict[str, Part]
     kinds = {path: part.kind for path, part in parts.items()}
     with agreement.phase("capturing states", lambda: [Digest.of("the objects", ", ".join(kinds), kinds.items())]):
         texts = {path: _text(path, part.tree, with_values=False) for path, part in own.items()}
-        numbers = [Digest.of("", "", [text]).number for text in texts.values()]
+        numbers = [number_of([text]) for text in texts.values()]
     of_ranks = [json.loads(text) for text in agreement.texts("comparing states", json.dumps(numbers))]
     differing = [path for path, *values in zip(own, *of_ranks, strict=True) if len(set(values)) > 1]
     if not differing:

@@ -5,7 +5,8 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 from dataclasses import replace
 from typing import Any
 
-from modelstate.distributed.agreement import Agreement, Digest
+from modelstate.distributed.agreement import Agreement
+from modelstate.distributed.connections import number_of
 from modelstate.distributed.uploading import CollectiveUploader
 from modelstate.distributed.writing import COMPARING, CollectiveWriter, ShardedTensor
 from modelstate.formats.block_writer import write_blocks
@@ -138,7 +139,7 @@ class SpreadWriter:
         """Returns the tensors that no rank has changed; None where the ranks have no last save in common."""
         same = {key for key, part in parts.items() if self._parts.get(key) == part}
         same -= _not_linked(self._files, same, new)
-        save = Digest.of("", "", [self._save]).number
+        save = number_of([self._save])
         numbers = [save, -save, *(key not in same for key in parts)]
         reduced = agreement.maximum(COMPARING, numbers)
         if not self._save or not reduced or reduced[0] != -reduced[1]:

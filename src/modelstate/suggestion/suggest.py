@@ -193,12 +193,11 @@ def suggest(
     checkpoint = open_checkpoint(source)
     slots = slots_of(unwrapped(model))
     checkpoint = _part(checkpoint, slots) if key is None else checkpoint.select(key)
-    sources = [Leaf(name, spec.shape, kind_of(spec.dtype)) for name, spec in checkpoint.items()]
     wanted = [slot for slot in slots.tensors if slot.kind != HIDDEN and not torch.nn.parameter.is_lazy(slot.tensor)]
     targets = [
         Leaf(name, tuple(slot.tensor.shape), kind_of(slot.tensor.dtype)) for slot in wanted for name in slot.names
     ]
-    return _verified(find(sources, targets, slots), checkpoint, slots)
+    return _verified(find(_leaves(checkpoint), targets, slots), checkpoint, slots)
 
 
 def suggest_between(source: Checkpoint, target: Checkpoint) -> Suggestion:
@@ -216,11 +215,11 @@ def suggest_between(source: Checkpoint, target: Checkpoint) -> Suggestion:
     by_name = {name: slot for slot in found for name in slot.names}
     none = frozenset[str]()
     slots = Slots(found, by_name, left_out=none, empty=none, lazy=none, extra=tuple(target.extra), modules={})
-    sources, targets = (
-        [Leaf(name, spec.shape, kind_of(spec.dtype)) for name, spec in checkpoint.items()]
-        for checkpoint in (source, target)
-    )
-    return _verified(find(sources, targets, slots), source, slots)
+    return _verified(find(_leaves(source), _leaves(target), slots), source, slots)
+
+
+def _leaves(checkpoint: Checkpoint) -> list[Leaf]:
+    return [Leaf(name, spec.shape, kind_of(spec.dtype)) for name, spec in checkpoint.items()]
 
 
 def _part(checkpoint: Checkpoint, slots: Slots) -> Checkpoint:

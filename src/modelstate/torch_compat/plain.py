@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from modelstate.problems import GATHER, REAL
+from modelstate.spec import span
 from modelstate.torch_compat.private import storage_id, without_subclasses
 
 _PLAIN = frozenset([torch.Tensor, nn.Parameter, nn.Buffer])
@@ -154,8 +155,7 @@ def extent(tensor: torch.Tensor) -> tuple[int, int]:
     if not tensor.numel():
         return 0, 0
     start = int(tensor.storage_offset())
-    steps = zip(tensor.size(), tensor.stride(), strict=True)
-    return start, start + 1 + sum((size - 1) * step for size, step in steps)
+    return start, start + span(tensor.size(), tensor.stride())
 
 
 def has_its_memory(tensor: torch.Tensor) -> bool:
