@@ -209,6 +209,7 @@ def test_conjugated_and_negative_views(tmp_path: Path) -> None:
         ),
         (lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 2, torch.qint8).storage(), "quantized storage"),
         (lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), "nested tensor"),
+        (lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged), "nested tensor"),
         (lambda: torch.ones(3, device="meta"), "meta device"),
     ],
 )

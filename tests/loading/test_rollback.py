@@ -126,7 +126,38 @@ def test_parameters_that_cannot_be_written_in_place() -> None:
     left_as_it_was(module, lambda: ms.load(module, on_meta, in_place=True), ms.PlanError)
 
 
+def test_the_remedy_for_elements_that_share_memory() -> None:
+    module, state = holding(a=torch.zeros(1).expand(4)), {"a": torch.arange(4.0)}
+    with pytest.raises(errors.PlacementError) as caught:
+        ms.load(module, state)
+    assert "tensor.data = tensor.data.clone()" in caught.value.remedy
+    module.a.data = module.a.data.clone()
+    ms.load(module, state)
+    assert torch.equal(module.a, state["a"])
+
+
+def test_the_remedy_for_a_model_that_was_built_in_inference_mode() -> None:
+    with torch.inference_mode():
+        module = pair()
+    with pytest.raises(errors.PlacementError) as caught:
+        ms.load(module, ones(module))
+    assert "torch.inference_mode()" in caught.value.remedy
+    with torch.inference_mode():
+        ms.load(module, ones(module))
+    assert torch.equal(module[0].weight, torch.ones(2, 2))
+
+
 # What is hard to restore.
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr, torch.sparse_csc])
+def test_sparse_tensors_of_a_file(tmp_path: Path, layout: torch.layout) -> None:
+    module = holding(exotic=torch.eye(3).to_sparse(layout=layout))
+    torch.save({"exotic": (torch.eye(3) * 2).to_sparse(layout=layout)}, tmp_path / "x.pt")
+    ms.load(module, tmp_path / "x.pt")
+    assert module.exotic.layout is layout
+    assert torch.equal(module.exotic.to_dense(), torch.eye(3) * 2)
 
 
 @pytest.mark.filterwarnings("ignore")

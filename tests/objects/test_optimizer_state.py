@@ -283,29 +283,42 @@ def test_a_parameter_that_never_had_a_gradient() -> None:
     assert described(fresh.state_dict()) == described(optimizer.state_dict())
 
 
-def test_lbfgs_takes_the_same_parameters_in_the_same_order() -> None:
-    def stepped(model: nn.Module) -> torch.optim.LBFGS:
-        optimizer = torch.optim.LBFGS(model.parameters(), max_iter=2)
+def lbfgs_after(steps: int, model: nn.Module) -> torch.optim.LBFGS:
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=2)
 
-        def closure() -> torch.Tensor:
-            optimizer.zero_grad()
-            loss = model(X).square().mean()
-            loss.backward()
-            return loss
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = model(X).square().mean()
+        loss.backward()
+        return loss
 
-        for _ in range(2):
-            optimizer.step(closure)
-        return optimizer
+    for _ in range(steps):
+        optimizer.step(closure)
+    return optimizer
 
+
+def test_lbfgs_takes_the_state_of_more_and_of_fewer_steps() -> None:
+    """LBFGS adds `al` to its state with its second direction."""
     model = Separate()
-    state = ms.optimizer_state(model, stepped(model))
+    one, three = (ms.optimizer_state(model, lbfgs_after(steps, model)) for steps in (1, 3))
+    assert "al" in three["state"]["q.weight"]
+    assert "al" not in one["state"]["q.weight"]
+    for steps, state in ((1, three), (3, one)):
+        optimizer = lbfgs_after(steps, model)
+        ms.load_optimizer_state(model, optimizer, state)
+        assert described(ms.optimizer_state(model, optimizer)) == described(state)
+
+
+def test_lbfgs_takes_the_same_parameters_in_the_same_order() -> None:
+    model = Separate()
+    state = ms.optimizer_state(model, lbfgs_after(2, model))
     same = torch.optim.LBFGS(model.parameters(), max_iter=2)
     ms.load_optimizer_state(model, same, state)
     assert torch.equal(same.state[model.q.weight]["d"], state["state"]["q.weight"]["d"])
     other = Separate("out", "q", "k", "v")
     fused = Fused()
     for target, rules in ((other, ()), (fused, FUSE)):
-        fresh = stepped(target)
+        fresh = lbfgs_after(2, target)
         before = described(fresh.state_dict())
         for allow in (False, True):
             with pytest.raises((OptimizerStateError, RuleError)):

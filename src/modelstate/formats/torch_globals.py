@@ -309,6 +309,10 @@ def unsupported(kind: str, remedy: str = "") -> InvalidTensor:
     return InvalidTensor(UnsupportedTensorError(f"{kind} is not supported", remedy=remedy))
 
 
+def _nested() -> InvalidTensor:
+    return unsupported("a nested tensor", "save its values() and offsets()")
+
+
 def _typed(value: object, kind: type[_T], what: str) -> _T:
     if type(value) is not kind or not isinstance(value, kind):
         raise damaged(what, type(value).__name__)
@@ -463,6 +467,8 @@ def _from_type(function: object, cls: object, args: object, state: object) -> De
     for name in (cls, function):
         if isinstance(name, Refused):
             return Refused(name.name, args, state)
+    if isinstance(function, Allowed) and function.name.startswith("torch.nested."):
+        return _nested()
     if type(args) is not tuple or type(function) is not SafeGlobal or not isinstance(cls, SafeGlobal | Allowed):
         raise damaged("a class that is not a tensor subclass")
     inert = next((arg for arg in args[:MAX_ARGUMENTS] if isinstance(arg, Refused | InvalidTensor)), None)
@@ -490,7 +496,7 @@ def _wrapper_subclass(cls: object, args: tuple[object, ...], state: object) -> D
     if type(cls) is not Allowed or not _is_tensor_class(cls.real) or len(args) != 8 or args[0] is not cls:
         raise damaged("a class that is not a tensor subclass", _class_name(cls))
     if cls.name.startswith("torch.nested."):
-        return unsupported("a nested tensor", "save its values() and offsets()")
+        return _nested()
     _, dtype, size, stride, offset, layout, _, _ = args
     try:
         shape, steps, first = _shape(size), dims(stride), dims((offset,))[0]

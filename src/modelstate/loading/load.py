@@ -63,7 +63,7 @@ from modelstate.process import deferred_signals, gc_paused, progress_bar
 from modelstate.remote.cache import Cache
 from modelstate.rules.rule import Rule
 from modelstate.rules.schema import Schema
-from modelstate.torch_compat.plain import is_plain
+from modelstate.torch_compat.plain import is_dense, is_plain
 from modelstate.torch_compat.sharding import refresh_shards, reshard
 from modelstate.transaction.optimizers import check_optimizers, following_state, placed
 from modelstate.transaction.references import lost_references
@@ -681,8 +681,16 @@ def _placement_error(name: str, target: torch.Tensor, value: torch.Tensor, error
         where=name,
         expected=f"{type(target).__name__}, {target.dtype}",
         found=f"{type(value).__name__}, {value.dtype}: {error}",
-        remedy="give the tensor subclass a module_load handler, or convert the value with transform=",
+        remedy=_placement_remedy(target),
     )
+
+
+def _placement_remedy(target: torch.Tensor) -> str:
+    if target.is_inference():
+        return "load under torch.inference_mode(), as the model was built, or build the model outside of it"
+    if target.layout is torch.strided and is_plain(target) and not is_dense(target):
+        return "if its elements share memory (expand), give each its own: tensor.data = tensor.data.clone()"
+    return "give the tensor subclass a module_load handler, or convert the value with transform="
 
 
 def _leased(planned: Iterable[Planned]) -> list[Planned]:

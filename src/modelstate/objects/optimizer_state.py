@@ -646,6 +646,8 @@ class _StateLayout:
 
     def values_of(self, param: torch.Tensor) -> _Values | None:
         """Returns the state of a parameter, else what it would be with the new options; None where that is unknown."""
+        if isinstance(self._optimizer, torch.optim.LBFGS):
+            return None  # its names depend on the steps that were taken: `al` is added by the second direction
         values: _Values | None = self._optimizer.state.get(param)
         if values:
             return values

@@ -389,7 +389,8 @@ class Preparation:
             ):
                 in_blocks = stored.read_in_blocks if isinstance(stored, Derived) else None
                 is_run = in_blocks is not None or bool(placed_tensors(stored))
-            in_order = param.is_contiguous() and not (param.is_conj() or param.is_neg())
+            is_strided = param.layout is torch.strided  # compressed sparse tensors raise in is_contiguous
+            in_order = is_strided and param.is_contiguous() and not (param.is_conj() or param.is_neg())
             return None if is_run and device.type in DEVICES_READ_INTO and not param.is_meta and in_order else False
         if not self.options.in_place:
             return False
