@@ -8,7 +8,7 @@ import pytest
 import modelstate
 from modelstate.errors import ModelStateError, SourceAccessError, SourceTypeError
 from modelstate.remote import requests
-from modelstate.remote.location import is_remote, locate, redacted, store_of
+from modelstate.remote.location import beside, is_remote, locate, redacted, store_of
 
 pytest.importorskip("obstore")
 
@@ -46,6 +46,30 @@ def test_secrets_stay_out_of_names(url: str) -> None:
     assert key == ""
     sent = f"{store.url} {store.client_options}"  # type: ignore[union-attr]
     assert "word" in sent or base64.b64encode(b"user:word").decode() in sent
+
+
+def test_a_quoted_slash_is_part_of_a_name() -> None:
+    location = locate("https://host/a%2Fb/c.safetensors")
+    assert location != locate("https://host/a/b/c.safetensors")
+    assert locate(location.url) == location
+    store, key = store_of(location)
+    assert (str(store.url), key) == ("https://host/a%2Fb/c.safetensors", "")  # type: ignore[union-attr]
+    assert beside(location.url, "d e") == locate("https://host/a%2Fb/d%20e").url
+
+
+@pytest.mark.parametrize(
+    ("url", "expected"),
+    [
+        ("s3://bucket/a/b.json", "s3://bucket/a/d e"),
+        ("s3://bucket/b.json", "s3://bucket/d e"),
+        ("hf://org/name@main/a/b.json", "hf://org/name@main/a/d e"),
+        ("https://host:80/a%20b/c.json", "https://host:80/a%20b/d%20e"),
+        ("https://user:word@host/a/c.json?x=1", "https://user:word@host/a/d%20e"),
+        ("https://host/c.json?x=1", "https://host/d%20e"),
+    ],
+)
+def test_the_address_beside_another(url: str, expected: str) -> None:
+    assert beside(url, "d e") == locate(expected).url
 
 
 def test_only_urls_are_remote() -> None:

@@ -70,7 +70,7 @@ class Location:
     key: str
     """The name in the bucket, or the path of a web address with its quotes removed. It does not begin with `/`."""
     mark: str = ""
-    """A digest of the secret part of a web address; empty without one."""
+    """A digest of a web address that `root` and `key` do not describe: it has a user, a query or `%2F`; else empty."""
 
     @property
     def url(self) -> str:
@@ -84,7 +84,7 @@ class Location:
 
 
 _secrets: dict[str, tuple[Location, str]] = {}
-"""The locations with a secret, and their whole addresses, by their `url`."""
+"""The locations with a mark, and their whole addresses, by their `url`."""
 
 
 def locate(url: str) -> Location:
@@ -109,7 +109,8 @@ def locate(url: str) -> Location:
     if not host or not rest.isprintable() or " " in rest:
         raise _not_valid(url, f"{scheme}://HOST/PATH")
     root, key = parts.netloc.rpartition("@")[2], unquote(parts.path.lstrip("/"))
-    if not (parts.query or "@" in parts.netloc or (key and not _KEY.fullmatch(key))):
+    is_name = not key or (_KEY.fullmatch(key) and "%2f" not in parts.path.lower())  # `%2F` divides no directories
+    if is_name and not (parts.query or "@" in parts.netloc):
         return Location(scheme, root, key)
     whole = url.partition("#")[0]
     location = Location(scheme, root, key, hashlib.sha256(whole.encode()).hexdigest()[:12])
@@ -120,11 +121,12 @@ def locate(url: str) -> Location:
 def beside(url: str, name: str) -> str:
     """The URL of a name in the directory of a file: with the user of a web address, and without its query."""
     location = locate(url)
-    whole = _secrets[location.url][1] if location.mark else ""
-    user, at, _ = urlsplit(whole).netloc.rpartition("@")
-    key = f"{location.key.rpartition('/')[0]}/{name}".lstrip("/")
-    key = quote(key) if location.scheme.startswith("http") else key
-    return locate(f"{location.scheme}://{user}{at}{location.root}/{key}").url
+    if not location.scheme.startswith("http"):
+        key = f"{location.key.rpartition('/')[0]}/{name}".lstrip("/")
+        return locate(f"{location.scheme}://{location.root}/{key}").url
+    parts = urlsplit(_secrets[location.url][1] if location.mark else location.url)
+    path = f"{parts.path.rpartition('/')[0]}/{quote(name)}"
+    return locate(parts._replace(path=path, query="", fragment="").geturl()).url
 
 
 def redacted(text: object) -> str:

@@ -346,14 +346,16 @@ class Concat(CodeRepr):
                 parts = part_template.match(name)
                 if parts is not None:
                     target = template(self.into).fill(parts)
-                    groups.setdefault(target, [None] * len(templates))[index] = (name, entry)
-                    target_of[name] = target
+                    group = groups.setdefault(target, [None] * len(templates))
+                    if (other := group[index]) is not None:  # two names whose wildcards are filled in to one name
+                        context.fail(target, f"{other[0]} and {name} are both its part {self.patterns[index]}")
+                    group[index], target_of[name] = (name, entry), target
                     break
         for name, entry in context.entries.items():
             if name not in target_of:
                 context.keep(name, entry)
-            elif (group := groups.pop(target_of[name], None)) is not None:
-                self._join(context, target_of[name], group)
+            elif (parts_of_target := groups.pop(target_of[name], None)) is not None:
+                self._join(context, target_of[name], parts_of_target)
 
     def _join(self, context: RuleContext, target: str, group: Sequence[NamedEntry | None]) -> None:
         present = [part for part in group if part is not None]
