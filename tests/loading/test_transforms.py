@@ -333,6 +333,18 @@ def test_a_function_that_keeps_what_it_returns_and_writes_to_it(
         assert torch.equal(value, returned(saved(path)[name])), name
 
 
+@pytest.mark.parametrize(
+    ("dtype", "wide"), [(torch.float32, torch.float64), (torch.complex64, torch.complex128)], ids=["real", "complex"]
+)
+def test_a_gradient_follows_its_parameter_to_another_dtype(dtype: torch.dtype, wide: torch.dtype) -> None:
+    model = nn.Module()
+    model.weight = nn.Parameter(torch.ones(3, dtype=dtype))
+    model.weight.grad = grad = torch.full((3,), 2, dtype=dtype)
+    ms.load(model, {"weight": torch.zeros(3, dtype=dtype)}, transform=lambda _, tensor: tensor.to(wide))
+    assert model.weight.grad is grad
+    assert (model.weight.dtype, grad.dtype, grad.tolist()) == (wide, wide, [2, 2, 2])
+
+
 def test_a_parameter_says_whether_it_gets_a_gradient(path: Path) -> None:
     model = Net()
     model.head.weight.grad = torch.ones(6, 4)

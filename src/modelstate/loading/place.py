@@ -75,14 +75,18 @@ class Place(Write):
             transaction.save_tensor(param)
             param.copy_(final)
         else:
-            grad = param.grad if param.is_leaf and final.is_floating_point() else None
-            new_grad = None if grad is None else grad.to(final.device, final.dtype)
-            transaction.register_undo(point_to(param, final, new_grad))
+            transaction.register_undo(point_to(param, final, _converted_grad(param, final)))
 
 
 def _keeps_memory(assignment: Assignment) -> bool:
     """Whether the slot keeps its memory."""
     return assignment.param.dtype == assignment.dtype and assignment.param.device == assignment.device
+
+
+def _converted_grad(tensor: torch.Tensor, value: torch.Tensor) -> torch.Tensor | None:
+    """The gradient of a tensor with the dtype and device of its new value; None where the value cannot have one."""
+    grad = tensor.grad if tensor.is_leaf and (value.is_floating_point() or value.is_complex()) else None
+    return None if grad is None else grad.to(value.device, value.dtype)
 
 
 def _by_handler(name: str, param: torch.Tensor, value: torch.Tensor, transaction: Transaction) -> None:
@@ -102,9 +106,7 @@ def _rewrap(tensor: torch.Tensor, local: torch.Tensor, transaction: Transaction)
     # Outside inference mode, where the DTensor would become an inference tensor, which cannot be trained.
     with torch.inference_mode(local.is_inference()), torch.no_grad():
         transaction.save_metadata(tensor)
-        grad = tensor.grad if tensor.is_leaf and local.is_floating_point() else None
-        new_grad = None if grad is None else grad.to(local.device, local.dtype)
-        transaction.register_undo(become(tensor, dtensor_like(tensor, local), new_grad))
+        transaction.register_undo(become(tensor, dtensor_like(tensor, local), _converted_grad(tensor, local)))
 
 
 def _freeze(param: torch.Tensor, transaction: Transaction | None) -> None:
