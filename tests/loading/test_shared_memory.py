@@ -85,6 +85,22 @@ def test_slots_that_overlap() -> None:
     assert torch.equal(memory, torch.tensor([0.0, 1, 2, 3, 4, 5, 1, 1, 1, 1]))
 
 
+def of_two_dtypes(start: int) -> nn.Module:
+    """Parameters of 8 and 4 bytes an element in one memory: the second begins so many bytes behind the first."""
+    memory = torch.zeros(64, dtype=torch.uint8)
+    first, second = memory[:32].view(torch.float64), memory[start : start + 16].view(torch.float32)
+    return holding(a=nn.Parameter(first), b=nn.Parameter(second))
+
+
+def test_slots_of_two_dtypes_that_overlap() -> None:
+    """The second begins behind the end of the first, if elements are counted and not bytes."""
+    values = {"a": torch.ones(4, dtype=torch.float64), "b": torch.zeros(4)}
+    conflict(of_two_dtypes(24), values)
+    module = of_two_dtypes(32)
+    ms.load(module, values)
+    assert (module.a.tolist(), module.b.tolist()) == ([1] * 4, [0] * 4)
+
+
 def test_a_transform_that_returns_tensors_of_the_model() -> None:
     module = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
     first, second = module[0].weight.detach().clone(), module[1].weight.detach().clone()

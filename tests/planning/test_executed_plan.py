@@ -213,6 +213,22 @@ def test_a_model_that_has_changed_is_refused(change: str, cls: type[Tied]) -> No
     assert caught.value.where.startswith(f"{cls.__name__}: ")
 
 
+def sharing_memory(second: int) -> nn.Module:
+    """Two parameters in one storage, the second one so many elements behind the first."""
+    model, flat = nn.Module(), torch.zeros(8)
+    model.first, model.second = nn.Parameter(flat[:4]), nn.Parameter(flat[second : second + 4])
+    return model
+
+
+@pytest.mark.parametrize("second", [0, 2])
+def test_a_model_whose_slots_overlap_is_refused(second: int) -> None:
+    state = {"first": torch.ones(4), "second": torch.zeros(4)}
+    plan = ms.plan(sharing_memory(4), state)
+    ms.load(sharing_memory(4), plan)
+    with pytest.raises(errors.StalePlanError, match=f"in the memory of first, at \\+{4 * second} bytes"):
+        ms.load(sharing_memory(second), plan)
+
+
 @MODELS
 def test_values_gradients_and_requires_grad_may_change(cls: type[Tied]) -> None:
     model = cls()

@@ -154,6 +154,8 @@ class SlotSignature(NamedTuple):
     device: torch.device
     memory: str
     """The first slot in the storage of this one, usually this one itself; empty where it has no memory."""
+    offset_bytes: int
+    """The bytes from the beginning of that slot to the beginning of this one."""
     is_inference: bool
     """Whether it was created in inference mode, so that it can only be changed there."""
 
@@ -161,23 +163,26 @@ class SlotSignature(NamedTuple):
         what = f"{short(self.dtype)} of shape {self.shape} on {self.device}, a {self.kind} of class {self.cls.__name__}"
         what += f", stride {self.stride}" if self.stride else ""
         what += f", tied to {', '.join(self.names[1:])}" if len(self.names) > 1 else ""
-        what += f", in the memory of {self.memory}" if self.memory not in ("", self.names[0]) else ""
+        if self.memory not in ("", self.names[0]):
+            what += f", in the memory of {self.memory}, at {self.offset_bytes:+} bytes"
         return what + (", of inference mode" if self.is_inference else "")
 
 
 def signatures(slots: Slots) -> dict[str, SlotSignature]:
     """The signature of each slot by its first name."""
-    first_in: dict[int, str] = {}
+    first_in: dict[int, tuple[str, int]] = {}
     found: dict[str, SlotSignature] = {}
     for names, kind, tensor in slots.tensors:
         is_lazy, plain = torch.nn.parameter.is_lazy(tensor), is_plain(tensor)
         shape = () if is_lazy else tuple(tensor.shape)
         stride = tuple(tensor.stride()) if plain and not is_lazy else ()
         has_memory = plain and not is_lazy and not tensor.is_meta and has_its_memory(tensor)
-        memory = first_in.setdefault(storage_id(tensor), names[0]) if has_memory else ""
+        start = int(tensor.storage_offset()) * tensor.itemsize if has_memory else 0
+        memory, first_start = first_in.setdefault(storage_id(tensor), (names[0], start)) if has_memory else ("", 0)
         is_inference = not is_lazy and tensor.is_inference()
         found[names[0]] = SlotSignature(
-            *(names, kind, type(tensor), shape, stride, tensor.dtype, tensor.device, memory, is_inference)
+            *(names, kind, type(tensor), shape, stride, tensor.dtype, tensor.device),
+            *(memory, start - first_start, is_inference),
         )
     return found
 
@@ -207,10 +212,10 @@ def _parts(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 
 def overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether the extents of two plain tensors in one storage overlap, so that they may share elements."""
+    """Whether the extents of two plain tensors in one storage overlap, so that they may share bytes."""
     if not is_plain(a, b) or a.is_meta or b.is_meta or storage_id(a) != storage_id(b):
         return False
-    (a_start, a_end), (b_start, b_end) = extent(a), extent(b)
+    (a_start, a_end), (b_start, b_end) = ([at * tensor.itemsize for at in extent(tensor)] for tensor in (a, b))
     return a_start < b_end and b_start < a_end
 
 
