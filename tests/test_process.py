@@ -1,10 +1,15 @@
-"""Threads, forks and signals of a process."""
+"""Threads, forks, signals and standard streams of a process."""
 
+import io
 import signal
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+from torch import nn
 
+import modelstate as ms
 from modelstate.process import deferred_signals
 
 
@@ -51,3 +56,30 @@ def test_a_signal_while_the_handlers_come_back(received: list[int], monkeypatch:
         interrupted()
     assert received == [signal.SIGTERM]
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+class _Log:
+    """What programs replace standard streams by."""
+
+    def write(self, text: str) -> int:
+        return len(text)
+
+    def flush(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("kind", ["none", "closed", "log"])
+def test_a_program_without_standard_streams_saves_and_loads(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed = io.StringIO()
+    closed.close()
+    for name in ("stdout", "stderr"):
+        monkeypatch.setattr(sys, name, {"none": None, "closed": closed, "log": _Log()}[kind])
+    model = nn.Linear(2, 2)
+    ms.save(model, tmp_path / "model.safetensors")
+    ms.load(model, tmp_path / "model.safetensors")
+    assert ms.diff(model, tmp_path / "model.safetensors").is_equal
+    with ms.Store(tmp_path / "run") as store:
+        store.save(1, {"model": model})
+        assert store.restore({"model": model}).step == 1

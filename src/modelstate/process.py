@@ -540,9 +540,16 @@ def progress_bar(wanted: bool | None, total_bytes: int, what: str) -> AbstractCo
         total_bytes: The number of bytes in all.
         what: The activity, such as "loading".
     """
-    if wanted is False or (wanted is None and not sys.stderr.isatty()):
+    if wanted is False or (wanted is None and not is_terminal(sys.stderr)):
         return nullcontext(lambda _: None)
     return _Bar(wanted, total_bytes, what)
+
+
+def is_terminal(stream: Any) -> bool:
+    """Whether a standard stream is a terminal. A program may have closed it, or replaced it by another object."""
+    with suppress(AttributeError, ValueError, OSError):
+        return bool(stream.isatty())
+    return False
 
 
 class _Bar:

@@ -329,7 +329,9 @@ def write_page(path: str | None, result: Shown | Page) -> None:
 
 def terminal_width() -> int | None:
     """The width of the terminal; None where the output goes elsewhere."""
-    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+    from modelstate.process import is_terminal
+
+    return shutil.get_terminal_size().columns if is_terminal(sys.stdout) else None
 
 
 def make_parents(target: str) -> None:
