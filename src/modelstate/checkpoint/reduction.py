@@ -30,6 +30,7 @@ from modelstate.io.engine import BUFFER_BYTES, ReadStrategy, read_threads, uncac
 from modelstate.io.files import FileFingerprint
 from modelstate.io.memory import aligned
 from modelstate.io.prefetch import files_to_read_uncached
+from modelstate.process import progress_bar
 from modelstate.spec import (
     Assemble,
     Box,
@@ -202,8 +203,9 @@ def reduce(
     *,
     fingerprints: Mapping[str, FileFingerprint],
     max_memory_bytes: int | None,
-    on_read: Callable[[int], None] = lambda _: None,
-) -> None:
+    progress: bool | None,
+    what: str,
+) -> int:
     """Reads all operands of all items, and folds their elements chunk by chunk.
 
     Args:
@@ -212,7 +214,11 @@ def reduce(
             `WORKING_BYTES` for each element.
         fingerprints: What each file must be before the first byte is read and after the last.
         max_memory_bytes: The most memory for buffers, regions and temporary tensors; None for no limit.
-        on_read: Called with the number of bytes of each block that has been folded, by one thread at a time.
+        progress: Whether to show a progress bar. None shows one on a terminal after half a second.
+        what: What the progress bar says that is done: "comparing".
+
+    Returns:
+        The bytes of all operands.
 
     Raises:
         MemoryBudgetError: The budget is too small.
@@ -234,22 +240,25 @@ def reduce(
     def on_block(block: Block, _: float) -> None:
         assert isinstance(block, _PieceBlock)
         sizes = ((piece.count, operand.dtype.itemsize) for piece in block.pieces for operand in items[piece.item])
-        on_read(sum(count * itemsize for count, itemsize in sizes))
+        advance(sum(count * itemsize for count, itemsize in sizes))
 
-    if streamed:
-        strategy = _strategy(sum(extent.nbytes for extent in extents), uncached, max_memory_bytes)
-        chunk_elements = _chunk_elements(strategy.block_bytes)
-        wanted, blocks = _streamed_blocks(items, streamed, strategy.block_bytes)
-        stream(wanted, consume, strategy=strategy, fingerprints=fingerprints, on_block=on_block, blocks=blocks)
-    if by_region:
-        blocks = [block for index in by_region for block in _region_blocks(index, items[index], max_memory_bytes)]
-        threads, chunk_elements = read_threads(), _CHUNK_ELEMENTS
-        if max_memory_bytes is not None:
-            needed = max(map(_needed, blocks))
-            chunk_elements = min(chunk_elements, (max_memory_bytes - needed) // WORKING_BYTES)
-            threads = min(threads, max_memory_bytes // (needed + _chunk_bytes(chunk_elements)))
-        strategy = ReadStrategy(threads, _BLOCK_BYTES)
-        stream([], consume, strategy=strategy, fingerprints=fingerprints, on_block=on_block, blocks=blocks)
+    total_bytes = sum(math.prod(operand.shape) * operand.dtype.itemsize for operands in items for operand in operands)
+    with progress_bar(progress, total_bytes, what) as advance:
+        if streamed:
+            strategy = _strategy(sum(extent.nbytes for extent in extents), uncached, max_memory_bytes)
+            chunk_elements = _chunk_elements(strategy.block_bytes)
+            wanted, blocks = _streamed_blocks(items, streamed, strategy.block_bytes)
+            stream(wanted, consume, strategy=strategy, fingerprints=fingerprints, on_block=on_block, blocks=blocks)
+        if by_region:
+            blocks = [block for index in by_region for block in _region_blocks(index, items[index], max_memory_bytes)]
+            threads, chunk_elements = read_threads(), _CHUNK_ELEMENTS
+            if max_memory_bytes is not None:
+                needed = max(map(_needed, blocks))
+                chunk_elements = min(chunk_elements, (max_memory_bytes - needed) // WORKING_BYTES)
+                threads = min(threads, max_memory_bytes // (needed + _chunk_bytes(chunk_elements)))
+            strategy = ReadStrategy(threads, _BLOCK_BYTES)
+            stream([], consume, strategy=strategy, fingerprints=fingerprints, on_block=on_block, blocks=blocks)
+    return total_bytes
 
 
 def _chunk_elements(block_bytes: int) -> int:

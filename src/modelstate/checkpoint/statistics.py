@@ -37,7 +37,6 @@ from modelstate.errors import MissingValuesError, OptionError
 from modelstate.html.page import Kind, Page, Shown, area_chart
 from modelstate.io.engine import read_ranges
 from modelstate.io.tensors import read_tensor
-from modelstate.process import progress_bar
 from modelstate.spec import Stored, bytes_key, pieces
 from modelstate.tensor_spec import TensorSpec
 from modelstate.text_format import columns, count, folded, listed, printable, seconds, size
@@ -309,20 +308,18 @@ def statistics_of(
                 plain.setdefault(bytes_key(stored, f"{spec.name}.{label}"), stored)
     operands: list[tuple[Operand, ...]] = [(operand_of(stored, read),) for stored in plain.values()]
     accumulators = [_Accumulator(read_dtype(stored.dtype)) for stored in plain.values()]
-    read_bytes = 0
 
     def fold(chunk: Chunk) -> None:
         accumulators[chunk.item].add(chunk.values[0])
 
-    total_bytes = sum(math.prod(operand.shape) * operand.dtype.itemsize for (operand,) in operands)
-    with progress_bar(progress, total_bytes, "reading") as advance:
-
-        def on_read(nbytes: int) -> None:
-            nonlocal read_bytes
-            read_bytes += nbytes
-            advance(nbytes)
-
-        reduce(operands, fold, fingerprints=checkpoint.fingerprints, max_memory_bytes=max_memory_bytes, on_read=on_read)
+    read_bytes = reduce(
+        operands,
+        fold,
+        fingerprints=checkpoint.fingerprints,
+        max_memory_bytes=max_memory_bytes,
+        progress=progress,
+        what="reading",
+    )
     found = {key: accumulator.result() for key, accumulator in zip(plain, accumulators, strict=True)}
     counted: set[object] = set()
     tensors = []

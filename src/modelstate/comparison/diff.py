@@ -35,7 +35,6 @@ from modelstate.io.engine import read_ranges
 from modelstate.io.files import FileFingerprint
 from modelstate.io.tensors import read_tensor
 from modelstate.planning.matching import DecodeFailure, entries_of, matching_part
-from modelstate.process import progress_bar
 from modelstate.remote.cache import Cache
 from modelstate.rules.expression import Derived, lacks_values, leaves, region, values_of
 from modelstate.rules.expression import Source as TensorSource
@@ -384,20 +383,14 @@ class _Reads:
         def fold(chunk: Chunk) -> None:
             self.accumulators[chunk.item].add(*chunk.values)
 
-        total_bytes = sum(math.prod(side.shape) * side.dtype.itemsize for pair in self.items for side in pair)
-        with progress_bar(progress, total_bytes, "comparing") as advance:
-
-            def on_read(nbytes: int) -> None:
-                self.read_bytes += nbytes
-                advance(nbytes)
-
-            reduce(
-                self.items,
-                fold,
-                fingerprints=self._fingerprints(),
-                max_memory_bytes=max_memory_bytes,
-                on_read=on_read,
-            )
+        self.read_bytes = reduce(
+            self.items,
+            fold,
+            fingerprints=self._fingerprints(),
+            max_memory_bytes=max_memory_bytes,
+            progress=progress,
+            what="comparing",
+        )
 
     def is_equal_unread(self, part: _Part) -> bool:
         """Whether two tensors are known to be equal without reading them."""
@@ -405,8 +398,7 @@ class _Reads:
         if part.dtypes[0] != part.dtypes[1]:
             return False
         if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
-            same_bits = (a.is_conj(), a.is_neg()) == (b.is_conj(), b.is_neg())
-            return is_plain(a, b) and same_place(a, b) and same_bits
+            return is_plain(a, b) and same_place(a, b)
         if not (isinstance(a, StoredTensor) and isinstance(b, StoredTensor) and a.is_contiguous and b.is_contiguous):
             return False
         if not a.nbytes:

@@ -207,8 +207,7 @@ class Conversion:
             self._unshared += sharing(plain)
         if casts is not None:
             plain = casts.take(plain)
-            self.peak_bytes += max(casts.peak_bytes, 0)
-            self._check_budget()
+            self.spend(max(casts.peak_bytes, 0))
         for slot in plain:
             self._make_one(slot, None, True)
         for slot, fn in others:
@@ -337,9 +336,6 @@ class Conversion:
     def spend(self, nbytes: int) -> None:
         """Counts memory that is needed beside the old tensors until the end. Raises `MemoryBudgetError`."""
         self.peak_bytes += nbytes
-        self._check_budget()
-
-    def _check_budget(self) -> None:
         if self._max_memory_bytes is not None and self.peak_bytes > self._max_memory_bytes:
             raise MemoryBudgetError(
                 "the conversion needs more memory than it was given, for new tensors beside the old ones; "
@@ -517,7 +513,7 @@ def _registered(modules: Iterable[nn.Module]) -> list[torch.Tensor | None]:
 _running = threading.local()
 
 
-def apply_in_conversion(module: nn.Module, fn: Apply, recurse: bool = True) -> nn.Module:
+def apply_in_conversion(module: nn.Module, fn: Apply, recurse: bool) -> nn.Module:
     """Does torch's part of `_apply`: in the running conversion if the module belongs to it, else by torch itself."""
     conversion = running_conversion(module)
     if conversion is None:

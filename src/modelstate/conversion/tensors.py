@@ -278,9 +278,7 @@ class Change(Write):
         A graph that waits for backward stays right then. Finding out compares all values.
         """
         tensor, value = self.target, self.value
-        if (tensor.dtype, tensor.device) != (value.dtype, value.device) or tensor.is_meta:
-            return False
-        return same_values(tensor.detach(), value)
+        return tensor.device == value.device and not tensor.is_meta and same_values(tensor, value)
 
     def run(self, transaction: Transaction | None) -> None:
         assert transaction is not None  # `Conversion.commit` runs all changes before the commit of the transaction

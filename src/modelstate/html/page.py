@@ -36,6 +36,10 @@ _NOTEBOOK_TABLE = (
 )
 
 
+_MOST_ROWS = 12
+"""The most rows of a table that a notebook shows."""
+
+
 class Kind(Enum):
     """What a column holds, which says how a module sums up the rows under it."""
 
@@ -142,10 +146,10 @@ class Page:
             )
         )
 
-    def fragment(self, most_rows: int = 12) -> str:
+    def fragment(self) -> str:
         """Returns the facts and the first rows as HTML without script, for a notebook."""
         facts = " · ".join(f"{escape(label)}: {escape(printable(text))}" for label, text in self.facts)
-        table = replace(self, rows=self.rows[:most_rows])._without_empty_columns()
+        table = replace(self, rows=self.rows[:_MOST_ROWS])._without_empty_columns()
         classes = ["" if kind is Kind.TEXT else " class=n" for _, kind in table.columns]
         head = "".join(
             f"<th{name}>{escape(title)}</th>" for name, (title, _) in zip(classes, table.columns, strict=True)
@@ -159,7 +163,7 @@ class Page:
             + "</tr>"
             for row in table.rows
         )
-        left = len(self.rows) - most_rows
+        left = len(self.rows) - _MOST_ROWS
         parts = [
             f"<p><b>{escape(printable(self.title))}</b><br>{facts}</p>",
             f"<pre>{escape(shorten(printable_lines(self.text), 4000))}</pre>" if self.text else "",
