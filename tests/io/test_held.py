@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -381,6 +381,26 @@ def test_a_range_beyond_the_end_of_the_file_is_missing(path: Path) -> None:
         look = CacheLook({str(path): file.fileno()})
     beyond = ByteRange(str(path), SIZE - PAGE, 2 * PAGE)
     assert look.missing([beyond]) == [beyond]
+
+
+@pytest.mark.parametrize(("evictions", "reads"), [(1, 2), (2, 3), (99, 3)])
+def test_what_is_evicted_while_the_rest_is_read_is_read_again(
+    path: Path, evictions: int, reads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not is_cold(path):
+        pytest.skip("this file system keeps its files in memory, or does not say")
+    still_missing, told = CacheLook.still_missing, list[int]()
+
+    def evicts(look: CacheLook, spans: Iterable[ByteRange]) -> list[ByteRange]:
+        nonlocal evictions
+        if evictions:
+            evictions -= 1
+            evict(path)
+        return still_missing(look, spans)
+
+    monkeypatch.setattr(CacheLook, "still_missing", evicts)
+    assert bring_into_cache(whole(path), {}, told.append) == (evictions == 0)
+    assert sum(told) == reads * SIZE
 
 
 def test_an_error_while_a_file_is_brought_in(path: Path) -> None:

@@ -46,6 +46,8 @@ _LOOK_BYTES = 16 << 20
 """What a thread looks at at once, whether it is in the page cache."""
 _MOST_AHEAD = 16
 """The pieces of `_LOOK_BYTES` that are looked at before it is known what is needed."""
+_MOST_ROUNDS = 3
+"""How often a range is read again that the kernel evicts, where memory is short, before all of it has been read."""
 _RECENT_SECONDS = 1.0
 """Later, pages may have been evicted since a look."""
 
@@ -166,24 +168,37 @@ def bring_into_cache(
             missing = look.missing(wanted)
             if not missing:
                 return True
-        total = sum(span.nbytes for span in missing)
-        if total > most_to_read():
-            return False
-        if total >= LEAST_BYTES:
-            run_detached(partial(_read_ahead, missing, total, fingerprints))
-        else:  # a few pages that have been evicted: the disk reads all of them at once
-            with suppress(OSError):  # the read itself reports what is wrong
-                for path, start, nbytes in _split(missing, _STEP_BYTES):
-                    linux.will_need(files[path].descriptor, start, nbytes)
+        for _ in range(_MOST_ROUNDS):
+            if sum(span.nbytes for span in missing) > most_to_read():
+                return False
+            _bring_in(missing, files, fingerprints, on_read)
+            missing = look.still_missing(missing)
+            if not missing:
+                return True
+        return False
 
-        @contextmanager
-        def worker() -> Iterator[Callable[[ByteRange], None]]:
-            buffer = memoryview(bytearray(_READ_BYTES))
-            yield lambda span: read_fully(files[span.path], [buffer[: span.nbytes]], span.start, span.nbytes)
 
-        threads = min(_threads(), -(-total // _READ_BYTES))
-        for_each(_split(missing, _READ_BYTES), worker, threads, lambda piece, _: on_read(piece.nbytes))
-        return not look.still_lacks(missing)
+def _bring_in(
+    missing: list[ByteRange],
+    files: Mapping[str, LocalFile],
+    fingerprints: Mapping[str, FileFingerprint],
+    on_read: Callable[[int], None],
+) -> None:
+    total = sum(span.nbytes for span in missing)
+    if total >= LEAST_BYTES:
+        run_detached(partial(_read_ahead, missing, total, fingerprints))
+    else:  # a few pages that have been evicted: the disk reads all of them at once
+        with suppress(OSError):  # the read itself reports what is wrong
+            for path, start, nbytes in _split(missing, _STEP_BYTES):
+                linux.will_need(files[path].descriptor, start, nbytes)
+
+    @contextmanager
+    def worker() -> Iterator[Callable[[ByteRange], None]]:
+        buffer = memoryview(bytearray(_READ_BYTES))
+        yield lambda span: read_fully(files[span.path], [buffer[: span.nbytes]], span.start, span.nbytes)
+
+    threads = min(_threads(), -(-total // _READ_BYTES))
+    for_each(_split(missing, _READ_BYTES), worker, threads, lambda piece, _: on_read(piece.nbytes))
 
 
 def _may_know(descriptor: int) -> bool:
@@ -261,13 +276,16 @@ class CacheLook:
                         missing.append(ByteRange(path, at, end - at))
         return missing
 
-    def still_lacks(self, spans: Iterable[ByteRange]) -> bool:
-        """Looks again at ranges that were missing: whether the page cache still lacks a part of one."""
-        whole_pages = []
+    def still_missing(self, spans: Iterable[ByteRange]) -> list[ByteRange]:
+        """Looks again at ranges that were missing, and returns what the page cache still lacks of them."""
+        missing: list[ByteRange] = []
         for path, start, nbytes in spans:
             before = start % mmap.PAGESIZE
-            whole_pages.append(ByteRange(path, start - before, nbytes + before))
-        return any(self._absent_of(piece) != [] for piece in _split(whole_pages, _LOOK_BYTES))
+            for piece in _split([ByteRange(path, start - before, nbytes + before)], _LOOK_BYTES):
+                absent = self._absent_of(piece)
+                for _, at, length in [piece] if absent is None else absent:
+                    missing.append(ByteRange(path, at, min(length, start + nbytes - at)))
+        return missing
 
     def _pieces(self, path: str, start: int, nbytes: int | None = None) -> Iterator[ByteRange]:
         """The pieces of a file that have a part of a range, each always the same."""
