@@ -91,6 +91,14 @@ def test_a_quantized_model_into_a_plain_skeleton(tmp_path: Path) -> None:
     assert same_parts(empty[0].weight.data, model[0].weight.data)
 
 
+@pytest.mark.parametrize("names", [["z", "w.a", "w"], ["w", "z", "w.a"], ["w.a", "z", "w"]])
+def test_a_tied_name_that_is_that_of_a_part(names: list[str], tmp_path: Path) -> None:
+    tied = torch.ones(3)
+    state = {name: two() if name == "w" else tied for name in names}
+    with pytest.raises(UnsavableError, match=r"w\.a.*two values have this name"):
+        ms.save(state, tmp_path / "x.safetensors")
+
+
 def test_nested_ones_parameters_and_others_beside(tmp_path: Path) -> None:
     whole = TwoTensor(two(), two(5))
     state = {"plain": torch.ones(2), "deep": whole, "p": nn.Parameter(two(9)), "z": torch.zeros(1)}

@@ -225,13 +225,23 @@ def test_commands_take_the_directory(proxy: FaultProxy, files: tuple[Path, str],
     assert (len(proxy.requests), proxy.downloaded_bytes) == (1, HEADER_BYTES)
 
 
+def test_the_smallest_cache_keeps_a_block(tmp_path: Path) -> None:
+    cache = ms.Cache(tmp_path, max_bytes=2 * BLOCK_BYTES)
+    for index in range(3):
+        block = bytes([index]) * BLOCK_BYTES
+        cache.write("0" * 32, index, block)
+        assert cache.read("0" * 32, index, BLOCK_BYTES) == block
+
+
 @pytest.mark.parametrize("argument", ["/tmp", 5, True])
 def test_other_arguments_are_refused(argument: object) -> None:
     with pytest.raises(ms.errors.OptionError, match="must be a modelstate"):
         ms.open({"a": torch.ones(2)}, cache=argument)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("directory", "nbytes"), [(3, 1 << 30), ("x", 5), ("x", True), ("x", 2.5e9)])
+@pytest.mark.parametrize(
+    ("directory", "nbytes"), [(3, 1 << 30), ("x", 5), ("x", True), ("x", 2.5e9), ("x", 2 * BLOCK_BYTES - 1)]
+)
 def test_other_caches_are_refused(directory: str, nbytes: int) -> None:
     with pytest.raises(ms.errors.OptionError):
         ms.Cache(directory, max_bytes=nbytes)

@@ -192,7 +192,8 @@ class _Serializer:
 
     def add(self, name: Any, tensor: torch.Tensor | LazyTensor) -> str:
         """Adds a tensor. Returns the name that its bytes are stored under: this one, or that of a tied tensor."""
-        if type(name) is str and (name in self.state.tensors or name in self.state.subclasses):
+        state = self.state
+        if type(name) is str and (name in state.tensors or name in state.subclasses or name in state.aliases):
             self._wrong[name] = _TWO_VALUES
             return name
         if isinstance(tensor, torch.Tensor) and _is_wrapper(tensor):

@@ -28,6 +28,8 @@ _LAYOUT = "modelstate-blocks-1"
 """The directory below that of the user: nothing outside it is ever removed."""
 _VERSION_NAME, _BLOCK_NAME = re.compile(r"[0-9a-f]{32}"), re.compile(r"\d+")
 _DIGEST_BYTES = 16
+_LEAST_BYTES = 2 * BLOCK_BYTES
+"""The least size of a cache: one of the size of a block has no room for a block with its digest."""
 _CHECKS = 16
 """The size of the cache is looked at each time that a process has written this share of it."""
 _UNFINISHED_SECONDS = 3600.0
@@ -47,8 +49,8 @@ class Cache:
 
     Args:
         directory: Where the blocks are. It is made when it is needed, with access for this user only.
-        max_bytes: The most bytes that the blocks may take. Each process looks when it has written a sixteenth of it,
-            so several processes at once can exceed it by that much each.
+        max_bytes: The most bytes that the blocks may take, 2 MiB at the least. Each process looks when it has
+            written a sixteenth of it, so several processes at once can exceed it by that much each.
 
     Raises:
         OptionError: An argument is invalid.
@@ -61,9 +63,9 @@ class Cache:
     def __init__(self, directory: str | os.PathLike[str], *, max_bytes: int = 64 << 30) -> None:
         if not isinstance(directory, str | os.PathLike):
             raise OptionError("a cache is a directory", expected="a path", found=repr(directory))
-        if not isinstance(max_bytes, int) or isinstance(max_bytes, bool) or max_bytes < BLOCK_BYTES:
+        if not isinstance(max_bytes, int) or isinstance(max_bytes, bool) or max_bytes < _LEAST_BYTES:
             raise OptionError(
-                "max_bytes= must be a number of bytes", expected=f"an integer >= {BLOCK_BYTES}", found=repr(max_bytes)
+                "max_bytes= must be a number of bytes", expected=f"an integer >= {_LEAST_BYTES}", found=repr(max_bytes)
             )
         self.directory, self.max_bytes = Path(os.path.abspath(os.path.expanduser(directory))), max_bytes
         self._blocks = self.directory / _LAYOUT
