@@ -17,7 +17,7 @@ from modelstate import errors
 from modelstate.formats import manifest
 from modelstate.formats.manifest import OPEN_SEAL, SEAL, sealed
 from modelstate.io import lock
-from tests.store.common import Held, Training, contents, flip, network, state
+from tests.store.common import Held, Training, contents, flip, litter, network, state
 
 
 def resealed(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
@@ -393,3 +393,28 @@ def test_a_store_file_of_another_shape(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "store.json").write_bytes(content)
     assert ms.Store(tmp_path).restore({"epoch": None})["epoch"] == 3
     assert "damaged" in ms.Store(tmp_path).verify()["store.json"]
+
+
+@pytest.mark.parametrize("kind", ["file", "link to nothing", "link to itself", "empty directory"])
+def test_what_has_the_name_of_a_step_and_is_none(tmp_path: Path, kind: str) -> None:
+    with ms.Store(tmp_path) as store:
+        store.save(1, {"value": 1})
+    path = tmp_path / "step-000000002"
+    if kind == "file":
+        path.write_text("a note")
+    elif kind == "empty directory":
+        path.mkdir()
+    else:
+        path.symlink_to(path if kind == "link to itself" else tmp_path / "unmounted" / path.name)
+    store = ms.Store(tmp_path, keep=1)
+    assert (store.steps(), store.latest()) == ((1,), 1)
+    assert [(info.step, info.intact) for info in store.infos()] == [(1, True), (2, False)]
+    assert "cannot be read" in store.verify()[2]
+    with pytest.raises(errors.DamagedCheckpointError):
+        store.restore({"value": None}, 2)
+    with pytest.warns(errors.DamagedCheckpointWarning):
+        assert store.restore({"value": None})["value"] == 1
+    assert store.save(2, {"value": 2}).pruned == (1,)
+    assert store.verify() == {2: ""}
+    assert store.restore({"value": None})["value"] == 2
+    assert not litter(tmp_path)

@@ -213,7 +213,7 @@ class LocalMedium:
         return status.st_ino, status.st_size, status.st_mtime_ns  # a new file may get the inode of a removed one
 
     def is_gone(self, path: str) -> bool:
-        return not os.path.isdir(path)
+        return not os.path.lexists(path)  # what is not a directory stays, and is damaged
 
     def is_of(self, source: str, path: str) -> bool:
         return os.path.dirname(source) == path
@@ -383,7 +383,7 @@ def _record_of(path: str, head: bytes) -> FileRecord:
 def _remove_directory(path: str) -> None:
     """Removes a directory of a store with its files, and ignores errors; of a symbolic link only the link."""
     with suppress(OSError):
-        if os.path.islink(path):
+        if os.path.islink(path) or not os.path.isdir(path):
             system.unlink(path)
             return
         for name in os.listdir(path):
