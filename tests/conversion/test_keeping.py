@@ -4,6 +4,8 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -316,3 +318,45 @@ def test_the_result_is_that_of_torch(fn: Callable[[nn.Module], nn.Module]) -> No
     for (name, expected), found in zip(stock.state_dict().items(), kept.state_dict().values(), strict=True):
         assert (found.dtype, found.stride()) == (expected.dtype, expected.stride()), name
         assert torch.equal(found, expected)
+
+
+class Interrupt:
+    """Raises `KeyboardInterrupt` before an instruction that enters or leaves a conversion: `sys.settrace` takes it."""
+
+    def __init__(self, at: int) -> None:
+        self.at, self.count = at, 0
+
+    def __call__(self, frame: FrameType, event: str, _: object) -> Any:
+        if (Path(frame.f_code.co_filename).stem, frame.f_code.co_name) != ("conversion", "_active"):
+            return None
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        return self._step
+
+    def _step(self, frame: FrameType, event: str, _: object) -> Any:
+        self.count += event == "opcode"
+        if event == "opcode" and self.count == self.at:
+            raise KeyboardInterrupt
+        return self._step
+
+
+def interrupted_cast(at: int) -> tuple[nn.Module, int]:
+    """Casts a module with an `_apply` of its own, with an interrupt. Returns the number of instructions, too."""
+    module, interrupt, before = nn.LSTM(2, 2), Interrupt(at), sys.gettrace()
+    sys.settrace(interrupt)
+    try:
+        module.to(torch.bfloat16)
+    except KeyboardInterrupt:
+        pass
+    finally:
+        sys.settrace(before)
+    return module, interrupt.count
+
+
+def test_an_interrupt_leaves_no_conversion_that_later_ones_become_a_part_of() -> None:
+    with ms.reference_keeping():
+        _, count = interrupted_cast(0)
+        assert count > 10
+        for at in range(1, count + 1):
+            module, _ = interrupted_cast(at)
+            module.to(torch.float64)
+            assert {parameter.dtype for parameter in module.parameters()} == {torch.float64}, at

@@ -531,11 +531,14 @@ def running_conversion(module: nn.Module) -> Conversion | None:
 
 @contextmanager
 def _active(conversion: Conversion) -> Iterator[None]:
+    """Makes a conversion the running one of this thread."""
     stack: list[Conversion] = getattr(_running, "stack", [])
-    _running.stack = stack
-    depth = len(stack)
-    stack.append(conversion)
     try:
-        yield
-    finally:
-        del stack[depth:]
+        try:
+            _running.stack = [*stack, conversion]
+            yield
+        finally:
+            _running.stack = stack
+    except BaseException:
+        _running.stack = stack  # an interrupt may have broken off the first attempt
+        raise
