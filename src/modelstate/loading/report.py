@@ -1,4 +1,4 @@
-"""The report of a load, with a step for each slot; and the progress bar."""
+"""The report of a load or a conversion, with a step for each slot."""
 
 import json
 from collections.abc import Callable

@@ -437,6 +437,12 @@ class Live:
         check_choice("mode", mode, ("available", "in_place"))
         check_choice("buffers", buffers, ("carry", "reset"))
         check_choice("when_busy", when_busy, ("wait", "skip"))
+        if canary is not None and not callable(canary) and not isinstance(canary, Canary):
+            raise OptionError(
+                "canary= must be a Canary or a function",
+                expected="a Canary, or a function",
+                found=type(canary).__name__,
+            )
         deadline = _deadline(timeout_seconds)
         swap = _Swap(source, SwapOptions(rules, exact, check_finite, verify), canary, buffers, deadline)
         clock = swap.clock
@@ -626,15 +632,7 @@ class Live:
             yield
 
     def _prepared(self, canary: AnyCanary) -> AnyCanary:
-        if isinstance(canary, Canary):
-            return canary.prepared(self)
-        if not callable(canary):
-            raise OptionError(
-                "canary= must be a Canary or a function",
-                expected="a Canary, or a function",
-                found=type(canary).__name__,
-            )
-        return canary
+        return canary.prepared(self) if isinstance(canary, Canary) else canary
 
     def _new_version(self, program: Program, source: str, digests: BufferDigests) -> Version:
         self._last_id += 1
