@@ -515,6 +515,26 @@ def test_a_step_from_before_it_was_a_tensor() -> None:
     assert optimizer.state[model.q.weight]["step"].item() == 6
 
 
+def test_a_parameter_that_is_tied_now_had_one_state_before() -> None:
+    before = nn.ModuleDict({"a": nn.Linear(4, 4, bias=False), "b": nn.Linear(4, 4, bias=False)})
+    optimizer = torch.optim.AdamW(before.parameters(), lr=0.01)
+    for number, param in enumerate(before.parameters()):
+        param.grad = torch.full_like(param, number)
+    optimizer.step()
+    state = ms.optimizer_state(before, optimizer)
+    tied = nn.ModuleDict({"a": nn.Linear(4, 4, bias=False), "b": nn.Linear(4, 4, bias=False)})
+    tied["b"].weight = tied["a"].weight
+    later = torch.optim.AdamW(tied.parameters())
+    with pytest.raises(
+        OptimizerStateError, match=r"b\.weight: its state differs from that of another name of a\.weight"
+    ):
+        ms.load_optimizer_state(tied, later, state)
+    assert not later.state
+    state["state"]["b.weight"] = {key: value.clone() for key, value in state["state"]["a.weight"].items()}
+    ms.load_optimizer_state(tied, later, state)
+    assert torch.equal(later.state[tied["a"].weight]["exp_avg"], state["state"]["a.weight"]["exp_avg"])
+
+
 def test_a_tied_parameter_under_its_other_name() -> None:
     def tied(*order: str) -> nn.ModuleDict:
         linear = nn.Linear(2, 2)

@@ -129,6 +129,24 @@ def test_a_run(url: str, names: Callable[[], list[str]]) -> None:
     assert sum(name.startswith("step-") for name in names()) == 2
 
 
+def test_the_pin_of_a_save_that_failed_is_not_that_of_the_next_one(url: str, proxy: FaultProxy) -> None:
+    def refuse(request: HttpRequest) -> Fault | None:
+        is_claim = request.method == "PUT" and "/claim-" in request.target
+        return Fault.UNAVAILABLE if is_claim or request.method in ("DELETE", "POST") else None
+
+    with ms.Store(url, keep=1) as store:
+        save(store, 1)
+        proxy.fault = refuse
+        with pytest.raises(WriteFailedError):
+            save(store, 2, pin=True)
+        proxy.fault = None
+        save(store, 2)
+        assert [info.pinned for info in store.infos()] == [False]
+        assert save(store, 3).pruned == (2,)
+        store.pin(3)
+        assert save(store, 4).pruned == ()
+
+
 def test_a_damaged_name_of_the_store_is_found_by_verify(url: str, bucket: str, s3_client: Callable[[], Any]) -> None:
     store = ms.Store(url)
     save(store, 1)

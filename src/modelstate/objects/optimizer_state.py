@@ -19,6 +19,7 @@ from torch import nn
 from modelstate.checkpoint.open import checked_call, is_module, patterns_of
 from modelstate.distributed.agreement import TIMEOUT_SECONDS, Digest, agreement_of
 from modelstate.errors import OptimizerStateError, OptionError
+from modelstate.formats.tree import same_value
 from modelstate.loading.collective import before_call, described, text_of
 from modelstate.objects.recorded_memory import Recorded, into_recorded_memory, recorded_by_graphs
 from modelstate.planning.matching import wrapper_rule
@@ -345,9 +346,10 @@ def plan_by_name(
         lost = [name for param, name in names.items() if not (param in present or param in new or may_miss(name))]
         problems += [f"{name}: its state is not there" for name in lost]
         missing += lost
-    by_param: dict[torch.Tensor, _Values] = {
-        params[name]: values for name, values in by_name.items() if name in params and values
-    }
+    by_param: dict[torch.Tensor, _Values] = {}
+    for name, values in by_name.items():
+        if name in params and values and not _same_state(by_param.setdefault(params[name], values), values):
+            problems.append(f"{name}: its state differs from that of another name of {names[params[name]]}")
     layout = _StateLayout(optimizer, matched)
     option_problems = [line for group, options in matched for line in _option_problems(options, group)]
     value_problems = [
@@ -628,6 +630,16 @@ def _fixed_options(cls: type[torch.optim.Optimizer], names: set[str]) -> set[str
 
 
 # Values of the state.
+
+
+def _same_state(first: _Values, second: _Values) -> bool:
+    """Whether two names of a tied parameter have the same state, on this rank."""
+
+    def local(value: object) -> object:
+        return local_tensor(value) if isinstance(value, torch.Tensor) and is_sharded(value) else value
+
+    is_same = first.keys() == second.keys()
+    return first is second or (is_same and all(same_value(local(first[key]), local(second[key])) for key in first))
 
 
 class _StateLayout:

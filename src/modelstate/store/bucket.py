@@ -155,6 +155,10 @@ class Bucket:
     def is_pinned(self, place: Place) -> bool:
         return place.revision in self._pins
 
+    def has_pin(self, serial: int) -> bool:
+        """Whether the last listing has a pin for a serial number."""
+        return serial in self._listed.pins
+
     def problem_of(self, place: Place, files: Mapping[str, FileRecord]) -> str:
         return ""  # objects do not change, and a checkpoint gets its claim when all of them are there
 
@@ -304,8 +308,11 @@ class _NewObjects:
         """Does nothing: the record does not name the file."""
 
     def commit(self, text: bytes, pinned: bool, check: Callable[[], object]) -> str:
+        pin = f"pin-{self._serial:012d}"
         if pinned:
-            put(self._new(f"pin-{self._serial:012d}"), b"", overwrite=True)
+            put(self._new(pin), b"", overwrite=True)
+        elif self._bucket.has_pin(self._serial):  # left by a save that failed with this number
+            remove([self._bucket.at(pin)])
         put(self._new(f"{self._name}/{RECORD_FILE}"), text, overwrite=True)
         check()
         self._may_be_visible = True
