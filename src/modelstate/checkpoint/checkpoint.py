@@ -9,7 +9,7 @@ from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from modelstate.checkpoint.mapped import Maps, check_map_option
-from modelstate.checkpoint.verification import Verification
+from modelstate.checkpoint.verification import DigestCheck
 from modelstate.errors import (
     ChecksumError,
     KeyNotFoundError,
@@ -245,7 +245,8 @@ class Checkpoint(Mapping[str, TensorSpec], Shown):
         """The metadata of the file.
 
         `versions` is torch's `_metadata` of the state dict, by module path; `schema` and `extra` are what was passed to
-        `modelstate.save`; a safetensors file adds the entries of its `__metadata__`.
+        `modelstate.save`; a safetensors file adds the entries of its `__metadata__`. Each access decodes `extra`, which
+        raises `CodecError` where that fails.
         """
         metadata = {key: self._decoded(value) for key, value in self.contents.metadata.items()}
         versions = self.versions
@@ -521,7 +522,7 @@ class Checkpoint(Mapping[str, TensorSpec], Shown):
         """
         return self.verification().run(on_read)
 
-    def verification(self) -> Verification:
+    def verification(self) -> DigestCheck:
         """What `verify` compares: the storages of all tensors, including those within other values.
 
         Raises:
@@ -552,7 +553,7 @@ class Checkpoint(Mapping[str, TensorSpec], Shown):
                 remedy="modelstate.save(modelstate.open(path), new_path) writes a file that keeps checksums of what is "
                 "here now; a load without verify=True asks for none",
             )
-        return Verification(self.source, self.fingerprints, names_of, checksums)
+        return DigestCheck(self.source, self.fingerprints, names_of, checksums)
 
     def close(self) -> None:
         """Drops the maps. Tensors that were mapped stay valid."""

@@ -22,7 +22,7 @@ _REMOTE_CHUNK_BYTES = 4 << 20
 
 
 @dataclass(frozen=True)
-class Verification:
+class DigestCheck:
     """What there is to compare of a checkpoint. Created by `Checkpoint.verification`."""
 
     source: str

@@ -279,7 +279,8 @@ MAX_INDEX = 2**63
 _INTEGERS = frozenset({int})
 
 _T = TypeVar("_T")
-Described = StoredTensor | DeferredTensor | InvalidTensor | Refused
+Rebuilt = StoredTensor | DeferredTensor | InvalidTensor | Refused
+"""What a function that rebuilds a tensor returns here."""
 
 
 def dims(values: object) -> tuple[int, ...]:
@@ -327,7 +328,7 @@ def _strided(
     requires_grad: object,
     dtype: torch.dtype,
     metadata: object,
-) -> Described:
+) -> Rebuilt:
     if type(storage) is not Storage:
         raise damaged("a tensor without a storage", type(storage).__name__)
     if dtype in QUANTIZED:
@@ -343,7 +344,7 @@ def _strided(
     return _with_bits(stored, metadata) if metadata else stored
 
 
-def _with_bits(stored: StoredTensor, metadata: object) -> Described:
+def _with_bits(stored: StoredTensor, metadata: object) -> Rebuilt:
     """Adds the lazy conjugation or negation of a view: `conj()`, and `imag` of complex numbers."""
     if not isinstance(metadata, dict) or not {"conj", "neg"}.issuperset(metadata):
         return unsupported(f"a tensor with {str(metadata)[:100]}")
@@ -370,7 +371,7 @@ def _tensor_v2(
     requires_grad: object = False,
     hooks: object = None,
     metadata: object = None,
-) -> Described:
+) -> Rebuilt:
     """`torch._utils._rebuild_tensor_v2`, which rebuilds nearly every tensor since torch 0.4."""
     dtype = storage.dtype if type(storage) is Storage else torch.uint8
     return _strided(storage, offset, size, stride, requires_grad, dtype, metadata)
@@ -385,7 +386,7 @@ def _tensor_v3(
     hooks: object,
     dtype: object,
     metadata: object = None,
-) -> Described:
+) -> Rebuilt:
     """Rebuilds tensors of dtypes without a storage class of their own, such as fp8."""
     return _strided(storage, offset, size, stride, requires_grad, _dtype(dtype), metadata)
 
@@ -395,7 +396,7 @@ def _dtype(value: object) -> torch.dtype:
     return dtype
 
 
-def _parameter(data: object, requires_grad: object = True, hooks: object = None, state: object = None) -> Described:
+def _parameter(data: object, requires_grad: object = True, hooks: object = None, state: object = None) -> Rebuilt:
     if isinstance(data, Refused | InvalidTensor):
         return data
     grad = _typed(requires_grad, bool, "requires_grad is neither True nor False")
@@ -410,7 +411,7 @@ def _parameter(data: object, requires_grad: object = True, hooks: object = None,
     raise damaged("a parameter without a tensor", type(data).__name__)
 
 
-def _with_attributes(tensor: StoredTensor | DeferredTensor, state: object) -> Described:
+def _with_attributes(tensor: StoredTensor | DeferredTensor, state: object) -> Rebuilt:
     """Keeps the Python attributes of a tensor, where its description has a place for them."""
     attributes = state[0] if isinstance(state, tuple) and len(state) == 2 else state
     if not attributes or type(tensor) is not StoredTensor:
@@ -429,7 +430,7 @@ SPARSE_PARTS = {
 }
 
 
-def _sparse(layout: object, data: object) -> Described:
+def _sparse(layout: object, data: object) -> Rebuilt:
     if not isinstance(layout, torch.layout) or layout not in SPARSE_PARTS or type(data) is not tuple:
         return unsupported(f"a sparse tensor of layout {str(layout)[:100]}")
     count = len(SPARSE_PARTS[layout])
@@ -462,7 +463,7 @@ def _sparse(layout: object, data: object) -> Described:
     return DeferredTensor(str(layout).removeprefix("torch."), parts[-1].dtype, size, parts, make)
 
 
-def _from_type(function: object, cls: object, args: object, state: object) -> Described:
+def _from_type(function: object, cls: object, args: object, state: object) -> Rebuilt:
     """`torch._tensor._rebuild_from_type_v2`: tensors with attributes, and subclasses."""
     for name in (cls, function):
         if isinstance(name, Refused):
@@ -492,7 +493,7 @@ def _from_type(function: object, cls: object, args: object, state: object) -> De
     return _subclass(cls, base.dtype, base.shape, (base,), state, lambda parts: parts[0])
 
 
-def _wrapper_subclass(cls: object, args: tuple[object, ...], state: object) -> Described:
+def _wrapper_subclass(cls: object, args: tuple[object, ...], state: object) -> Rebuilt:
     if type(cls) is not Allowed or not _is_tensor_class(cls.real) or len(args) != 8 or args[0] is not cls:
         raise damaged("a class that is not a tensor subclass", _class_name(cls))
     if cls.name.startswith("torch.nested."):
@@ -557,7 +558,7 @@ def _class_name(cls: object) -> str:
     return str(getattr(cls, "name", type(cls).__name__))
 
 
-def _from_cpu(data: object, dtype: object, device: object, requires_grad: object) -> Described:
+def _from_cpu(data: object, dtype: object, device: object, requires_grad: object) -> Rebuilt:
     """Rebuilds a tensor of a device without storages, such as XLA."""
     target = _dtype(dtype)
     grad = _typed(requires_grad, bool, "requires_grad is neither True nor False")
@@ -573,12 +574,12 @@ def _from_numpy(data: object, dtype: object, device: object, requires_grad: obje
     return DeferredCall("torch.from_numpy", lambda array: torch.from_numpy(array).to(target), (data,))
 
 
-def _quantized(*args: object) -> Described:
+def _quantized(*args: object) -> Rebuilt:
     dtype = args[0].dtype if args and type(args[0]) is Storage else "quantized"
     return unsupported(f"a quantized tensor ({dtype})", "save its dequantize()d form")
 
 
-def old_tensor(*_: object) -> Described:
+def old_tensor(*_: object) -> Rebuilt:
     """Replaces classes such as `torch.FloatTensor`, which files from before 0.2 call."""
     return unsupported("a tensor that PyTorch before 0.2 saved", "load and save it once with torch.load and torch.save")
 
