@@ -182,6 +182,13 @@ def test_what_is_given_counts_instead_of_the_file(tmp_path: Path) -> None:
     assert torch.equal(without.tensor("lin.weight"), BASE["lin.weight"] + product() * 2.5)
 
 
+@pytest.mark.parametrize("pattern", ["lin", "lin|other", "(?:lin|other)", "li?n?", "l[iy].", "(l|m)(i|y).*", "l.{2}"])
+def test_patterns_of_modules(pattern: str, tmp_path: Path) -> None:
+    found = adapter(tmp_path / "a", config={"lora_alpha": 3, "alpha_pattern": {pattern: 100}})
+    checkpoint = ms.open([BASE, found], combine=ms.merge.LoRA())
+    assert torch.equal(checkpoint.tensor("lin.weight"), BASE["lin.weight"] + product() * 50)
+
+
 def test_a_tied_weight_changes_under_all_its_names() -> None:
     weight = torch.ones(4, 3)
     checkpoint = ms.open(
@@ -270,6 +277,9 @@ def test_every_misfit_in_one_error() -> None:
         *(
             {"alpha_pattern": {"(": 1}},
             {"alpha_pattern": {"(a+)+b": 1}},
+            {"alpha_pattern": {".?" * 40 + "!": 1}},
+            {"alpha_pattern": {"(.|.)" * 40 + "!": 1}},
+            {"alpha_pattern": {"(?:.|.)" * 40 + "!": 1}},
             {"rank_pattern": ["x"]},
             {"rank_pattern": {"x": 0}},
         ),

@@ -605,10 +605,12 @@ def _flag(content: Mapping[str, object], name: str) -> bool:
 def _compiled(pattern: str) -> re.Pattern[str]:
     """Compiles a pattern for the ends of module paths, as peft does.
 
-    Refuses expressions that could take very long to match, because the file may come from an untrusted source.
+    Refuses expressions that could take very long to match, because the file may come from an untrusted source: each
+    repetition, and each group of alternatives, multiplies the ways in which a name can be matched.
     """
-    repeats = sum(pattern.count(sign) for sign in "*+{")
-    if len(pattern) > _MAX_PATTERN or repeats > 3 or re.search(r"\)[*+{?]", pattern) or re.search(r"\\\d", pattern):
+    groups = pattern.replace("(?:", "(")
+    choices = sum(groups.count(sign) for sign in ("*+?{(" if "|" in groups else "*+?{"))
+    if len(pattern) > _MAX_PATTERN or choices > 3 or re.search(r"\)[*+{?]", pattern) or re.search(r"\\\d", pattern):
         raise ValueError(f"the pattern {pattern[:80]!r} is not read: it could take very long to match")
     try:
         return re.compile(rf"(.*\.)?({pattern})$")
