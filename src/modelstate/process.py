@@ -25,10 +25,36 @@ Work = Callable[[threading.Event], None]
 """The function that each thread runs until there is no more work, or the event is set."""
 
 
+class ThreadValue(threading.local, Generic[_Item]):
+    """A value that each thread has for itself, and replaces within a block.
+
+    Args:
+        value: The value outside of such blocks.
+    """
+
+    def __init__(self, value: _Item) -> None:
+        self.value = value  # called in each thread
+
+    @contextmanager
+    def replaced(self, value: _Item) -> Iterator[None]:
+        """Within the block, this thread has another value."""
+        before = self.value
+        try:
+            try:
+                self.value = value
+                yield
+            finally:
+                self.value = before
+        except BaseException:
+            self.value = before  # an interrupt may have broken off the first attempt
+            raise
+
+
+_stops = ThreadValue[tuple[Callable[[], bool], ...]](())
+"""Of a thread that works for another one: what says that its work is to end."""
 _thread_state = threading.local()
-"""Of each thread that runs work for another one: `stops`, which say whether its work is to end; in threads of
-`parallel_for` also `running` and `left`, the threads that are waited for and those that are not, and `computes` where
-it uses torch."""
+"""In threads of `parallel_for`: `running` and `left`, the threads that are waited for and those that are not, and
+`computes` where it uses torch."""
 _POLL_SECONDS = 0.05
 """How often a thread that waits looks whether its work is still needed."""
 
@@ -67,7 +93,7 @@ def parallel_for(work: Work, threads: int, *, with_torch: bool = False, takes_pa
         work(stop)
         return
     running: list[None] = []
-    outer: tuple[Callable[[], bool], ...] = getattr(_thread_state, "stops", ())
+    outer = _stops.value
     ended: SimpleQueue[BaseException | None] = SimpleQueue()
     left: set[threading.Thread] = set()
     torch_threads = _TorchInThreads(threads) if with_torch else None
@@ -75,7 +101,7 @@ def parallel_for(work: Work, threads: int, *, with_torch: bool = False, takes_pa
     def run() -> None:
         running.append(None)  # before it reads `stop`: the code that sets `stop` looks at `running` afterwards
         try:
-            _thread_state.running, _thread_state.left, _thread_state.stops = running, left, (*outer, stop.is_set)
+            _thread_state.running, _thread_state.left, _stops.value = running, left, (*outer, stop.is_set)
             if torch_threads is not None and not stop.is_set():
                 _thread_state.computes = True
                 torch_threads.enter()
@@ -124,7 +150,7 @@ def parallel_for(work: Work, threads: int, *, with_torch: bool = False, takes_pa
 
 def _next_of(ended: "SimpleQueue[BaseException | None]") -> BaseException | None:
     """The error of the next thread that ends, or None. Raises `Stopped` where the work of this thread is to end."""
-    while getattr(_thread_state, "stops", ()):
+    while _stops.value:
         with suppress(Empty):
             return ended.get(timeout=_POLL_SECONDS)
         check_stopped()
@@ -146,7 +172,7 @@ def wait_for(event: threading.Event, until: float = float("inf")) -> bool:
 
 def is_stopped() -> bool:
     """Whether this is a thread of `parallel_for`, `prefetch_one` or `stopped_by` whose work is to end."""
-    return any(is_stopped() for is_stopped in getattr(_thread_state, "stops", ()))
+    return any(is_stopped() for is_stopped in _stops.value)
 
 
 def check_stopped() -> None:
@@ -158,22 +184,15 @@ def check_stopped() -> None:
 @contextmanager
 def stopped_by(is_stopped: Callable[[], bool]) -> Iterator[None]:
     """Within the block, what this thread waits for ends with `Stopped` as soon as a function returns True."""
-    outer: tuple[Callable[[], bool], ...] = getattr(_thread_state, "stops", ())
-    _thread_state.stops = (*outer, is_stopped)
-    try:
+    with _stops.replaced((*_stops.value, is_stopped)):
         yield
-    finally:
-        _thread_state.stops = outer
 
 
 @contextmanager
 def unstoppable() -> Iterator[None]:
     """Within the block, nothing that this thread waits for ends with `Stopped`: for a commit, and for what undoes."""
-    outer, _thread_state.stops = getattr(_thread_state, "stops", ()), ()
-    try:
+    with _stops.replaced(()):
         yield
-    finally:
-        _thread_state.stops = outer
 
 
 def call_apart(function: Callable[[], _Item]) -> _Item:
@@ -182,7 +201,7 @@ def call_apart(function: Callable[[], _Item]) -> _Item:
     Where the work of this thread may have to end, the function runs in a thread of its own, which is left alone with it
     then. Raises `Stopped`, and what the function raises.
     """
-    if not getattr(_thread_state, "stops", ()):
+    if not _stops.value:
         return function()
     ended, outcome = threading.Event(), Future[_Item]()
 
@@ -256,12 +275,11 @@ def prefetch_one(
                 fetch(item, lambda: None)
             use(item)
         return
-    stop, running = threading.Event(), list[None]()
-    outer: tuple[Callable[[], bool], ...] = getattr(_thread_state, "stops", ())
+    stop, running, outer = threading.Event(), list[None](), _stops.value
 
     def run(item: _Item) -> None:
         running.append(None)  # before it reads `stop`: the code that sets `stop` looks at `running` afterwards
-        _thread_state.stops = (*outer, stop.is_set)
+        _stops.value = (*outer, stop.is_set)
         try:
             check()
             fetch(item, check)

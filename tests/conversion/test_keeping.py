@@ -327,7 +327,7 @@ class Interrupt:
         self.at, self.count = at, 0
 
     def __call__(self, frame: FrameType, event: str, _: object) -> Any:
-        if (Path(frame.f_code.co_filename).stem, frame.f_code.co_name) != ("conversion", "_active"):
+        if (Path(frame.f_code.co_filename).stem, frame.f_code.co_name) != ("process", "replaced"):
             return None
         frame.f_trace_opcodes, frame.f_trace_lines = True, False
         return self._step

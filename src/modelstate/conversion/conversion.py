@@ -5,9 +5,7 @@ the override is called, and torch's part of `_apply` is replaced in this thread:
 the module are converted, as in torch. A conversion that fails undoes the changes of the override.
 """
 
-import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import chain
 from operator import is_
@@ -31,7 +29,7 @@ from modelstate.conversion.tensors import (
 from modelstate.errors import MemoryBudgetError, ModelStateError, PlacementError, SwapError, TransformError
 from modelstate.planning.assignment import Placement
 from modelstate.planning.plan import Step
-from modelstate.process import ONE_VARIABLE, cached_attribute, deferred_signals, reference_count
+from modelstate.process import ONE_VARIABLE, ThreadValue, cached_attribute, deferred_signals, reference_count
 from modelstate.torch_compat.dtypes import Overflows, nonfinite, short
 from modelstate.torch_compat.modules import call_apply, has_custom_apply, modules_of, own_buffers, own_parameters
 from modelstate.torch_compat.plain import extent, has_its_memory, is_dense, is_fake, is_plain
@@ -132,7 +130,7 @@ class Conversion:
     def record(self, recurse: bool = True) -> None:
         """Makes and checks every new tensor; with `recurse` off, only those of the root itself."""
         try:
-            with _active(self), torch.inference_mode(False), torch.no_grad():
+            with _running.replaced(self), torch.inference_mode(False), torch.no_grad():
                 if recurse and not self.runs_own_apply:
                     self._recorded = [(slot, None) for slot in self.slots.tensors]
                 elif recurse:
@@ -510,7 +508,8 @@ def _registered(modules: Iterable[nn.Module]) -> list[torch.Tensor | None]:
 
 # The replacement of torch's `_apply` while a conversion runs.
 
-_running = threading.local()
+_running = ThreadValue[Conversion | None](None)
+"""The conversion that records in this thread."""
 
 
 def apply_in_conversion(module: nn.Module, fn: Apply, recurse: bool) -> nn.Module:
@@ -525,20 +524,5 @@ def apply_in_conversion(module: nn.Module, fn: Apply, recurse: bool) -> nn.Modul
 
 def running_conversion(module: nn.Module) -> Conversion | None:
     """Returns the conversion of this thread that a module belongs to."""
-    stack: list[Conversion] = getattr(_running, "stack", [])
-    return stack[-1] if stack and id(module) in stack[-1].module_ids else None
-
-
-@contextmanager
-def _active(conversion: Conversion) -> Iterator[None]:
-    """Makes a conversion the running one of this thread."""
-    stack: list[Conversion] = getattr(_running, "stack", [])
-    try:
-        try:
-            _running.stack = [*stack, conversion]
-            yield
-        finally:
-            _running.stack = stack
-    except BaseException:
-        _running.stack = stack  # an interrupt may have broken off the first attempt
-        raise
+    conversion = _running.value
+    return conversion if conversion is not None and id(module) in conversion.module_ids else None

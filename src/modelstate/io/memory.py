@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING
 
 from modelstate.errors import MemoryBudgetError, OptionError
 from modelstate.io import linux, system
+from modelstate.process import ThreadValue
 from modelstate.spec import contiguous_stride, span
 
 if TYPE_CHECKING:
@@ -138,12 +139,8 @@ class MemoryPool:
         Yields the list of the mappings that it has used, for `keep`.
         """
         lender = _Lender(self, [])
-        before = getattr(_of_thread, "lender", None)
-        try:
-            _of_thread.lender = weakref.ref(lender)
+        with _lender.replaced(weakref.ref(lender)):
             yield lender.lent
-        finally:
-            _of_thread.lender = before
 
     def keep(self, mappings: Iterable[mmap.mmap], most_bytes: int) -> None:
         """Keeps mappings for later tensors, and releases the oldest ones beyond `most_bytes` in all."""
@@ -184,8 +181,8 @@ class _Lender:
     lent: list[mmap.mmap]
 
 
-_of_thread = threading.local()
-"""`lender` is a weak reference, which an interrupt that keeps it from being reset makes invalid."""
+_lender = ThreadValue[weakref.ref[_Lender] | None](None)
+"""A weak reference, which an interrupt that keeps it from being reset makes invalid."""
 
 
 def fresh_tensors(like: Sequence[Layout]) -> list[torch.Tensor]:
@@ -289,7 +286,7 @@ def _mapping(nbytes: int) -> mmap.mmap:
     In small pages: on a virtual machine whose host has not backed the memory yet, faults of huge pages were measured to
     take two to three times as long as those of small pages, which the kernel takes from memory that was used before.
     """
-    of_block: weakref.ref[_Lender] | None = getattr(_of_thread, "lender", None)
+    of_block = _lender.value
     lender = None if of_block is None or nbytes < _LEAST_POOLED_BYTES else of_block()
     mapping = None if lender is None else lender.pool.take(nbytes)
     if mapping is None:

@@ -1,6 +1,5 @@
 """`skeleton`: builds models whose parameters have no memory, and whose buffers have their values."""
 
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -9,6 +8,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import nn
 
+from modelstate.process import ThreadValue
 from modelstate.torch_compat.modules import MethodOverride, Overrides
 from modelstate.torch_compat.plain import is_plain
 from modelstate.transaction.swap_tensors import give_memory
@@ -17,7 +17,8 @@ _FILLS = ("normal_", "uniform_", "log_normal_", "exponential_", "cauchy_", "geom
 """Fills that initialisation uses, and that take 10 to 800 us for a tensor on meta, because torch implements their meta
 kernels in Python. For many models they are most of the construction time. Other fills take about a microsecond."""
 
-_active = threading.local()
+_created = ThreadValue[WeakValueDictionary[int, nn.Parameter] | None](None)
+"""The parameters that a thread has created within `skeleton`, by id; None outside of `skeleton`."""
 
 
 @contextmanager
@@ -45,24 +46,14 @@ def skeleton() -> Iterator[None]:
         >>> model.weight.device
         device(type='meta')
     """
-    outer = _created_parameters()
-    _active.created = WeakValueDictionary() if outer is None else outer
-    try:
-        with _overrides.used():
-            yield
-    finally:
-        _active.created = outer
-
-
-def _created_parameters() -> "WeakValueDictionary[int, nn.Parameter] | None":
-    """The parameters that this thread has created within `skeleton`, by id; None outside of `skeleton`."""
-    created: WeakValueDictionary[int, nn.Parameter] | None = vars(_active).get("created")
-    return created
+    outer = _created.value
+    with _created.replaced(WeakValueDictionary() if outer is None else outer), _overrides.used():
+        yield
 
 
 def _new(stock: Any, cls: type[nn.Parameter], *args: Any, **named: Any) -> nn.Parameter:
     param: nn.Parameter = stock(cls, *args, **named)
-    created = _created_parameters()
+    created = _created.value
     if created is not None:
         created[id(param)] = param
     return param
@@ -70,7 +61,7 @@ def _new(stock: Any, cls: type[nn.Parameter], *args: Any, **named: Any) -> nn.Pa
 
 def _register(stock: Any, module: nn.Module, name: str, param: nn.Parameter | None) -> None:
     stock(module, name, param)
-    created = _created_parameters()
+    created = _created.value
     # A parameter of an existing model keeps its memory.
     if param is not None and created is not None and id(param) in created and is_plain(param) and not param.is_meta:
         give_memory(param, torch.empty_like(param, device="meta", requires_grad=False))
@@ -78,7 +69,7 @@ def _register(stock: Any, module: nn.Module, name: str, param: nn.Parameter | No
 
 def _fill(stock: Any, tensor: torch.Tensor, *args: Any, **named: Any) -> torch.Tensor:
     recorded = tensor.requires_grad and torch.is_grad_enabled()
-    if _created_parameters() is not None and tensor.is_meta and is_plain(tensor) and not recorded:
+    if _created.value is not None and tensor.is_meta and is_plain(tensor) and not recorded:
         return tensor
     filled: torch.Tensor = stock(tensor, *args, **named)
     return filled

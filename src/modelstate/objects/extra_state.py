@@ -12,7 +12,6 @@ everything before the first attribute is set.
 
 import inspect
 import itertools
-import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
@@ -33,6 +32,7 @@ from modelstate.formats.tree import EXTRA_STATE
 from modelstate.objects import attributes
 from modelstate.planning.preparation import CHECK_EXTRA_STATE
 from modelstate.planning.recorder import KEEPS_NAMES, recording_of
+from modelstate.process import ThreadValue
 from modelstate.torch_compat.modules import load_from_state_dict, load_pre_hooks
 
 FORMAT = 1
@@ -308,7 +308,7 @@ class Layer:
 
     def set(self, module: nn.Module, value: object) -> None:
         """Implements `set_extra_state`."""
-        handed = getattr(_handed, "prepared", None)
+        handed = _handed.value
         if handed is not None and handed[0] is module and handed[1] is value and handed[2] is self:
             prepared = handed[3]
         else:
@@ -489,8 +489,8 @@ def layer_of(method: object) -> Layer | None:
     return layer if isinstance(layer, Layer) else None
 
 
-_handed = threading.local()
-"""`prepared`: a module, a value, a layer, and the `Prepared` of them, while `_handing_over` is active."""
+_handed = ThreadValue[tuple[nn.Module, object, Layer, Prepared] | None](None)
+"""A module, a value, a layer, and the `Prepared` of them, while `_handing_over` is active."""
 
 
 @contextmanager
@@ -501,12 +501,8 @@ def _handing_over(layer: Layer, module: nn.Module, value: object, key: str) -> I
     except ModelStateError as error:
         error.where = f"{key}: {error.where}"
         raise
-    before = getattr(_handed, "prepared", None)
-    _handed.prepared = (module, value, layer, prepared)
-    try:
+    with _handed.replaced((module, value, layer, prepared)):
         yield
-    finally:
-        _handed.prepared = before
 
 
 def _equal(a: object, b: object) -> bool:

@@ -9,7 +9,6 @@ Most models have no loading code of their own. `torch_compat.modules.needs_proto
 `transaction.slots.compare_names` does what the protocol does for them.
 """
 
-import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -21,6 +20,7 @@ import torch
 from torch import nn
 
 from modelstate.formats.tree import EXTRA_STATE
+from modelstate.process import ThreadValue
 from modelstate.torch_compat.modules import IncompatibleKeys as ReturnedKeys
 from modelstate.torch_compat.modules import (
     MethodOverride,
@@ -265,27 +265,19 @@ def device_after(module: nn.Module, param: torch.Tensor) -> torch.device:
 
 def recording_of(module: nn.Module) -> _Recording | None:
     """What `walk` records, if it is calling the module's loading code: then the module's changes can be undone."""
-    stack: list[_Recording] = getattr(_active, "stack", [])
-    return stack[-1] if stack and id(module) in stack[-1].modules else None
+    recording = _recording.value
+    return recording if recording is not None and id(module) in recording.modules else None
 
 
-_active = threading.local()
+_recording = ThreadValue[_Recording | None](None)
+"""The recording that has the calls of the base class method in a thread."""
 
 
 @contextmanager
 def _patched(recording: _Recording) -> Iterator[None]:
     """Redirects calls of the base class method to the recording, in this thread, while the context lasts."""
-    stack: list[_Recording] = getattr(_active, "stack", [])
-    try:
-        try:
-            _active.stack = [*stack, recording]
-            with _overrides.used():
-                yield
-        finally:
-            _active.stack = stack
-    except BaseException:
-        _active.stack = stack  # an interrupt may have broken off the first attempt
-        raise
+    with _recording.replaced(recording), _overrides.used():
+        yield
 
 
 def _load_from_state_dict(

@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
-from modelstate.process import fork_safe_lock, is_stopped, leaving, may_leave, unstoppable, wait_for
+from modelstate.process import ThreadValue, fork_safe_lock, is_stopped, leaving, may_leave, unstoppable, wait_for
 
 if TYPE_CHECKING:
     import asyncio
@@ -43,8 +43,8 @@ def _forget_loop(_: int) -> None:
 
 
 _lock = fork_safe_lock(_forget_loop)
-_cleanup = threading.local()
-"""`until`: the time until which this thread waits for requests, where it cleans up after an interrupt."""
+_until = ThreadValue(float("inf"))
+"""The time until which a thread waits for requests: one that cleans up after an interrupt does not wait for long."""
 
 
 def call(
@@ -65,7 +65,7 @@ def call(
     import asyncio  # here, and not for every program that reads local files only
 
     ended = threading.Event()
-    until: float = getattr(_cleanup, "until", float("inf"))
+    until = _until.value
 
     async def run() -> _Result:
         return await function(*args, **options)
@@ -130,13 +130,8 @@ def cleanup() -> Iterator[None]:
     if error is None or (isinstance(error, Exception) and not is_stopped()):
         yield
         return
-    outer = getattr(_cleanup, "until", float("inf"))
-    _cleanup.until = min(outer, time.monotonic() + _CLEANUP_SECONDS)
-    try:
-        with unstoppable():
-            yield
-    finally:
-        _cleanup.until = outer
+    with _until.replaced(min(_until.value, time.monotonic() + _CLEANUP_SECONDS)), unstoppable():
+        yield
 
 
 def _running_loop() -> asyncio.AbstractEventLoop:
