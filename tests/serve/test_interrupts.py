@@ -161,6 +161,7 @@ def rolled_back_to(work: Callable[[ms.Live], None], at: int) -> "tuple[float, in
 @pytest.mark.parametrize("work", [in_place, refused])
 def test_a_swap_right_after_an_interrupted_undo_keeps_no_overwritten_weights(work: Callable[[ms.Live], None]) -> None:
     _, interrupt = run(work, 0, "eager")
+    assert len(interrupt.first) > 100
     for at in spread(sorted(interrupt.first.values()), 100):
         value, version = in_a_thread(lambda at=at: rolled_back_to(work, at))
         assert value == version, f"an interrupt before instruction {at}"
