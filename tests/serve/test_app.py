@@ -1,6 +1,7 @@
 """`ServingApp`: what is asked of an app, and what is made of each of its answers."""
 
 import os
+import shutil
 import socket
 import threading
 import time
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import modelstate as ms
 from modelstate.errors import (
@@ -65,6 +67,24 @@ def test_what_serves_already_is_not_posted_again(app: App, path: str) -> None:
     assert app.swaps == [path]
     app.source = "\0"
     assert target.swap(path).version == 3
+
+
+def test_another_checkpoint_at_the_path_is_posted(app: App, tmp_path: Path) -> None:
+    """As of a run that begins again in the same directory."""
+    target, directory = ServingApp(app.url, TOKEN), tmp_path / "run"
+    with ms.Store(directory) as store:
+        save(store, 1)
+        following = ms.follow(target, store, background=False)
+        assert [event.version for event in following.poll()] == [2]
+        before = app.live(X).detach()
+    shutil.rmtree(directory)
+    with ms.Store(directory) as store:
+        store.save(1, {"model": linear(9)})
+        assert [event.version for event in following.poll()] == [3]
+    assert not torch.equal(app.live(X), before)
+    assert len(app.swaps) == 2
+    assert len(set(app.swaps)) == 1
+    assert target.swap(app.swaps[0]).previous == 3
 
 
 def test_a_path_before_swap(app: App) -> None:

@@ -43,8 +43,9 @@ class ServingApp:
     """A serving app at a URL. `swap(path)` posts a path, which must also exist for the app.
 
     `swap` requests `GET /version` first, so that a checkpoint that already serves is not posted again, as after a swap
-    whose answer was lost. `POST /swap` has the header `Authorization: Bearer` with the token, and the body
-    `{"source": path}`. The client follows no redirects and uses no proxies, so the token goes to that address only.
+    whose answer was lost. It is posted again where another file has come to its path since the last swap of this object.
+    `POST /swap` has the header `Authorization: Bearer` with the token, and the body `{"source": path}`. The client
+    follows no redirects and uses no proxies, so the token goes to that address only.
 
     Args:
         url: the URL before `/version` and `/swap`.
@@ -71,6 +72,8 @@ class ServingApp:
         self.url = f"{self._parts.scheme}://{self._parts.netloc}{self._parts.path.rstrip('/')}"
         """The URL, without a trailing slash."""
         self._token, self._timeout_seconds = token, timeout_seconds
+        self._taken: tuple[str, object] | None = None
+        """The path that the app has taken last, and the file that was there."""
 
     def __repr__(self) -> str:
         return f"<ServingApp {self.url!r}>"
@@ -112,8 +115,12 @@ class ServingApp:
         """
         path = os.fspath(source)
         version, served = self.version()
+        file = _file_at(path)
+        # A run that begins again in the same directory has other checkpoints at the same paths.
+        is_other = self._taken is not None and self._taken[0] == path and self._taken[1] != file
         with suppress(ValueError):  # the source that the app reports need not be a path
-            if served == path or os.path.realpath(served) == os.path.realpath(path):
+            if not is_other and (served == path or os.path.realpath(served) == os.path.realpath(path)):
+                self._taken = path, file
                 return AppSwap(version, version, served, 0.0)
         remedy = "check that it runs, and that it has memory for a second copy"
         with self._connection_errors("no answer", "the app gave no answer to a swap", remedy):
@@ -128,6 +135,7 @@ class ServingApp:
                 "source": str(name),
                 "seconds": int() | float() as seconds,
             }:
+                self._taken = path, file
                 return AppSwap(new, old, name, float(seconds))
         raise self._invalid_answer(200, answer)
 
@@ -216,6 +224,14 @@ class ServingApp:
         except (ValueError, RecursionError):
             answer = None
         return status, answer if isinstance(answer, dict) else {}
+
+
+def _file_at(path: str) -> object:
+    """Identifies the file or directory at a path without reading it; None where nothing is there, as for a URL."""
+    with suppress(OSError, ValueError):
+        status = os.stat(path)
+        return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+    return None
 
 
 def _checked_url(url: object) -> SplitResult:
