@@ -94,6 +94,13 @@ def test_io_errors_leave_the_old_file(tmp_path: Path, monkeypatch: pytest.Monkey
     assert names(tmp_path) == ["x"]
 
 
+@pytest.mark.parametrize(("number", "remedy"), [(errno.EFBIG, "ulimit -f"), (errno.EMFILE, "ulimit -n")])
+def test_limits_of_the_process_have_their_own_remedy(tmp_path: Path, number: int, remedy: str) -> None:
+    with faulty_writes(error=OSError(number, os.strerror(number))), pytest.raises(WriteFailedError) as caught:
+        put(tmp_path / "x", b"new")
+    assert remedy in caught.value.remedy
+
+
 def test_a_file_system_without_rights(tmp_path: Path) -> None:
     (tmp_path / "x").write_bytes(OLD)
     with faulty_writes() as clean:

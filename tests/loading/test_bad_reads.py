@@ -316,3 +316,15 @@ def test_a_file_that_is_cut_where_the_load_computes(where: str, tmp_path: Path) 
         found = failure(kind, model, kind.write(tmp_path) if where == "combine" else source)
         assert type(found) is ReadFailedError, found
     assert whole(model) == before
+
+
+@pytest.mark.parametrize(("number", "remedy"), [(errno.EMFILE, "ulimit -n"), (errno.ENOMEM, "vm.max_map_count")])
+@pytest.mark.parametrize("map", [True, False])
+def test_limits_of_the_process_have_their_own_remedy(tmp_path: Path, number: int, remedy: str, map: bool) -> None:
+    checkpoint = layers(tmp_path)()
+    with ms.skeleton():
+        model = nn.Sequential(*(nn.Linear(96, 192) for _ in range(3)))
+    error = OSError(number, os.strerror(number))
+    with faulty_reads(error=error), pytest.raises(ReadFailedError) as caught:
+        ms.load(model, checkpoint, map=map)
+    assert remedy in caught.value.remedy

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 import modelstate as ms
-from modelstate.errors import MemoryBudgetError, PlanError, UnknownClassError
+from modelstate.errors import MemoryBudgetError, PlanError, UnknownClassError, UnsavableError
 from modelstate.formats import block_writer
 from modelstate.formats.safetensors import DTYPES
 from modelstate.spec import StoredTensor
@@ -240,6 +240,54 @@ def test_tensors_of_every_kind(tmp_path: Path, name: str) -> None:
         stored = checkpoint[key].stored
         assert isinstance(stored, StoredTensor)
         assert stored.storage.start % stored.dtype.itemsize == 0
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")
+@pytest.mark.parametrize(
+    ("name", "tensor"),
+    [
+        ("wide", torch.ones(2, dtype=torch.complex128)),
+        ("coo", torch.eye(2).to_sparse()),
+        ("csr", torch.eye(2).to_sparse_csr()),
+        ("__metadata__", torch.ones(2)),
+    ],
+)
+def test_the_remedy_for_what_only_torch_files_hold(tmp_path: Path, name: str, tensor: torch.Tensor) -> None:
+    with pytest.raises(UnsavableError, match=r"a path that ends in \.pt keeps them"):
+        ms.save({name: tensor}, tmp_path / "x.safetensors")
+    ms.save({name: tensor}, tmp_path / "x.pt")
+    assert torch.equal(ms.open(tmp_path / "x.pt").tensor(name).to_dense(), tensor.to_dense())
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda: torch.quantize_per_tensor(torch.ones(2), 1.0, 0, torch.qint8),
+        lambda: torch.ones(2, 2).to_mkldnn(),
+        lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(1)]),
+        lambda: torch.ones(2, device="meta"),
+    ],
+    ids=["quantized", "mkldnn", "nested", "meta"],
+)
+def test_no_remedy_that_loses_the_tensor(tmp_path: Path, build: Any) -> None:
+    for state in ({"a": build()}, {"a": build(), "b": torch.ones(2, dtype=torch.complex128)}):
+        with pytest.raises(UnsavableError) as caught:
+            ms.save(state, tmp_path / "x.safetensors")
+        assert ".pt" not in caught.value.remedy
+
+
+def test_a_torch_file_that_cannot_be_mapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with a limit of the address space: nothing is wrong with the values."""
+
+    def load(*args: object, **kwargs: object) -> None:
+        raise RuntimeError("unable to mmap 100 bytes from file: Cannot allocate memory (12)")
+
+    monkeypatch.setattr(torch, "load", load)
+    with pytest.raises(UnsavableError, match="unable to mmap") as caught:
+        ms.save({"a": torch.ones(2)}, tmp_path / "x.pt")
+    assert "classes" not in str(caught.value)
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_lazy_conjugate_is_no_tie(tmp_path: Path) -> None:

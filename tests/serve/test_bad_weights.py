@@ -76,6 +76,31 @@ def test_sparse_tensors_are_taken_where_the_module_has_them() -> None:
 
 
 @pytest.mark.parametrize("mode", ["available", "in_place"])
+@pytest.mark.parametrize("config", ["Int8WeightOnlyConfig", "Float8WeightOnlyConfig"])
+def test_quantized_weights_are_checked_by_their_parts(mode: Any, config: str, tmp_path: Path) -> None:
+    """torchao's tensors have no sum and no comparison."""
+    quantization = pytest.importorskip("torchao.quantization")
+
+    def quantized() -> nn.Sequential:
+        module = nn.Sequential(nn.Linear(16, 16)).eval()
+        quantization.quantize_(module, getattr(quantization, config)())
+        return module
+
+    serving, new = quantized(), quantized()
+    x = torch.randn(2, 16)
+    before, after = serving(x), new(x)
+    ms.save(new, tmp_path / "new.safetensors")
+    live = ms.Live(serving)
+    broken = quantized().state_dict()
+    broken["0.weight"].scale.fill_(float("nan"))
+    with pytest.raises(errors.WeightsError, match=r"0\.weight, part 2: 16 of 16 elements"):
+        live.swap(broken, mode=mode)
+    assert torch.equal(live(x), before)
+    live.swap(tmp_path / "new.safetensors", mode=mode)
+    assert torch.equal(live(x), after)
+
+
+@pytest.mark.parametrize("mode", ["available", "in_place"])
 def test_other_dtypes_are_one_error(mode: Any) -> None:
     live = ms.Live(Tied().eval())
     for dtype in (torch.float64, torch.float16, torch.int64):

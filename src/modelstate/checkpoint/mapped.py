@@ -14,7 +14,14 @@ from modelstate.errors import OptionError, ReadFailedError, SourceTypeError
 from modelstate.formats.recognise import Format, recognise
 from modelstate.io import system
 from modelstate.io.engine import read_ranges
-from modelstate.io.files import FileFingerprint, check_mapped, open_regular, open_unchanged, pread_fully
+from modelstate.io.files import (
+    FileFingerprint,
+    check_mapped,
+    open_regular,
+    open_unchanged,
+    pread_fully,
+    remedy_for_limit,
+)
 from modelstate.io.lease import hold
 from modelstate.io.linux import MAP_NORESERVE
 from modelstate.process import fork_safe_lock
@@ -209,7 +216,8 @@ class Maps:
         except (FileNotFoundError, NotADirectoryError, SourceTypeError):
             return True  # the mapped file has no name any more, by which it could be overwritten
         except OSError as error:
-            raise ReadFailedError("the file can no longer be opened", where=path, found=error) from error
+            remedy = remedy_for_limit(error)
+            raise ReadFailedError("the file can no longer be opened", where=path, found=error, remedy=remedy) from error
         try:
             if fingerprint is not None and (status.st_ino, status.st_dev) != (fingerprint.inode, fingerprint.device):
                 return True  # the path names another file
@@ -261,7 +269,10 @@ class Maps:
             try:
                 mapped = system.mmap(descriptor, 0, mmap.MAP_PRIVATE | MAP_NORESERVE)
             except (OSError, ValueError) as error:
-                raise ReadFailedError("the file cannot be mapped", where=region.path, found=error) from error
+                remedy = remedy_for_limit(error)
+                raise ReadFailedError(
+                    "the file cannot be mapped", where=region.path, found=error, remedy=remedy
+                ) from error
             finally:
                 os.close(descriptor)
             mapped = self._maps.setdefault(region.path, mapped)  # another thread may have mapped it meanwhile

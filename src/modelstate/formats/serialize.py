@@ -16,7 +16,7 @@ from modelstate.formats.manifest import ALGORITHM, BLOCK_BYTES, FORMAT, KEY, are
 from modelstate.formats.safetensors import listed_problems, why_not
 from modelstate.formats.tree import EXTRA_STATE
 from modelstate.text_format import is_unicode, quote
-from modelstate.torch_compat.plain import is_sharded, remedies_for, why_not_plain
+from modelstate.torch_compat.plain import is_plain_or_sparse, is_sharded, remedies_for, why_not_plain
 from modelstate.torch_compat.values import version_metadata
 from modelstate.version import __version__
 
@@ -260,9 +260,17 @@ class _Serializer:
                 where=self._where,
                 found=listed_problems(self._wrong),
                 remedy="; ".join(remedies_for(self._refused))
-                or "convert them, leave them out, or give them other names",
+                or "convert them, leave them out, or give them other names"
+                + ("; ms.save to a path that ends in .pt keeps them" if self._torch_keeps_all() else ""),
             )
         check_repeated(self.state.tensors, self._where)
+
+    def _torch_keeps_all(self) -> bool:
+        """Whether a file of `torch.save` can hold what safetensors cannot: other dtypes, layouts and names."""
+        return len(self._refused) == len(self._wrong) and all(
+            isinstance(tensor, LazyTensor) or (isinstance(tensor, torch.Tensor) and is_plain_or_sparse(tensor))
+            for tensor in self._refused
+        )
 
     def _put(self, tensor: torch.Tensor) -> str:
         name = f"{self._prefix}{len(self.state.extra_tensors)}"

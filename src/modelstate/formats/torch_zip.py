@@ -297,6 +297,12 @@ def _save(state: Mapping[object, object], output: Output, path: str) -> None:
     # torch.load maps the file, so it reads no tensor.
     if (failure := _load_error(output.path)) is not None:
         refused = {name: type(value) for name, value in _values_in(state) if not _is_loadable(value)}
+        if not refused and isinstance(failure, OSError | RuntimeError):
+            raise UnsavableError(
+                "torch.load cannot read the file that was written",
+                where=path,
+                found=f"{type(failure).__name__}: {failure}",
+            ) from failure
         raise UnsavableError(
             "torch.load(weights_only=True) does not read values of these classes",
             where=path,

@@ -42,6 +42,8 @@ _NO_MODES = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL)
 _REMEDIES = {
     errno.ENOSPC: f"free some space, or write to another disk; {_UNTOUCHED}",
     errno.EDQUOT: f"free some of your quota, or write to another disk; {_UNTOUCHED}",
+    errno.EFBIG: f"raise the limit of file sizes (ulimit -f), or write smaller files: shard_size_bytes=; {_UNTOUCHED}",
+    errno.EMFILE: f"raise the limit of open files (ulimit -n), or close some; {_UNTOUCHED}",
     errno.EIO: f"look at the disk (dmesg), or write to another one; {_UNTOUCHED}",
     errno.ENOENT: "make the directory first",
     errno.ENOTDIR: "give a path in a directory",

@@ -29,6 +29,12 @@ from modelstate.remote.file import RemoteFile, opened
 from modelstate.remote.location import is_remote, redacted_url
 from modelstate.text_format import given_directories, note_given
 
+_LIMITS = {
+    errno.EMFILE: "raise the limit of open files (ulimit -n), or close some",
+    errno.ENFILE: "raise the system's limit of open files (fs.file-max)",
+    errno.ENOMEM: "raise the limit of memory (ulimit -v) or of maps (vm.max_map_count)",
+}
+"""What to do where the process or the system has reached a limit."""
 NOT_FOUND = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG)
 """The errors of the operating system that mean that there is no file at a path."""
 
@@ -224,6 +230,11 @@ def current_fingerprints(paths: Iterable[str]) -> dict[str, FileFingerprint]:
         raise ReadFailedError("the file is gone", found=error, remedy="open the checkpoint again") from error
 
 
+def remedy_for_limit(error: Exception, otherwise: str = "") -> str:
+    """What to do about an error of a limit, which says nothing about the file; `otherwise` for other errors."""
+    return _LIMITS.get(error.errno or 0, otherwise) if isinstance(error, OSError) else otherwise
+
+
 def open_unchanged(path: str, expected: FileFingerprint | None, flags: int = 0) -> int:
     """Opens the file for reading, with additional `flags`, and returns the descriptor.
 
@@ -236,7 +247,7 @@ def open_unchanged(path: str, expected: FileFingerprint | None, flags: int = 0) 
             "the file can no longer be opened",
             where=path,
             found=error.found if isinstance(error, SourceTypeError) else error,
-            remedy="open the checkpoint again",
+            remedy=remedy_for_limit(error, "open the checkpoint again"),
         ) from error
     found = _fingerprint(status)
     if expected is not None and found != expected:

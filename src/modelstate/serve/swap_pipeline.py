@@ -419,10 +419,10 @@ class FiniteCheck:
             finite_bytes[id(tensor)] = finite_bytes.get(id(tensor), 0) + nbytes
         suspects = {
             name: tensor
-            for name, tensor in new.items()
+            for name, tensor in _plain_parts(new).items()
             if finite_bytes.get(id(tensor)) != tensor.numel() * tensor.itemsize and nonfinite(tensor)
         }
-        before = serving() if suspects else {}
+        before = _plain_parts(serving()) if suspects else {}
         found = []
         for name, tensor in suspects.items():
             wrong = ~_is_finite(tensor)
@@ -436,6 +436,18 @@ class FiniteCheck:
             expected = "finite values wherever those that serve are finite"
             remedy = "look at the training run; check_finite=False accepts them"
             raise _error("weights are NaN or infinite", found, where, expected, remedy)
+
+
+def _plain_parts(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Returns weights by name; in place of a quantized one, the tensors that it consists of."""
+    parts: dict[str, torch.Tensor] = {}
+    for name, tensor in weights.items():
+        payload = [tensor] if is_plain(tensor) else payload_of(tensor)
+        if len(payload) > 1:
+            parts.update({f"{name}, part {number}": part for number, part in enumerate(payload, 1)})
+        else:
+            parts[name] = payload[0] if payload else tensor
+    return parts
 
 
 def _is_finite(tensor: torch.Tensor) -> torch.Tensor:

@@ -139,6 +139,17 @@ def why_not_plain(tensor: torch.Tensor) -> str:
     return "" if has_its_memory(tensor) else "a tensor whose memory has been given back"
 
 
+_SPARSE = {torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc}
+
+
+def is_plain_or_sparse(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is a plain one with values, of any dtype, or a sparse one: what a file of `torch.save` holds."""
+    if not why_not_plain(tensor):
+        return True
+    is_own_class = type(tensor) in (torch.Tensor, torch.nn.Parameter)
+    return is_own_class and not is_fake(tensor) and not tensor.is_meta and tensor.layout in _SPARSE
+
+
 def is_quantized(tensor: torch.Tensor) -> bool:
     """Whether a wrapper subclass of one dtype stores its values in another one, as torchao's quantized tensors do."""
     if type(tensor) in (torch.Tensor, torch.nn.Parameter) or tensor.layout is not torch.strided:
