@@ -43,7 +43,7 @@ class ServingApp:
     """A serving app at a URL. `swap(path)` posts a path, which must also exist for the app.
 
     `swap` requests `GET /version` first, so that a checkpoint that already serves is not posted again, as after a swap
-    whose answer was lost. It is posted again where another file has come to its path since the last swap of this object.
+    whose answer was lost. It is posted again where another file has come to its path since this object's last swap.
     `POST /swap` has the header `Authorization: Bearer` with the token, and the body `{"source": path}`. The client
     follows no redirects and uses no proxies, so the token goes to that address only.
 
