@@ -77,6 +77,11 @@ def test_values_are_not_decoded(tmp_path: Path) -> None:
     assert suggestion.unused == ("module._extra_state",)
 
 
+def test_numbers_of_any_length() -> None:
+    found = ms.suggest(tree({"w1": (3, 5)}), values({"w" + "1" * 5000: (3, 5)}))
+    assert (found.unused, found.explained) == ((), 1)
+
+
 def test_what_prints_can_be_pasted() -> None:
     old = {
         f"h.{i}.attn.c_attn.{role}": shape for i in range(2) for role, shape in (("weight", (4, 12)), ("bias", (12,)))

@@ -8,7 +8,6 @@ that a load of another model imports nothing of transformers.
 
 import copy
 import math
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeAlias
@@ -239,11 +238,15 @@ class _ConversionLabel(CodeRepr):
         return f"{self.mapping!r}: {', '.join(type(operation).__name__ for operation in self.operations)}"
 
 
-def _natural_order(name: str) -> list[tuple[int, str, int]]:
-    """Returns a sort key that orders numbers by value, and before words."""
-    parts = [re.fullmatch(r"(.*?)(\d*)", part, re.DOTALL) for part in name.split(".")]
-    pairs = [part.groups() for part in parts if part is not None]
-    return [(int(bool(word)), word, int(digits) if digits else -1) for word, digits in pairs]
+def _natural_order(name: str) -> list[tuple[str, int, str]]:
+    """Returns a sort key that orders numbers at the ends of parts by value, and before words."""
+    key = []
+    for part in name.split("."):
+        word = part.rstrip("0123456789")
+        digits = part[len(word) :]
+        number = digits.lstrip("0")  # not converted: a file may have numbers of any length
+        key.append((word, len(number) if digits else -1, number))
+    return key
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,8 @@ _TAKEN = {INTERLEAVED, "out", "up", "down", "q", "k", "v", *PARTS}
 _ORDINARY = re.compile(r"[^*#\n]+")
 _NUMBER = re.compile(r"(\d+)")
 _LONGEST_ROW = 10_000
+_LONGEST_NUMBER = 18
+"""The most digits of the number of a layer; Python converts no number of over 4,300 digits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,6 +201,8 @@ def _between(source: str, target: str) -> list[str]:
     if len(first) != len(second) or len(differing) != 1 or differing[0] % 2 == 0:
         return []
     at = differing[0]
+    if max(len(first[at]), len(second[at])) > _LONGEST_NUMBER:
+        return []
     low, high = sorted((int(first[at]), int(second[at])))
     if high - low > _LONGEST_ROW:
         return []
