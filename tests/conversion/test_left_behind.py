@@ -51,6 +51,14 @@ def test_one_of_two_was_passed() -> None:
     assert "all references kept" in str(report)
 
 
+def test_a_report_says_how_many_optimizers_it_does_not_list() -> None:
+    model = nn.ModuleList([nn.Linear(2, 2) for _ in range(10)])
+    optimizers = [trained(torch.optim.Adam, layer)[1] for layer in model]
+    report = ms.convert(model, torch.float64)
+    assert len(report.left_behind) == len(optimizers)
+    assert "; and 2 more; pass them with optimizers=[...]" in str(report)
+
+
 def test_a_part_of_a_model_and_parameters_that_stay() -> None:
     model, optimizer = trained(torch.optim.Adam)
     report = ms.convert(model[1], fn=lambda name, t: t.double() if name == "weight" else ms.conversion.UNCHANGED)  # type: ignore[index]

@@ -30,6 +30,7 @@ from modelstate.errors import MemoryBudgetError, ModelStateError, PlacementError
 from modelstate.planning.assignment import Placement
 from modelstate.planning.plan import Step
 from modelstate.process import ONE_VARIABLE, ThreadValue, cached_attribute, deferred_signals, reference_count
+from modelstate.text_format import listed
 from modelstate.torch_compat.dtypes import Overflows, nonfinite, short
 from modelstate.torch_compat.modules import call_apply, has_custom_apply, modules_of, own_buffers, own_parameters
 from modelstate.torch_compat.plain import extent, has_its_memory, is_dense, is_fake, is_plain
@@ -401,11 +402,10 @@ class Conversion:
                 self.notes.append(f"{slot.name}: views of it that were taken before keep the old memory")
         if not refused:
             return None
-        names = ", ".join(slot.name for slot, _ in refused[:4]) + (", ..." if len(refused) > 4 else "")
         tensors = f"{len(refused)} tensors are" if len(refused) > 1 else "the tensor is"
         return SwapError(
             f"{tensors} held by something that would keep the old values; nothing has been changed",
-            where=names,
+            where=listed((slot.name for slot, _ in refused), 4),
             expected="tensors that only Python refers to",
             found="; ".join(dict.fromkeys(text for _, texts in refused[:4] for text in texts)),
             remedy=holders[id(refused[0][0].tensor)].remedy,
@@ -493,7 +493,7 @@ class Conversion:
 def _sharded(module: nn.Module, changes: Sequence[Change]) -> SwapError:
     return SwapError(
         "FSDP has recorded the parameters, and would keep using the old ones; nothing has been changed",
-        where=", ".join(change.name for change in changes[:4]),
+        where=listed((change.name for change in changes), 4),
         found=type(module).__name__,
         remedy="convert before fully_shard, or before the first forward pass; for a dtype to compute in, use its "
         "MixedPrecisionPolicy",

@@ -7,7 +7,7 @@ from typing import Any
 
 from modelstate.html.page import Page, Shown
 from modelstate.planning.plan import Step, placements, steps_page
-from modelstate.text_format import printable, seconds, size
+from modelstate.text_format import listed, printable, seconds, size
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,11 +122,11 @@ class LoadReport(Shown):
         if self.verified_bytes:
             lines.append(f"  {size(self.verified_bytes)} verified against their checksums")
         if self.references_lost:
-            lines.append(f"  references lost: {'; '.join(self.references_lost[:8])}")
+            lines.append(f"  references lost: {listed(self.references_lost, 8, '; ')}")
         elif not self.left_behind:
             lines.append("  all references kept")
         if self.left_behind:
-            lines.append(f"  left behind: {'; '.join(self.left_behind[:8])}; pass them with optimizers=[...]")
+            lines.append(f"  left behind: {listed(self.left_behind, 8, '; ')}; pass them with optimizers=[...]")
         return "\n".join(lines)
 
     def _conversion(self) -> list[str]:
