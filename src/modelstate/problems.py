@@ -484,6 +484,15 @@ class FreedMemory(Problem):
 
 
 @dataclass(frozen=True, slots=True)
+class ScriptedOnMeta(Problem):
+    """A TorchScript module would keep the meta tensor: its C++ object does not see that the parameter gets memory."""
+
+    title: ClassVar = "tensors on meta of TorchScript modules, which keep them"
+    remedy: ClassVar = "call torch.jit.script after the load, or build the module with values in its parameters"
+    page: ClassVar = "left-on-meta"
+
+
+@dataclass(frozen=True, slots=True)
 class Complaint(Problem):
     """A message that the model's own code added to torch's list of errors."""
 

@@ -331,6 +331,23 @@ def test_script_modules() -> None:
     assert torch.equal(scripted.weight, torch.full((2, 2), 2.0))
 
 
+def test_script_modules_on_meta() -> None:
+    """Their C++ object would keep the tensors without values, and the report would call them loaded."""
+    with ms.skeleton():
+        model = nn.ModuleDict({"plain": nn.Linear(2, 2), "scripted": torch.jit.script(nn.Linear(2, 2))})
+    state = {name: torch.ones(value.shape) for name, value in model.state_dict().items()}
+    with pytest.raises(ms.PlanError) as caught:
+        ms.load(model, state)
+    assert [(type(problem).__name__, problem.name) for problem in caught.value.problems] == [
+        ("ScriptedOnMeta", "scripted.weight"),
+        ("ScriptedOnMeta", "scripted.bias"),
+    ]
+    with ms.skeleton():
+        model = nn.ModuleDict({"plain": nn.Linear(2, 2), "scripted": nn.Linear(2, 2)})
+    ms.load(model, state)
+    assert torch.jit.script(model["scripted"])(torch.ones(1, 2)).tolist() == [[3.0, 3.0]]
+
+
 def test_a_base_class_that_others_have_patched(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
     original = nn.Module._load_from_state_dict

@@ -26,6 +26,7 @@ from modelstate.problems import (
     NothingFits,
     Problem,
     QuantizedIntoPlain,
+    ScriptedOnMeta,
     Unexpected,
     Uninitialised,
     UnmergedAdapter,
@@ -37,7 +38,7 @@ from modelstate.spec import StoredComposite
 from modelstate.torch_compat.dtypes import short
 from modelstate.torch_compat.modules import needs_protocol, overrides_loading, runs_loading_code
 from modelstate.torch_compat.plain import is_plain, is_quantized
-from modelstate.transaction.slots import HIDDEN, PARAMETER, Slot, compare_names, signatures, slots_of
+from modelstate.transaction.slots import HIDDEN, PARAMETER, Slot, Slots, compare_names, signatures, slots_of
 
 _FITS_IN_PART = (
     "transformers' conversion mapping makes the names fit only in part, and the model's own loading code takes the "
@@ -70,6 +71,7 @@ def record(preparation: Preparation) -> None:
             for name in common:
                 value = preparation.incoming[name]
                 preparation.tensor(name, slots.by_name[name].tensor, value, None, outcome.errors)
+    preparation.problems += _scripted_on_meta(slots)
     if transaction.armed or preparation.quantized:
         _check_quantized(preparation)
     if transaction.armed:
@@ -79,6 +81,15 @@ def record(preparation: Preparation) -> None:
     if matched.fits_in_part and not preparation.problems:
         preparation.problems.append(Complaint("", _FITS_IN_PART))
     preparation.settle()
+
+
+def _scripted_on_meta(slots: Slots) -> list[Problem]:
+    """A problem for each slot on meta in a TorchScript module: its C++ object would keep the tensor without memory."""
+    scripted = {prefix for prefix, module in slots.modules.items() if isinstance(module, torch.jit.ScriptModule)}
+    if not scripted:
+        return []
+    on_meta = [slot.name for slot in slots.tensors if slot.tensor.is_meta]
+    return [ScriptedOnMeta(name) for name in on_meta if name[: name.rfind(".") + 1] in scripted]
 
 
 def _is_exact(preparation: Preparation, outcome: IncompatibleKeys) -> bool:
