@@ -39,6 +39,13 @@ def test_the_average_of_equal_checkpoints_is_the_checkpoint(data: st.DataObject,
     assert same(average([one.clone() for _ in range(n)]), one)
 
 
+@pytest.mark.parametrize("weights", [[0.3, 0.7], [0.1, 0.2, 0.7], [1.5, -0.5], [1 / 3] * 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.complex64, torch.complex128])
+def test_weights_that_add_up_to_1_keep_what_is_equal(dtype: torch.dtype, weights: list[float]) -> None:
+    one = torch.randn(10_000, dtype=dtype)
+    assert same(average([one.clone() for _ in weights], weights=weights), one)
+
+
 @pytest.mark.slow
 @given(st.data(), dtypes, st.integers(1, 5))
 @settings(deadline=None, max_examples=100)

@@ -24,6 +24,8 @@ _CHUNK_BYTES = 1 << 19
 chunks the interpreter takes more of the time: 1,000 instead of 910 ms for three files of 1.2 GB with two threads."""
 _SUM_OF_ONE = 2.0**-30
 """How far the sum of weights may be from 1 for float32: the result differs by less than it is rounded by."""
+_SUM_OF_ONE_IN_DOUBLE = 2.0**-50
+"""The same for float64, where weights such as 0.1, 0.2 and 0.7 are rounded themselves."""
 _COMPUTED_IN = {
     torch.float16: torch.float32,
     torch.bfloat16: torch.float32,
@@ -44,8 +46,8 @@ class Average(Combination):
     complex64 in double precision, and rounded once. float32 with weights that add up to 1 is faster: the weighted
     differences to the first checkpoint are added to it in float32. The result is nearly always the same for checkpoints
     that are close to each other, and always for two with equal weights; for others it is about as exact as a sum in
-    float32. Elements that are equal in all checkpoints stay as they are. A checkpoint whose weight is zero is left out
-    of the sums; if only one is left, with the weight 1, its tensors are taken as they are.
+    float32. Elements that are equal in all checkpoints stay as they are if the weights add up to 1. A checkpoint whose
+    weight is zero is left out of the sums; if only one is left, with the weight 1, its tensors are taken as they are.
 
     Method: "Model soups", Wortsman et al., arXiv:2203.05482; weights of other sums: "Editing Models with Task
     Arithmetic", Ilharco et al., arXiv:2212.04089.
@@ -166,8 +168,9 @@ class Average(Combination):
             return used[0][0]
         wide = _COMPUTED_IN[dtype]
         factors = [weight for _, weight in used]
-        keeps_equal = self.weights is None and wide == dtype
-        in_float32 = dtype == torch.float32 and len(used) > 1 and abs(math.fsum(factors) - 1) <= _SUM_OF_ONE
+        excess = abs(math.fsum(factors) - 1)
+        keeps_equal = wide == dtype and len(used) > 1 and excess <= _SUM_OF_ONE_IN_DOUBLE
+        in_float32 = dtype == torch.float32 and len(used) > 1 and excess <= _SUM_OF_ONE
         chunk = min(_CHUNK_BYTES // wide.itemsize, math.prod(shape))
 
         def begin(_: Sequence[torch.Tensor], allocate: Allocate) -> Fill:
