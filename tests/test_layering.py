@@ -21,6 +21,7 @@ ROOMS = (
         "lazy",
         "text_format",
         "errors",
+        "arguments",
         "spec",
         "tensor_spec",
         "problems",

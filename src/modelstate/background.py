@@ -16,7 +16,8 @@ from enum import Enum
 from functools import partial
 from typing import Any, Generic, TypeVar
 
-from modelstate.errors import BackgroundCancelledError, BackgroundTimeoutError, OptionError
+from modelstate.arguments import seconds_of
+from modelstate.errors import BackgroundCancelledError, BackgroundTimeoutError
 from modelstate.process import Stopped
 
 _Result = TypeVar("_Result")
@@ -129,11 +130,9 @@ class BackgroundTask(Generic[_Result]):
 
         Raises `OptionError` for a time that cannot be waited.
         """
-        is_number = isinstance(timeout_seconds, int | float) and not isinstance(timeout_seconds, bool)
-        if timeout_seconds is not None and not (is_number and 0 <= timeout_seconds <= threading.TIMEOUT_MAX):
-            raise OptionError(
-                "timeout_seconds= is a time to wait", expected="seconds, from 0, or None", found=repr(timeout_seconds)
-            )
+        if timeout_seconds is not None:
+            most = threading.TIMEOUT_MAX
+            timeout_seconds = seconds_of("timeout_seconds", timeout_seconds, most=most, accepts_none=True)
         if self._pid == os.getpid():
             self._ended.wait(timeout_seconds)
         return self.done

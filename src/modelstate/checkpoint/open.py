@@ -12,6 +12,7 @@ from functools import partial, wraps
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
+from modelstate.arguments import check_integer
 from modelstate.checkpoint.checkpoint import Checkpoint
 from modelstate.checkpoint.directory import FOREIGN, NAMED, find_in
 from modelstate.errors import (
@@ -140,11 +141,7 @@ def is_objects(value: object) -> bool:
 
 def check_budget_option(max_memory_bytes: object, minimum: int = 0) -> None:
     """Raises `OptionError` unless the budget is None or an integer of at least `minimum`."""
-    given = max_memory_bytes
-    if given is not None and not (isinstance(given, int) and not isinstance(given, bool) and given >= minimum):
-        raise OptionError(
-            "max_memory_bytes= must be a number of bytes", expected=f"an integer >= {minimum}", found=repr(given)
-        )
+    check_integer("max_memory_bytes", max_memory_bytes, least=minimum, accepts_none=True)
 
 
 def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:

@@ -18,6 +18,7 @@ from time import perf_counter
 
 import torch
 
+from modelstate.arguments import check_integer
 from modelstate.checkpoint.checkpoint import Checkpoint
 from modelstate.checkpoint.open import check_budget_option, patterns_of
 from modelstate.checkpoint.reduction import (
@@ -200,10 +201,7 @@ class CheckpointStatistics(Shown):
             raise OptionError(
                 "sort= is no order of rows", expected=", ".join(order.value for order in Sort), found=repr(sort)
             ) from error
-        if depth is not None and depth < 0:
-            raise OptionError(
-                "depth= must be a number of parts of names", expected="an integer >= 0, or None", found=repr(depth)
-            )
+        check_integer("depth", depth, least=0, accepts_none=True)
         # Without a depth, each tensor has a row, and each part that it consists of has one below it.
         entries = [entry for tensor in self.tensors for entry in (tensor, *tensor.parts)] if depth is None else []
         rows = [_module(entry.name, [entry]) for entry in entries] if depth is None else self.modules(depth)

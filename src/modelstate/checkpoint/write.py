@@ -8,12 +8,12 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from math import inf
 from time import perf_counter
 from typing import Any
 
 import torch
 
+from modelstate.arguments import check_integer, seconds_of
 from modelstate.checkpoint.checkpoint import Checkpoint
 from modelstate.checkpoint.reduction import kind_of
 from modelstate.errors import KeyNotFoundError, OptionError, SaveTargetError, SourceTypeError, TargetExistsError
@@ -275,16 +275,12 @@ class SaveOptions:
         schema, extra = self.schema, self.extra
         if schema is not None and (not isinstance(schema, str) or not schema):
             raise OptionError("schema= is a text", expected='such as "2.0"', found=repr(schema))
-        shard = self.shard_size_bytes
-        if shard is not None and not (isinstance(shard, int) and not isinstance(shard, bool) and shard > 0):
-            raise OptionError("shard_size_bytes= is a number of bytes", expected="1 or more", found=repr(shard))
+        check_integer("shard_size_bytes", self.shard_size_bytes, least=1, accepts_none=True)
         if extra is not None and not (isinstance(extra, Mapping) and all(isinstance(key, str) for key in extra)):
             raise OptionError("extra= has values under names", expected="a mapping", found=repr(extra)[:80])
-        seconds = self.lock_timeout_seconds
-        if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 <= seconds < inf:
-            raise OptionError("lock_timeout_seconds= is a number of seconds", expected="0 or more", found=repr(seconds))
+        seconds_of("lock_timeout_seconds", self.lock_timeout_seconds)
         format = format_of(where, self.format)
-        if format == "torch" and (shard, extra, schema) != (None, None, None):
+        if format == "torch" and (self.shard_size_bytes, extra, schema) != (None, None, None):
             raise OptionError(
                 "a file of torch.save has no shards, no extra= and no schema=",
                 where=where,

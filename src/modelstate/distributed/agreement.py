@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torch import nn
 
 from modelstate import errors, problems
+from modelstate.arguments import seconds_of
 from modelstate.distributed.connections import (
     Connections,
     connections_of,
@@ -39,7 +40,6 @@ from modelstate.errors import (
     BackgroundCancelledError,
     DistributedError,
     ModelStateError,
-    OptionError,
     PlanError,
     ProcessGroupError,
     RankLostError,
@@ -456,16 +456,6 @@ class Agreement:
         )
 
 
-def check_timeout(timeout_seconds: object) -> float:
-    """Returns the timeout of a call on several ranks. Raises `OptionError` unless it is a positive number."""
-    given = timeout_seconds
-    if not (isinstance(given, int | float) and not isinstance(given, bool) and 0 < given < float("inf")):
-        raise OptionError(
-            "timeout_seconds= must be a number of seconds", expected="a positive number", found=repr(given)
-        )
-    return float(given)
-
-
 def agreement_of(
     model: "nn.Module | Iterable[torch.Tensor]",
     process_group: "dist.ProcessGroup | None" = None,
@@ -492,7 +482,7 @@ def agreement_of(
         tensors = tensors_of(modules_of(model)) if isinstance(model, nn.Module) else model
         sharded = [tensor for tensor in tensors if is_sharded(tensor)]
     if not sharded and process_group is None:
-        return Agreement((), check_timeout(timeout_seconds), call=call)
+        return Agreement((), seconds_of("timeout_seconds", timeout_seconds, accepts_zero=False), call=call)
     where = type(model).__name__ if isinstance(model, nn.Module) else "the state"
     if not (dist.is_available() and dist.is_initialized()):
         raise ProcessGroupError(
@@ -525,7 +515,7 @@ def agreement_of(
     drop_abandoned(ordered)
     agreement = Agreement(ordered, TIMEOUT_SECONDS, call=call)
     with agreement.before("planning"):
-        agreement.timeout_seconds = check_timeout(timeout_seconds)
+        agreement.timeout_seconds = seconds_of("timeout_seconds", timeout_seconds, accepts_zero=False)
     return agreement
 
 

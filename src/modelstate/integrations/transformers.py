@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from modelstate.arguments import is_number
 from modelstate.errors import (
     DamagedCheckpointWarning,
     OptionError,
@@ -28,7 +29,6 @@ from modelstate.store.deadline import Deadline
 from modelstate.store.directory import Step, warn_caller
 from modelstate.store.record import read_record
 from modelstate.store.resumable import LoopSaver
-from modelstate.store.retention import is_number
 from modelstate.store.store import Store
 
 try:

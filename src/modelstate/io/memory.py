@@ -23,7 +23,8 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from modelstate.errors import MemoryBudgetError, OptionError
+from modelstate.arguments import check_integer
+from modelstate.errors import MemoryBudgetError
 from modelstate.io import linux, system
 from modelstate.process import ThreadValue
 from modelstate.spec import contiguous_stride, span
@@ -273,8 +274,7 @@ def set_spare_bytes(nbytes: int) -> None:
         >>> modelstate.loading.set_spare_bytes(2 << 30)  # a process that loads one checkpoint of 2 GB after the other
     """
     global _spare_bytes
-    if type(nbytes) is not int or nbytes < 0:
-        raise OptionError("the size of the spare memory must be an integer >= 0", found=repr(nbytes))
+    check_integer("nbytes", nbytes, least=0)
     _spare_bytes = nbytes
     for pool in (_spare, _spare_pinned):
         pool.keep((), nbytes)

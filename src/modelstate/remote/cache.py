@@ -20,6 +20,7 @@ from pathlib import Path
 
 import xxhash
 
+from modelstate.arguments import check_integer
 from modelstate.errors import CacheWarning, OptionError
 
 BLOCK_BYTES = 1 << 20
@@ -63,10 +64,7 @@ class Cache:
     def __init__(self, directory: str | os.PathLike[str], *, max_bytes: int = 64 << 30) -> None:
         if not isinstance(directory, str | os.PathLike):
             raise OptionError("a cache is a directory", expected="a path", found=repr(directory))
-        if not isinstance(max_bytes, int) or isinstance(max_bytes, bool) or max_bytes < _LEAST_BYTES:
-            raise OptionError(
-                "max_bytes= must be a number of bytes", expected=f"an integer >= {_LEAST_BYTES}", found=repr(max_bytes)
-            )
+        check_integer("max_bytes", max_bytes, least=_LEAST_BYTES)
         self.directory, self.max_bytes = Path(os.path.abspath(os.path.expanduser(directory))), max_bytes
         self._blocks = self.directory / _LAYOUT
         self._lock = threading.Lock()

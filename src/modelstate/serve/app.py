@@ -9,6 +9,7 @@ from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from typing import NamedTuple
 from urllib.parse import SplitResult, urlsplit
 
+from modelstate.arguments import seconds_of
 from modelstate.errors import (
     AppError,
     AppReason,
@@ -17,7 +18,6 @@ from modelstate.errors import (
     SwapBusyError,
 )
 from modelstate.process import call_apart
-from modelstate.store.retention import is_number
 from modelstate.text_format import printable
 
 _MAX_ANSWER_BYTES = 64_000
@@ -62,10 +62,7 @@ class ServingApp:
     """
 
     def __init__(self, url: str, token: str, *, timeout_seconds: float = 300.0) -> None:
-        if not is_number(timeout_seconds) or not 0 < timeout_seconds < 1e8:
-            raise OptionError(
-                "timeout_seconds= must be a number of seconds", expected="above 0", found=repr(timeout_seconds)
-            )
+        timeout_seconds = seconds_of("timeout_seconds", timeout_seconds, accepts_zero=False, most=1e8)
         if not token or not all(ord(char) in _VISIBLE for char in token):
             raise OptionError("a header cannot contain the token", expected="visible ASCII without blanks")
         self._parts = _checked_url(url)

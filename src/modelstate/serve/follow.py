@@ -12,6 +12,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol, Self, TypeVar
 
+from modelstate.arguments import seconds_of
 from modelstate.background import AtExit, BackgroundTask
 from modelstate.errors import (
     AppError,
@@ -31,7 +32,7 @@ from modelstate.remote.location import is_remote
 from modelstate.serve.canary import Canary
 from modelstate.serve.live import Live
 from modelstate.store.directory import ages
-from modelstate.store.retention import CheckpointInfo, is_number
+from modelstate.store.retention import CheckpointInfo
 from modelstate.store.store import Store
 from modelstate.text_format import in_a_line
 
@@ -127,8 +128,7 @@ def follow(
         canary.prepared(target)
     if type(object) is not str or not object:
         raise OptionError("object= must be the name of an object", expected="text, such as 'model'", found=repr(object))
-    if not is_number(poll_seconds) or not 0 < poll_seconds < threading.TIMEOUT_MAX:
-        raise OptionError("poll_seconds= must be a number of seconds", expected="above 0", found=repr(poll_seconds))
+    poll_seconds = seconds_of("poll_seconds", poll_seconds, accepts_zero=False, most=threading.TIMEOUT_MAX)
     for name, callback in (("on_error", on_error), ("on_swap", on_swap)):
         if callback is not None and not callable(callback):
             raise OptionError(f"{name}= must be callable", expected="a function, or None", found=repr(callback))
@@ -139,7 +139,7 @@ def follow(
         own_store,
         selection=chosen,
         object=object,
-        poll_seconds=float(poll_seconds),
+        poll_seconds=poll_seconds,
         on_error=on_error,
         on_swap=on_swap,
         options=options,

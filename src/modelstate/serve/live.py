@@ -15,6 +15,7 @@ from typing import Any, Literal, NamedTuple, TypedDict, Unpack, overload
 import torch
 from torch import nn
 
+from modelstate.arguments import check_integer, seconds_of
 from modelstate.checkpoint.checkpoint import Checkpoint
 from modelstate.checkpoint.open import check_choice
 from modelstate.errors import LiveTargetError, OptionError, SwapBusyError, VersionGoneError
@@ -236,10 +237,8 @@ class Live:
         spare_bytes: int | None = None,
         training: bool = False,
     ) -> None:
-        if type(keep_versions) is not int or keep_versions < 0:
-            raise OptionError("keep_versions= must be an integer >= 0", found=repr(keep_versions))
-        if spare_bytes is not None and (type(spare_bytes) is not int or spare_bytes < 0):
-            raise OptionError("spare_bytes= must be an integer >= 0, or None", found=repr(spare_bytes))
+        check_integer("keep_versions", keep_versions, least=0)
+        check_integer("spare_bytes", spare_bytes, least=0, accepts_none=True)
         self._target = target_factory(target, names, training)
         self._pool, self._spare_bytes = MemoryPool(), spare_bytes
         self._keep_versions = keep_versions
@@ -685,12 +684,9 @@ class Live:
 
 
 def _deadline(timeout_seconds: float | None) -> float | None:
-    is_number = isinstance(timeout_seconds, int | float) and not isinstance(timeout_seconds, bool)
-    if timeout_seconds is not None and not (is_number and 0 <= timeout_seconds < 1e8):
-        raise OptionError(
-            "timeout_seconds= must be a number of seconds", expected="from 0, or None", found=repr(timeout_seconds)
-        )
-    return None if timeout_seconds is None else time.monotonic() + timeout_seconds
+    if timeout_seconds is None:
+        return None
+    return time.monotonic() + seconds_of("timeout_seconds", timeout_seconds, most=1e8, accepts_none=True)
 
 
 def _after_fork() -> None:

@@ -10,8 +10,8 @@ from contextlib import suppress
 from types import FrameType, TracebackType
 from typing import Literal, Self
 
+from modelstate.arguments import is_number
 from modelstate.errors import OptionError
-from modelstate.store.retention import is_number
 
 _Handler = Callable[[int, FrameType | None], object] | int | None
 _HOUR_SECONDS = 3600

@@ -20,6 +20,7 @@ from dataclasses import asdict
 from types import CodeType, FrameType
 from typing import Any, Self
 
+from modelstate.arguments import check_integer
 from modelstate.checkpoint.open import checked_call, is_objects
 from modelstate.distributed.agreement import Agreement, Digest, agreement_of
 from modelstate.errors import (
@@ -519,8 +520,7 @@ def resumable(
 def _check_options(steps: int, save_every: int, deadline: Deadline | None, restoring: Mapping[str, object]) -> None:
     """Raises `OptionError` for an argument of `resumable` that cannot be used."""
     for name, value in (("steps", steps), ("save_every", save_every)):
-        if type(value) is not int or value < 1:
-            raise OptionError(f"{name}= is a number of steps", expected="an int, 1 or more", found=repr(value))
+        check_integer(name, value, least=1)
     if deadline is not None and not isinstance(deadline, Deadline):
         raise OptionError("deadline= says when to end", expected="a modelstate.Deadline", found=repr(deadline))
     for name in restoring:  # now, not when there is something to restore

@@ -4,17 +4,12 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from numbers import Real
-from typing import Literal, TypeGuard, TypeVar
+from typing import Literal, TypeVar
 
+from modelstate.arguments import check_integer, is_number
 from modelstate.errors import OptionError
 from modelstate.html.page import Kind, Page, bar_chart
 from modelstate.text_format import as_given, size
-
-
-def is_number(given: object) -> TypeGuard[float]:
-    """Whether a value is a real number, also of NumPy, and not a bool."""
-    return isinstance(given, Real) and not isinstance(given, bool)
 
 
 def metric_value(name: object, value: object) -> float:
@@ -151,9 +146,7 @@ class Keep:
 
     def __post_init__(self) -> None:
         for name in ("last", "every_steps", "best"):
-            given = getattr(self, name)
-            if given is not None and (type(given) is not int or given < 1):
-                raise OptionError(f"{name}= is how many", expected="int, from 1", found=repr(given))
+            check_integer(name, getattr(self, name), least=1, accepts_none=True)
         hours = self.every_hours
         if hours is not None and not (is_number(hours) and 1 <= hours * _HOUR_SECONDS < math.inf):
             raise OptionError("every_hours= is a time", expected="hours, from 1/3600", found=repr(hours))

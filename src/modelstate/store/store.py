@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Literal, Self, overload
 
 import torch
 
+from modelstate.arguments import check_integer, seconds_of
 from modelstate.checkpoint.checkpoint import Checkpoint
 from modelstate.checkpoint.open import check_budget_option, check_choice, checked_call, is_objects, patterns_of
 from modelstate.comparison.diff import diff as diff_checkpoints
 from modelstate.comparison.result import Diff
-from modelstate.distributed.agreement import TIMEOUT_SECONDS, Agreement, Digest, agreement_of, check_timeout
+from modelstate.distributed.agreement import TIMEOUT_SECONDS, Agreement, Digest, agreement_of
 from modelstate.distributed.uploading import writer_of
 from modelstate.distributed.writing import CollectiveWriter
 from modelstate.errors import (
@@ -115,10 +116,10 @@ class Store(Shown):
     ) -> None:
         self.directory = _directory(directory)
         self.keep = as_keep(keep)
-        if shard_size_bytes is not None and (type(shard_size_bytes) is not int or shard_size_bytes < 1):
-            raise OptionError("shard_size_bytes= is a number of bytes", expected="1 or more", found=shard_size_bytes)
+        check_integer("shard_size_bytes", shard_size_bytes, least=1, accepts_none=True)
         self._shard_bytes = shard_size_bytes
-        self._process_group, self._timeout_seconds = process_group, check_timeout(timeout_seconds)
+        self._process_group = process_group
+        self._timeout_seconds = seconds_of("timeout_seconds", timeout_seconds, accepts_zero=False)
         if cache is not None:
             check_cache(cache)
         self.index = StepIndex(self.directory, cache=cache)

@@ -1,0 +1,67 @@
+"""Checks of numbers that callers give: one check and one text for each kind."""
+
+import sys
+from numbers import Real
+from typing import TypeGuard
+
+from modelstate.errors import OptionError
+
+
+def is_number(value: object) -> TypeGuard[float]:
+    """Whether a value is a real number, also of NumPy, and not a bool."""
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def check_integer(option: str, value: object, *, least: int, accepts_none: bool = False) -> None:
+    """Checks an integer. The text of the error says bytes where the name of the argument ends so.
+
+    Args:
+        option: The name of the argument.
+        value: What the caller has given.
+        least: The least integer that is accepted.
+        accepts_none: Whether None is accepted, too.
+
+    Raises:
+        OptionError: The value is not accepted.
+    """
+    if value is None and accepts_none:
+        return
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise OptionError(
+            f"{option}= must be {'a number of bytes' if option.endswith('bytes') else 'an integer'}",
+            expected=f"an integer >= {least}{', or None' if accepts_none else ''}",
+            found=repr(value),
+        )
+
+
+def seconds_of(
+    option: str,
+    value: object,
+    *,
+    accepts_zero: bool = True,
+    most: float = sys.float_info.max,
+    accepts_none: bool = False,
+) -> float:
+    """Checks a time that is not None.
+
+    Args:
+        option: The name of the argument.
+        value: What the caller has given.
+        accepts_zero: Whether 0 is accepted.
+        most: The longest time that is accepted.
+        accepts_none: Whether the argument may also be None, for the text of the error.
+
+    Returns:
+        The time, in seconds.
+
+    Raises:
+        OptionError: The value is not accepted.
+    """
+    if is_number(value) and 0 <= value <= most and (value or accepts_zero):
+        return float(value)
+    limit = f" and <= {most:g}" if most < sys.float_info.max else ""
+    raise OptionError(
+        f"{option}= must be a number of seconds",
+        expected=f"a number {'>=' if accepts_zero else '>'} 0{limit}{', or None' if accepts_none else ''}",
+        found=repr(value),
+    )
