@@ -302,7 +302,7 @@ class Agreement:
         self.broadcast(text, self.ranks, self.ranks[0])
         if error is not None:
             raise error
-        return json.loads(bytes(text.tolist()))
+        return json.loads(text.numpy().tobytes())
 
     def exchange(self, sent: Sequence[Sequence[torch.Tensor]], counts: Sequence[int]) -> torch.Tensor:
         """Sends bytes to the other ranks and receives theirs, in a phase.

@@ -97,7 +97,7 @@ class Connections:
         tensor[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         tensors = [torch.empty_like(tensor) for _ in range(self._size)]
         all_gather(self._group, tensors, tensor, timeout_seconds, self.is_abandoned)
-        found = [bytes(tensor.tolist()) for tensor in tensors]
+        found = [tensor.numpy().tobytes() for tensor in tensors]
         return [data[8 : 8 + int.from_bytes(data[:8], "little")] for data in found]
 
     def broadcast(self, tensor: torch.Tensor, source: int, timeout_seconds: float) -> None:

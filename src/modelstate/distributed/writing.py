@@ -443,7 +443,8 @@ class CollectiveWriter:
 
     def _on_first(self, text: str, nbytes: Mapping[int, int]) -> str:
         """Returns on the first rank the ASCII texts of all ranks, whose lengths it has; on the others nothing."""
-        own = torch.tensor(list(text.encode()), dtype=torch.uint8, device="cpu")
+        data = bytearray(text.encode())
+        own = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8, device="cpu")
         counts = [nbytes[rank] if self._agreement.is_first else 0 for rank in self._ranks]
         received = self._agreement.exchange([[own], *([] for _ in self._ranks[1:])], counts)
         return bytes(memory_at(received.data_ptr(), received.numel())).decode() if received.numel() else ""
