@@ -182,6 +182,24 @@ def test_the_buffer_is_used_again_and_stated(tmp_path: Path, monkeypatch: pytest
 
 
 @pytest.mark.slow
+def test_an_interrupted_close_does_not_let_another_writer_in(tmp_path: Path, gate: Gate) -> None:
+    store, training = ms.Store(tmp_path), Training().train()
+    gate.close()
+    store.save(1, training.objects, background=True)
+    assert gate.reached.wait(60)
+    threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+    with pytest.raises(KeyboardInterrupt):
+        store.close()
+    other = ms.Store(tmp_path)
+    with pytest.raises(errors.LockedError):
+        other.save(2, training.objects)
+    gate.opened.set()
+    store.close()
+    other.save(2, training.objects)
+    assert other.verify() == {1: "", 2: ""}
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("wait", [True, False])
 def test_a_cancelled_save_leaves_no_checkpoint(tmp_path: Path, gate: Gate, wait: bool) -> None:
     store, training = ms.Store(tmp_path), Training().train()

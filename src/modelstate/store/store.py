@@ -690,7 +690,8 @@ class Store(Shown):
     def close(self) -> None:
         """Waits for the save in the background, unlocks the store for other processes, and frees the staging memory.
 
-        Raises the error of the save in the background. A store that is closed can be used again.
+        Raises the error of the save in the background. A store that is closed can be used again. Where an interrupt
+        (Ctrl-C) ends the wait, the store stays locked for this process, since the save goes on.
 
         Examples:
             >>> store.close()
@@ -698,8 +699,9 @@ class Store(Shown):
         try:
             self.wait()
         finally:
-            self._access.release()
-            self._staging, self._spread = Staging(), SpreadWriter()
+            if self._pending is None:
+                self._access.release()
+                self._staging, self._spread = Staging(), SpreadWriter()
 
     def __enter__(self) -> Self:
         return self
