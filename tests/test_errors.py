@@ -6,10 +6,12 @@ import pickle
 import re
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+import modelstate as ms
 from modelstate import errors
 from modelstate.errors import CUT_SHORT, AmbiguousCheckpointError, ForbiddenGlobalError, ModelStateError, PlanError
 from modelstate.problems import Missing, WrongShape
@@ -99,6 +101,23 @@ def test_fields_are_text() -> None:
         error = kind("wrong", where=OSError("cause"), expected=3, found=["a"], remedy=4)
         fields = [error.what, error.where, error.expected, error.found, error.remedy]
         assert fields == ["wrong", "cause", "3", "['a']", "4"], kind
+
+
+@pytest.mark.parametrize("field", ["what", *FIELDS])
+def test_the_text_moves_no_cursor(field: str) -> None:
+    fields = {"what": "wrong"} | {field: "a\x1b[2J\u202eb\nc"}
+    error = ModelStateError(**fields)
+    assert "a\\x1b[2J\\u202eb" in str(error)
+    assert all(line.isprintable() for line in str(error).split("\n"))
+    assert getattr(error, field) == fields[field]
+
+
+def test_names_of_files_move_no_cursor(tmp_path: Path) -> None:
+    (tmp_path / "mod\x1b[31mel.pt").touch()
+    with pytest.raises(errors.SourceNotFoundError) as raised:
+        ms.open(tmp_path / "model.pt")
+    assert "mod\\x1b[31mel.pt" in str(raised.value)
+    assert "\x1b" not in str(raised.value)
 
 
 def assert_alike(made: ModelStateError, error: ModelStateError) -> None:

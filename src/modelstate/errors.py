@@ -77,7 +77,7 @@ ModelStateError
 from collections.abc import Sequence
 from typing import Any, ClassVar, Literal, TypedDict, Unpack
 
-from modelstate.text_format import as_given, printable
+from modelstate.text_format import as_given, printable, printable_lines
 
 AppReason = Literal["unreachable", "no answer", "access", "refused"]
 """Why a serving app has not taken a checkpoint.
@@ -163,9 +163,11 @@ class ModelStateError(Exception):
     def __str__(self) -> str:
         if not self.has_fields:
             return super().__str__()
-        lines = [f"{printable(self.where)}: {self.what}" if self.where else self.what]
+        what = printable_lines(self.what)
+        lines = [f"{printable(self.where)}: {what}" if self.where else what]
         labels = {"expected": self.expected, "found": self.found, "to do": self.remedy, "more": self._explain_command()}
-        return as_given("\n".join(lines + [f"  {label}: {text}" for label, text in labels.items() if text]))
+        lines += [f"  {label}: {printable_lines(text)}" for label, text in labels.items() if text]
+        return as_given("\n".join(lines))
 
     def _explain_command(self) -> str:
         return f"modelstate explain {self.page}" if self.page else ""

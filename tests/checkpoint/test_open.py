@@ -351,6 +351,9 @@ def test_a_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (io.BytesIO(b""), "the path of the file"),
         ("", "no path"),
         ("a\0b", "no path"),
+        ("file:///a%00b", "no path"),
+        ("file://", "no path"),
+        ("file://localhost", "no path"),
         ("ftp://example.com/{x}", "download it first"),
         ("file://server/share/x.pt", "download it first"),
     ],
@@ -360,6 +363,12 @@ def test_sources_of_another_kind(source: Any, text: str) -> None:
         open_checkpoint(source)
     assert isinstance(raised.value, TypeError)
     assert raised.value.remedy
+
+
+def test_a_file_url_may_name_any_file(tmp_path: Path) -> None:
+    path = tmp_path / os.fsdecode(b"a b#\xff.pt")
+    torch.save({"w": torch.ones(2)}, path)
+    assert open_checkpoint(path.as_uri()).tensor("w").tolist() == [1, 1]
 
 
 @pytest.fixture

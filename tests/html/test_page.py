@@ -129,6 +129,14 @@ def test_the_heat_chart_shows_the_part_that_changed_most() -> None:
     assert [box.title for box in chart.boxes[1:]] == ["l.0.w: 0.5", "l.1.w: 0.25"]
 
 
+def test_names_of_very_many_parts_make_no_treemap_of_as_many_levels() -> None:
+    # With a level for each part this would take hours.
+    deep = "a." * 1_000_000
+    chart = area_chart([(f"{deep}x", 3), (f"{deep}y", 1), ("b.x", 4), ("b.y", 4)])
+    assert len(chart.boxes) == 4
+    assert sum(box.width * box.height for box in chart.boxes) == pytest.approx(1000 * 320, rel=0.01)
+
+
 def test_names_forge_no_lines_of_a_report_and_break_no_page() -> None:
     name = "x\x1b[2J\n  note: all is well\ud800"
     model = torch.nn.Linear(2, 2)

@@ -1,6 +1,7 @@
 """Mapped files that other processes overwrite: real second processes, and this one that goes on using the tensors."""
 
 import ctypes
+import errno
 import fcntl
 import gc
 import mmap
@@ -387,6 +388,23 @@ for path in sys.argv[1:]:
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.split() == ["True"] * 10 + ["False"] * 2
+
+
+def test_no_descriptor_is_left_for_a_lease(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = saved(folder / "w.safetensors", value=2.0)
+    with ms.skeleton():
+        model = nn.Linear(SIZE, SIZE)
+    with monkeypatch.context() as patched:
+
+        def no_more(descriptor: int) -> int:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+        patched.setattr(os, "dup", no_more)
+        report = ms.load(model, path)
+    assert any("cannot be protected, for Too many open files" in note for note in report.notes)
+    assert model.weight[0, 0].item() == 2
+    saved(path, value=3.0)  # which waits for no lease
+    assert model.weight[0, 0].item() == 2
 
 
 def test_shared_memory_file_system(folder: Path) -> None:

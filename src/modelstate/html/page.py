@@ -38,6 +38,8 @@ _NOTEBOOK_TABLE = (
 
 _MOST_ROWS = 12
 """The most rows of a table that a notebook shows."""
+_MOST_LEVELS = 60
+"""The parts of a name that become levels of a treemap; the rest is one level. A file may have names of very many."""
 
 
 class Kind(Enum):
@@ -233,7 +235,7 @@ def area_chart(sizes: Iterable[tuple[str, int]]) -> Chart:
         sizes: Pairs of a dotted name and a number of bytes.
     """
     title, width, height = "Where the bytes are", 1000, 320  # in pixels
-    leaves = [(tuple(name.split(".")), nbytes) for name, nbytes in sizes if nbytes > 0]
+    leaves = [(tuple(name.split(".", _MOST_LEVELS - 1)), nbytes) for name, nbytes in sizes if nbytes > 0]
     while leaves and all(len(leaf) > 1 and leaf[0] == leaves[0][0][0] for leaf, _ in leaves):
         leaves = [(leaf[1:], nbytes) for leaf, nbytes in leaves]
     total = sum(nbytes for _, nbytes in leaves)

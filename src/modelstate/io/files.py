@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from types import TracebackType
-from urllib.parse import unquote, urlsplit
+from urllib.parse import unquote_to_bytes, urlsplit
 
 from modelstate.errors import (
     OpenError,
@@ -75,7 +75,9 @@ def local_path(path: str) -> str:
                 if can_be_read and not is_remote(path)
                 else f"download it first: {download}".rstrip(": "),
             )
-        path = unquote(urlsplit(path).path)
+        path, given = os.fsdecode(unquote_to_bytes(os.fsencode(urlsplit(path).path))), path
+        if "\0" in path or not path:
+            raise SourceTypeError("this can be no path", where=given, remedy="write file:///DIRECTORY/FILE")
     # Normalizing `x/..` away would be wrong where x is a symbolic link.
     absolute = os.path.abspath(path) if ".." not in path.split(os.sep) else os.path.join(os.getcwd(), path)
     if absolute != path or given_directories:

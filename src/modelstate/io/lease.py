@@ -98,7 +98,11 @@ def hold(path: str, descriptor: int, mapped: mmap.mmap) -> str:
             return "the thread that answers for leases cannot be started"
         if failed := _take(descriptor, _watcher):
             return _reason(failed)
-        lease = Lease(path, os.dup(descriptor), mapped)
+        try:
+            own = os.dup(descriptor)
+        except OSError as error:  # no more files can be opened: the caller ends the lease, since it closes its own
+            return _reason(error.errno or errno.EMFILE)
+        lease = Lease(path, own, mapped)
         _leases[id(lease)] = lease
     return ""
 
