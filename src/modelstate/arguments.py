@@ -1,4 +1,4 @@
-"""Checks of numbers that callers give: one check and one text for each kind."""
+"""Checks of arguments: one check, and one text of an error, for each kind."""
 
 import sys
 from numbers import Real
@@ -65,3 +65,9 @@ def seconds_of(
         expected=f"a number {'>=' if accepts_zero else '>'} 0{limit}{', or None' if accepts_none else ''}",
         found=repr(value),
     )
+
+
+def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+    """Raises `OptionError` where the value of an argument is not one of the choices."""
+    if value not in choices:
+        raise OptionError(f"{name}= has an unknown value", expected=" or ".join(map(repr, choices)), found=repr(value))

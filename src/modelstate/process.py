@@ -52,9 +52,10 @@ class ThreadValue(threading.local, Generic[_Item]):
 
 _stops = ThreadValue[tuple[Callable[[], bool], ...]](())
 """Of a thread that works for another one: what says that its work is to end."""
-_thread_state = threading.local()
-"""In threads of `parallel_for`: `running` and `left`, the threads that are waited for and those that are not, and
-`computes` where it uses torch."""
+_computes = ThreadValue(False)
+"""Whether this is a thread of `parallel_for` that uses torch."""
+_siblings = ThreadValue[tuple[list[None], set[threading.Thread]] | None](None)
+"""Of a thread of `parallel_for`: an item for each of its threads that is waited for, and those that are not."""
 _POLL_SECONDS = 0.05
 """How often a thread that waits looks whether its work is still needed."""
 
@@ -88,7 +89,7 @@ def parallel_for(work: Work, threads: int, *, with_torch: bool = False, takes_pa
     """
     stop = threading.Event()
     # While the program ends, in a function of `atexit`, no threads can be started.
-    is_nested = with_torch and getattr(_thread_state, "computes", False)
+    is_nested = with_torch and _computes.value
     if threads <= 1 or is_nested or (with_torch and _is_forked) or not threading.main_thread().is_alive():
         work(stop)
         return
@@ -101,9 +102,9 @@ def parallel_for(work: Work, threads: int, *, with_torch: bool = False, takes_pa
     def run() -> None:
         running.append(None)  # before it reads `stop`: the code that sets `stop` looks at `running` afterwards
         try:
-            _thread_state.running, _thread_state.left, _stops.value = running, left, (*outer, stop.is_set)
+            _siblings.value, _stops.value = (running, left), (*outer, stop.is_set)
             if torch_threads is not None and not stop.is_set():
-                _thread_state.computes = True
+                _computes.value = True
                 torch_threads.enter()
             work(stop)
         except BaseException as error:
@@ -220,7 +221,7 @@ def call_apart(function: Callable[[], _Item]) -> _Item:
 
 def may_leave() -> bool:
     """Whether `leaving` has an effect in this thread."""
-    return hasattr(_thread_state, "running")
+    return _siblings.value is not None
 
 
 @contextmanager
@@ -230,11 +231,11 @@ def leaving() -> Iterator[None]:
     For calls that wait for another machine and cannot be interrupted. They must not use memory of the caller. Raises
     `Stopped` at the end of the block where the caller has gone on. Has no effect in other threads, nor within itself.
     """
-    this = threading.current_thread()
-    if not may_leave() or this in _thread_state.left:
+    this, siblings = threading.current_thread(), _siblings.value
+    if siblings is None or this in siblings[1]:
         yield
         return
-    running, left = _thread_state.running, _thread_state.left
+    running, left = siblings
     left.add(this)
     running.pop()
     try:

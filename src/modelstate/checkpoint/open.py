@@ -144,12 +144,6 @@ def check_budget_option(max_memory_bytes: object, minimum: int = 0) -> None:
     check_integer("max_memory_bytes", max_memory_bytes, least=minimum, accepts_none=True)
 
 
-def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
-    """Raises `OptionError` where the value of an argument is not one of the choices."""
-    if value not in choices:
-        raise OptionError(f"{name}= has an unknown value", expected=" or ".join(map(repr, choices)), found=repr(value))
-
-
 def patterns_of(option: str, patterns: object) -> tuple[str, ...]:
     """Returns the glob patterns of an option, those of a set in an order that is the same in each process.
 

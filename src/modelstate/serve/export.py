@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import nn
 
-from modelstate.checkpoint.open import check_choice
+from modelstate.arguments import check_choice
 from modelstate.checkpoint.write import target_path
 from modelstate.errors import (
     ExportError,

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Literal, TypeVar
 
-from modelstate.arguments import check_integer, is_number
+from modelstate.arguments import check_choice, check_integer, is_number
 from modelstate.errors import OptionError
 from modelstate.html.page import Kind, Page, bar_chart
 from modelstate.text_format import as_given, size
@@ -158,8 +158,7 @@ class Keep:
                 found=f"best={self.best!r}, metric={self.metric!r}",
                 remedy="Keep(best=3, metric='loss')",
             )
-        if self.mode not in ("min", "max"):
-            raise OptionError("mode= says which is better", expected="'min' or 'max'", found=repr(self.mode))
+        check_choice("mode", self.mode, ("min", "max"))
         if self.last is self.every_steps is self.every_hours is self.best is None:
             raise OptionError("rules that keep nothing", remedy="Keep(last=3), or keep=None to keep all")
 

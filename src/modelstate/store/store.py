@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Literal, Self, overload
 
 import torch
 
-from modelstate.arguments import check_integer, seconds_of
+from modelstate.arguments import check_choice, check_integer, seconds_of
 from modelstate.checkpoint.checkpoint import Checkpoint
-from modelstate.checkpoint.open import check_budget_option, check_choice, checked_call, is_objects, patterns_of
+from modelstate.checkpoint.open import check_budget_option, checked_call, is_objects, patterns_of
 from modelstate.comparison.diff import diff as diff_checkpoints
 from modelstate.comparison.result import Diff
 from modelstate.distributed.agreement import TIMEOUT_SECONDS, Agreement, Digest, agreement_of
