@@ -174,6 +174,22 @@ def test_stopping_while_it_waits_and_while_it_swaps(tmp_path: Path) -> None:
     assert (live.version, following.step) == (2, 1)
 
 
+def test_a_callback_does_not_wait_for_its_own_thread(tmp_path: Path) -> None:
+    store, waited, begun = ms.Store(tmp_path), list[bool](), threading.Event()
+
+    def on_swap(_: object) -> None:
+        assert begun.wait(SECONDS)
+        waited.append(following.wait())
+
+    save(store, 1)
+    following = ms.follow(ms.Live(linear(0)), store, on_swap=on_swap)
+    begun.set()
+    while not following.events:
+        time.sleep(0.001)
+    assert following.stop(5)
+    assert waited == [False]
+
+
 def test_behind_a_stop_nothing_more_is_tried(tmp_path: Path) -> None:
     store, tried, begun, go_on = ms.Store(tmp_path), list[object](), threading.Event(), threading.Event()
     for step in (1, 2, 3):

@@ -273,7 +273,7 @@ class Following:
         """Waits until the thread has ended, by `stop` or by an error.
 
         Args:
-            timeout_seconds: seconds to wait; None waits without limit.
+            timeout_seconds: seconds to wait; None waits without limit. The thread itself, in a callback, never waits.
 
         Returns:
             Whether the thread has ended.
@@ -282,7 +282,7 @@ class Following:
             >>> following.wait(timeout_seconds=3600)
             False
         """
-        return self._task is None or self._task.wait(timeout_seconds)
+        return self._task is None or (not self._task.is_current and self._task.wait(timeout_seconds))
 
     def __enter__(self) -> Self:
         return self
