@@ -65,6 +65,8 @@ FORMAT = 1
 MAX_BYTES = 32_000_000
 MAX_PARTS = 4_000_000
 """The limit of lists, objects and commas: each becomes an object in memory as soon as the text is parsed."""
+MAX_PATH_CHARACTERS = 128_000_000
+"""The limit of the paths of all values of a tree together: one long key is in the path of every value below it."""
 _MAX_DEPTH = 100
 
 _FIELDS: dict[str, type | tuple[type, ...]] = {
@@ -175,6 +177,8 @@ class _Tree:
 
     def __init__(self, known: Mapping[str, Any], path: str, where: str) -> None:
         self._known, self._path, self._where = known, path, where
+        self._characters = 0
+        """The length of all paths so far."""
 
     def node(self, tree: Any, at: str, depth: int = 0) -> Any:
         """Restores a node; `at` is its place in the state, for messages."""
@@ -193,7 +197,7 @@ class _Tree:
         if type(tree[kind]) is not list:
             raise damaged(self._where, f"a {kind} whose content is not a list")
         if kind != "dict":
-            items = [self.node(item, f"{at}[{index}]", depth + 1) for index, item in enumerate(tree[kind])]
+            items = [self.node(item, self._below(at, f"[{i}]"), depth + 1) for i, item in enumerate(tree[kind])]
             return items if kind == "list" else tuple(items)
         return self._dict(tree, at, depth)
 
@@ -207,10 +211,16 @@ class _Tree:
             collisions.add(key)
             if key in mapping:
                 raise damaged(self._where, f"a key stands twice: {str(key)[:80]}")
-            mapping[key] = self.node(pair[1], f"{at}.{key}" if at else str(key), depth + 1)
+            mapping[key] = self.node(pair[1], self._below(at, f".{key}" if at else str(key)), depth + 1)
         if "versions" in tree:
             set_version_metadata(mapping, _versions(tree["versions"], self._where))
         return mapping
+
+    def _below(self, at: str, step: str) -> str:
+        self._characters += len(at) + len(step)
+        if self._characters > MAX_PATH_CHARACTERS:
+            raise damaged(self._where, "its keys stand for paths that are longer than any memory")
+        return at + step
 
     def _key(self, tree: object) -> object:
         if type(tree) in (str, int):

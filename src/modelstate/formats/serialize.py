@@ -12,7 +12,14 @@ from torch.nn.parameter import is_lazy
 from modelstate.codec.codec import encode
 from modelstate.errors import CodecError, UnsavableError
 from modelstate.formats.block_writer import LazyTensor, check_repeated
-from modelstate.formats.manifest import ALGORITHM, BLOCK_BYTES, FORMAT, KEY, are_usual_versions
+from modelstate.formats.manifest import (
+    ALGORITHM,
+    BLOCK_BYTES,
+    FORMAT,
+    KEY,
+    MAX_PATH_CHARACTERS,
+    are_usual_versions,
+)
 from modelstate.formats.safetensors import listed_problems, why_not
 from modelstate.formats.tree import EXTRA_STATE
 from modelstate.text_format import is_unicode, quote
@@ -130,7 +137,7 @@ class _Serializer:
         self._open: set[int] = set()
         self._leaves: set[str] = set()
         """The paths of the tensors and of the other values of a tree."""
-        self._nodes = 0
+        self._nodes = self._characters = 0
         self._holds: dict[int, bool] = {}
         self._prefix = "_modelstate_extra."
         taken = list(names)  # in a tree, the names of tensors begin with these
@@ -170,15 +177,18 @@ class _Serializer:
             return self.add(path if depth else "tensor", value)
         if is_leaf:
             return {"value": self.encode(value, self._at(path))}
-        self._nodes += len(value)
-        if depth > _MAX_DEPTH or id(value) in self._open or self._nodes > _MAX_NODES:
+        pairs = list(value.items() if kind == "dict" else enumerate(value))
+        self._nodes += len(pairs)
+        self._characters += sum(len(path) + len(str(key)) + depth + 2 for key, _ in pairs)  # as the reader counts them
+        is_large = self._nodes > _MAX_NODES or self._characters > MAX_PATH_CHARACTERS
+        if depth > _MAX_DEPTH or id(value) in self._open or is_large:
             raise CodecError(
-                "a value that holds itself, is nested too deeply, or has too many values",
+                "a value that holds itself, is nested too deeply, or has too many values or too long keys",
                 where=self._at(path),
-                expected=f"at most {_MAX_DEPTH} levels and {_MAX_NODES:,} values",
+                expected=f"at most {_MAX_DEPTH} levels, {_MAX_NODES:,} values, and paths of {MAX_PATH_CHARACTERS:,} "
+                "characters together",
             )
         self._open.add(id(value))
-        pairs = list(value.items() if kind == "dict" else enumerate(value))
         nodes = [(key, self.node(item, f"{path}.{key}" if depth else str(key), depth + 1)) for key, item in pairs]
         self._open.discard(id(value))
         if kind != "dict":
