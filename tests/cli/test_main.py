@@ -75,6 +75,18 @@ class TestInspect:
         assert "running_mean" in done.stdout
         assert done.stderr == ""
 
+    def test_works_where_the_working_directory_was_removed(self, project: Path) -> None:
+        (project / "gone").mkdir()
+        os.chdir(project / "gone")  # the fixture goes back
+        (project / "gone").rmdir()
+        assert run("inspect", str(project / "tiny.safetensors")).exit_code == 0
+        done = run("inspect", "tiny.safetensors")
+        assert done.exit_code == 1
+        assert "the working directory has been removed" in done.stderr
+        done = run("plan", "no_such_module:f", str(project / "tiny.safetensors"))
+        assert done.exit_code == 2
+        assert "cannot import 'no_such_module'" in done.stderr
+
     def test_statistics_of_no_tensors_have_the_same_fields(self) -> None:
         save_file({}, "none.safetensors")
         done = run("inspect", "none.safetensors", "--stats", "--json")

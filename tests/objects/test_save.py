@@ -2,6 +2,7 @@
 
 import json
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 import modelstate as ms
-from modelstate.errors import MemoryBudgetError, PlanError, UnknownClassError, UnsavableError
+from modelstate.errors import MemoryBudgetError, ModelStateError, PlanError, UnknownClassError, UnsavableError
 from modelstate.formats import block_writer
 from modelstate.formats.safetensors import DTYPES
 from modelstate.spec import StoredTensor
@@ -352,6 +353,24 @@ def test_paths_as_text_and_relative(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.chdir(tmp_path)
     assert ms.save({"a": torch.ones(1)}, "x.safetensors").path == str(tmp_path / "x.safetensors")
     assert list(ms.open("x.safetensors")) == ["a"]
+
+
+def test_a_working_directory_that_was_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ms.save({"a": torch.ones(1)}, tmp_path / "x.safetensors")
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    relative: list[Callable[[], object]] = [
+        lambda: ms.open("x.safetensors"),
+        lambda: ms.open("../x.safetensors"),
+        lambda: ms.load(nn.Linear(1, 1), "x.safetensors"),
+        lambda: ms.save({"a": torch.ones(1)}, "y.safetensors"),
+        lambda: ms.Store("store"),
+    ]
+    for use in relative:
+        with pytest.raises(ModelStateError, match="the working directory has been removed"):
+            use()
+    ms.save(ms.open(tmp_path / "x.safetensors"), tmp_path / "y.safetensors")
 
 
 @pytest.mark.gpu

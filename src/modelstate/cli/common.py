@@ -80,11 +80,20 @@ def _say(error: BaseException, debug: bool, kind: bool = False) -> None:
     print(f"error: {type(error).__name__}: {text}" if kind else f"error: {text}", file=sys.stderr)
 
 
+def _working_directory() -> str:
+    """The working directory; empty where it has been removed."""
+    try:
+        return os.getcwd()
+    except FileNotFoundError:
+        return ""
+
+
 @contextlib.contextmanager
 def user_code() -> Iterator[None]:
     """Finds modules in the working directory too, and prints the output of their code to stderr."""
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
+    here = _working_directory()
+    if here and here not in sys.path:
+        sys.path.insert(0, here)
     with contextlib.redirect_stdout(sys.stderr):
         yield
 
@@ -121,8 +130,9 @@ def _named(spec: str, what: str, debug: bool) -> object:
     except (Exception, SystemExit) as error:
         if debug:
             traceback.print_exception(error)
+        here = _working_directory() or "the working directory"
         raise click.BadParameter(
-            f"cannot import {module_name!r} from {os.getcwd()} or the installed packages: {_one_line(error)}"
+            f"cannot import {module_name!r} from {here} or the installed packages: {_one_line(error)}"
         ) from error
     try:
         return attrgetter(attribute)(module)

@@ -78,8 +78,16 @@ def local_path(path: str) -> str:
         path, given = os.fsdecode(unquote_to_bytes(os.fsencode(urlsplit(path).path))), path
         if "\0" in path or not path:
             raise SourceTypeError("this can be no path", where=given, remedy="write file:///DIRECTORY/FILE")
-    # Normalizing `x/..` away would be wrong where x is a symbolic link.
-    absolute = os.path.abspath(path) if ".." not in path.split(os.sep) else os.path.join(os.getcwd(), path)
+    try:
+        # Normalizing `x/..` away would be wrong where x is a symbolic link.
+        absolute = os.path.abspath(path) if ".." not in path.split(os.sep) else os.path.join(os.getcwd(), path)
+    except FileNotFoundError as error:
+        raise SourceTypeError(
+            "a relative path leads nowhere: the working directory has been removed",
+            where=path,
+            found=error,
+            remedy="change to a directory that is there, or give an absolute path",
+        ) from error
     if absolute != path or given_directories:
         note_given(absolute, path)
     return absolute
