@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from queue import Empty, SimpleQueue
 from types import FrameType
 from typing import Any, Generic, TypeVar
@@ -549,8 +549,9 @@ _HANDLED: list[int] = sorted({int(number) for number in signal.valid_signals()} 
 _BAR_DELAY_SECONDS = 0.5
 
 
-def progress_bar(wanted: bool | None, total_bytes: int, what: str) -> AbstractContextManager[Callable[[int], None]]:
-    """Returns a block with a progress bar on stderr, whose value is a function that adds a number of bytes to it.
+@contextmanager
+def progress_bar(wanted: bool | None, total_bytes: int, what: str) -> Iterator[Callable[[int], None]]:
+    """A block with a progress bar on stderr, whose value is a function that adds a number of bytes to it.
 
     The bar shows bytes, bytes per second and the time left.
 
@@ -560,8 +561,50 @@ def progress_bar(wanted: bool | None, total_bytes: int, what: str) -> AbstractCo
         what: The activity, such as "loading".
     """
     if wanted is False or (wanted is None and not is_terminal(sys.stderr)):
-        return nullcontext(lambda _: None)
-    return _Bar(wanted, total_bytes, what)
+        yield lambda _: None
+        return
+    shown_from = time.monotonic() + (_BAR_DELAY_SECONDS if wanted is None else 0.0)
+    done, bar = 0, None
+
+    def advance(nbytes: int) -> None:
+        nonlocal done, bar
+        done += nbytes
+        if bar is None and time.monotonic() >= shown_from:
+            bar = _begun_bar(total_bytes, what)
+        if bar is not None:
+            bar.update(bar.task_ids[0], completed=done)
+
+    try:
+        if wanted:
+            advance(0)
+        yield advance
+    finally:
+        if bar is not None:
+            bar.stop()
+
+
+def _begun_bar(total_bytes: int, what: str) -> Any:
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+        TransferSpeedColumn,
+    )
+
+    bar = Progress(
+        TextColumn(what),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+        console=Console(stderr=True),
+    )
+    bar.add_task(what, total=total_bytes)
+    bar.start()
+    return bar
 
 
 def is_terminal(stream: Any) -> bool:
@@ -569,54 +612,6 @@ def is_terminal(stream: Any) -> bool:
     with suppress(AttributeError, ValueError, OSError):
         return bool(stream.isatty())
     return False
-
-
-class _Bar:
-    def __init__(self, wanted: bool | None, total_bytes: int, what: str) -> None:
-        self._what = what
-        self._delay_seconds = _BAR_DELAY_SECONDS if wanted is None else 0.0
-        self._total, self._done = total_bytes, 0
-        self._started = time.monotonic()
-        self._shown: Any = None
-        if wanted:
-            self.advance(0)
-
-    def advance(self, nbytes: int) -> None:
-        self._done += nbytes
-        if self._shown is None and time.monotonic() - self._started >= self._delay_seconds:
-            self._shown = self._show()
-        if self._shown is not None:
-            self._shown.update(self._shown.task_ids[0], completed=self._done)
-
-    def _show(self) -> Any:
-        from rich.console import Console
-        from rich.progress import (
-            BarColumn,
-            DownloadColumn,
-            Progress,
-            TextColumn,
-            TimeRemainingColumn,
-            TransferSpeedColumn,
-        )
-
-        bar = Progress(
-            TextColumn(self._what),
-            BarColumn(),
-            DownloadColumn(),
-            TransferSpeedColumn(),
-            TimeRemainingColumn(),
-            console=Console(stderr=True),
-        )
-        bar.add_task(self._what, total=self._total)
-        bar.start()
-        return bar
-
-    def __enter__(self) -> Callable[[int], None]:
-        return self.advance
-
-    def __exit__(self, *_: object) -> None:
-        if self._shown is not None:
-            self._shown.stop()
 
 
 def reference_count(value: object) -> int:
