@@ -25,3 +25,10 @@ def test_columns_are_aligned_and_have_no_trailing_blanks() -> None:
 
 def test_columns_of_nothing() -> None:
     assert columns([]) == ""
+
+
+def test_a_very_long_cell_widens_no_other_row() -> None:
+    lines = columns([["n" * 100_000, "1"], ["name", "2"]]).splitlines()
+    assert lines[0] == "n" * 100_000 + "  1"
+    assert lines[1].split() == ["name", "2"]
+    assert len(lines[1]) < 400

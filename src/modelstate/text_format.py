@@ -115,6 +115,10 @@ def folded(names: Iterable[str]) -> list[str]:
     return list(dict.fromkeys(without_numbers(name).replace("#", "*") for name in names))
 
 
+_WIDEST = 300
+"""No column is wider: a hostile file may have a name of megabytes, which would add as many blanks to each row."""
+
+
 def columns(
     rows: Iterable[Sequence[str]],
     *,
@@ -146,7 +150,7 @@ def columns(
     for row in cells:
         widths += [0] * (len(row) - len(widths))
         for i, cell in enumerate(row):
-            widths[i] = max(widths[i], cell_len(cell))
+            widths[i] = max(widths[i], min(cell_len(cell), _WIDEST))
     left_out: list[int] = []
     for i in sorted(optional, key=lambda i: any(row[i : i + 1] not in ([], [""]) for row in cells[1:])):
         if width is None or sum(widths) + 2 * (len(widths) - len(left_out) - 1) <= width:
