@@ -125,7 +125,12 @@ class Walk:
         self._path: list[Step] = []
         self._nodes = 0
 
-    def enter(self, step: Step) -> None:
+    def value(self, value: Any) -> Any:
+        """Converts a value, or a tree, at the current place. Raises `CodecError`."""
+        raise NotImplementedError
+
+    def child(self, value: Any, step: Step) -> Any:
+        """Converts a value, or a tree, that is one step from the current place."""
         self._path.append(step)
         self._nodes += 1
         deep = len(self._path) > MAX_DEPTH
@@ -135,9 +140,9 @@ class Walk:
                 expected=f"at most {MAX_DEPTH} levels and {MAX_NODES:,} values",
                 remedy="save it flatter, or as one tensor or array",
             )
-
-    def leave(self) -> None:
-        self._path.pop()
+        result = self.value(value)
+        self._path.pop()  # not after an error, whose text has the place
+        return result
 
     def check_key(self, key: object, own_hashes: int) -> None:
         """Raises for a key that must not be hashed and compared, given the count from before the key."""
@@ -168,12 +173,6 @@ class Encoder(Walk):
         """The class of tensors; None before torch is imported, when there are none."""
         self._snapshots: dict[int, tuple[torch.Tensor, Tree]] = {}
         self._states: dict[int, tuple[object, torch.Tensor]] = {}
-
-    def child(self, value: object, step: Step) -> Tree:
-        self.enter(step)
-        tree = self.value(value)
-        self.leave()
-        return tree
 
     def children(self, values: Iterable[object]) -> list[Tree]:
         trees = []
@@ -288,12 +287,6 @@ class Decoder(Walk):
         self._copies: dict[tuple[int, bool, bool], tuple[torch.Tensor, torch.Tensor]] = {}
         self._objects: dict[int, tuple[torch.Tensor, object, object]] = {}
         self._drawn: dict[int, int] = {}
-
-    def child(self, tree: Tree, step: Step) -> Any:
-        self.enter(step)
-        value = self.value(tree)
-        self.leave()
-        return value
 
     def children(self, trees: Tree) -> list[Any]:
         values = []
