@@ -127,7 +127,7 @@ def nothing_left_behind() -> Iterator[None]:
     before = len(os.listdir("/proc/self/fd"))
     yield
     assert len(os.listdir("/proc/self/fd")) == before
-    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("modelstate-read")]
+    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("modelstate-work")]
 
 
 def read(sources: list[ByteRange], *, batch_bytes: int = 8, gap_bytes: int = 2, **options: Any) -> bytes:

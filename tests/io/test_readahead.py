@@ -1,7 +1,6 @@
 """Files that are not in the page cache are asked for before they are needed."""
 
 import os
-import threading
 import time
 from collections.abc import Callable
 from itertools import pairwise
@@ -48,12 +47,6 @@ def cold(tmp_path: Path) -> Path:
     return path
 
 
-def settled() -> None:
-    for thread in threading.enumerate():
-        if thread.name == "modelstate-readahead":
-            thread.join(60)
-
-
 def model() -> nn.Module:
     with ms.skeleton():
         return nn.Sequential(*[nn.Linear(2048, 1024, bias=False) for _ in range(8)])
@@ -95,7 +88,6 @@ def test_what_is_read_is_read_past_the_page_cache(
     report = ms.load(module, cold, **options)
     report = report.result() if options.get("background") else report
     assert "67.1 MB of it are read past it" in " ".join(report.notes)
-    settled()
     assert (share(cold) or 0) < 0.1
     assert [layer.weight.unique().tolist() for layer in module] == [[i] for i in range(8)]
     assert 4 * BUFFER_BYTES <= report.peak_memory_bytes <= 67_108_864 + 16 * (BUFFER_BYTES + (1 << 20))
@@ -126,7 +118,6 @@ def test_what_is_read_is_read_ahead(cold: Path) -> None:
     module = model()
     report = ms.load(module, cold, map=False)
     assert "67.1 MB of it are read ahead" in " ".join(report.notes)
-    settled()
     deadline = time.monotonic() + 60
     while (share(cold) or 0) < 0.99 and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -193,7 +184,6 @@ def test_waiting_for_a_map_that_cannot_be_read_changes_nothing(cold: Path) -> No
 def test_the_kernel_reads_what_it_was_asked_for(cold: Path) -> None:
     nbytes = cold.stat().st_size
     assert read_ahead([ByteRange(str(cold), 0, nbytes)], {}) == nbytes
-    settled()
     deadline = time.monotonic() + 60
     while (share(cold) or 0) < 0.99 and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -244,7 +234,6 @@ def test_a_kernel_that_cannot_tell(cold: Path, monkeypatch: pytest.MonkeyPatch) 
 def test_never_more_than_half_of_the_memory(cold: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(linux, "available_bytes", lambda: 40 << 20)
     assert read_ahead([ByteRange(str(cold), 0, cold.stat().st_size)], {}) == 20 << 20
-    settled()
 
 
 def test_a_file_that_is_gone_is_not_our_error(tmp_path: Path) -> None:

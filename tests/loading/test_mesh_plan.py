@@ -84,10 +84,14 @@ def test_the_table_has_a_row_for_ranks_that_do_the_same(tmp_path: Path) -> None:
     [
         ((), None, "shape of a mesh"),
         ((2, 0), None, "shape of a mesh"),
+        (4, None, "shape of a mesh"),
+        (None, {"rows": "colwise"}, "shape of a mesh"),
         ((2, 2, 2), None, "shape of a mesh"),
         ((2, 2, 2, 2), {"rows": "colwise"}, "shape of a mesh"),
         ((2,), {"rows": "columnwise"}, "style that is unknown"),
         ((2,), {"raws": "colwise"}, "match no module"),
+        ((2,), "colwise", "not a mapping from patterns"),
+        ((2,), {3: "colwise"}, "not a mapping from patterns"),
         ((2,), {"norm": "colwise"}, "no colwise parallelism for this module"),
     ],
 )
@@ -99,6 +103,13 @@ def test_wrong_arguments(mesh: Any, parallel: Any, what: str, tmp_path: Path) ->
 def test_a_plan_with_problems(tmp_path: Path) -> None:
     with pytest.raises(OptionError, match="2 problems"):
         planned(tmp_path, (2,), source={"rows.weight": torch.ones(16, 4096)}, allow_missing=["[!n]*"])
+
+
+def test_a_source_instead_of_a_plan() -> None:
+    net = Net()
+    with pytest.raises(OptionError, match="not a plan of a load") as raised:
+        plan_for_mesh(net.state_dict(), net, (2,))  # type: ignore[arg-type]
+    assert "modelstate.plan" in raised.value.expected
 
 
 def test_a_parameter_without_dimensions(tmp_path: Path) -> None:
@@ -115,7 +126,7 @@ def test_the_file_of_tensor_parallelism(tmp_path: Path) -> None:
     path.write_text("[layers]\nq = 1\n")
     with pytest.raises(OptionError, match="no styles"):
         read_parallel(path)
-    for text in (b"layers\n", b"\xff\xfe"):
+    for text in (b"layers\n", b"\xff\xfe", b"a = " + b"[" * 20_000):
         path.write_bytes(text)
         with pytest.raises(OptionError, match="is not TOML"):
             read_parallel(path)

@@ -152,6 +152,8 @@ def plan_for_mesh(
         >>> plan = modelstate.plan(model, "model.safetensors")
         >>> print(modelstate.loading.plan_for_mesh(plan, model, (4, 2), {"layers.*.q": "colwise"}))
     """
+    if not isinstance(plan, LoadPlan):
+        raise OptionError("not a plan of a load", expected="modelstate.plan(model, source)", found=type(plan).__name__)
     if not plan.ok:
         raise OptionError(
             "a plan with problems cannot be divided over a mesh",
@@ -159,8 +161,12 @@ def plan_for_mesh(
             found=count(len(plan.problems), "problem"),
             remedy="print the plan, and solve its problems",
         )
-    fsdp_dims, most = (len(mesh), 2) if parallel is None else (len(mesh) - 1, 3)
-    if not 1 <= len(mesh) <= most or not all(type(ranks) is int and ranks >= 1 for ranks in mesh):
+    most = 2 if parallel is None else 3
+    if (
+        not isinstance(mesh, Sequence)
+        or not 1 <= len(mesh) <= most
+        or not all(type(ranks) is int and ranks >= 1 for ranks in mesh)
+    ):
         raise OptionError(
             "mesh= is not the shape of a mesh",
             expected=f"1 to {most} positive integers {'for FSDP' if parallel is None else 'for tensor parallelism'}",
@@ -168,6 +174,7 @@ def plan_for_mesh(
         )
     if math.prod(mesh) > _MOST_RANKS:
         raise OptionError("mesh= has too many ranks", expected=f"at most {_MOST_RANKS:,}", found=f"{math.prod(mesh):,}")
+    fsdp_dims = len(mesh) if parallel is None else len(mesh) - 1
     styles = {} if parallel is None else _styles(model, parallel)
     alike: dict[object, list[Step]] = {}  # a large model has hundreds of tensors, and few different ones
     for step in (own for planned in plan.steps for own in _untied(planned, styles)):
@@ -234,6 +241,12 @@ def _untied(step: Step, styles: Mapping[str, str]) -> Iterator[Step]:
 
 def _styles(model: nn.Module, parallel: Mapping[str, str]) -> dict[str, str]:
     """Returns the class and the style of each module that a pattern matches, by its path: "Linear colwise"."""
+    if not isinstance(parallel, Mapping) or not all(isinstance(pattern, str) for pattern in parallel):
+        raise OptionError(
+            "parallel= is not a mapping from patterns of paths to styles",
+            expected="such as {'layers.*.q': 'colwise'}",
+            found=repr(parallel),
+        )
     if unknown := [f"{pattern}: {style!r}" for pattern, style in parallel.items() if style not in _STYLES]:
         raise OptionError(
             "parallel= has a style that is unknown", expected=" or ".join(map(repr, _STYLES)), found=listed(unknown)
@@ -330,7 +343,7 @@ def read_parallel(path: str | os.PathLike[str]) -> dict[str, str]:
     expected = 'lines such as "model.layers.*.q_proj" = "colwise"'
     try:
         patterns = tomllib.loads(read_whole(os.fspath(path), _MOST_FILE_BYTES, "patterns").decode())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:  # the latter of brackets within brackets
         raise OptionError(
             "the file of tensor parallelism is not TOML", where=path, expected=expected, found=str(error)
         ) from error
