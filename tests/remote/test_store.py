@@ -147,6 +147,26 @@ def test_the_pin_of_a_save_that_failed_is_not_that_of_the_next_one(url: str, pro
         assert save(store, 4).pruned == ()
 
 
+def test_a_record_that_the_server_does_not_send_for_now_is_not_pruned(url: str, proxy: FaultProxy) -> None:
+    with ms.Store(url, keep=ms.Keep(last=1, best=1, metric="loss")) as store:
+        for step in (1, 2, 3):
+            save(store, step, metrics={"loss": float(step)})
+        assert store.steps() == (1, 3)
+
+    def refuse(request: HttpRequest) -> Fault | None:
+        is_record = request.method == "GET" and "/step-000000001." in request.target
+        return Fault.UNAVAILABLE if is_record else None
+
+    with ms.Store(url, keep=ms.Keep(last=1, best=1, metric="loss")) as store:
+        proxy.fault = refuse
+        assert save(store, 4, metrics={"loss": 4.0}).pruned == ()
+        with pytest.raises(TargetExistsError):
+            save(store, 1)
+        proxy.fault = None
+        assert store.steps() == (1, 3, 4)
+        assert restored(store, 1) == 1
+
+
 def test_a_damaged_name_of_the_store_is_found_by_verify(url: str, bucket: str, s3_client: Callable[[], Any]) -> None:
     store = ms.Store(url)
     save(store, 1)

@@ -11,6 +11,8 @@ from click.testing import CliRunner
 
 import modelstate as ms
 from modelstate.cli.main import app
+from modelstate.errors import ReadFailedError, TargetExistsError
+from modelstate.io import system
 from modelstate.store import store as store_module
 
 
@@ -114,6 +116,39 @@ def test_a_pin_that_cannot_be_read_keeps_its_checkpoint(
     store.save(4, {"value": 4})
     assert store.prune(1) == (1,)
     assert store.steps() == (3, 4)
+
+
+@pytest.mark.parametrize("call", ["open", "stat"])
+@pytest.mark.parametrize("error", [errno.EMFILE, errno.EIO, errno.ESTALE, errno.EACCES])
+def test_a_checkpoint_that_cannot_be_read_for_now_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: int, call: str
+) -> None:
+    store = ms.Store(tmp_path, keep=ms.Keep(last=1, best=1, metric="loss"))
+    for step in (1, 2, 3):
+        store.save(step, {"state": {"w": torch.full((9,), float(step))}}, metrics={"loss": float(step)})
+    assert store.steps() == (1, 3)
+    owner = system if call == "open" else os
+    real, name = getattr(owner, call), "checkpoint.json" if call == "open" else tensors_of(tmp_path, 1).name
+
+    def fails(path: object, *args: object, **named: object) -> object:
+        if str(path).endswith(f"step-000000001/{name}"):
+            raise OSError(error, os.strerror(error))
+        return real(path, *args, **named)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(owner, call, fails)
+        assert [(info.step, info.intact) for info in store.infos()] == [(1, False), (3, True)]
+        with pytest.raises(ReadFailedError, match="cannot be read"):
+            store.restore({"state": None}, 1)
+        assert store.save(4, {"state": {"w": torch.zeros(9)}}, metrics={"loss": 4.0}).pruned == ()
+        assert store.prune(1) == (3,)
+        with pytest.raises(TargetExistsError, match="leaves this checkpoint as it is"):
+            store.save(1, {"state": {"w": torch.zeros(9)}})
+        store.save(1, {"state": {"w": torch.ones(9)}}, metrics={"loss": 0.0}, overwrite=True)
+        assert store.restore({"state": None}, 1)["state"]["w"].sum() == 9
+    assert (tmp_path / "step-000000001").is_dir()
+    assert store.verify() == {1: "", 4: ""}
+    assert ms.load(torch.nn.ParameterDict({"w": torch.zeros(9)}), tmp_path / "step-000000001")
 
 
 def test_a_run_that_went_back_is_restored_by_the_command_line_as_by_restore(tmp_path: Path) -> None:

@@ -41,7 +41,7 @@ from modelstate.remote.cache import Cache
 from modelstate.remote.location import is_remote
 from modelstate.store.bucket import Bucket
 from modelstate.store.medium import STORE_FILE, LocalMedium, Medium, Place
-from modelstate.store.record import ALL, FileRecord, Record, damaged, read_record, read_small
+from modelstate.store.record import ALL, FileRecord, Record, damaged, read_record, read_small, unreadable
 from modelstate.store.retention import CheckpointInfo, Keep, check_metric, kept
 
 if TYPE_CHECKING:
@@ -124,9 +124,17 @@ class StepEntry:
 
     @property
     def is_damaged(self) -> bool:
-        """Whether it is of this store and not what was saved. Foreign and newer ones are not damaged: they stay."""
+        """Whether it is of this store and not what was saved.
+
+        Foreign and newer ones, and those that cannot be read now, are not damaged: they stay.
+        """
         read = self.read()
-        return not read.is_foreign and isinstance(read.error, DamagedCheckpointError | ReadFailedError)
+        return not read.is_foreign and isinstance(read.error, DamagedCheckpointError)
+
+    @property
+    def is_unreadable(self) -> bool:
+        """Whether it may be whole, and cannot be read now."""
+        return isinstance(self.error, ReadFailedError)
 
     @property
     def is_gone(self) -> bool:
@@ -319,7 +327,11 @@ class StepIndex:
             )
             return _Read(record, foreign, is_foreign=True)
         files = {name: file for entry in record.entries.values() for name, file in entry.files.items()}
-        if problem := self.medium.problem_of(place, files):
+        try:
+            problem = self.medium.problem_of(place, files)
+        except OSError as error:
+            return _Read(record, unreadable(place.path, error))
+        if problem:
             return _Read(record, damaged(place.path, problem))
         key = self._key(place.path) if self._damage else None
         return _Read(record, self._damage.get(key) if key is not None else None)
@@ -528,7 +540,7 @@ class StepIndex:
         """Returns the steps that no rule keeps.
 
         The newest one that is kept is known to be whole; it is read where it has not been yet. Checkpoints of another
-        store, or of a newer version, are never among those to prune.
+        store or of a newer version, and those that cannot be read now, are never among those to prune.
         """
         if keep is None:
             return []
@@ -553,7 +565,7 @@ class StepIndex:
     def prune(self, keep: Keep | None) -> tuple[int, ...]:
         """Removes the steps that no rule keeps, and returns them. Raises `OSError`.
 
-        All revisions of such a step are removed, except those of another store or of a newer version.
+        All revisions of such a step are removed that are whole or damaged.
         """
         steps = self.steps_to_prune(keep)
         if steps:

@@ -24,6 +24,7 @@ from modelstate.formats.safetensors import Layout, Written, write
 from modelstate.formats.sharded import SUFFIX
 from modelstate.io import system
 from modelstate.io.atomic import atomic_file, make_directory, new_file, sync_directory, write_new_file
+from modelstate.io.files import NOT_FOUND
 from modelstate.io.lock import WriterLock
 from modelstate.store.record import RECORD_FILE, FileRecord
 
@@ -139,7 +140,10 @@ class Medium(Protocol):
         """Whether a checkpoint stays, whatever the rules of the store say."""
 
     def problem_of(self, place: Place, files: Mapping[str, FileRecord]) -> str:
-        """Returns which file is missing or has another size, as far as that is known without reading it."""
+        """Returns which file is missing or has another size, as far as that is known without reading it.
+
+        Raises `OSError` where that cannot be found out.
+        """
 
     def is_untouched(self, path: str, record: FileRecord, doubtful: Set[object]) -> bool:
         """Whether a file is as it was written, as far as that is known without reading it, and is not `doubtful`.
@@ -232,6 +236,8 @@ class LocalMedium:
             try:
                 status = os.stat(os.path.join(place.path, name))
             except OSError as error:
+                if error.errno not in NOT_FOUND:
+                    raise
                 return f"{name}: {error.strerror}"
             if not stat.S_ISREG(status.st_mode):
                 return f"{name} is not a regular file"

@@ -17,6 +17,7 @@ from modelstate.errors import (
     NewerManifestError,
     OpenError,
     ReadFailedError,
+    SourceAccessError,
     SourceNotFoundError,
     UnknownClassError,
     WriteFailedError,
@@ -199,12 +200,15 @@ class Record:
 def read_record(directory: str) -> Record:
     """Returns the record of the checkpoint in a directory.
 
-    Raises `DamagedCheckpointError` where it is not what was written, and `NewerManifestError`.
+    Raises `DamagedCheckpointError` where it is not what was written, `NewerManifestError`, and `ReadFailedError` where
+    it cannot be read, which may be for now only.
     """
     path = os.path.join(directory, RECORD_FILE)
     try:
         data = read_small(path, MAX_RECORD_BYTES, RECORD_FILE)
-    except (OpenError, ReadFailedError) as error:
+    except (SourceAccessError, ReadFailedError) as error:
+        raise unreadable(directory, short(error)) from error
+    except OpenError as error:
         raise damaged(directory, f"{RECORD_FILE} cannot be read: {error.what}, {error.found}".rstrip(" ,")) from error
     try:
         content = json.loads(data)
@@ -268,6 +272,16 @@ def damaged(where: str, found: str) -> DamagedCheckpointError:
     )
 
 
+def unreadable(where: str, found: object) -> ReadFailedError:
+    """Returns the error for a checkpoint that may be whole, and cannot be read now."""
+    return ReadFailedError(
+        "the checkpoint cannot be read",
+        where=where,
+        found=found,
+        remedy="look at the permissions, the disk or the network; or restore another step",
+    )
+
+
 def read_small(path: str, most_bytes: int, what: str) -> bytes:
     """Returns the content of a small file of a store. Raises `OpenError` and `ReadFailedError`."""
     if "://" not in path or not is_remote(path):
@@ -280,7 +294,7 @@ def read_small(path: str, most_bytes: int, what: str) -> bytes:
         raise SourceNotFoundError("there is no such object", where=path)
     if len(data) > most_bytes:
         found = f"{len(data):,} bytes"
-        raise ReadFailedError(f"{what} is too large", where=path, expected=f"{most_bytes:,} bytes", found=found)
+        raise OpenError(f"{what} is too large", where=path, expected=f"{most_bytes:,} bytes", found=found)
     return data
 
 

@@ -245,15 +245,19 @@ class NewStep:
         step = self._record.step
         self._revisions = [entry for entry in revisions if entry.place.step == step]
         existing = next((entry for entry in self._by_age if entry.place.step == step), None)
-        if existing is not None and not existing.is_damaged and not (overwrite and existing.is_whole):
-            raise TargetExistsError(
-                "there is a checkpoint of this step already",
-                where=existing.place.path,
-                found="" if existing.error is None else existing.error.what,
-                remedy="overwrite=True replaces it; Store.restore says from which step to go on"
-                if existing.is_whole
-                else "it is another store's, or a newer version's: take it away, or take another directory",
-            )
+        if existing is not None and not existing.is_damaged:
+            remedy = "it is another store's, or a newer version's: take it away, or take another directory"
+            if existing.is_whole:
+                remedy = "overwrite=True replaces it; Store.restore says from which step to go on"
+            elif existing.is_unreadable:
+                remedy = "overwrite=True saves the step again, and leaves this checkpoint as it is"
+            if not overwrite or not (existing.is_whole or existing.is_unreadable):
+                raise TargetExistsError(
+                    "there is a checkpoint of this step already",
+                    where=existing.place.path,
+                    found="" if existing.error is None else existing.error.what,
+                    remedy=remedy,
+                )
         serial = self._index.medium.serial(max((entry.serial or 0 for entry in self._by_age), default=0))
         self._record = replace(self._record, store=store, serial=serial)
 
