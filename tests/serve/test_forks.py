@@ -101,10 +101,29 @@ in_child(serves_and_swaps)
 """
 
 
+FOLLOWING = """
+import tempfile
+directory = tempfile.mkdtemp()
+store = ms.Store(directory)
+store.save(1, {"model": Scaled()})
+def canary(v):
+    inside.set()
+    return ended.wait(60)
+following = ms.follow(live, directory, canary=canary, poll_seconds=10_000)
+threads = []
+inside.wait(60)
+def polls():
+    ended.set()
+    assert not following.is_running
+    assert [event.action for event in following.poll()] == ["swapped"]
+in_child(polls)
+"""
+
+
 @pytest.mark.parametrize(
     "script",
-    [SERVING, PINNED, SWAPPING.replace("MODE", "'available'"), SWAPPING.replace("MODE", "'in_place'")],
-    ids=["serving", "pinned", "swapping", "swapping in place"],
+    [SERVING, PINNED, SWAPPING.replace("MODE", "'available'"), SWAPPING.replace("MODE", "'in_place'"), FOLLOWING],
+    ids=["serving", "pinned", "swapping", "swapping in place", "following"],
 )
 def test_the_child_of_a_fork(script: str) -> None:
     end = "\nended.set()\nfor one in threads:\n    one.join(60)\nassert live(x).shape == (2,)\n"

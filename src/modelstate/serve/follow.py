@@ -199,8 +199,7 @@ class Following:
         """The number of tries of each failed checkpoint, by path and time; none follows after `_MAX_TRIES`."""
         self._reported: set[tuple[str, int | None]] = set()
         """Errors, by class and step, that have been reported since the last successful poll."""
-        self._poll_lock = threading.RLock()
-        self._is_polling = False
+        self._pid, self._poll_lock, self._is_polling = os.getpid(), threading.RLock(), False
         self._task: BackgroundTask[None] | None = None
 
     def __repr__(self) -> str:
@@ -237,6 +236,8 @@ class Following:
             >>> [event.action for event in following.poll()]
             ['swapped']
         """
+        if self._pid != os.getpid():  # a forked child lacks the thread that may hold the lock
+            self._pid, self._poll_lock, self._is_polling = os.getpid(), threading.RLock(), False
         with self._poll_lock:
             if self._is_polling:
                 return ()  # a callback has called this
