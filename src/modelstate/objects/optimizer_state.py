@@ -724,7 +724,7 @@ def _unfit_for_param(value: object, param: torch.Tensor, optimizer: torch.optim.
         return ""  # a foreign optimizer may keep state of any shape
     fits = value.shape == param.shape
     if isinstance(optimizer, torch.optim.Adafactor):  # one value for each element, or for each row or column
-        fits = value.dim() == param.dim() and all(a in (1, b) for a, b in zip(value.shape, param.shape, strict=True))
+        fits = _is_reduced(value, param)
     return "" if fits else f"has the shape {list(value.shape)}, the parameter {list(param.shape)}"
 
 
@@ -734,11 +734,16 @@ def _unfit_for_shard(value: torch.Tensor, param: torch.Tensor) -> str:
         return "is a DTensor, and the parameter is not"
     if value.shape != param.shape:
         text = f"has the shape {list(value.shape)}, the parameter {list(param.shape)}"
-        if value.dim() == param.dim() and all(a in (1, b) for a, b in zip(value.shape, param.shape, strict=True)):
+        if _is_reduced(value, param):
             text += ": one value for each row or column, which is not split over the ranks of a DTensor"
         return text
     slot = sharded_slot("", param, value, None)
     return "" if isinstance(slot, ShardedSlot) else f"cannot be split over the ranks: {slot.title}"
+
+
+def _is_reduced(value: torch.Tensor, param: torch.Tensor) -> bool:
+    """Whether each size is that of the parameter, or 1 where a value stands for a whole row or column."""
+    return value.dim() == param.dim() and all(a in (1, b) for a, b in zip(value.shape, param.shape, strict=True))
 
 
 def _unlike(value: object, expected: object) -> str:
