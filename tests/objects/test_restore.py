@@ -168,6 +168,64 @@ def test_hooks_see_their_own_names_behind_their_prefix() -> None:
     assert torch.equal(source.new.weight, target.new.weight)
 
 
+class Whole(nn.Module):
+    """Code that is written for a model that is loaded alone, so that its names have no prefix."""
+
+    def __init__(self, by: str) -> None:
+        super().__init__()
+        self.new, self.norm = nn.Linear(2, 2), nn.BatchNorm1d(2)
+        self.seen: list[tuple[list[str], str, object]] = []
+        self.incompatible: list[tuple[list[str], list[str]]] = []
+        self._register_state_dict_hook(lambda module, state, prefix, metadata: self.saved(state))
+        if by == "hook":
+            self._register_load_state_dict_pre_hook(self.rename)
+        elif by == "override":
+            self._load_from_state_dict = self.load_by_override  # type: ignore[method-assign]
+        self.register_load_state_dict_post_hook(
+            lambda module, keys: self.incompatible.append(([*keys.missing_keys], [*keys.unexpected_keys]))
+        )
+
+    @staticmethod
+    def saved(state: Any) -> Any:
+        renamed = OrderedDict((name.replace("new.", "old."), value) for name, value in state.items())
+        renamed._metadata = state._metadata  # type: ignore[attr-defined]
+        return renamed
+
+    def rename(self, state: Any, prefix: str, *_: Any) -> None:
+        self.seen.append((sorted(state), prefix, getattr(state, "_metadata", {}).get("norm")))
+        for name in ("weight", "bias"):
+            state[f"new.{name}"] = state.pop(f"old.{name}")
+
+    def load_by_override(self, state: Any, prefix: str, *rest: Any) -> None:
+        self.rename(state, prefix)
+        nn.Module._load_from_state_dict(self, state, prefix, *rest)
+
+
+@pytest.mark.parametrize("by", ["hook", "override"])
+@pytest.mark.parametrize("path", ["model", "models.student"])
+def test_code_for_a_model_that_is_loaded_alone(tmp_path: Path, by: str, path: str) -> None:
+    def objects_of(model: nn.Module) -> dict[str, Any]:
+        other = nn.Linear(2, 2)
+        return {"model": model, "other": other} if path == "model" else {"models": {"student": model, "other": other}}
+
+    source, alone, target = Whole(by), Whole(by), Whole(by)
+    alone.load_state_dict(source.state_dict())
+    with ms.Store(tmp_path) as store:
+        store.save(1, objects_of(source))
+        store.restore(objects_of(target))
+    assert torch.equal(target.new.weight, source.new.weight)
+    assert target.seen == alone.seen
+    assert target.incompatible == alone.incompatible
+    del source.norm
+    with ms.Store(tmp_path) as store:
+        store.save(2, objects_of(source))
+        with pytest.raises(errors.PlanError) as caught:
+            store.restore(objects_of(target))
+    assert {problem.name for problem in caught.value.problems} == {
+        f"{path}.norm.{name}" for name in ("weight", "bias", "running_mean", "running_var")
+    }
+
+
 def test_plain_values_are_what_holds_no_objects() -> None:
     objects = {"config": {"a.b": 1, 3: [4]}, "list": [1], "tensor": torch.ones(2), "class": nn.Linear, "none": None}
     assert {part.kind for part in capture(targets_of(objects)).values()} == {"value"}

@@ -21,6 +21,7 @@ from modelstate.formats.tree import same_value
 from modelstate.objects.loaders import load_state, own_generator, state_of
 from modelstate.objects.optimizer_state import optimizer_state
 from modelstate.objects.parts import Kind, Part
+from modelstate.planning.recorder import IS_CONTAINER
 from modelstate.text_format import listed
 from modelstate.torch_compat.modules import modules_of as modules_within
 from modelstate.torch_compat.modules import own_modules, tensors_of, unwrapped
@@ -253,7 +254,8 @@ def holds_stateful(value: object, depth: int = 0) -> bool:
 class ModuleContainer(nn.Module):
     """Modules under dotted paths of any spelling, so that several modules are loaded as one.
 
-    Unlike `nn.ModuleDict`, a key may be the name of a method, such as "forward".
+    Unlike `nn.ModuleDict`, a key may be the name of a method, such as "forward". Loading code of the modules, such as
+    hooks, sees the names that a load of the module alone has.
     """
 
     def __init__(self, modules: Mapping[str, nn.Module]) -> None:
@@ -266,6 +268,9 @@ class ModuleContainer(nn.Module):
                 container = own_modules(container).setdefault(name, ModuleContainer({}))
             assert container is not None
             own_modules(container)[key] = module
+
+
+setattr(ModuleContainer, IS_CONTAINER, True)
 
 
 def combined_checkpoint(checkpoints: Mapping[str, Checkpoint]) -> Checkpoint:

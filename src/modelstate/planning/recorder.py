@@ -13,7 +13,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from copy import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -135,9 +135,49 @@ def _visit(
             if len(state_dict) != count or name not in parts:
                 parts, _ = _by_child(state_dict, prefix, own_modules(module))
                 count = len(state_dict)
-            _visit(recording, child, parts[name], f"{prefix}{name}.", versions, assign)
+            visit = _visit_alone if is_container(module) and not is_container(child) else _visit
+            visit(recording, child, parts[name], f"{prefix}{name}.", versions, assign)
     if hooks := load_post_hooks(module):
         _run_post_hooks(recording, module, hooks)
+
+
+def _visit_alone(
+    recording: _Recording,
+    root: nn.Module,
+    state_dict: Mapping[str, Any],
+    prefix: str,
+    versions: Mapping[str, dict[str, Any]] | None,
+    assign: bool,
+) -> None:
+    """Visits a module of a container as if it were loaded alone: its code sees its own state dict, without a prefix."""
+    cut = len(prefix)
+    own = OrderedDict((key[cut:], value) for key, value in state_dict.items())
+    if versions is not None:
+        versions = {path[cut:]: version for path, version in versions.items() if f"{path}.".startswith(prefix)}
+        set_version_metadata(own, versions)
+    alone = replace(recording, sink=_PrefixingSink(recording.sink, prefix), outcome=IncompatibleKeys())
+    with _recording.replaced(alone) if _recording.value is recording else nullcontext():
+        _visit(alone, root, own, "", versions, assign)
+    recording.outcome.missing += [prefix + key for key in alone.outcome.missing]
+    recording.outcome.unexpected += [prefix + key for key in alone.outcome.unexpected]
+    recording.outcome.errors += alone.outcome.errors
+
+
+@dataclass(frozen=True, slots=True)
+class _PrefixingSink:
+    """Passes values on under the names that they have in a container."""
+
+    sink: LoadSink
+    prefix: str
+
+    def tensor(self, key: str, param: torch.Tensor, value: Any, owner: "Owner | None", errors: list[str]) -> None:
+        self.sink.tensor(self.prefix + key, param, value, owner, errors)
+
+    def extra_state(self, module: nn.Module, key: str, value: Any) -> None:
+        self.sink.extra_state(module, self.prefix + key, value)
+
+    def device_after(self, param: torch.Tensor) -> torch.device:
+        return self.sink.device_after(param)
 
 
 def _run_post_hooks(recording: _Recording, module: nn.Module, hooks: Iterable[Callable[..., Any]]) -> None:
@@ -238,6 +278,15 @@ class _Overriding:
         if overrides is None:
             overrides = self._classes[cls] = overrides_loading(module)
         return overrides
+
+
+IS_CONTAINER = "modelstate_is_container"
+"""An attribute that marks a class of modules that only hold modules which are loaded together, each as on its own."""
+
+
+def is_container(module: nn.Module) -> bool:
+    """Whether a module only holds others that are loaded together with it, each as on its own."""
+    return hasattr(type(module), IS_CONTAINER)
 
 
 KEEPS_NAMES = "modelstate_keeps_names"
