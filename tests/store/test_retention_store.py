@@ -4,6 +4,7 @@ import errno
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from modelstate.cli.main import app
 from modelstate.errors import ReadFailedError, TargetExistsError
 from modelstate.io import system
 from modelstate.store import store as store_module
+from modelstate.store.record import ObjectEntry
 
 
 def rot(path: Path) -> None:
@@ -88,6 +90,23 @@ def test_a_step_that_is_saved_again_is_not_taken_for_the_damaged_one(tmp_path: P
         store.save(5, {"state": {"w": torch.full((1000,), 5.0)}})
         assert store.verify(5) == {5: ""}
         assert store.restore({"state": {"w": torch.zeros(1000)}}).step == 5
+
+
+def test_a_step_that_is_removed_and_saved_again_while_it_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer, reader, real = saved(tmp_path, 5), ms.Store(tmp_path), ObjectEntry.verify
+
+    def verify(entry: ObjectEntry, *args: Any, **named: Any) -> object:
+        monkeypatch.undo()
+        writer.save(6, {"value": 6})
+        assert writer.prune(1) == (5,)
+        writer.save(5, {"state": {"w": torch.full((1000,), 7.0)}})
+        return real(entry, *args, **named)
+
+    monkeypatch.setattr(ObjectEntry, "verify", verify)
+    assert reader.restore({"state": None}, 5)["state"]["w"][0] == 7
+    assert reader.verify(5) == {5: ""}
 
 
 @pytest.mark.parametrize("error", [errno.EIO, errno.ESTALE, errno.EACCES])

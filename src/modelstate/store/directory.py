@@ -75,10 +75,11 @@ class _Read(NamedTuple):
 class StepEntry:
     """A checkpoint, as it was when the store was listed. Its record is read when it is needed."""
 
-    __slots__ = ("_medium", "_read", "_result", "place")
+    __slots__ = ("_identity", "_medium", "_read", "_result", "place")
 
     def __init__(self, place: Place, medium: Medium, read: Callable[[Place], _Read]) -> None:
         self.place, self._medium, self._read = place, medium, read
+        self._identity = medium.identity(place.path)  # before the record is read
         self._result = None if medium.is_lazy else read(place)
 
     def read(self) -> _Read:
@@ -139,7 +140,7 @@ class StepEntry:
     @property
     def is_gone(self) -> bool:
         """Whether it was removed or replaced since the directory was listed."""
-        return self._medium.is_gone(self.place.path)
+        return self._medium.is_gone(self.place.path) or self._medium.identity(self.place.path) != self._identity
 
     @property
     def is_pinned(self) -> bool:

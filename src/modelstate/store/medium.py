@@ -131,7 +131,7 @@ class Medium(Protocol):
         """Returns what changes where a checkpoint is replaced; None where there is no record at the path."""
 
     def is_gone(self, path: str) -> bool:
-        """Whether a checkpoint was removed or replaced since it was listed at this path."""
+        """Whether there is no checkpoint at a path where one was listed."""
 
     def is_of(self, source: str, path: str) -> bool:
         """Whether an object that was opened is of the checkpoint at this path."""
