@@ -52,6 +52,14 @@ def test_paths_are_as_the_caller_wrote_them(tmp_path: Path, monkeypatch: pytest.
     assert as_given(f"{tmp_path}/a.pt") == f"{tmp_path}/a.pt"
 
 
+@pytest.mark.parametrize("given", ["a.pt", ".", "./", ".."])
+def test_the_root_is_no_part_of_other_paths(given: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir("/")
+    local_path(given)
+    text = "/a.pt, /x/b.pt and https://host//y/c.pt"
+    assert as_given(text) == text
+
+
 def test_a_directory_alone_is_as_the_caller_wrote_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "sub").mkdir()
     text = f"{tmp_path}: {tmp_path}/sub/a.pt, {tmp_path}b and /x{tmp_path}"

@@ -40,6 +40,8 @@ def note_given(path: str, given: str) -> None:
     """Notes how the caller wrote an absolute path, for `as_given`."""
     is_directory = os.path.basename(given) in ("", ".", "..")
     directory = path.rstrip(os.sep) if is_directory else os.path.dirname(path) + os.sep
+    if not directory.strip(os.sep):  # the root, whose path is a part of every path and URL
+        return
     given_directories.pop(directory, None)
     if not os.path.isabs(given):
         given_directories[directory] = given if is_directory else given[: len(given) - len(os.path.basename(given))]

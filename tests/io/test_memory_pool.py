@@ -83,6 +83,13 @@ def test_no_more_is_kept_than_was_asked_for() -> None:
     assert pool.kept_bytes == 0
 
 
+def test_nothing_is_kept_where_nothing_can_be_lent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "_COUNTS_REFERENCES", False)
+    pool = MemoryPool()
+    staged(pool)
+    assert pool.kept_bytes == 0
+
+
 def test_another_size_gets_new_memory() -> None:
     pool = MemoryPool()
     address = staged(pool)[0].data_ptr()

@@ -1,5 +1,8 @@
-"""Loads that read all values first use the memory that earlier ones have left."""
+"""Loads that read all values first use the memory that earlier ones have left; and what a lack of memory looks like."""
 
+import errno
+import mmap
+import os
 import resource
 from pathlib import Path
 from typing import Any
@@ -111,3 +114,49 @@ def test_memory_of_a_load_in_the_background_is_not_kept(files: list[Path]) -> No
     ms.load(model, files[0], background=True).result()
     assert all(bool((parameter == 0).all()) for parameter in model.parameters())
     assert memory._spare.kept_bytes == 0
+
+
+class Mixed(torch.nn.Module):
+    """Slots that a load fills in different ways: by a cast, by a rule that computes in blocks, by torch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name, dtype in {"cast": torch.float64, "joined": torch.float32, "turned": torch.float32}.items():
+            setattr(self, name, torch.nn.Parameter(torch.zeros(600, 600, dtype=dtype), requires_grad=False))
+
+
+@pytest.mark.parametrize("in_place", [None, False, True])
+def test_memory_that_the_system_lacks_is_named_wherever_it_is(
+    in_place: bool | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each mapping in turn cannot be had."""
+    ones = {"cast": torch.ones(600, 600), "turned": torch.ones(600, 600)}
+    ms.save(ones | {"first": torch.ones(300, 600), "second": torch.ones(300, 600)}, tmp_path / "x.safetensors")
+    rules = [ms.rules.Concat(["first", "second"], "joined"), ms.rules.Transpose("turned", 0, 1)]
+    real = mmap.mmap
+    for number in range(1, 20):
+        monkeypatch.setattr(memory, "_spare", memory.MemoryPool())
+        left, model = number, Mixed()
+
+        class Lacking(real):  # type: ignore[misc,valid-type]
+            def __new__(cls, descriptor: int, *arguments: object, **options: object) -> mmap.mmap:
+                nonlocal left
+                left -= descriptor == -1
+                if descriptor == -1 and not left:
+                    raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+                return real(descriptor, *arguments, **options)  # type: ignore[arg-type]
+
+        failed: ms.errors.MemoryBudgetError | None = None
+        with monkeypatch.context() as patched:
+            patched.setattr(mmap, "mmap", Lacking)
+            try:
+                ms.load(model, tmp_path / "x.safetensors", rules=rules, in_place=in_place)
+            except ms.errors.MemoryBudgetError as error:
+                failed = error
+        if failed is None:
+            break
+        is_unchanged = not any(param.any() for param in model.parameters())
+        assert is_unchanged or "partly overwritten" in str(failed)
+        assert "Cannot allocate memory" in failed.found
+    assert all(param.eq(1).all() for param in model.parameters())
+    assert number > 3

@@ -17,7 +17,6 @@ stopped for longer than the break time. Both are errors (`ReadFailedError`), and
 """
 
 import errno
-import mmap
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,6 +25,7 @@ from contextlib import contextmanager
 from modelstate.errors import ReadFailedError
 from modelstate.io import lease, linux, system
 from modelstate.io.files import FileFingerprint, check_unchanged, open_unchanged
+from modelstate.io.memory import new_mapping
 from modelstate.io.prefetch import CacheLook, bring_into_cache
 from modelstate.spec import ByteRange
 
@@ -55,8 +55,7 @@ class _Scratch:
     """A buffer that all files of one load share: hardly any read needs it, so its pages are made when one does."""
 
     def __init__(self) -> None:
-        memory = mmap.mmap(-1, _SCRATCH_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        self._memory, self._lock = memoryview(memory), threading.Lock()
+        self._memory, self._lock = memoryview(new_mapping(_SCRATCH_BYTES)), threading.Lock()
 
     def read(self, descriptor: int, buffers: Sequence[memoryview], offset: int) -> int:
         """As `os.preadv`, but the buffers are written to only when the read has succeeded."""
@@ -201,6 +200,7 @@ def held_files(
 
     Raises:
         ReadFailedError: A range cannot be read, or a file has changed.
+        MemoryBudgetError: The system has no memory for a buffer of 1 MiB.
     """
     held = HeldFiles()
     try:

@@ -106,14 +106,15 @@ def empty_cpu(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
 
     `malloc` keeps memory that is freed between other allocations, so a loop over large tensors could end up with all of
     them in the memory of the process.
+
+    Raises `MemoryBudgetError` where the system has no memory.
     """
     import torch
 
     nbytes = math.prod(shape) * dtype.itemsize
     if nbytes < _LARGE_BYTES:
         return torch.zeros(tuple(shape), dtype=dtype, device="cpu")
-    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    storage = torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
+    storage = torch.frombuffer(new_mapping(nbytes), dtype=torch.uint8).untyped_storage()
     return torch.empty(0, dtype=dtype, device="cpu").set_(storage, 0, tuple(shape), contiguous_stride(shape))
 
 
@@ -145,7 +146,8 @@ class MemoryPool:
 
     def keep(self, mappings: Iterable[mmap.mmap], most_bytes: int) -> None:
         """Keeps mappings for later tensors, and releases the oldest ones beyond `most_bytes` in all."""
-        self._kept.extend(mappings)
+        if _COUNTS_REFERENCES:  # else nothing is ever lent
+            self._kept.extend(mappings)
         while self.kept_bytes > most_bytes:
             with suppress(IndexError):  # another thread has taken the last one
                 self._kept.popleft()
@@ -213,15 +215,7 @@ def fresh_tensors(like: Sequence[Layout]) -> list[torch.Tensor]:
             continue
         if arena is None or nbytes > left:
             free, left = 0, _arena_bytes(sizes, index)
-            try:
-                arena = _mapping(left)
-            except OSError as error:
-                raise MemoryBudgetError(
-                    "the system has no memory for the tensors; nothing has been changed",
-                    expected=f"{left} bytes at once",
-                    found=error,
-                    remedy="map=True on a skeleton and in_place=True elsewhere need the least",
-                ) from error
+            arena = _mapping(left)
         flat = torch.frombuffer(arena, dtype=dtype, count=count, offset=free)
         free, left = free + nbytes, left - nbytes
         # Reshaped in place, without another object.
@@ -281,7 +275,7 @@ def set_spare_bytes(nbytes: int) -> None:
 
 
 def _mapping(nbytes: int) -> mmap.mmap:
-    """Returns private memory, of the pool that lends to this thread where it has any. Raises `OSError`.
+    """Returns private memory, of the pool that lends to this thread where it has any. Raises `MemoryBudgetError`.
 
     In small pages: on a virtual machine whose host has not backed the memory yet, faults of huge pages were measured to
     take two to three times as long as those of small pages, which the kernel takes from memory that was used before.
@@ -290,10 +284,23 @@ def _mapping(nbytes: int) -> mmap.mmap:
     lender = None if of_block is None or nbytes < _LEAST_POOLED_BYTES else of_block()
     mapping = None if lender is None else lender.pool.take(nbytes)
     if mapping is None:
-        mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        mapping = new_mapping(nbytes)
     if lender is not None:
         lender.lent.append(mapping)
     return mapping
+
+
+def new_mapping(nbytes: int) -> mmap.mmap:
+    """Returns new private memory of zeros. Raises `MemoryBudgetError` where the system has none."""
+    try:
+        return mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise MemoryBudgetError(
+            "the system has no memory for the tensors; nothing has been changed",
+            expected=f"{nbytes} bytes at once",
+            found=error,
+            remedy="map=True on a skeleton and in_place=True elsewhere need the least",
+        ) from error
 
 
 def _arena_bytes(sizes: Sequence[int], start: int) -> int:

@@ -23,7 +23,7 @@ from modelstate.checkpoint.open import (
 )
 from modelstate.checkpoint.open import open as open_checkpoint
 from modelstate.distributed.agreement import NOTHING_CHANGED, TIMEOUT_SECONDS, Agreement, agreement_of
-from modelstate.errors import ModelStateError, OptionError, PlacementError, ReadFailedError
+from modelstate.errors import MemoryBudgetError, ModelStateError, OptionError, PlacementError, ReadFailedError
 from modelstate.io.held import HeldFiles, held_files, why_not_held
 from modelstate.io.memory import fresh_tensors
 from modelstate.io.prefetch import LEAST_BYTES, look_ahead
@@ -640,6 +640,13 @@ def _read_in_place(staging: Staging, planned: Iterable[Planned], advance: Callab
             where=error.where,
             found=error,
             remedy="load again, or load without in_place=True, which keeps the old values until all is read",
+        ) from error
+    except MemoryBudgetError as error:
+        raise MemoryBudgetError(
+            "memory was lacking while the model was read in place: its values may be partly overwritten",
+            expected=error.expected,
+            found=error.found,
+            remedy="free some memory, and load again",
         ) from error
 
 

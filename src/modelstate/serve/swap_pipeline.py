@@ -15,7 +15,15 @@ import torch
 from torch import nn
 
 from modelstate.checkpoint.open import open_source
-from modelstate.errors import LiveTargetError, OptionError, PlanError, QuarantinedError, ReadFailedError, WeightsError
+from modelstate.errors import (
+    LiveTargetError,
+    MemoryBudgetError,
+    OptionError,
+    PlanError,
+    QuarantinedError,
+    ReadFailedError,
+    WeightsError,
+)
 from modelstate.loading.load import Source, load_then, prepare
 from modelstate.planning.assignment import Assignment
 from modelstate.planning.matching import select_part, wrapper_rule
@@ -231,9 +239,9 @@ class SwapSource:
         """
         try:
             return self._load(serving.weights_module, lambda: before, in_place=True)
-        except ReadFailedError as error:
+        except (ReadFailedError, MemoryBudgetError) as error:
             # The outer error says that values are partly overwritten. The undo makes that untrue.
-            raise (error.__cause__ if isinstance(error.__cause__, ReadFailedError) else error) from None
+            raise (error.__cause__ if isinstance(error.__cause__, type(error)) else error) from None
 
     def _load(
         self,
