@@ -225,10 +225,8 @@ class LocalMedium:
     def is_pinned(self, place: Place) -> bool:
         try:
             os.lstat(os.path.join(place.path, PIN_FILE))
-        except (FileNotFoundError, NotADirectoryError):
-            return False
-        except OSError:
-            pass  # it may be pinned: it is not removed
+        except OSError as error:
+            return error.errno not in NOT_FOUND  # with another error it may be pinned: it is not removed
         return True
 
     def problem_of(self, place: Place, files: Mapping[str, FileRecord]) -> str:
