@@ -165,8 +165,9 @@ def test_a_process_has_one_writer(directory: Path) -> None:
     first, second = WriterLock(directory), WriterLock(directory / ".." / directory.name)
     first.acquire()
     for lock_again in (first, second):
-        with pytest.raises(LockedError, match=rf"this process \({os.getpid()}\), since "):
+        with pytest.raises(LockedError, match=rf"this process \({os.getpid()}\), since ") as caught:
             lock_again.acquire()
+        assert "close the other Store of this process" in caught.value.remedy
     assert not second.held
     second.release()
     assert another_process(directory).startswith("LockedError")

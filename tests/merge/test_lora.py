@@ -305,6 +305,12 @@ def test_an_adapter_whose_base_was_changed_for_it(tmp_path: Path) -> None:
         ms.open([BASE, adapter(tmp_path / "b", config=config)], combine=ms.merge.LoRA())
 
 
+@pytest.mark.parametrize("adapter", ["adapter", Path("adapter")])
+def test_an_adapter_in_the_place_of_alpha(adapter: Any) -> None:
+    with pytest.raises(OptionError, match=r"ms\.open\(\[base, adapter\], combine=ms\.merge\.LoRA\(\)\)"):
+        ms.merge.LoRA(adapter)
+
+
 def test_the_wrong_base_is_told_soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """To look for a name that is nearly the same takes milliseconds for each of thousands."""
     searches = list[str]()

@@ -160,12 +160,15 @@ class WriterLock:
         raise self._no_access(OSError(errno.ESTALE, os.strerror(errno.ESTALE)))
 
     def _locked(self, found: str) -> LockedError:
+        other = "close the other Store of this process (close(), or `with`)"
+        if not found.startswith(_THIS_PROCESS):
+            other = "end the other writer"
         return LockedError(
             "another writer uses this directory",
             where=self.directory,
             expected="one writer at a time",
             found=found,
-            remedy="end the other writer, or take another directory; a writer that has ended keeps no lock",
+            remedy=f"{other}, or take another directory; a writer that has ended keeps no lock",
         )
 
     def _no_locks(self, error: OSError) -> WriteFailedError:
@@ -233,6 +236,9 @@ def _release(file: int, directory: int, pid: int) -> None:
         os.close(descriptor)
 
 
+_THIS_PROCESS = "this process"
+
+
 def _holder(descriptor: int) -> str:
     """Describes the holder of the lock, as it has written itself into the file."""
     try:
@@ -245,5 +251,5 @@ def _holder(descriptor: int) -> str:
     except (TypeError, ValueError, OverflowError, OSError):
         when = "since a time that cannot be read"
     is_own = pid == os.getpid() and host == socket.gethostname()
-    process = f"this process ({pid})" if is_own else f"process {pid} on {host}"
+    process = f"{_THIS_PROCESS} ({pid})" if is_own else f"process {pid} on {host}"
     return printable(f"{process}, {when}")[:300]

@@ -75,7 +75,12 @@ class LoRA(Combination):
     def __post_init__(self) -> None:
         alpha, rank, flips = self.alpha, self.rank, self.fan_in_fan_out
         if alpha is not None and not is_finite_number(alpha):
-            raise OptionError("alpha= is not a finite number", found=repr(alpha)[:80])
+            is_path = isinstance(alpha, str | os.PathLike)
+            raise OptionError(
+                "alpha= is not a finite number",
+                found=repr(alpha)[:80],
+                remedy="adapters are sources: ms.open([base, adapter], combine=ms.merge.LoRA())" if is_path else "",
+            )
         if rank is not None and (isinstance(rank, bool) or not isinstance(rank, int) or rank < 1):
             raise OptionError("rank= is not a positive integer", found=repr(rank)[:80])
         if not isinstance(self.rslora, bool | None):
