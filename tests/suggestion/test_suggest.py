@@ -77,9 +77,17 @@ def test_values_are_not_decoded(tmp_path: Path) -> None:
     assert suggestion.unused == ("module._extra_state",)
 
 
-def test_numbers_of_any_length() -> None:
-    found = ms.suggest(tree({"w1": (3, 5)}), values({"w" + "1" * 5000: (3, 5)}))
-    assert (found.unused, found.explained) == ((), 1)
+def test_names_of_any_length() -> None:
+    """Names of 8,000 parts take no longer than others."""
+    state = {"a." * 8000 + "w": (3, 5), "q.fc.weight": (4, 2), "1." * 8000 + "w": (3,), "1" * 5000: (4,)}
+    model = tree({"fc.weight": (4, 2)})
+    model.register_buffer("own", torch.zeros(6))
+    suggestion = ms.suggest(model, values(state | {"own": (6,)}))
+    assert list(suggestion) == [ms.rules.Prefix(strip="q.")]
+    assert (suggestion.missing, len(suggestion.unused), suggestion.explained) == ((), 3, 2)
+    renamed = {f"{name}x": shape for name, shape in state.items()}
+    between = ms.diff(values(state | {"own": (6,)}), values(renamed | {"own": (6,)}), values=False)
+    assert {spec.name for spec in between.removed} >= state.keys() - {"q.fc.weight"}
 
 
 def test_what_prints_can_be_pasted() -> None:

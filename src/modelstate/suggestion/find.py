@@ -16,11 +16,13 @@ _MARGIN = 0.25
 """The least lead of the score of a tensor over those of the others that could be fused of the same parts."""
 _TAKEN = {INTERLEAVED, "out", "up", "down", "q", "k", "v", *PARTS}
 """Concepts of tensors that are not fused, or otherwise than is searched for."""
-_ORDINARY = re.compile(r"[^*#\n]+")
+LONGEST_NAME = 1000
+"""The most characters of a name that is compared with similar ones, which takes time with the square of its length.
+
+Python converts no number of over 4,300 digits."""
+_ORDINARY = re.compile(rf"[^*#\n]{{1,{LONGEST_NAME}}}")
 _NUMBER = re.compile(r"(\d+)")
 _LONGEST_ROW = 10_000
-_LONGEST_NUMBER = 18
-"""The most digits of the number of a layer; Python converts no number of over 4,300 digits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +99,7 @@ def find(sources: Sequence[Leaf], targets: Sequence[Leaf], slots: Slots) -> Find
     for leaf in targets:
         if by_name.get(leaf.name) == leaf:
             pairing.add(leaf.name, leaf.name)
-    # Names that contain the wildcards of patterns cannot be matched by a pattern.
+    # Names that contain the wildcards of patterns cannot be matched by a pattern, and long ones are of no model.
     sources, targets = ([leaf for leaf in side if _ORDINARY.fullmatch(leaf.name)] for side in (sources, targets))
     _pair_by_name(sources, targets, pairing, without_wrappers)  # DataParallel, torch.compile and others
     _pair_by_prefix(sources, targets, pairing)
@@ -201,8 +203,6 @@ def _between(source: str, target: str) -> list[str]:
     if len(first) != len(second) or len(differing) != 1 or differing[0] % 2 == 0:
         return []
     at = differing[0]
-    if max(len(first[at]), len(second[at])) > _LONGEST_NUMBER:
-        return []
     low, high = sorted((int(first[at]), int(second[at])))
     if high - low > _LONGEST_ROW:
         return []

@@ -56,17 +56,21 @@ def _linked(rows: Sequence[Names]) -> list[set[int]]:
     numbers = [
         [{at: part for at, part in enumerate(name.split(".")) if part.isdecimal()} for name in row] for row in rows
     ]
-    linked: list[set[int]] = [set() for _ in rows[0]]
+    linked: list[list[int]] = [[] for _ in rows[0]]  # in ascending order
     for at in numbers[0][0]:
         column = [row[0][at] for row in numbers]
         places = [at]
         for side in range(1, len(linked)):
-            later = (place for place in numbers[0][side] if place > max(linked[side], default=-1))
-            places += [place for place in later if [row[side][place] for row in numbers] == column][:1]
-        if len(places) == len(linked):
-            for side, place in enumerate(places):
-                linked[side].add(place)
-    return linked
+            last = linked[side][-1] if linked[side] else -1
+            later = (place for place in numbers[0][side] if place > last)
+            place = next((place for place in later if [row[side][place] for row in numbers] == column), None)
+            if place is None:
+                break
+            places.append(place)
+        else:
+            for of_side, place in zip(linked, places, strict=True):
+                of_side.append(place)
+    return [set(side) for side in linked]
 
 
 def rename_rules(

@@ -25,7 +25,7 @@ from modelstate.rules.rule import Entry, Rule, Template, Value, as_code
 from modelstate.rules.schema import Applied, apply_rules
 from modelstate.rules.tensors import Concat, Split, Transpose
 from modelstate.spec import Stored, bytes_key
-from modelstate.suggestion.find import Ambiguous, Findings, find
+from modelstate.suggestion.find import LONGEST_NAME, Ambiguous, Findings, find
 from modelstate.suggestion.generalise import covering, families, rename_rules
 from modelstate.suggestion.skeletons import Leaf, kind_of
 from modelstate.text_format import folded, printable
@@ -260,8 +260,12 @@ class _CommentedRule:
 
 def _verified(findings: Findings, checkpoint: Checkpoint, slots: Slots) -> Suggestion:
     """Turns findings into rules, applies these to names and shapes, and drops rules that lead to wrong results."""
-    entries = {name: Entry(checkpoint.stored(name), (name,)) for name in checkpoint}
-    entries |= {name: Entry(Value(None), (name,)) for name in checkpoint.extra}  # the values are not needed
+    targets = {leaf.name for leaf in findings.targets}
+    entries = {
+        name: Entry(checkpoint.stored(name) if name in checkpoint else Value(None), (name,))  # values are not needed
+        for name in (*checkpoint, *checkpoint.extra)
+        if len(name) <= LONGEST_NAME or name in targets
+    }
     for general in (True, False):
         rules = _rules(findings, entries, general=general)
         applied = apply_rules([commented.rule for commented in rules], entries, _unread)
