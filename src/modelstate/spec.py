@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterator, KeysView, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, TypeVar
 
@@ -376,6 +376,19 @@ class Combined:
     def is_elementwise(self) -> bool:
         """Whether each element depends only on the elements at its place in the parts."""
         return isinstance(self.build, Blocks) and not self.build.whole and self.build.unit == 1
+
+    def region(self, slices: Sequence[slice]) -> Combined | None:
+        """Returns a region of the tensor, which reads a region of each part; None where it takes whole parts."""
+        if not (self.is_elementwise and self.parts):
+            return None
+        box = box_of(self.shape, slices)
+        parts = []
+        for part in self.parts:
+            of_part = part.region(slices) if isinstance(part, Described) else part.detach()[slices_of(box)]
+            if of_part is None:
+                return None
+            parts.append(of_part)
+        return replace(self, shape=tuple(map(len, box)), parts=tuple(parts))
 
     @property
     def nbytes(self) -> int:

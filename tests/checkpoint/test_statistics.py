@@ -15,6 +15,7 @@ from torch import nn
 import modelstate as ms
 from modelstate.checkpoint.statistics import Statistics, _Accumulator, merged
 from modelstate.errors import MissingValuesError, OptionError, ReadFailedError
+from modelstate.testing import faulty_reads
 
 DTYPES = (
     *(torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.float8_e4m3fn),
@@ -258,3 +259,16 @@ def test_statistics_of_folded_rows_count_ties_once_and_nan_of_parts() -> None:
 def test_a_negative_depth_is_refused() -> None:
     with pytest.raises(OptionError, match="depth="):
         ms.inspect({"w": torch.ones(2)}).stats().text(depth=-1)
+
+
+def test_an_average_is_read_region_by_region(tmp_path: Path) -> None:
+    tensors = [torch.rand(4096, 1024, generator=torch.manual_seed(seed)) for seed in range(2)]
+    paths = [tmp_path / f"{index}.safetensors" for index in range(2)]
+    for path, tensor in zip(paths, tensors, strict=True):
+        save_file({"weight": tensor}, path)
+    average = ms.inspect(ms.open(paths, combine=ms.merge.Average()))
+    with faulty_reads() as clean:
+        found = average.stats(max_memory_bytes=tensors[0].nbytes).tensors[0].statistics
+    mean = torch.stack(tensors).mean(0)
+    assert (found.min, found.max) == (mean.min().item(), mean.max().item())
+    assert sum(request.nbytes for request in clean.requests if request.call == "preadv") == 2 * mean.nbytes

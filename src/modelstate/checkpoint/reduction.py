@@ -97,12 +97,10 @@ def operand_of(stored: Stored, read: Callable[[Stored], torch.Tensor]) -> Operan
     """
 
     def region(slices: Sequence[slice]) -> Region:
-        part: Stored | None = None
-        if isinstance(stored, StoredTensor | StoredComposite):
-            part = stored.region(slices)
-        elif isinstance(stored, torch.Tensor):
+        if isinstance(stored, torch.Tensor):
             view = stored.detach()[tuple(slices)]
             return Region(view.numel() * view.itemsize, lambda: _values_in_memory(view))
+        part = stored.region(slices)
         if part is not None:
             return Region(own_bytes(part) + _dense_bytes(part), lambda: read(part))
         return Region(own_bytes(stored) + _dense_bytes(stored), lambda: read(stored)[tuple(slices)])

@@ -40,7 +40,7 @@ from modelstate.rules.expression import Derived, lacks_values, leaves, region, v
 from modelstate.rules.expression import Source as TensorSource
 from modelstate.rules.rule import Entries, Rule, Value, as_code
 from modelstate.rules.schema import Schema, apply_rules, check_rules
-from modelstate.spec import Combined, StoredTensor, bytes_key, dtype_name, own_bytes
+from modelstate.spec import StoredTensor, bytes_key, dtype_name, own_bytes
 from modelstate.suggestion.suggest import suggest_between
 from modelstate.tensor_spec import TensorSpec
 from modelstate.text_format import count, listed, printable
@@ -426,7 +426,7 @@ class _Reads:
 
 def _operand(source: TensorSource, checkpoint: Checkpoint) -> Operand:
     read = partial(read_tensor, read_all=partial(read_ranges, fingerprints=checkpoint.fingerprints, threads=1))
-    if not isinstance(source, Derived | Combined):
+    if not isinstance(source, Derived):
         return operand_of(source, read)
 
     def of_region(slices: Sequence[slice]) -> Region:

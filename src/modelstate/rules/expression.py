@@ -12,7 +12,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate, product
 
 import torch
@@ -138,13 +138,7 @@ def region(source: Source, slices: Sequence[slice]) -> Source:
         return source
     if isinstance(source, torch.Tensor):
         return source.detach()[slices_of(box)]
-    if isinstance(source, StoredComposite):
-        return source.region(slices) or _cropped(source, box)
-    parts = [region(part, slices) for part in source.parts]
-    stored = tuple(part for part in parts if not isinstance(part, Derived))
-    if not source.is_elementwise or not parts or len(stored) < len(parts):
-        return _cropped(source, box)
-    return replace(source, shape=tuple(map(len, box)), parts=stored)
+    return source.region(slices) or _cropped(source, box)
 
 
 def read_bytes(source: Source) -> int:
