@@ -46,6 +46,14 @@ def test_weights_that_add_up_to_1_keep_what_is_equal(dtype: torch.dtype, weights
     assert same(average([one.clone() for _ in weights], weights=weights), one)
 
 
+@pytest.mark.parametrize("weights", [[1e300, 1e300], [1e300, -1e300, 1.0], [1.5e308, 1.5e308], [4e38]])
+def test_weights_that_are_too_large(weights: list[float]) -> None:
+    with pytest.raises(CombineError, match="finite in float32"):
+        ms.merge.Average(weights)
+    large = torch.finfo(torch.float32).max
+    assert average([torch.ones(2)] * 2, weights=[large, -large]).tolist() == [0, 0]
+
+
 @pytest.mark.slow
 @given(st.data(), dtypes, st.integers(1, 5))
 @settings(deadline=None, max_examples=100)

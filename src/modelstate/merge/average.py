@@ -26,6 +26,8 @@ _SUM_OF_ONE = 2.0**-30
 """How far the sum of weights may be from 1 for float32: the result differs by less than it is rounded by."""
 _SUM_OF_ONE_IN_DOUBLE = 2.0**-50
 """The same for float64, where weights such as 0.1, 0.2 and 0.7 are rounded themselves."""
+_LARGEST_WEIGHT = torch.finfo(torch.float32).max
+"""torch multiplies no float32 with a larger number."""
 _COMPUTED_IN = {
     torch.float16: torch.float32,
     torch.bfloat16: torch.float32,
@@ -61,7 +63,7 @@ class Average(Combination):
 
     Raises:
         OptionError: The weights are not numbers, or `others` is none of these.
-        CombineError: A weight is not finite.
+        CombineError: A weight is not finite, or larger than any number of float32.
 
     Examples:
         >>> average = ms.open(["a.safetensors", "b.safetensors"], combine=ms.merge.Average(weights=[0.7, 0.3]))
@@ -85,8 +87,8 @@ class Average(Combination):
                     expected="one for each checkpoint",
                     found=repr(self.weights)[:200],
                 ) from error
-            if not all(map(math.isfinite, numbers)):
-                raise CombineError("the weights of an average must be finite", found=list(numbers))
+            if not all(abs(number) <= _LARGEST_WEIGHT for number in numbers):  # also False for NaN
+                raise CombineError("the weights of an average must be finite in float32", found=list(numbers))
             object.__setattr__(self, "weights", numbers)
         is_index = isinstance(self.others, int) and not isinstance(self.others, bool)
         if not is_index and self.others not in ("equal", "first", "last"):

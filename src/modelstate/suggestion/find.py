@@ -18,8 +18,7 @@ _TAKEN = {INTERLEAVED, "out", "up", "down", "q", "k", "v", *PARTS}
 """Concepts of tensors that are not fused, or otherwise than is searched for."""
 LONGEST_NAME = 1000
 """The most characters of a name that is compared with similar ones, which takes time with the square of its length.
-
-Python converts no number of over 4,300 digits."""
+Its numbers are short enough for Python, which converts none of over 4,300 digits."""
 _ORDINARY = re.compile(rf"[^*#\n]{{1,{LONGEST_NAME}}}")
 _NUMBER = re.compile(r"(\d+)")
 _LONGEST_ROW = 10_000
