@@ -44,6 +44,7 @@ from modelstate.errors import (
 )
 from modelstate.formats import torch_legacy
 from modelstate.io import system
+from modelstate.io.files import no_access
 from modelstate.testing import Request, faulty_reads
 from tests.formats.files import index_text, same
 
@@ -363,6 +364,31 @@ def test_sources_of_another_kind(source: Any, text: str) -> None:
         open_checkpoint(source)
     assert isinstance(raised.value, TypeError)
     assert raised.value.remedy
+
+
+@pytest.mark.parametrize(
+    ("url", "command"),
+    [
+        ("s3://bucket/a b.pt2", "aws s3 cp [--recursive] 's3://bucket/a b.pt2' ."),
+        ("hf://org/name", "hf download org/name"),
+        ("hf://org/name/a/b.pt2", "hf download org/name a/b.pt2"),
+        ("hf://org/name@v1/b.pt2", "hf download org/name b.pt2 --revision v1"),
+    ],
+)
+def test_the_command_that_downloads_what_is_opened_from_a_disk_only(url: str, command: str) -> None:
+    with pytest.raises(SourceTypeError) as raised:
+        ms.Live(url)
+    assert raised.value.remedy == f"download it first: {command}"
+
+
+def test_commands_in_remedies_quote_paths(tmp_path: Path) -> None:
+    folder = tmp_path / "a; b"
+    folder.mkdir()
+    (folder / "x.pt").write_bytes(LFS)
+    with pytest.raises(UnknownFormatError) as raised:
+        open_checkpoint(folder / "x.pt")
+    assert f"git -C '{folder}' lfs pull" in raised.value.remedy
+    assert f"chmod +r '{folder / 'x.pt'}' " in no_access(str(folder / "x.pt"), PermissionError()).remedy
 
 
 def test_a_file_url_may_name_any_file(tmp_path: Path) -> None:

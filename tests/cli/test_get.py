@@ -57,6 +57,17 @@ def test_conjugate_views_and_dtypes_that_have_no_float32() -> None:
     assert "--debug" not in done.stderr
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [("get", "m.safetensors", "count", "s3://bucket/x.npy"), ("inspect", "m.pt", "--html", "s3://bucket/x.npy")],
+)
+def test_what_is_written_here_only(arguments: tuple[str, ...]) -> None:
+    done = run(*arguments)
+    assert done.exit_code == 1
+    assert "error: s3://bucket/x.npy: this file is written on this machine only" in done.stderr
+    assert "download" not in done.stderr
+
+
 def test_a_file_that_is_there_stays() -> None:
     Path("w.npy").write_text("mine")
     done = run("get", "m.safetensors", "layer.0.weight", "w.npy")

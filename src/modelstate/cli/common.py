@@ -321,10 +321,11 @@ def write_page(path: str | None, result: Shown | Page) -> None:
     """Writes the page of a result, where `--html` asks for it."""
     if path is not None:
         from modelstate.io.atomic import atomic_file
-        from modelstate.io.files import SourceFile, local_path
+        from modelstate.io.files import SourceFile
 
+        path = local_target(path)
         make_parents(path)
-        if os.path.isfile(local_path(path)):
+        if os.path.isfile(path):
             with SourceFile(path) as file:
                 beginning = file.read(0, min(15, file.nbytes), "the page")
             if beginning and beginning.lower() != b"<!doctype html>":
@@ -333,8 +334,23 @@ def write_page(path: str | None, result: Shown | Page) -> None:
                     where=path,
                     remedy="give the path of a new file",
                 )
-        with atomic_file(local_path(path), overwrite=True) as output:
+        with atomic_file(path, overwrite=True) as output:
             output.append(result.to_html().encode())
+
+
+def local_target(path: str) -> str:
+    """The absolute path of a file that can be written on this machine only. Raises `SaveTargetError`."""
+    from modelstate.io.files import local_path
+
+    try:
+        return local_path(path)
+    except ms.errors.SourceTypeError as error:
+        raise ms.errors.SaveTargetError(
+            "this file is written on this machine only",
+            where=error.where,
+            found=error.what,
+            remedy="give the path of a file; write there, and copy it to its place",
+        ) from error
 
 
 def terminal_width() -> int | None:

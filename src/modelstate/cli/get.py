@@ -9,7 +9,7 @@ import click
 
 import modelstate as ms
 from modelstate.cli import options
-from modelstate.cli.common import make_parents, reported, user_code
+from modelstate.cli.common import local_target, make_parents, reported, user_code
 
 
 @click.command()
@@ -43,7 +43,6 @@ def get(
 
         from modelstate.checkpoint.reduction import CONVERTIBLE
         from modelstate.io.atomic import atomic_file
-        from modelstate.io.files import local_path
         from modelstate.torch_compat.dtypes import short
         from modelstate.torch_compat.plain import is_plain
 
@@ -69,7 +68,7 @@ def get(
         header = io.BytesIO()
         np.lib.format.write_array_header_1_0(header, np.lib.format.header_data_from_array_1_0(array))
         make_parents(target)
-        with atomic_file(local_path(target), overwrite=overwrite) as output:
+        with atomic_file(local_target(target), overwrite=overwrite) as output:
             output.append(header.getvalue())
             output.append(array.tobytes())
         if as_json:

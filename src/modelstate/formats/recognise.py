@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 from enum import Enum
 
 from modelstate.errors import TruncatedFileError, UnknownFormatError
@@ -150,7 +151,7 @@ def no_checkpoint(path: str, head: bytes) -> UnknownFormatError | TruncatedFileE
             where=path,
             expected=f"the file of {int(size[1]):,} bytes" if size else "the file",
             found=f"its pointer, of {len(head)} bytes",
-            remedy=f"git lfs install && git -C {os.path.dirname(path) or '.'} lfs pull",
+            remedy=f"git lfs install && git -C {shlex.quote(os.path.dirname(path) or '.')} lfs pull",
         )
     if _PAGE.match(text):
         return UnknownFormatError(

@@ -7,6 +7,7 @@ of the same checkpoint compares it, so that bytes of two versions of a file are 
 import errno
 import os
 import re
+import shlex
 import stat
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
@@ -43,10 +44,11 @@ _REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _DOWNLOADS = {
     "s3": "aws s3 cp [--recursive] {url} .",
     "gs": "gcloud storage cp [-r] {url} .",
-    "hf": "hf download {rest}",
     "http": "curl -fLO {url}",
     "https": "curl -fLO {url}",
 }
+"""The command that downloads a URL, by its scheme."""
+_HUB = re.compile(r"hf://(?P<repository>[^/]+/[^/@]+)(?:@(?P<revision>[^/]+))?(?:/(?P<file>.+))?")
 
 
 def local_path(path: str) -> str:
@@ -64,7 +66,11 @@ def local_path(path: str) -> str:
         scheme, _, rest = path.partition("://")
         if scheme.lower() != "file" or rest.partition("/")[0] not in ("", "localhost"):
             shown = redacted_url(path)
-            download = _DOWNLOADS.get(scheme.lower(), "").format(url=shown, rest=shown.partition("://")[2])
+            download = _DOWNLOADS.get(scheme.lower(), "").format(url=shlex.quote(shown))
+            if hub := _HUB.fullmatch(path):
+                words = ["hf", "download", hub["repository"], hub["file"] or ""]
+                words += ["--revision", hub["revision"]] if hub["revision"] else []
+                download = shlex.join(filter(None, words))
             can_be_read = is_remote(f"{scheme.lower()}://")
             raise SourceTypeError(
                 "a URL is not opened here",
@@ -143,7 +149,8 @@ def no_access(path: str, error: Exception) -> SourceAccessError:
         "the permission to read is missing",
         where=path,
         found=found,
-        remedy=f"ask the owner for: chmod +r {path} (and +x on the directories above), or copy it as the owner",
+        remedy=f"ask the owner for: chmod +r {shlex.quote(path)} (and +x on the directories above), or copy it as the "
+        "owner",
     )
 
 
