@@ -145,7 +145,10 @@ class WrongShape(Problem):
     """The shape in the checkpoint."""
 
     title: ClassVar = "tensors of another shape"
-    remedy: ClassVar = "build the model with the sizes of the checkpoint, or load another checkpoint"
+    remedy: ClassVar = (
+        "build the model with the sizes of the checkpoint, or leave them out on both sides: "
+        "rules.Ignore and allow_missing"
+    )
     page: ClassVar = "size-mismatch"
 
     def line(self) -> str:

@@ -158,6 +158,16 @@ def test_a_prefix_that_the_file_lacks() -> None:
     assert line == "--add-prefix 0."
 
 
+def test_a_head_of_another_size() -> None:
+    save_file({**tiny(), "0.weight": torch.ones(5, 4), "0.bias": torch.ones(5)}, "wider.safetensors")
+    for command in ("plan", "load"):
+        done = run(command, "FACTORIES:tiny", "wider.safetensors", "--no-skeleton")
+        (line,) = proposed(done.stdout if command == "plan" else done.stderr)
+        options = shlex.split(line.partition(",")[0].replace(" with ", " ").replace("PATTERN", "'0.*'"))
+        again = run(command, "FACTORIES:tiny", "wider.safetensors", "--no-skeleton", *options)
+        assert again.exit_code == 0, again.output
+
+
 def test_two_different_values_for_a_tie() -> None:
     state = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).state_dict()
     torch.save(state, "untied.pt")

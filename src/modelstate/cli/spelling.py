@@ -119,6 +119,7 @@ _PROBLEMS: dict[type[Problem], Callable[[Sequence[Any]], list[str]]] = {
     causes.NothingFits: lambda _: ["narrower patterns for --allow-missing and --allow-unexpected"],
     causes.OtherNames: _rules,
     causes.NameClash: lambda _: ["a narrower --strip-prefix, --add-prefix or --rename"],
+    causes.WrongShape: lambda _: ["--ignore PATTERN with --allow-missing PATTERN, to leave them out on both sides"],
     causes.WrongDtype: _casts,
     causes.QuantizedCast: lambda _: ["leave out --dtype"],
     causes.QuantizedIntoPlain: lambda _: ["leave out --no-skeleton, and name a function that builds the model"],
