@@ -383,24 +383,25 @@ def test_a_range_beyond_the_end_of_the_file_is_missing(path: Path) -> None:
     assert look.missing([beyond]) == [beyond]
 
 
-@pytest.mark.parametrize(("evictions", "reads"), [(1, 2), (2, 3), (99, 3)])
+@pytest.mark.parametrize(("evicted", "evictions", "reads"), [(4, 1, 1), (4, 2, 2), (4, 9, 2), (20, 1, 0)], ids=str)
 def test_what_is_evicted_while_the_rest_is_read_is_read_again(
-    path: Path, evictions: int, reads: int, monkeypatch: pytest.MonkeyPatch
+    path: Path, evicted: int, evictions: int, reads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not is_cold(path):
         pytest.skip("this file system keeps its files in memory, or does not say")
-    still_missing, told = CacheLook.still_missing, list[int]()
+    look_again, told = CacheLook.still_lacks, list[int]()
 
-    def evicts(look: CacheLook, spans: Iterable[ByteRange]) -> list[ByteRange]:
+    def evicts(look: CacheLook, spans: Iterable[ByteRange]) -> bool:
         nonlocal evictions
         if evictions:
             evictions -= 1
-            evict(path)
-        return still_missing(look, spans)
+            with open(path, "rb") as file:
+                os.posix_fadvise(file.fileno(), 8 * PAGE, evicted * PAGE, os.POSIX_FADV_DONTNEED)
+        return look_again(look, spans)
 
-    monkeypatch.setattr(CacheLook, "still_missing", evicts)
-    assert bring_into_cache(whole(path), {}, told.append) == (evictions == 0)
-    assert sum(told) == reads * SIZE
+    monkeypatch.setattr(CacheLook, "still_lacks", evicts)
+    assert bring_into_cache(whole(path), {}, told.append) == (evictions == 0 and reads > 0)
+    assert sum(told) == SIZE + reads * evicted * PAGE
 
 
 def test_an_error_while_a_file_is_brought_in(path: Path) -> None:

@@ -46,8 +46,8 @@ _LOOK_BYTES = 16 << 20
 """What a thread looks at at once, whether it is in the page cache."""
 _MOST_AHEAD = 16
 """The pieces of `_LOOK_BYTES` that are looked at before it is known what is needed."""
-_MOST_ROUNDS = 3
-"""How often a range is read again that the kernel evicts, where memory is short, before all of it has been read."""
+_MOST_ROUNDS, _MOST_AGAIN = 3, 0.25
+"""How often, and how much of the ranges, is read again that the kernel has evicted before all of them were read."""
 _RECENT_SECONDS = 1.0
 """Later, pages may have been evicted since a look."""
 
@@ -168,14 +168,16 @@ def bring_into_cache(
             missing = look.missing(wanted)
             if not missing:
                 return True
+        most, total = most_to_read(), sum(span.nbytes for span in wanted)
         for _ in range(_MOST_ROUNDS):
-            if sum(span.nbytes for span in missing) > most_to_read():
+            if sum(span.nbytes for span in missing) > most:
                 return False
             _bring_in(missing, files, fingerprints, on_read)
-            missing = look.still_missing(missing)
-            if not missing:
+            if not look.still_lacks(missing):
                 return True
-        return False
+            look = CacheLook({path: file.descriptor for path, file in files.items()})
+            missing, most = look.missing(wanted), int(total * _MOST_AGAIN)
+        return not missing
 
 
 def _bring_in(
@@ -276,16 +278,13 @@ class CacheLook:
                         missing.append(ByteRange(path, at, end - at))
         return missing
 
-    def still_missing(self, spans: Iterable[ByteRange]) -> list[ByteRange]:
-        """Looks again at ranges that were missing, and returns what the page cache still lacks of them."""
-        missing: list[ByteRange] = []
+    def still_lacks(self, spans: Iterable[ByteRange]) -> bool:
+        """Looks again at ranges that were missing: whether the page cache still lacks a part of one."""
+        whole_pages = []
         for path, start, nbytes in spans:
             before = start % mmap.PAGESIZE
-            for piece in _split([ByteRange(path, start - before, nbytes + before)], _LOOK_BYTES):
-                absent = self._absent_of(piece)
-                for _, at, length in [piece] if absent is None else absent:
-                    missing.append(ByteRange(path, at, min(length, start + nbytes - at)))
-        return missing
+            whole_pages.append(ByteRange(path, start - before, nbytes + before))
+        return any(self._absent_of(piece) != [] for piece in _split(whole_pages, _LOOK_BYTES))
 
     def _pieces(self, path: str, start: int, nbytes: int | None = None) -> Iterator[ByteRange]:
         """The pieces of a file that have a part of a range, each always the same."""
