@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -83,6 +84,31 @@ def test_slots_that_overlap() -> None:
     conflict(module, {"a": torch.arange(4.0), "b": torch.arange(4.0), "c": torch.ones(4)})
     ms.load(module, {"a": torch.arange(4.0), "b": torch.arange(2.0, 6.0), "c": torch.ones(4)})
     assert torch.equal(memory, torch.tensor([0.0, 1, 2, 3, 4, 5, 1, 1, 1, 1]))
+
+
+@pytest.mark.parametrize("first", [slice(0, 8), slice(4, 12), slice(0, 16, 2)], ids=["same", "part", "strided"])
+@pytest.mark.parametrize("in_place", [None, True, False])
+def test_slots_that_wrap_one_array(in_place: bool | None, first: slice, tmp_path: Path) -> None:
+    """Their tensors have a storage each, and the storages overlap."""
+    array = np.zeros(16, np.float32)
+    module = holding(a=nn.Parameter(torch.from_numpy(array[first])), b=nn.Parameter(torch.from_numpy(array[:8])))
+    path, state = tmp_path / "x.safetensors", {"a": torch.ones(8), "b": torch.full((8,), 2.0)}
+    ms.save(holding(**state), path)
+    for source in (path, state):
+        with pytest.raises(ms.PlanError, match="b is the same tensor as a"):
+            ms.load(module, source, in_place=in_place)
+        assert not array.any()
+    state["b"] = torch.ones(8)
+    ms.load(module, state, in_place=in_place)
+    assert array[:8].tolist() == array[first].tolist() == [1] * 8
+
+
+def test_overlapping_memory_that_is_not_aligned() -> None:
+    memory = bytearray(40)
+    first, second = (torch.frombuffer(memory, dtype=torch.float32, count=4, offset=at) for at in (1, 9))
+    conflict(holding(a=first, b=second), {"a": torch.arange(4.0), "b": torch.arange(4.0)})
+    ms.load(holding(a=first, b=second), {"a": torch.arange(4.0), "b": torch.arange(2.0, 6.0)})
+    assert (first.tolist(), second.tolist()) == ([0, 1, 2, 3], [2, 3, 4, 5])
 
 
 def of_two_dtypes(start: int) -> nn.Module:

@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -227,6 +228,15 @@ def test_a_model_whose_slots_overlap_is_refused(second: int) -> None:
     ms.load(sharing_memory(4), plan)
     with pytest.raises(errors.StalePlanError, match=f"in the memory of first, at \\+{4 * second} bytes"):
         ms.load(sharing_memory(second), plan)
+
+
+def test_a_model_whose_slots_wrap_one_array_is_refused() -> None:
+    plan = ms.plan(sharing_memory(4), {"first": torch.ones(4), "second": torch.zeros(4)})
+    model, array = nn.Module(), np.zeros(6, np.float32)
+    model.first, model.second = (nn.Parameter(torch.from_numpy(array[at : at + 4])) for at in (0, 2))
+    with pytest.raises(errors.StalePlanError, match=r"in the memory of first, at \+8 bytes"):
+        ms.load(model, plan)
+    assert not array.any()
 
 
 @MODELS

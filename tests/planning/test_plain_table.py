@@ -20,7 +20,7 @@ from modelstate.transaction.slots import slots_of
 
 
 class Mixed(nn.Module):
-    """Two plain slots, and one of each kind that needs an assignment of its own."""
+    """Four plain slots, two of them in one storage, and one of each kind that needs an assignment of its own."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -60,9 +60,9 @@ def tables_of(model: nn.Module, path: Path, options: Options | None = None) -> l
 
 def test_only_plain_slots_of_their_own_memory_are_copied(path: Path) -> None:
     copies, cast = tables_of(Mixed(), path)
-    assert [slot.name for slot in copies.slots] == ["plain", "plain_buffer"]
+    assert [slot.name for slot in copies.slots] == ["plain", "first_half", "plain_buffer", "second_half"]
     assert [slot.name for slot in cast.slots] == ["other_dtype"]
-    assert copies.nbytes == 4 * 4 + 3 * 4
+    assert copies.nbytes == 3 * 4 * 4 + 3 * 4
 
 
 def test_other_shapes_and_inference_tensors_are_not_copied(path: Path) -> None:
@@ -70,7 +70,8 @@ def test_other_shapes_and_inference_tensors_are_not_copied(path: Path) -> None:
     model.plain = nn.Parameter(torch.zeros(4))
     with torch.inference_mode():
         model.plain_buffer = torch.zeros(3)
-    (cast,) = tables_of(model, path)
+    halves, cast = tables_of(model, path)
+    assert [slot.name for slot in halves.slots] == ["first_half", "second_half"]
     assert [slot.name for slot in cast.slots] == ["other_dtype"]
 
 
@@ -120,7 +121,7 @@ def test_slots_on_meta_are_maps_or_get_memory(path: Path) -> None:
             tables_of(model, path, Options(map=may_map)), key=lambda table: (table.placement.name, table.casts)
         )
         assert cast.casts
-        assert [slot.name for slot in copied.slots] == ["plain_buffer"]  # the constructor has filled it
+        assert [slot.name for slot in copied.slots] == ["first_half", "plain_buffer", "second_half"]  # have values
         assert [slot.name for slot in on_meta.slots] == ["plain"]
         assert on_meta.placement.mapped == (may_map is None)
 

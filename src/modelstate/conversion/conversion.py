@@ -198,12 +198,12 @@ class Conversion:
             else:
                 others.append(recorded)
         if not self.target.is_user_function:
-            for group in sharing(plain):
+            for group in sharing(plain, [slot.tensor for slot in plain]):
                 self._make_together(group)
                 together = {id(slot.tensor) for slot in group}
                 plain = [slot for slot in plain if id(slot.tensor) not in together]
         else:
-            self._unshared += sharing(plain)
+            self._unshared += sharing(plain, [slot.tensor for slot in plain])
         if casts is not None:
             plain = casts.take(plain)
             self.spend(max(casts.peak_bytes, 0))
@@ -344,7 +344,7 @@ class Conversion:
                 remedy="convert the parts of the module one after the other",
             )
 
-    def _make_together(self, group: Sequence[Slot]) -> None:
+    def _make_together(self, group: list[Slot]) -> None:
         """Converts tensors that share memory so that they still share it."""
         tensors = [slot.tensor for slot in group]
         if any(tensor.dtype != tensors[0].dtype for tensor in tensors):
@@ -356,6 +356,9 @@ class Conversion:
                 found=", ".join(short(tensor.dtype) for tensor in tensors),
                 remedy="give each memory of its own first",
             )
+        if len({storage_id(tensor) for tensor in tensors}) > 1:  # such as two that wrap one NumPy array
+            self._make_apart(group)
+            return
         extents = [extent(tensor) for tensor in tensors]
         start, end = min(begin for begin, _ in extents), max(stop for _, stop in extents)
         flat = tensors[0].detach().as_strided((end - start,), (1,), start)
@@ -365,9 +368,7 @@ class Conversion:
                 self._make_grad(slot, slot.tensor, None)
             return
         if not is_plain(new) or new.shape != flat.shape or not new.is_contiguous():
-            self._unshared.append(list(group))
-            for slot in group:
-                self._make_one(slot, None, True)
+            self._make_apart(group)
             return
         start -= int(new.storage_offset())
         for slot in group:
@@ -375,6 +376,12 @@ class Conversion:
             value = new.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset() - start).detach()
             old_grad, grad = self._new_grad(slot, value, None)
             self._add_made(Change(slot, value, placement_of(tensor, value), old_grad, grad))
+
+    def _make_apart(self, group: list[Slot]) -> None:
+        """Converts tensors that share memory one by one, so that they share none afterwards."""
+        self._unshared.append(group)
+        for slot in group:
+            self._make_one(slot, None, True)
 
     # Between the phases.
 

@@ -5,7 +5,7 @@ A file may have tens of thousands of small ones, and to plan each by itself take
 are rows of a few tables, each with one placement and one route. Every other value has an `Assignment` of its own.
 """
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -30,9 +30,8 @@ from modelstate.planning.plan import Options, Step
 from modelstate.process import cached_attribute
 from modelstate.spec import ByteRange, StoredTensor, StoredTensors, TensorColumns, overlapping
 from modelstate.torch_compat.dtypes import cast_between, short
-from modelstate.torch_compat.plain import is_plain, writable_storage
-from modelstate.torch_compat.private import address_range
-from modelstate.transaction.slots import HIDDEN, Slot
+from modelstate.torch_compat.plain import is_plain, is_writable_memory
+from modelstate.transaction.slots import HIDDEN, Slot, sharing
 
 _CPU = torch.device("cpu")
 _DTYPES = {short(dtype): dtype for dtype in COPYABLE}
@@ -153,8 +152,6 @@ class _Rows:
     rows: list[int] = field(default_factory=list)
     dtypes: list[torch.dtype] = field(default_factory=list)
     """After the load."""
-    storages: list[int] = field(default_factory=list)
-    """The address of the storage of each slot that has memory."""
 
     def selected(self, indices: Iterable[int]) -> "_Rows":
         chosen = [(self.slots[index], self.rows[index], self.dtypes[index]) for index in indices]
@@ -166,7 +163,7 @@ def plain_tables(
 ) -> list[PlainTable]:
     """Returns the tables of the slots that get the tensor of their name in a way that cannot fail.
 
-    A slot that shares its storage with another one is left out.
+    A slot whose memory overlaps that of another one is left out.
 
     Args:
         slots: All slots of a model.
@@ -178,7 +175,7 @@ def plain_tables(
     # By whether the slots are on meta, the stored dtype where values are streamed, and the device after the load.
     groups: defaultdict[tuple[bool, str, torch.device], _Rows] = defaultdict(_Rows)
     kinds: dict[tuple[str, torch.dtype, bool, int | torch.device], tuple[_Rows, torch.dtype] | None] = {}
-    others: list[Slot] = []
+    others: list[torch.Tensor] = []
     for slot in slots:
         names, kind, param = slot
         row = rows.get(names[0])
@@ -186,7 +183,7 @@ def plain_tables(
             row is not None
             and len(names) == 1
             and kind != HIDDEN
-            and (storage := writable_storage(param))
+            and is_writable_memory(param)
             and param.shape == tuple(columns.shapes[row])
         ):
             is_meta = param.is_meta
@@ -204,22 +201,19 @@ def plain_tables(
                 group.slots.append(slot)
                 group.rows.append(row)
                 group.dtypes.append(dtype)
-                group.storages.append(storage)
                 continue
-        if not param.is_meta:
-            others.append(slot)
-    with_memory = [group for (is_meta, *_), group in groups.items() if not is_meta]
-    slots_of_storage = Counter(storage for group in with_memory for storage in group.storages)
-    is_shared = slots_of_storage.total() + len(others)
-    slots_of_storage.update(address_range(slot.tensor)[0] for slot in others if is_plain(slot.tensor))
+        if is_plain(param) and not param.is_meta:
+            others.append(param)
+    filled = [slot.tensor for (is_meta, *_), group in groups.items() if not is_meta for slot in group.slots]
+    with_memory = [*filled, *others]
+    shared = {id(tensor) for tensors in sharing(with_memory, with_memory) for tensor in tensors}
     in_place = {None: LEASED, True: DIRECT, False: STAGED}[options.in_place]
     parts: list[tuple[_Rows, Placement, ReadRoute, torch.device, Maps | None]] = []
     for (is_meta, streamed_from, device), group in groups.items():
         route = ReadRoute.STREAMED if streamed_from else ReadRoute.DIRECT
         if not is_meta:
-            if len(slots_of_storage) < is_shared:
-                storages = enumerate(group.storages)
-                group = group.selected(index for index, storage in storages if slots_of_storage[storage] == 1)
+            if shared:
+                group = group.selected(at for at, slot in enumerate(group.slots) if id(slot.tensor) not in shared)
             parts.append((group, in_place, route, device, None))
             continue
         if not (streamed_from or options.map is False or (options.read_once and not options.map)):

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Collection
 from dataclasses import replace
+from itertools import combinations
 from typing import Any, NamedTuple
 
 import torch
@@ -79,6 +80,7 @@ from modelstate.transaction.slots import (
     Slot,
     clash,
     overlap,
+    sharing,
     signatures,
 )
 from modelstate.transaction.transaction import Transaction, Write
@@ -146,7 +148,8 @@ class Preparation:
         """Names of non-persistent buffers that equal the checkpoint's values."""
         self.filled: dict[int, Assignment | None] = {}
         """By the ids of the tensors that get a value, under whatever name. None stands for a row of a table."""
-        self._by_storage: dict[int, list[Assignment]] = {}
+        self._in_memory: list[Assignment] = []
+        """Those that get into plain memory of the model, which that of others may overlap."""
         self._shown: dict[ByteRange, list[ByteRange]] = {}
         """The ranges that slots map, by their storages."""
         self.quantized = () if isinstance(matched.applied.entries, StoredEntries) else tuple(self.incoming.quantized)
@@ -174,6 +177,7 @@ class Preparation:
 
     def settle(self) -> None:
         """Ends the recording: from now on, values of rules are computed only for their slots."""
+        self._check_overlaps()
         if self._has_shards:
             self.notes += self._notes_on_strides()
         if self._incoming is not None:
@@ -500,7 +504,7 @@ class Preparation:
         return problem is not None
 
     def _check_memory(self, assignment: Assignment) -> None:
-        """Adds problems of slots whose memory is freed, or shared with a slot that gets other values."""
+        """Adds problems of slots whose memory is freed, and notes the others for `_check_overlaps`."""
         param, is_copied = assignment.param, assignment.placement.name == "copy"
         if not (assignment.plain or is_plain(param)):
             return
@@ -512,18 +516,19 @@ class Preparation:
         if is_copied and assignment.plain and assignment.transform is None:
             is_dense = assignment.own_stride is not None or param.is_contiguous()
             assignment.is_checked_copy = is_dense and assignment.dtype in COPYABLE and not param.is_inference()
-        storage = storage_id(param)
-        others = self._by_storage.get(storage)
-        if others is None:
-            self._by_storage[storage] = [assignment]
-            return
-        for other in others:
-            if other.value.shape == other.param.shape and overlap(other.param, param):
-                if not is_copied:
-                    self.notes.append(f"{other.name} and {assignment.name} share memory now, and not after the load")
-                elif self._clash(other, assignment):
-                    self.problems.append(TieConflict(assignment.name, (other.name,)))
-        others.append(assignment)
+        if storage_id(param):
+            self._in_memory.append(assignment)
+
+    def _check_overlaps(self) -> None:
+        """Adds problems of slots whose memory overlaps, where one would overwrite the values of the other."""
+        for group in sharing(self._in_memory, [assignment.param for assignment in self._in_memory]):
+            for first, second in combinations(group, 2):
+                if first.value.shape != first.param.shape or not overlap(first.param, second.param):
+                    continue
+                if second.placement.name != "copy":
+                    self.notes.append(f"{first.name} and {second.name} share memory now, and not after the load")
+                elif self._clash(first, second):
+                    self.problems.append(TieConflict(second.name, (first.name,)))
 
     def _clash(self, first: Assignment, second: Assignment) -> bool:
         if first.sharded is None and second.sharded is None and same_place(first.param, second.param):

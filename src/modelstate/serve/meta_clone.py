@@ -12,7 +12,6 @@ import types
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Container, Iterable, Iterator, Mapping
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -33,8 +32,8 @@ from modelstate.torch_compat.modules import (
     unwrapped,
 )
 from modelstate.torch_compat.plain import is_dense, is_plain
-from modelstate.torch_compat.private import address_range, payload_of, slots_of_class, storage_id
-from modelstate.transaction.slots import span_bytes
+from modelstate.torch_compat.private import payload_of, slots_of_class, storage_id
+from modelstate.transaction.slots import sharing, slots_of
 
 
 def meta_clone(module: nn.Module) -> nn.Module:
@@ -166,23 +165,14 @@ def _hidden_buffer_ids(module: nn.Module) -> set[int]:
 
 
 def _check_overlaps(module: nn.Module) -> None:
-    names = dict[int, str]()
-    ranges: list[tuple[int, int, int]] = []
-    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-        if id(tensor) in names or not is_plain(tensor) or tensor.is_meta or not tensor.numel():
-            continue
-        names[id(tensor)] = name
-        start = tensor.data_ptr()
-        ranges.append((start, min(start + span_bytes(tensor), address_range(tensor)[1]), id(tensor)))
-    ranges.sort()
-    for (_, end, first), (start, _, second) in pairwise(ranges):
-        if start < end:
-            raise LiveTargetError(
-                "tensors of the module overlap without being tied, and a copy would not preserve that",
-                where=type(module).__name__,
-                found=f"{names[first]} and {names[second]}",
-                remedy="give each tensor its own memory, or register one tensor under both names",
-            )
+    plain = [slot for slot in slots_of(module).tensors if is_plain(slot.tensor)]
+    for first, second, *_ in sharing(plain, [slot.tensor for slot in plain]):
+        raise LiveTargetError(
+            "tensors of the module overlap without being tied, and a copy would not preserve that",
+            where=type(module).__name__,
+            found=f"{first.name} and {second.name}",
+            remedy="give each tensor its own memory, or register one tensor under both names",
+        )
 
 
 _CONTAINERS = (list, tuple, set, frozenset, deque)

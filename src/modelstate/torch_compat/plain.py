@@ -33,20 +33,18 @@ def is_plain_memory(tensor: torch.Tensor, *, or_elsewhere: bool = False) -> bool
     )
 
 
-def writable_storage(tensor: torch.Tensor) -> int:
-    """Returns the address of the storage of a tensor whose elements can be overwritten by one read.
+def is_writable_memory(tensor: torch.Tensor) -> bool:
+    """Whether the elements of a tensor can be overwritten by one read, or could be if it had memory, on meta.
 
-    0 for a tensor that cannot be overwritten so: it is not plain memory (`is_plain_memory`), is empty, was created in
-    inference mode, or has lost its memory (`has_its_memory`). -1 for any other tensor on meta, which has no address.
+    False for a tensor that is not plain memory (`is_plain_memory`), is empty, was created in inference mode, or has
+    lost its memory (`has_its_memory`).
     """
     if not is_plain_memory(tensor, or_elsewhere=True) or tensor.is_inference():
-        return 0
+        return False
     nbytes = tensor.nbytes
-    if tensor.is_meta:
-        return -1 if nbytes else 0
-    storage = tensor.untyped_storage()
-    is_whole = nbytes > 0 and storage.nbytes() >= tensor.storage_offset() * tensor.itemsize + nbytes
-    return storage.data_ptr() if is_whole else 0
+    if tensor.is_meta or not nbytes:
+        return nbytes > 0
+    return tensor.untyped_storage().nbytes() >= tensor.storage_offset() * tensor.itemsize + nbytes
 
 
 def same_place(tensor: torch.Tensor, alias: torch.Tensor) -> bool:

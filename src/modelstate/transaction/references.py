@@ -94,11 +94,12 @@ def identity(module: nn.Module, optimizers: Iterable[torch.optim.Optimizer] = ()
         >>> print(before.differences(modelstate.identity(model, [optimizer])))
     """
     slots = slots_of(module)
+    plain = [slot for slot in slots.tensors if is_plain(slot.tensor)]
     return Identity(
         objects={name: slot.tensor for name, slot in slots.by_name.items()},
         views=frozenset(
             (one.name, other.name)
-            for group in sharing([slot for slot in slots.tensors if is_plain(slot.tensor)])
+            for group in sharing(plain, [slot.tensor for slot in plain])
             for one, other in combinations(sorted(group, key=lambda slot: slot.name), 2)
             if overlap(one.tensor, other.tensor)
         ),

@@ -4,7 +4,7 @@ from bisect import bisect_right
 from collections.abc import Collection, Iterable, KeysView, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -16,6 +16,8 @@ from modelstate.torch_compat.modules import module_tables, non_persistent_buffer
 from modelstate.torch_compat.plain import extent, has_its_memory, is_plain, is_sharded, same_place, same_values
 from modelstate.torch_compat.private import address_range, storage_id
 from modelstate.torch_compat.sharding import local_tensor
+
+T = TypeVar("T")
 
 PARAMETER, BUFFER, HIDDEN, EXTRA = "parameter", "buffer", "non-persistent buffer", "extra state"
 
@@ -171,14 +173,18 @@ class SlotSignature(NamedTuple):
 def signatures(slots: Slots) -> dict[str, SlotSignature]:
     """The signature of each slot by its first name."""
     first_in: dict[int, tuple[str, int]] = {}
+    with_memory = [slot.tensor for slot in slots.tensors if is_plain(slot.tensor) and not slot.tensor.is_meta]
+    # Tensors that overlap may have storages of their own, as two that wrap one NumPy array: the first one's counts.
+    storages = {id(tensor): storage_id(group[0]) for group in sharing(with_memory, with_memory) for tensor in group}
     found: dict[str, SlotSignature] = {}
     for names, kind, tensor in slots.tensors:
         is_lazy, plain = torch.nn.parameter.is_lazy(tensor), is_plain(tensor)
         shape = () if is_lazy else tuple(tensor.shape)
         stride = tuple(tensor.stride()) if plain and not is_lazy else ()
         has_memory = plain and not is_lazy and not tensor.is_meta and has_its_memory(tensor)
-        start = int(tensor.storage_offset()) * tensor.itemsize if has_memory else 0
-        memory, first_start = first_in.setdefault(storage_id(tensor), (names[0], start)) if has_memory else ("", 0)
+        start = tensor.data_ptr() if has_memory else 0
+        storage = storages.get(id(tensor)) or storage_id(tensor) if has_memory else 0
+        memory, first_start = first_in.setdefault(storage, (names[0], start)) if has_memory else ("", 0)
         is_inference = not is_lazy and tensor.is_inference()
         found[names[0]] = SlotSignature(
             *(names, kind, type(tensor), shape, stride, tensor.dtype, tensor.device),
@@ -212,16 +218,31 @@ def _parts(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 
 def overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether the extents of two plain tensors in one storage overlap, so that they may share bytes."""
-    if not is_plain(a, b) or a.is_meta or b.is_meta or storage_id(a) != storage_id(b):
+    """Whether the memory of two plain tensors overlaps, from their first to their last element."""
+    if not is_plain(a, b) or a.device != b.device:
         return False
-    (a_start, a_end), (b_start, b_end) = ([at * tensor.itemsize for at in extent(tensor)] for tensor in (a, b))
+    (a_start, a_end), (b_start, b_end) = _addresses(a), _addresses(b)
     return a_start < b_end and b_start < a_end
 
 
-def sharing(slots: Sequence[Slot]) -> list[list[Slot]]:
-    """Returns the groups of slots whose plain tensors share elements of a storage, found by sorting the addresses."""
-    tensors = [slot.tensor for slot in slots]
+def _addresses(tensor: torch.Tensor) -> tuple[int, int]:
+    """The addresses of the first element of a tensor and behind the last; zeros for one without memory."""
+    storage_start, storage_end = address_range(tensor)
+    if storage_start == storage_end:
+        return 0, 0
+    start, end = extent(tensor)
+    return storage_start + start * tensor.itemsize, storage_start + end * tensor.itemsize
+
+
+def sharing(items: Sequence[T], tensors: Sequence[torch.Tensor]) -> list[list[T]]:
+    """Returns the groups of items whose plain tensors overlap, each in the order of the items.
+
+    Tensors may overlap that have storages of their own, as two that wrap one NumPy array. The addresses are sorted.
+
+    Args:
+        items: Anything.
+        tensors: The tensor of each item.
+    """
     # Empty tensors, and those on meta, have no elements in memory.
     starts = np.array([tensor.data_ptr() for tensor in tensors], np.uint64)
     sizes = np.array([tensor.nbytes if tensor.is_contiguous() else span_bytes(tensor) for tensor in tensors], np.uint64)
@@ -229,19 +250,18 @@ def sharing(slots: Sequence[Slot]) -> list[list[Slot]]:
     order = order[(starts[order] > 0) & (sizes[order] > 0)]
     starts, ends = starts[order], np.maximum.accumulate(starts[order] + sizes[order])
     overlaps = (starts[1:] < ends[:-1]).tolist()
-    groups: list[list[Slot]] = []
+    groups: list[list[int]] = []
     if not any(overlaps):
-        return groups
-    run: list[Slot] = []
+        return []
+    run: list[int] = []
     for index, may_overlap in zip(order.tolist(), (False, *overlaps), strict=True):
-        slot = slots[index]
-        if may_overlap and any(overlap(slot.tensor, other.tensor) for other in run):
-            run.append(slot)
+        if may_overlap and any(overlap(tensors[index], tensors[other]) for other in run):
+            run.append(index)
             if len(run) == 2:
                 groups.append(run)
         else:
-            run = [slot]
-    return groups
+            run = [index]
+    return [[items[index] for index in sorted(group)] for group in groups]
 
 
 def span_bytes(tensor: torch.Tensor) -> int:
@@ -251,16 +271,19 @@ def span_bytes(tensor: torch.Tensor) -> int:
 
 
 def clash(a: torch.Tensor, a_value: torch.Tensor, b: torch.Tensor, b_value: torch.Tensor) -> bool:
-    """Whether a write of `b_value` to `b` changes an element of `a`, which shares its storage and holds `a_value`."""
+    """Whether a write of `b_value` to `b` changes an element of `a`, which overlaps it and holds `a_value`."""
     if same_place(a, b):
         return not same_values(a_value, b_value)
-    memory = torch.zeros(a.untyped_storage().nbytes(), dtype=torch.uint8, device=a.device)
+    (a_start, a_end), (b_start, b_end) = _addresses(a), _addresses(b)
+    first = min(a_start, b_start)
+    memory = bytearray(max(a_end, b_end) - first)
     views = []
-    for tensor, value in ((a, a_value), (b, b_value)):
-        view = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-        view.set_(memory.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride())
+    for tensor, value, start, end in ((a, a_value, a_start, a_end), (b, b_value, b_start, b_end)):
+        # Memory of NumPy need not be aligned.
+        count = (end - start) // tensor.itemsize
+        flat = torch.frombuffer(memory, dtype=tensor.dtype, count=count, offset=start - first)
         value = value.conj() if tensor.is_conj() else value
-        views.append((view, value.neg() if tensor.is_neg() else value))
+        views.append((flat.as_strided(tensor.size(), tensor.stride()), value.neg() if tensor.is_neg() else value))
     (a_view, a_stored), (b_view, b_stored) = views
     before = a_view.copy_(a_stored).clone()
     b_view.copy_(b_stored)
