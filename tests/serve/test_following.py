@@ -226,6 +226,25 @@ def started_and_over(following: ms.serve.Following) -> None:
     assert following.wait(SECONDS)
 
 
+def test_starts_at_once_start_one_thread(tmp_path: Path) -> None:
+    following = ms.follow(ms.Live(linear(1)), tmp_path, background=False, on_error=lambda error: None)
+    interval, others = sys.getswitchinterval(), {thread.ident for thread in threading.enumerate()}
+    sys.setswitchinterval(1e-6)
+    try:
+        for _ in range(20):
+            barrier = threading.Barrier(4)
+            callers = [threading.Thread(target=lambda: (barrier.wait(), following.start())) for _ in range(4)]  # noqa: B023
+            for caller in callers:
+                caller.start()
+            for caller in callers:
+                caller.join()
+            started = [thread for thread in threading.enumerate() if thread.ident not in others]
+            assert following.stop(SECONDS)
+            assert len(started) == 1
+    finally:
+        sys.setswitchinterval(interval)
+
+
 def test_what_ends_the_thread_is_said(tmp_path: Path) -> None:
     store = ms.Store(tmp_path)
     save(store, 1)

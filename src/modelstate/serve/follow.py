@@ -199,7 +199,8 @@ class Following:
         """The number of tries of each failed checkpoint, by path and time; none follows after `_MAX_TRIES`."""
         self._reported: set[tuple[str, int | None]] = set()
         """Errors, by class and step, that have been reported since the last successful poll."""
-        self._pid, self._poll_lock, self._is_polling = os.getpid(), threading.RLock(), False
+        self._pid, self._is_polling = os.getpid(), False
+        self._poll_lock, self._start_lock = threading.RLock(), threading.RLock()
         self._task: BackgroundTask[None] | None = None
 
     def __repr__(self) -> str:
@@ -236,8 +237,7 @@ class Following:
             >>> [event.action for event in following.poll()]
             ['swapped']
         """
-        if self._pid != os.getpid():  # a forked child lacks the thread that may hold the lock
-            self._pid, self._poll_lock, self._is_polling = os.getpid(), threading.RLock(), False
+        self._renew_locks()
         with self._poll_lock:
             if self._is_polling:
                 return ()  # a callback has called this
@@ -300,12 +300,20 @@ class Following:
             >>> following = modelstate.follow(live, "runs/checkpoints", background=False)
             >>> following.start()
         """
-        if self.is_running:
-            return
-        self._task = BackgroundTask(
-            self._poll_until_cancelled, kind="follow", where=self._store.directory, at_exit=AtExit.CANCEL_LAST
-        )
-        self._task.start()
+        self._renew_locks()
+        with self._start_lock:
+            if self.is_running:
+                return
+            self._task = BackgroundTask(
+                self._poll_until_cancelled, kind="follow", where=self._store.directory, at_exit=AtExit.CANCEL_LAST
+            )
+            self._task.start()
+
+    def _renew_locks(self) -> None:
+        """Replaces the locks in a forked child, which lacks the threads that may hold them."""
+        if self._pid != os.getpid():
+            self._pid, self._is_polling = os.getpid(), False
+            self._poll_lock, self._start_lock = threading.RLock(), threading.RLock()
 
     def _poll_until_cancelled(self, task: BackgroundTask[None]) -> None:
         try:
