@@ -1,12 +1,16 @@
 """The slots of a module: every tensor once, under all its names, in the order of state_dict."""
 
+from itertools import combinations
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 
-from modelstate.transaction.slots import BUFFER, EXTRA, HIDDEN, PARAMETER, slots_of
+from modelstate.transaction.slots import BUFFER, EXTRA, HIDDEN, PARAMETER, overlap, sharing, slots_of
 
 
 class Stateful(nn.Module):
@@ -127,3 +131,23 @@ def test_lazy_and_meta_slots() -> None:
 def test_the_module_itself_may_be_a_part() -> None:
     module = nn.Sequential(nn.Linear(1, 1))
     assert list(slots_of(module[0]).by_name) == ["weight", "bias"]
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 40), st.integers(0, 9), st.integers(1, 3), st.sampled_from("bhi")), max_size=12)
+)
+def test_groups_of_slots_that_overlap_are_those_of_all_pairs(views: list[tuple[int, int, int, str]]) -> None:
+    memory = np.zeros(256, np.uint8)
+    tensors = [
+        torch.from_numpy(memory[4 * first : 4 * first + count * step * np.dtype(kind).itemsize].view(kind)[::step])
+        for first, count, step, kind in views
+    ]
+    found = sharing(range(len(tensors)), tensors)
+    joined = {index: {index} for index in range(len(tensors))}
+    for a, b in combinations(range(len(tensors)), 2):
+        if overlap(tensors[a], tensors[b]) and joined[a] is not joined[b]:
+            joined[a] |= joined[b]
+            joined.update(dict.fromkeys(joined[a], joined[a]))
+    groups = {tuple(sorted(group)) for group in joined.values() if len(group) > 1}
+    assert {tuple(group) for group in found} == groups
+    assert len(found) == len(groups)

@@ -634,11 +634,13 @@ def _read_table(
         return
     started, inspect = time.perf_counter(), staging.inspect if held is None else None
     uncached = frozenset[str]() if held is not None else staging.strategy.uncached
+    columns = table.columns
+    sources = map(ByteRange, columns.paths, columns.starts, columns.nbytes)
     try:
         buffer_bytes = staging.strategy.buffer_bytes if uncached or staging.strategy.remote else 0
         with staging.held.during(buffer_bytes) if buffer_bytes else nullcontext():
             read_ranges(
-                [*map(Request, table.sources, [target.data_ptr() for target in targets])],
+                [*map(Request, sources, [target.data_ptr() for target in targets])],
                 fingerprints=staging.checkpoint.fingerprints,
                 on_read=progress,
                 threads=staging.strategy.threads if staging.strategy.remote else None,

@@ -85,7 +85,7 @@ class PlainTable:
         """The dtype of the first value in its file."""
         return _DTYPES[self.columns.dtype_names[0]]
 
-    @cached_attribute
+    @property
     def sources(self) -> list[ByteRange]:
         """The range of each value."""
         columns = self.columns

@@ -177,7 +177,8 @@ class Preparation:
 
     def settle(self) -> None:
         """Ends the recording: from now on, values of rules are computed only for their slots."""
-        self._check_overlaps()
+        if self._in_memory:
+            self._check_overlaps()
         if self._has_shards:
             self.notes += self._notes_on_strides()
         if self._incoming is not None:

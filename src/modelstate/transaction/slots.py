@@ -248,19 +248,22 @@ def sharing(items: Sequence[T], tensors: Sequence[torch.Tensor]) -> list[list[T]
     sizes = np.array([tensor.nbytes if tensor.is_contiguous() else span_bytes(tensor) for tensor in tensors], np.uint64)
     order = np.argsort(starts, kind="stable")
     order = order[(starts[order] > 0) & (sizes[order] > 0)]
-    starts, ends = starts[order], np.maximum.accumulate(starts[order] + sizes[order])
-    overlaps = (starts[1:] < ends[:-1]).tolist()
-    groups: list[list[int]] = []
-    if not any(overlaps):
+    starts, ends = starts[order], (starts + sizes)[order]
+    if not (starts[1:] < np.maximum.accumulate(ends)[:-1]).any():
         return []
-    run: list[int] = []
-    for index, may_overlap in zip(order.tolist(), (False, *overlaps), strict=True):
-        if may_overlap and any(overlap(tensors[index], tensors[other]) for other in run):
+    groups: list[list[int]] = []
+    last: dict[torch.device, tuple[list[int], int]] = {}
+    """The last run of tensors that overlap on each device, and where it ends: devices may use the same addresses."""
+    for index, start, end in zip(order.tolist(), starts.tolist(), ends.tolist(), strict=True):
+        device = tensors[index].device
+        run, run_end = last.get(device, ([], 0))
+        if start < run_end:
             run.append(index)
             if len(run) == 2:
                 groups.append(run)
         else:
             run = [index]
+        last[device] = run, max(end, run_end)
     return [[items[index] for index in sorted(group)] for group in groups]
 
 
