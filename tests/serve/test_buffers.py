@@ -117,3 +117,64 @@ def test_buffers_that_code_has_replaced_are_carried_over(persistent: bool, mode:
     assert set(report.carried) == {"none", "replaced", "added"}
     # What was deleted is there again, with the value of a new version.
     assert live(X) == (["added", "deleted", "none", "replaced"], [(1,), (2,), None, (8,)])
+
+
+class Shared(nn.Module):
+    """A buffer under two names, at which two layers look; requests make it longer, and may give one layer its own."""
+
+    def __init__(self, persistent: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+        self.first, self.second = nn.Module(), nn.Module()
+        rows = torch.zeros(1)
+        for layer in (self.first, self.second):
+            layer.register_buffer("rows", rows, persistent=persistent)
+
+    def forward(self, x: torch.Tensor | None = None, *, apart: bool = False) -> Any:
+        if x is not None:
+            self.first.rows = self.second.rows = torch.cat([self.first.rows, x])
+        if apart:
+            self.second.rows = self.second.rows + 2
+        return self.first.rows.tolist(), self.second.rows.tolist(), self.first.rows is self.second.rows
+
+
+@every_mode
+@persistences
+@pytest.mark.parametrize("request_", [{"x": torch.ones(2)}, {"apart": True}], ids=["longer", "apart"])
+def test_buffers_under_two_names_are_carried_over(persistent: bool, mode: Any, request_: dict[str, Any]) -> None:
+    live = ms.Live(Shared(persistent).eval())
+    live(**request_)
+    after = ([0, 1, 1], [0, 1, 1], True) if "x" in request_ else ([float(persistent)], [2], False)
+    for _ in range(2):
+        live.swap(weights(Shared(persistent)), mode=mode)
+        assert live() == after
+    live.swap(weights(Shared(persistent)), mode=mode, buffers="reset")
+    assert live() == ([float(persistent)], [float(persistent)], True)
+
+
+class Counting(nn.Module):
+    """Writes to a buffer under one name, and reads it under the other."""
+
+    def __init__(self, persistent: bool) -> None:
+        super().__init__()
+        self.weight, self.layer = nn.Parameter(torch.ones(2)), nn.Module()
+        self.register_buffer("sum", torch.zeros(2), persistent=persistent)
+        self.layer.register_buffer("sum", self.sum, persistent=persistent)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.layer.sum.add_(x)
+        return self.sum * self.weight
+
+
+@every_mode
+@persistences
+@pytest.mark.parametrize("is_exported", [False, True])
+def test_writes_to_buffers_under_two_names(is_exported: bool, persistent: bool, mode: Any) -> None:
+    module, x = Counting(persistent).eval(), torch.ones(2)
+    live = ms.Live(torch.export.export(module, (x,)) if is_exported else module)
+    for count in (1, 2, 3):
+        assert live(x).tolist() == [count] * 2
+        live.swap(weights(module), mode=mode)
+    live.swap(weights(module), mode=mode, buffers="reset")
+    start = 1 if persistent else 0
+    assert live(x).tolist() == [start + 1] * 2

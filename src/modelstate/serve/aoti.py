@@ -19,7 +19,7 @@ from modelstate.serve.inputs import Inputs
 from modelstate.serve.meta_clone import meta_clone, runtime_state, state_module
 from modelstate.serve.program_file import Manifest, ProgramFile
 from modelstate.serve.state_names import NameMap, names_by_tensor
-from modelstate.serve.targets import Program, Target, check_names
+from modelstate.serve.targets import Program, Target, check_names, cloned
 from modelstate.text_format import listed
 from modelstate.torch_compat.private import (
     aoti_embedded_constants,
@@ -90,7 +90,7 @@ class AotiTarget(Target):
 
     def _new_version(self, weights: nn.Module) -> "AotiVersion":
         """Returns a version with these weights. Raises `WeightsError` where a layout is not that of the library."""
-        hidden = {name: value.clone() for name, value in self.hidden.items()}
+        hidden = cloned(self.hidden)
         available = {**self._fixed_values, **hidden, **runtime_state(weights)}
         constants = {name: available[name].detach() for name in self._layouts}
         wrong = [name for name, constant in constants.items() if _layout(constant) != self._layouts[name]]

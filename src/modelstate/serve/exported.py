@@ -10,7 +10,7 @@ from modelstate.errors import LiveTargetError
 from modelstate.serve.inputs import Inputs, conditions
 from modelstate.serve.meta_clone import meta_clone, runtime_state, state_module
 from modelstate.serve.state_names import NameMap, view_key
-from modelstate.serve.targets import Program, Target, check_names
+from modelstate.serve.targets import Program, Target, check_names, cloned
 from modelstate.text_format import listed
 from modelstate.torch_compat.private import argument_names, guard_function, guards_of, unflatten
 
@@ -52,7 +52,7 @@ class ExportedTarget(Target):
         self.fixed = tuple(self._graph.constants)
         self._first = ExportedVersion(self._graph, state_module(state, meta=False), self._graph.hidden)
         # Copies: requests may change the buffers of version 1.
-        self.hidden = {name: value.clone() for name, value in self._graph.hidden.items()}
+        self.hidden = cloned(self._graph.hidden)
 
     @property
     def inputs(self) -> Inputs:
@@ -61,7 +61,7 @@ class ExportedTarget(Target):
 
     def program(self, filled: nn.Module) -> "ExportedVersion":
         weights = state_module(runtime_state(filled), meta=False)  # without the code of the exported module
-        hidden = {name: value.clone() for name, value in self.hidden.items()}
+        hidden = cloned(self.hidden)
         return ExportedVersion(self._graph, weights, hidden)
 
 

@@ -6,6 +6,7 @@ packages of AOTInductor in `aoti.py`.
 
 import types
 from abc import ABC, abstractmethod
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Set
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
@@ -62,8 +63,8 @@ class Program(ABC):
 
     @property
     def buffers(self) -> dict[str, torch.Tensor]:
-        """All tensors that a request may change, by name."""
-        return {**dict(self.weights_module.named_buffers()), **self._hidden}
+        """All tensors that a request may change, by name. A tied one has an entry for each of its names."""
+        return {**dict(self.weights_module.named_buffers(remove_duplicate=False)), **self._hidden}
 
     @property
     def tensors(self) -> Iterator[torch.Tensor]:
@@ -186,7 +187,8 @@ class ModuleTarget(Target):
         check_captured_references(original, skeleton)
         check_mode(original, training)  # last, since `eval()` alone corrects it
         super().__init__(name, skeleton, skeleton)
-        self.hidden = {name: buffer for name, buffer in skeleton.named_buffers() if not buffer.is_meta}
+        all_buffers = skeleton.named_buffers(remove_duplicate=False)
+        self.hidden = {name: buffer for name, buffer in all_buffers if not buffer.is_meta}
         # A compilation of the skeleton: one of the module itself would keep the memory of version 1 alive.
         self._compiled = None if compiled is None else compiled_like(module, skeleton)
         self._first = ModuleProgram(original, module)
@@ -269,16 +271,34 @@ def modified_buffers(program: Program, since: BufferDigests) -> dict[str, torch.
 
 
 def carry_over(buffers: Mapping[str, torch.Tensor | None], program: Program) -> tuple[str, ...]:
-    """Copies the values of these buffers into a program. Returns their names."""
+    """Copies the values of these buffers into a program. Returns their names.
+
+    Names that have one tensor as their value are tied in the program too, and others are not.
+    """
     present = program.buffers
+    values_of_present: defaultdict[int, set[int]] = defaultdict(set)
+    for name, tensor in present.items():
+        values_of_present[id(tensor)].add(id(buffers.get(name)))
+    carried: dict[int, torch.Tensor | None] = {id(None): None}
     for name, value in buffers.items():
-        if value is not None and name in present and _fits(present[name], value):
-            _overwrite(present[name], value)
-        else:  # requests replace the buffer by another tensor, such as a cache that grows
+        buffer = present.get(name)
+        if value is not None and id(value) not in carried:
+            if buffer is not None and _fits(buffer, value) and len(values_of_present[id(buffer)]) == 1:
+                _overwrite(buffer, value)
+                carried[id(value)] = buffer
+            else:
+                carried[id(value)] = value.detach().clone()
+        replacement = carried[id(value)]
+        if replacement is not buffer:  # requests replace the buffer, such as a cache that grows
             path, _, last = name.rpartition(".")
-            owner = own_buffers(program.weights_module.get_submodule(path))
-            owner[last] = None if value is None else value.detach().clone()
+            own_buffers(program.weights_module.get_submodule(path))[last] = replacement
     return tuple(buffers)
+
+
+def cloned(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Returns copies of tensors. Names of one tensor stay names of one tensor."""
+    copies = {id(tensor): tensor.clone() for tensor in tensors.values()}
+    return {name: copies[id(tensor)] for name, tensor in tensors.items()}
 
 
 def buffer_restorer(program: Program, copies: Mapping[int, torch.Tensor] | None = None) -> Callable[[], None]:
