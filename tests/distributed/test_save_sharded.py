@@ -3,6 +3,7 @@
 from contextlib import nullcontext
 from itertools import product
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -11,9 +12,11 @@ import torch.distributed as dist
 from safetensors import safe_open
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import modelstate as ms
 from modelstate.distributed import writing
+from modelstate.distributed.parts import Part, replicated
 from tests.distributed import models
 from tests.distributed.ranks import Ranks
 
@@ -121,3 +124,32 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 @pytest.mark.slow
 def test_tensors_in_every_layout(ranks: Ranks, tmp_path: Path) -> None:
     ranks.values(_save_in_every_layout, tmp_path)
+
+
+class Copies(TorchDispatchMode):
+    """The sizes of the storages that operations return."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.sizes.append(result.untyped_storage().nbytes())
+        return result
+
+
+def test_a_part_of_a_tensor_that_is_not_contiguous_is_copied_alone() -> None:
+    """A large tensor is written in many parts: a copy of the whole for each of them took the square of its size."""
+    tensor = torch.arange(1000.0).repeat(1000, 1).t()[:, :999]
+    expected = tensor.reshape(-1)[5000:7000].clone()
+    parts = replicated(tensor.numel(), 4, (0, 1))
+    piece = writing.Piece(tensor, 0, Part(5000, 7000, (0, 1), parts.regions[0]), 0, parts)
+    with Copies() as copies:
+        elements = writing.elements_of(piece)
+        assert not isinstance(elements, torch.Tensor)
+        made = elements.make(0, 2000)
+        sent = writing._bytes(tensor, 5000, 2000)
+    assert torch.equal(made, expected)
+    assert torch.equal(sent.view(torch.float32), expected)
+    assert max(size for size in copies.sizes if size != tensor.untyped_storage().nbytes()) <= 3 * 4 * 1000

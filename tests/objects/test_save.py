@@ -335,7 +335,7 @@ def test_tensors_are_written_from_their_own_memory(tmp_path: Path, monkeypatch: 
     rows = {f"w{index}": torch.ones(1 << 20) for index in range(8)}
     columns = {f"c{index}": torch.arange(1 << 14).view(128, 128).t() for index in range(3)}
     copied: list[torch.Size] = []
-    monkeypatch.setattr(block_writer, "in_a_row", lambda tensor: copied.append(tensor.shape) or in_a_row(tensor))
+    monkeypatch.setattr(block_writer, "in_a_row", lambda *of: copied.append(of[0].shape) or in_a_row(*of))
     ms.save(rows | columns, tmp_path / "x.safetensors")
     assert copied == [(128, 128)] * 3
     assert torch.equal(load_file(tmp_path / "x.safetensors")["c0"], columns["c0"])
@@ -446,9 +446,9 @@ def test_a_torch_file_names_the_tensor_that_needs_memory(tmp_path: Path) -> None
     ],
 )
 def test_what_has_to_be_copied_is_copied_block_by_block(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not a whole tensor for each thread: tensors on a GPU, and conjugates, which are in no memory."""
+    """Not a whole tensor for each thread: on a GPU, conjugates, which are in no memory, and what is not contiguous."""
     plain = torch.randn(3, 500_000, dtype=torch.complex64).to(device)
-    tensors = [plain[:1], plain.conj(), plain[1, 1].conj(), plain[:, :9].t(), plain]
+    tensors = [plain[:1], plain.conj(), plain[1, 1].conj(), plain[:, :9].t(), plain.t(), plain]
     expected = block_writer.write_blocks(None, 0, [tensor.cpu().resolve_conj().contiguous() for tensor in tensors])
     copied: list[int] = []
     real = torch.Tensor.cpu

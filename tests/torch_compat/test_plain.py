@@ -1,12 +1,13 @@
 """Comparing tensors bit for bit."""
 
 import math
+from itertools import permutations
 
 import pytest
 import torch
 from torch import nn
 
-from modelstate.torch_compat.plain import same_values
+from modelstate.torch_compat.plain import in_a_row, same_values
 
 
 class Marked(torch.Tensor):
@@ -59,3 +60,21 @@ def test_tensors_that_are_more_than_strided_memory_only_equal_themselves() -> No
     for tensor in (sparse, quantized):
         assert same_values(tensor, tensor)
         assert not same_values(tensor, tensor.clone())
+
+
+def test_any_range_of_elements_is_copied_alone() -> None:
+    whole = torch.arange(2 * 3 * 4 * 5).view(2, 3, 4, 5)
+    tensors = [whole.permute(*order) for order in permutations(range(4))]
+    tensors += [whole[:, ::2], whole[..., 1:3], whole[0, 0, 0, ::2], whole[:, :1].expand(2, 3, 4, 5), whole[:0]]
+    tensors += [tensor.to(torch.complex64).conj() for tensor in (whole, whole[0, 0].t())]
+    for tensor in tensors:
+        expected = tensor.resolve_conj().reshape(-1)
+        count = tensor.numel()
+        for first in range(0, count + 1, 7):
+            for end in {first, min(first + 1, count), min(first + 29, count), count}:
+                found = in_a_row(tensor, first, end)
+                assert torch.equal(found, expected[first:end]), (tensor.stride(), first, end)
+                if not (tensor.is_contiguous() or tensor.is_conj()):
+                    assert found.untyped_storage().nbytes() <= max((end - first) * found.itemsize, 1) or (
+                        found.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
+                    )

@@ -535,9 +535,9 @@ def elements_of(piece: Piece) -> torch.Tensor | LazyTensor:
             return flat
 
     def make(first: int, end: int) -> torch.Tensor:
-        return in_a_row(source)[start + first : start + end]
+        return in_a_row(source, start + first, start + end)
 
-    return LazyTensor(tensor.dtype, (count,), None, make, False, source.nbytes, {})
+    return LazyTensor(tensor.dtype, (count,), None, make, True, min(BLOCK_BYTES, piece.nbytes), {})
 
 
 def _index(ranges: Sequence[range], index: int) -> int:
@@ -552,8 +552,7 @@ def _index(ranges: Sequence[range], index: int) -> int:
 
 def _bytes(local: torch.Tensor, start: int, count: int) -> torch.Tensor:
     """Returns the bytes of some elements of a local tensor, on the CPU."""
-    with torch.inference_mode(False), torch.no_grad():
-        return in_a_row(local.detach().reshape(-1)[start : start + count]).view(torch.uint8)
+    return in_a_row(local, start, start + count).view(torch.uint8)
 
 
 def _make(first: int, end: int) -> torch.Tensor:

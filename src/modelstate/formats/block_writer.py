@@ -267,8 +267,8 @@ def write_blocks(
 ) -> list[str]:
     """Writes the elements of each tensor, in their order.
 
-    Each thread copies one block at a time, also from another device. Tensors that are not contiguous, and a
-    `LazyTensor`, are copied whole, one at a time in each thread, unless the `LazyTensor` is computed in pieces.
+    Each thread copies one block at a time, also from another device and of a tensor that is not contiguous. A
+    `LazyTensor` that is not computed in pieces is computed whole, one at a time in each thread.
 
     Args:
         output: The file; None only computes the digests. With one thread, the bytes are written in their order.
@@ -294,9 +294,10 @@ def write_blocks(
                 _write(job, digests, output, buffer)
                 return
             tensor = tensors[job.number]
-            values = in_a_row(
-                _elements(tensor, job) if isinstance(tensor, torch.Tensor) else tensor.make(job.first, job.end)
-            )
+            if isinstance(tensor, torch.Tensor):
+                values = in_a_row(tensor, job.first, job.end)
+            else:
+                values = in_a_row(tensor.make(job.first, job.end))
             for part in _jobs([job.start], [values]):
                 assert isinstance(part, _Job)
                 part.blocks = [(job.number, job.block + which, at, nbytes) for _, which, at, nbytes in part.blocks]
@@ -327,8 +328,8 @@ def _jobs(starts: Sequence[int], tensors: Sequence[torch.Tensor | LazyTensor]) -
             continue
         if not isinstance(tensor, torch.Tensor) or not is_plain_memory(tensor):
             count = tensor.numel()
-            in_pieces = tensor.in_pieces if isinstance(tensor, LazyTensor) else tensor.is_contiguous()
-            step = BLOCK_BYTES // tensor.itemsize if in_pieces else count
+            is_whole = isinstance(tensor, LazyTensor) and not tensor.in_pieces
+            step = count if is_whole else BLOCK_BYTES // tensor.itemsize
             for block, first in enumerate(range(0, count, step)):
                 at = start + first * tensor.itemsize
                 jobs.append(_LazyJob(at, number, block, first, min(first + step, count)))
@@ -360,14 +361,6 @@ def _write(
         at += nbytes
     if output is not None and buffer is not None:
         output.write_at(job.start, buffer.view[first:at])
-
-
-def _elements(tensor: torch.Tensor, job: _LazyJob) -> torch.Tensor:
-    """Returns what a job writes of a tensor: all of it, unless its elements are in their order."""
-    if not tensor.is_contiguous():
-        return tensor
-    with torch.inference_mode(False), torch.no_grad():
-        return tensor.detach().view(-1)[job.first : job.end]
 
 
 def threads_within(tensors: Mapping[str, object], max_memory_bytes: int | None, where: str) -> int:
