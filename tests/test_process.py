@@ -1,10 +1,12 @@
-"""What `modelstate.process` keeps for each thread."""
+"""What `modelstate.process` keeps for each thread, and signals that are deferred."""
 
+import asyncio
+import signal
 import threading
 
 import pytest
 
-from modelstate.process import ThreadValue
+from modelstate.process import ThreadValue, deferred_signals
 
 
 def test_a_value_is_replaced_in_one_thread_within_a_block() -> None:
@@ -25,3 +27,38 @@ def test_a_value_is_put_back_after_an_error(error: type[BaseException]) -> None:
     with pytest.raises(error), value.replaced("inside"):
         raise error
     assert value.value == "outside"
+
+
+def test_an_event_loop_handles_a_deferred_signal_once() -> None:
+    handled: list[str] = []
+
+    async def save() -> None:
+        asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, handled.append, "once")
+        with deferred_signals():
+            signal.raise_signal(signal.SIGUSR1)
+            assert not handled
+        await asyncio.sleep(0.05)
+
+    asyncio.run(save())
+    assert handled == ["once"]
+
+
+def test_the_handler_at_the_end_of_the_block_handles_a_deferred_signal() -> None:
+    """It may be another one: that of a signal which has arrived earlier can replace it, also by none."""
+    handled: list[int] = []
+
+    def first(number: int, _: object) -> None:
+        handled.append(number)
+        signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+
+    before = [signal.getsignal(number) for number in (signal.SIGUSR1, signal.SIGUSR2)]
+    try:
+        signal.signal(signal.SIGUSR1, first)
+        signal.signal(signal.SIGUSR2, lambda number, _: handled.append(number))
+        with deferred_signals():
+            signal.raise_signal(signal.SIGUSR1)
+            signal.raise_signal(signal.SIGUSR2)
+        assert handled == [signal.SIGUSR1]
+    finally:
+        for number, handler in zip((signal.SIGUSR1, signal.SIGUSR2), before, strict=True):
+            signal.signal(number, handler)

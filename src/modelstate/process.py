@@ -533,7 +533,20 @@ def deferred_signals() -> Iterator[None]:
         finally:
             with ExitStack() as handled:  # each signal, also where the handler of another one raises
                 for number in reversed(dict.fromkeys(arrived)):
-                    handled.callback(signal.raise_signal, number)
+                    handled.callback(_handle, number)
+
+
+def _handle(number: int) -> None:
+    """Has the effect of a signal that has arrived before.
+
+    An event loop has its handlers called for each byte that the arrival of a signal writes into its pipe, which has
+    been written: another signal would call them a second time.
+    """
+    handler = signal.getsignal(number)
+    if callable(handler):
+        handler(number, sys._getframe())
+    else:
+        signal.raise_signal(number)
 
 
 def _install(handlers: Mapping[int, Callable[[int, FrameType | None], object]]) -> None:

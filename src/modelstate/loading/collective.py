@@ -166,15 +166,14 @@ def _samples(checkpoint: Checkpoint) -> bytes:
             requests.append(Request(sampled, place.data_ptr()))
         else:
             data = _middle(piece)
-            place[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+            place[: len(data)] = data
     read_ranges(requests, fingerprints=checkpoint.fingerprints)
-    return bytes(buffer.tolist())
+    return buffer.numpy().tobytes()
 
 
-def _middle(tensor: torch.Tensor) -> bytes:
+def _middle(tensor: torch.Tensor) -> torch.Tensor:
     """Returns a few bytes from the middle of a tensor."""
-    data = tensor.detach().reshape(-1).view(torch.uint8)
-    return bytes(data[tensor.nbytes // 2 :][:_SAMPLE_BYTES].tolist())
+    return tensor.detach().reshape(-1).view(torch.uint8)[tensor.nbytes // 2 :][:_SAMPLE_BYTES]
 
 
 def _has_bytes(tensor: torch.Tensor) -> bool:
