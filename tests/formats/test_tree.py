@@ -2,6 +2,7 @@
 
 from collections import Counter, OrderedDict, UserDict, defaultdict, namedtuple
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import modelstate as ms
 from modelstate.errors import AmbiguousCheckpointError, KeyNotFoundError, SourceTypeError
 from modelstate.formats import tree as tree_module
 from modelstate.formats.tree import flatten, rebuild, same_value, subtree
@@ -176,6 +178,17 @@ def test_one_name_twice() -> None:
     ):
         with pytest.raises(AmbiguousCheckpointError, match="one name when their keys are joined"):
             flatten(root, "")
+
+
+def test_the_remedy_for_one_name_twice_works(tmp_path: Path) -> None:
+    path = tmp_path / "run.pt"
+    torch.save({"model": {"w": torch.ones(1)}, "a": {"b": torch.ones(1)}, "a.b": torch.ones(1)}, path)
+    with pytest.raises(AmbiguousCheckpointError) as caught:
+        ms.open(path, key="model")  # the names of the whole file are joined, whatever the part
+    assert caught.value.remedy.endswith(
+        "with torch.load, if this is a file, and give the part that is meant as a mapping"
+    )
+    assert list(ms.open(torch.load(path)["model"])) == ["w"]
 
 
 def test_empty_keys_are_names_too() -> None:

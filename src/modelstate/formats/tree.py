@@ -155,7 +155,8 @@ class _Flattener:
                 "two values have one name when their keys are joined with dots",
                 where=self.where,
                 found=path,
-                remedy="open one part of the checkpoint alone, or rename a key",
+                remedy="rename a key; or read the containers with torch.load, if this is a file, and give the part "
+                "that is meant as a mapping",
             )
         into[path] = leaf
 
