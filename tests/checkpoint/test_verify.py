@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
 import modelstate as ms
 from modelstate.checkpoint import verification
@@ -138,3 +139,29 @@ def test_what_has_no_checksum_is_named(tmp_path: Path) -> None:
     with pytest.raises(ChecksumError) as caught:
         open_checkpoint(tmp_path / "x.index.json").verify()
     assert caught.value.found == "none for b0, b1, b2, ..."
+
+
+def without_seal(path: Path) -> None:
+    """Writes a file of `ms.save` as another program does that keeps the metadata that it does not know."""
+    with safe_open(path, "pt") as file:
+        metadata, tensors = file.metadata(), load_file(path)
+    del metadata["modelstate_seal"]
+    save_file(tensors, path, metadata)
+
+
+def test_digests_without_a_seal_verify_nothing(tmp_path: Path) -> None:
+    """They may be those of other values, where a program that does not know them has changed the tensors."""
+    path = tmp_path / "x.safetensors"
+    ms.save({"a": WEIGHT, "b": WEIGHT + 1}, path)
+    without_seal(path)
+    with pytest.raises(ChecksumError, match="nothing to verify the tensors against"):
+        open_checkpoint(path).verify()
+
+
+def test_digests_of_a_shard_without_a_seal_verify_nothing(tmp_path: Path) -> None:
+    """What its header says of the tensors may be damaged."""
+    ms.save({"a": WEIGHT, "b": WEIGHT + 1}, tmp_path / "x.safetensors", shard_size_bytes=1)
+    assert open_checkpoint(tmp_path).verify() == 2 * WEIGHT.nbytes
+    without_seal(sorted(tmp_path.glob("*.safetensors"))[1])
+    with pytest.raises(ChecksumError, match="nothing to verify the tensors against"):
+        open_checkpoint(tmp_path).verify()

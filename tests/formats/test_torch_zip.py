@@ -339,6 +339,33 @@ def test_sizes_that_lie(small: Path, field: str) -> None:
         tree(str(small))
 
 
+def test_a_header_that_ends_too_early(small: Path) -> None:
+    """The data would begin a few bytes too early."""
+    data = bytearray(small.read_bytes())
+    with zipfile.ZipFile(small) as archive:
+        at = archive.getinfo("small/data/1").header_offset + 28
+    (padding,) = struct.unpack_from("<H", data, at)
+    assert padding > 8
+    struct.pack_into("<H", data, at, padding - 8)
+    small.write_bytes(data)
+    with pytest.raises(errors.DamagedFileError, match="contradicts itself about a record"):
+        tree(str(small))
+
+
+def test_a_tensor_does_not_leave_its_storage_for_the_rest_of_the_record(small: Path) -> None:
+    def halved(pickle: bytes) -> bytes:
+        assert pickle.count(b"cpuq") == 1
+        at = pickle.index(b"K", pickle.index(b"cpuq"))
+        assert pickle[at + 1] == 5
+        return pickle[: at + 1] + b"\x02" + pickle[at + 2 :]
+
+    edit_record(small, "data.pkl", halved)
+    with pytest.raises(RuntimeError):
+        torch.load(small)
+    with pytest.raises(errors.DamagedFileError, match="a tensor leaves its storage"):
+        tree(str(small))
+
+
 def test_a_changed_pickle(small: Path) -> None:
     data = bytearray(small.read_bytes())
     data[data.index(b"FloatStorage")] ^= 1
