@@ -174,3 +174,12 @@ def test_a_value_whose_repr_raises() -> None:
         assert "Broken, whose repr raises RuntimeError" in text
     with pytest.raises(ms.errors.SourceTypeError, match="RuntimeError"):
         ms.open({"w": torch.ones(2), "b": {Broken(): torch.ones(2)}})
+
+
+def test_a_value_that_is_nested_deeply_is_shown_in_part() -> None:
+    nested: list[Any] = []
+    for _ in range(490):
+        nested = [nested]
+    inspection = ms.inspect({"w": torch.ones(1), "nested": nested})
+    assert "[" * 100 + '"..."' in inspection.to_json().replace(" ", "").replace("\n", "")
+    assert str(inspection)

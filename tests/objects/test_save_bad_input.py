@@ -104,6 +104,14 @@ def test_what_cannot_be_saved(tmp_path: Path, name: str, monkeypatch: pytest.Mon
     assert path.read_bytes() == b"the old file"
 
 
+def test_a_value_that_holds_itself_is_in_no_file_of_torch(tmp_path: Path) -> None:
+    itself: dict[str, Any] = {}
+    itself["itself"] = [itself]
+    with pytest.raises(CodecError, match="holds itself"):
+        ms.save({"w": torch.ones(1), "value": itself}, tmp_path / "x.pt")
+    assert not list(tmp_path.iterdir())
+
+
 def test_many_problems_are_counted(tmp_path: Path) -> None:
     with pytest.raises(UnsavableError, match=r"20 of 21 tensors .*\n.*and 12 more"):
         ms.save({"ok": torch.ones(1), **{f"w{n}": torch.ones(1, device="meta") for n in range(20)}}, tmp_path / "x")

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 _VALUE_WIDTH = 72
 _MAX_GROUPS = 20
+_MOST_LEVELS = 100
+"""Levels of containers of a value that are shown: a value in memory may hold itself."""
 _MOST_BITS = 4096
 """A larger int is shown in hexadecimal: Python refuses to write one of over 4,300 decimal digits."""
 
@@ -387,8 +389,8 @@ def _tensor_json(spec: TensorSpec) -> dict[str, object]:
     return entry
 
 
-def plain_value(value: object) -> object:
-    """The value with JSON types; anything that JSON cannot represent becomes text."""
+def plain_value(value: object, levels: int = _MOST_LEVELS) -> object:
+    """The value with JSON types; anything that JSON cannot represent, or that is nested deeper, becomes text."""
     if isinstance(value, int) and value.bit_length() > _MOST_BITS:
         return shorten(hex(value), 1000)
     if value is None or isinstance(value, str | bool | int):
@@ -398,11 +400,13 @@ def plain_value(value: object) -> object:
     if is_tensor(value):
         dtype = str(value.dtype).removeprefix("torch.")
         return f"without a shape yet, {dtype}" if is_uninitialised(value) else f"tensor({list(value.shape)}, {dtype})"
+    if isinstance(value, Mapping | Sequence | set | frozenset) and not levels:
+        return "..."
     if isinstance(value, Mapping):
-        return {key if isinstance(key, str) else _repr(key): plain_value(item) for key, item in value.items()}
+        return {key if isinstance(key, str) else _repr(key): plain_value(v, levels - 1) for key, v in value.items()}
     is_whole = isinstance(value, bytes | bytearray | memoryview | range)
     if isinstance(value, Sequence | set | frozenset) and not is_whole:
-        return [plain_value(item) for item in value]
+        return [plain_value(item, levels - 1) for item in value]
     return shorten(_repr(value), 1000)
 
 

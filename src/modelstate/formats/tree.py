@@ -9,7 +9,7 @@ from copy import copy
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from modelstate.errors import AmbiguousCheckpointError, KeyNotFoundError, SourceTypeError
+from modelstate.errors import AmbiguousCheckpointError, CodecError, KeyNotFoundError, SourceTypeError
 from modelstate.io.files import FileFingerprint
 from modelstate.spec import ByteRange, Checksum, Described, Encoded, Stored, StoredTensor, StoredTensors
 from modelstate.torch_compat.values import is_size, is_tensor, is_uninitialised, set_version_metadata, version_metadata
@@ -73,13 +73,22 @@ def items_of(node: object) -> Iterator[tuple[str, object]]:
     return ((str(index), value) for index, value in enumerate(node))
 
 
-def leaves(node: object, path: str = "") -> Iterator[tuple[str, object]]:
-    """The values of a tree that are no containers, with their dotted paths; `path` is that of the node."""
+def leaves(node: object, path: str = "", depth: int = 0) -> Iterator[tuple[str, object]]:
+    """The values of a tree that are no containers, with their dotted paths; `path` is that of the node.
+
+    Raises `CodecError` for a container that contains itself, or is nested deeper than 500 levels.
+    """
     if not is_container(node):
         yield path, node
         return
+    if depth > _MAX_DEPTH:
+        raise CodecError(
+            "a value that holds itself, or is nested too deeply",
+            where=f"{path[:80]}...",
+            expected=f"at most {_MAX_DEPTH} levels",
+        )
     for name, child in items_of(node):
-        yield from leaves(child, f"{path}.{name}" if path else name)
+        yield from leaves(child, f"{path}.{name}" if path else name, depth + 1)
 
 
 def flatten(tree: object, where: str) -> FlatTree:
