@@ -153,6 +153,14 @@ def test_infinite_values_beside_finite_ones_in_float32() -> None:
     assert same(average(found)[8:], usual[8:])
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16])
+@pytest.mark.parametrize("weights", [[1.0, 1.0], [0.5, 0.5 + 2**-20]])
+def test_weights_that_do_not_add_up_to_one_change_what_is_equal(dtype: torch.dtype, weights: list[float]) -> None:
+    state = {"w": torch.tensor([1.0, 3.0, -2.0], dtype=dtype)}
+    average = ms.open([state, state], combine=ms.merge.Average(weights)).tensor("w")
+    assert torch.equal(average, (state["w"].double() * sum(weights)).to(dtype))
+
+
 def test_weights_need_not_add_up_to_one() -> None:
     base, one, two = torch.zeros(3), torch.ones(3), torch.full((3,), 2.0)
     assert average([base, one, two], weights=[-1, 1, 1]).tolist() == [3, 3, 3]

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import zipfile
 from collections.abc import Iterator
 from datetime import timedelta
 from http.server import BaseHTTPRequestHandler
@@ -15,6 +16,7 @@ from safetensors.torch import save_file
 
 import modelstate as ms
 from modelstate.errors import (
+    DamagedFileError,
     ReadFailedError,
     SourceAccessError,
     SourceNotFoundError,
@@ -226,6 +228,21 @@ def test_an_index_of_a_web_server_stays_in_its_directory(files: tuple[Path, str]
     (files[0] / "in" / "m.safetensors.index.json").write_text(json.dumps({"weight_map": {"w": shard}}))
     with pytest.raises(ms.errors.OpenError):
         ms.open(f"{files[1]}/in/m.safetensors.index.json")
+
+
+@pytest.mark.parametrize("padding", [4, 12, 1000])
+def test_bytes_between_the_records_of_an_archive_are_refused_as_in_a_file(
+    files: tuple[Path, str], tmp_path: Path, padding: int
+) -> None:
+    """Where the data of a record begins follows from where the next one begins, without a request for its header."""
+    torch.save({"a": torch.arange(20_000.0), "b": torch.arange(20_000)}, tmp_path / "a.pt")
+    with zipfile.ZipFile(tmp_path / "a.pt") as old, zipfile.ZipFile(files[0] / "b.pt", "w") as new:
+        for name in old.namelist():
+            new.writestr(name, old.read(name))
+            new.start_dir += padding * name.endswith("data/0")
+    for source in (files[0] / "b.pt", f"{files[1]}/b.pt"):
+        with pytest.raises(DamagedFileError, match="contradicts itself about a record"):
+            ms.open(source)
 
 
 @pytest.mark.parametrize("shard", ["a b.safetensors", "a#b.safetensors", "a?b.safetensors", "a%41.safetensors"])

@@ -81,6 +81,13 @@ def test_back_to_an_older_version() -> None:
     assert SCHEMA.rules("2.0", "2.0") == ()
 
 
+def test_the_rules_of_one_step_are_those_of_its_migration() -> None:
+    first = ms.rules.Migration("2.0", [ms.rules.Rename("fc.*", "head.*")])
+    schema = ms.rules.Schema("1.0", [first, ms.rules.Migration("3.0", [ms.rules.Prefix(add="net.")])])
+    assert schema.rules("1.0", "2.0") == first.rules
+    assert schema.rules("3.0", "2.0") == (ms.rules.Prefix(strip="net."),)
+
+
 def test_a_name_may_come_back_in_a_later_version() -> None:
     """What would be a circle within one migration is none over several."""
     there, back = (

@@ -263,6 +263,8 @@ def test_tensors_that_are_not_just_elements(value: torch.Tensor, rule: Any) -> N
         (2, torch.bool, False),
         (True, torch.bool, True),
         (0.1, torch.float16, True),
+        (1e6, torch.float16, False),
+        (float("inf"), torch.float16, True),
         (1j, torch.float32, False),
         (1j, torch.complex64, True),
         (float("nan"), torch.float32, True),
