@@ -48,6 +48,15 @@ def test_secrets_stay_out_of_names(url: str) -> None:
     assert "word" in sent or base64.b64encode(b"user:word").decode() in sent
 
 
+def test_a_name_need_not_be_utf_8() -> None:
+    location = locate("https://host/a/caf%E9.safetensors")
+    assert location != locate("https://host/a/caf%E8.safetensors")
+    assert locate(location.url) == location
+    store, key = store_of(location)
+    assert (str(store.url), key) == ("https://host/a/caf%E9.safetensors", "")  # type: ignore[union-attr]
+    assert beside(location.url, "b") == locate("https://host/a/b").url
+
+
 def test_a_quoted_slash_is_part_of_a_name() -> None:
     location = locate("https://host/a%2Fb/c.safetensors")
     assert location != locate("https://host/a/b/c.safetensors")

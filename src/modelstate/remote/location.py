@@ -70,7 +70,8 @@ class Location:
     key: str
     """The name in the bucket, or the path of a web address with its quotes removed. It does not begin with `/`."""
     mark: str = ""
-    """A digest of a web address that `root` and `key` do not describe: it has a user, a query or `%2F`; else empty."""
+    """A digest of a web address that `root` and `key` do not describe: it has a user, a query or `%2F`, or is
+    not UTF-8; else empty."""
 
     @property
     def url(self) -> str:
@@ -109,7 +110,8 @@ def locate(url: str) -> Location:
     if not host or not rest.isprintable() or " " in rest:
         raise _not_valid(url, f"{scheme}://HOST/PATH")
     root, key = parts.netloc.rpartition("@")[2], unquote(parts.path.lstrip("/"))
-    is_name = not key or (_KEY.fullmatch(key) and "%2f" not in parts.path.lower())  # `%2F` divides no directories
+    # `%2F` divides no directories, and names need not be UTF-8.
+    is_name = not key or (_KEY.fullmatch(key) and "%2f" not in parts.path.lower() and "\ufffd" not in key)
     if is_name and not (parts.query or "@" in parts.netloc):
         return Location(scheme, root, key)
     whole = url.partition("#")[0]
