@@ -154,7 +154,7 @@ def test_infinite_values_beside_finite_ones_in_float32() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16])
-@pytest.mark.parametrize("weights", [[1.0, 1.0], [0.5, 0.5 + 2**-20]])
+@pytest.mark.parametrize("weights", [[1.0, 1.0], [0.5, 0.5 + 2**-20], [0.5, 0.5 + 2**-35]])
 def test_weights_that_do_not_add_up_to_one_change_what_is_equal(dtype: torch.dtype, weights: list[float]) -> None:
     state = {"w": torch.tensor([1.0, 3.0, -2.0], dtype=dtype)}
     average = ms.open([state, state], combine=ms.merge.Average(weights)).tensor("w")
