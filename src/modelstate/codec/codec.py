@@ -157,9 +157,10 @@ def register_codec(
     Examples:
         >>> class Celsius:
         ...     def __init__(self, degrees): self.degrees = degrees
-        >>> register_codec(Celsius, lambda value: value.degrees, Celsius, name="celsius")
-        >>> encode(Celsius(20.5))
-        {'$object': {'codec': 'celsius', 'value': 20.5}}
+        >>> ms.register_codec(Celsius, lambda value: value.degrees, Celsius, name="celsius")
+        >>> ms.save({"limit": Celsius(20.5)}, "limits.safetensors")
+        >>> ms.open("limits.safetensors").extra["limit"].degrees
+        20.5
     """
     if not isinstance(cls, type):
         raise OptionError("what is registered is a class", found=repr(cls))

@@ -258,13 +258,12 @@ def load(
             the notes of the report say what is not protected; overwriting such a file in place changes the model, or
             ends the process. False reads into new memory. Tensors that have memory are never mapped.
         in_place: Whether existing memory is read into directly, without a second copy of the values. None does so
-            where the read cannot fail: for plain tensors on the CPU, from files that a read lease can hold, when all
-            their bytes are in the page cache; other values are read before the first one is put in place. What can
-            still happen is that the kernel evicts bytes within that moment and the disk then fails to return them:
-            the error names the tensors that have not been loaded. False reads all values into memory of their own
-            first. True never does; an I/O error or an interrupt during that read, on any rank, leaves a partly
-            overwritten model.
-            The report says for each tensor what was done.
+            where the read cannot fail: for plain tensors on the CPU or a CUDA device, from files that a read lease can
+            hold, when all their bytes are in the page cache; other values are read before the first one is put in
+            place. What can still happen is that the kernel evicts bytes within that moment and the disk then fails to
+            return them: the error names the tensors that have not been loaded. False reads all values into memory of
+            their own first. True never does; an I/O error or an interrupt during that read, on any rank, leaves a
+            partly overwritten model. The report says for each tensor what was done.
         init_missing: Initialises tensors that the checkpoint lacks with the model's own code, as the constructor does:
             `reset_parameters` of the module that owns the tensor, and `_init_weights` of a Hugging Face model. The
             methods run on a copy, so they change no tensor of the checkpoint. The plan and the report name the methods

@@ -63,7 +63,7 @@ class LoRA(Combination):
         OptionError: An argument has another type, or is out of range.
 
     Examples:
-        >>> merged = ms.open(["base.safetensors", "adapter_model.safetensors"], combine=ms.merge.LoRA())
+        >>> merged = ms.open(["base.safetensors", "adapter/"], combine=ms.merge.LoRA())
         >>> ms.load(model, merged)
     """
 

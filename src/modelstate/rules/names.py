@@ -123,7 +123,7 @@ class Ignore(CodeRepr):
         RuleError: The pattern is empty, or not text.
 
     Examples:
-        >>> ms.load(model, "pretrained.pt", rules=ms.rules.Ignore("classifier.*"), allow_missing="classifier.*")
+        >>> ms.load(model, "pretrained.pt", rules=ms.rules.Ignore("classifier.*"), allow_missing=["classifier.*"])
     """
 
     pattern: str

@@ -196,7 +196,7 @@ class Migration(CodeRepr):
 
     Examples:
         >>> ms.rules.Migration("2.0", [ms.rules.Rename("fc.*", "head.*")])
-        Migration('2.0', Rules([Rename('fc.*', 'head.*')]))
+        Migration('2.0', [Rename('fc.*', 'head.*')])
     """
 
     version: str

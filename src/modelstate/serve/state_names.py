@@ -242,11 +242,11 @@ class NameMap:
         runtime = self.runtime.get(name)
         return None if runtime == name or (name in self._crossed) else runtime
 
-    def apply(self, course: RuleContext) -> None:
+    def apply(self, context: RuleContext) -> None:
         """Renames all entries, with names of either kind, to the runtime names.
 
         Args:
-            course: the entries of a checkpoint, and the problems that have been found.
+            context: the entries of a checkpoint, and the problems that have been found.
 
         Raises:
             NameMapError: nothing tells which kind of names the entries have.
@@ -254,19 +254,19 @@ class NameMap:
         Examples:
             >>> live.swap("checkpoint.pt", rules=[names])
         """
-        before, renamed = course.entries, dict[str, Entry]()
+        before, renamed = context.entries, dict[str, Entry]()
         has_runtime_names = self._has_runtime_names(before)
         for name, entry in before.items():
             if name in self.extra:
-                course.fail(name, "the program has the extra state that it was exported with, and takes no other")
+                context.fail(name, "the program has the extra state that it was exported with, and takes no other")
                 continue
             runtime = name if has_runtime_names and name in self._crossed else self.runtime.get(name, name)
             if runtime != name:
                 entry = entry._replace(rules=(*entry.rules, repr(self)), names=(*entry.names, name))
             first = renamed.setdefault(runtime, entry)
-            if first is not entry and not course.equal(first, entry):
-                course.problems.append(NameClash(runtime, (*first.sources, *entry.sources)))
-        course.replace(renamed)
+            if first is not entry and not context.equal(first, entry):
+                context.problems.append(NameClash(runtime, (*first.sources, *entry.sources)))
+        context.replace(renamed)
 
     def _has_runtime_names(self, names: Iterable[str]) -> bool:
         """Whether ambiguous names are runtime names, as the unambiguous ones show. False without ambiguous names."""

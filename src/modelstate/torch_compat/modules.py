@@ -225,7 +225,7 @@ def without_state_dict_hooks(module: nn.Module) -> Iterator[None]:
         Exception: Only exceptions of the block are passed on.
 
     Examples:
-        >>> with without_state_dict_hooks(module):
+        >>> with modelstate.serve.without_state_dict_hooks(module):
         ...     state = module.state_dict()
     """
     block = _Block(threading.get_ident(), [])
