@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 
 import modelstate as ms
+from modelstate.io import system
 from tests.lossy_disk import lossy_disk
-from tests.store.common import litter
+from tests.store.common import failing_call, litter
 from tests.store.killed import Job
 from tests.sweeps import spread
 
@@ -72,3 +73,37 @@ def test_the_law_can_fail(tmp_path: Path, left_out: str, monkeypatch: pytest.Mon
     disk.write(tmp_path / "cut", len(disk.calls), "synced")
     with pytest.raises(AssertionError):
         assert restored(tmp_path / "cut") == reported[len(disk.calls)]
+
+
+class Killed(BaseException):
+    """The end of a process: nothing that it would do afterwards is done."""
+
+
+def test_the_directory_of_a_save_that_was_killed_is_made_durable_by_the_next_one(tmp_path: Path) -> None:
+    """The first save may have been killed when the directory was there, and its name was not on the disk."""
+    for number in range(1, 9):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        with lossy_disk(folder) as disk:
+            store = ms.Store(folder / "runs" / "one")
+            with pytest.raises(Killed), failing_call(number, Killed(), lasting=True) as calls:
+                store.save(1, {"value": 1})
+            store.index.medium.lock.release()
+            with ms.Store(folder / "runs" / "one") as again:
+                again.save(2, {"value": 2})
+        disk.write(tmp_path / f"cut-{number}", len(disk.calls), "synced")
+        assert ms.Store(tmp_path / f"cut-{number}" / "runs" / "one").restore({"value": 0}).step == 2, calls[-1]
+
+
+def test_the_parent_of_the_directory_need_not_be_readable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = system.open_to_write
+
+    def opened(path: str, *options: Any) -> int:
+        if path == str(tmp_path):
+            raise PermissionError(13, "Permission denied", path)
+        return real(path, *options)
+
+    monkeypatch.setattr(system, "open_to_write", opened)
+    with ms.Store(tmp_path / "run") as store:
+        store.save(1, {"value": 1})
+    assert ms.Store(tmp_path / "run").latest() == 1

@@ -293,16 +293,28 @@ def sync_directory(path: str) -> None:
 
 
 def make_directory(path: str) -> None:
-    """Creates a directory and its parents, durably. Does nothing where it exists. Raises `OSError`."""
+    """Creates a directory and its parents, durably. Does nothing where it is in use already. Raises `OSError`.
+
+    An empty directory may be that of a process that was killed before its name was durable.
+    """
+    parent = os.path.dirname(path)
     if not os.path.isdir(path or "."):
-        parent = os.path.dirname(path)
         make_directory(parent)
         try:
             system.mkdir(path)
         except FileExistsError:
             if not os.path.isdir(path):
                 raise
+    elif not path or not _is_empty(path):
+        return
+    with suppress(PermissionError):  # names can be added to a directory that cannot be opened
         sync_directory(parent)
+
+
+def _is_empty(path: str) -> bool:
+    with suppress(OSError), os.scandir(path) as entries:
+        return next(entries, None) is None
+    return False
 
 
 def remove_all(paths: Iterable[str]) -> None:
