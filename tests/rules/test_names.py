@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import FrozenInstanceError, fields
+from itertools import product
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ import modelstate as ms
 from modelstate.errors import OptionError, RuleError
 from modelstate.problems import CyclicRules, NameClash
 from modelstate.rules.names import Ignore, Prefix, Rename
-from modelstate.rules.rule import Rule
+from modelstate.rules.rule import Rule, Template
 from modelstate.rules.schema import check_rules, renamed_by
 from tests.rules.naming import applied, renamed
 
@@ -192,6 +193,19 @@ def test_no_rules_change_nothing() -> None:
 def test_what_is_ignored_is_left_out() -> None:
     assert list(applied([Ignore("a.*")], ["a.b", "b.a", "a"]).entries) == ["b.a", "a"]
     assert applied([Ignore("c")], ["a"]).idle == ("Ignore('c')",)
+
+
+def test_each_wildcard_matches_as_little_as_it_can() -> None:
+    for text in map("".join, product("a.*", repeat=5)):
+        lazy = re.compile("(.*?)".join(map(re.escape, text.split("*"))), re.DOTALL)
+        for name in ("a", "a.a", "aa.a", "a.a.a", "..a.aa.", "aaa\naa"):
+            match = lazy.fullmatch(name)
+            assert Template(text).match(name) == (match.groups() if match else None), (text, name)
+
+
+def test_many_wildcards_on_a_long_name_that_does_not_match() -> None:
+    """A search that tries all combinations of places takes more than a lifetime."""
+    assert Rename("*.*.*.*.*.*.*.*.bias", "*.*.*.*.*.*.*.*.b").rename("a." * 2000 + "weight") is None
 
 
 # What is a rule.

@@ -269,9 +269,13 @@ class Template:
             raise RuleError(
                 "a rule applies to names", expected="a name, with * for any part of it", found=repr(self.text)
             )
-        pieces = self.text.split("*")
-        object.__setattr__(self, "stars", len(pieces) - 1)
-        object.__setattr__(self, "_expression", re.compile("(.*?)".join(map(re.escape, pieces)), re.DOTALL))
+        first, *others = map(re.escape, self.text.split("*"))
+        # Atomic groups, (?>...), keep the first place of each piece: where the others do not fit behind it, they fit
+        # behind no later place. So a name is read once, not once for each combination of places.
+        middle = "".join(f"(?>(.*?){piece})" for piece in others[:-1])
+        last = f"(.*){others[-1]}" if others else ""
+        object.__setattr__(self, "stars", len(others))
+        object.__setattr__(self, "_expression", re.compile(first + middle + last, re.DOTALL))
 
     def match(self, name: str) -> tuple[str, ...] | None:
         """Returns what the wildcards match in this name; None if the name does not match."""

@@ -4,7 +4,6 @@ Candidates are built from the differences between names, and the rule with the h
 are right. A budget bounds the search.
 """
 
-import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -182,14 +181,11 @@ class _Change:
     def __init__(self, pattern: str, replacement: str) -> None:
         self.pattern, self.replacement = pattern, replacement
         self.is_prefix = pattern == "*" or (replacement == "*" and "*" not in pattern[:-1])
-        self._match = re.compile("(.*?)".join(map(re.escape, pattern.split("*")))).fullmatch
-        self._pieces = replacement.split("*")
+        self._before, self._after = template(pattern), template(replacement)
 
     def __call__(self, name: str) -> str:
-        match = self._match(name)
-        if match is None:
-            return name
-        return "".join(piece + part for piece, part in zip(self._pieces, (*match.groups(), ""), strict=True))
+        parts = self._before.match(name)
+        return name if parts is None else self._after.fill(parts)
 
     @property
     def rule(self) -> Rule:
