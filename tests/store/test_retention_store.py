@@ -177,3 +177,21 @@ def test_a_run_that_went_back_is_restored_by_the_command_line_as_by_restore(tmp_
     assert result.exit_code == 0, result.output
     assert ms.open(target).tensor("w")[0] == 15
     assert [info.step for info in ms.Store(tmp_path).infos(by_age=True)] == [10, 20, 15]
+
+
+def test_a_step_that_is_saved_again_before_the_pin_has_the_lock_is_pinned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved(tmp_path, 1, 2).close()
+    store = ms.Store(tmp_path)
+    acquire = store._access.acquire
+
+    def later() -> str:
+        with ms.Store(tmp_path) as other:
+            other.save(1, {"value": 1}, overwrite=True)
+        return acquire()
+
+    monkeypatch.setattr(store._access, "acquire", later)
+    store.pin(1)
+    assert [info.pinned for info in store.infos()] == [True, False]
+    assert store.restore({"value": 0}, 1)["value"] == 1

@@ -682,8 +682,9 @@ class Store(Shown):
     def _set_pin(self, step: int, pinned: bool) -> None:
         with self._access.exclusive():
             self.wait()
-            entry = self.index.step(step)
+            self.index.step(step)  # raises where there is none, before a directory is created
             self._access.acquire()
+            entry = self.index.step(step)  # the last writer may have replaced it until then
             with write_errors(entry.place.path):
                 self._medium.set_pin(entry.place, pinned)
 
