@@ -706,3 +706,17 @@ def test_what_is_done_to_a_tensor_does_not_show_in_the_next(map: bool | None, ch
     again = checkpoint.tensor("w", map=map)
     assert again.dtype is torch.float16
     assert again.tolist() == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("name", ["x.safetensors", "x.pt", "shards.safetensors", "mapping"])
+@pytest.mark.parametrize("path", ["", "run.model"])
+def test_values_of_state_dicts_keep_the_versions_of_modules(tmp_path: Path, name: str, path: str) -> None:
+    """Without them torch would load a BatchNorm as one of an old version."""
+    state = torch.nn.BatchNorm1d(2).state_dict()
+    source: Any = {"run": {"model": state, "step": 3}} if path else state
+    if name != "mapping":
+        ms.save(source, tmp_path / name, shard_size_bytes=8 if name.startswith("shards") else None)
+        source = tmp_path / name
+    value = ms.open(source).value(path)
+    assert value._metadata == state._metadata  # type: ignore[attr-defined]
+    assert value._metadata is not state._metadata  # type: ignore[attr-defined]
