@@ -1,7 +1,8 @@
 """The tree of a checkpoint and its flat view: every leaf is there once, under a path that leads back to it."""
 
-from collections import Counter, OrderedDict, UserDict, defaultdict, namedtuple
+from collections import Counter, OrderedDict, UserDict, defaultdict, deque, namedtuple
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -300,3 +301,35 @@ def test_no_array_is_equal_to_one_of_another_shape() -> None:
     assert not same_value(np.ones(1), np.ones(0))
     assert same_value(np.array(["a", "b"]), np.array(["a", "b"]))
     assert not same_value(np.array(["a", "b"]), np.array(["a", "c"]))
+
+
+@dataclass
+class Config:
+    scale: Any
+
+
+def generators(seed: int) -> list[Any]:
+    return [torch.Generator().manual_seed(seed), np.random.default_rng(seed)]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda n: Config(np.array([1.0, n])),
+        lambda n: Config(torch.tensor([1.0, n])),
+        lambda n: deque([float("nan"), n]),
+        lambda n: {float("nan"), n},
+        lambda n: generators(n)[0],
+        lambda n: {"rng": generators(n)[1]},
+    ],
+    ids=["dataclass of an array", "dataclass of a tensor", "deque of NaN", "set of NaN", "torch", "numpy"],
+)
+def test_objects_are_equal_if_they_are_saved_as_the_same(make: Any, tmp_path: Path) -> None:
+    assert same_value(make(3), make(3))
+    assert not same_value(make(3), make(4))
+    ms.save({"w": torch.ones(1), "value": make(3)}, tmp_path / "a.safetensors")
+    ms.save({"w": torch.ones(1), "value": make(4)}, tmp_path / "b.safetensors")
+    assert ms.diff(tmp_path / "a.safetensors", tmp_path / "a.safetensors").is_equal
+    assert ms.diff({"w": torch.ones(1), "value": make(3)}, tmp_path / "a.safetensors").is_equal
+    assert not ms.diff(tmp_path / "a.safetensors", tmp_path / "b.safetensors").is_equal
+    assert not same_value(Config(object()), Config(object()))
