@@ -315,3 +315,25 @@ class _Page(FileServer):
 def test_a_server_without_ranges_that_refuses_the_second_request() -> None:
     with http_server(_Page) as url, pytest.raises(ms.ModelStateError):
         ms.open(f"{url}/x?sig=word")
+
+
+@pytest.mark.parametrize("change", ["size", "time"])
+def test_an_object_without_an_etag_that_changes_is_an_error(tmp_path: Path, change: str) -> None:
+    """A server states times in seconds, in which a file can be written again: then its size tells."""
+
+    class WithoutTags(FileServer):
+        directory, modified = tmp_path, 1_000_000_000.0
+
+        def _answer(self, content: bytes, modified: float, headers: dict[str, str]) -> None:
+            super()._answer(content, type(self).modified, headers)
+
+        def _reply(self, status: int, body: bytes, headers: dict[str, str] | None = None) -> None:
+            super()._reply(status, body, {name: value for name, value in (headers or {}).items() if name != "ETag"})
+
+    save_file({"w": torch.ones(100_000)}, tmp_path / "x.safetensors")
+    with http_server(WithoutTags) as url:
+        checkpoint = ms.open(f"{url}/x.safetensors")
+        save_file({"w": torch.zeros(100_000 + (change == "size"))}, tmp_path / "x.safetensors")
+        WithoutTags.modified += change == "time"
+        with pytest.raises(ReadFailedError, match="has changed since it was opened"):
+            checkpoint.tensor("w")
