@@ -299,7 +299,7 @@ def frozen(model: nn.Module, folder: Path) -> None:
             begun = time.perf_counter()
             saved = store.save(2, {"model": model})
             seconds = time.perf_counter() - begun
-        stages.end(name, seconds=seconds, nbytes=saved.bytes_written)
+        stages.end(name, seconds=seconds, nbytes=saved.written_bytes)
 
 
 def _bytes_of(model: nn.Module) -> int:

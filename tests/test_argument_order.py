@@ -27,7 +27,7 @@ SWAPPED: dict[str, Callable[[ms.Store], object]] = {
     "ms.save(target, 'out.pt')": lambda _: ms.save("out.pt", STATE),  # type: ignore[arg-type]
     "ms.restore(objects, 'm.pt')": lambda _: ms.restore("m.pt", {"model": MODEL}),  # type: ignore[arg-type]
     "ms.restore(objects, source)": lambda _: ms.restore(ms.open(STATE), {"model": MODEL}),
-    "ms.convert(module, torch.float16)": lambda _: ms.convert(torch.float16, MODEL),  # type: ignore[arg-type]
+    "ms.convert(model, torch.float16)": lambda _: ms.convert(torch.float16, MODEL),  # type: ignore[arg-type]
     "ms.convert_checkpoint(source, 'o.pt')": lambda _: ms.convert_checkpoint("o.pt", STATE),  # type: ignore[arg-type]
     "ms.optimizer_state(model, optimizer)": lambda _: ms.optimizer_state(OPTIMIZER, MODEL),  # type: ignore[arg-type]
     "ms.load_optimizer_state(model, optimizer)": lambda _: ms.load_optimizer_state(OPTIMIZER, MODEL, {}),  # type: ignore[arg-type]

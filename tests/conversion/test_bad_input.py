@@ -214,7 +214,7 @@ def test_an_argument_that_means_nothing(case: str) -> None:
 
 
 def test_no_module() -> None:
-    with pytest.raises(errors.OptionError, match="not a module"):
+    with pytest.raises(errors.OptionError, match="not a model"):
         ms.convert(torch.ones(2), torch.float64)  # type: ignore[arg-type]
 
 

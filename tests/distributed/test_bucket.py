@@ -291,16 +291,16 @@ def use_store(urls: list[str], path: str) -> list[tuple[int, int]]:
     with ms.Store(path, keep=2) as store:
         for step in (1, 2):
             saved = store.save(step, objects_of(step))
-            sizes.append((saved.bytes_written, saved.bytes_linked))
+            sizes.append((saved.written_bytes, saved.linked_bytes))
     with ms.Store(path, keep=2) as store:  # compares with the digests in the bucket
         pending = store.save(3, objects_of(3), background=True)
         saved = pending.result()
-        sizes.append((saved.bytes_written, saved.bytes_linked))
+        sizes.append((saved.written_bytes, saved.linked_bytes))
         assert saved.pruned == (1,)
         assert [restored(store, kind) for kind in ("fsdp", "hsdp", "shard1")] == [3, 3, 3]
     with ms.Store(path) as store:  # the digests do not depend on the layout
         saved = store.save(4, objects_of(4, "shard1"))
-        sizes.append((saved.bytes_written, saved.bytes_linked))
+        sizes.append((saved.written_bytes, saved.linked_bytes))
         assert restored(store) == 4
     return sizes
 

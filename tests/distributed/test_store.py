@@ -616,7 +616,7 @@ def saves_with_few_changes(folder: Path) -> list[set[str]]:
             assert saved is not None
             files = {path.stat().st_ino: path for path in Path(saved.path).glob("model-*.safetensors")}
             linked.append({name for inode in before & files.keys() for name in ms.open(files[inode])})
-            assert bool(saved.bytes_linked) == bool(linked[-1])
+            assert bool(saved.linked_bytes) == bool(linked[-1])
             before = set(files)
         expected = bits(net, optimizer)
         other = sharded_objects("fsdp", seed=2)

@@ -125,8 +125,8 @@ def test_a_module_transform_is_called_while_what_comes_next_is_read(
     watch, module = Watch(path), build()
     transform = Waiting(watch, is_ahead)
     plan = ms.plan(module, path, transform=Waiting(watch))
-    assert plan.extra_bytes == 2 * LAYER_BYTES + sum(layer.bias.nbytes for layer in module)
-    budget = None if is_ahead else plan.extra_bytes - 1
+    assert plan.peak_memory_bytes == 2 * LAYER_BYTES + sum(layer.bias.nbytes for layer in module)
+    budget = None if is_ahead else plan.peak_memory_bytes - 1
     with faulty_reads(before=watch):
         ms.load(module, path, transform=transform, max_memory_bytes=budget)
     assert transform.names == watch.names
@@ -139,8 +139,8 @@ def test_a_module_transform_is_called_while_what_comes_next_is_read(
 def test_a_budget_ends_the_reading_ahead_first(path: Path) -> None:
     module, model_bytes = build(), sum(p.nbytes for p in build().parameters())
     plan = ms.plan(module, path, transform=lambda name, tensor: tensor * 2)
-    assert plan.extra_bytes == model_bytes + 2 * LAYER_BYTES
-    for budget, is_ahead in ((plan.extra_bytes, True), (plan.extra_bytes - 1, False)):
+    assert plan.peak_memory_bytes == model_bytes + 2 * LAYER_BYTES
+    for budget, is_ahead in ((plan.peak_memory_bytes, True), (plan.peak_memory_bytes - 1, False)):
         watch, module = Watch(path), build()
         with faulty_reads(before=watch):
             ms.load(module, path, transform=function(Waiting(watch, is_ahead)), max_memory_bytes=budget)

@@ -17,7 +17,7 @@ every_kind = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 
 def stated(kind: Kind, source: Open, **more: Any) -> int:
     options = {name: value for name, value in kind.options.items() if name != "verify"}
-    return ms.plan(kind.build(), source(), **options, **more).extra_bytes
+    return ms.plan(kind.build(), source(), **options, **more).peak_memory_bytes
 
 
 def reached(kind: Kind, source: Open, **more: Any) -> LoadReport:
@@ -73,7 +73,7 @@ def test_weights_in_another_order_pass_through_a_buffer(options: dict[str, Any],
     module = nn.Conv2d(8, 8, 3, bias=False).to(memory_format=torch.channels_last)
     nbytes = module.weight.nbytes
     torch.save({"weight": torch.randn(8, 8, 3, 3)}, tmp_path / "x.pt")
-    most = ms.plan(module, tmp_path / "x.pt", **options).extra_bytes
+    most = ms.plan(module, tmp_path / "x.pt", **options).peak_memory_bytes
     assert nbytes <= ms.load(module, tmp_path / "x.pt", **options).peak_memory_bytes <= most
 
 

@@ -130,7 +130,7 @@ def test_the_plan_says_what_is_done_and_is_executed(path: Path) -> None:
     net = module()
     plan = ms.plan(net, path)
     assert whys(plan) == {LEASED}
-    assert plan.extra_bytes == 0
+    assert plan.peak_memory_bytes == 0
     assert values(net) == {1.0}
     assert whys(ms.load(net, plan)) == {LEASED}
     assert values(net) == {2.0}
@@ -484,7 +484,7 @@ def test_buffers_of_casts_are_gone_before_other_reads_have_theirs(form: str, fol
         save_file(matrices, folder / "adapter.safetensors")
         source = ms.open([source, folder / "adapter.safetensors"], combine=ms.merge.LoRA(alpha=1.0))
     net = Two()
-    budget = ms.plan(net, source, rules=rules).extra_bytes
+    budget = ms.plan(net, source, rules=rules).peak_memory_bytes
     report = ms.load(net, source, rules=rules, max_memory_bytes=budget)
     assert whys(report) == {LEASED}
     assert values(net) == {2.0}
@@ -497,7 +497,7 @@ def test_values_of_several_ranges_are_read_together_within_the_budget(folder: Pa
     save_file(state, folder / "x.safetensors")
     rules = [ms.rules.Concat([f"{at}.upper", f"{at}.lower"], f"{at}.weight") for at in range(4)]
     options: dict[str, Any] = {"rules": rules, "dtype": torch.float16, "in_place": False}
-    budget = ms.plan(net, folder / "x.safetensors", **options).extra_bytes
+    budget = ms.plan(net, folder / "x.safetensors", **options).peak_memory_bytes
     report = ms.load(net, folder / "x.safetensors", **options, max_memory_bytes=budget)
     assert values(net) == {2.0}
     assert 0 < report.peak_memory_bytes <= budget

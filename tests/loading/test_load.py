@@ -506,7 +506,7 @@ def test_plan_and_report_as_json_and_text(source: Any) -> None:
 def test_the_memory_budget_is_kept_or_refused(source: Any) -> None:
     module = made("materialised")
     before = whole(module)
-    needed = ms.plan(module, source).extra_bytes
+    needed = ms.plan(module, source).peak_memory_bytes
     if isinstance(source, dict):
         assert needed == 0  # live tensors are copied straight into the model
         return

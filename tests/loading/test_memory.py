@@ -36,7 +36,7 @@ small = nn.Linear(8, 8)
 ms.load(small, small.state_dict(), transform=options.get("transform"))  # what is made once is made now
 torch.ones(2048, 2048).double().sum()
 planned = {name: value for name, value in options.items() if name != "max_memory_bytes"}
-stated = ms.plan(model, source, **planned).extra_bytes
+stated = ms.plan(model, source, **planned).peak_memory_bytes
 peak, stop = 0, False
 def watch():
     global peak

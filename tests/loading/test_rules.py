@@ -243,14 +243,14 @@ def test_memory_that_computing_takes_is_stated(tmp_path: Path) -> None:
     save_file({f"w{index}": torch.full((256, 1024), float(index)) for index in range(4)}, path)
     model = nn.Linear(1024, 1024, bias=False)
     join = ms.rules.Concat([f"w{index}" for index in range(4)], "weight")
-    assert ms.plan(model, path, rules=[join]).extra_bytes == 0  # each part is read to its place
+    assert ms.plan(model, path, rules=[join]).peak_memory_bytes == 0  # each part is read to its place
     rules = [join, ms.rules.Apply("weight", torch.clone)]
     plan = ms.plan(model, path, rules=rules)
     assert plan.bytes == 4 << 20
-    assert plan.extra_bytes >= 4 << 20
+    assert plan.peak_memory_bytes >= 4 << 20
     with pytest.raises(ms.errors.MemoryBudgetError):
-        ms.load(model, path, rules=rules, max_memory_bytes=plan.extra_bytes - 1)
-    ms.load(model, path, rules=rules, max_memory_bytes=plan.extra_bytes)
+        ms.load(model, path, rules=rules, max_memory_bytes=plan.peak_memory_bytes - 1)
+    ms.load(model, path, rules=rules, max_memory_bytes=plan.peak_memory_bytes)
     assert model.weight[::256, 0].tolist() == [0, 1, 2, 3]
 
 
@@ -293,7 +293,7 @@ def test_what_is_computed_in_place_takes_one_tensor_at_a_time(tmp_path: Path) ->
     rules = [ms.rules.Concat(["*.a", "*.b"], "*")]
     plan = ms.plan(model, path, rules=rules, in_place=True)
     assert plan.bytes == 8 << 20
-    assert plan.extra_bytes <= 4 << 20
+    assert plan.peak_memory_bytes <= 4 << 20
     identities = [id(param) for param in model]
     ms.load(model, plan)
     assert [id(param) for param in model] == identities

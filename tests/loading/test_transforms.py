@@ -132,7 +132,7 @@ def test_a_pattern_that_matches_nothing_and_one_that_comes_too_late(path: Path) 
 def test_what_no_transform_is_for_is_planned_as_without_one(make: Any, options: Any, path: Path) -> None:
     model, plain = make(), ms.plan(make(), path, **options)
     alone = ms.plan(model, path, transform={"*": None}, **options)
-    assert (alone.steps, alone.notes, alone.extra_bytes) == (plain.steps, plain.notes, plain.extra_bytes)
+    assert (alone.steps, alone.notes, alone.peak_memory_bytes) == (plain.steps, plain.notes, plain.peak_memory_bytes)
 
     some = ms.plan(model, path, transform={"mlp.0.weight": twice}, **options)
     assert [step for step in some.steps if step.name != "mlp.0.weight"] == [

@@ -139,7 +139,7 @@ def test_values_are_computed_into_the_memory_that_is_there(
             for stored in map(checkpoint.stored, checkpoint)
             if isinstance(stored, spec.Combined) and isinstance(stored.build, spec.Blocks)
         )
-        assert report.peak_memory_bytes <= plan.extra_bytes <= 8 * thread_bytes
+        assert report.peak_memory_bytes <= plan.peak_memory_bytes <= 8 * thread_bytes
 
 
 @KINDS

@@ -208,7 +208,7 @@ def test_checkpoints_are_combined() -> None:
 def test_a_loop_that_ends_before_its_first_step(tmp_path: Path) -> None:
     def loop(hours: float, seed: int) -> tuple[ms.store.Resumable, dict[str, Any]]:
         now = objects(partly(seed))
-        deadline = ms.Deadline(hours=hours, margin=0, since="now", signals=())
+        deadline = ms.Deadline(hours=hours, margin_seconds=0, since="now", signals=())
         return ms.resumable(store, now, steps=4, save_every=2, deadline=deadline), now
 
     store = ms.Store(tmp_path)

@@ -187,8 +187,8 @@ def test_what_has_not_changed_is_not_uploaded_again_and_survives_pruning(
     first = save(store, 1)
     proxy.reset()
     second = save(store, 2)
-    assert second.bytes_linked > 0
-    assert second.bytes_written + second.bytes_linked == pytest.approx(first.bytes_written, rel=0.1)
+    assert second.linked_bytes > 0
+    assert second.written_bytes + second.linked_bytes == pytest.approx(first.written_bytes, rel=0.1)
     assert second.pruned == (1,)
     assert restored(store) == 2
     frozen = [name for name in names() if name.startswith("data/model-")]

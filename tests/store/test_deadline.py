@@ -56,7 +56,7 @@ def handlers() -> Iterator[None]:
 
 
 def test_the_end_of_the_time(clock: Clock) -> None:
-    deadline = ms.Deadline(hours=4, margin=100, since="now")
+    deadline = ms.Deadline(hours=4, margin_seconds=100, since="now")
     assert (deadline.reached, deadline.reason) == (False, "")
     assert (deadline.remaining_seconds, deadline.margin_seconds) == (4 * HOUR, 100)
     clock.advance(4 * HOUR - 100.5)
@@ -75,7 +75,7 @@ def test_time_that_is_over_already(clock: Clock) -> None:
 
 @pytest.mark.parametrize("jump", [-1e6, 1e6])
 def test_setting_the_wall_clock_changes_nothing(clock: Clock, jump: float) -> None:
-    deadline = ms.Deadline(hours=4, margin=100, since=clock.wall - 600)
+    deadline = ms.Deadline(hours=4, margin_seconds=100, since=clock.wall - 600)
     clock.wall += jump
     assert deadline.remaining_seconds == pytest.approx(4 * HOUR - 600)
     clock.advance(60)
@@ -426,7 +426,7 @@ def test_a_forked_child_may_enter_what_its_parent_has(handlers: None) -> None:
 LOOP = """
 import sys, time
 import modelstate as ms
-with ms.Deadline(hours={hours}, since="now", margin={margin}) as deadline:
+with ms.Deadline(hours={hours}, since="now", margin_seconds={margin}) as deadline:
     print("ready", flush=True)
     for step in range(6000):
         if deadline.reached:
@@ -471,11 +471,11 @@ BAD: list[dict[str, Any]] = [
     {"hours": math.inf},
     {"hours": "4"},
     {"hours": True},
-    {"margin": -1},
-    {"margin": math.nan},
-    {"margin": 4 * HOUR},
-    {"margin": "much"},
-    {"margin": None},
+    {"margin_seconds": -1},
+    {"margin_seconds": math.nan},
+    {"margin_seconds": 4 * HOUR},
+    {"margin_seconds": "much"},
+    {"margin_seconds": None},
     {"since": "yesterday"},
     {"since": None},
     {"since": math.nan},

@@ -43,10 +43,10 @@ def test_frozen_weights_are_written_once(tmp_path: Path) -> None:
     for step in range(1, 5):
         model.step()
         saved = store.save(step, {"model": model})
-        assert saved.bytes_linked > 160_000
-        assert saved.bytes_written < 3_000
+        assert saved.linked_bytes > 160_000
+        assert saved.written_bytes < 3_000
         assert same(store, model, step)
-    assert first.bytes_written > 160_000
+    assert first.written_bytes > 160_000
     # Complete, and independent of those that are gone.
     assert store.steps() == (3, 4)
     assert max(one.st_nlink for one in weights(saved.path).values()) == 2
@@ -63,7 +63,7 @@ def test_weights_that_turn_out_to_be_steady(tmp_path: Path) -> None:
     written = []
     for step in range(4):
         model.step()
-        written.append(store.save(step, {"model": model}).bytes_written)
+        written.append(store.save(step, {"model": model}).written_bytes)
     assert [nbytes > 160_000 for nbytes in written] == [True, True, False, False]
     assert store.verify() == dict.fromkeys(range(4), "")
 
@@ -73,7 +73,7 @@ def test_nothing_changed(tmp_path: Path) -> None:
     optimizer = torch.optim.SGD(model.parameters())
     store.save(0, {"model": model, "optimizer": optimizer})
     saved = store.save(1, {"model": model, "optimizer": optimizer})
-    assert saved.bytes_written < 2_000
+    assert saved.written_bytes < 2_000
     assert same(store, model, 1, optimizer=True)
 
 
@@ -83,7 +83,7 @@ def test_a_weight_that_is_frozen_no_more(tmp_path: Path) -> None:
     with torch.no_grad():
         model.base.bias += 1
     saved = store.save(1, {"model": model})
-    assert saved.bytes_linked < 1000
+    assert saved.linked_bytes < 1000
     assert same(store, model, 1)
     model.base = nn.Linear(200, 200, dtype=torch.float64)
     store.save(2, {"model": model})
@@ -97,7 +97,7 @@ def test_the_same_bytes_under_other_names_or_shapes_are_not_taken(tmp_path: Path
     for step, state in enumerate(
         [{"a": values}, {"b": values}, {"b": values.view(3, 4)}, {"b": values.view(torch.int32)}]
     ):
-        assert store.save(step, {"state": state}).bytes_linked == 0
+        assert store.save(step, {"state": state}).linked_bytes == 0
         found = store.restore({"state": None})["state"]
         assert found.keys() == state.keys()
         assert all(found[key].dtype == state[key].dtype and torch.equal(found[key], state[key]) for key in state)
@@ -128,7 +128,7 @@ def test_what_somebody_has_touched_is_not_linked(tmp_path: Path, harm: object) -
     for path in Path(saved.path).glob("model-*.safetensors"):
         harm(path)  # type: ignore[operator]
     model.step()
-    assert store.save(1, {"model": model}).bytes_linked == 0
+    assert store.save(1, {"model": model}).linked_bytes == 0
     assert store.verify(1) == {1: ""}
     assert same(store, model, 1)
 
@@ -138,7 +138,7 @@ def test_what_verify_found_damaged_is_not_linked(tmp_path: Path) -> None:
     for path in Path(store.save(0, {"model": model}).path).glob("model-*.safetensors"):
         flip(path)
     assert "damaged" in store.verify()[0]
-    assert store.save(1, {"model": model}).bytes_linked == 0
+    assert store.save(1, {"model": model}).linked_bytes == 0
     assert store.verify(1) == {1: ""}
 
 
@@ -152,7 +152,7 @@ def test_a_file_system_without_links(tmp_path: Path, monkeypatch: pytest.MonkeyP
     store.save(0, {"model": model})
     model.step()
     saved = store.save(1, {"model": model})
-    assert (saved.bytes_linked, saved.bytes_written > 160_000) == (0, True)
+    assert (saved.linked_bytes, saved.written_bytes > 160_000) == (0, True)
     assert store.verify() == {0: "", 1: ""}
     assert same(store, model, 1)
     assert not litter(tmp_path)

@@ -181,7 +181,7 @@ def test_what_does_not_change_is_linked(tmp_path: Path) -> None:
     store.save(1, run.objects)
     run.train()
     saved = store.save(2, run.objects)
-    assert saved.bytes_linked >= 32 * 64 * 4
+    assert saved.linked_bytes >= 32 * 64 * 4
     other = Run()
     other.model[0].requires_grad_(False)
     store.restore(other.objects)

@@ -98,7 +98,9 @@ def test_the_deadline_learns_from_steps_and_saves(tmp_path: Path) -> None:
 
 def test_a_deadline_that_is_over_saves_what_it_got(tmp_path: Path) -> None:
     store, of = ms.Store(tmp_path), objects()
-    loop = ms.resumable(store, of, steps=4, save_every=2, deadline=ms.Deadline(hours=1, margin=3599.9999, since="now"))
+    loop = ms.resumable(
+        store, of, steps=4, save_every=2, deadline=ms.Deadline(hours=1, margin_seconds=3599.9999, since="now")
+    )
     for _ in loop:
         step(of)
     assert loop.stopped

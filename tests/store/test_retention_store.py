@@ -72,10 +72,10 @@ def test_what_has_been_found_to_be_damaged_is_not_linked_again(tmp_path: Path) -
     store = ms.Store(tmp_path)
     frozen = {"state": {"w": torch.ones(1000)}}
     store.save(1, frozen)
-    assert store.save(2, frozen).bytes_linked > 4000
+    assert store.save(2, frozen).linked_bytes > 4000
     rot(tensors_of(tmp_path, 2))  # the file of both
     assert store.verify(2)[2]
-    assert store.save(3, frozen).bytes_linked == 0
+    assert store.save(3, frozen).linked_bytes == 0
     assert store.verify(3) == {3: ""}
 
 

@@ -183,7 +183,7 @@ def test_a_step_that_exists(tmp_path: Path) -> None:
     assert (store.steps(), Path(first.path).exists()) == ((1,), False)
     assert second.path != first.path
     third = store.save(1, {"model": other}, overwrite=True)
-    assert third.bytes_linked > 0
+    assert third.linked_bytes > 0
     store.restore({"model": model})
     assert torch.equal(model[0].weight, other[0].weight)
     assert store.infos()[0].pinned
@@ -240,7 +240,7 @@ def test_a_damaged_newest_is_reported_and_the_one_before_restored(tmp_path: Path
     assert other.steps() == (1,)
     store.close()
     saved = other.save(2, training.objects)
-    assert saved.bytes_linked == 0
+    assert saved.linked_bytes == 0
     assert other.verify() == {1: "", 2: ""}
     assert not litter(tmp_path)
 

@@ -283,7 +283,7 @@ def test_a_checkpoint_copied_from_another_store(tmp_path: Path) -> None:
         ours.restore({"model": model}, step=5)
     with pytest.warns(errors.DamagedCheckpointWarning):
         assert ours.restore({"model": model}).step == 1
-    assert ours.save(6, {"model": model}).bytes_linked  # to step 1, not to theirs
+    assert ours.save(6, {"model": model}).linked_bytes  # to step 1, not to theirs
     revision = shutil.copytree(other, tmp_path / "ours" / "step-000000001.7")  # beside one of ours
     assert ours.prune(1) == (1,)
     assert ours.steps() == (6,)

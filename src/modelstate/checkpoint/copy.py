@@ -58,7 +58,7 @@ class CopyReport(Shown):
 
 def copy(
     source: str | os.PathLike[str],
-    target: str | os.PathLike[str],
+    path: str | os.PathLike[str],
     *,
     overwrite: bool = False,
     progress: bool | None = None,
@@ -76,7 +76,7 @@ def copy(
 
     Args:
         source: A path, a directory, or a URL that `modelstate.open` accepts.
-        target: A path or a URL. A directory, for a checkpoint of several files and where it ends with `/` or is one.
+        path: A path or a URL. A directory, for a checkpoint of several files and where it ends with `/` or is one.
         overwrite: Whether a file that is there is replaced. A checkpoint whose shards have the same names is not, since
             both would be mixed for a moment.
         progress: Whether to show a progress bar. None shows one on a terminal after half a second.
@@ -103,22 +103,22 @@ def copy(
     checkpoint = open_checkpoint(source, allow=allow)
     fingerprints = checkpoint.fingerprints
     names = _names(checkpoint.files)
-    targets = _targets(names, os.fspath(target))
+    targets = _targets(names, os.fspath(path))
     _check_targets(targets, overwrite)
     digests = {path: StreamedDigests(path, checkpoint.checksums) for path in checkpoint.files}
     written: list[str] = []
     is_last = False
     with progress_bar(progress, sum(entry.nbytes for entry in fingerprints.values()), "copying") as advance:
         try:
-            for path, to in reversed(list(zip(checkpoint.files, targets, strict=True))):
+            for file, to in reversed(list(zip(checkpoint.files, targets, strict=True))):
                 is_last = to == targets[0]
                 written.append(to)
                 copy_file(
-                    path,
+                    file,
                     to,
-                    fingerprints[path],
+                    fingerprints[file],
                     overwrite=overwrite,
-                    digests=digests[path],
+                    digests=digests[file],
                     replaces_shards=len(targets) == 1,
                     advance=advance,
                 )

@@ -25,7 +25,7 @@ from modelstate.transaction.transaction import Transaction, exclusive
 
 @checked_call("ms.convert", is_module, lambda value: isinstance(value, torch.dtype | str))
 def convert(
-    module: nn.Module,
+    model: nn.Module,
     dtype: torch.dtype | str | None = None,
     device: torch.device | str | None = None,
     fn: Callable[..., torch.Tensor] | None = None,
@@ -34,16 +34,16 @@ def convert(
     empty: bool = False,
     max_memory_bytes: int | None = None,
 ) -> LoadReport:
-    """Converts the parameters and buffers of a module, and keeps them the same objects: all of them, or none.
+    """Converts the parameters and buffers of a model, and keeps them the same objects: all of them, or none.
 
-    It does what `module.to(dtype)`, `.to(device)`, `.bfloat16()`, `.cpu()` and `.to_empty(device=...)` do, or what a
+    It does what `model.to(dtype)`, `.to(device)`, `.bfloat16()`, `.cpu()` and `.to_empty(device=...)` do, or what a
     function of tensors does. Every parameter and buffer stays the same object, so that optimizers, ties, hooks and
     weak references still have the live one. `requires_grad`, gradients (converted too), attributes and memory formats
     are kept, and tensors that share memory still share it. New tensors are made and checked before the first one is
-    put in place; on any error the module is bit for bit as before.
+    put in place; on any error the model is bit for bit as before.
 
     Args:
-        module: the module; with everything below it.
+        model: the model; with everything below it.
         dtype: for floating-point tensors. Integers and booleans keep their dtype, and so do complex numbers unless the
             dtype is complex.
         device: for all tensors. From meta, which has no values, only with `empty`.
@@ -54,7 +54,7 @@ def convert(
             wants them, and `param_groups` is not touched. The report names the optimizers that have state and were
             not passed.
         empty: gives memory without values, as `to_empty` does.
-        max_memory_bytes: the most memory to use on top of the module's own. Casts on the CPU free the old tensors one
+        max_memory_bytes: the most memory to use on top of the model's own. Casts on the CPU free the old tensors one
             by one as they go; for a device or a function, all new tensors are made beside the old ones.
 
     Returns:
@@ -75,14 +75,14 @@ def convert(
         ()
     """
     started = time.perf_counter()
-    if not isinstance(module, nn.Module):
-        raise OptionError("not a module", expected="torch.nn.Module", found=type(module).__name__)
-    module = unwrapped(module)
+    if not isinstance(model, nn.Module):
+        raise OptionError("not a model", expected="torch.nn.Module", found=type(model).__name__)
+    model = unwrapped(model)
     check_budget_option(max_memory_bytes)
-    checked = check_optimizers(optimizers, module)
+    checked = check_optimizers(optimizers, model)
     target = _target(dtype, device, fn, empty)
-    with _memory_errors(), exclusive(module), gc_paused(), Transaction(module) as transaction:
-        others = other_optimizers(modules_of(module), checked)
+    with _memory_errors(), exclusive(model), gc_paused(), Transaction(model) as transaction:
+        others = other_optimizers(modules_of(model), checked)
         before = placed((*checked, *others))
         conversion = Conversion(transaction, target, max_memory_bytes)
         if conversion.runs_own_apply:

@@ -66,8 +66,8 @@ class LoadReport(Shown):
     """The time from the call to the return."""
     peak_memory_bytes: int
     """The most memory that the load used at once in addition to the final tensors: buffers, values before they are
-    copied, old values for an undo, and the memory that a `ModuleTransform` declares. At most `LoadPlan.extra_bytes` and
-    the buffers of files that are read past the page cache."""
+    copied, old values for an undo, and the memory that a `ModuleTransform` declares. At most
+    `LoadPlan.peak_memory_bytes` and the buffers of files that are read past the page cache."""
     verified_bytes: int = 0
     """Bytes that were compared with their checksums."""
     references_lost: tuple[str, ...] = ()

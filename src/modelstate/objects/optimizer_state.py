@@ -98,7 +98,7 @@ def load_optimizer_state(
     state: Mapping[str, object],
     *,
     rules: Iterable[Rule] | Schema = (),
-    allow_missing: bool = False,
+    allow_missing: Iterable[str] = (),
     keep_options: Iterable[str] = (),
     process_group: "ProcessGroup | None" = None,
     timeout_seconds: float = TIMEOUT_SECONDS,
@@ -127,7 +127,7 @@ def load_optimizer_state(
             state, since it has no version of its own. Where the predicates need other names, of buffers or frozen
             parameters, take the version of the model's checkpoint:
             `rules=schema.rules_for(modelstate.open("model.safetensors"))`.
-        allow_missing: whether parameters without a saved state are allowed.
+        allow_missing: glob patterns of names of parameters that may lack a saved state.
         keep_options: glob patterns of options of a group that stay what they are: `["lr"]` goes on with the learning
             rate of this optimizer, `["*"]` loads no options at all. All other options are loaded.
         process_group: the ranks that load together, where the parameters are DTensors; None for the ranks of their
@@ -155,20 +155,21 @@ def load_optimizer_state(
             model = check_model(model)
             patterns = patterns_of("keep_options", keep_options)
             rules = rules if isinstance(rules, Schema) else tuple(rules)
-            given = [state, patterns, allow_missing, text_of(rules)]
+            may_miss = patterns_of("allow_missing", allow_missing)
+            given = [state, patterns, may_miss, text_of(rules)]
             planned = plan_by_name(
                 model,
                 optimizer,
                 state,
                 rules=rules,
-                may_miss=lambda _: allow_missing,
+                may_miss=lambda name: any(fnmatchcase(name, pattern) for pattern in may_miss),
                 may_exceed=lambda _: False,
                 keeps=lambda option: any(fnmatchcase(option, pattern) for pattern in patterns),
             )
             check_keep_options(patterns, [str(key) for group in optimizer.param_groups for key in _options(group)])
             if planned.problems:
                 other = planned.other_class
-                remedy = remedy_of("True") if other is None else other.remedy('["*"]', "do not load this state")
+                remedy = remedy_of("['NAME']") if other is None else other.remedy('["*"]', "do not load this state")
                 raise misfit(type(optimizer).__name__, planned.problems, remedy)
         into_recorded_memory(planned.load(agreement.phase("reading", decides=True)))
 

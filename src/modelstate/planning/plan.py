@@ -325,7 +325,7 @@ class LoadPlan(Shown):
         problems: Everything that keeps the load from being executed.
         notes: Names that are skipped, and further remarks.
         slots: The number of slots.
-        extra_bytes: The most memory that the load needs in addition to the final tensors.
+        peak_memory_bytes: The most memory that the load needs in addition to the final tensors.
         binding: The matched checkpoint, and the slots that a model must have.
 
     Examples:
@@ -349,7 +349,7 @@ class LoadPlan(Shown):
     slots: int
     """The number of tensors and extra states of the model. A tied tensor counts once; buffers that only the constructor
     fills do not count."""
-    extra_bytes: int
+    peak_memory_bytes: int
     """The most memory that the load needs in addition to the final tensors, in bytes."""
     binding: Binding = field(repr=False, compare=False)
     """The data that executes the plan without planning again."""
@@ -383,7 +383,7 @@ class LoadPlan(Shown):
     def __str__(self) -> str:
         lines = [
             f"{self.source} into {self.target}: {len(self.steps)} of {self.slots} slots filled",
-            f"  {size(self.bytes)} to read, {size(self.extra_bytes)} of memory beyond the final tensors",
+            f"  {size(self.bytes)} to read, {size(self.peak_memory_bytes)} of memory beyond the final tensors",
             *(f"  {line}" for line in placements(self.steps)),
             *(f"  note: {printable(note)}" for note in self.notes),
         ]
@@ -396,7 +396,7 @@ class LoadPlan(Shown):
             ("Result", "can be loaded" if self.ok else f"{len(self.problems):,} problems"),
             ("Slots", f"{len(self.steps):,} of {self.slots:,} filled"),
             ("To read", size(self.bytes)),
-            ("Memory beyond the final tensors", size(self.extra_bytes)),
+            ("Memory beyond the final tensors", size(self.peak_memory_bytes)),
         )
         page = steps_page(f"{self.source} into {self.target}", facts, self.steps, self.notes)
         return replace(page, text=explain(self.problems)) if self.problems else page
@@ -409,7 +409,7 @@ class LoadPlan(Shown):
                 "source": self.source,
                 "ok": self.ok,
                 "bytes": self.bytes,
-                "extra_bytes": self.extra_bytes,
+                "peak_memory_bytes": self.peak_memory_bytes,
                 "slots": self.slots,
                 "coverage": self.coverage,
                 "notes": list(self.notes),

@@ -598,7 +598,7 @@ class Preparation:
             problems=tuple(self.problems),
             notes=tuple(self.notes),
             slots=facts.slots,
-            extra_bytes=peak_bytes(self.planned, ReadStrategy.fastest(), of_plan=True),
+            peak_memory_bytes=peak_bytes(self.planned, ReadStrategy.fastest(), of_plan=True),
             binding=Binding(
                 self.matched,
                 self._signatures,

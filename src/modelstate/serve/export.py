@@ -63,7 +63,7 @@ _OPTIONS: dict[str, object] = {
 
 
 def export(
-    module: nn.Module,
+    model: nn.Module,
     args: tuple[object, ...],
     path: str | os.PathLike[str],
     *,
@@ -75,15 +75,15 @@ def export(
     overwrite: bool = False,
     training: bool = False,
 ) -> Manifest:
-    """Writes a module as a program whose parameters and persistent buffers can be swapped while it serves.
+    """Writes a model as a program whose parameters and persistent buffers can be swapped while it serves.
 
-    The program is verified before the file is put in its place: it has to answer as the module does with the original
-    weights, with random weights, and with each tensor changed alone. For that the module is called once or a few times
-    for each of its tensors, with `args`. The module is not changed. After an error no file is written, and an existing
+    The program is verified before the file is put in its place: it has to answer as the model does with the original
+    weights, with random weights, and with each tensor changed alone. For that the model is called once or a few times
+    for each of its tensors, with `args`. The model is not changed. After an error no file is written, and an existing
     file stays.
 
     Args:
-        module: the module, in eval mode (`module.eval()`).
+        model: the model, in eval mode (`model.eval()`).
         args: inputs for the export and the verification.
         path: the path of the file, which ends in `.pt2`. `modelstate.Live(path)` serves it. `torch.export.load` or
             `torch._inductor.aoti_load_package` reads it, too; the latter returns a package without its weights.
@@ -94,15 +94,15 @@ def export(
         strict: as for `torch.export.export`.
         options: options of the compiler, in addition to those that keep weights out of the code.
         overwrite: whether an existing file is replaced.
-        training: accepts a module in training mode; the program then works as in training, too.
+        training: accepts a model in training mode; the program then works as in training, too.
 
     Returns:
         The `Manifest` of the file: a description of its tensors.
 
     Raises:
-        ExportError: the module cannot be exported or compiled; or, with "aoti", it is not on the CPU; or the program
-            does not answer as the module does, or does not follow changes of some weights.
-        LiveTargetError: the module is in training mode, its tensors overlap, or it keeps a view of a weight outside its
+        ExportError: the model cannot be exported or compiled; or, with "aoti", it is not on the CPU; or the program
+            does not answer as the model does, or does not follow changes of some weights.
+        LiveTargetError: the model is in training mode, its tensors overlap, or it keeps a view of a weight outside its
             state.
         OptionError: an argument is invalid.
         SaveTargetError: the path cannot be written to; see `modelstate.save`.
@@ -113,28 +113,28 @@ def export(
     """
     where = target_path(path)
     check_choice("kind", kind, ("exported", "aoti"))
-    _check_arguments(module, args, where, kind, options)
+    _check_arguments(model, args, where, kind, options)
     if kind == "aoti":
         require_aoti(ExportError, where, "export with kind='exported'")
     check_target(where, overwrite=overwrite)
     kwargs = dict(kwargs or {})
-    check_captured_references(module, meta_clone(module))
-    check_mode(module, training)
+    check_captured_references(model, meta_clone(model))
+    check_mode(model, training)
     if kind == "aoti":
-        _check_on_cpu(module, (args, kwargs))
-    names, reason = _names(module)
-    program = _exported(module, args, kwargs, dynamic_shapes, strict)
+        _check_on_cpu(model, (args, kwargs))
+    names, reason = _names(model)
+    program = _exported(model, args, kwargs, dynamic_shapes, strict)
     extra = names.extra if names is not None else ()
-    files, inputs = (None, None) if kind == "exported" else _compiled(program, module, options or {})
+    files, inputs = (None, None) if kind == "exported" else _compiled(program, model, options or {})
 
     def manifest_with(verification: "ExportVerification") -> Manifest:
-        tensors = _tensors(module, verification)
+        tensors = _tensors(model, verification)
         return Manifest(kind, tensors, names, reason, extra, verification.unseen, torch.__version__, inputs)
 
     with atomic_file(where, overwrite=overwrite) as output:
         preliminary = manifest_with(ExportVerification(frozenset(), ()))
         _write(output, program, files, preliminary)
-        manifest = manifest_with(verify_export(target_factory(output.path, None, training), module, args, kwargs))
+        manifest = manifest_with(verify_export(target_factory(output.path, None, training), model, args, kwargs))
         if manifest != preliminary:
             _write(output, program, files, manifest)
     return manifest

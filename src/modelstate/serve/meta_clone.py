@@ -103,41 +103,41 @@ def state_module(state: Mapping[str, torch.Tensor], *, meta: bool = True) -> nn.
 
 
 def runtime_state(
-    module: nn.Module, source: Source | None = None, *, rules: Iterable[Rule] | Schema = ()
+    model: nn.Module, source: Source | None = None, *, rules: Iterable[Rule] | Schema = ()
 ) -> dict[str, torch.Tensor]:
-    """Returns the parameters and persistent buffers of a module, by their paths in the module tree that runs.
+    """Returns the parameters and persistent buffers of a model, by their paths in the model tree that runs.
 
-    The result has the names, order and tensors of `torch.export.export(module, ...).state_dict`, independently of
+    The result has the names, order and tensors of `torch.export.export(model, ...).state_dict`, independently of
     state-dict hooks. A tied tensor has an entry for each of its names.
 
-    With a source, the result is the state that the module would have with that checkpoint. The module's own loading
-    code reads it into new memory, and the module itself does not change. So a checkpoint with the names of
+    With a source, the result is the state that the model would have with that checkpoint. The model's own loading
+    code reads it into new memory, and the model itself does not change. So a checkpoint with the names of
     `state_dict()` gets the names of the exported program, also where hooks split or fuse tensors.
 
     Args:
-        module: the module, or a wrapper of `torch.compile` or `DataParallel` around it.
+        model: the model, or a wrapper of `torch.compile` or `DataParallel` around it.
         source: as for `modelstate.load`; None for the present state.
         rules: as for `modelstate.load`.
 
     Returns:
-        The tensors by name. Without a source they are the module's own.
+        The tensors by name. Without a source they are the model's own.
 
     Raises:
         PlanError: the source does not fit; `modelstate.load` lists its other errors.
-        LiveTargetError: with a source, the module cannot be copied.
+        LiveTargetError: with a source, the model cannot be copied.
 
     Examples:
-        >>> state = modelstate.serve.runtime_state(module)
-        >>> state.keys() == torch.export.export(module, (x,)).state_dict.keys()
+        >>> state = modelstate.serve.runtime_state(model)
+        >>> state.keys() == torch.export.export(model, (x,)).state_dict.keys()
         True
     """
-    module = unwrapped(module)
+    model = unwrapped(model)
     if source is not None:
-        module = meta_clone(module)
-        load(module, source, rules=rules, map=False)
-    state: dict[str, torch.Tensor] = dict(module.named_parameters(remove_duplicate=False))
-    state.update(module.named_buffers(remove_duplicate=False))
-    for path, submodule in module.named_modules(remove_duplicate=False):
+        model = meta_clone(model)
+        load(model, source, rules=rules, map=False)
+    state: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
+    state.update(model.named_buffers(remove_duplicate=False))
+    for path, submodule in model.named_modules(remove_duplicate=False):
         for name in non_persistent_buffers(submodule):
             state.pop(f"{path}.{name}" if path else name, None)
     return state

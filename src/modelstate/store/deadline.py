@@ -43,9 +43,10 @@ class Deadline:
 
     Args:
         hours: the time that the job has; None for signals only.
-        margin: how many seconds before the end the loop ends. "auto" is twice the longest save so far plus the longest
-            step so far, at least 30 s. Before the first save it is 5% of the time, at most 10 minutes, plus the longest
-            step. Where 5% of the time is less than 30 s, that is the least. `saved` and `stepped` give the times.
+        margin_seconds: how many seconds before the end the loop ends. "auto" is twice the longest save so far plus the
+            longest step so far, at least 30 s. Before the first save it is 5% of the time, at most 10 minutes, plus
+            the longest step. Where 5% of the time is less than 30 s, that is the least. `saved` and `stepped` give the
+            times.
         since: where the time begins: "process", the start of this process with its imports; "now"; or a Unix time, such
             as the start of the job, where a queue gives it. Later changes of the wall clock have no effect. Time in
             which the machine is suspended counts.
@@ -65,7 +66,7 @@ class Deadline:
     def __init__(
         self,
         hours: float | None = 4,
-        margin: float | Literal["auto"] = "auto",
+        margin_seconds: float | Literal["auto"] = "auto",
         *,
         since: float | Literal["process", "now"] = "process",
         signals: Iterable[int] = (signal.SIGTERM, signal.SIGUSR1),
@@ -73,13 +74,13 @@ class Deadline:
         if hours is not None and not (is_number(hours) and 0 < hours * _HOUR_SECONDS < math.inf):
             raise OptionError("hours= is the time of the job", expected="hours, above 0, or None", found=repr(hours))
         self._total_seconds = math.inf if hours is None else hours * _HOUR_SECONDS
-        if margin != "auto" and not (is_number(margin) and 0 <= margin < self._total_seconds):
+        if margin_seconds != "auto" and not (is_number(margin_seconds) and 0 <= margin_seconds < self._total_seconds):
             raise OptionError(
-                "margin= is the time that is left when the loop ends",
+                "margin_seconds= is the time that is left when the loop ends",
                 expected=f"seconds, from 0, less than {self._total_seconds:g}, or 'auto'",
-                found=repr(margin),
+                found=repr(margin_seconds),
             )
-        self._margin_seconds = None if margin == "auto" else float(margin)
+        self._margin_seconds = None if margin_seconds == "auto" else float(margin_seconds)
         self._signals = _checked_signals(signals)
         if hours is None and not self._signals:
             raise OptionError("a deadline that never comes", expected="hours, or signals", found="neither")

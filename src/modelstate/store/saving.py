@@ -56,8 +56,8 @@ class SavedStep:
     step: int
     path: str
     """The directory of the checkpoint."""
-    bytes_written: int
-    bytes_linked: int
+    written_bytes: int
+    linked_bytes: int
     """Bytes of files that are links to those of the checkpoint before; they take no more space."""
     staging_bytes: int
     """Memory that the state was copied to, which the store keeps until `close`; 0 for a save that blocked."""
@@ -69,8 +69,8 @@ class SavedStep:
     """Steps that were removed afterwards."""
 
     def __str__(self) -> str:
-        linked = f", {size(self.bytes_linked)} linked" if self.bytes_linked else ""
-        return f"step {self.step}: {size(self.bytes_written)} written{linked} in {self.seconds:.3f} s, {self.path}"
+        linked = f", {size(self.linked_bytes)} linked" if self.linked_bytes else ""
+        return f"step {self.step}: {size(self.written_bytes)} written{linked} in {self.seconds:.3f} s, {self.path}"
 
 
 class PendingSave(BackgroundTask[SavedStep]):
@@ -305,8 +305,8 @@ class NewStep:
                 if keep is not None:
                     pruned = self._index.prune(keep)
             of_objects = [of_object for _, of_object in self._written.values()]
-            bytes_written = sum(of_object.bytes_written for of_object in of_objects)
-            return path, bytes_written, sum(of_object.bytes_linked for of_object in of_objects), seconds, pruned
+            written_bytes = sum(of_object.written_bytes for of_object in of_objects)
+            return path, written_bytes, sum(of_object.linked_bytes for of_object in of_objects), seconds, pruned
 
         try:
             agreement.decided(f"writing step {record.step}", lambda: self._write(check))
@@ -390,10 +390,10 @@ class NewStep:
             of_object = of_objects[file.key]
             if file.is_new:
                 of_object.records[file.name] = new.finish(file.path, file.name, file.header, file.nbytes)
-                of_object.bytes_written += file.nbytes
+                of_object.written_bytes += file.nbytes
             else:
                 of_object.records[file.name] = self._links[file.name]
-                of_object.bytes_linked += file.nbytes
+                of_object.linked_bytes += file.nbytes
             of_object.tensors[file.name] = tuple(file.digests)
             of_object.digests |= file.digests
         for path, of_object in of_objects.items():
@@ -412,8 +412,8 @@ class _Files:
     digests: dict[str, str] = field(default_factory=dict)
     """The digest of each tensor."""
     records: dict[str, FileRecord] = field(default_factory=dict)
-    bytes_written: int = 0
-    bytes_linked: int = 0
+    written_bytes: int = 0
+    linked_bytes: int = 0
 
 
 def _write_object(
@@ -428,7 +428,7 @@ def _write_object(
             # An index without files is invalid, so the manifest goes into a file without tensors.
             planned = layout({}, lambda digests: {**SHARD_METADATA, KEY: state.manifest(None, digests)})
             name, _, record = new.write_tensors(path, planned)
-            files.bytes_written += planned.nbytes
+            files.written_bytes += planned.nbytes
             return ObjectEntry(kind, name, {name: record}), files
         unwritten: dict[str, torch.Tensor] = state.live
         constant = encoded.frozen
@@ -441,7 +441,7 @@ def _write_object(
             files.records[name] = record
             files.tensors[name] = tuple(name for name, _ in planned.tensors)
             files.digests |= written.digests
-            files.bytes_written += planned.nbytes
+            files.written_bytes += planned.nbytes
     return _finish_object(new, path, encoded, files), files
 
 
@@ -468,7 +468,7 @@ def _finish_object(new: NewFiles, path: str, encoded: EncodedObject, files: _Fil
     text = index_of(files.tensors, encoded.state.nbytes, encoded.state.manifest(None, files.digests))
     index, record = new.write_text(f"{path}{SUFFIX}{INDEX_SUFFIX}", text)
     files.records[index] = record
-    files.bytes_written += len(text)
+    files.written_bytes += len(text)
     return ObjectEntry(encoded.kind, index, files.records)
 
 
@@ -546,7 +546,7 @@ def _link_unchanged(new: NewFiles, files: _Files, unwritten: dict[str, torch.Ten
             continue  # it is written
         name = os.path.basename(path)
         files.tensors[name], files.records[name] = names, before.records[path]
-        files.bytes_linked += before.records[path].nbytes
+        files.linked_bytes += before.records[path].nbytes
         for tensor_name in names:
             files.digests[tensor_name] = digests[tensor_name]
             del unwritten[tensor_name]

@@ -75,25 +75,25 @@ class Identity:
         return tuple(tuple(group) for group in groups.values() if len(group) > 1)
 
 
-def identity(module: nn.Module, optimizers: Iterable[torch.optim.Optimizer] = ()) -> Identity:
-    """Returns the references of a module, to check that an operation keeps them.
+def identity(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer] = ()) -> Identity:
+    """Returns the references of a model, to check that an operation keeps them.
 
     Args:
-        module: The module, with all of its submodules.
+        model: The model, with all of its submodules.
         optimizers: Optimizers whose references to parameters are compared too.
 
     Returns:
         The references, which `Identity.differences` compares.
 
     Raises:
-        AttributeError: `module` is not a module, or an item of `optimizers` has no `param_groups`.
+        AttributeError: `model` is not a model, or an item of `optimizers` has no `param_groups`.
 
     Examples:
         >>> before = modelstate.identity(model, [optimizer])
         >>> model.bfloat16()
         >>> print(before.differences(modelstate.identity(model, [optimizer])))
     """
-    slots = slots_of(module)
+    slots = slots_of(model)
     plain = [slot for slot in slots.tensors if is_plain(slot.tensor)]
     return Identity(
         objects={name: slot.tensor for name, slot in slots.by_name.items()},
