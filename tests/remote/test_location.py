@@ -48,22 +48,20 @@ def test_secrets_stay_out_of_names(url: str) -> None:
     assert "word" in sent or base64.b64encode(b"user:word").decode() in sent
 
 
-def test_a_name_need_not_be_utf_8() -> None:
-    location = locate("https://host/a/caf%E9.safetensors")
-    assert location != locate("https://host/a/caf%E8.safetensors")
+@pytest.mark.parametrize(
+    ("url", "other"),
+    [
+        ("https://host/a%2Fb/c.safetensors", "https://host/a/b/c.safetensors"),  # a quoted slash is part of a name
+        ("https://host/a/caf%E9.safetensors", "https://host/a/caf%E8.safetensors"),  # which need not be UTF-8
+    ],
+)
+def test_names_that_the_client_would_change_are_requested_as_they_are(url: str, other: str) -> None:
+    location = locate(url)
+    assert location != locate(other)
     assert locate(location.url) == location
     store, key = store_of(location)
-    assert (str(store.url), key) == ("https://host/a/caf%E9.safetensors", "")  # type: ignore[union-attr]
-    assert beside(location.url, "b") == locate("https://host/a/b").url
-
-
-def test_a_quoted_slash_is_part_of_a_name() -> None:
-    location = locate("https://host/a%2Fb/c.safetensors")
-    assert location != locate("https://host/a/b/c.safetensors")
-    assert locate(location.url) == location
-    store, key = store_of(location)
-    assert (str(store.url), key) == ("https://host/a%2Fb/c.safetensors", "")  # type: ignore[union-attr]
-    assert beside(location.url, "d e") == locate("https://host/a%2Fb/d%20e").url
+    assert (str(store.url), key) == (url, "")  # type: ignore[union-attr]
+    assert beside(location.url, "d e") == locate(f"{url.rpartition('/')[0]}/d%20e").url
 
 
 @pytest.mark.parametrize(
