@@ -197,15 +197,19 @@ def test_processes_share_a_directory_that_is_too_small(proxy: FaultProxy, cache:
     assert all(path.name.isdecimal() for path in blocks_of(cache))
 
 
-def test_files_without_an_etag_are_not_kept(tmp_path: Path, cache: ms.Cache) -> None:
-    class WithoutTags(FileServer):
+@pytest.mark.parametrize("tag", [{}, {"ETag": 'W/"1"'}], ids=["none", "weak"])
+def test_files_without_a_strong_etag_are_not_kept(tmp_path: Path, cache: ms.Cache, tag: dict[str, str]) -> None:
+    """A weak one is that of several versions whose bytes differ."""
+
+    class Tagged(FileServer):
         directory = tmp_path
 
         def _reply(self, status: int, body: bytes, headers: dict[str, str] | None = None) -> None:
-            super()._reply(status, body, {name: value for name, value in (headers or {}).items() if name != "ETag"})
+            others = {name: value for name, value in (headers or {}).items() if name != "ETag"}
+            super()._reply(status, body, others | tag)
 
     ms.save(make_model(), tmp_path / "model.safetensors")
-    with http_server(WithoutTags) as url:
+    with http_server(Tagged) as url:
         ms.load(make_model(device="meta"), f"{url}/model.safetensors", cache=cache)
     assert not blocks_of(cache)
 
