@@ -104,8 +104,8 @@ def application(service: Service) -> Starlette:
         return Response(content, media_type="application/json")
 
     async def version(_: Request) -> Response:
-        number, source = service.swaps.current
-        return JSONResponse({"version": number, "source": source})
+        number, source, time = service.swaps.current
+        return JSONResponse({"version": number, "source": source, "time": time})
 
     async def swap(request: Request) -> Response:
         with service.metrics.change("swapped"):

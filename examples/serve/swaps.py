@@ -21,10 +21,10 @@ class Swaps:
         self._turn = threading.Lock()
 
     @property
-    def current(self) -> tuple[int, str]:
-        """The version that serves, and where its weights come from."""
-        version, source = self._live.serving
-        return version, self._first if version == 1 else source
+    def current(self) -> tuple[int, str, float]:
+        """The version that serves, where its weights come from, and the time at which it was made."""
+        version, source, time = self._live.serving
+        return version, self._first if version == 1 else source, time
 
     def swap(self, source: object) -> ms.serve.SwapReport:
         """Raises `BadRequestError`, `OutsideError`, `NoSuchPathError`, and what `ms.open` and `Live.swap` raise."""

@@ -166,7 +166,7 @@ def test_a_rollback_brings_the_weights_before_back(client: Client, expected: Exp
     swapped = client.swap(other)
     assert set(swapped) == {"version", "previous", "source", "seconds"}
     assert (swapped["previous"], Path(swapped["source"]).name) == (before["version"], other)
-    assert client.version() == {"version": swapped["version"], "source": swapped["source"]}
+    assert client.version().items() >= {"version": swapped["version"], "source": swapped["source"]}.items()
     assert client.rollback() == before["version"]
     assert client.version() == before
     vectors, version = client.embed(TEXTS[0])

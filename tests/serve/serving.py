@@ -30,7 +30,13 @@ class App:
     asked: list[tuple[str, str, dict[str, str], Any]] = field(default_factory=list)
     """Method, path, headers and body of each request."""
     source: str = "the first one"
+    has_time: bool = False
+    """Whether it answers when the version was made."""
     url: str = ""
+
+    @property
+    def time(self) -> dict[str, float]:
+        return {"time": self.live.serving[2]} if self.has_time else {}
 
     @property
     def swaps(self) -> list[str]:
@@ -42,7 +48,7 @@ class App:
         if (method, path) == ("GET", "/version"):
             if self.version_answers:
                 return self.version_answers.pop(0)
-            return 200, {"version": self.live.version, "source": self.source}
+            return 200, {"version": self.live.version, "source": self.source, **self.time}
         if (method, path) != ("POST", "/swap"):
             return 404, {"detail": "Not Found"}
         return self.answers.pop(0) if self.answers else self.swap(headers, Path(body["source"]))

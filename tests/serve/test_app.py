@@ -87,6 +87,21 @@ def test_another_checkpoint_at_the_path_is_posted(app: App, tmp_path: Path) -> N
     assert target.swap(app.swaps[0]).previous == 3
 
 
+def test_a_new_client_posts_another_checkpoint_at_the_path(app: App, tmp_path: Path) -> None:
+    """It has not swapped before, so only the time of the version shows that another file came to the path."""
+    app.has_time, directory = True, tmp_path / "run"
+    for version in (2, 3):
+        with ms.Store(directory) as store:
+            store.save(1, {"model": linear(version)})
+            for _ in range(2):
+                following = ms.follow(ServingApp(app.url, TOKEN), store, background=False)
+                assert [event.version for event in following.poll()] == [version]
+        assert torch.equal(app.live(X), linear(version)(X))
+        shutil.rmtree(directory)
+    assert len(app.swaps) == 2
+    assert len(set(app.swaps)) == 1
+
+
 def test_a_path_before_swap(app: App) -> None:
     with raises("unreachable", match="no serving app answers at this URL"):
         ServingApp(app.url + "/models/small/", TOKEN).swap("x")

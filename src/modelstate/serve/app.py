@@ -43,7 +43,8 @@ class ServingApp:
     """A serving app at a URL. `swap(path)` posts a path, which must also exist for the app.
 
     `swap` requests `GET /version` first, so that a checkpoint that already serves is not posted again, as after a swap
-    whose answer was lost. It is posted again where another file has come to its path since this object's last swap.
+    whose answer was lost. It is posted again where another file has come to its path: since this object's last swap, or
+    since the version that serves was made, where the app answers that time.
     `POST /swap` has the header `Authorization: Bearer` with the token, and the body `{"source": path}`. The client
     follows no redirects and uses no proxies, so the token goes to that address only.
 
@@ -69,7 +70,7 @@ class ServingApp:
         self.url = f"{self._parts.scheme}://{self._parts.netloc}{self._parts.path.rstrip('/')}"
         """The URL, without a trailing slash."""
         self._token, self._timeout_seconds = token, timeout_seconds
-        self._taken: tuple[str, object] | None = None
+        self._taken: tuple[str, _File | None] | None = None
         """The path that the app has taken last, and the file that was there."""
 
     def __repr__(self) -> str:
@@ -81,10 +82,15 @@ class ServingApp:
         Raises:
             AppError: no app answers at this URL, or it refuses access.
         """
+        version, source, _ = self._serving()
+        return version, source
+
+    def _serving(self) -> tuple[int, str, float | None]:
+        """Returns the version, its source, and the time at which it was made, if the app answers that."""
         with self._connection_errors("unreachable", "the app does not answer", "start it, or look at the URL"):
             status, answer = self._request("GET", "/version", None, _SECONDS)
         self._check_access("GET /version", status, answer)
-        version, source = answer.get("version"), answer.get("source")
+        version, source, seconds = answer.get("version"), answer.get("source"), answer.get("time")
         if status != 200 or type(version) is not int or type(source) is not str:
             raise AppError(
                 "no serving app answers at this URL",
@@ -95,7 +101,7 @@ class ServingApp:
                 found=_answer_text(status, answer),
                 remedy="check the URL: it is the part before /version and /swap",
             )
-        return version, source
+        return version, source, float(seconds) if isinstance(seconds, int | float) else None
 
     def swap(self, source: str | os.PathLike[str], /) -> AppSwap:
         """Swaps a checkpoint into the app, and waits until it serves.
@@ -111,10 +117,11 @@ class ServingApp:
             SwapBusyError: another swap is under way; try again later.
         """
         path = os.fspath(source)
-        version, served = self.version()
+        version, served, made_at = self._serving()
         file = _file_at(path)
         # A run that begins again in the same directory has other checkpoints at the same paths.
         is_other = self._taken is not None and self._taken[0] == path and self._taken[1] != file
+        is_other |= file is not None and made_at is not None and made_at < file.changed_at
         with suppress(ValueError):  # the source that the app reports need not be a path
             if not is_other and (served == path or os.path.realpath(served) == os.path.realpath(path)):
                 self._taken = path, file
@@ -223,11 +230,22 @@ class ServingApp:
         return status, answer if isinstance(answer, dict) else {}
 
 
-def _file_at(path: str) -> object:
-    """Identifies the file or directory at a path without reading it; None where nothing is there, as for a URL."""
+class _File(NamedTuple):
+    """Identifies the file or directory at a path without reading it."""
+
+    device: int
+    inode: int
+    nbytes: int
+    modified_ns: int
+    changed_at: float
+    """Seconds since 1970 at which something was written to it last, or it got its name."""
+
+
+def _file_at(path: str) -> _File | None:
+    """Returns the file at a path; None where nothing is there, as for a URL."""
     with suppress(OSError, ValueError):
         status = os.stat(path)
-        return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+        return _File(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime)
     return None
 
 

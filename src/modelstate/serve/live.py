@@ -338,10 +338,11 @@ class Live:
         return self._gate.current.id
 
     @property
-    def serving(self) -> tuple[int, str]:
-        """The id of the version that serves, and the source of its weights."""
+    def serving(self) -> tuple[int, str, float]:
+        """The id of the version that serves, the source of its weights, and the time at which it was made, in seconds
+        since 1970."""
         version = self._gate.current
-        return version.id, version.source
+        return version.id, version.source, version.time
 
     @property
     def kind(self) -> str:
