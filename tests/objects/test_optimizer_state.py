@@ -246,6 +246,19 @@ def test_new_parameters_without_state_on_request() -> None:
         ms.load_optimizer_state(7, fresh, state)  # type: ignore[arg-type]
 
 
+def test_a_rule_alone_is_a_list_of_one() -> None:
+    model = nn.ModuleDict({"fc": nn.Linear(2, 2)})
+    optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
+    model["fc"](torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    renamed = nn.ModuleDict({"head": nn.Linear(2, 2)})
+    fresh = torch.optim.SGD(renamed.parameters(), momentum=0.9)
+    rule = ms.rules.Rename("fc.*", "head.*")
+    ms.load_optimizer_state(renamed, fresh, ms.optimizer_state(model, optimizer), rules=rule)
+    moments = fresh.state[renamed["head"].weight]["momentum_buffer"]
+    assert torch.equal(moments, optimizer.state[model["fc"].weight]["momentum_buffer"])
+
+
 def test_state_that_is_lost_on_request() -> None:
     model = nn.Linear(4, 4)
     state = ms.optimizer_state(model, trained(model))

@@ -53,7 +53,7 @@ def diff(
     a: Source | nn.Module | Sequence[Source],
     b: Source | nn.Module | Sequence[Source],
     *,
-    rules: Iterable[Rule] | Schema = (),
+    rules: Rule | Iterable[Rule] | Schema = (),
     key: Key = None,
     only: Iterable[str] = (),
     values: bool = True,
@@ -167,7 +167,7 @@ class _Comparison:
 
     first: Checkpoint
     second: Checkpoint
-    given_rules: Iterable[Rule] | Schema
+    given_rules: Rule | Iterable[Rule] | Schema
     guess: bool
     patterns: tuple[str, ...]
     pairs: list[_Pair] = field(default_factory=list)

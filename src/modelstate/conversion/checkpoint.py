@@ -45,7 +45,7 @@ def convert_checkpoint(
     path: str | os.PathLike[str],
     *,
     key: str | None = None,
-    rules: Iterable[Rule] | Schema = (),
+    rules: Rule | Iterable[Rule] | Schema = (),
     model: nn.Module | None = None,
     dtype: torch.dtype | str | None = None,
     format: str | None = None,

@@ -89,7 +89,7 @@ class Reader(StorageReader):
         source: Source | Sequence[Source] | Checkpoint,
         *,
         key: str | None = None,
-        rules: Iterable[Rule] | Schema = (),
+        rules: Rule | Iterable[Rule] | Schema = (),
         allow_unexpected: Sequence[str] = (),
         verify: bool = False,
         process_group: dist.ProcessGroup | None = None,

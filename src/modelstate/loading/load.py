@@ -92,7 +92,7 @@ def plan(
     source: Source,
     *,
     key: str | None = None,
-    rules: Iterable[Rule] | Schema = (),
+    rules: Rule | Iterable[Rule] | Schema = (),
     allow_missing: Iterable[str] = (),
     allow_unexpected: Iterable[str] = (),
     dtype: torch.dtype | str | None = None,
@@ -157,7 +157,7 @@ class LoadArguments(TypedDict, total=False):
     """The keyword arguments of `load`, but for `background`, which decides what it returns."""
 
     key: str | None
-    rules: Iterable[Rule] | Schema
+    rules: Rule | Iterable[Rule] | Schema
     allow_missing: Iterable[str]
     allow_unexpected: Iterable[str]
     dtype: torch.dtype | str | None
@@ -205,7 +205,7 @@ def load(
     source: Source | LoadPlan,
     *,
     key: str | None = None,
-    rules: Iterable[Rule] | Schema = (),
+    rules: Rule | Iterable[Rule] | Schema = (),
     allow_missing: Iterable[str] = (),
     allow_unexpected: Iterable[str] = (),
     dtype: torch.dtype | str | None = None,

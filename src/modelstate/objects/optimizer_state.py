@@ -97,7 +97,7 @@ def load_optimizer_state(
     optimizer: torch.optim.Optimizer,
     state: Mapping[str, object],
     *,
-    rules: Iterable[Rule] | Schema = (),
+    rules: Rule | Iterable[Rule] | Schema = (),
     allow_missing: Iterable[str] = (),
     keep_options: Iterable[str] = (),
     process_group: "ProcessGroup | None" = None,
@@ -154,7 +154,7 @@ def load_optimizer_state(
         with agreement.phase("planning", lambda: [Digest.of("the states and options", text, described(given))]):
             model = check_model(model)
             patterns = patterns_of("keep_options", keep_options)
-            rules = rules if isinstance(rules, Schema) else tuple(rules)
+            rules = rules if isinstance(rules, Schema) else check_rules(rules)
             may_miss = patterns_of("allow_missing", allow_missing)
             given = [state, patterns, may_miss, text_of(rules)]
             planned = plan_by_name(
@@ -300,7 +300,7 @@ def plan_by_name(
     optimizer: torch.optim.Optimizer,
     state: Mapping[str, object],
     *,
-    rules: Iterable[Rule] | Schema,
+    rules: Rule | Iterable[Rule] | Schema,
     may_miss: Callable[[str], bool],
     may_exceed: Callable[[str], bool],
     keeps: Callable[[str], bool],

@@ -57,7 +57,7 @@ from modelstate.rules.schema import Schema, check_rules
 from modelstate.transaction.transaction import Transaction, exclusive
 
 Source = str | os.PathLike[str] | Mapping[str, object] | Checkpoint
-RulesOf = Iterable[Rule] | Schema | Mapping[str, Iterable[Rule] | Schema]
+RulesOf = Rule | Iterable[Rule] | Schema | Mapping[str, Rule | Iterable[Rule] | Schema]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

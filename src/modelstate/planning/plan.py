@@ -94,7 +94,7 @@ _NOTHING_GIVEN = (None, (), (), (), None, None, None, None, None, False, False)
 
 def options_of(
     key: str | None = None,
-    rules: Iterable[Rule] | Schema = (),
+    rules: Rule | Iterable[Rule] | Schema = (),
     allow_missing: Iterable[str] = (),
     allow_unexpected: Iterable[str] = (),
     dtype: torch.dtype | str | None = None,

@@ -181,7 +181,7 @@ def _target_of_file(path: str, names: NameMap | nn.Module | None, training: bool
 class SwapArguments(TypedDict, total=False):
     """The keyword arguments of `Live.swap`, but for `when_busy`, which decides what it returns."""
 
-    rules: Iterable[Rule] | Schema
+    rules: Rule | Iterable[Rule] | Schema
     canary: AnyCanary | None
     mode: Mode
     buffers: Buffers
@@ -384,7 +384,7 @@ class Live:
         self,
         source: Source,
         *,
-        rules: Iterable[Rule] | Schema = (),
+        rules: Rule | Iterable[Rule] | Schema = (),
         canary: AnyCanary | None = None,
         mode: Mode = "available",
         buffers: Buffers = "carry",

@@ -103,7 +103,7 @@ def state_module(state: Mapping[str, torch.Tensor], *, meta: bool = True) -> nn.
 
 
 def runtime_state(
-    model: nn.Module, source: Source | None = None, *, rules: Iterable[Rule] | Schema = ()
+    model: nn.Module, source: Source | None = None, *, rules: Rule | Iterable[Rule] | Schema = ()
 ) -> dict[str, torch.Tensor]:
     """Returns the parameters and persistent buffers of a model, by their paths in the model tree that runs.
 

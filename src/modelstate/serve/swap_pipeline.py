@@ -54,7 +54,7 @@ Kind = tuple[torch.layout, type] | None
 class SwapOptions:
     """Options of `Live.swap` that concern the weights. Raises `OptionError`."""
 
-    rules: Iterable[Rule] | Schema = ()
+    rules: Rule | Iterable[Rule] | Schema = ()
     exact: bool = True
     check_finite: bool = True
     verify: bool = False
