@@ -1,6 +1,8 @@
 """`Live` over exported programs: names, inputs, state that the graph writes."""
 
+import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -96,6 +98,24 @@ def test_containers_keywords_and_constants() -> None:
     ]:
         with pytest.raises(ProgramInputError, match=why):
             live(*args, **named)
+
+
+class Filled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: torch.Tensor, fill: float) -> torch.Tensor:
+        return torch.nan_to_num(x * self.weight, nan=0.0 if math.isnan(fill) else fill)
+
+
+def test_a_constant_may_be_nan(tmp_path: Path) -> None:
+    ms.export(Filled().eval(), (X, math.nan), tmp_path / "filled.pt2")
+    live = ms.Live(tmp_path / "filled.pt2")
+    assert live(X * math.nan, math.nan).equal(torch.zeros(3, 4))
+    for other in (0.0, 1, None):
+        with pytest.raises(ProgramInputError, match="was a constant"):
+            live(X, other)
 
 
 class Sizes(nn.Module):

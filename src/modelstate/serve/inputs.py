@@ -292,7 +292,7 @@ class Inputs:
                 if type(value) is not int:
                     raise self._error(f"{wanted.name} is not an integer", "an int", type(value).__name__)
                 self._bind(wanted.name, wanted.expression, value, symbols, pending)
-            elif wanted.value is not ANY and (type(value) is not type(wanted.value) or value != wanted.value):
+            elif wanted.value is not ANY and not _is_same(wanted.value, value):
                 raise self._error(f"{wanted.name} was a constant at the export", repr(wanted.value), repr(value))
         if pending:
             self._check_pending(pending, symbols)
@@ -520,3 +520,9 @@ class _RenameInputs(ast.NodeTransformer):
             case ast.Call(func=ast.Attribute(value=value, attr="size"), args=[], keywords=[]):
                 return ast.Subscript(ast.Attribute(self.visit(value), "shape"), node.slice)
         return self.generic_visit(node)
+
+
+def _is_same(constant: object, value: object) -> bool:
+    """Whether a constant of the export is given: NaN, too."""
+    is_equal = value == constant or (value != value and constant != constant)
+    return type(value) is type(constant) and is_equal
