@@ -292,10 +292,12 @@ def _save(state: Mapping[object, object], output: Output, path: str) -> None:
             found=f"{type(error).__name__}: {error}",
             remedy="leave out what cannot be pickled",
         ) from error
-    if writer.failed is not None:
-        raise writer.failed
-    # torch.load maps the file, so it reads no tensor.
-    if (failure := _load_error(output.path)) is not None:
+    writer.finish()
+    outline = _outline(state)
+    # torch.load maps the file, so it reads no tensor. To make each tensor would take as long as to save it, so plain
+    # tensors are left out where the other values are plain, too.
+    failure = _load_error(output.path if outline is None else _saved(outline))
+    if failure is not None:
         refused = {name: type(value) for name, value in _values_in(state) if not _is_loadable(value)}
         if not refused and isinstance(failure, OSError | RuntimeError):
             raise UnsavableError(
@@ -322,11 +324,45 @@ def _load_error(source: str | io.BytesIO) -> Exception | None:
     return None
 
 
-def _is_loadable(value: object) -> bool:
+def _saved(value: object) -> io.BytesIO:
     buffer = io.BytesIO()
     torch.save(value, buffer)
     buffer.seek(0)
-    return _load_error(buffer) is None
+    return buffer
+
+
+def _is_loadable(value: object) -> bool:
+    return _load_error(_saved(value)) is None
+
+
+_NOTHING_ELSE = (bool, int, float, str)
+"""The classes of values that hold no tensors."""
+
+
+def _outline(node: Any) -> Any:
+    """Returns a tree with 0 in place of each plain tensor and each None, which torch.load always accepts.
+
+    None for a tree that has anything but plain containers, plain tensors and plain values in it.
+    """
+    kind = type(node)
+    if node is None:
+        return 0
+    if kind in (torch.Tensor, torch.nn.Parameter):
+        is_plain = node.layout is torch.strided and not node.is_quantized and node.device.type in ("cpu", "cuda")
+        return 0 if is_plain and not vars(node) else None
+    if kind in _NOTHING_ELSE:
+        return node
+    if kind in (list, tuple):
+        items = [_outline(value) for value in node]
+        return None if None in items else kind(items)
+    if kind not in (dict, OrderedDict):
+        return None
+    copy = kind((key, _outline(value)) for key, value in node.items())
+    if None in copy.values():
+        return None
+    if kind is OrderedDict:
+        vars(copy).update(vars(node))  # the versions of modules
+    return copy
 
 
 def _values_in(node: object, name: str = "") -> Iterator[tuple[str, object]]:
@@ -401,8 +437,11 @@ def _replaced(node: Any, tensors: Mapping[object, torch.Tensor]) -> Any:
     return type(node)(_replaced(value, tensors) for value in node)
 
 
+_MOST_PENDING = 1 << 20
+
+
 class _Writer:
-    """The file object that `torch.save` writes to.
+    """The file object that `torch.save` writes to: it writes five pieces a tensor, of which small ones go together.
 
     torch's writer must not see an error: it would continue, and report its next failure instead of the first. So the
     first error is kept, and nothing is written after it.
@@ -410,16 +449,32 @@ class _Writer:
 
     def __init__(self, output: Output) -> None:
         self._output = output
-        self.failed: BaseException | None = None
+        self._pending = bytearray()
+        self._failed: BaseException | None = None
 
     def write(self, data: bytes | memoryview) -> int:
         view = memoryview(data).cast("B")
-        if self.failed is None:
-            try:
-                self._output.append(view)
-            except BaseException as error:
-                self.failed = error
+        if len(self._pending) + len(view) > _MOST_PENDING:
+            self._append(self._pending)
+            self._pending = bytearray()
+        if len(view) > _MOST_PENDING:
+            self._append(view)
+        else:
+            self._pending += view
         return len(view)
+
+    def _append(self, data: bytearray | memoryview) -> None:
+        try:
+            if self._failed is None:
+                self._output.append(memoryview(data))
+        except BaseException as error:
+            self._failed = error
 
     def flush(self) -> None:
         pass
+
+    def finish(self) -> None:
+        """Writes what is pending, and raises the first error."""
+        self._append(self._pending)
+        if self._failed is not None:
+            raise self._failed
