@@ -25,7 +25,7 @@ _END_SECONDS = 1.0
 
 @click.group()
 def live() -> None:
-    """New weights into programs that serve."""
+    """Swap new weights into programs that serve."""
 
 
 @live.command()
@@ -38,8 +38,8 @@ def live() -> None:
     help="latest; best:METRIC for the lowest, best:METRIC:max for the highest.",
 )
 @click.option("--object", "name", metavar="NAME", default="model", help="The object that has the weights.")
-@click.option("--poll", metavar="SECONDS", type=float, default=5.0, help="Time between two looks.")
-@click.option("--once", is_flag=True, help="Look once, and end.")
+@click.option("--poll", metavar="SECONDS", type=float, default=5.0, help="Time between two polls.")
+@click.option("--once", is_flag=True, help="Poll once, and exit.")
 @click.option("--token-file", metavar="FILE", help=f"A file with the app's token; without it, it is that of {TOKEN}.")
 @click.option("--timeout", metavar="SECONDS", type=float, default=300.0, help="The most that a swap may take.")
 @options.as_json

@@ -206,7 +206,7 @@ def _with_load_options(run: Callable[..., None]) -> Callable[..., None]:
         help="Have the model initialise what the file lacks, as its constructor does.",
     )
     @options.dtype
-    @click.option("--device", metavar="DEVICE", help="Where the tensors shall be, such as cpu or cuda:0.")
+    @click.option("--device", metavar="DEVICE", help="Device of the loaded tensors, such as cpu or cuda:0.")
     @options.opening
     @options.no_skeleton
     @options.as_json

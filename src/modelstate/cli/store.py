@@ -261,7 +261,7 @@ def compare_steps(
 @click.option("--best", metavar="N", type=int, help="Keep the N with the best metric.")
 @click.option("--metric", metavar="NAME", help="The metric by which --best chooses the step.")
 @click.option("--max", "maximize", is_flag=True, help="The highest metric is the best, not the lowest.")
-@click.option("--dry-run", is_flag=True, help="Say what would go, and leave it.")
+@click.option("--dry-run", is_flag=True, help="Print what would be removed, and remove nothing.")
 @options.as_json
 @options.debug
 def prune(
@@ -278,7 +278,7 @@ def prune(
 ) -> None:
     """Remove the checkpoints that no rule keeps.
 
-    Pinned ones and the newest whole one stay in any case.
+    Pinned checkpoints and the newest intact one always stay.
     """
     with reported(debug):
         if keep_last is every_steps is every_hours is best is None:
@@ -341,7 +341,7 @@ def restore(
 ) -> None:
     """Write one object of a checkpoint as a file of its own.
 
-    By default it is from the newest checkpoint that is whole. Its bytes are compared with their digests first. A file
+    By default the newest intact checkpoint is used. Its bytes are compared with their digests first. A file
     that is there already is left as it is, unless --overwrite is given.
     """
     with reported(debug):
