@@ -497,7 +497,7 @@ class _Refused:
 @pytest.mark.parametrize("place", ["key", "versions", "attribute", "item"])
 def test_what_torch_does_not_load_is_refused_wherever_it_is(tmp_path: Path, place: str) -> None:
     tensor = torch.zeros(2)
-    state = OrderedDict[Any, Any](a=tensor)
+    state: OrderedDict[Any, Any] = OrderedDict(a=tensor)
     if place == "key":
         state[_Refused()] = tensor
     elif place == "versions":
