@@ -35,7 +35,7 @@ class Client:
         return found["embeddings"], found["version"]
 
     def version(self) -> dict[str, Any]:
-        """`version` and `source` of what serves."""
+        """`version` and `source` of what serves, and the `time` since when."""
         found: dict[str, Any] = json.loads(self._asked("GET", "/version", None))
         return found
 

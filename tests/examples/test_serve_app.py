@@ -31,7 +31,7 @@ class Slow:
     """A live program of which every call is held up until `go` is set."""
 
     version = 1
-    serving = (1, "the first weights")
+    serving = (1, "the first weights", 0.0)
 
     def __init__(self) -> None:
         self.go = threading.Event()
@@ -120,7 +120,7 @@ def test_a_swap_during_a_swap_is_refused_and_requests_go_on(slow: Slow, served: 
         with pytest.raises(RefusedError, match="another swap is under way") as found:
             ask()
         assert (found.value.status, found.value.error) == (409, "SwapBusyError")
-    assert client.version() == {"version": 1, "source": "the first weights"}
+    assert client.version() == {"version": 1, "source": "the first weights", "time": 0.0}
     assert 'modelstate_swaps_total{result="SwapBusyError"} 2.0' in client.metrics()
     slow.go.set()
     assert first.result()["version"] == 2
