@@ -65,7 +65,7 @@ def test_without_a_limit(groups: Path, text: str) -> None:
 
 @pytest.fixture
 def real_group() -> Iterator[Path]:
-    """A control group with a limit, of which this test is the only user."""
+    """A new control group with a limit of 1 GiB, which is removed after the test."""
     for root, limit, _, _ in linux._GROUP_FILES:
         group = Path(root) / f"modelstate-test-{os.getpid()}"
         if not (Path(root) / "cgroup.procs").exists():

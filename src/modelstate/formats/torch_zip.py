@@ -438,10 +438,11 @@ def _replaced(node: Any, tensors: Mapping[object, torch.Tensor]) -> Any:
 
 
 _MOST_PENDING = 1 << 20
+"""Bytes that wait to be written together."""
 
 
 class _Writer:
-    """The file object that `torch.save` writes to: it writes five pieces a tensor, of which small ones go together.
+    """The file object that `torch.save` writes to. torch writes five pieces a tensor: small ones are put together.
 
     torch's writer must not see an error: it would continue, and report its next failure instead of the first. So the
     first error is kept, and nothing is written after it.

@@ -316,7 +316,7 @@ def same_value(first: Any, second: Any, depth: int = 0) -> bool:
         equal = first == second
         if bool(equal.all() if hasattr(equal, "all") else equal) or bool(first != first and second != second):
             return True
-    except Exception:  # the comparison of a foreign class may raise anything
+    except Exception:  # the comparison of a foreign class may raise anything: what would be saved decides
         pass
     return type(first) is type(second) and type(first) not in _COMPARED and _same_encoding(first, second, depth)
 

@@ -5,7 +5,6 @@ the state goes to the wrong parameters, without an error where the shapes allow 
 """
 
 import inspect
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from copy import deepcopy
@@ -21,6 +20,16 @@ from modelstate.distributed.agreement import TIMEOUT_SECONDS, Digest, agreement_
 from modelstate.errors import OptimizerStateError, OptionError
 from modelstate.formats.tree import same_value
 from modelstate.loading.collective import before_call, described, text_of
+from modelstate.objects.optimizer_class import (
+    CLASS,
+    SCHEDULER_OPTIONS,
+    Group,
+    OtherClass,
+    class_name,
+    computing_class,
+    group_options,
+    other_class,
+)
 from modelstate.objects.recorded_memory import Recorded, into_recorded_memory, recorded_by_graphs
 from modelstate.planning.matching import wrapper_rule
 from modelstate.planning.plan import check_model
@@ -38,16 +47,9 @@ from modelstate.transaction.optimizers import check_optimizers
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup  # which torch may have been built without
 
-_GROUPS, _CLASS = "param_groups", "class"
-_SCHEDULER_OPTIONS = {"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum"}
-"""Options that schedulers put into groups."""
-_IMPLEMENTATION_OPTIONS = {"foreach", "fused", "capturable", "differentiable"}
-"""Options that do not change what is computed."""
-_MAX_GUESSES = 3
+_GROUPS = "param_groups"
 _MAX_SHOWN = 12
 
-_Group = Mapping[str, Any]
-"""A parameter group: "params", and options by name."""
 _Values = Mapping[str, object]
 """The state of one parameter, such as "exp_avg" and "step"."""
 
@@ -83,10 +85,11 @@ def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[
     names = _parameter_names(check_model(model), optimizer)
     _check_no_other_state(optimizer)
     groups = [
-        {**_options(group), "params": [names[param] for param in group["params"]]} for group in optimizer.param_groups
+        {**group_options(group), "params": [names[param] for param in group["params"]]}
+        for group in optimizer.param_groups
     ]
     state = {name: dict(optimizer.state.get(param, {})) for param, name in names.items()}
-    return {"state": state, _GROUPS: groups, _CLASS: _class_name(_computing_class(optimizer))}
+    return {"state": state, _GROUPS: groups, CLASS: class_name(computing_class(optimizer))}
 
 
 @checked_call(
@@ -166,7 +169,7 @@ def load_optimizer_state(
                 may_exceed=lambda _: False,
                 keeps=lambda option: any(fnmatchcase(option, pattern) for pattern in patterns),
             )
-            check_keep_options(patterns, [str(key) for group in optimizer.param_groups for key in _options(group)])
+            check_keep_options(patterns, [str(key) for group in optimizer.param_groups for key in group_options(group)])
             if planned.problems:
                 other = planned.other_class
                 remedy = remedy_of("['NAME']") if other is None else other.remedy('["*"]', "do not load this state")
@@ -201,37 +204,6 @@ def misfit(where: str, problems: Sequence[str], remedy: str) -> OptimizerStateEr
         found=listed(problems, _MAX_SHOWN, "\n    "),
         remedy=remedy,
     )
-
-
-@dataclass(frozen=True, slots=True)
-class OtherClass:
-    """The saved state is of another class of optimizer than the live one, and cannot be loaded for that reason."""
-
-    saved: str
-    """The qualified name of the class, or of several that it may be; empty where nothing is known."""
-    is_guess: bool
-    live: str
-    would_fit: bool
-    """Whether the live optimizer could take the state of the parameters, with its own options kept."""
-    changed: tuple[str, ...] = ()
-    """The saved options that would make the live optimizer compute as the saved one."""
-
-    @property
-    def text(self) -> str:
-        guess = " (a guess from the names of its options, since it does not name its class)" if self.is_guess else ""
-        changed = f"; the saved options would change what it computes ({', '.join(self.changed)})"
-        return f"the state is of {self.saved}{guess}, the optimizer is {self.live}" + (changed if self.changed else "")
-
-    def remedy(self, keep_options: str, start_anew: str) -> str:
-        """Returns the remedy. `keep_options` is the value it proposes, `start_anew` how to begin without the state."""
-        keep = f"load the state of the parameters alone, with this optimizer's own options: keep_options={keep_options}"
-        return "; or ".join(
-            [
-                f"build the optimizer that was saved: {self.saved}",
-                *([keep] if self.would_fit else []),
-                f"to begin with a new {self.live}: {start_anew}",
-            ]
-        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -358,7 +330,7 @@ def plan_by_name(
         for param, values in by_param.items()
         for line in _value_problems(names[param], values, param, optimizer, layout.values_of(param))
     ]
-    other, note = _other_class(state, groups, optimizer, keeps, bool(option_problems), bool(value_problems))
+    other, note = other_class(state, groups, optimizer, keeps, bool(option_problems), bool(value_problems))
     problems = [*([other.text] if other else []), *problems, *option_problems, *value_problems]
     problems = list(dict.fromkeys(problems))
     return OptimizerPlan(problems, missing, unexpected, other, note, optimizer, by_param, matched, layout)
@@ -436,13 +408,9 @@ def _state_and_groups(state: object) -> tuple[dict[str, Any], list[dict[str, Any
     return {name: dict(state["state"].get(number, {})) for number, name in names.items()}, groups
 
 
-def _options(group: _Group) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
-
-
 def _sources(
     params: Mapping[str, torch.Tensor],
-    groups: Sequence[_Group],
+    groups: Sequence[Group],
     rules: Sequence[Rule],
     origins: Mapping[str, tuple[str, ...]],
 ) -> dict[torch.Tensor, set[str]]:
@@ -459,7 +427,7 @@ def _sources(
 
 
 def _matched_groups(
-    groups: Sequence[_Group],
+    groups: Sequence[Group],
     optimizer: torch.optim.Optimizer,
     sources: Mapping[torch.Tensor, set[str]],
     problems: list[str],
@@ -470,7 +438,7 @@ def _matched_groups(
     for group in optimizer.param_groups:
         wanted = {source for param in group["params"] for source in sources[param]}
         candidates = [
-            {key: value for key, value in _options(saved).items() if not keeps(str(key))}
+            {key: value for key, value in group_options(saved).items() if not keeps(str(key))}
             for saved in groups
             if wanted & set(saved["params"])
         ]
@@ -483,9 +451,9 @@ def _matched_groups(
     return matched
 
 
-def _option_problems(saved: Mapping[str, object], group: _Group) -> list[str]:
+def _option_problems(saved: Mapping[str, object], group: Group) -> list[str]:
     """Returns a line for the saved options that the optimizer does not have, and for each that is of another kind."""
-    unknown = sorted(set(saved) - set(group) - _SCHEDULER_OPTIONS, key=str)
+    unknown = sorted(set(saved) - set(group) - SCHEDULER_OPTIONS, key=str)
     noun = "option" if len(unknown) == 1 else "options"
     problems = [f"the optimizer does not have the saved {noun} {', '.join(map(str, unknown))}"] if unknown else []
     return problems + [
@@ -508,128 +476,6 @@ def _is_number(value: object) -> bool:
     return isinstance(value, int | float) or (isinstance(value, torch.Tensor) and value.numel() == 1)
 
 
-# The class of the saved optimizer.
-
-
-def _computing_class(optimizer: torch.optim.Optimizer) -> type[torch.optim.Optimizer]:
-    """Returns the class that computes: of a wrapper that shares the groups of an optimizer, as accelerate's, its class.
-
-    For every other optimizer it is the optimizer's own class.
-    """
-    inner = getattr(optimizer, "optimizer", None)
-    if isinstance(inner, torch.optim.Optimizer) and inner.param_groups is optimizer.param_groups:
-        return type(inner)
-    return type(optimizer)
-
-
-def _class_name(cls: type) -> str:
-    """Returns the qualified name of a class; of torch's own the public one, which every version of torch has."""
-    if getattr(torch.optim, cls.__qualname__, None) is cls:
-        return f"torch.optim.{cls.__qualname__}"
-    return f"{cls.__module__}.{cls.__qualname__}"
-
-
-def _own_classes(cls: type[torch.optim.Optimizer]) -> tuple[type, ...]:
-    """Returns the class and its bases below `torch.optim.Optimizer`."""
-    return cls.__mro__[: cls.__mro__.index(torch.optim.Optimizer)]
-
-
-def _is_torchs(cls: type) -> bool:
-    return cls.__module__.startswith("torch.optim")
-
-
-def _other_class(
-    state: Mapping[str, object],
-    groups: Sequence[_Group],
-    optimizer: torch.optim.Optimizer,
-    keeps: Callable[[str], bool],
-    has_option_problems: bool,
-    has_value_problems: bool,
-) -> tuple[OtherClass | None, str]:
-    """Returns the class of the saved state where it is another one that cannot be loaded; else None and a note.
-
-    A class and one that is derived from it may take each other's state, unless an option differs that one of the two
-    sets by itself. Any other class needs `keep_options` for all options: the same names may mean something else in it.
-    Files that do not name the class are judged by the names of the options, against torch's own classes only.
-    """
-    live, recorded = _computing_class(optimizer), state.get(_CLASS)
-    has_problems = has_option_problems or has_value_problems
-    options = [_options(group) for group in groups]
-    names = {str(key) for group in options for key in group} - _SCHEDULER_OPTIONS
-    classes: list[type[torch.optim.Optimizer]]
-    if isinstance(recorded, str):
-        module, _, attribute = recorded.rpartition(".")
-        if attribute == live.__name__:
-            return None, ""  # the same class, or one that has moved to another module
-        saved = [recorded]
-        imported = getattr(sys.modules.get(module), attribute, None)
-        is_optimizer = isinstance(imported, type) and issubclass(imported, torch.optim.Optimizer)
-        classes = [imported] if imported is not None and is_optimizer else []
-    else:
-        classes = _likely_classes(names, options, exactly=not has_problems)
-        saved = [_class_name(cls) for cls in classes]
-        is_torchs = any(cls.__module__.startswith("torch.optim.") for cls in _own_classes(live))
-        if live in classes or not classes or not (is_torchs or has_problems):
-            return None, ""
-    own_names = {_class_name(cls) for cls in live.__mro__}
-    is_related = not own_names.isdisjoint(saved) or any(issubclass(cls, live) for cls in classes)
-    fixed = {name for cls in (live, *classes) for name in _fixed_options(cls, names)}
-    changed = {
-        f"{key} {group[key]!r} -> {saved_group[key]!r}": None
-        for key in sorted(fixed)
-        for saved_group in options
-        for group in optimizer.param_groups
-        if key in saved_group
-        and isinstance(group.get(key), bool | str)
-        and saved_group[key] != group[key]
-        and not keeps(key)
-    }
-    may_load = not changed if is_related else all(keeps(str(key)) for group in options for key in group)
-    text = " or ".join(saved)
-    if may_load and (is_related or not has_problems):
-        return None, f"the state of {text} is loaded into {_class_name(live)}"
-    is_guess = not isinstance(recorded, str)
-    return OtherClass(text, is_guess, _class_name(live), not has_value_problems, tuple(changed)), ""
-
-
-def _likely_classes(
-    names: set[str], options: Sequence[Mapping[str, object]], exactly: bool
-) -> list[type[torch.optim.Optimizer]]:
-    """Returns torch's classes that have these options, with the values that a class sets by itself.
-
-    Of a class and one that is derived from it, the derived one is taken, if the values say so. Without `exactly`, and
-    where no class has just these options, a few classes that have more are taken: older versions of torch had fewer.
-    """
-    exact: list[type[torch.optim.Optimizer]] = []
-    with_more: list[type[torch.optim.Optimizer]] = []
-    for name in torch.optim.__all__:
-        cls: Any = getattr(torch.optim, name)
-        try:
-            (group,) = cls([nn.Parameter(torch.zeros(1, 1, device="cpu"))]).param_groups
-        except Exception:  # not an optimizer, or one that needs other arguments
-            continue
-        own = _options(group)
-        fixed = _fixed_options(cls, names)
-        if not names or not names <= own.keys():
-            continue
-        if all(saved[key] == own[key] for saved in options for key in fixed & saved.keys()):
-            (exact if own.keys() == names else with_more).append(cls)
-    if not exact and not exactly:
-        return with_more if len(with_more) <= _MAX_GUESSES else []
-    return [cls for cls in exact if not any(other is not cls and issubclass(other, cls) for other in exact)]
-
-
-def _fixed_options(cls: type[torch.optim.Optimizer], names: set[str]) -> set[str]:
-    """Returns the options that change what is computed and that the constructor does not take: the class sets them."""
-    fixed: set[str] = set()
-    for base in _own_classes(cls):
-        if "__init__" in vars(base):
-            params = inspect.signature(base.__init__).parameters  # type: ignore[misc]
-            if not any(param.kind is param.VAR_KEYWORD for param in params.values()):
-                fixed |= names - params.keys()
-    return fixed - _IMPLEMENTATION_OPTIONS
-
-
 # Values of the state.
 
 
@@ -641,6 +487,10 @@ def _same_state(first: _Values, second: _Values) -> bool:
 
     is_same = first.keys() == second.keys()
     return first is second or (is_same and all(same_value(local(first[key]), local(second[key])) for key in first))
+
+
+def _is_torchs(cls: type) -> bool:
+    return cls.__module__.startswith("torch.optim")
 
 
 class _StateLayout:
