@@ -2,8 +2,11 @@
 
 import os
 import random
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import TypeVar
+import sys
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from types import CodeType, FrameType
+from typing import Any, TypeVar
 
 EXHAUSTIVE = os.environ.get("MODELSTATE_EXHAUSTIVE", "0") != "0"
 
@@ -38,3 +41,47 @@ def sample(places: Iterable[_Place], kind: Callable[[_Place], Hashable], more: i
     others = [index for index in range(len(every)) if index not in chosen]
     chosen.update(random.Random(len(every)).sample(others, min(more, len(others))))
     return [every[index] for index in sorted(chosen)]
+
+
+class Instructions:
+    """The instructions that were counted."""
+
+    count = 0
+
+
+@contextmanager
+def at_instruction(
+    number: int, is_counted: Callable[[CodeType], bool], act: Callable[[], object]
+) -> Iterator[Instructions]:
+    """Calls `act` within the block, before the instruction of this number; 0 only counts. `sys.settrace` does it.
+
+    Args:
+        number: From 1 on, in the order in which the instructions run in this thread.
+        is_counted: Whether the instructions of a function count.
+        act: May raise, such as `KeyboardInterrupt`.
+    """
+    found = Instructions()
+
+    def step(frame: FrameType, event: str, _: object) -> Any:
+        if event == "opcode":
+            found.count += 1
+            if found.count == number:
+                act()
+        return step
+
+    def enter(frame: FrameType, event: str, _: object) -> Any:
+        if not is_counted(frame.f_code):
+            return None
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        return step
+
+    before = sys.gettrace()
+    sys.settrace(enter)
+    try:
+        yield found
+    finally:
+        sys.settrace(before)
+
+
+def interrupt() -> None:
+    raise KeyboardInterrupt

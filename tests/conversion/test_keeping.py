@@ -5,7 +5,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from types import FrameType
+from types import CodeType
 from typing import Any
 
 import pytest
@@ -17,6 +17,7 @@ import modelstate as ms
 from modelstate import errors
 from tests.loading.fingerprint import whole
 from tests.programs import run_program
+from tests.sweeps import at_instruction, interrupt
 
 STOCK = nn.Module._apply
 
@@ -320,36 +321,16 @@ def test_the_result_is_that_of_torch(fn: Callable[[nn.Module], nn.Module]) -> No
         assert torch.equal(found, expected)
 
 
-class Interrupt:
-    """Raises `KeyboardInterrupt` before an instruction that enters or leaves a conversion: `sys.settrace` takes it."""
-
-    def __init__(self, at: int) -> None:
-        self.at, self.count = at, 0
-
-    def __call__(self, frame: FrameType, event: str, _: object) -> Any:
-        if (Path(frame.f_code.co_filename).stem, frame.f_code.co_name) != ("process", "replaced"):
-            return None
-        frame.f_trace_opcodes, frame.f_trace_lines = True, False
-        return self._step
-
-    def _step(self, frame: FrameType, event: str, _: object) -> Any:
-        self.count += event == "opcode"
-        if event == "opcode" and self.count == self.at:
-            raise KeyboardInterrupt
-        return self._step
+def enters_a_conversion(code: CodeType) -> bool:
+    return (Path(code.co_filename).stem, code.co_name) == ("process", "replaced")
 
 
 def interrupted_cast(at: int) -> tuple[nn.Module, int]:
     """Casts a module with an `_apply` of its own, with an interrupt. Returns the number of instructions, too."""
-    module, interrupt, before = nn.LSTM(2, 2), Interrupt(at), sys.gettrace()
-    sys.settrace(interrupt)
-    try:
+    module = nn.LSTM(2, 2)
+    with at_instruction(at, enters_a_conversion, interrupt) as found, suppress(KeyboardInterrupt):
         module.to(torch.bfloat16)
-    except KeyboardInterrupt:
-        pass
-    finally:
-        sys.settrace(before)
-    return module, interrupt.count
+    return module, found.count
 
 
 def test_an_interrupt_leaves_no_conversion_that_later_ones_become_a_part_of() -> None:

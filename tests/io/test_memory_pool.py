@@ -1,16 +1,16 @@
 """A pool lends memory again that no tensor, view or array uses any more, and no other."""
 
 import gc
-import sys
 from collections.abc import Callable
-from types import FrameType
-from typing import Any
+from contextlib import suppress
+from types import CodeType
 
 import pytest
 import torch
 
 from modelstate.io import memory
 from modelstate.io.memory import MemoryPool, fresh_tensors
+from tests.sweeps import at_instruction, interrupt
 
 SHAPE = torch.Size([1024, 256])
 NBYTES = SHAPE.numel() * 4
@@ -108,20 +108,8 @@ def test_outside_of_the_block_memory_is_new_and_untouched() -> None:
     assert (len(lent), len(inner)) == (0, 1)
 
 
-class Interrupt:
-    """Raises `KeyboardInterrupt` before an instruction of the module: `sys.settrace` takes it."""
-
-    def __init__(self, at: int) -> None:
-        self.left = at
-
-    def __call__(self, frame: FrameType, event: str, _: object) -> Any:
-        if frame.f_code.co_filename != memory.__file__:
-            return None
-        frame.f_trace_opcodes, frame.f_trace_lines = True, False
-        self.left -= event == "opcode"
-        if self.left == 0:
-            raise KeyboardInterrupt
-        return self
+def is_of_pool(code: CodeType) -> bool:
+    return code.co_filename == memory.__file__
 
 
 @pytest.mark.slow
@@ -130,19 +118,13 @@ def test_an_interrupt_before_any_instruction_leaves_used_memory_alone() -> None:
         pool = MemoryPool()
         used = [staged(pool)[0].fill_(1), staged(pool)[0].fill_(1)]
         staged(pool)  # is gone at once
-        before, interrupt = sys.gettrace(), Interrupt(at)
-        sys.settrace(interrupt)
-        try:
+        with at_instruction(at, is_of_pool, interrupt) as found, suppress(KeyboardInterrupt):
             used += [tensor.fill_(1) for tensor in staged(pool)]
-        except KeyboardInterrupt:
-            pass
-        finally:
-            sys.settrace(before)
         later = [tensor.fill_(2) for _ in range(3) for tensor in staged(pool)]
         assert all(bool(tensor.eq(1).all()) for tensor in used)
         assert len({tensor.data_ptr() for tensor in [*used, *later]}) == len([*used, *later])
         del later
         assert not fresh_tensors([(SHAPE, None, torch.float32)])[0].any()
-        if interrupt.left > 0:
+        if found.count < at:
             break
     assert 100 < at < 9_999

@@ -19,7 +19,7 @@ from modelstate import serve as package
 from modelstate.errors import CanaryError, SwapBusyError, SwapTimeoutError, VersionGoneError
 from tests.serve.models import Constant, weights_of
 from tests.serve.targets import KINDS, target_of
-from tests.sweeps import spread
+from tests.sweeps import at_instruction, spread
 
 X = torch.ones(2, 8)
 every_kind = pytest.mark.parametrize("kind", KINDS)
@@ -285,42 +285,22 @@ def test_an_interrupt_at_any_line_leaves_one_version_that_serves(mode: Any) -> N
     assert done
 
 
-class RollbackElsewhere:
-    """Rolls back in another thread before an instruction of a swap: `sys.settrace` takes it."""
-
-    def __init__(self, live: ms.Live, at: int) -> None:
-        self.live, self.at, self.count = live, at, 0
-
-    def __call__(self, frame: FrameType, event: str, _: object) -> Any:
-        if frame.f_code not in (ms.Live._swap_beside.__code__, ms.Live._swap_in_place.__code__):
-            return None
-        frame.f_trace_opcodes, frame.f_trace_lines = True, False
-        return self._step
-
-    def _step(self, frame: FrameType, event: str, _: object) -> Any:
-        self.count += event == "opcode"
-        if event == "opcode" and self.count == self.at:
-            in_a_thread(self._roll_back).join(60)
-        return self._step
-
-    def _roll_back(self) -> None:
-        with suppress(SwapTimeoutError, VersionGoneError):  # a swap in place is under way, or has dropped the version
-            self.live.rollback(timeout_seconds=0)
+SWAPS = (ms.Live._swap_beside.__code__, ms.Live._swap_in_place.__code__)
 
 
 def rolled_back_swap(mode: Any, at: int) -> tuple[ms.Live, int]:
     """Swaps while another thread rolls back. Returns the number of instructions of the swap, too."""
     live = live_of()
     live.swap(state(2))
-    rollback, before = RollbackElsewhere(live, at), sys.gettrace()
-    sys.settrace(rollback)
-    try:
+
+    def roll_back() -> None:
+        with suppress(SwapTimeoutError, VersionGoneError):  # a swap in place is under way, or has dropped the version
+            live.rollback(timeout_seconds=0)
+
+    rolls_back = at_instruction(at, SWAPS.__contains__, lambda: in_a_thread(roll_back).join(60))
+    with rolls_back as found, suppress(SwapBusyError):
         assert live.swap(state(3), mode=mode, timeout_seconds=1).drained
-    except SwapBusyError:
-        pass
-    finally:
-        sys.settrace(before)
-    return live, rollback.count
+    return live, found.count
 
 
 @pytest.mark.slow
