@@ -285,7 +285,7 @@ def test_an_interrupt_at_any_line_leaves_one_version_that_serves(mode: Any) -> N
     assert done
 
 
-SWAPS = (ms.Live._swap_beside.__code__, ms.Live._swap_in_place.__code__)
+SWAPS = {function.__code__ for function in (ms.Live._swap_beside, ms.Live._swap_in_place, ms.Live._serving)}
 
 
 def rolled_back_swap(mode: Any, at: int) -> tuple[ms.Live, int]:
