@@ -13,7 +13,9 @@ from torch import nn
 
 import modelstate as ms
 from modelstate import errors
+from modelstate.io import engine
 from modelstate.io.blocks import Buffers
+from modelstate.loading import stream
 from tests.loading.fingerprint import whole
 
 
@@ -274,3 +276,20 @@ def test_fewer_rows_are_asked_about_anew(path: Path) -> None:
 
     module = loaded(path, transform=Hungry(4000), max_memory_bytes=1_000_000)
     assert torch.equal(module.weight, loaded(path).weight * 2)
+
+
+def test_each_block_of_a_cast_is_processed_once(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A block that fails in its thread would be read again by the caller's, which takes more time and is no error."""
+    monkeypatch.setattr(engine, "_BLOCK_BYTES", 256 << 10)
+    monkeypatch.setattr(engine, "read_threads", lambda: 2)
+    copy_runs, begun = stream.copy_runs, list[bool]()
+
+    def counted(*arguments: Any) -> None:
+        begun.append(torch.is_grad_enabled())
+        copy_runs(*arguments)
+
+    monkeypatch.setattr(stream, "copy_runs", counted)
+    module = nn.Linear(300, 4000, dtype=torch.bfloat16)
+    ms.load(module, path, dtype=torch.bfloat16)
+    assert torch.equal(module.weight, loaded(path).weight.bfloat16())
+    assert begun == [False] * -(-path.stat().st_size // (256 << 10))
