@@ -164,3 +164,27 @@ def test_make_targets_that_are_named_exist() -> None:
     targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     for path in PAGES:
         assert set(re.findall(r"`make ([a-z]+)", path.read_text())) <= targets, path.name
+
+
+@pytest.mark.parametrize("path", [*PAGES, ROOT / "CHANGELOG.md"], ids=lambda path: str(path.relative_to(ROOT)))
+def test_names_of_the_library_exist(path: Path) -> None:
+    names = re.findall(r"`(?:ms|modelstate)\.([A-Za-z_][\w.]*)", path.read_text())
+    assert [name for name in names if not exists(name.rstrip("."))] == []
+
+
+def exists(name: str) -> bool:
+    """Whether there is a module, an attribute of it, or a field of a class of this name below `modelstate`."""
+    found: object = modelstate
+    module = "modelstate"
+    for part in name.split("."):
+        module += f".{part}"
+        if hasattr(found, part):
+            found = getattr(found, part)
+        elif part in getattr(found, "__annotations__", {}):
+            return True
+        else:
+            try:
+                found = importlib.import_module(module)
+            except ImportError:
+                return False
+    return True
