@@ -190,7 +190,7 @@ FOREIGN: dict[str, tuple[type[OpenError], str, bytes]] = {
     "office": (UnknownFormatError, "office", zipped("[Content_Types].xml", "word/document.xml")),
     **{
         f"pickle {protocol}": (UnknownFormatError, "plain pickle", pickle.dumps({"weight": [1.0]}, protocol))
-        for protocol in (0, 2, 3, 4, 5)
+        for protocol in range(6)
     },
     "gzip": (UnknownFormatError, "gzip", gzip.compress(SOME)),
     "zstd": (UnknownFormatError, "zstd", b"\x28\xb5\x2f\xfd" + SOME),

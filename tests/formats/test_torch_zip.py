@@ -16,6 +16,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+import modelstate as ms
 from modelstate import errors
 from modelstate.formats.recognise import Format, recognise
 from modelstate.io import system
@@ -52,6 +53,23 @@ def test_a_training_checkpoint(tmp_path: Path, protocol: int) -> None:
     assert_same(values(contents), torch.load(path, weights_only=False))
     assert type(contents.tree["model_state"]) is type(value["model_state"])
     assert contents.tree["model_state"]._metadata == value["model_state"]._metadata
+
+
+@pytest.mark.parametrize("protocol", [0, 1])
+@pytest.mark.parametrize("as_zip", [True, False])
+def test_the_old_protocols_are_not_called_damaged(tmp_path: Path, protocol: int, as_zip: bool) -> None:
+    value, path, again = {"a": torch.ones(2)}, tmp_path / "x.pt", tmp_path / "again.pt"
+    torch.save(value, path, pickle_protocol=protocol, _use_new_zipfile_serialization=as_zip)
+    with pytest.raises(errors.UnknownFormatError, match="protocol 0 or 1") as raised:
+        ms.open(path)
+    assert raised.value.where.startswith(str(path))
+    command = raised.value.remedy.partition(": ")[2].partition(", which runs")[0]
+    if protocol == 1:
+        exec(command, {"torch": torch, "path": path, "new_path": again})
+        assert_same(values(read_contents(again)), value)
+    else:  # as the remedy says
+        with pytest.raises(AssertionError):
+            torch.load(path, weights_only=False)
 
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf")

@@ -36,10 +36,11 @@ _INDEX_SUFFIX = ".index.json"
 _DCP_HEAD_BYTES = 512
 LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
 _MAGIC_PICKLE = re.compile(
-    rb"\x80[\x02-\x05](?:\x95.{8})?\x8a\x0a%b\." % re.escape(LEGACY_MAGIC.to_bytes(10, "little", signed=True)),
+    rb"L%dL\n\.|\x80[\x02-\x05](?:\x95.{8})?\x8a\x0a%b\."
+    % (LEGACY_MAGIC, re.escape(LEGACY_MAGIC.to_bytes(10, "little", signed=True))),
     re.DOTALL,
 )
-"""The pickle of `LEGACY_MAGIC` with which such a stream begins, in the protocols 2 to 5. The first byte alone does not
+"""The pickle of `LEGACY_MAGIC` with which such a stream begins, in any protocol. The first byte alone does not
 tell: a safetensors file may begin with \\x80, too, as the first byte of a length."""
 _SAFETENSORS_FIELDS = (b'"dtype"', b'"shape"', b'"data_offsets"', b'"__metadata__"')
 _JSON_OBJECT = re.compile(rb"[ \t\n\r]*\{[ \t\n\r]*[\"}]")
@@ -124,7 +125,7 @@ _KINDS = (
     (rb"7z\xbc\xaf\x27\x1c|Rar!\x1a\x07", "a 7z or RAR archive", _UNPACK),
     (rb".{257}ustar", "a tar archive", f"tar -xf: {_UNPACK}"),
     (rb"\x80[\x02-\x05]", "a plain pickle, not one of torch.save", _UNPICKLE),
-    (rb"\((?:dp|lp)\d*\n|c[\w.]+\n\w+\n", "a plain pickle of protocol 0", _UNPICKLE),
+    (rb"\((?:dp|lp)\d*\n|[\]}]q\0|c[\w.]+\n\w+\n", "a plain pickle of protocol 0 or 1", _UNPICKLE),
     (rb"PAR1|ARROW1|SQLite format 3\0", "a table or a database", _ELSEWHERE),
     (rb'model_checkpoint_path: "', "the text that names the newest TensorFlow checkpoint of a directory", _CONVERT),
     (rb"(?:[\x81-\x8f]|\xde..)(?:[\xa1-\xbf]|\xd9.)[A-Za-z_]\w", "MessagePack (Flax .msgpack)", _FLAX),

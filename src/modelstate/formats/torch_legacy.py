@@ -19,6 +19,7 @@ from modelstate.formats.tree import Contents
 from modelstate.formats.unpickle import (
     Allowed,
     Storage,
+    check_protocol,
     damaged,
     unpickle,
 )
@@ -75,6 +76,7 @@ def _tree(file: SourceFile, allow: Sequence[object], skip_forbidden: bool) -> ob
 
 def _pickles(data: bytes, storages: "_Storages") -> tuple[int, object, int]:
     """The start of the main pickle, the keys of the storages in their order, and the start of the first storage."""
+    check_protocol(data)
     names = TorchGlobals()
     magic, pos = unpickle(data, 0, _no_storage, names.find)
     version, pos = unpickle(data, pos, _no_storage, names.find)

@@ -30,6 +30,7 @@ from modelstate.formats.tree import Contents, items_of, leaves
 from modelstate.formats.unpickle import (
     InvalidTensor,
     Storage,
+    check_protocol,
     damaged,
     unpickle,
 )
@@ -72,7 +73,8 @@ def read(file: SourceFile, *, allow: Sequence[object] = (), skip_forbidden: bool
 
     Raises:
         ForbiddenGlobalError: The pickle asks for a class or function that is not allowed.
-        UnknownFormatError: The file is a TorchScript program, or an archive of another kind.
+        UnknownFormatError: The file is a TorchScript program, an archive of another kind, or has a pickle of protocol
+            0 or 1.
         UnsupportedTensorError: A quantized, nested or meta tensor, or a file of a big-endian machine.
         OpenError: The file is damaged; a subclass says how.
     """
@@ -110,6 +112,7 @@ def read_archive(file: SourceFile, names: TorchGlobals) -> Archive:
     prefix = _prefix(directory)
     _check_byteorder(directory, prefix)
     data = directory.read(f"{prefix}/data.pkl")
+    check_protocol(data)
     storages = _Storages(directory, prefix)
     value, _ = unpickle(data, 0, storages.find, names.find)
     checksums = LazyMapping(

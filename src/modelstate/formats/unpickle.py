@@ -24,9 +24,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from modelstate.errors import DamagedFileError, OpenError, TruncatedFileError
+from modelstate.errors import DamagedFileError, OpenError, TruncatedFileError, UnknownFormatError
 from modelstate.process import gc_paused
 from modelstate.spec import ByteRange, Refused, StoredTensor, contiguous_stride
+from modelstate.text_format import excerpt
 from modelstate.torch_compat.dtypes import QUANTIZED
 from modelstate.torch_compat.values import set_version_metadata
 
@@ -44,6 +45,18 @@ MAX_ARGUMENTS = 16
 def damaged(what: str, found: object = "") -> DamagedFileError:
     """The error for a pickle that no writer has written like this."""
     return DamagedFileError(f"the pickle is damaged: {what}", found=found)
+
+
+def check_protocol(data: bytes) -> None:
+    """Raises `UnknownFormatError` for a pickle of `torch.save` in protocol 0 or 1, which do not begin with `PROTO`."""
+    if data and not data.startswith(pickle.PROTO):
+        raise UnknownFormatError(
+            "a pickle of protocol 0 or 1, which is not read here",
+            expected="a pickle of protocol 2 to 5, as torch.save writes by default",
+            found=f"a pickle that begins with {excerpt(data[:16])}",
+            remedy="if you trust it: torch.save(torch.load(path, weights_only=False), new_path), which runs what the "
+            "file names; torch cannot load protocol 0 either: then save the state again where it was made",
+        )
 
 
 @dataclass(slots=True, eq=False)
