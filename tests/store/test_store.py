@@ -190,17 +190,40 @@ def test_a_step_that_exists(tmp_path: Path) -> None:
     assert len(list(tmp_path.glob("step-*"))) == 1
 
 
-def test_the_newest_revision_that_is_whole_counts(tmp_path: Path) -> None:
+def test_an_earlier_save_of_a_step_is_restored_with_a_warning(tmp_path: Path) -> None:
     store = ms.Store(tmp_path)
+    store.save(0, {"value": 0})
     first = Path(store.save(1, {"value": 1}).path)
     shutil.copytree(first, tmp_path / "aside")
     second = Path(store.save(1, {"value": 2}, overwrite=True).path)
     (tmp_path / "aside").rename(first)  # as if the process had been killed before it took it away
-    assert store.restore({"value": None})["value"] == 2
+    restored = store.restore({"value": None})
+    assert (restored["value"], restored.skipped) == (2, {})
     flip(second / "checkpoint.json", 60)
-    assert store.restore({"value": None})["value"] == 1
+    for step in ("latest", 1):
+        with pytest.warns(errors.DamagedCheckpointWarning, match="the last save of step 1 is passed over"):
+            restored = store.restore({"value": None}, step)
+        assert (restored.step, restored["value"], list(restored.skipped)) == (1, 1, [1])
     store.save(1, {"value": 3}, overwrite=True)
-    assert [path.name for path in tmp_path.glob("step-*")] == ["step-000000001.2"]
+    assert [path.name for path in tmp_path.glob("step-*1*")] == ["step-000000001.2"]
+
+
+def test_an_earlier_save_of_a_step_is_found_while_the_last_one_is_read(tmp_path: Path) -> None:
+    store, model, found = ms.Store(tmp_path), network(), network(1)
+    store.save(0, {"model": network(2)})
+    first = Path(store.save(1, {"model": model}).path)
+    shutil.copytree(first, tmp_path / "aside")
+    second = Path(store.save(1, {"model": network(3)}, overwrite=True).path)
+    (tmp_path / "aside").rename(first)
+    flip(next(second.glob("model-*.safetensors")))
+    for _ in range(2):  # the second one knows the damage before it reads
+        with pytest.warns(errors.DamagedCheckpointWarning, match="the last save of step 1"):
+            restored = store.restore({"model": found}, step=1)
+        assert torch.equal(found[0].weight, model[0].weight)
+        assert "not what their checksums say" in restored.skipped[1]
+        assert "not what their checksums say" in store.verify()[1]
+    with pytest.warns(errors.DamagedCheckpointWarning, match="the last save of step 1"):
+        assert store.open("model").tensor("0.weight").equal(model[0].weight)
 
 
 DAMAGE = {

@@ -129,8 +129,12 @@ class StepEntry:
 
         Foreign and newer ones, and those that cannot be read now, are not damaged: they stay.
         """
-        read = self.read()
-        return not read.is_foreign and isinstance(read.error, DamagedCheckpointError)
+        return not self.is_foreign and isinstance(self.error, DamagedCheckpointError)
+
+    @property
+    def is_foreign(self) -> bool:
+        """Whether it is of another store, or of another step."""
+        return self.read().is_foreign
 
     @property
     def is_unreadable(self) -> bool:
@@ -265,11 +269,11 @@ class StepIndex:
         order = ages({entry.place.step: entry.serial if entry.is_whole else None for entry in entries})
         return sorted(entries, key=lambda entry: order[entry.place.step])
 
-    def step(self, step: object) -> StepEntry:
-        """Returns one step. Raises `StepNotFoundError`, and `OptionError` for another type."""
+    def step(self, step: object, revisions: Iterable[StepEntry] | None = None) -> StepEntry:
+        """Returns one step, as `steps` does. Raises `StepNotFoundError`, and `OptionError` for another type."""
         if type(step) is not int:
             raise OptionError("step= is the number of a step", expected="an int", found=repr(step))
-        entries = self.steps()
+        entries = self.steps(revisions)
         for entry in entries:
             if entry.place.step == step:
                 return entry
@@ -280,6 +284,19 @@ class StepIndex:
             found=step,
             remedy="give one of the steps that are there" if entries else "save one first",
         )
+
+    def saves(self, step: object = "latest") -> list[StepEntry]:
+        """Returns the saves of a step, or those of all steps from the latest on.
+
+        A step has its last save first, and then the earlier ones that a killed process had no time to remove. Raises
+        as `step`.
+        """
+        revisions = self.all_revisions()
+        found = []
+        for chosen in self.by_age(revisions)[::-1] if step == "latest" else [self.step(step, revisions)]:
+            of_step = (entry for entry in reversed(revisions) if entry.place.step == chosen.place.step)
+            found += [entry for entry in of_step if entry is chosen or not entry.is_foreign]
+        return found
 
     def _places(self) -> list[Place]:
         try:
@@ -346,8 +363,10 @@ class StepIndex:
 
         Of several ranks the first one lists the steps, and all of them attempt the same ones.
 
+        A save of a step that cannot be used is passed over for an earlier save of the same step, where there is one.
+
         Returns:
-            The result of `attempt`, and what is wrong with each newer step that was passed over.
+            The result of `attempt`, and what is wrong with the newer saves that were passed over, by their step.
 
         Raises:
             StepNotFoundError: There is no checkpoint, or none can be used.
@@ -367,14 +386,15 @@ class StepIndex:
                     if not isinstance(error, _UNUSABLE):
                         raise
                     self._note_damage(entry, error)
-                    if step != "latest":
-                        raise
-                    skipped[entry.place.step] = error
+                    skipped.setdefault(entry.place.step, error)
                     continue
                 for number, problem in skipped.items():
-                    warn_caller(f"step {number} is passed over: {problem}", DamagedCheckpointWarning)
+                    what = f"the last save of step {number}" if number == entry.place.step else f"step {number}"
+                    warn_caller(f"{what} is passed over: {problem}", DamagedCheckpointWarning)
                 return result, {number: str(problem) for number, problem in skipped.items()}
             else:
+                if step != "latest":
+                    raise skipped[step]
                 raise StepNotFoundError(
                     "no checkpoint of the store can be used" if skipped else "there is no checkpoint in the store",
                     where=self.directory,
@@ -383,11 +403,11 @@ class StepIndex:
                 )
 
     def _candidates(self, step: Step, agreement: "Agreement") -> Iterator[StepEntry]:
-        """Yields a step, or all steps from the latest on; of several ranks, those that the first one has listed."""
+        """Yields `saves`; of several ranks, those that the first one has listed."""
         listed: list[StepEntry] = []
 
         def choose() -> list[tuple[int, int, str, str]]:
-            listed.extend(self.by_age()[::-1] if step == "latest" else [self.step(step)])
+            listed.extend(self.saves(step))
             places, root = [entry.place for entry in listed], len(self.directory)
             return [(place.step, place.revision, place.path[root:], place.files[root:]) for place in places]
 
@@ -492,11 +512,11 @@ class StepIndex:
         return ""
 
     def problem_now(self, step: int, progress: bool | None) -> str:
-        """Reads all of a step, and returns what is wrong with it; empty where nothing is.
+        """Reads all of the last save of a step, and returns what is wrong with it; empty where nothing is.
 
         Raises `StepNotFoundError` where the step does not exist, or is removed while it is read.
         """
-        while (problem := self.problem_of(self.step(step), progress)) is None:
+        while (problem := self.problem_of(self.saves(step)[0], progress)) is None:
             pass  # the step was replaced or removed while it was read
         return problem
 
@@ -527,7 +547,7 @@ class StepIndex:
                 )
             return step
         while True:
-            for entry in self.by_age()[::-1]:
+            for entry in self.saves():
                 problem_or_gone = self.problem_of(entry, progress)
                 if problem_or_gone is None:
                     break  # it was replaced or removed while it was read: list the store again

@@ -68,7 +68,8 @@ class RestoredStep(Restored):
     """When it was saved, in seconds since 1970."""
     metrics: Mapping[str, float]
     skipped: Mapping[int, str]
-    """Newer steps that are damaged, and what is wrong with each."""
+    """What is wrong with the newer checkpoints that were passed over, by step. The restored step itself is among them
+    where an earlier save of it was restored: of a save that was to be replaced, by one that is damaged."""
 
 
 class Store(Shown):
@@ -394,7 +395,8 @@ class Store(Shown):
             objects: the objects, under the names that they were saved under. A plain value asks for the value that was
                 saved under its name; the result has it.
             step: the checkpoint; "latest" takes the newest one that is whole. Newer ones that are not are reported by a
-                `DamagedCheckpointWarning` and in `RestoredStep.skipped`.
+                `DamagedCheckpointWarning` and in `RestoredStep.skipped`. So is the last save of a step where an
+                earlier save of it is restored, which a killed process had no time to remove.
             rules, allow_missing, allow_unexpected, keep_options, in_place: as in `modelstate.restore`; names begin with
                 the path of an object.
             verify: compares everything with its digest before it is used.
@@ -606,13 +608,14 @@ class Store(Shown):
             >>> damaged = {step: problem for step, problem in store.verify().items() if problem}
         """
         self.wait()
-        entries = self.index.steps() if step is None else [self.index.step(step)]
+        latest_first = self.index.saves("latest" if step is None else step)
+        last_saves = {entry.place.step: entry for entry in reversed(latest_first)}
         problems: dict[int | str, str] = {}
         if step is None and (problem := store_file_problem(self.directory)):
             problems[STORE_FILE] = problem
-        for entry in entries:
-            if (of_step := self.index.problem_of(entry, progress)) is not None:
-                problems[entry.place.step] = of_step
+        for number in sorted(last_saves):
+            if (of_step := self.index.problem_of(last_saves[number], progress)) is not None:
+                problems[number] = of_step
         return problems
 
     # Pruning.
