@@ -26,10 +26,11 @@ from modelstate.errors import (
     WriteFailedError,
 )
 from modelstate.remote import requests
+from modelstate.remote.location import Cause, failure_of, locate
 from modelstate.testing import FaultProxy
 from tests.remote.servers import FileServer, http_server
 
-pytest.importorskip("obstore")
+GenericError = pytest.importorskip("obstore.exceptions").GenericError
 
 
 class Odd(BaseHTTPRequestHandler):
@@ -172,6 +173,17 @@ def test_an_endpoint_that_is_no_url(bucket: str, monkeypatch: pytest.MonkeyPatch
 def test_a_bucket_that_is_not_there(proxy: Any) -> None:
     with pytest.raises(SourceNotFoundError, match="no such bucket"):
         ms.open("s3://no-such-bucket-at-all/model.safetensors")
+
+
+@pytest.mark.parametrize("name", ["Credentials", "NoSuchBucket", "PermanentRedirect", "169.254.1"])
+def test_a_name_does_not_decide_what_an_error_means(bucket: str, name: str) -> None:
+    with pytest.raises(SourceNotFoundError, match="no such object"):
+        ms.open(f"s3://{bucket}/{name}/model.safetensors")
+    unavailable = "Server returned non-2xx status code: 503 Service Unavailable"
+    for key, url in ((name, name), (f"{name}/a b", f"{name}/a%20b")):
+        for text in (f"Error performing GET http://host/{bucket}/{url} in 1s - ", f"Object at location {key}: "):
+            failure = failure_of(GenericError(text + unavailable), locate(f"s3://{bucket}/{key}"))
+            assert failure.cause is Cause.FAILED
 
 
 def test_what_a_bucket_lacks(bucket: str, s3_client: Any) -> None:

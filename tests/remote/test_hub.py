@@ -16,8 +16,8 @@ from torch import nn
 
 import modelstate as ms
 from modelstate.io import engine
+from modelstate.remote import file, location, requests
 from modelstate.remote import hub as hub_files
-from modelstate.remote import location, requests
 from tests.remote.servers import FileServer, http_server
 
 pytest.importorskip("obstore")
@@ -164,6 +164,17 @@ def test_an_address_that_has_expired_is_asked_for_again(hub: type[Hub], is_renew
     ms.load(target, checkpoint)
     assert all(map(torch.equal, target.state_dict().values(), model.state_dict().values()))
     assert sum("/resolve/" in path for _, path, _ in hub.requests) == 1  # for all threads
+
+
+def test_an_address_that_is_always_refused_after_a_while_is_an_error(
+    hub: type[Hub], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(file, "_LEAST_ADDRESS_SECONDS", 0.0)  # as if each refusal took longer
+    ms.save(make_model(), hub.directory / "model.safetensors")
+    checkpoint = ms.open("hf://org/name")
+    hub.files.expired = "word"
+    with pytest.raises(ms.errors.ReadFailedError, match="403"):
+        checkpoint.tensor("0.weight")
 
 
 @pytest.mark.parametrize("connections", [1, engine.CONNECTIONS], ids=["thread of the task", "threads"])

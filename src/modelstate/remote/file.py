@@ -228,7 +228,8 @@ class RemoteFile:
                     raise
                 failure = failure_of(error, self.location)
                 refusals = (Cause.REFUSED, Cause.NO_CREDENTIALS, Cause.EXPIRED)
-                if failure.cause in refusals and self._is_new_address(store):
+                if failure.cause in refusals and tries < requests.RETRIES and self._is_new_address(store):
+                    tries += 1
                     continue
                 if failure.cause is not Cause.CUT or tries >= requests.RETRIES:
                     raise self._error(failure, start) from without_secrets(error)

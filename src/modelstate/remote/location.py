@@ -41,6 +41,8 @@ if TYPE_CHECKING:
 _REMOTE = re.compile(r"(s3|gs|az|http|https|hf)://")
 _SECRET = re.compile(r"(?<=://)[^/\s]*@|(?<=\?)\S+")
 """The user of a URL, and its query, which may be a signature."""
+_PATH = re.compile(r"(https?://[^/\s]+)/\S*")
+"""The path and the query of a URL in an error, behind its host."""
 _CODE = re.compile(r"<Code>(\w+)</Code>|\"(?:reason|code)\": ?\"?(\w+)")
 """The code of an error in the answer of a server."""
 _SIGNED = re.compile(r"\?.*(?:sig|signature|credential|token)=", re.IGNORECASE)
@@ -400,8 +402,12 @@ def failure_of(error: BaseException, location: Location) -> Failure:
     """What an exception of obstore for this location means."""
     from obstore import exceptions
 
-    text, found = str(error), first_line(error)
-    status, code = _status_of(text)
+    found = first_line(error)
+    status, code = _status_of(str(error))
+    # The name of the object may have words that causes are told apart by, such as "Credentials".
+    text = _PATH.sub(r"\1", str(error))
+    if location.key:
+        text = re.sub(rf"(?<!\w){re.escape(location.key)}(?!\w)", "", text)
     login = _LOGIN.get(location.scheme, "open the URL in a browser: a login or another address may be needed")
     if "NoSuchBucket" in text or "ContainerNotFound" in text or "bucket does not exist" in text:
         return Failure(Cause.NO_BUCKET, found, f"check the name {location.root!r}, the region and the endpoint")
