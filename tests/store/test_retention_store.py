@@ -170,6 +170,29 @@ def test_a_checkpoint_that_cannot_be_read_for_now_stays(
     assert ms.load(torch.nn.ParameterDict({"w": torch.zeros(9)}), tmp_path / "step-000000001")
 
 
+@pytest.mark.parametrize("error", [errno.EMFILE, errno.EIO])
+def test_the_newest_stays_where_a_prune_cannot_read_it_for_now(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: int
+) -> None:
+    with ms.Store(tmp_path) as store:
+        for step in (1, 2, 3):
+            store.save(step, {"state": {"w": torch.ones(9)}}, metrics={"loss": float(step)})
+    real, newest = system.open, str(tensors_of(tmp_path, 3))
+
+    def fails(path: object, *args: object, **named: object) -> object:
+        if str(path) == newest:
+            raise OSError(error, os.strerror(error))
+        return real(path, *args, **named)
+
+    keep = ms.Keep(best=1, metric="loss")
+    with monkeypatch.context() as patched, ms.Store(tmp_path) as store:
+        patched.setattr(system, "open", fails)
+        assert store.prune(keep) == ()  # step 2 is the newest that is known to be whole
+    with ms.Store(tmp_path) as store:
+        assert store.prune(keep) == (2,)
+        assert store.verify() == {1: "", 3: ""}
+
+
 def test_a_run_that_went_back_is_restored_by_the_command_line_as_by_restore(tmp_path: Path) -> None:
     saved(tmp_path, 10, 20, 15).close()
     target = tmp_path / "out.safetensors"

@@ -11,7 +11,6 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Literal, NamedTuple, TypeVar
 
@@ -565,23 +564,24 @@ class StepIndex:
         """
         if keep is None:
             return []
-        bad: set[int] = set()
+        unreadable: set[int] = set()
         while True:
-            entries = [entry for entry in self.read_all(self.by_age()) if entry.is_whole or entry.is_damaged]
-            infos = [replace(entry.info, intact=entry.is_whole and entry.place.step not in bad) for entry in entries]
+            listed = self.read_all(self.by_age())
+            readable = (entry for entry in listed if entry.place.step not in unreadable)
+            entries = [entry for entry in readable if entry.is_damaged or entry.is_whole]
+            infos = [entry.info for entry in entries]
             kept_steps = kept(infos, keep)
             to_prune = [info.step for info in infos if info.step not in kept_steps]
             if to_prune:
                 check_metric(infos, keep)
-            newest = next((entry for entry, info in zip(entries[::-1], infos[::-1], strict=True) if info.intact), None)
-            if (
-                not to_prune
-                or newest is None
-                or self._key(newest.place.path) in self._whole
-                or not self.problem_of(newest)
-            ):
+            newest = next((entry for entry in reversed(entries) if entry.is_whole), None)
+            if not to_prune or newest is None or self._key(newest.place.path) in self._whole:
                 return to_prune
-            bad.add(newest.place.step)
+            problem = self.problem_of(newest)
+            if problem == "":
+                return to_prune
+            if problem is not None and self._key(newest.place.path) not in self._damage:
+                unreadable.add(newest.place.step)
 
     def prune(self, keep: Keep | None) -> tuple[int, ...]:
         """Removes the steps that no rule keeps, and returns them. Raises `OSError`.
