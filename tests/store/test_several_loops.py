@@ -3,6 +3,8 @@
 import itertools
 import time
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -166,6 +168,35 @@ def test_one_store_for_both_is_refused_whoever_asks_for_the_steps(tmp_path: Path
         train()
     assert {epoch for epoch, _ in done} == {int(again)}  # nothing of the outer loop has come behind
     assert ms.Store(tmp_path).steps() == ((1, 5, 10, 15, 20) if again else (5, 10))
+
+
+@pytest.mark.parametrize("killed_after", [4, 6])
+def test_nested_loops_resume_in_order_where_the_clock_is_set_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, killed_after: int
+) -> None:
+    """After four steps the checkpoint of the epoch is the newest one, and after six steps that of a step is."""
+    counter = Held(n=0)
+    clock = itertools.count(2_000_000_000, -1000)
+    monkeypatch.setattr(time, "time", lambda: float(next(clock)))
+
+    def run(killed_after: int | None) -> None:
+        with ms.Store(tmp_path / "epochs") as epochs, ms.Store(tmp_path / "steps") as steps:
+            for epoch in ms.resumable(epochs, {"counter": counter}, steps=2, save_every=1, background=False):
+                if epoch == 1 and killed_after == 4:
+                    raise InterruptedError
+                for step in ms.resumable(
+                    steps, {"counter": counter}, steps=(epoch + 1) * 4, save_every=1, background=False
+                ):
+                    if step == killed_after:
+                        raise InterruptedError
+                    counter.values["n"] += 1
+                counter.values["n"] += 100
+
+    for number in (killed_after, None):
+        counter.values["n"] = -1 if number is None else 0
+        with suppress(InterruptedError), ThreadPoolExecutor(1) as new_thread:  # it knows of no checkpoint
+            new_thread.submit(run, number).result()
+    assert counter.values["n"] == 208
 
 
 def test_a_loop_that_was_left_does_not_go_on_behind_another_one(tmp_path: Path) -> None:

@@ -170,6 +170,7 @@ class StepEntry:
             path=path,
             serial=record.serial,
             store=record.store,
+            logical_time=record.logical_time,
         )
 
 

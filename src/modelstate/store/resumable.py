@@ -543,7 +543,7 @@ def _reached(store: Store, objects: Mapping[str, object]) -> CheckpointInfo | No
         return None
     for loop in outer:
         is_reached = loop._reached_within.get(store.directory) == newest.step
-        is_restored_later = loop.restored is not None and loop.restored.time >= newest.time
+        is_restored_later = loop.restored is not None and loop.restored.logical_time > newest.logical_time
         if (is_reached or is_restored_later) and loop.has_all(objects):
             return newest
     return None
