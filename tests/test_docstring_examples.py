@@ -47,10 +47,6 @@ for step in (1000, 2000):
         model.weight.add_(1)
 """
 LOOP = "train_step = lambda: 0.5\n"
-IN_STEP = """
-loop = ms.resumable("checkpoints", {"model": model}, steps=2, save_every=1)
-next(iter(loop))
-"""
 FOLLOWED = f"""{LIVE}
 store = ms.Store("runs/checkpoints")
 store.save(1, {{"model": model}}, metrics={{"loss": 0.5}})
@@ -113,9 +109,7 @@ SETUPS = {
     "Live.method": f"{LIVE}model.__class__.generate = lambda self, x: self(x)\nprompt = x\n",
     "Live.pin": f"{LIVE}model.__class__.generate = lambda self, x: self(x)\nprompt = x\n",
     "Canary": LIVE,
-    "Canary.try_out": "y = model(x)\n",
     "Store": STORE,
-    "Store.check_state": STORE,
     "Store.diff": TWO_STEPS,
     "Store.steps": TWO_STEPS,
     "Store.latest": TWO_STEPS,
@@ -130,7 +124,6 @@ SETUPS = {
     "store.PendingSave": STORE,
     "store.SavedStep": STORE,
     "store.Resumable": LOOP,
-    "store.Resumable.has_all": IN_STEP,
     "resumable": LOOP,
     "declare_extra_state": "class Net(nn.Linear):\n    epoch = 0\n",
     "serve.Following": FOLLOWED,
@@ -233,7 +226,7 @@ SETUPS = {
     ),
 }
 
-NOT_RUN = {"Cache", "copy", "rules.from_transformers", "follow", "serve.Following.wait", "store.Resumable.is_in_step"}
+NOT_RUN = {"Cache", "copy", "rules.from_transformers", "follow", "serve.Following.wait"}
 """Examples that need a bucket, another library or the body of a `for` loop, or that wait for an hour."""
 
 

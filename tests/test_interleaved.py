@@ -125,7 +125,7 @@ def within_two_switches() -> Iterator[None]:
     stock = nn.Module._apply
     with reference_keeping(False), reference_keeping():
         yield
-        assert reference_keeping.holds()
+        assert reference_keeping._holds()
     assert nn.Module._apply is stock
 
 
@@ -138,10 +138,10 @@ def test_a_block_is_left_while_another_thread_converts() -> None:
 
     def call() -> None:
         entered.append(reference_keeping())
-        reference_keeping.holds()
+        reference_keeping._holds()
         leave()
 
-    before_each_instruction([reference_keeping.holds], call, leave)
+    before_each_instruction([reference_keeping._holds], call, leave)
 
 
 def test_the_switch_around_a_block_counts_while_it_is_left(within_two_switches: None) -> None:
@@ -151,7 +151,7 @@ def test_the_switch_around_a_block_counts_while_it_is_left(within_two_switches: 
         with reference_keeping():
             pass
 
-    before_each_instruction([reference_keeping.__exit__], call, lambda: seen.append(reference_keeping.holds()))
+    before_each_instruction([reference_keeping.__exit__], call, lambda: seen.append(reference_keeping._holds()))
     assert all(seen)
 
 
@@ -161,7 +161,7 @@ def test_an_interrupt_while_a_block_is_left_keeps_the_order_of_switches(within_t
         try:
             switch.__exit__(None, None, None)
         except KeyboardInterrupt:
-            assert reference_keeping.holds()
+            assert reference_keeping._holds()
             with suppress(ValueError):  # it has been removed
                 switch.__exit__(None, None, None)
 

@@ -336,7 +336,7 @@ class Checkpoint(Mapping[str, TensorSpec], Shown):
         read_ranges(requests, fingerprints=self.fingerprints)
         return known
 
-    def encoded(self) -> Iterator[tuple[str, Encoded]]:
+    def _encoded(self) -> Iterator[tuple[str, Encoded]]:
         """The values that are decoded when they are accessed, with the paths that they are at or below."""
         for values in (self.flat.values, self.contents.metadata):
             for path, value in values.items():
@@ -533,7 +533,7 @@ class Checkpoint(Mapping[str, TensorSpec], Shown):
             for part in pieces(spec.stored):
                 if isinstance(part, StoredTensor) and part.storage.nbytes:
                     names_of.setdefault(part.storage, []).append(name)
-        for place, value in self.encoded():
+        for place, value in self._encoded():
             for stored in referred_to(value):
                 if stored.storage.nbytes:
                     names_of.setdefault(stored.storage, []).append(place)

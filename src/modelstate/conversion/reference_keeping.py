@@ -67,17 +67,8 @@ class reference_keeping:
         _overrides.update()
 
     @staticmethod
-    def holds() -> bool:
-        """Returns whether references are kept now.
-
-        Returns:
-            The value of the last switch that has not been left.
-
-        Examples:
-            >>> with ms.reference_keeping():
-            ...     ms.reference_keeping.holds()
-            True
-        """
+    def _holds() -> bool:
+        """Whether references are kept now: the value of the last switch that has not been left."""
         switches = _switches
         return bool(switches) and switches[-1]._on
 
@@ -85,7 +76,7 @@ class reference_keeping:
 def _apply(_stock: Callable[..., nn.Module], self: nn.Module, fn: Apply, recurse: bool = True) -> nn.Module:
     if (
         running_conversion(self) is not None
-        or not reference_keeping.holds()
+        or not reference_keeping._holds()
         or is_faking()  # a traced module, whose tensors stand for others
         or any(map(is_fake, tensors_of(modules_of(self))))
     ):
@@ -99,7 +90,7 @@ def _apply(_stock: Callable[..., nn.Module], self: nn.Module, fn: Apply, recurse
 
 
 _lock = fork_safe_lock()
-_overrides = Overrides(MethodOverride(nn.Module, "_apply", _apply), holds=reference_keeping.holds)
+_overrides = Overrides(MethodOverride(nn.Module, "_apply", _apply), holds=reference_keeping._holds)
 replaced_apply = _overrides.used
 """Makes torch's part of a module's own `_apply` run in the conversion of this thread."""
 

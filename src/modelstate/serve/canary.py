@@ -64,20 +64,10 @@ class Canary:
         if self.check is not None and not callable(self.check):
             raise OptionError("check= must be callable", found=type(self.check).__name__)
 
-    def prepared(self, serving: Calls) -> "Canary":
+    def _prepared(self, serving: Calls) -> "Canary":
         """Returns a canary with a reference, which the version that serves gives where none is set.
 
-        Args:
-            serving: calls the version that serves.
-
-        Returns:
-            The canary itself where it needs no reference, or has one.
-
-        Raises:
-            CanaryError: the version that serves raises on the inputs.
-
-        Examples:
-            >>> canary = modelstate.Canary((x,), atol=0.1).prepared(live)
+        Raises `CanaryError` where the version that serves raises on the inputs.
         """
         if self.expected is not None or (self.check is not None and not self._is_bounded):
             return self
@@ -86,18 +76,8 @@ class Canary:
         kept = [leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         return replace(self, expected=unflatten(kept, spec))
 
-    def try_out(self, new: Calls) -> None:
-        """Calls the new version, and compares its answer with the reference.
-
-        Args:
-            new: calls the new version.
-
-        Raises:
-            CanaryError: the new version raises, or its answer is refused.
-
-        Examples:
-            >>> modelstate.Canary((x,), expected=y, atol=0.1).try_out(module)
-        """
+    def _try_out(self, new: Calls) -> None:
+        """Calls the new version, and compares its answer with the reference. Raises `CanaryError`."""
         answer = self._answer_of(new, "the new version")
         if self.expected is not None:
             self._compare(answer, self.expected)
@@ -150,7 +130,7 @@ def run_canary(canary: "Canary | Callable[[Calls], object]", new: Program) -> No
     restore = buffer_restorer(new)
     try:
         if isinstance(canary, Canary):
-            canary.try_out(new)
+            canary._try_out(new)
         else:
             run_check(canary, new)
     finally:

@@ -125,7 +125,7 @@ def follow(
     _check_target(target, options)
     canary = options.get("canary")
     if isinstance(target, Live) and isinstance(canary, Canary):
-        canary.prepared(target)
+        canary._prepared(target)
     if type(object) is not str or not object:
         raise OptionError("object= must be the name of an object", expected="text, such as 'model'", found=repr(object))
     poll_seconds = seconds_of("poll_seconds", poll_seconds, accepts_zero=False, most=threading.TIMEOUT_MAX)

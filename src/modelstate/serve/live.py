@@ -631,7 +631,7 @@ class Live:
             yield
 
     def _prepared(self, canary: AnyCanary) -> AnyCanary:
-        return canary.prepared(self) if isinstance(canary, Canary) else canary
+        return canary._prepared(self) if isinstance(canary, Canary) else canary
 
     def _new_version(self, program: Program, source: str, digests: BufferDigests) -> Version:
         self._last_id += 1

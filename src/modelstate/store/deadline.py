@@ -136,7 +136,7 @@ class Deadline:
         return self._start
 
     @property
-    def is_by_signal(self) -> bool:
+    def _is_by_signal(self) -> bool:
         """Whether a signal has reached the deadline."""
         return bool(self._received)
 

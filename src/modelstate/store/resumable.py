@@ -167,7 +167,7 @@ class Resumable:
         self.store, self._objects, self._steps = store, objects, steps
         self._save_every, self._deadline, self._background = save_every, deadline, background
         self._owns_store = owns_store
-        self._agreement = store.agreement(objects, "modelstate.resumable")
+        self._agreement = store._agreement(objects, "modelstate.resumable")
         """The ranks that step, save and stop together."""
         self._is_by_signal = False
         """Whether a signal, to any of the ranks, has stopped the loop."""
@@ -220,7 +220,7 @@ class Resumable:
     def _run(self) -> Iterator[int]:
         outer = _loops.in_step()
         self._check_is_newest()
-        sharing = [loop._checked_at for loop in outer if loop._deadline is self._deadline and loop.is_in_step()]
+        sharing = [loop._checked_at for loop in outer if loop._deadline is self._deadline and loop._is_in_step()]
         self._note_check(outer, since=max(sharing, default=None))
         deadline_start = math.inf if self._deadline is None else self._deadline.start
         if self.done < self._steps and self._stop() and _loops.last_stop >= deadline_start:
@@ -249,7 +249,7 @@ class Resumable:
                 self._note_check(outer)
             elif is_first and self.done < self._steps:
                 # Optimizers and loaders have state only after the first step, so it is checked again.
-                self.store.check_state(self._objects)
+                self.store._check_state(self._objects, self._agreement)
         if self.stopped:
             self._stop_outer(outer)
         self._save(background=False)
@@ -258,7 +258,7 @@ class Resumable:
             if self._is_metric_missed and self.store.keep is not None:
                 check_metric(self.store.infos(), self.store.keep)
             for loop in outer:
-                if loop.has_all(self._objects):
+                if loop._has_all(self._objects):
                     loop._reached_within[self.store.directory] = self.done
         self._note_check(outer)
 
@@ -290,33 +290,15 @@ class Resumable:
             if stops:
                 loop._stopped_within = self.stopped
 
-    def has_all(self, objects: Mapping[str, object]) -> bool:
-        """Returns whether this loop has all of the objects, and none is a plain value, which only a restore returns.
-
-        Args:
-            objects: objects by name, as `Store.restore` takes them.
-
-        Returns:
-            False also where only some of the objects are the loop's.
-
-        Examples:
-            >>> loop.has_all({"model": model})
-            True
-        """
+    def _has_all(self, objects: Mapping[str, object]) -> bool:
+        """Whether this loop has all of the objects, and none is a plain value, which only a restore returns."""
         own = {id(target.obj) for target in targets_of(self._objects).values()}
         return all(target.kind is not Kind.VALUE and id(target.obj) in own for target in targets_of(objects).values())
 
-    def is_in_step(self) -> bool:
-        """Returns whether the code that asked for the last step is running.
+    def _is_in_step(self) -> bool:
+        """Whether the code that asked for the last step is running. An exception may have ended it and kept its frame.
 
-        An exception may have ended that code and kept its frame.
-
-        Returns:
-            False also where a generator between them asked for the step.
-
-        Examples:
-            >>> loop.is_in_step()
-            True
+        False also where a generator between them asked for the step.
         """
         frame: FrameType | None = sys._getframe()
         while frame is not None and _identity(frame) != self._caller:
@@ -329,7 +311,7 @@ class Resumable:
         self.stopped = ""
         if self._deadline is None:
             return False
-        own = json.dumps([self._deadline.reason, self._deadline.is_by_signal]) if self._deadline.reached else ""
+        own = json.dumps([self._deadline.reason, self._deadline._is_by_signal]) if self._deadline.reached else ""
         for rank, text in enumerate(self._agreement.texts("stopping", own)):
             if text:
                 reason, self._is_by_signal = json.loads(text)
@@ -400,7 +382,7 @@ _newest: dict[str, "weakref.ref[Resumable]"] = {}
 def _agreement(*arguments: object) -> Agreement:
     for store in arguments:
         if isinstance(store, Store):
-            return store.agreement(arguments, "modelstate.resumable")
+            return store._agreement(arguments, "modelstate.resumable")
     return agreement_of(tensors_within(arguments), call="modelstate.resumable")
 
 
@@ -483,7 +465,7 @@ def resumable(
             remedy = "give it to the Store: keep=..."
             raise OptionError("keep= is for the path of a store", found=repr(keep), remedy=remedy)
         store = store if isinstance(store, Store) else Store(store, keep=keep)
-        if any(loop.store.directory == store.directory and loop.is_in_step() for loop in _loops.in_step()):
+        if any(loop.store.directory == store.directory and loop._is_in_step() for loop in _loops.in_step()):
             raise OptionError(
                 "a loop within another one's step, of the same store, in which their steps would be mixed up",
                 where=store.directory,
@@ -544,7 +526,7 @@ def _reached(store: Store, objects: Mapping[str, object]) -> CheckpointInfo | No
     for loop in outer:
         is_reached = loop._reached_within.get(store.directory) == newest.step
         is_restored_later = loop.restored is not None and loop.restored.logical_time > newest.logical_time
-        if (is_reached or is_restored_later) and loop.has_all(objects):
+        if (is_reached or is_restored_later) and loop._has_all(objects):
             return newest
     return None
 

@@ -82,7 +82,7 @@ class Store(Shown):
     writes removes the unfinished files of a killed one. A directory that is renamed, removed or replaced after a
     restore from it or a save to it is not created again until `close`; a save raises `StoreMovedError`.
 
-    On several ranks `save`, `restore`, `check` and `check_state` are calls of all ranks of the meshes of the objects'
+    On several ranks `save`, `restore` and `check` are calls of all ranks of the meshes of the objects'
     DTensors, or of `process_group`: all ranks succeed, or each of them raises. The first rank locks the directory,
     which all of them need to see. Every other method is a call of one rank: those that write are for the first one.
 
@@ -169,7 +169,7 @@ class Store(Shown):
         lambda value: isinstance(value, int),
         is_objects,
         is_method=True,
-        within=lambda store, *args, **options: store.agreement((args, options), "Store.save").phase("beginning"),
+        within=lambda store, *args, **options: store._agreement((args, options), "Store.save").phase("beginning"),
     )
     def save(
         self,
@@ -223,7 +223,7 @@ class Store(Shown):
             >>> store.save(1000, {"model": model, "optimizer": optimizer}, metrics={"loss": 0.3})
         """
         begin_seconds = time.perf_counter()
-        agreement = self.agreement((step, objects), "Store.save")
+        agreement = self._agreement((step, objects), "Store.save")
 
         def arguments() -> list[Digest]:
             # A directory may have other names on other ranks; a URL is the same on all of them.
@@ -295,11 +295,11 @@ class Store(Shown):
             >>> store = ms.Store("checkpoints")
             >>> store.check({"model": model, "optimizer": optimizer})
         """
-        agreement = self.agreement(objects, "Store.check")
+        agreement = self._agreement(objects, "Store.check")
         with self._access.exclusive():
             with agreement.phase("waiting for the earlier save"):
                 self.wait()
-            nbytes = self.check_state(objects)
+            nbytes = self._check_state(objects, agreement)
             with agreement.phase("opening the store"):
                 if agreement.is_first:
                     self._access.acquire()
@@ -315,23 +315,11 @@ class Store(Shown):
                 "%s: a checkpoint takes up to %s, and %s are free", self.directory, size(nbytes), size(free_bytes)
             )
 
-    def check_state(self, objects: Mapping[str, object]) -> int:
-        """Encodes the state of the objects without a copy or a write. Random generators are left as they are.
+    def _check_state(self, objects: Mapping[str, object], agreement: Agreement) -> int:
+        """Encodes the state of the objects without a copy or a write, and returns the bytes of their tensors.
 
-        Args:
-            objects: as `save` takes them.
-
-        Returns:
-            The bytes of their tensors.
-
-        Raises:
-            ModelStateError: The error that `save` would raise for the objects.
-
-        Examples:
-            >>> store.check_state({"model": model})
-            440
+        Random generators are left as they are. Raises the error that `save` would raise for the objects.
         """
-        agreement = self.agreement(objects, "Store.check_state")
         with agreement.phase("beginning"):
             targets = targets_of(objects)
         generators = [target.obj for target in targets.values() if target.is_restored_last]
@@ -372,7 +360,7 @@ class Store(Shown):
         is_objects,
         lambda value: isinstance(value, int | str),
         is_method=True,
-        within=lambda store, *args, **options: store.agreement((args, options), "Store.restore").phase("beginning"),
+        within=lambda store, *args, **options: store._agreement((args, options), "Store.restore").phase("beginning"),
     )
     def restore(
         self,
@@ -422,7 +410,7 @@ class Store(Shown):
             >>> restored.step
             1000
         """
-        agreement = self.agreement((step, objects), "Store.restore")
+        agreement = self._agreement((step, objects), "Store.restore")
         with agreement.phase("beginning", lambda: _same(f"step {step!r}")):
             self.wait()
             targets = targets_of(objects)
@@ -546,19 +534,11 @@ class Store(Shown):
             first, second, key=(None, None), only=only, values=values, max_memory_bytes=max_memory_bytes
         )
 
-    def agreement(self, objects: object, call: str) -> Agreement:
-        """Returns the ranks that save and restore these objects together.
+    def _agreement(self, objects: object, call: str) -> Agreement:
+        """Returns the ranks that save and restore these objects together; `call` is the call of all ranks, for errors.
 
-        Args:
-            objects: as `save` takes them. They are not checked, so that what is wrong on one rank reaches the others.
-            call: the function that all ranks call, for errors.
-
-        Raises:
-            ProcessGroupError: There are DTensors, and no process group of all ranks of their mesh.
-
-        Examples:
-            >>> store.agreement({"model": model}, "Store.save").is_collective
-            False
+        The objects are not checked here, so that a wrong argument on one rank reaches the others. Raises
+        `ProcessGroupError` where there are DTensors, and no process group of all ranks of their mesh.
         """
         return agreement_of(tensors_within(objects), self._process_group, self._timeout_seconds, call)
 
