@@ -455,7 +455,7 @@ def swapping(case: Case) -> None:
 
 
 def ours(case: Case) -> None:
-    ms.convert(case.module, case.dtype, case.device, optimizers=case.optimizers, empty=case.empty)
+    ms.convert(case.module, case.dtype, device=case.device, optimizers=case.optimizers, empty=case.empty)
 
 
 WAYS: tuple[Callable[[Case], None], ...] = (stock, swapping, ours)

@@ -65,7 +65,7 @@ def test_a_function_that_returns(case: str) -> None:
     make, words = FUNCTIONS[case]
     model, optimizer = trained()
     with unchanged(model, optimizer), pytest.raises(errors.TransformError, match=words) as caught:
-        ms.convert(model, fn=on_last(make), optimizers=[optimizer])
+        ms.convert(model, transform=on_last(make), optimizers=[optimizer])
     assert "3.weight" in caught.value.where
     assert caught.value.remedy
 
@@ -76,7 +76,7 @@ def test_what_a_function_raised_is_the_cause() -> None:
         unchanged(model, optimizer),
         pytest.raises(errors.TransformError, match="LookupError: no such codebook") as caught,
     ):
-        ms.convert(model, fn=on_last(raising))
+        ms.convert(model, transform=on_last(raising))
     assert isinstance(caught.value.__cause__, LookupError)
 
 
@@ -87,13 +87,14 @@ def test_a_function_that_is_interrupted(interrupt: type[BaseException]) -> None:
 
     model, optimizer = trained()
     with unchanged(model, optimizer), pytest.raises(interrupt):
-        ms.convert(model, fn=on_last(stop), optimizers=[optimizer])
+        ms.convert(model, transform=on_last(stop), optimizers=[optimizer])
 
 
-def test_a_function_with_too_many_parameters() -> None:
+@pytest.mark.parametrize("transform", [lambda tensor: tensor.double(), lambda name, tensor, more: tensor])
+def test_a_function_of_other_parameters(transform: Any) -> None:
     model, optimizer = trained()
-    with unchanged(model, optimizer), pytest.raises(ms.ModelStateError):
-        ms.convert(model, fn=lambda name, tensor, more: tensor)
+    with unchanged(model, optimizer), pytest.raises(errors.TransformError, match="positional argument"):
+        ms.convert(model, transform=transform)
 
 
 def test_a_function_that_writes_to_its_input() -> None:
@@ -102,7 +103,7 @@ def test_a_function_that_writes_to_its_input() -> None:
     others = [one for one in model.state_dict().values() if one is not model[3].weight]
     before, who = [one.clone() for one in others[:-1]], ms.identity(model, [optimizer])
     with pytest.raises(errors.TransformError, match="changed its input in place") as caught:
-        ms.convert(model, fn=on_last(lambda tensor: tensor.mul_(2).double()), optimizers=[optimizer])
+        ms.convert(model, transform=on_last(lambda tensor: tensor.mul_(2).double()), optimizers=[optimizer])
     assert "clone" in caught.value.remedy
     assert all(map(torch.equal, before, others))
     assert who == ms.identity(model, [optimizer])
@@ -131,7 +132,7 @@ def pair(kind: str = "buffers") -> nn.Module:
 def test_the_same_tensor_for_two_slots(case: str, kind: str) -> None:
     module, one = pair(kind), FOR_ALL[case]()
     with unchanged(module), pytest.raises(errors.TransformError, match="same tensor, or the same memory") as caught:
-        ms.convert(module, fn=lambda tensor: one)
+        ms.convert(module, transform=lambda name, tensor: one)
     assert "a and b" in caught.value.where
 
 
@@ -146,16 +147,16 @@ def test_memory_that_two_slots_would_share(case: str) -> None:
         "inside a wrapper": lambda name, tensor: flat[:2] if name == "a" else Quantized(flat[:2], 0.5),
     }
     with unchanged(module), pytest.raises(errors.TransformError, match="same memory"):
-        ms.convert(module, fn=makers[case])
+        ms.convert(module, transform=makers[case])
 
 
 def test_the_memory_of_a_slot_that_stays() -> None:
     """One gets what the other has and keeps, and the two are tied from then on: nobody has asked for that."""
     module = pair()
     with unchanged(module), pytest.raises(errors.TransformError, match="same memory"):
-        ms.convert(module, fn=lambda name, tensor: module.b.detach() if name == "a" else ms.conversion.UNCHANGED)
+        ms.convert(module, transform=lambda name, tensor: module.b.detach() if name == "a" else ms.conversion.UNCHANGED)
     with unchanged(module), pytest.raises(errors.TransformError, match="same memory"):
-        ms.convert(module, fn=lambda name, tensor: module.a.detach() if name == "b" else ms.conversion.UNCHANGED)
+        ms.convert(module, transform=lambda name, tensor: module.a.detach() if name == "b" else ms.conversion.UNCHANGED)
 
 
 def test_views_of_one_another_are_not_parted_in_silence() -> None:
@@ -164,7 +165,7 @@ def test_views_of_one_another_are_not_parted_in_silence() -> None:
     module = holding(all=flat, first=flat.data[:2])
     before = ms.identity(module)
     try:
-        report = ms.convert(module, fn=lambda tensor: tensor.double())
+        report = ms.convert(module, transform=lambda name, tensor: tensor.double())
     except ms.ModelStateError:
         assert before == ms.identity(module)
     else:
@@ -175,7 +176,7 @@ def test_views_of_one_another_are_not_parted_in_silence() -> None:
 def test_a_buffer_does_not_become_a_parameter() -> None:
     """What a function returns decides on dtype, memory and subclass, and not on what the slot is."""
     module = holding(plain=torch.ones(2), sparse=torch.eye(2).to_sparse())
-    ms.convert(module, fn=lambda tensor: nn.Parameter(tensor.double()))
+    ms.convert(module, transform=lambda name, tensor: nn.Parameter(tensor.double()))
     assert type(module.plain) is torch.Tensor
     assert type(module.sparse) is torch.Tensor
     assert not module.plain.requires_grad
@@ -187,16 +188,17 @@ def test_a_buffer_does_not_become_a_parameter() -> None:
 ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
     "a text that is no dtype": ({"dtype": "float65"}, "float65"),
     "a dtype of Python": ({"dtype": float}, "float"),
-    "a device as a dtype": ({"dtype": torch.device("cpu")}, "device"),
+    "a device as a dtype": ({"dtype": torch.device("cpu")}, "to do: ms.convert(model, device='cpu')"),
     "an integer dtype": ({"dtype": torch.int8}, "int8"),
     "a boolean dtype": ({"dtype": torch.bool}, "bool"),
     "no such kind of device": ({"device": "nonsense"}, "nonsense"),
     "a device that is not there": ({"device": "cuda:99"}, "cuda:99"),
     "a dtype as device": ({"device": torch.float64}, "float64"),
     "a device of no kind": ({"device": object()}, "object"),
+    "a device as text, as a dtype": ({"dtype": "cuda:0"}, "to do: ms.convert(model, device='cuda:0')"),
     "nothing": ({}, "nothing to convert to"),
-    "a function that is none": ({"fn": "double"}, "double"),
-    "empty and a function": ({"fn": torch.zeros_like, "empty": True}, "fn="),
+    "a function that is none": ({"transform": "double"}, "double"),
+    "empty and a function": ({"transform": torch.zeros_like, "empty": True}, "transform="),
     "an optimizer that is none": ({"dtype": torch.float64, "optimizers": [nn.Linear(1, 1)]}, "Linear"),
     "a lone optimizer that is none": ({"dtype": torch.float64, "optimizers": 3}, "int"),
     "a budget as text": ({"dtype": torch.float64, "max_memory_bytes": "1 GB"}, "max_memory_bytes"),
@@ -228,7 +230,9 @@ def test_an_optimizer_of_another_model() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("to", [{"dtype": torch.float64}, {"device": "meta"}, {"fn": torch.Tensor.double}], ids=str)
+@pytest.mark.parametrize(
+    "to", [{"dtype": torch.float64}, {"device": "meta"}, {"transform": lambda name, tensor: tensor.double()}], ids=str
+)
 def test_a_graph_that_waits_for_backward(to: dict[str, Any]) -> None:
     """It names the result that holds the graph, and where it is; after backward there is nothing in the way."""
     model, optimizer = trained()
@@ -292,7 +296,9 @@ def test_meta_without_empty(to: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("to", [{"dtype": torch.float64}, {"fn": lambda tensor: tensor.double()}], ids=["dtype", "fn"])
+@pytest.mark.parametrize(
+    "to", [{"dtype": torch.float64}, {"transform": lambda name, tensor: tensor.double()}], ids=["dtype", "function"]
+)
 def test_a_budget_that_is_too_small(to: dict[str, Any]) -> None:
     model, optimizer = trained()
     peak = ms.convert(trained()[0], **to).peak_memory_bytes

@@ -69,7 +69,7 @@ def test_another_memory_format_leaves_a_waiting_graph_right(way: str) -> None:
     else:
         ms.convert(
             module,
-            fn=lambda t: (
+            transform=lambda name, t: (
                 t.to(memory_format=torch.channels_last, copy=True) if t.dim() == 4 else ms.conversion.UNCHANGED
             ),
         )
@@ -85,7 +85,7 @@ def test_other_values_of_the_same_dtype_are_refused() -> None:
     loss = module(torch.randn(2, 3, 6, 6)).sum()
     before = whole(module)
     with pytest.raises(errors.SwapError, match="waits for backward"):
-        ms.convert(module, fn=lambda t: t * 2)
+        ms.convert(module, transform=lambda name, t: t * 2)
     assert whole(module) == before
     loss.backward()
 

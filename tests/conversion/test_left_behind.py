@@ -61,7 +61,7 @@ def test_a_report_says_how_many_optimizers_it_does_not_list() -> None:
 
 def test_a_part_of_a_model_and_parameters_that_stay() -> None:
     model, optimizer = trained(torch.optim.Adam)
-    report = ms.convert(model[1], fn=lambda name, t: t.double() if name == "weight" else ms.conversion.UNCHANGED)  # type: ignore[index]
+    report = ms.convert(model[1], transform=lambda name, t: t.double() if name == "weight" else ms.conversion.UNCHANGED)  # type: ignore[index]
     assert report.left_behind == ("the state of Adam for 1 of these parameters, which was not passed",)
     del optimizer
 

@@ -110,7 +110,7 @@ def test_a_cast_on_the_way() -> None:
     assert model.embed.weight.is_cuda
     assert torch.equal(model.embed.weight.cpu(), expected)
     assert model.body[1].num_batches_tracked.dtype is torch.int64
-    ms.convert(model, torch.float32, "cpu", optimizers=[optimizer])
+    ms.convert(model, torch.float32, device="cpu", optimizers=[optimizer])
     assert before.differences(ms.identity(model, [optimizer])) == []
     assert torch.equal(model.embed.weight, expected.float())
     train(model, optimizer)

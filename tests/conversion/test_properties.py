@@ -3,6 +3,7 @@
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
@@ -212,7 +213,7 @@ class Tree:
         return ms.convert(self.module, *args, optimizers=[self.optimizer] if self.optimized else [], **options)
 
 
-def to_double(tensor: torch.Tensor) -> torch.Tensor:
+def to_double(name: str, tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to(torch.float64) if tensor.dtype is torch.float32 else ms.conversion.UNCHANGED
 
 
@@ -264,7 +265,11 @@ def test_what_has_the_dtype_is_left_alone(spec: Spec) -> None:
     """A conversion to what it is already touches nothing at all, and says so."""
     tree = Tree(spec)
     before = tree.everything()
-    for to in ({"dtype": torch.float32}, {"device": "cpu"}, {"fn": lambda tensor: ms.conversion.UNCHANGED}):
+    for to in (
+        {"dtype": torch.float32},
+        {"device": "cpu"},
+        {"transform": lambda name, tensor: ms.conversion.UNCHANGED},
+    ):
         report = tree.convert(**to)
         assert len(report.steps) == 0
         assert report.peak_memory_bytes == 0
@@ -375,19 +380,19 @@ def failing(
 def test_a_function_that_raises_on_each_of_its_calls_in_turn(spec: Spec) -> None:
     calls = [0]
 
-    def fn(tensor: torch.Tensor, at: int = -1) -> torch.Tensor:
+    def transform(name: str, tensor: torch.Tensor, at: int = -1) -> torch.Tensor:
         calls[0] += 1
         if calls[0] == at:
             raise LookupError("injected")
-        return to_double(tensor)
+        return to_double(name, tensor)
 
-    Tree(spec).convert(fn=fn)
+    Tree(spec).convert(transform=transform)
     tree, number = Tree(spec), calls[0]
     before, who = tree.everything(), tree.identity()
     for at in range(1, number + 1):
         calls[0] = 0
         with pytest.raises((ms.errors.TransformError, ms.errors.ModelCodeError)):
-            tree.convert(fn=lambda tensor, at=at: fn(tensor, at))
+            tree.convert(transform=partial(transform, at=at))
         assert calls[0] == at
         assert tree.everything() == before
         assert who == tree.identity()
@@ -399,7 +404,7 @@ PARTS = [
 ]
 TARGETS: dict[str, dict[str, Any]] = {
     "dtype": {"dtype": torch.float64},
-    "function": {"fn": to_double},
+    "function": {"transform": to_double},
     "meta": {"device": "meta"},
 }
 
@@ -496,12 +501,12 @@ def test_a_sparse_gradient_that_torch_cannot_swap() -> None:
 def test_any_tree_after_a_swap_that_fails(spec: Spec, name: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
         with failing(patch, swap_tensors, name, -1) as calls:
-            Tree(spec).convert(fn=to_double)
+            Tree(spec).convert(transform=to_double)
         tree = Tree(spec)
         before, who = tree.everything(), tree.identity()
         for at in range(1, calls[0] + 1):
             with failing(patch, swap_tensors, name, at), pytest.raises((ms.errors.SwapError, RuntimeError)):
-                tree.convert(fn=to_double)
+                tree.convert(transform=to_double)
             assert tree.everything() == before
             assert who == tree.identity()
 

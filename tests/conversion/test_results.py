@@ -38,7 +38,7 @@ module = nn.Module()
 module.weight, module.scale = nn.Parameter(torch.full((2, 2), 3.0)), nn.Buffer(torch.full((2, 2), 5.0))
 weight, scale = module.weight, module.scale
 if {way!r} == "convert":
-    ms.convert(module, fn=fn)
+    ms.convert(module, transform=lambda name, t: fn(t))
 else:
     with ms.reference_keeping():
         module._apply(fn)
@@ -97,7 +97,7 @@ mesh = init_device_mesh("cpu", (1,))
 fn = lambda t: distribute_tensor(t.detach().double(), mesh, [Replicate()])
 module = nn.BatchNorm1d(2)
 before = whole(module)
-for convert in (lambda: ms.convert(module, fn=fn), lambda: module._apply(fn)):
+for convert in (lambda: ms.convert(module, transform=lambda name, t: fn(t)), lambda: module._apply(fn)):
     with ms.reference_keeping():
         try:
             convert()
@@ -118,7 +118,7 @@ def test_a_parameter_cannot_become_a_dtensor() -> None:
 
 def changed(module: nn.Module, fn: Any, way: str) -> None:
     if way == "convert":
-        ms.convert(module, fn=fn)
+        ms.convert(module, transform=lambda name, t: fn(t))
     else:
         with ms.reference_keeping():
             module._apply(fn)  # type: ignore[no-untyped-call]
@@ -178,7 +178,7 @@ def test_a_result_that_its_maker_keeps() -> None:
     """What a function returns and keeps goes on being what it was."""
     module = holding(scale=torch.arange(3.0))
     kept: Any = TwoTensor(torch.ones(3), torch.ones(3))
-    ms.convert(module, fn=lambda t: kept)
+    ms.convert(module, transform=lambda name, t: kept)
     assert type(kept) is type(module.scale) is TwoTensor
     assert kept.a.tolist() == module.scale.a.tolist() == [1, 1, 1]  # type: ignore[union-attr]
 
@@ -199,7 +199,7 @@ def test_a_class_without_a_say_in_dispatch() -> None:
 
     module = nn.Linear(2, 2)
     weight = module.weight
-    ms.convert(module, fn=lambda t: t.detach().double().as_subclass(Named))
+    ms.convert(module, transform=lambda name, t: t.detach().double().as_subclass(Named))
     assert module.weight is weight
     assert isinstance(weight, Named)
     assert weight.dtype is torch.float64
@@ -208,7 +208,7 @@ def test_a_class_without_a_say_in_dispatch() -> None:
 def test_a_mode_without_values() -> None:
     module = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
     before = whole(module)
-    for arguments in ({"dtype": torch.float16}, {"device": "meta"}, {"fn": torch.Tensor.half}):
+    for arguments in ({"dtype": torch.float16}, {"device": "meta"}, {"transform": lambda name, tensor: tensor.half()}):
         with FakeTensorMode(allow_non_fake_inputs=True), pytest.raises(errors.PlacementError, match="FakeTensorMode"):
             ms.convert(module, **arguments)  # type: ignore[arg-type]
         assert whole(module) == before

@@ -103,8 +103,8 @@ def test_fully_sharded_modules_in_use_are_refused() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["torch.compile(m)", "m.compile()"])
-@pytest.mark.parametrize("fn", [None, lambda t: t.double()])
-def test_compiled_modules(way: str, fn: Any) -> None:
+@pytest.mark.parametrize("transform", [None, lambda name, t: t.double()])
+def test_compiled_modules(way: str, transform: Any) -> None:
     torch.compiler.reset()
     module: Any = network()
     parameters = list(module.parameters())
@@ -113,7 +113,7 @@ def test_compiled_modules(way: str, fn: Any) -> None:
     compiled: Any = module if way == "m.compile()" else torch.compile(module, backend="eager")
     x = torch.randn(2, 3)
     compiled(x).sum().backward()
-    ms.convert(compiled, fn=fn) if fn else ms.convert(compiled, torch.float64)
+    ms.convert(compiled, transform=transform) if transform else ms.convert(compiled, torch.float64)
     assert all(a is b for a, b in zip(parameters, compiled.parameters(), strict=True))
     assert torch.equal(compiled(x.double()), network().double()(x.double()))
     ms.convert(compiled, torch.float32)

@@ -565,7 +565,7 @@ def test_the_proposed_rule_for_dimensions_of_size_1_works(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        ({"dtype": torch.int8}, "dtype= casts floats"),
+        ({"dtype": torch.int8}, "dtype= must be a floating-point dtype"),
         ({"dtype": "int8"}, '"bfloat16" or "bf16"'),
         ({"dtype": "float33"}, '"bfloat16" or "bf16"'),
         ({"device": "nowhere"}, "no such device"),

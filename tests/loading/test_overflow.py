@@ -213,13 +213,13 @@ def test_a_transform_that_keeps_or_repairs_infinite_values() -> None:
 
 
 def test_a_function_that_converts_a_module() -> None:
-    note = NOTE.replace("a cast", "fn=")
-    assert ms.convert(large(), fn=lambda tensor: tensor.half()).notes == (note,)
-    assert ms.convert(large(), fn=lambda tensor: tensor * 1e34).notes == (note,)
-    assert ms.convert(large(), fn=lambda tensor: tensor * 2).notes == ()
-    assert ms.convert(large(), fn=lambda tensor: tensor.nan_to_num(posinf=0.0, neginf=0.0)).notes == ()
-    cast = ms.convert(large(), fn=lambda tensor: tensor.clone(), dtype=torch.float16)
-    assert cast.notes == (NOTE.replace("a cast", "fn= or the cast after it"),)
+    note = NOTE.replace("a cast", "transform=")
+    assert ms.convert(large(), transform=lambda name, tensor: tensor.half()).notes == (note,)
+    assert ms.convert(large(), transform=lambda name, tensor: tensor * 1e34).notes == (note,)
+    assert ms.convert(large(), transform=lambda name, tensor: tensor * 2).notes == ()
+    assert ms.convert(large(), transform=lambda name, tensor: tensor.nan_to_num(posinf=0.0, neginf=0.0)).notes == ()
+    cast = ms.convert(large(), transform=lambda name, tensor: tensor.clone(), dtype=torch.float16)
+    assert cast.notes == (NOTE.replace("a cast", "transform= or the cast after it"),)
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
@@ -227,7 +227,7 @@ def test_the_result_of_a_function_in_every_dtype(dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(0)
     result = torch.randint(0, 256, (4096 * dtype.itemsize,), generator=generator).to(torch.uint8).view(dtype)
     found = Overflows()
-    found.check_function("w", "fn=", result, lambda: 0)
+    found.check_function("w", "transform=", result, lambda: 0)
     assert sum(found.counts.values()) == int((~result.to(torch.float64).isfinite()).sum())
 
 

@@ -63,9 +63,11 @@ def jagged() -> torch.Tensor:
 REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
     "number": (3, SaveTargetError, "builtins.int"),
     "list": ([torch.ones(1)], SaveTargetError, "builtins.list"),
-    "tensor": (torch.ones(1), SaveTargetError, "torch.Tensor"),
     "nested name": ({"a.b": torch.ones(1), "a": {"b": torch.ones(1)}}, UnsavableError, "'a.b': two values have"),
     "number and text": ({"a": {0: torch.ones(1), "0": torch.ones(1)}}, UnsavableError, "'a.0': two values have"),
+    "modules in a list": ({"models": [nn.Linear(1, 1)]}, CodecError, r"'models'\[0\].*save its state_dict\(\)"),
+    "class": (nn.Linear, SaveTargetError, r"cannot save the class Linear.*pass a module: Linear\(...\)"),
+    "tensor": (torch.ones(1), SaveTargetError, r"object of type Tensor.*ms.save\({'tensor': ...}, path\)"),
     "nested value": ({"a": torch.ones(1), "b": [object()]}, CodecError, "object.*register_codec"),
     "nested without end": (endless(), CodecError, "holds itself"),
     "shared without end": (doubled(40), CodecError, "too many values"),

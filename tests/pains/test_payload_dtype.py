@@ -81,12 +81,14 @@ def test_the_class_may_change_on_request() -> None:
     ours = nn.Linear(3, 5)
     optimizer = torch.optim.SGD(ours.parameters())
     weight, value = ours.weight, ours.weight.detach().clone()
-    report = ms.convert(ours, fn=quantize)
+    report = ms.convert(ours, transform=quantize)
     assert ours.weight is weight is optimizer.param_groups[0]["params"][0]
     assert type(weight) is cls
     assert torch.equal(weight.elem, value)
     assert [step.name for step in report.steps] == ["weight"]
-    ms.convert(ours, fn=lambda tensor: tensor.elem.clone() if isinstance(tensor, cls) else ms.conversion.UNCHANGED)
+    ms.convert(
+        ours, transform=lambda name, tensor: tensor.elem.clone() if isinstance(tensor, cls) else ms.conversion.UNCHANGED
+    )
     assert ours.weight is weight
     assert torch.equal(weight, value)
 
@@ -107,7 +109,7 @@ def test_a_function_that_is_wrong_about_the_last(kind: str) -> None:
         return FAILURES[kind](tensor) if name == "bias" else tensor.to(torch.float64)
 
     with pytest.raises(ms.errors.TransformError, match="bias"):
-        ms.convert(ours, fn=convert)
+        ms.convert(ours, transform=convert)
     assert ours.weight is weight
     assert weight.elem.dtype is torch.float32
     assert torch.equal(ours.bias, bias)

@@ -53,7 +53,7 @@ def swapped(swap: Swap) -> Callable[[nn.Linear], None]:
 
 
 def converted(mod: nn.Linear) -> None:
-    ms.convert(mod, fn=lambda tensor: 2 * tensor)
+    ms.convert(mod, transform=lambda name, tensor: 2 * tensor)
 
 
 OLD = "tensor([[ 0.2500],\n        [-0.5000]], requires_grad=True)"

@@ -89,6 +89,7 @@ Step = tuple[str, object]
 """One step of a path: its format, and the key, index or name."""
 _SHOWN_KEYS = (str, int, float, bool, bytes, tuple, type(None))
 REGISTER = "give its class an encoding with ms.register_codec, or save something else in its place"
+STATEFUL = "save its state_dict() in its place; ms.save does so itself for the values of dicts, not for items of lists"
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,7 +274,7 @@ class Encoder(Walk):
             raise self.fail(
                 f"there is no encoding for values of {cls.__module__}.{cls.__qualname__}",
                 found=_shown(value),
-                remedy=REGISTER,
+                remedy=STATEFUL if hasattr(value, "state_dict") else REGISTER,
             )
         return {f"${kind.tag}": kind.encode(value, self)}
 

@@ -11,13 +11,13 @@ from torch import nn
 from modelstate.checkpoint.open import check_budget_option, checked_call, is_module
 from modelstate.conversion.conversion import Conversion
 from modelstate.conversion.reference_keeping import replaced_apply
-from modelstate.conversion.tensors import ByFunction, CastAndMove, Target, takes_name
+from modelstate.conversion.tensors import ByFunction, CastAndMove, Target
 from modelstate.errors import MemoryBudgetError, OptionError
 from modelstate.loading.report import LoadReport
-from modelstate.planning.plan import device_of
+from modelstate.planning.plan import device_of, is_device
 from modelstate.problems import model_errors
 from modelstate.process import gc_paused
-from modelstate.torch_compat.dtypes import floating_dtype
+from modelstate.torch_compat.dtypes import dtype_named, floating_dtype
 from modelstate.torch_compat.modules import modules_of, unwrapped
 from modelstate.transaction.optimizers import check_optimizers, following_state, left_behind, other_optimizers, placed
 from modelstate.transaction.transaction import Transaction, exclusive
@@ -27,10 +27,10 @@ from modelstate.transaction.transaction import Transaction, exclusive
 def convert(
     model: nn.Module,
     dtype: torch.dtype | str | None = None,
-    device: torch.device | str | None = None,
-    fn: Callable[..., torch.Tensor] | None = None,
-    optimizers: Iterable[torch.optim.Optimizer] = (),
     *,
+    device: torch.device | str | None = None,
+    transform: Callable[[str, torch.Tensor], torch.Tensor] | None = None,
+    optimizers: Iterable[torch.optim.Optimizer] = (),
     empty: bool = False,
     max_memory_bytes: int | None = None,
 ) -> LoadReport:
@@ -47,9 +47,9 @@ def convert(
         dtype: for floating-point tensors. Integers and booleans keep their dtype, and so do complex numbers unless the
             dtype is complex.
         device: for all tensors. From meta, which has no values, only with `empty`.
-        fn: called with each tensor, or with its name and the tensor if it takes two arguments; returns a new tensor of
-            the same shape, of any dtype or tensor subclass, or `modelstate.conversion.UNCHANGED`. It is called once
-            for a tied tensor. `dtype` and `device` apply to its result.
+        transform: called with the name of each tensor and the tensor; returns a new tensor of the same shape, of any
+            dtype or tensor subclass, or `modelstate.conversion.UNCHANGED`. It is called once for a tied tensor, with
+            its first name. `dtype` and `device` apply to its result.
         optimizers: their state follows the parameters in dtype and device; step counters stay where the optimizer
             wants them, and `param_groups` is not touched. The report names the optimizers that have state and were
             not passed.
@@ -80,7 +80,7 @@ def convert(
     model = unwrapped(model)
     check_budget_option(max_memory_bytes)
     checked = check_optimizers(optimizers, model)
-    target = _target(dtype, device, fn, empty)
+    target = _target(dtype, device, transform, empty)
     with _memory_errors(), exclusive(model), gc_paused(), Transaction(model) as transaction:
         others = other_optimizers(modules_of(model), checked)
         before = placed((*checked, *others))
@@ -123,18 +123,33 @@ def _memory_errors() -> Iterator[None]:
         ) from error
 
 
-def _target(dtype: torch.dtype | str | None, device: torch.device | str | None, fn: object, empty: bool) -> Target:
-    dtype = floating_dtype(dtype, or_complex=True)
-    if fn is not None and not callable(fn):
+def _target(
+    dtype: torch.dtype | str | None, device: torch.device | str | None, transform: object, empty: bool
+) -> Target:
+    _check_is_no_device(dtype)
+    dtype = floating_dtype(dtype, or_complex=True, other_casts="transform=")
+    if transform is not None and not callable(transform):
         raise OptionError(
-            "fn= takes a function", expected="a function of a tensor, or of name and tensor", found=repr(fn)
+            "transform= must be a function of a name and a tensor",
+            expected="a function that can be called as transform(name, tensor)",
+            found=repr(transform),
         )
-    if dtype is None and device is None and fn is None:
-        raise OptionError("nothing to convert to", expected="dtype=, device= or fn=", found="none of them")
-    if empty and fn is not None:
-        raise OptionError("empty= keeps no values that fn= could be called with", remedy="give one of them")
+    if dtype is None and device is None and transform is None:
+        raise OptionError("nothing to convert to", expected="dtype=, device= or transform=", found="none of them")
+    if empty and transform is not None:
+        raise OptionError("empty= keeps no values that transform= could be called with", remedy="give one of them")
     target_device = device_of(device)
     cast = CastAndMove(dtype, target_device, empty)
-    if fn is None:
+    if transform is None:
         return cast
-    return ByFunction(fn, takes_name(fn), None if dtype is None and target_device is None else cast)
+    return ByFunction(transform, None if dtype is None and target_device is None else cast)
+
+
+def _check_is_no_device(dtype: object) -> None:
+    """Raises `OptionError` for a device, which `Module.to` also takes first."""
+    if isinstance(dtype, torch.device) or (isinstance(dtype, str) and dtype_named(dtype) is None and is_device(dtype)):
+        raise OptionError(
+            "dtype= must be a dtype",
+            found=f"the device {str(dtype)!r}",
+            remedy=f"ms.convert(model, device={str(dtype)!r})",
+        )

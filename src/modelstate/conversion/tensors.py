@@ -4,7 +4,6 @@ A `Target` makes the new tensors: `CastAndMove` for a dtype and a device, `ByFun
 is one new tensor with its placement.
 """
 
-import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -39,7 +38,7 @@ class Target:
 
     @property
     def description(self) -> str:
-        """The text for a report: "bfloat16", "what quantize makes of it"."""
+        """The text for a report: "bfloat16", "the results of quantize"."""
         return "what was asked for"
 
     @property
@@ -117,7 +116,7 @@ class CastAndMove(Target):
                 where=name,
                 expected=self.description,
                 found=f"{short(tensor.dtype)} on {tensor.device}: {error}",
-                remedy="give fn= for it, or another dtype",
+                remedy="give transform= for it, or another dtype",
             ) from error
 
     def grad(self, grad: torch.Tensor, new: torch.Tensor) -> torch.Tensor | None:
@@ -144,17 +143,16 @@ class ByFunction(Target):
 
     is_user_function: ClassVar[bool] = True
     function: Callable[..., object]
-    by_name: bool
     then: CastAndMove | None
 
     @property
     def cause(self) -> str:
         casts = self.then is not None and self.then.dtype is not None
-        return "fn= or the cast after it" if casts else "fn="
+        return "transform= or the cast after it" if casts else "transform="
 
     @property
     def description(self) -> str:
-        return f"what {getattr(self.function, '__name__', 'the function')} makes of it"
+        return f"the results of {getattr(self.function, '__name__', 'transform=')}"
 
     def make(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         new = self._call(name, tensor)
@@ -163,7 +161,7 @@ class ByFunction(Target):
     def _call(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         writes = None if torch.nn.parameter.is_lazy(tensor) or tensor.is_inference() else write_count(tensor)
         try:
-            new = self.function(name, tensor) if self.by_name else self.function(tensor)
+            new = self.function(name, tensor)
         except ModelStateError:
             raise
         except Exception as error:
@@ -206,21 +204,6 @@ class ByFunction(Target):
         if new.is_nested or grad.is_nested or grad.shape != new.shape:
             return None
         return grad.to(new.device, new.dtype)
-
-
-def takes_name(function: Callable[..., object]) -> bool:
-    """Whether a function is called with name and tensor: whether it has two required positional parameters."""
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):  # a builtin of torch, which takes a tensor
-        return False
-    required = [
-        parameter
-        for parameter in parameters
-        if parameter.default is parameter.empty
-        and parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
-    ]
-    return len(required) >= 2
 
 
 DATA = Placement("data", "other memory under the same object")

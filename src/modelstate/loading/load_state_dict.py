@@ -25,7 +25,7 @@ from modelstate.transaction.transaction import Transaction, Write, exclusive
 
 @checked_call("ms.load_state_dict", is_module, is_source, call_for_paths="ms.load")
 def load_state_dict(
-    module: nn.Module, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    model: nn.Module, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
 ) -> ReturnedKeys:
     """Loads a state dict as `torch.nn.Module.load_state_dict` does, or leaves the module unchanged.
 
@@ -43,7 +43,7 @@ def load_state_dict(
     64 MB, of Python objects beyond the first million of the module, or of objects that cannot be inspected.
 
     Args:
-        module: The module to load into.
+        model: The module to load into.
         state_dict: A mapping from names to values.
         strict: Whether missing and unexpected names raise.
         assign: Whether the values become the module's tensors, instead of being copied into them.
@@ -64,14 +64,14 @@ def load_state_dict(
         raise TypeError(f"Expected state_dict to be dict-like, got {type(state_dict)}.")
     outcome = IncompatibleKeys()
     versions = getattr(state_dict, "_metadata", None)
-    with exclusive(module), Transaction(module) as transaction:
-        reshard(module)
+    with exclusive(model), Transaction(model) as transaction:
+        reshard(model)
         sink = _TorchSink(transaction)
         with gc_paused():
-            slots = slots_of(module)
+            slots = slots_of(model)
             if assign or needs_protocol(slots.modules, state_dict.keys(), versions):
                 walk(
-                    module,
+                    model,
                     slots,
                     state_dict,
                     versions,
@@ -84,8 +84,8 @@ def load_state_dict(
                 common, outcome.missing, outcome.unexpected = compare_names(slots, state_dict.keys())
                 for key in common:
                     sink.tensor(key, slots.by_name[key].tensor, state_dict[key], None, outcome.errors)
-        _raise_errors(module, outcome, strict)
-        transaction.register_undo(refresh_shards(module.modules()))
+        _raise_errors(model, outcome, strict)
+        transaction.register_undo(refresh_shards(model.modules()))
         transaction.commit()
     return ReturnedKeys(outcome.missing, outcome.unexpected)
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 from time import perf_counter
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -24,12 +25,12 @@ from modelstate.torch_compat.modules import unwrapped
 
 
 def _agreement(
-    target: object,
+    state: object,
     process_group: "dist.ProcessGroup | None" = None,
     timeout_seconds: float = TIMEOUT_SECONDS,
 ) -> Agreement:
-    """Returns the ranks that save the target."""
-    return agreement_of(tensors_within(target, reshards=True), process_group, timeout_seconds, "modelstate.save")
+    """Returns the ranks that save the state."""
+    return agreement_of(tensors_within(state, reshards=True), process_group, timeout_seconds, "modelstate.save")
 
 
 @checked_call(
@@ -39,7 +40,7 @@ def _agreement(
     within=lambda *args, process_group=None, **options: _agreement((args, options), process_group).phase(PLANNING),
 )
 def save(
-    target: nn.Module | Mapping[str, object] | Checkpoint,
+    state: nn.Module | Mapping[str, object] | Checkpoint,
     path: str | os.PathLike[str],
     *,
     format: str | None = None,
@@ -66,7 +67,7 @@ def save(
     written.
 
     Args:
-        target: a module; its state dict; a mapping of objects, as `Store.save` takes them, and of tensors, containers
+        state: a module; its state dict; a mapping of objects, as `Store.save` takes them, and of tensors, containers
             and values; or a `Checkpoint`, whose tensors are read while they are written, a few megabytes at a time.
         path: the file to write. It is opened by the same path, also when it is in shards.
         format: "safetensors" or "torch", for a path whose suffix does not say it. A file of `torch.save` has none of
@@ -79,7 +80,7 @@ def save(
         lock_timeout_seconds: how long to wait for the lock of the directory, by which processes that save take turns.
         progress: whether to show a progress bar, which a save on one rank has. None shows one on a terminal after half
             a second.
-        process_group: the ranks that save together, where the target has DTensors. None stands for the ranks of their
+        process_group: the ranks that save together, where the state has DTensors. None stands for the ranks of their
             mesh.
         timeout_seconds: how long a rank waits for the other ranks.
 
@@ -87,7 +88,7 @@ def save(
         What was written, and how long it took.
 
     Raises:
-        SaveTargetError: The target cannot be saved, or the path cannot be a file, or its suffix is not known.
+        SaveTargetError: The state cannot be saved, or the path cannot be a file, or its suffix is not known.
         UnsavableError: The format does not have the kind of a tensor, a name or a value.
         CodecError: A value has no encoding (see `register_codec`).
         ModelCodeError: The module's own `state_dict` raised.
@@ -113,12 +114,12 @@ def save(
         lock_timeout_seconds=lock_timeout_seconds,
         progress=progress,
     )
-    return save_with(_agreement(target, process_group, timeout_seconds), target, path, options)
+    return save_with(_agreement(state, process_group, timeout_seconds), state, path, options)
 
 
 def save_with(
     agreement: Agreement,
-    target: nn.Module | Mapping[str, object] | Checkpoint,
+    state: nn.Module | Mapping[str, object] | Checkpoint,
     path: str | os.PathLike[str],
     options: SaveOptions,
 ) -> SaveReport:
@@ -135,22 +136,30 @@ def save_with(
                 where=where,
                 remedy=f"give a path that ends in .safetensors, or {GATHER}",
             )
-        state = streamed(target) if isinstance(target, Checkpoint) else StateToWrite(_state_of(target))
+        to_write = streamed(state) if isinstance(state, Checkpoint) else StateToWrite(_tree_of(state))
     if not agreement.ranks:
-        return write_state(state, where, begin, options)
-    return write_state(state, where, begin, replace(options, progress=False), writer_of(agreement, where))
+        return write_state(to_write, where, begin, options)
+    return write_state(to_write, where, begin, replace(options, progress=False), writer_of(agreement, where))
 
 
-def _state_of(target: object) -> Mapping[Any, object]:
-    if isinstance(target, Mapping) and holds_stateful(target):
-        return _nested({path: part.tree for path, part in capture(targets_of(target)).items()})
-    state = _state_dict(unwrapped(target)) if isinstance(target, nn.Module) else target
-    if isinstance(state, Mapping):
-        return state
+def _tree_of(state: object) -> Mapping[Any, object]:
+    if isinstance(state, Mapping) and holds_stateful(state):
+        return _nested({path: part.tree for path, part in capture(targets_of(state)).items()})
+    tree = _state_dict(unwrapped(state)) if isinstance(state, nn.Module) else state
+    if isinstance(tree, Mapping):
+        return tree
+    is_class = isinstance(state, type)
+    cls = state if isinstance(state, type) else type(tree)
+    remedy = ""
+    if is_class and issubclass(cls, nn.Module):
+        remedy = f"pass a module: {cls.__name__}(...)"
+    elif isinstance(tree, torch.Tensor) or (not is_class and hasattr(tree, "state_dict")):
+        remedy = f"give it a name: ms.save({{'{cls.__name__.lower()}': ...}}, path)"
     raise SaveTargetError(
-        f"cannot save an object of type {type(state).__name__}",
+        f"cannot save {'the class' if is_class else 'an object of type'} {cls.__name__}",
         expected="a module, a state dict, a mapping of several, or a Checkpoint",
-        found=f"{type(state).__module__}.{type(state).__qualname__}",
+        found=f"{cls.__module__}.{cls.__qualname__}",
+        remedy=remedy,
     )
 
 

@@ -74,6 +74,15 @@ def device_of(device: Any) -> torch.device | None:
         ) from error
 
 
+def is_device(text: str) -> bool:
+    """Whether a text names a kind of device that torch knows, such as "cuda:0", whether or not this machine has it."""
+    try:
+        torch.device(text)
+    except RuntimeError:
+        return False
+    return True
+
+
 def check_model(model: object) -> nn.Module:
     """Returns the model without wrappers of `torch.compile` and data parallelism. Raises `OptionError`."""
     if isinstance(model, nn.Module):

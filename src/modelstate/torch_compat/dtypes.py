@@ -77,8 +77,16 @@ def dtype_named(name: str) -> torch.dtype | None:
     return dtype if isinstance(dtype, torch.dtype) else None
 
 
-def floating_dtype(given: object, or_complex: bool = False) -> torch.dtype | None:
-    """The dtype that a `dtype=` asks for, by itself or by its name. Raises `OptionError` for what is no such dtype."""
+def floating_dtype(
+    given: object, or_complex: bool = False, *, other_casts: str = "rules=[ms.rules.Cast(pattern, dtype)]"
+) -> torch.dtype | None:
+    """The dtype that a `dtype=` asks for, by itself or by its name. Raises `OptionError` for any other value.
+
+    Args:
+        given: what the caller has given as `dtype=`.
+        or_complex: whether complex dtypes are accepted, too.
+        other_casts: what the call has for a cast to another dtype, for the remedy of the error.
+    """
     dtype = dtype_named(given) if isinstance(given, str) else given
     if dtype is None and given is None:
         return None
@@ -86,10 +94,10 @@ def floating_dtype(given: object, or_complex: bool = False) -> torch.dtype | Non
         return dtype
     kinds = "floating-point or complex" if or_complex else "floating-point"
     raise OptionError(
-        "dtype= casts floats",
-        expected=f'a {kinds} torch.dtype or its name, as torch.bfloat16, "bfloat16" or "bf16"; or None',
+        f"dtype= must be a {kinds} dtype",
+        expected='such as torch.bfloat16, or a name: "bfloat16" or "bf16"; or None',
         found=repr(given),
-        remedy="" if isinstance(given, str) else "for other casts: rules=[ms.rules.Cast(pattern, dtype)]",
+        remedy=f"for other casts: {other_casts}" if isinstance(dtype, torch.dtype) else "",
     )
 
 
