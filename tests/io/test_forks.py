@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import modelstate as ms
+from modelstate.errors import BackgroundCancelledError
 from modelstate.process import gc_paused
 from tests.io.test_lease import saved
 
@@ -145,6 +146,29 @@ def test_hooks_that_another_thread_has_put_to_sleep_are_awake_in_a_child(other_t
     assert in_child(calls) == "True"
     with ms.serve.without_state_dict_hooks(model):
         assert in_child(calls) == "False"
+
+
+def test_a_child_does_not_wait_for_the_thread_that_puts_values_in_place(
+    tmp_path: Path, other_thread: Callable[..., None]
+) -> None:
+    model = nn.Linear(64, 64)
+    handle = ms.load(model, saved(tmp_path / "model.safetensors", size=64), background=True)
+
+    def put_in_place(inside: threading.Event, release: threading.Event) -> None:
+        def wait(*_: object) -> None:
+            inside.set()
+            release.wait(60)
+
+        model.register_load_state_dict_post_hook(wait)
+        handle.result()
+
+    def has_no_result() -> bool:
+        with pytest.raises(BackgroundCancelledError, match="forked"):
+            handle.result()
+        return not handle.cancel() and handle.done
+
+    other_thread(put_in_place)
+    assert in_child(has_no_result, seconds=10) == "True"
 
 
 def test_no_lock_of_a_python_module_is_forgotten() -> None:

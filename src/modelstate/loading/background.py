@@ -1,5 +1,6 @@
 """`LoadHandle`: a load whose values are read by a background task, and put in place by the caller of `result`."""
 
+import os
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -187,6 +188,7 @@ class LoadHandle:
         self._lock = threading.RLock()
         """Held by the thread that sets the outcome."""
         self._committing_thread: int | None = None
+        self._pid = os.getpid()
         weakref.finalize(self, self._task.cancel, wait=False).atexit = False
         self._task.start()
 
@@ -227,6 +229,7 @@ class LoadHandle:
             >>> handle = modelstate.load(model, "model.safetensors", background=True)
             >>> report = handle.result(timeout_seconds=60)
         """
+        self._leave_parent()
         if self._outcome is None:
             if self._task.is_current or self._committing_thread == threading.get_ident():
                 raise OptionError(
@@ -263,6 +266,7 @@ class LoadHandle:
             >>> modelstate.load(model, "model.safetensors", background=True).cancel()
             True
         """
+        self._leave_parent()
         if self._committing_thread == threading.get_ident():
             return False  # the model's own code calls this while the values are put in place
         was_open = False
@@ -281,6 +285,16 @@ class LoadHandle:
     def __exit__(self, *_: object) -> None:
         if self._outcome is None:
             self.cancel()
+
+    def _leave_parent(self) -> None:
+        """In a forked child, gives up what other threads of the parent were doing: they do not exist here."""
+        if self._pid == os.getpid():
+            return
+        self._pid, self._lock = os.getpid(), threading.RLock()
+        if self._outcome is None and self._committing_thread not in (None, threading.get_ident()):
+            self._committing_thread = self._commit = None
+            found = "another thread was putting it in place when this process was forked"
+            self._outcome = self._task.cancelled_error(found)
 
     def _put_in_place(self) -> None:
         self._committing_thread = threading.get_ident()
