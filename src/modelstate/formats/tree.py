@@ -91,6 +91,16 @@ def leaves(node: object, path: str = "", depth: int = 0) -> Iterator[tuple[str, 
         yield from leaves(child, f"{path}.{name}" if path else name, depth + 1)
 
 
+def paths_of_containers(node: object, path: str = "") -> Iterator[str]:
+    """The dotted paths of the mappings, lists and tuples below a node of a tree that `flatten` accepts."""
+    if not isinstance(node, StoredTensors):
+        for name, child in items_of(node):
+            if is_container(child):
+                below = f"{path}.{name}" if path else name
+                yield below
+                yield from paths_of_containers(child, below)
+
+
 def flatten(tree: object, where: str) -> FlatTree:
     """Returns the flat view of a tree.
 

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 
 from modelstate.checkpoint.checkpoint import Checkpoint, join
 from modelstate.errors import ModelStateError, ObjectStateError, OptimizerStateError, OptionError
-from modelstate.formats.tree import same_value
+from modelstate.formats.tree import is_container, items_of, same_value
 from modelstate.objects.loaders import load_state, own_generator, state_of
 from modelstate.objects.optimizer_state import optimizer_state
 from modelstate.objects.parts import Kind, Part
@@ -281,8 +281,10 @@ def combined_checkpoint(checkpoints: Mapping[str, Checkpoint]) -> Checkpoint:
     tree: OrderedDict[str, object] = OrderedDict()
     versions: dict[str, object] = {}
     for path, checkpoint in checkpoints.items():
-        tree.update((f"{path}.{name}", tensor) for name, tensor in checkpoint.flat.tensors.items())
-        tree.update((f"{path}.{name}", value) for name, value in checkpoint.flat.values.items())
+        whole, flat = checkpoint.contents.tree, checkpoint.flat
+        nested = not checkpoint.key and is_container(whole)
+        for name, node in items_of(whole) if nested else (*flat.tensors.items(), *flat.values.items()):
+            tree[f"{path}.{name}"] = node
         for name, version in (checkpoint.versions or {}).items():
             versions[f"{path}.{name}" if name else path] = version
     set_version_metadata(tree, versions)

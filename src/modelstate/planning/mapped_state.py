@@ -1,18 +1,21 @@
 """`MappedState`: the part of a checkpoint that is loaded, as a state dict of mapped tensors."""
 
 from collections.abc import Iterator, KeysView, Mapping
+from copy import deepcopy
 from functools import partial
 from typing import Any, TypeGuard
 
 import torch
 
 from modelstate.checkpoint.mapped import Maps
+from modelstate.formats.tree import is_container, paths_of_containers
 from modelstate.io.engine import read_ranges
 from modelstate.io.tensors import same_bytes
 from modelstate.planning.initialise import Initialiser
-from modelstate.planning.matching import StoredEntries
+from modelstate.planning.matching import StoredEntries, prefixes
 from modelstate.planning.plan import MatchedCheckpoint
-from modelstate.rules.expression import Derived, Source, values_of
+from modelstate.planning.recorder import NestedValue
+from modelstate.rules.expression import Derived, Source, Unchanged, values_of
 from modelstate.rules.rule import Entry, Value
 from modelstate.spec import Assemble, StoredComposite, StoredTensor
 from modelstate.torch_compat.plain import is_quantized, same_place, same_values
@@ -93,6 +96,43 @@ class MappedState(Mapping[str, Any]):
 
     def __len__(self) -> int:
         return len(self.entries)
+
+    def nested_values(self) -> dict[str, NestedValue]:
+        """Returns the containers of the checkpoint that have tensors, such as a list of tensors, by the model's names.
+
+        A container that a rule has changed in more than its name is left out.
+        """
+        part = self._checkpoint
+        tree, above = part.contents.tree, f"{part.key}." if part.key else ""
+        of_tree = paths_of_containers(tree) if is_container(tree) else ()
+        names_in = {path[len(above) :]: list[str]() for path in of_tree if path.startswith(above)}
+        if not names_in:
+            return {}
+        for name in (*part.flat.tensors, *part.flat.values):
+            for prefix in prefixes(name):
+                if prefix[:-1] in names_in:
+                    names_in[prefix[:-1]].append(name)
+        renamed = {entry.sources[0]: name for name, entry in self.entries.items() if self._is_unchanged(entry)}
+        nested: dict[str, NestedValue] = {}
+        for path, names in names_in.items():
+            new = [renamed.get(name, "") for name in names]
+            own = {name.removesuffix(old[len(path) :]) for name, old in zip(new, names, strict=True)}
+            if len(own) == 1 and not own.intersection(("", *new)):
+                nested[own.pop()] = NestedValue(tuple(new), partial(self._copy_of, path))
+        return nested
+
+    def _copy_of(self, path: str) -> Any:
+        value = self._checkpoint.value(path)
+        return deepcopy(value) if self._checkpoint.format == "mapping" else value  # else it has been read just now
+
+    def _is_unchanged(self, entry: Entry) -> bool:
+        """Whether the content is that of one name of the checkpoint."""
+        if len(entry.sources) != 1:
+            return False
+        content, stored = entry.content, self._checkpoint.flat.tensors.get(entry.sources[0])
+        if isinstance(content, Derived) and isinstance(content.change, Unchanged):
+            (content,) = content.parts
+        return isinstance(content, Value) or content is stored
 
     def settle(self) -> None:
         """Ends the walk: from now on, deferred values are computed only for their slots."""

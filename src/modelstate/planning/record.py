@@ -64,6 +64,7 @@ def record(preparation: Preparation) -> None:
                 transaction=transaction,
                 sink=preparation,
                 outcome=outcome,
+                nested=preparation.incoming.nested_values(),
             )
     else:
         common, outcome.missing, outcome.unexpected = compare_names(slots, names, preparation.take_plain())

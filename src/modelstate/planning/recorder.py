@@ -64,6 +64,57 @@ class IncompatibleKeys:
     errors: list[str] = field(default_factory=list)
 
 
+class NestedValue(NamedTuple):
+    """A value of a state dict that contains tensors, and that a checkpoint has as several names."""
+
+    names: tuple[str, ...]
+    """The names of everything in it."""
+    value: Callable[[], Any]
+    """Returns a copy of the value."""
+
+
+class _StateDict(OrderedDict[str, Any]):
+    """A state dict of a checkpoint with nested values. Code of the model also finds such a value under its own name.
+
+    Iteration yields the names of what is in the value instead. To remove the value is to remove these.
+    """
+
+    def __init__(self, items: Mapping[str, Any], nested: Mapping[str, NestedValue]) -> None:
+        super().__init__(items)
+        self.nested = nested
+
+    def _names(self, key: object) -> tuple[str, ...]:
+        """The names of what is in a nested value; none where there is no such value, or code has removed some of it."""
+        names = self.nested[key].names if isinstance(key, str) and key in self.nested else ()
+        return names if all(OrderedDict.__contains__(self, name) for name in names) else ()
+
+    def __contains__(self, key: object) -> bool:
+        return super().__contains__(key) or bool(self._names(key))
+
+    def __missing__(self, key: str) -> Any:
+        if self._names(key):
+            return self.nested[key].value()
+        raise KeyError(key)
+
+    def __delitem__(self, key: str) -> None:
+        names = () if super().__contains__(key) else self._names(key)
+        for name in names or (key,):
+            super().__delitem__(name)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        try:
+            return self[key]
+        except KeyError:
+            return default
+
+    def pop(self, key: str, *default: Any) -> Any:
+        if default and key not in self:
+            return default[0]
+        value = self[key]
+        del self[key]
+        return value
+
+
 class Owner(NamedTuple):
     """The place where a tensor is registered."""
 
@@ -81,14 +132,17 @@ def walk(
     transaction: Transaction,
     sink: LoadSink,
     outcome: IncompatibleKeys,
+    nested: Mapping[str, NestedValue] | None = None,
 ) -> None:
     """Runs the protocol for `root`, whose slots are given, and its descendants.
+
+    The model's own code also finds the values of `nested` in the state dict, under their names.
 
     Passes on every exception of the model's own code.
     """
     modules = list(slots.modules.values())
     recording = _Recording(transaction, sink, outcome, set(map(id, modules)), _Overriding())
-    ordered = OrderedDict(state_dict)
+    ordered = _StateDict(state_dict, nested) if nested else OrderedDict(state_dict)
     if versions is not None:
         set_version_metadata(ordered, versions)
     with _patched(recording) if any(map(recording.overriding.has, modules)) else nullcontext():
@@ -152,6 +206,10 @@ def _visit_alone(
     """Visits a module of a container as if it were loaded alone: its code sees its own state dict, without a prefix."""
     cut = len(prefix)
     own = OrderedDict((key[cut:], value) for key, value in state_dict.items())
+    if isinstance(state_dict, _StateDict):
+        of_root = {name: value for name, value in state_dict.nested.items() if name.startswith(prefix)}
+        cut_names = {name: tuple(key[cut:] for key in value.names) for name, value in of_root.items()}
+        own = _StateDict(own, {name[cut:]: value._replace(names=cut_names[name]) for name, value in of_root.items()})
     if versions is not None:
         versions = {path[cut:]: version for path, version in versions.items() if f"{path}.".startswith(prefix)}
         set_version_metadata(own, versions)
@@ -199,7 +257,11 @@ def _by_child(
     """Returns the items below each child, and the names below no child."""
     if not children:
         return {}, [key for key in state_dict if key.startswith(prefix)]
-    parts: dict[str, dict[str, Any]] = {name: {} for name in children.keys()}  # noqa: SIM118  (TorchScript's)
+    nested = state_dict.nested if isinstance(state_dict, _StateDict) else None
+    parts: dict[str, dict[str, Any]] = {
+        name: {} if nested is None else _StateDict({}, nested)
+        for name in children.keys()  # noqa: SIM118  (TorchScript's)
+    }
     rest: list[str] = []
     cut = len(prefix)
     for key, value in state_dict.items():
@@ -211,7 +273,8 @@ def _by_child(
                 rest.append(key)
     for name in parts:
         if "." in name:
-            parts[name] = {key: value for key, value in state_dict.items() if key.startswith(f"{prefix}{name}.")}
+            parts[name].clear()
+            parts[name].update((key, value) for key, value in state_dict.items() if key.startswith(f"{prefix}{name}."))
     return parts, rest
 
 
@@ -236,21 +299,22 @@ def _load_local(
     assign = local_metadata.get("assign_to_params_buffers", False)
     extra_key = prefix + EXTRA_STATE
     own = {extra_key}
+    given = state_dict.keys()  # without the names of nested values, which only code of the model uses
     for name, param in _local_state(module):
         key = prefix + name
         own.add(key)
-        if key in state_dict:
+        if key in given:
             owner = Owner(module, name) if assign else None
             recording.sink.tensor(key, param, state_dict[key], owner, error_msgs)
         elif strict:
             missing_keys.append(key)
     if type(module).set_extra_state is not nn.Module.set_extra_state:
-        if extra_key in state_dict:
+        if extra_key in given:
             with recording.transaction.model_code():
                 recording.sink.extra_state(module, extra_key, state_dict[extra_key])
         elif strict:
             missing_keys.append(extra_key)
-    elif strict and extra_key in state_dict:
+    elif strict and extra_key in given:
         unexpected_keys.append(extra_key)
     return own
 
