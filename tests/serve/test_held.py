@@ -39,6 +39,13 @@ def with_view(take: Callable[[nn.Linear], Any]) -> nn.Module:
     return module
 
 
+def with_attribute_of_weight() -> nn.Module:
+    """As the int8 layers of bitsandbytes have it."""
+    module = nn.Sequential(nn.Linear(4, 4))
+    module[0].weight.codes = module[0].weight.detach()  # type: ignore[attr-defined, union-attr]
+    return module
+
+
 def with_hook(register: str) -> nn.Module:
     module = nn.Sequential(nn.Linear(4, 4))
     getattr(module[0], register)(lambda *_: module[0].bias and None)
@@ -91,6 +98,7 @@ HELD = {
     "a module that is not copied": (lambda: nn.Sequential(Below(4, 4)), "0 is module '0'"),
     "a view": (lambda: with_view(lambda m: m.weight.detach()), "0.kept is a view of 0.weight"),
     "views": (lambda: with_view(lambda m: {"w": (m.weight.data.T,)}), r"0.kept\['w'\]\[0\] is a view of 0.weight"),
+    "a view on a weight": (with_attribute_of_weight, "0.weight.codes is a view of 0.weight"),
     "a view in a function": (
         lambda: wrapped(lambda f, w=None: (lambda w: lambda x: x @ w)(f.__self__.weight.detach())),  # type: ignore[attr-defined]
         "0.forward: w is a view of 0.weight",
@@ -173,13 +181,38 @@ def accelerated() -> nn.Module:
 
 
 def pruned() -> nn.Module:
-    with torch.no_grad():  # or the masked weight could not be copied
-        return prune.l1_unstructured(nn.Linear(4, 4), "weight", 0.5)
+    return prune.l1_unstructured(nn.Linear(4, 4), "weight", 0.5)  # the masked weight has a graph
 
 
 def normed() -> nn.Module:
-    with torch.no_grad(), pytest.warns(FutureWarning):
-        return nn.utils.weight_norm(nn.Linear(4, 4))
+    with pytest.warns(FutureWarning):
+        return nn.utils.weight_norm(nn.Linear(4, 4))  # the weight has a graph
+
+
+class Signature(tuple[int, ...]):
+    """As `Irreps` of e3nn: a tuple of parts that are tuples without a length."""
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+
+class Described(nn.Linear):
+    """A layer with odd tuples, and with a buffer of a dtype that torch cannot add."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.signatures = [Signature((1, 2))]
+        self.register_buffer("phase", torch.ones(2, dtype=torch.complex32))
+
+
+def scripted() -> nn.Module:
+    made: nn.Module = torch.jit.script(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).eval())
+    return made
+
+
+def traced() -> nn.Module:
+    made: nn.Module = torch.jit.trace(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).eval(), X)  # type: ignore[no-untyped-call]
+    return made
 
 
 FOLLOWED: dict[str, Callable[[], nn.Module]] = {
@@ -193,6 +226,10 @@ FOLLOWED: dict[str, Callable[[], nn.Module]] = {
     "weight_norm": lambda: nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)),
     "spectral_norm, the old one": lambda: nn.utils.spectral_norm(nn.Linear(4, 4)),
     "spectral_norm": lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4)),
+    "torch.fx": lambda: torch.fx.symbolic_trace(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))),
+    "torch.jit.script": scripted,
+    "torch.jit.trace": traced,
+    "odd tuples and dtypes": Described,
     "orthogonal": lambda: nn.utils.parametrizations.orthogonal(nn.Linear(4, 4)),
 }
 

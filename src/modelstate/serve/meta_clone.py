@@ -24,7 +24,7 @@ from modelstate.rules.schema import Schema
 from modelstate.spec import contiguous_stride
 from modelstate.text_format import listed
 from modelstate.torch_compat.modules import (
-    forward_pre_hooks,
+    computed_attributes,
     non_persistent_buffers,
     own_buffers,
     own_modules,
@@ -57,10 +57,14 @@ def meta_clone(module: nn.Module) -> nn.Module:
                 where=type(module).__name__,
                 remedy="run it once before it is served",
             )
-        if is_plain(tensor) and id(tensor) not in hidden:
+        if is_plain(tensor) and id(tensor) not in hidden and not (tensor.is_nested or tensor.is_quantized):
             memo[id(tensor)] = _on_meta(tensor)
     # Each module has a dozen dictionaries of hooks, most of them empty: `deepcopy` takes long to copy one.
     for submodule in module.modules():
+        for name in computed_attributes(submodule):
+            value = vars(submodule).get(name)
+            if isinstance(value, torch.Tensor):  # with a graph, it could not be copied
+                memo[id(value)] = value.detach()
         for value in vars(submodule).values():
             if type(value) in (dict, OrderedDict) and not value:
                 memo[id(value)] = type(value)()
@@ -255,11 +259,13 @@ def _reachable(root: nn.Module, ends: Container[int]) -> Iterator[Reference]:
             waiting.extend(_of_module(registered.get(id(value), path), value))
         elif not isinstance(value, torch.Tensor):
             waiting.extend(_within(path, value))
+        elif is_plain(value):  # the attributes of a wrapper subclass are its payload
+            waiting.extend((f"{path}.{name}", item) for name, item in list(vars(value).items()))
 
 
 def _of_module(path: str, module: nn.Module) -> Iterator[Reference]:
     """The attributes of a module, without those that a hook sets before each call, such as that of `spectral_norm`."""
-    set_by_hooks = {getattr(hook, "name", None) for hook in forward_pre_hooks(module)}
+    set_by_hooks = computed_attributes(module)
     for name, value in list(vars(module).items()):
         if name in _UNUSED or name in set_by_hooks or (hasattr(nn.Module, name) and name not in _CALLED):
             continue
@@ -281,7 +287,7 @@ def _within(path: str, value: object) -> Iterable[Reference]:
     if isinstance(value, dict):
         return [(f"{path}[{key!r}]", item) for key, item in list(dict.items(value))]
     if isinstance(value, _CONTAINERS):
-        return [(f"{path}[{index}]", item) for index, item in enumerate(list(_items(value)))]
+        return [(f"{path}[{index}]", item) for index, item in enumerate(items_of_container(value))]
     if isinstance(value, weakref.ref):
         return [(f"{path}()", value())] if isinstance(value(), nn.Module) else []
     home = type(value).__module__
@@ -328,7 +334,9 @@ def _attributes(path: str, value: object) -> Iterator[Reference]:
             yield f"{path}.{name}", item
 
 
-def _items(value: Any) -> Iterator[object]:
-    """The items of a container, also where a subclass overrides iteration."""
+def items_of_container(value: Any) -> list[object]:
+    """The items of a list, a tuple, a set, a deque or a dict, also where a subclass overrides iteration or length."""
+    if isinstance(value, dict):
+        return [*dict.values(value)]
     kind = next(kind for kind in _CONTAINERS if isinstance(value, kind))
-    return kind.__iter__(value)
+    return [*kind.__iter__(value)]

@@ -13,6 +13,7 @@ from typing import Literal, NamedTuple
 
 import torch
 from torch import nn
+from torch.fx import GraphModule
 
 from modelstate.checkpoint.open import open_source
 from modelstate.errors import (
@@ -33,7 +34,7 @@ from modelstate.planning.preparation import Preparation
 from modelstate.problems import Missing, Problem, Unexpected, WrongDtype, plan_error
 from modelstate.rules.rule import Rule
 from modelstate.rules.schema import Schema, renamed_by
-from modelstate.serve.meta_clone import runtime_state
+from modelstate.serve.meta_clone import items_of_container, runtime_state
 from modelstate.serve.targets import Program, Target, buffer_restorer, settle
 from modelstate.spec import StoredComposite, StoredTensor
 from modelstate.text_format import listed, size
@@ -206,7 +207,7 @@ class SwapSource:
         # Buffers may differ at this time: requests replace them, and `renew_buffers` restores them before the load.
         modules = (skeleton, serving.weights_module)
         new, old = ({name for name, _ in module.named_parameters(remove_duplicate=False)} for module in modules)
-        if new != old or type(skeleton) is not type(serving.weights_module):
+        if new != old or _class_of(skeleton) is not _class_of(serving.weights_module):
             raise LiveTargetError(
                 "only the module's own loading code can read these weights, and it cannot read them in place",
                 where=self._target.name,
@@ -300,6 +301,11 @@ class SwapSource:
             if only_unexpected and self._target.unexpected_error is not None:
                 raise self._target.unexpected_error(unexpected) from error
             raise plan_error(self._target.name, self.source, error.problems, _REMEDIES) from error.__cause__
+
+
+def _class_of(module: nn.Module) -> type:
+    """The class of a module: `GraphModule` and `ScriptModule` for instances, whose copies have another class."""
+    return next((kind for kind in (GraphModule, torch.jit.ScriptModule) if isinstance(module, kind)), type(module))
 
 
 def _devices_as_in(serving: nn.Module, skeleton: nn.Module) -> Callable[[torch.Tensor], torch.device] | None:
@@ -554,5 +560,5 @@ def _tensors_in(value: object, depth: int) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         yield value
     elif depth and isinstance(value, list | tuple | set | dict) and not isinstance(value, nn.Module):
-        for item in list(value.values()) if isinstance(value, dict) else list(value):
+        for item in items_of_container(value):
             yield from _tensors_in(item, depth - 1)

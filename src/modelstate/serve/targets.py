@@ -324,8 +324,7 @@ def buffer_restorer(program: Program, copies: Mapping[int, torch.Tensor] | None 
             else:
                 resized[id(buffer)] = value
         for table, buffers in tables:
-            table.clear()
-            table.update({name: resized.get(id(buffer), buffer) for name, buffer in buffers.items()})
+            _set_buffers(table, {name: resized.get(id(buffer), buffer) for name, buffer in buffers.items()})
         for names, before in hidden:
             names.clear()
             names.update(before)
@@ -341,11 +340,13 @@ def renew_buffers(module: nn.Module, skeleton: nn.Module) -> None:
     """
     device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
     renewed: dict[int, torch.Tensor] = {}
+    owners = dict(module.named_modules(remove_duplicate=False))
     for path, wanted in skeleton.named_modules(remove_duplicate=False):
-        owner = module.get_submodule(path)
+        owner = owners[path]
         table: dict[str, torch.Tensor | None] = {}
+        buffers = dict(own_buffers(owner).items())
         for name, slot in own_buffers(wanted).items():
-            present = own_buffers(owner).get(name)
+            present = buffers.get(name)
             if slot is not None and id(slot) not in renewed:
                 if present is not None and _fits(present, slot):
                     renewed[id(slot)] = present
@@ -354,10 +355,17 @@ def renew_buffers(module: nn.Module, skeleton: nn.Module) -> None:
                 else:
                     renewed[id(slot)] = slot.detach().clone()
             table[name] = None if slot is None else renewed[id(slot)]
-        own_buffers(owner).clear()
-        own_buffers(owner).update(table)
+        _set_buffers(own_buffers(owner), table)
         non_persistent_buffers(owner).clear()
         non_persistent_buffers(owner).update(non_persistent_buffers(wanted))
+
+
+def _set_buffers(table: dict[str, torch.Tensor | None], wanted: Mapping[str, torch.Tensor | None]) -> None:
+    """Makes a module's table of buffers equal to another. An equal one is not written, which TorchScript forbids."""
+    present = dict(table.items())
+    if list(present) != list(wanted) or any(present[name] is not buffer for name, buffer in wanted.items()):
+        table.clear()
+        table.update(wanted)
 
 
 def _fits(tensor: torch.Tensor, value: torch.Tensor) -> bool:
@@ -373,7 +381,7 @@ def _overwrite(tensor: torch.Tensor, value: torch.Tensor) -> None:
 
 def _digest(buffer: torch.Tensor) -> object:
     """A digest of the values. Autograd's version counter does not suffice: batch norm writes past it."""
-    if not is_plain(buffer) or buffer.is_meta:
+    if not is_plain(buffer) or buffer.is_meta or buffer.is_quantized:
         return id(buffer)
     return buffer.shape, xxhash.xxh3_128_digest(in_a_row(buffer).view(torch.uint8).numpy().data)
 

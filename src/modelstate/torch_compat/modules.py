@@ -178,6 +178,13 @@ def forward_pre_hooks(module: torch.nn.Module) -> list[Callable[..., object]]:
     return list(module._forward_pre_hooks.values())
 
 
+def computed_attributes(module: torch.nn.Module) -> set[str]:
+    """The attributes that pre-hooks set before each call, such as those of `weight_norm` and pruning."""
+    hooks = forward_pre_hooks(module)
+    names = [getattr(hook, attribute, None) for hook in hooks for attribute in ("name", "_tensor_name")]
+    return {name for name in names if isinstance(name, str)}
+
+
 def has_custom_apply(module: torch.nn.Module) -> bool:
     """Whether the class of a module, or the module itself, overrides `Module._apply`."""
     return type(module)._apply not in (torch.nn.Module._apply, stock_apply) or "_apply" in module.__dict__
