@@ -363,6 +363,26 @@ def test_a_dtype_that_torch_cannot_copy_to_is_named() -> None:
     assert module.weight.dtype is torch.float32
 
 
+def test_a_tensor_subclass_that_raises_is_named() -> None:
+    class Fixed(torch.Tensor):
+        """As the quantized weights of optimum-quanto, whose dtype is fixed."""
+
+        @classmethod
+        def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is torch.Tensor.to:
+                raise ValueError("The dtype of a weights Tensor cannot be changed")
+            return super().__torch_function__(func, types, args, kwargs)
+
+    module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    module[1].weight = nn.Parameter(torch.ones(2, 2).as_subclass(Fixed))
+    before = whole(module)
+    with pytest.raises(
+        errors.PlacementError, match=r"1.weight: torch cannot convert this tensor(.|\n)*cannot be changed"
+    ):
+        ms.convert(module, torch.float64)
+    assert whole(module) == before
+
+
 def test_a_gradient_of_another_layout_is_dropped_and_noted() -> None:
     module = nn.Linear(2, 2, bias=False)
     module(torch.ones(1, 2)).sum().backward()

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 
 import modelstate as ms
@@ -88,6 +89,18 @@ def test_other_values_of_the_same_dtype_are_refused() -> None:
         ms.convert(module, transform=lambda name, t: t * 2)
     assert whole(module) == before
     loss.backward()
+
+
+def test_the_remedy_for_an_attribute_that_a_hook_computes() -> None:
+    """The mask of pruning is applied before each call, and the first time when it is registered."""
+    module = prune.identity(nn.Linear(3, 2), "weight")
+    with pytest.raises(errors.SwapError, match="its result is attribute `weight`") as caught:
+        ms.convert(module, torch.float64)
+    assert "torch.no_grad()" in caught.value.remedy
+    with torch.no_grad():
+        module(torch.ones(1, 3))
+    ms.convert(module, torch.float64)
+    assert module(torch.ones(1, 3, dtype=torch.float64)).dtype is torch.float64
 
 
 @pytest.mark.parametrize("used_up", [False, True])

@@ -149,6 +149,19 @@ def test_slots_that_are_not_tied_map_different_bytes(tmp_path: Path) -> None:
     assert [step.mapped for step in steps] == [True, False]
 
 
+def test_a_nested_buffer_that_may_be_missing() -> None:
+    """torch has no shape for a tensor that is nested with strides."""
+    model = nn.Linear(2, 2)
+    state = model.state_dict()
+    model.register_buffer("ragged", torch.nested.nested_tensor([torch.ones(1), torch.ones(2)]))
+    plan = ms.plan(model, state, allow_missing=["ragged"])
+    assert plan.ok
+    assert ms.load(model, plan).coverage < 1
+
+    with pytest.raises(ms.errors.UnsupportedTensorError, match="save the tensors that it is made of"):
+        ms.plan(model, model.state_dict())
+
+
 def test_memory_that_was_freed_is_a_problem() -> None:
     model = nn.Linear(2, 2)
     state = {name: tensor.clone() for name, tensor in model.state_dict().items()}

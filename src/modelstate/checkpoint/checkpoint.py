@@ -665,7 +665,9 @@ def _spec(name: str, stored: Stored, where: str) -> TensorSpec:
             f"a tensor without a shape: {type(stored).__name__}",
             where=f"{where}: {name}",
             found=error,
-            remedy="run the module once, so that its parameters are made, or leave the name out",
+            remedy="leave the name out, and save the tensors that it is made of"
+            if getattr(stored, "is_nested", False)
+            else "run the module once, so that its parameters are made, or leave the name out",
         ) from error
 
 

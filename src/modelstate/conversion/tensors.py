@@ -108,9 +108,9 @@ class CastAndMove(Target):
             )
         try:
             return tensor.to(device, dtype)
-        except torch.OutOfMemoryError:
-            raise  # the call says that the memory of the device is used up
-        except (NotImplementedError, RuntimeError) as error:
+        except (torch.OutOfMemoryError, MemoryError):
+            raise  # the call says that the memory is used up
+        except Exception as error:  # code of a subclass may raise anything
             raise PlacementError(
                 "torch cannot convert this tensor; nothing has been changed",
                 where=name,

@@ -163,6 +163,11 @@ class Holders:
     def remedy(self) -> str:
         """How to release the first of the holders."""
         if self.waiting:
+            if where_held(self.waiting[0]).startswith("attribute "):
+                return (
+                    "run backward first; where a hook computes the attribute before each call (weight_norm, pruning), "
+                    "call the module once within torch.no_grad(), so that the attribute has no graph"
+                )
             return "run backward first; where it has been run, drop the result of the forward pass (del loss)"
         if self.reducers:
             return "do it to the module before it is wrapped, or wrap it again afterwards"

@@ -179,8 +179,9 @@ def signatures(slots: Slots) -> dict[str, SlotSignature]:
     found: dict[str, SlotSignature] = {}
     for names, kind, tensor in slots.tensors:
         is_lazy, plain = torch.nn.parameter.is_lazy(tensor), is_plain(tensor)
-        shape = () if is_lazy else tuple(tensor.shape)
-        stride = tuple(tensor.stride()) if plain and not is_lazy else ()
+        has_shape = not (is_lazy or (tensor.is_nested and tensor.layout is torch.strided))
+        shape = tuple(tensor.shape) if has_shape else ()
+        stride = tuple(tensor.stride()) if plain and has_shape else ()
         has_memory = plain and not is_lazy and not tensor.is_meta and has_its_memory(tensor)
         start = tensor.data_ptr() if has_memory else 0
         storage = storages.get(id(tensor)) or storage_id(tensor) if has_memory else 0
