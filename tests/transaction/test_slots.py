@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from modelstate.transaction.slots import BUFFER, EXTRA, HIDDEN, PARAMETER, overlap, sharing, slots_of
+from modelstate.transaction.slots import BUFFER, EXTRA, HIDDEN, PARAMETER, overlapping, sharing, slots_of
 
 
 class Stateful(nn.Module):
@@ -142,12 +142,19 @@ def test_groups_of_slots_that_overlap_are_those_of_all_pairs(views: list[tuple[i
         torch.from_numpy(memory[4 * first : 4 * first + count * step * np.dtype(kind).itemsize].view(kind)[::step])
         for first, count, step, kind in views
     ]
+    touched = [
+        range(4 * first, 4 * first + ((count - 1) * step + 1) * np.dtype(kind).itemsize if count else 4 * first)
+        for first, count, step, kind in views
+    ]
     found = sharing(range(len(tensors)), tensors)
     joined = {index: {index} for index in range(len(tensors))}
-    for a, b in combinations(range(len(tensors)), 2):
-        if overlap(tensors[a], tensors[b]) and joined[a] is not joined[b]:
+    pairs = [(a, b) for a, b in combinations(range(len(tensors)), 2) if {*touched[a]} & {*touched[b]}]
+    for a, b in pairs:
+        if joined[a] is not joined[b]:
             joined[a] |= joined[b]
             joined.update(dict.fromkeys(joined[a], joined[a]))
     groups = {tuple(sorted(group)) for group in joined.values() if len(group) > 1}
     assert {tuple(group) for group in found} == groups
     assert len(found) == len(groups)
+    of_groups = [pair for group in found for pair in overlapping(group, [tensors[index] for index in group])]
+    assert sorted(of_groups) == pairs

@@ -198,10 +198,11 @@ class Conversion:
             else:
                 others.append(recorded)
         if not self.target.is_user_function:
-            for group in sharing(plain, [slot.tensor for slot in plain]):
+            groups = sharing(plain, [slot.tensor for slot in plain])
+            for group in groups:
                 self._make_together(group)
-                together = {id(slot.tensor) for slot in group}
-                plain = [slot for slot in plain if id(slot.tensor) not in together]
+            together = {id(slot.tensor) for group in groups for slot in group}
+            plain = [slot for slot in plain if id(slot.tensor) not in together]
         else:
             self._unshared += sharing(plain, [slot.tensor for slot in plain])
         if casts is not None:

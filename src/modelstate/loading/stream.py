@@ -543,9 +543,10 @@ class _BlockConsumer:
 
     def on_block(self, block: Block, seconds: float) -> None:
         """Records the seconds that a block took."""
+        wanted_bytes = block.wanted_bytes
         for part in block.parts:
             assignment = self._streamed[part.which]
-            assignment.seconds += seconds * part.nbytes / block.wanted_bytes
+            assignment.seconds += seconds * part.nbytes / wanted_bytes
 
 
 def _memory(staging: Staging, cast: Sequence[Assignment]) -> list[torch.Tensor]:

@@ -31,7 +31,7 @@ from modelstate.objects.optimizer_class import (
     other_class,
 )
 from modelstate.objects.recorded_memory import Recorded, into_recorded_memory, recorded_by_graphs
-from modelstate.planning.matching import wrapper_rule
+from modelstate.planning.matching import Patterns, wrapper_rule
 from modelstate.planning.plan import check_model
 from modelstate.planning.sharded import ShardedSlot, sharded_slot
 from modelstate.process import deferred_signals
@@ -165,7 +165,7 @@ def load_optimizer_state(
                 optimizer,
                 state,
                 rules=rules,
-                may_miss=lambda name: any(fnmatchcase(name, pattern) for pattern in may_miss),
+                may_miss=Patterns("allow_missing", may_miss).allow,
                 may_exceed=lambda _: False,
                 keeps=lambda option: any(fnmatchcase(option, pattern) for pattern in patterns),
             )
@@ -435,12 +435,15 @@ def _matched_groups(
 ) -> list[tuple[dict[str, Any], dict[str, Any]]]:
     """Returns each group of the optimizer with the saved options for it that it does not keep; adds to `problems`."""
     matched = []
+    groups_of: dict[str, list[int]] = {}
+    for index, saved in enumerate(groups):
+        for name in saved["params"]:
+            groups_of.setdefault(name, []).append(index)
     for group in optimizer.param_groups:
         wanted = {source for param in group["params"] for source in sources[param]}
         candidates = [
-            {key: value for key, value in group_options(saved).items() if not keeps(str(key))}
-            for saved in groups
-            if wanted & set(saved["params"])
+            {key: value for key, value in group_options(groups[index]).items() if not keeps(str(key))}
+            for index in sorted({index for name in wanted for index in groups_of.get(name, ())})
         ]
         if any(options != candidates[0] for options in candidates):
             problems.append(

@@ -543,9 +543,13 @@ class Patterns:
     def __init__(self, option: str, patterns: Sequence[str], of_use: Iterable[str] = ()) -> None:
         self.option, self.patterns = option, tuple(patterns)
         self.used: set[str] = set(of_use)
+        self._globs = [pattern for pattern in self.patterns if any(map(pattern.__contains__, "*?["))]
+        self._names = {*self.patterns}.difference(self._globs)  # found by hash: there may be as many as tensors
 
     def allow(self, name: str) -> bool:
-        hits = [pattern for pattern in self.patterns if fnmatchcase(name, pattern)]
+        hits = [pattern for pattern in self._globs if fnmatchcase(name, pattern)]
+        if name in self._names:
+            hits.append(name)
         self.used.update(hits)
         return bool(hits)
 

@@ -1,8 +1,8 @@
 """`Preparation`: the assignments of a load, and every problem that keeps a value from its slot."""
 
-from collections.abc import Callable, Collection
+from bisect import bisect_left, insort
+from collections.abc import Callable, Collection, Hashable
 from dataclasses import replace
-from itertools import combinations
 from typing import Any, NamedTuple
 
 import torch
@@ -58,7 +58,7 @@ from modelstate.problems import (
 )
 from modelstate.process import cached_attribute
 from modelstate.rules.expression import Derived, Source, lacks_values, placed_tensors, read_bytes
-from modelstate.spec import GAP_BYTES, ByteRange, Described, StoredComposite, StoredTensor, overlapping
+from modelstate.spec import GAP_BYTES, ByteRange, Described, StoredComposite, StoredTensor
 from modelstate.text_format import count, size
 from modelstate.torch_compat.dtypes import Overflows, cast_between, short
 from modelstate.torch_compat.plain import (
@@ -79,7 +79,8 @@ from modelstate.transaction.slots import (
     PARAMETER,
     Slot,
     clash,
-    overlap,
+    overlapping,
+    place_of,
     sharing,
     signatures,
 )
@@ -150,8 +151,8 @@ class Preparation:
         """By the ids of the tensors that get a value, under whatever name. None stands for a row of a table."""
         self._in_memory: list[Assignment] = []
         """Those that get into plain memory of the model, which that of others may overlap."""
-        self._shown: dict[ByteRange, list[ByteRange]] = {}
-        """The ranges that slots map, by their storages."""
+        self._shown: dict[ByteRange, list[tuple[int, int]]] = {}
+        """The sorted ranges that slots map, from start to end, by their storages. None overlaps another."""
         self.quantized = () if isinstance(matched.applied.entries, StoredEntries) else tuple(self.incoming.quantized)
         """Names of tensors of the checkpoint that are quantized by a wrapper subclass."""
         quantized = (self.slots.by_name.get(name) for name in self.quantized)
@@ -222,7 +223,7 @@ class Preparation:
         if len({*rows.values()}) < len(rows):  # other names of the same bytes are not mapped
             for table in self.tables:
                 for extent in table.sources if table.placement.mapped else ():
-                    self._shown.setdefault(extent, []).append(extent)
+                    self._show(extent, extent)
         return self.used
 
     # The methods of `LoadSink`.
@@ -310,8 +311,7 @@ class Preparation:
         may_map = is_meta and not transformed and (options.map is True if has_own_memory else options.map is not False)
         if may_map and isinstance(stored, StoredTensor) and stored.is_contiguous:
             # Two slots that are not tied must not map the same bytes.
-            shown = self._shown.get(stored.storage)
-            may_map = not shown or not any(overlapping(stored.extent, other) for other in shown)
+            may_map = not self._is_shown(stored)
             if stored.nbytes and stored.extent.start % stored.dtype.itemsize:
                 may_map = False
                 self.incoming.maps.note(UNALIGNED, stored.extent.path)
@@ -332,7 +332,7 @@ class Preparation:
         elif placement.mapped and isinstance(stored, StoredTensor):
             if not self.incoming.maps.may_show(stored.extent, options.map):
                 placement = choose(param, value, dtype, device, map=False, in_place=False, transformed=False)
-            self._shown.setdefault(stored.storage, []).append(stored.extent)
+            self._show(stored.storage, stored.extent)
         assignment = Assignment(
             *(name, kind, param, value, given, stored, placement, plain, dtype, device, self.overflows, transform),
             sharded=sharded,
@@ -340,6 +340,19 @@ class Preparation:
         if choice.last is not None:
             self._set_remake(assignment, choice.last)
         return assignment
+
+    def _is_shown(self, stored: StoredTensor) -> bool:
+        """Whether a slot maps some of the bytes of a stored tensor."""
+        ranges, (_, start, nbytes) = self._shown.get(stored.storage, []), stored.extent
+        after = bisect_left(ranges, (start,))
+        return (after > 0 and ranges[after - 1][1] > start) or (
+            after < len(ranges) and ranges[after][0] < start + nbytes
+        )
+
+    def _show(self, storage: ByteRange, extent: ByteRange) -> None:
+        """Takes note of a range that a slot maps."""
+        if extent.nbytes:
+            insort(self._shown.setdefault(storage, []), (extent.start, extent.start + extent.nbytes))
 
     def _equals(self, first: Assignment, value: torch.Tensor, stored: Source | None) -> bool:
         """Whether another value for the slot of an assignment is the same. Each rank compares its part of a DTensor."""
@@ -523,8 +536,14 @@ class Preparation:
     def _check_overlaps(self) -> None:
         """Adds problems of slots whose memory overlaps, where one would overwrite the values of the other."""
         for group in sharing(self._in_memory, [assignment.param for assignment in self._in_memory]):
-            for first, second in combinations(group, 2):
-                if first.value.shape != first.param.shape or not overlap(first.param, second.param):
+            # Where many slots are the same view of the same memory, each is compared with the first of them only.
+            first_at: dict[Hashable, Assignment] = {}
+            pairs = [(first_at.setdefault(place_of(second.param), second), second) for second in group]
+            pairs = [(first, second) for first, second in pairs if first is not second]
+            distinct = list(first_at.values())
+            pairs += overlapping(distinct, [assignment.param for assignment in distinct])
+            for first, second in pairs:
+                if first.value.shape != first.param.shape:
                     continue
                 if second.placement.name != "copy":
                     self.notes.append(f"{first.name} and {second.name} share memory now, and not after the load")
@@ -612,10 +631,10 @@ class Preparation:
         """Returns what a plan and a report say. Without the sources, neither the facts nor the steps hold a tensor."""
         tensors = sum(1 for slot in self.slots.tensors if slot.kind != HIDDEN or id(slot.tensor) in self.filled)
         slots = tensors + len(self.slots.extra) - len({id(param) for param in self.uninitialised.values()})
-        tied = [slot.names for slot in self.slots.tensors if len(slot.names) > 1]
-        ties = {name: tuple(other for other in names if other != name) for names in tied for name in names}
         steps = []
         for assignment in self.assignments:
+            slot = self.slots.by_name.get(assignment.name)
+            tied = () if slot is None or len(slot.names) < 2 else slot.names
             entry = self.incoming.entry_of(assignment.given)
             sources = (assignment.given,) if entry is None else entry.sources
             step = Step(
@@ -628,7 +647,7 @@ class Preparation:
                 assignment.value.dtype,
                 assignment.device,
                 assignment.nbytes,
-                ties.get(assignment.name, ()),
+                tuple(name for name in tied if name != assignment.name),
                 () if entry is None else entry.rules,
                 assignment.route,
                 "" if assignment.sharded is None else str(assignment.sharded.shard),

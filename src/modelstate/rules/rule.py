@@ -106,21 +106,29 @@ class RuleContext:
         self.idle: list[str] = []
         """Rules that applied to nothing."""
         self.rule: object = None
+        self._text = ""
+        """The `repr` of the current rule, once it is needed: as long as the rule has names."""
         self._read = read
         self._results: dict[str, Entry] = {}
         self._hits = 0
 
     def run(self, rule: Rule) -> None:
         """Applies one rule to all entries."""
-        self.rule, self._results, self._hits = rule, {}, 0
+        self.rule, self._text, self._results, self._hits = rule, "", {}, 0
         if hasattr(rule, "apply"):
             rule.apply(self)
         else:
             rename_all(rule, self)
         # After a rule that needs a model, later rules may lack its results, so they are not reported as idle.
         if not self._hits and not any(isinstance(problem, NeedsModel) for problem in self.problems):
-            self.idle.append(repr(rule))
+            self.idle.append(self.text)
         self.entries = self._results
+
+    @property
+    def text(self) -> str:
+        """The current rule as text."""
+        self._text = self._text or repr(self.rule)
+        return self._text
 
     @property
     def wanted(self) -> Wanted | None:
@@ -148,8 +156,8 @@ class RuleContext:
         rules = tuple(dict.fromkeys(rule for _, entry in of for rule in entry.rules))
         before = tuple(dict.fromkeys(old for last, entry in of for old in (*entry.names, last) if last != name))
         if len(of) == 1 and name in of[0][1].names:
-            self.problems.append(CyclicRules(name, (*rules, repr(self.rule))))
-        self.keep(name, Entry(content, sources, (*rules, repr(self.rule)), before))
+            self.problems.append(CyclicRules(name, (*rules, self.text)))
+        self.keep(name, Entry(content, sources, (*rules, self.text), before))
 
     def make_tensor(self, name: str, of: NamedEntry, change: Callable[[Source], Source]) -> None:
         """Puts what `change` makes of the tensor of an entry under a name; records a problem if that fails."""
@@ -177,7 +185,7 @@ class RuleContext:
     def fail(self, name: str, why: str) -> None:
         """Records why the rule cannot be carried out on this name."""
         self._hits += 1
-        self.problems.append(BadRule(name, repr(self.rule), why))
+        self.problems.append(BadRule(name, self.text, why))
 
     def run_below(self, prefix: str, rule: Rule) -> None:
         """Applies a rule to the names that begin with a prefix, which the rule does not see; keeps all others."""
@@ -262,7 +270,8 @@ class Template:
 
     text: str
     stars: int = field(init=False)
-    _expression: re.Pattern[str] = field(init=False, repr=False, compare=False)
+    _expression: re.Pattern[str] | None = field(init=False, repr=False, compare=False)
+    """None for a name without `*`, which matches itself."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.text, str) or not self.text:
@@ -275,10 +284,13 @@ class Template:
         middle = "".join(f"(?>(.*?){piece})" for piece in others[:-1])
         last = f"(.*){others[-1]}" if others else ""
         object.__setattr__(self, "stars", len(others))
-        object.__setattr__(self, "_expression", re.compile(first + middle + last, re.DOTALL))
+        expression = re.compile(first + middle + last, re.DOTALL) if others else None
+        object.__setattr__(self, "_expression", expression)
 
     def match(self, name: str) -> tuple[str, ...] | None:
         """Returns what the wildcards match in this name; None if the name does not match."""
+        if self._expression is None:
+            return () if name == self.text else None
         match = self._expression.fullmatch(name)
         return match.groups() if match is not None else None
 

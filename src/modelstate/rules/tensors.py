@@ -340,13 +340,18 @@ class Concat(CodeRepr):
     def apply(self, context: RuleContext) -> None:
         groups: dict[str, list[NamedEntry | None]] = {}
         templates = [Template(pattern) for pattern in self.patterns]
+        # All patterns have as many wildcards: those without any are found by name.
+        index_of = {pattern: index for index, pattern in enumerate(self.patterns)} if not templates[0].stars else {}
         target_of: dict[str, str] = {}
         for name, entry in context.entries.items():
-            for index, part_template in enumerate(templates):
-                parts = part_template.match(name)
+            candidates = [index_of[name]] if name in index_of else () if index_of else range(len(templates))
+            for index in candidates:
+                parts = templates[index].match(name)
                 if parts is not None:
                     target = template(self.into).fill(parts)
-                    group = groups.setdefault(target, [None] * len(templates))
+                    if target not in groups:
+                        groups[target] = [None] * len(templates)
+                    group = groups[target]
                     if (other := group[index]) is not None:  # two names whose wildcards are filled in to one name
                         context.fail(target, f"{other[0]} and {name} are both its part {self.patterns[index]}")
                     group[index], target_of[name] = (name, entry), target

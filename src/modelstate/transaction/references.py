@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cache
-from itertools import combinations, compress
+from itertools import compress
 from types import FrameType, ModuleType
 from typing import Any
 
@@ -29,7 +29,7 @@ from modelstate.torch_compat.private import (
     without_recomputation,
     without_subclasses,
 )
-from modelstate.transaction.slots import Slots, overlap, sharing, slots_of
+from modelstate.transaction.slots import Slots, overlapping, sharing, slots_of
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -98,10 +98,9 @@ def identity(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer] = ())
     return Identity(
         objects={name: slot.tensor for name, slot in slots.by_name.items()},
         views=frozenset(
-            (one.name, other.name)
+            (min(one.name, other.name), max(one.name, other.name))
             for group in sharing(plain, [slot.tensor for slot in plain])
-            for one, other in combinations(sorted(group, key=lambda slot: slot.name), 2)
-            if overlap(one.tensor, other.tensor)
+            for one, other in overlapping(group, [slot.tensor for slot in group])
         ),
         optimized={
             (number, index, place): param

@@ -1,7 +1,7 @@
 """The slots of a module that a load can fill, and which of them share memory."""
 
 from bisect import bisect_right
-from collections.abc import Collection, Iterable, KeysView, Sequence
+from collections.abc import Collection, Hashable, Iterable, KeysView, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 from typing import NamedTuple, TypeVar
@@ -63,6 +63,7 @@ class Slots:
 def slots_of(root: nn.Module) -> Slots:
     """The slots of `root` and its descendants, in the order of `state_dict`."""
     found: dict[int, Slot] = {}
+    tied: dict[int, list[str]] = {}
     by_name: dict[str, Slot] = {}
     modules: dict[str, nn.Module] = {}
     left_out, empty, lazy = set[str](), set[str](), set[str]()
@@ -90,11 +91,15 @@ def slots_of(root: nn.Module) -> Slots:
                     # The constructor of a named tuple takes twice as long.
                     found[key] = by_name[full_name] = tuple.__new__(Slot, ((full_name,), kind, tensor))
                 else:
-                    strictest = min(known.kind, kind, key=_STRICTEST.index)
-                    found[key] = slot = Slot((*known.names, full_name), strictest, tensor)
-                    by_name.update(dict.fromkeys(slot.names, slot))
+                    by_name[full_name] = known
+                    tied.setdefault(key, [known.name]).append(full_name)
+                    if _STRICTEST.index(kind) < _STRICTEST.index(known.kind):
+                        found[key] = known._replace(kind=kind)
         if type(module).set_extra_state is not nn.Module.set_extra_state:
             extra.append(prefix + EXTRA_STATE)
+    for key, names in tied.items():
+        found[key] = slot = found[key]._replace(names=tuple(names))
+        by_name.update(dict.fromkeys(names, slot))
     return Slots(
         tuple(found.values()), by_name, frozenset(left_out), frozenset(empty), frozenset(lazy), tuple(extra), modules
     )
@@ -218,12 +223,27 @@ def _parts(tensor: torch.Tensor) -> list[torch.Tensor]:
     return [local_tensor(tensor)] if is_sharded(tensor) else [tensor]
 
 
-def overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether the memory of two plain tensors overlaps, from their first to their last element."""
-    if not is_plain(a, b) or a.device != b.device:
-        return False
-    (a_start, a_end), (b_start, b_end) = _addresses(a), _addresses(b)
-    return a_start < b_end and b_start < a_end
+def overlapping(group: Sequence[T], tensors: Sequence[torch.Tensor]) -> list[tuple[T, T]]:
+    """Returns the pairs of items whose tensors overlap, from their first to their last element, in the order of items.
+
+    Args:
+        group: A group that `sharing` has found, or a part of one.
+        tensors: The tensor of each item.
+    """
+    pairs: list[tuple[int, int]] = []
+    open_ranges: list[tuple[int, int]] = []
+    """Where the ranges end that reach behind the current start, and the indices of their items."""
+    for start, end, index in sorted((*_addresses(tensor), index) for index, tensor in enumerate(tensors)):
+        open_ranges = [(other_end, other) for other_end, other in open_ranges if other_end > start]
+        pairs += [(min(index, other), max(index, other)) for _, other in open_ranges]
+        open_ranges.append((end, index))
+    return [(group[first], group[second]) for first, second in sorted(pairs)]
+
+
+def place_of(tensor: torch.Tensor) -> Hashable:
+    """Returns what two plain tensors on one device have in common that are the same view of the same memory."""
+    address = _addresses(tensor)
+    return address, tensor.dtype, tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg()
 
 
 def _addresses(tensor: torch.Tensor) -> tuple[int, int]:

@@ -1,0 +1,112 @@
+"""The work of a call is linear in the number of tensors, names and rules. It is counted in calls of functions."""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import modelstate as ms
+from modelstate.errors import ModelStateError
+
+NUMBERS = 100, 200, 400
+
+
+def model(number: int) -> nn.Module:
+    parts = [nn.Module() for _ in range(number)]
+    for part in parts:
+        part.w = nn.Parameter(torch.zeros(2))
+    return nn.ModuleList(parts)
+
+
+def names(number: int, prefix: str = "") -> list[str]:
+    return [f"{prefix}{index}.w" for index in range(number)]
+
+
+def state(number: int, prefix: str = "") -> dict[str, torch.Tensor]:
+    return {name: torch.ones(2) for name in names(number, prefix)}
+
+
+def tied(number: int) -> nn.Module:
+    target = model(number)
+    for part in target.children():
+        part.w = target[0].w
+    return target
+
+
+def views(number: int, step: int) -> nn.Module:
+    target, memory = model(number), torch.zeros(2 * number)
+    for index, part in enumerate(target.children()):
+        part.w.data = memory[index * step : index * step + 2]
+    return target
+
+
+def load(target: nn.Module, source: Any, **options: Any) -> Callable[[], object]:
+    return lambda: ms.load(target, source, **options)
+
+
+def split_into_meta(number: int, path: Path) -> Callable[[], object]:
+    ms.save({"whole": torch.ones(2 * number)}, path / "whole.safetensors")
+    with ms.skeleton():
+        target = model(number)
+    return load(target, path / "whole.safetensors", rules=ms.rules.Split("whole", names(number)))
+
+
+def joined(number: int) -> Callable[[], object]:
+    target = nn.Module()
+    target.whole = nn.Parameter(torch.zeros(2 * number))
+    return load(target, state(number), rules=ms.rules.Concat(names(number), "whole"))
+
+
+def failing(target: nn.Module, source: Any) -> Callable[[], object]:
+    def call() -> None:
+        with pytest.raises(ModelStateError) as caught:
+            ms.load(target, source)
+        str(caught.value)
+
+    return call
+
+
+CALLS: dict[str, Callable[[int, Path], Callable[[], object]]] = {
+    "allow_missing of every name": lambda n, _: load(model(2 * n), state(n), allow_missing=names(2 * n)[n:]),
+    "allow_unexpected of every name": lambda n, _: load(model(n), state(2 * n), allow_unexpected=names(2 * n)[n:]),
+    "a Split into all tensors": lambda n, _: load(
+        model(n), {"whole": torch.ones(2 * n)}, rules=ms.rules.Split("whole", names(n))
+    ),
+    "a Concat of all tensors": lambda n, _: joined(n),
+    "one tensor under all names": lambda n, _: load(tied(n), state(n)),
+    "one tensor under all names, in a file": lambda n, path: (
+        ms.save(tied(n), path / "tied.safetensors") and load(tied(n), path / "tied.safetensors")
+    ),
+    "all tensors in one place": lambda n, _: load(views(n, 0), state(n)),
+    "tensors that overlap their neighbours": lambda n, _: load(views(n, 1), state(n)),
+    "a Split into maps of a file": split_into_meta,
+    "names that do not fit": lambda n, _: failing(model(n), state(n, "body.layers.") | state(n, "head.")),
+}
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_work_is_linear(call: Callable[[int, Path], Callable[[], object]], tmp_path: Path) -> None:
+    call(NUMBERS[0], tmp_path)()  # what is imported and cached at the first call
+    few, more, most = (count_calls(call(number, tmp_path)) for number in NUMBERS)
+    assert few < more < most
+    assert most - more < 2.4 * (more - few)  # twice as much where work is linear, 4 times where it is quadratic
+
+
+def count_calls(function: Callable[[], object]) -> int:
+    """Returns how many functions, in Python and in C, a call calls in this thread."""
+    count = 0
+
+    def on_event(frame: object, event: str, argument: object) -> None:
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    sys.setprofile(on_event)
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+    return count
