@@ -1,9 +1,7 @@
 """Measure everything, print the medians, and write them down."""
 
 import argparse
-import os
 import sys
-import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -12,7 +10,8 @@ import torch
 
 from bench import goals
 from bench import pages as markdown
-from bench.measured import ROOT, Measured, Part, code, keep, kept
+from bench.measure import ROOT, temporary_folder
+from bench.measured import Measured, Part, code, keep, kept
 from bench.models import KINDS
 from bench.other import Others
 from bench.pages import PAGES, PARTS, Page
@@ -42,7 +41,10 @@ def _options(arguments: Iterable[str] | None = None) -> argparse.Namespace:
         help="measure nothing: write the pages of what `--keep` has put there",
     )
     options = parser.parse_args(arguments)
-    options.runs = options.runs or (1 if options.quick else 7)
+    if options.runs is None:
+        options.runs = 1 if options.quick else 7
+    elif options.runs < 1:
+        parser.error("--runs must be at least 1")
     if not options.quick and not options.only:
         options.out = options.out or ROOT / "docs"
         options.keep = options.keep or RESULTS
@@ -50,10 +52,9 @@ def _options(arguments: Iterable[str] | None = None) -> argparse.Namespace:
 
 
 def _measure(options: argparse.Namespace) -> list[Part]:
-    parent = options.folder or os.environ.get("TMPDIR") or ROOT / ".venv"
     found = []
-    with tempfile.TemporaryDirectory(prefix="modelstate-bench-", dir=parent) as name:
-        runner = Runner(Path(name), options.runs, options.quick)
+    with temporary_folder(options.folder) as folder:
+        runner = Runner(folder, options.runs, options.quick)
         others = Others(runner)
         functions: dict[str, Callable[[], list[Measured]]] = {
             "limits": others.limits,

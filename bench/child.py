@@ -1,42 +1,44 @@
-"""One contender in one process: `python -m bench.child KIND ARGUMENTS…`, as JSON in the last argument."""
+"""What runs in the processes that are measured: loads, and the contenders of the smaller tables."""
 
-import hashlib
-import json
+import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+import xxhash
+from torch import nn
 
-from bench import files, limits, live, merging, saving, serving
+from bench import files
 from bench.contenders import CONVERT, TABLES, Case
 from bench.measure import Stages
-from bench.models import KINDS as MODELS
-from bench.models import QUICK, Leaves, Sizes, run, with_memory
+from bench.models import KINDS, QUICK, Leaves, run, sizes_of, with_memory
 from bench.sections import FIRST_USE, IMPORT
 
 
 def write(*, case: str, formats: Sequence[str], folder: str, quick: bool) -> None:
     """The checkpoint that contenders read."""
     stages = Stages()
-    files.write(case, QUICK if quick else Sizes(), Path(folder), formats)
+    files.write(case, sizes_of(quick), Path(folder), formats)
     stages.end("written")
 
 
 def load(*, table: str, contender: str, case: str, folder: str, quick: bool, cold: bool) -> None:
     """From the file to the module, and to the end of the first forward."""
-    way, sizes = TABLES[table][contender], QUICK if quick else Sizes()
-    tiny = way.prepare(Case(MODELS[case].tiny, sizes, Path(folder), device=way.device))()
+    way, sizes = TABLES[table][contender], sizes_of(quick)
+    os.environ.update(way.environment)
+    tiny = way.prepare(Case(KINDS[case].tiny, sizes, Path(folder), device=way.device))()
     with torch.inference_mode():
         run(tiny)
     del tiny
     given = Case(case, sizes, Path(folder), device=way.device)
     work = way.prepare(given)
-    if cold:
-        files.chill(files.of_case(case, Path(folder)))
+    (files.chill if cold else files.warm)(files.of_case(case, Path(folder)))
     before_bytes = _on_device(way.device, torch.cuda.memory_allocated)
     _on_device(way.device, torch.cuda.reset_peak_memory_stats)
     stages = Stages()
@@ -59,7 +61,7 @@ def _on_device(device: str, function: Callable[[str], Any]) -> int:
     return 0 if device == "cpu" else function(device) or 0
 
 
-def parts(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+def parts(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Every plain tensor of the state dict: of a wrapper subclass, those inside."""
     for name, value in model.state_dict().items():
         yield from _inner(name, value)
@@ -73,144 +75,89 @@ def _inner(name: str, value: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]
         yield from _inner(f"{name}.{attribute}", getattr(value, attribute))
 
 
-def fingerprint(model: torch.nn.Module) -> str:
+def fingerprint(model: nn.Module) -> str:
     """Equal for equal bits. Not of the forward's result, which depends on where in memory the weights lie."""
-    digest = hashlib.sha256()
+    digest = xxhash.xxh3_128()
     for name, value in parts(model):
-        octets = value.detach().contiguous().view(-1).view(torch.uint8)
-        words = octets[: octets.numel() // 8 * 8].view(torch.int64)  # a sum of them wraps round, which is as good
-        rest = octets[words.nbytes :].tolist()
-        text = f"{name} {value.dtype} {tuple(value.shape)} {int(words.sum())} {int(words[::7].sum())} {rest}"
-        digest.update(text.encode())
+        digest.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
+        octets: Any = value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
+        digest.update(octets)
     return digest.hexdigest()
 
 
-def memory_limits(*, path: str, quick: bool) -> None:
-    limits.memory(path)
-
-
-def disk_limits(*, path: str, quick: bool) -> None:
-    limits.disk(path)
-
-
-def forward_alone(*, quick: bool) -> None:
-    """The first forward of a model whose weights are in memory."""
-    with torch.inference_mode():
-        run(with_memory("tiny", QUICK))
-    model = with_memory("large", QUICK if quick else Sizes())
-    stages = Stages()
-    with torch.inference_mode():
-        run(model)
-    stages.end("ready")
-
-
 def state_dict(*, contender: str, count: int) -> None:
-    """`load_state_dict` from memory into a module with many children."""
-    import modelstate as ms
-
+    """`load_state_dict` from memory into a module with many children, after one with two."""
+    load = _load_state_dict if contender == "modelstate.load_state_dict" else nn.Module.load_state_dict
+    load(Leaves(2), Leaves(2).state_dict())
     source, target = Leaves(count).state_dict(), Leaves(count)
     stages = Stages()
-    if contender == "modelstate":
-        ms.load_state_dict(target, source)
-    else:
-        target.load_state_dict(source)
+    load(target, source)
     stages.end("ready")
+
+
+def _load_state_dict(module: nn.Module, state: dict[str, Any]) -> object:
+    import modelstate as ms
+
+    return ms.load_state_dict(module, state)
 
 
 def convert(*, contender: str, case: str, quick: bool) -> None:
     """From a module in float32 to the same in bfloat16."""
     work = CONVERT[contender]
     work(with_memory("tiny", QUICK))
-    model = with_memory(case, QUICK if quick else Sizes())
+    model = with_memory(case, sizes_of(quick))
     stages = Stages()
     work(model)
     stages.end("ready")
 
 
-def write_merged(*, folder: str, quick: bool) -> None:
-    """The files that are merged."""
-    stages = Stages()
-    merging.write(Path(folder) / "tiny", QUICK, "tiny")
-    merging.write(Path(folder) / "large", QUICK if quick else Sizes(), "large")
-    stages.end("written")
-
-
-def merge(*, contender: str, folder: str, quick: bool) -> None:
-    merging.measure(contender, Path(folder), quick)
-
-
-def save(*, contender: str, folder: str, quick: bool) -> None:
-    """From a module in memory to files."""
-    model, tiny = with_memory("large", QUICK if quick else Sizes()), with_memory("tiny", QUICK)
-    saving.timed_save(contender, model, tiny, Path(folder))
-
-
-def bare_writes(*, nbytes: int, folder: str) -> None:
-    saving.bare_writes(nbytes, Path(folder))
-
-
-def store(*, contender: str, folder: str, quick: bool) -> None:
-    """What a store makes of a second checkpoint."""
-    model = with_memory("large", QUICK if quick else Sizes())
-    {"blocked": saving.blocked, "frozen": saving.frozen}[contender](model, Path(folder))
-
-
-def save_from_gpu(*, contender: str, folder: str, quick: bool) -> None:
-    """Until training on a GPU goes on."""
-    saving.from_gpu(contender, with_memory("large", QUICK if quick else Sizes()), Path(folder))
-
-
-def serve(*, folder: str, requests: int, swaps: int) -> None:
-    serving.measure(Path(folder), requests, swaps)
-
-
-def live_torture(*, contender: str, seconds: float) -> None:
-    """Requests while weights are swapped."""
-    live.measure_torn(contender, seconds)
-
-
-def live_swap(*, target: str, count: int, width: int) -> None:
-    live.swap(target, count, width)
-
-
-def live_request(*, target: str) -> None:
-    live.request(target)
-
-
 def opening(*, contender: str, path: str) -> None:
-    """From a path to the names and shapes of what is in it."""
-    openers: dict[str, Callable[[], object]] = {
-        "modelstate.open": _ours(path),
-        "modelstate.open + every shape": _our_shapes(path),
-        "torch.load(mmap)": lambda: torch.load(path, mmap=True, weights_only=True),
-        "safetensors safe_open + get_slice": _safe_open(path),
-    }
-    opener = openers[contender]
+    """From a path to the names and shapes of what is in it, after a tiny file of the same kind."""
+    opener = OPENERS[contender]
+    with tempfile.TemporaryDirectory() as folder:
+        opener(_saved({"w": torch.ones(3)}, f"{folder}/tiny", Path(path).suffix))
     stages = Stages()
-    kept = opener()
-    stages.end("ready", kept=len(str(type(kept))))
+    opened = opener(path)
+    stages.end("ready")
+    del opened  # its end is not measured
 
 
-def _ours(path: str) -> Callable[[], object]:
+def _saved(state: dict[str, torch.Tensor], path: str, suffix: str) -> str:
+    from safetensors.torch import save_file
+
+    (torch.save if suffix == ".pt" else save_file)(state, path + suffix)
+    return path + suffix
+
+
+def _open(path: str) -> object:
     import modelstate as ms
 
-    return lambda: ms.open(path)
+    return ms.open(path)
 
 
-def _our_shapes(path: str) -> Callable[[], object]:
+def _our_shapes(path: str) -> object:
     import modelstate as ms
 
-    return lambda: {name: spec.shape for name, spec in ms.open(path).items()}
+    return {name: spec.shape for name, spec in ms.open(path).items()}
 
 
-def _safe_open(path: str) -> Callable[[], object]:
+def _torch_load(path: str) -> object:
+    return torch.load(path, mmap=True, weights_only=True)
+
+
+def _safe_open(path: str) -> object:
     from safetensors import safe_open
 
-    def work() -> dict[str, tuple[int, ...]]:
-        with safe_open(path, "pt") as file:
-            return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    with safe_open(path, "pt") as file:
+        return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
 
-    return work
+
+OPENERS: dict[str, Callable[[str], object]] = {
+    "modelstate.open": _open,
+    "modelstate.open + every shape": _our_shapes,
+    "torch.load(mmap)": _torch_load,
+    "safetensors safe_open + get_slice": _safe_open,
+}
 
 
 def start(*, arguments: Sequence[str]) -> None:
@@ -234,28 +181,26 @@ def importing() -> None:
 
 def perturbed_copy(*, source: str, target: str) -> None:
     """A checkpoint with the names of another one, in which every value differs a little."""
-    from safetensors.torch import load_file, save_file
+    from safetensors.torch import load_file
 
     stages = Stages()
     torch.manual_seed(0)
     state = {name: value + 1e-4 * torch.randn_like(value) for name, value in load_file(source).items()}
-    save_file(state, target + ".safetensors")
-    torch.save(state, target + ".pt")
+    for suffix in (".safetensors", ".pt"):
+        _saved(state, target, suffix)
     stages.end("written")
 
 
 def diff(*, contender: str, a: str, b: str) -> None:
-    """From two paths to how far their tensors are apart."""
-    ways: dict[str, Callable[[], object]] = {
-        "reading both files once": lambda: _read_both(a, b),
-        "modelstate.diff": _our_diff(a, b),
-        "two torch.load + a loop": lambda: _loop(a, b, mmap=False),
-        "two torch.load(mmap) + a loop": lambda: _loop(a, b, mmap=True),
-    }
-    way = ways[contender]
+    """From two paths to how far their tensors are apart, after two tiny files of the same kind."""
+    way, suffix = DIFFS[contender], Path(a).suffix
+    with tempfile.TemporaryDirectory() as folder:
+        way(*(_saved({"w": torch.full((3,), value)}, f"{folder}/{value}", suffix) for value in (1.0, 2.0)))
+    files.warm([Path(a), Path(b)])
     stages = Stages()
-    found = way()
-    stages.end("ready", kept=len(str(type(found))))
+    found = way(a, b)
+    stages.end("ready")
+    del found  # its end is not measured
 
 
 def _read_both(a: str, b: str) -> None:
@@ -271,11 +216,10 @@ def _read_both(a: str, b: str) -> None:
         list(pool.map(read, (a, b)))
 
 
-def _our_diff(a: str, b: str) -> Callable[[], object]:
+def _our_diff(a: str, b: str) -> object:
     import modelstate as ms
 
-    ms.diff({"w": torch.ones(3)}, {"w": torch.zeros(3)})
-    return lambda: ms.diff(a, b)
+    return ms.diff(a, b)
 
 
 def _loop(a: str, b: str, *, mmap: bool) -> list[tuple[str, object]]:
@@ -294,5 +238,9 @@ def _loop(a: str, b: str, *, mmap: bool) -> list[tuple[str, object]]:
     return found
 
 
-if __name__ == "__main__":
-    globals()[sys.argv[1]](**json.loads(sys.argv[2]))
+DIFFS: dict[str, Callable[[str, str], object]] = {
+    "modelstate.diff": _our_diff,
+    "reading both files once": _read_both,
+    "two torch.load + a loop": partial(_loop, mmap=False),
+    "two torch.load(mmap) + a loop": partial(_loop, mmap=True),
+}

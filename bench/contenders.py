@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+import modelstate as ms
 from bench.models import KINDS, Sizes, on_meta, transformers, with_memory
 
 
@@ -57,6 +58,13 @@ class Case:
     def on_meta(self) -> nn.Module:
         return on_meta(self.name, self.sizes)
 
+    def from_config(self) -> nn.Module:
+        """The model on meta, built of the config beside the checkpoint, as `from_pretrained` builds it."""
+        cls, config = hub_class(self), transformers().AutoConfig.from_pretrained(self.directory)
+        with ms.skeleton():
+            model: nn.Module = cls.from_config(config) if hasattr(cls, "from_config") else cls(config)
+            return model.eval()
+
     def with_memory(self, dtype: torch.dtype | None = None) -> nn.Module:
         """A model with its optimizer, in the dtype of the file or in another one."""
         model = with_memory(self.name, self.sizes)
@@ -68,6 +76,12 @@ class Case:
         """Whether the optimizers' parameters are those of the model."""
         have = {id(parameter) for parameter in model.parameters()}
         return all(id(p) in have for one in self.optimizers for group in one.param_groups for p in group["params"])
+
+
+def hub_class(case: Case) -> Any:
+    """The class of transformers whose `from_pretrained` loads the checkpoint."""
+    found = transformers()
+    return found.AutoModel if case.name == "minilm" else found.LlamaForCausalLM
 
 
 Work = Callable[[], nn.Module]
@@ -95,8 +109,6 @@ def pt(prepare: Prepare) -> Way:
 
 def ours(*, meta: bool = True, torch_file: bool = False, model: torch.dtype | None = None, **options: Any) -> Way:
     def prepare(case: Case) -> Work:
-        import modelstate as ms
-
         module = case.on_meta() if meta else case.with_memory(model)
         path = case.torch_file if torch_file else case.safetensors
         more: dict[str, Any] = {"device": case.device} if meta and case.device != "cpu" else {}
@@ -114,10 +126,10 @@ def ours_with_construction(**options: Any) -> Way:
     """The model is built while the clock runs, as `from_pretrained` does it."""
 
     def prepare(case: Case) -> Work:
-        import modelstate as ms
+        hub_class(case)  # imports the package
 
         def work() -> nn.Module:
-            model = case.on_meta()
+            model = case.from_config()
             ms.load(model, case.safetensors, **options)
             return model
 
@@ -406,14 +418,12 @@ def ours_quantized(config: Config, *, builds: bool = False) -> Way:
     """With `builds`, the model is built while the clock runs, and its head left alone, as transformers does it."""
 
     def prepare(case: Case) -> Work:
-        import modelstate as ms
-
         model = None if builds else case.on_meta()
         quantize = ms.loading.Quantize(config())
         transform: Any = {"lm_head": None, "*": quantize} if builds else quantize
 
         def work() -> nn.Module:
-            target = case.on_meta() if model is None else model
+            target = case.from_config() if model is None else model
             ms.load(target, case.safetensors, transform=transform)
             return target
 
@@ -450,10 +460,9 @@ def quantize_after(config: Config, source: str) -> Way:
 
 def from_pretrained(*, config: Config | None = None, **options: Any) -> Way:
     def prepare(case: Case) -> Work:
-        found = transformers()
-        cls = found.AutoModel if case.name == "minilm" else found.LlamaForCausalLM
+        cls = hub_class(case)
         if config is not None:
-            options["quantization_config"] = found.TorchAoConfig(config())
+            options["quantization_config"] = transformers().TorchAoConfig(config())
 
         def work() -> nn.Module:
             model: nn.Module = cls.from_pretrained(case.directory, **options)
@@ -609,8 +618,6 @@ TABLES = {
 
 def to_bfloat16(*, swap: bool = False, keeping: bool = False) -> Callable[[nn.Module], object]:
     def work(model: nn.Module) -> object:
-        import modelstate as ms
-
         torch.__future__.set_swap_module_params_on_conversion(swap)
         with ms.reference_keeping(keeping):
             return model.to(torch.bfloat16)
@@ -619,8 +626,6 @@ def to_bfloat16(*, swap: bool = False, keeping: bool = False) -> Callable[[nn.Mo
 
 
 def converted(model: nn.Module) -> object:
-    import modelstate as ms
-
     return ms.convert(model, torch.bfloat16)
 
 

@@ -10,7 +10,6 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -590,8 +589,8 @@ def rows() -> list[tuple[str, ...]]:
 
 
 TABLE = InPage(
-    Path(__file__).resolve().parent.parent / "docs" / "converting.md",
-    "<!-- The table: python -m bench.convert_kinds --write -->",
+    "converting.md",
+    "convert_kinds",
     "<!-- End of the table -->",
     HEAD,
     rows,

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 import modelstate as ms
-from bench.measure import Stage, Stages, alternate, median, run
+from bench.measure import MeasurementError, Stage, Stages, alternate, median, run
 from modelstate.errors import ModelStateError
 from modelstate.text_format import columns, seconds, size
 
@@ -119,7 +119,9 @@ def compare(runs: int) -> str:
     names = {"modelstate": "skeleton + modelstate.load", "stock": "BertModel(config) + load_file + load_state_dict"}
     environment = {"HF_HUB_OFFLINE": "1"}
     contenders = {way: partial(run, ["-m", "bench.demo", "--contender", way], environment=environment) for way in names}
-    results = alternate(contenders, runs)
+    results, failed = alternate(contenders, runs)
+    if failed:
+        raise MeasurementError("; ".join(f"{names[way]}: {reason}" for way, reason in failed.items()))
     rows = [["", "build", "load", "first use", "all", "own memory", "with file pages"]]
     for way, name in names.items():
         build, load, use = (median(results[way], stage) for stage in ("build", "load", "use"))
@@ -199,7 +201,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             _contend(options.contender)
         else:
             run_demo(options.runs)
-    except DemoMissingError as error:
+    except (DemoMissingError, MeasurementError) as error:
         sys.exit(f"error: {error}")
 
 

@@ -113,7 +113,7 @@ def chill(paths: Iterable[Path]) -> None:
         finally:
             os.close(descriptor)
         if share is None or share > 0.01:
-            raise StaysCached("files cannot be taken out of the page cache here, or nobody tells whether they are")
+            raise StaysCached("the kernel does not take files out of the page cache here, or does not report it")
 
 
 def write_sparse(nbytes: int, folder: Path) -> None:

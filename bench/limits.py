@@ -13,6 +13,7 @@ import torch
 
 from bench import files
 from bench.measure import Stages
+from bench.models import QUICK, run, sizes_of, with_memory
 from modelstate.io.linux import PageMap
 from modelstate.io.memory import UffdFiller
 
@@ -35,7 +36,7 @@ def threads(count: int) -> str:
     return f"{count} thread{'s' if count > 1 else ''}"
 
 
-def memory(path: str) -> None:
+def memory(*, path: str) -> None:
     """Reports one stage a limit, each with its own seconds in the facts."""
     files.warm([Path(path)])
     cores = len(os.sched_getaffinity(0))
@@ -52,7 +53,7 @@ def memory(path: str) -> None:
     _report(found, os.stat(path).st_size)
 
 
-def disk(path: str) -> None:
+def disk(*, path: str) -> None:
     """The same for a file that is taken out of the page cache before each read."""
     found: dict[str, Callable[[], float]] = {}
     for count in (2, 4, 8):
@@ -60,6 +61,17 @@ def disk(path: str) -> None:
         found[BUFFERED.format(threads(count))] = read
         found[DIRECT.format(threads(count))] = partial(read, flags=os.O_DIRECT)
     _report(found, os.stat(path).st_size)
+
+
+def forward(*, quick: bool) -> None:
+    """The first forward of a model whose weights are in memory."""
+    with torch.inference_mode():
+        run(with_memory("tiny", QUICK))
+    model = with_memory("large", sizes_of(quick))
+    stages = Stages()
+    with torch.inference_mode():
+        run(model)
+    stages.end("ready")
 
 
 def _report(limits: Mapping[str, Callable[[], float]], nbytes: int) -> None:

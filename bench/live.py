@@ -182,10 +182,11 @@ def torture(way: str, seconds: float) -> tuple[Seen, int]:
     return Seen(*map(sum, zip(*found, strict=True))), swaps
 
 
-def measure_torn(way: str, seconds: float) -> None:
-    torture(way, 0.05)  # so that nothing is compiled or imported later
+def measure_torn(*, contender: str, seconds: float) -> None:
+    """Requests while weights are swapped."""
+    torture(contender, 0.05)  # so that nothing is compiled or imported later
     stages = Stages()
-    seen, swaps = torture(way, seconds)
+    seen, swaps = torture(contender, seconds)
     stages.end("ready", **seen._asdict(), swaps=swaps)
 
 
@@ -212,7 +213,7 @@ class Matrices(nn.Module):
         return x
 
 
-def swap(kind: str, count: int, width: int) -> None:
+def measure_swaps(*, kind: str, count: int, width: int) -> None:
     """Each the median of some swaps, between which the weights are copied into memory that is there.
 
     The swaps before those take new memory; later ones use that of versions that have been dropped.
@@ -254,7 +255,7 @@ def swap(kind: str, count: int, width: int) -> None:
         stages.end(name, seconds=statistics.median(seconds), nbytes=nbytes)
 
 
-def request(kind: str) -> None:
+def measure_requests(*, kind: str) -> None:
     """A call of a model so small that what is around it shows: each way in turn, for some rounds."""
     torch.set_num_threads(1)
     module, x = Matrices(4, 8).eval(), torch.ones(2, 8)

@@ -3,19 +3,35 @@
 The child (`Stages`) reports when it is ready to start and when each stage of its work ends. The parent (`run`) samples
 the child's anonymous memory from `/proc`, so that measuring does not disturb the child's threads. The reported memory
 is growth: modules that were imported before the start do not count.
+
+`python -m bench.measure MODULE:FUNCTION ARGUMENTS` is the program of a child that calls a function: the arguments are
+a JSON object.
 """
 
 import gc
+import importlib
 import json
 import os
 import selectors
+import signal
 import statistics
 import subprocess
 import sys
+import tempfile
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from random import Random
+from typing import Any, ParamSpec, TypeVar
+
+ROOT = Path(__file__).resolve().parent.parent
+"""The checkout."""
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
 
 PERIOD_SECONDS = 0.002
 """The time between two samples. The child itself samples at the end of each stage, so short stages count too."""
@@ -62,22 +78,53 @@ class Stages:
         os.write(self._out, json.dumps(message).encode() + b"\n")
 
 
+def call(function: Callable[Arguments, object], *_: Arguments.args, **arguments: Arguments.kwargs) -> list[str]:
+    """Returns the command of a child that calls a function of a module with these arguments, which JSON can hold."""
+    module = function.__module__
+    if module == "__main__":
+        module = sys.modules[module].__spec__.name  # type: ignore[union-attr]
+    return ["-m", "bench.measure", f"{module}:{function.__qualname__}", json.dumps(arguments)]
+
+
 def run(
     command: Sequence[str], *, environment: Mapping[str, str] | None = None, timeout_seconds: float = 600
 ) -> dict[str, Stage]:
     """Runs a program that uses `Stages`, and returns its stages in order. Raises `MeasurementError`."""
-    child = subprocess.Popen(
-        [sys.executable, *command],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        env={**os.environ, **(environment or {})},
-    )
-    try:
-        return _watch(child, time.monotonic() + timeout_seconds)
-    finally:
-        child.kill()
-        child.communicate()
+    return run_together([command], environment=environment, timeout_seconds=timeout_seconds)[0]
+
+
+def run_together(
+    commands: Sequence[Sequence[str]],
+    *,
+    environment: Mapping[str, str] | None = None,
+    timeout_seconds: float = 600,
+) -> list[dict[str, Stage]]:
+    """Runs programs at the same time, and returns the stages of each. Raises `MeasurementError`.
+
+    All of them are ended, with the processes that they have started, when one fails or this process is interrupted.
+    """
+    deadline = time.monotonic() + timeout_seconds
+    children: list[subprocess.Popen[bytes]] = []
+    with ExitStack() as stack, ThreadPoolExecutor(len(commands)) as pool:
+        try:
+            for command in commands:
+                child = subprocess.Popen(
+                    [sys.executable, *command],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    env={**os.environ, **(environment or {})},
+                    start_new_session=True,  # its group has the processes that it starts
+                )
+                children.append(stack.enter_context(child))
+            watching = [pool.submit(_watch, child, deadline) for child in children]
+            for finished in as_completed(watching):
+                finished.result()  # raises at once: ranks wait long for another one that has failed
+            return [finished.result() for finished in watching]
+        finally:
+            for child in children:
+                with suppress(ProcessLookupError):
+                    os.killpg(child.pid, signal.SIGKILL)
 
 
 def _watch(child: "subprocess.Popen[bytes]", deadline: float) -> dict[str, Stage]:
@@ -112,8 +159,14 @@ def _watch(child: "subprocess.Popen[bytes]", deadline: float) -> dict[str, Stage
                 else:
                     peak = max(peak, message["anonymous"])
                     stages[message["stage"]] = _stage(message, start, peak)
-    if child.wait() or not stages:
-        raise MeasurementError(f"the process failed: {stderr.decode(errors='replace').strip()}")
+    try:
+        status = child.wait(max(deadline - time.monotonic(), 0))
+    except subprocess.TimeoutExpired as error:
+        raise MeasurementError(f"the process took too long to end: {stderr.decode(errors='replace')}") from error
+    if status or not stages:
+        os.set_blocking(child.stderr.fileno(), False)  # processes that it has started may have it open
+        stderr += child.stderr.read() or b""
+        raise MeasurementError(f"the process failed: {stderr.decode(errors='replace').strip() or f'status {status}'}")
     return stages
 
 
@@ -126,13 +179,65 @@ def _stage(message: Mapping[str, Any], start: Mapping[str, int], peak: int) -> S
     )
 
 
-def alternate(contenders: Mapping[str, Callable[[], dict[str, Stage]]], runs: int) -> dict[str, list[dict[str, Stage]]]:
-    """Runs each contender once, then again, and so on, so that a slow phase of the machine affects all of them."""
-    results: dict[str, list[dict[str, Stage]]] = {name: [] for name in contenders}
-    for _ in range(runs):
-        for name, measure in contenders.items():
-            results[name].append(measure())
-    return results
+def alternate(
+    contenders: Mapping[str, Callable[[], Result]], runs: int, show: Callable[[Result], str] | None = None
+) -> tuple[dict[str, list[Result]], dict[str, str]]:
+    """Runs every contender once, then again, and so on, so that a slow phase of the machine affects all of them.
+
+    The order changes from turn to turn, in the same way in every run of the program: a contender that takes much
+    memory may be slower after others that took little, when the host of the machine has taken the free memory back.
+
+    Args:
+        contenders: Functions that measure, by the name of the contender.
+        runs: How often each is called.
+        show: What to print to stderr of each result; without it, nothing is printed.
+
+    Returns:
+        The results of each contender that has not failed, and the reason for each that has: it is not run again, and
+        its earlier results are dropped.
+    """
+    results: dict[str, list[Result]] = {name: [] for name in contenders}
+    failed: dict[str, str] = {}
+    for turn in range(runs):
+        for name, measure in Random(turn).sample(list(contenders.items()), len(contenders)):
+            if name in failed:
+                continue
+            try:
+                result = measure()
+            except MeasurementError as error:
+                failed[name] = last_line(error)
+                del results[name]
+                text = f"failed: {error}"
+            else:
+                results[name].append(result)
+                text = show(result) if show else ""
+            if show:
+                print(f"  {', '.join(filter(None, name.splitlines()))}: {text}", file=sys.stderr, flush=True)
+    return results, {name: failed[name] for name in contenders if name in failed}
+
+
+def last_line(error: BaseException) -> str:
+    """Returns the last line of an error: of a program in Python that failed, the exception."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[-1][:200].rstrip(".") if lines else type(error).__name__
+
+
+@contextmanager
+def temporary_folder(parent: Path | None = None) -> Iterator[Path]:
+    """Yields a folder on the disk of `parent`, of `TMPDIR`, or of the checkout, which is removed at the end.
+
+    A SIGTERM meanwhile ends the program as an interrupt does, so that the folder is removed and no child is left.
+    """
+    where = parent or os.environ.get("TMPDIR") or ROOT / ".venv"
+    with tempfile.TemporaryDirectory(prefix="modelstate-bench-", dir=where) as folder:
+        if threading.current_thread() is not threading.main_thread():
+            yield Path(folder)
+            return
+        before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+        try:
+            yield Path(folder)
+        finally:
+            signal.signal(signal.SIGTERM, before)
 
 
 def median(results: Sequence[Mapping[str, Stage]], stage: str) -> Stage:
@@ -164,3 +269,13 @@ def _reset_high_water_mark() -> None:
             control.write("5")
     except OSError:
         pass
+
+
+def main() -> None:
+    """Calls the function that the command line names."""
+    module, _, function = sys.argv[1].partition(":")
+    getattr(importlib.import_module(module), function)(**json.loads(sys.argv[2]))
+
+
+if __name__ == "__main__":
+    main()

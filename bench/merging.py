@@ -8,8 +8,9 @@ import torch
 from safetensors.torch import load_file, load_model, save_file
 from torch import nn
 
+from bench import files
 from bench.measure import Stages
-from bench.models import QUICK, Sizes, values, with_memory
+from bench.models import QUICK, Sizes, sizes_of, values, with_memory
 
 RANK, ALPHA = 16, 32
 _PREFIX = "base_model.model."
@@ -35,15 +36,22 @@ def write(folder: Path, sizes: Sizes, case: str) -> None:
     (folder / "adapter" / "adapter_config.json").write_text(json.dumps(config))
 
 
-def measure(contender: str, folder: Path, quick: bool) -> None:
+def write_all(*, folder: str, quick: bool) -> None:
+    """The files that are merged, and tiny ones."""
+    stages = Stages()
+    write(Path(folder) / "tiny", QUICK, "tiny")
+    write(Path(folder) / "large", sizes_of(quick), "large")
+    stages.end("written")
+
+
+def measure(*, contender: str, folder: str, quick: bool) -> None:
     """From the files to the module; a tiny one first, so that imports and the start of threads do not count."""
     work = {**LORA, **AVERAGE}[contender]
-    work(with_memory("tiny", QUICK), folder / "tiny")
-    model = with_memory("large", QUICK if quick else Sizes())
-    for path in folder.glob("*/*.safetensors"):
-        path.read_bytes()
+    work(with_memory("tiny", QUICK), Path(folder) / "tiny")
+    model = with_memory("large", sizes_of(quick))
+    files.warm(Path(folder).rglob("*.safetensors"))
     stages = Stages()
-    work(model, folder / "large")
+    work(model, Path(folder) / "large")
     stages.end("ready")
 
 

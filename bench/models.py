@@ -53,8 +53,13 @@ QUICK = Sizes(
 )
 
 
+def sizes_of(quick: bool) -> Sizes:
+    """Those of a smoke test, or those that are measured."""
+    return QUICK if quick else Sizes()
+
+
 def transformers() -> Any:
-    """The package, which says nothing while it loads."""
+    """The package, without its progress bars and notices."""
     os.environ["HF_HUB_OFFLINE"] = "1"
     import transformers as found
 

@@ -1,4 +1,4 @@
-"""What is measured beside loads: the machine's limits, `load_state_dict`, opening and converting."""
+"""What is measured beside loads, by part: the limits of the machine, saving, opening, converting, serving."""
 
 import importlib.util
 import os
@@ -6,18 +6,16 @@ import shutil
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
 import modelstate as ms
-from bench import files, live, merging, saving, serving
-from bench import limits as names
+from bench import child, files, limits, live, merging, saving, serving
 from bench.contenders import CONVERT
 from bench.measure import Stage
 from bench.measured import Measured, Runs
-from bench.models import QUICK, Sizes, on_meta
-from bench.run import Runner
+from bench.models import on_meta, sizes_of
+from bench.run import Child, Runner
 from bench.sections import IMPORT
 
 _BARE = "bare writes"
@@ -25,11 +23,11 @@ _LONG_SECONDS = 3600
 
 
 class Others:
-    """The parts that are no lists of ways."""
+    """Measures each part that `bench.sections` does not list."""
 
     def __init__(self, runner: Runner) -> None:
         self.runner = runner
-        self.sizes = QUICK if runner.quick else Sizes()
+        self.sizes = sizes_of(runner.quick)
 
     def limits(self) -> list[Measured]:
         """What every load is up against, with the file of the decoder."""
@@ -38,44 +36,54 @@ class Others:
         path = str(runner.folder / "large" / "model.safetensors")
         found, absent = runner.alternate(
             {
-                "memory": runner.child("memory_limits", path=path, quick=runner.quick),
-                "disk": runner.child("disk_limits", path=path, quick=runner.quick),
-                names.FORWARD: runner.child("forward_alone", quick=runner.quick),
-            },
-            runner.runs,
+                "memory": runner.child(limits.memory, path=path),
+                "disk": runner.child(limits.disk, path=path),
+                limits.FORWARD: runner.child(limits.forward, quick=runner.quick),
+            }
         )
-        results = {**by_stage(found.get("memory", [])), **by_stage(found.get("disk", []))}
-        if names.FORWARD in found:
-            results[names.FORWARD] = found[names.FORWARD]
+        rows = {**by_stage(found.get("memory", [])), **by_stage(found.get("disk", []))}
+        rows |= {limits.FORWARD: found[limits.FORWARD]} if limits.FORWARD in found else {}
         words = (
             "The file of the decoder in float32, read with nothing else done. What is copied into fresh memory is paid "
             "for in page faults; a huge page is 2 MB. The cold file is read in parts of 8 MB into touched memory."
         )
-        return [Measured("limits", "The limits of the machine", words, "limits", {"": results}, runner.runs, absent)]
+        return [Measured("limits", "The limits of the machine", words, "limits", {"": rows}, runner.runs, absent)]
 
     def state_dict(self) -> list[Measured]:
-        cases: dict[str, Runs] = {}
+        """By the number of modules."""
+        cases: dict[str, dict[str, Child]] = {}
         for count in self.sizes.children:
-            ways = {"modelstate.load_state_dict": "modelstate", "Module.load_state_dict": "torch"}
+            ways = ["modelstate.load_state_dict", "Module.load_state_dict"]
             if count > self.sizes.most_children_of_torch:
-                del ways["Module.load_state_dict"]
-            children = {n: self.runner.child("state_dict", contender=way, count=count) for n, way in ways.items()}
-            cases[f"{count:,} children"] = self.runner.alternate(children, self.runner.runs)[0]
+                ways.pop()
+            cases[f"{count:,} children"] = {
+                name: self.runner.child(child.state_dict, contender=name, count=count) for name in ways
+            }
+        found, failed = self._grid(cases)
         words = (
             "A state dict in memory into a module with many children of one small tensor each: torch filters the whole "
             "dict for every child, and is left out where that takes half a minute."
         )
         title = "load_state_dict by the number of modules"
-        return [Measured("state-dict", title, words, "grid", cases, self.runner.runs)]
+        return [Measured("state-dict", title, words, "grid", found, self.runner.runs, failed)]
+
+    def _grid(self, cases: Mapping[str, Mapping[str, Child]]) -> tuple[dict[str, Runs], dict[str, str]]:
+        """The contenders of each case in alternation, and those that failed, with their case."""
+        found: dict[str, Runs] = {}
+        failed: dict[str, str] = {}
+        for case, children in cases.items():
+            found[case], reasons = self.runner.alternate(children)
+            failed |= {f"{name}, {case}": reason for name, reason in reasons.items()}
+        return found, failed
 
     def convert(self) -> list[Measured]:
         sections = []
         for case in ("large", "small"):
             children = {
-                name: self.runner.child("convert", contender=name, case=case, quick=self.runner.quick)
+                name: self.runner.child(child.convert, contender=name, case=case, quick=self.runner.quick)
                 for name in CONVERT
             }
-            found, absent = self.runner.alternate(children, self.runner.runs)
+            found, absent = self.runner.alternate(children)
             values = on_meta(case, self.sizes).state_dict().values()
             nbytes = sum(value.nbytes for value in values)
             what = "a decoder" if case == "large" else f"{len(values):,} small tensors"
@@ -90,21 +98,20 @@ class Others:
     def merge(self) -> list[Measured]:
         """Several checkpoints into one module."""
         runner, folder = self.runner, self.runner.folder / "merged"
-        runner.child("write_merged", folder=str(folder), quick=runner.quick)()
+        runner.child(merging.write_all, folder=str(folder), quick=runner.quick)()
         nbytes = sum(value.nbytes for value in on_meta("large", self.sizes).state_dict().values())
-        words = (
-            "Into a module that has memory, float32, from files in the page cache. `merge.Average` adds the "
-            "differences to the first checkpoint, in float32; the loop adds the tensors, in float32."
-        )
+        into = "Into a module that has memory, float32, from files in the page cache."
+        average = " `merge.Average` adds the differences to the first checkpoint; the loop adds the tensors."
         sections = []
-        for key, ways, title in (
-            ("lora", merging.LORA, f"A LoRA adapter of rank {merging.RANK} merged into a decoder"),
-            ("average", merging.AVERAGE, "The average of three decoders"),
+        for key, ways, title, words in (
+            ("lora", merging.LORA, f"A LoRA adapter of rank {merging.RANK} merged into a decoder", into),
+            ("average", merging.AVERAGE, "The average of three decoders", into + average),
         ):
             children = {
-                name: runner.child("merge", contender=name, folder=str(folder), quick=runner.quick) for name in ways
+                name: runner.child(merging.measure, contender=name, folder=str(folder), quick=runner.quick)
+                for name in ways
             }
-            found, absent = runner.alternate(children, runner.runs)
+            found, absent = runner.alternate(children)
             title = f"{title}, {nbytes / 1e6:,.0f} MB each"
             sections.append(Measured(f"merge/{key}", title, words, "convert", {"": found}, runner.runs, absent))
         shutil.rmtree(folder)
@@ -123,9 +130,9 @@ class Others:
             if package and importlib.util.find_spec(package) is None:
                 absent[name] = f"{package} is not installed"
                 continue
-            children[name] = runner.child("save", contender=name, folder=str(folder), quick=runner.quick)
-        children[_BARE] = runner.child("bare_writes", nbytes=nbytes, folder=str(folder))
-        found, failed = runner.alternate(children, runner.runs)
+            children[name] = runner.child(saving.measure, contender=name, folder=str(folder), quick=runner.quick)
+        children[_BARE] = runner.child(saving.bare_writes, nbytes=nbytes, folder=str(folder))
+        found, failed = runner.alternate(children)
         bare = by_stage(found.pop(_BARE, []))
         rows = {**found, **bare}
         words = (
@@ -135,10 +142,10 @@ class Others:
         title = f"Saving a decoder, {nbytes / 1e6:,.0f} MB"
         tables = [Measured("save", title, words, "save", {"": rows}, runner.runs, absent | failed)]
         children = {
-            name: runner.child("store", contender=name, folder=str(folder), quick=runner.quick)
-            for name in ("blocked", "frozen")
+            work.__name__: runner.child(work, folder=str(folder), quick=runner.quick)
+            for work in (saving.blocked, saving.frozen)
         }
-        found, failed = runner.alternate(children, runner.runs)
+        found, failed = runner.alternate(children)
         rows = {name: runs for kind in found.values() for name, runs in by_stage(kind).items()}
         words = (
             "The same module as the second checkpoint of a store. Of the time until `save(background=True)` returns, "
@@ -154,10 +161,10 @@ class Others:
         runner, folder = self.runner, self.runner.folder / "saved"
         nbytes = sum(value.nbytes for value in on_meta("large", self.sizes).state_dict().values())
         children = {
-            name: runner.child("save_from_gpu", contender=name, folder=str(folder), quick=runner.quick)
+            name: runner.child(saving.from_gpu, contender=name, folder=str(folder), quick=runner.quick)
             for name in saving.FROM_GPU
         }
-        found, failed = runner.alternate(children, runner.runs)
+        found, failed = runner.alternate(children)
         rows = {name: runs for kind in found.values() for name, runs in by_stage(kind).items()}
         words = (
             "Until the state has been copied to memory of the host, and training may go on. The first save of a "
@@ -176,7 +183,7 @@ class Others:
             files.write_sparse(nbytes, self.runner.folder)
             for suffix, name in (("pt", "torch"), ("safetensors", "safetensors")):
                 paths[f"{nbytes / 1e9:g} GB, {name}"] = self.runner.folder / f"sparse-{nbytes}.{suffix}"
-        cases: dict[str, Runs] = {}
+        cases: dict[str, dict[str, Child]] = {}
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         for case, path in paths.items():
             ways = ["modelstate.open", "modelstate.open + every shape"]
@@ -184,14 +191,15 @@ class Others:
                 ways.append(
                     "safetensors safe_open + get_slice" if path.suffix == ".safetensors" else "torch.load(mmap)"
                 )
-            children = {name: self.runner.child("opening", contender=name, path=str(path)) for name in ways}
-            cases[case] = self.runner.alternate(children, self.runner.runs)[0]
+            cases[case] = {name: self.runner.child(child.opening, contender=name, path=str(path)) for name in ways}
+        found, failed = self._grid(cases)
+        sparse = " and ".join(f"{nbytes / 1e9:g}" for nbytes in self.sizes.open_bytes)
         words = (
-            "From the path to the names and shapes of everything in it; `every shape` also asks for each of them. The "
-            "files of 1 and 100 GB have 100 tensors and "
-            "are sparse. `torch.load(mmap=True)` and `safe_open` cannot map a file larger than memory."
+            "From the path to the names and shapes of everything in it; `every shape` also asks for each of them. "
+            f"Before the clock starts, the contender has opened a tiny file. The files of {sparse} GB have 100 tensors "
+            "and are sparse. `torch.load(mmap=True)` and `safe_open` cannot map a file larger than memory."
         )
-        return [Measured("opening", "Opening", words, "grid", cases, self.runner.runs), self._start()]
+        return [Measured("opening", "Opening", words, "grid", found, self.runner.runs, failed), self._start()]
 
     def _start(self) -> Measured:
         """Commands about small checkpoints, beside an interpreter that imports torch and does nothing else."""
@@ -210,9 +218,9 @@ class Others:
         }
         others = {"python -c pass": ["-c", "pass"], "import torch": ["-c", "import torch"]}
         programs = {f"modelstate {name}": command for name, command in commands.items()} | others
-        children = {name: self.runner.child("start", arguments=command) for name, command in programs.items()}
-        children[IMPORT] = self.runner.child("importing")
-        found, absent = self.runner.alternate(children, self.runner.runs)
+        children = {name: self.runner.child(child.start, arguments=command) for name, command in programs.items()}
+        children[IMPORT] = self.runner.child(child.importing)
+        found, absent = self.runner.alternate(children)
         found |= by_stage(found.pop(IMPORT, []))
         shutil.rmtree(folder)
         words = "Programs from their start to their end, in a new process each. The checkpoints are a few kilobytes."
@@ -231,22 +239,20 @@ class Others:
         runner, folder = self.runner, self.runner.folder
         runner.write("large", {"safetensors", "pt"})
         a, b = str(folder / "large" / "model.safetensors"), str(folder / "perturbed")
-        runner.child("perturbed_copy", source=a, target=b)()
-        pair: dict[str, Any] = {"a": a, "b": f"{b}.safetensors"}
-        pickled: dict[str, Any] = {"a": str(folder / "large.pt"), "b": f"{b}.pt"}
-        children = {
-            "modelstate.diff": runner.child("diff", contender="modelstate.diff", **pair),
-            "reading both files once": runner.child("diff", contender="reading both files once", **pair),
-            **{
-                name: runner.child("diff", contender=name, **pickled)
-                for name in ("two torch.load + a loop", "two torch.load(mmap) + a loop")
-            },
-        }
-        found, absent = runner.alternate(children, runner.runs)
+        runner.child(child.perturbed_copy, source=a, target=b)()
+        pairs = {".safetensors": (a, f"{b}.safetensors"), ".pt": (str(folder / "large.pt"), f"{b}.pt")}
+        children = {}
+        for name in child.DIFFS:
+            one, other = pairs[".pt" if "torch.load" in name else ".safetensors"]
+            children[name] = runner.child(child.diff, contender=name, a=one, b=other)
+        found, absent = runner.alternate(children)
+        for path in folder.glob("perturbed.*"):
+            path.unlink()
         nbytes = sum(value.nbytes for value in on_meta("large", self.sizes).state_dict().values())
         words = (
             "Every value differs. The loops measure what modelstate.diff measures, without the histogram of ULPs; the "
-            "files of torch.load have the same tensors. The files are in the page cache."
+            "files of torch.load have the same tensors. Before the clock starts, the contender has compared two tiny "
+            "files. `reading both files once` compares nothing: it is the time that the reads alone take."
         )
         title = f"Comparing two checkpoints of {nbytes / 1e6:,.0f} MB"
         return [Measured("diff", title, words, "convert", {"": found}, runner.runs, absent)]
@@ -255,10 +261,10 @@ class Others:
         """Requests to a server, while its weights are swapped and while they are not."""
         sizes, folder = self.sizes, self.runner.folder / "serving"
         folder.mkdir(exist_ok=True)
-        child = self.runner.child("serve", folder=str(folder), requests=sizes.requests, swaps=sizes.swaps)
+        serve = self.runner.child(serving.measure, folder=str(folder), requests=sizes.requests, swaps=sizes.swaps)
         missing = [package for package in serving.PACKAGES if importlib.util.find_spec(package) is None]
         absent = {"the server": f"{', '.join(missing)} not installed"} if missing else {}
-        children = {} if absent else {"the server": partial(child, timeout_seconds=_LONG_SECONDS)}
+        children = {} if absent else {"the server": partial(serve, timeout_seconds=_LONG_SECONDS)}
         found, failed = self.runner.alternate(children, 1)
         rows = by_stage(found.get("the server", []))
         title = "Requests to a server that takes new weights"
@@ -278,19 +284,21 @@ class Others:
         return [self._torn(seconds), self._swaps(*self.sizes.matrices), *self._requests()]
 
     def _torn(self, seconds: float) -> Measured:
-        ways = {name: self.runner.child("live_torture", contender=name, seconds=seconds) for name in live.WAYS}
+        ways = {name: self.runner.child(live.measure_torn, contender=name, seconds=seconds) for name in live.WAYS}
         found, failed = self.runner.alternate(ways, 1)
         words = (
-            f"{live.READERS} threads send requests, and new weights come in every {live.PERIOD_SECONDS * 1e3:.0f} "
-            f"ms, for {seconds:g} s. All weights of version k are k, and so is every element of a right answer: a torn "
-            "one has elements of several versions. A program of modelstate also says which version has answered: that "
-            "must be the one, and no reader may get an older one than before."
+            f"{live.READERS} threads send requests for {seconds:g} s, and the weights are swapped every "
+            f"{live.PERIOD_SECONDS * 1e3:.0f} ms. All weights of version k are k, and so is every element of a correct "
+            "answer; a torn answer has elements of several versions. A program of modelstate also names the version "
+            "that has answered: the answer must be of that version, and no thread may get an older version than before."
         )
         return Measured("live/torn", "Requests while weights are swapped", words, "torture", {"": found}, 1, failed)
 
     def _swaps(self, count: int, width: int) -> Measured:
-        children = {kind: self.runner.child("live_swap", target=kind, count=count, width=width) for kind in live.KINDS}
-        found, failed = self.runner.alternate(children, self.runner.runs)
+        children = {
+            kind: self.runner.child(live.measure_swaps, kind=kind, count=count, width=width) for kind in live.KINDS
+        }
+        found, failed = self.runner.alternate(children)
         rows: dict[str, list[dict[str, Stage]]] = {}
         for runs in found.values():
             for name, results in by_stage(runs).items():  # that of the copy is in all of them
@@ -305,9 +313,8 @@ class Others:
         return Measured("live/swap", "New weights into a program", words, "swap", {"": rows}, self.runner.runs, failed)
 
     def _requests(self) -> list[Measured]:
-        found, failed = self.runner.alternate(
-            {k: self.runner.child("live_request", target=k) for k in live.KINDS}, self.runner.runs
-        )
+        children = {kind: self.runner.child(live.measure_requests, kind=kind) for kind in live.KINDS}
+        found, failed = self.runner.alternate(children)
         words = "A model of four matrices of 8 x 8, on one thread. The difference is to the first row."
         return [
             Measured(

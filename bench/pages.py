@@ -7,7 +7,6 @@ import platform
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import redirect_stderr
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import Any
 import torch
 
 from bench.goals import COMPARISONS, Compared, Goal
-from bench.measure import Stage, median
+from bench.measure import ROOT, Stage, median
 from bench.measured import Measured, Part, Runs
 from bench.sections import LOADS, ON_GPU
 from modelstate.text_format import size
@@ -43,13 +42,14 @@ class Page:
 
 _LOADING = """The files are in the page cache, unless a title says that they are cold. Before the clock starts, the
 target module is built (unless a title or the name of a contender says otherwise), and the contender has loaded and run
-a tiny model once, so that imports and the start of threads do not count. There are pages of their own about
-[a GPU](benchmarks_gpu.md), [converting, merging and comparing](benchmarks_converting.md),
-[saving](benchmarks_saving.md) and [serving](benchmarks_serving.md).
+a tiny model once, so that imports and the start of threads do not count. Other pages measure [a
+GPU](benchmarks_gpu.md), [converting, merging and comparing](benchmarks_converting.md), [saving](benchmarks_saving.md)
+and [serving](benchmarks_serving.md).
 
 - **ready**: from the file to the module with its weights. **×**: compared with the first row of the table.
-- **own memory**: the most anonymous memory that the process grew by until then; pages of a mapped file are not in it.
-- **with file pages**: the most resident memory that it grew by, those included."""
+- **own memory**: by how much the anonymous memory of the process grew until then, at most. Pages of mapped files are
+  not in it.
+- **with file pages**: the same of all resident memory, in which pages of mapped files are."""
 
 PAGES = (
     Page(
@@ -65,21 +65,21 @@ PAGES = (
     Page(
         "benchmarks_gpu.md",
         "Benchmarks on a GPU",
-        "On a machine without a GPU the page stays as it is. The files are in the page cache. Before the clock starts, "
-        "the target module is built, and the contender has loaded and run a tiny model once. The clock stops when the "
-        "device has finished.\n\n"
+        "On a machine without a GPU, `make bench` leaves this page as it is. The files are in the page cache. Before "
+        "the clock starts, the target module is built, and the contender has loaded and run a tiny model once. The "
+        "clock stops when the device has finished.\n\n"
         "- **ready**: from the file to the module with its weights. **×**: compared with the first row of the table.\n"
-        "- **own memory**: the most anonymous memory of the host that the process grew by until then.\n"
-        "- **GPU memory beside the module**: the most that torch had allocated while it loaded, less the module. What "
-        "libraries allocate past torch is not in it.",
+        "- **own memory**: by how much the anonymous memory of the process on the host grew until then, at most.\n"
+        "- **GPU memory beside the module**: the most that torch had allocated during the load, less the module. What "
+        "libraries allocate without torch is not in it.",
         tuple(ON_GPU),
         (),
     ),
     Page(
         "benchmarks_converting.md",
         "Benchmarks of converting, merging and comparing",
-        "The files are in the page cache. **×**: compared with the first row of the table. **own memory**: the most "
-        "anonymous memory that the process grew by.",
+        "The files are in the page cache. **×**: compared with the first row of the table. **own memory**: by how "
+        "much the anonymous memory of the process grew, at most.",
         ("convert", "merge", "diff", "opening", "state-dict"),
         ("keeping", "merging", "opening", "start"),
     ),
@@ -278,7 +278,7 @@ FORMS: dict[str, Callable[[Runs], str]] = {
 
 
 def section(measured: Measured) -> str:
-    """A heading, words, a table, and who is not in it."""
+    """A heading, words, a table, and the contenders that are not in it."""
     shown = grids(measured.cases) if measured.form == "grid" else _single(measured)
     absent = "\n".join(f"- Not run here: {name}: {why}." for name, why in measured.absent.items())
     left_out = f"Left out: {measured.left_out}." if measured.left_out else ""
@@ -381,7 +381,7 @@ def summary(rows: Sequence[Compared], image: str) -> str:
     if not rows:
         return ""
     head = ["", "modelstate", "best peer", "our time / the best peer's", "range"]
-    words = "Times and their ratio are of the medians. The range is that of the ratio in a single turn."
+    words = "The times and their ratio are those of the medians. The range is that of the ratios of single turns."
     shown = f"![Our time over the best peer's, with the range, for each job of the table]({image})"
     return f"{table(head, [row.cells for row in rows])}\n\n{words}\n\n{shown}"
 
@@ -408,34 +408,49 @@ Row = tuple[str, ...]
 
 @dataclass(frozen=True, slots=True)
 class InPage:
-    """A table with its place."""
+    """A table that a program of its own puts into a page, between two marks."""
 
-    page: Path
-    begin: str
-    """The mark before the table."""
+    file: str
+    """The page, in `docs/`."""
+    program: str
+    """The module of `bench` that makes the table."""
     end: str
+    """The mark after the table."""
     head: Sequence[str]
     rows: Callable[[], Iterable[Row]]
     """Makes the rows."""
+    where: str = ""
+    """What is written above the table beside the version of torch."""
+
+    @property
+    def page(self) -> Path:
+        return ROOT / "docs" / self.file
+
+    @property
+    def begin(self) -> str:
+        """The mark before the table."""
+        return f"<!-- The table: python -m bench.{self.program} --write -->"
 
     def written(self) -> list[str]:
         """The rows that the page has."""
         inside = self.page.read_text().partition(self.begin)[2].partition(self.end)[0]
         return [line for line in inside.splitlines() if line.startswith("| ")][1:]
 
-    def main(self, words: str | None) -> None:
-        """The command: prints the table, or writes it with `--write`."""
-        parser = argparse.ArgumentParser(description=(words or "").splitlines()[0])
-        parser.add_argument("--write", action="store_true", help=f"put the table into {self.page.name}")
-        write = parser.parse_args().write
-        with redirect_stderr(io.StringIO()):
-            text = "\n".join([cells(self.head), "|---" * len(self.head) + "|", *map(cells, self.rows())])
+    def show(self, write: bool) -> None:
+        """Makes the table, and prints it or writes it into the page."""
+        text = "\n".join([cells(self.head), "|---" * len(self.head) + "|", *map(cells, self.rows())])
         if not write:
             print(text)
             return
         before, _, rest = self.page.read_text().partition(self.begin)
-        made = f"Seen on torch {torch.__version__.partition('+')[0]}.\n\n{text}"
-        self.page.write_text(f"{before}{self.begin}\n{made}\n{self.end}{rest.partition(self.end)[2]}")
+        seen = f"Seen on torch {torch.__version__.partition('+')[0]}{self.where}.\n\n{text}"
+        self.page.write_text(f"{before}{self.begin}\n{seen}\n{self.end}{rest.partition(self.end)[2]}")
+
+    def main(self, words: str | None) -> None:
+        """The command: prints the table, or writes it with `--write`."""
+        parser = argparse.ArgumentParser(description=(words or "").splitlines()[0])
+        parser.add_argument("--write", action="store_true", help=f"put the table into docs/{self.file}")
+        self.show(parser.parse_args().write)
 
 
 def cells(one: Iterable[str]) -> str:

@@ -1,147 +1,137 @@
-"""What keeps a goal from being met: a sentence for each row, with the figures of the run."""
+"""What keeps a goal from being met: a sentence or two for each row, with the figures of the run."""
 
 from collections.abc import Callable
 
 from bench import limits, live, saving
 
 Fastest = Callable[..., str]
-"""The time of a row of a table, in words, or of the fastest one whose name begins so: of the table's key, the name or
-its beginning, and a stage."""
+"""Returns a time in words. Its arguments are the key of a table, the name of a row (or how the names of several rows
+begin, of which the fastest counts), and a stage."""
 
 
 def _mapped(fastest: Fastest) -> str:
     return (
-        f"Nothing is read, so all of the {fastest('large/meta', 'modelstate.load')} is Python, most of it for the plan "
-        "that is checked before anything is touched, for what undoes it, and for the report. The others do without."
+        f"A load that maps reads no values, so the {fastest('large/meta', 'modelstate.load')} for the decoder are "
+        "Python: most of it makes the plan, the undo journal and the report, which the other loaders do not have."
     )
 
 
 def _first_forward(fastest: Fastest) -> str:
     return (
-        "Every loader that maps the file and reads it in the forward does the same work: "
-        f"{fastest('limits', limits.FORWARD)} for the forward alone, and the page faults of the map. The "
-        f"load itself takes {fastest('large/meta', 'modelstate.load')}. The runs of one "
-        "contender differ as the ranges beside the times show."
+        f"The load itself takes {fastest('large/meta', 'modelstate.load')}. After it, every loader that maps the file "
+        f"does the same work: {fastest('limits', limits.FORWARD)} for the forward alone, and the page faults of the "
+        "map. The ranges beside the times show how much the runs of one contender differ."
     )
 
 
 def _own_memory(fastest: Fastest) -> str:
     return (
-        "The cost is fresh memory. To read the file into fresh small pages takes "
-        f"{fastest('limits', limits.SMALL)} with nothing else done; to have the kernel make pages with its bytes in "
-        f"them, as the load does, {fastest('limits', limits.FILLED)}; and the load "
-        f"{fastest('large/meta', 'modelstate.load, map=False')}. Into huge pages it is "
-        f"{fastest('limits', limits.HUGE)}: the machine's host takes back what is free, and where huge pages have to "
-        "come from there, they take several times as long, so the load uses small ones. Into memory that is "
-        "there it is "
+        "The cost is fresh memory. With nothing else done, reading the file into fresh small pages takes "
+        f"{fastest('limits', limits.SMALL)}, and `userfaultfd`, which the load uses, "
+        f"{fastest('limits', limits.FILLED)}; the load takes {fastest('large/meta', 'modelstate.load, map=False')}. "
+        f"Into fresh huge pages it is {fastest('limits', limits.HUGE)}, and into memory that exists "
         f"{fastest('limits', limits.TOUCHED)}."
     )
 
 
 def _in_place(fastest: Fastest) -> str:
     return (
-        f"Reading into memory that is there takes {fastest('limits', limits.TOUCHED_SMALL)} with nothing else done "
-        f"where it is in small pages, as a module's is, and {fastest('limits', limits.TOUCHED)} in huge ones; the load "
-        f"takes {fastest('large/memory', 'modelstate.load, in_place=True')}. The others copy the same bytes. "
-        f"Planning and reporting take what a load takes that only maps, {fastest('large/meta', 'modelstate.load')}; "
-        "the rest is the reads, which vary by more than that from run to run."
+        f"With nothing else done, reading into existing small pages, as a module's are, takes "
+        f"{fastest('limits', limits.TOUCHED_SMALL)}, and into huge ones {fastest('limits', limits.TOUCHED)}; the load "
+        f"takes {fastest('large/memory', 'modelstate.load, in_place=True')}. The other loaders copy the same bytes. "
+        "Planning, checking and reporting take what a load takes that only maps, "
+        f"{fastest('large/meta', 'modelstate.load')}."
     )
 
 
 def _cold(fastest: Fastest) -> str:
     return (
-        f"The disk alone takes {fastest('limits', limits.DIRECT)}, past the page cache and into memory that is there, "
-        f"where the load comes in within {fastest('cold/memory', 'modelstate.load, in_place=True')}. What is mapped "
-        "comes through the page cache, whose pages are fresh memory: "
-        f"{fastest('limits', limits.BUFFERED)} for a buffered read with nothing else done, and "
-        f"{fastest('cold', 'modelstate.load', 'forward')} for the load with its first forward, which runs right behind "
-        f"the pages and takes {fastest('limits', limits.FORWARD)} by itself."
+        f"Reading past the page cache into existing memory takes {fastest('limits', limits.DIRECT)}, and a load into "
+        f"such memory {fastest('cold/memory', 'modelstate.load, in_place=True')}. A mapped file has to come through "
+        f"the page cache, which needs fresh memory: {fastest('limits', limits.BUFFERED)} for a buffered read with "
+        f"nothing else done. The load with its first forward takes {fastest('cold', 'modelstate.load', 'forward')}: "
+        f"the forward, {fastest('limits', limits.FORWARD)} by itself, starts before all pages are there."
     )
 
 
 def _cast(fastest: Fastest) -> str:
     return (
-        f"To read the file in blocks, and to cast them into fresh small pages, takes {fastest('limits', limits.CAST)} "
-        f"with nothing else done, and the load {fastest('cast', 'modelstate.load, dtype=bfloat16')}: reading alone "
-        f"takes {fastest('limits', limits.TOUCHED)}, and fresh memory for float32, which is twice as much, "
-        f"{fastest('limits', limits.SMALL)} with its reading. Others cast out of a map: there a file that is cut "
-        "meanwhile ends the process with SIGBUS, and here it is an error."
+        "With nothing else done, reading the file in blocks and casting them into fresh small pages takes "
+        f"{fastest('limits', limits.CAST)}; the load takes {fastest('cast', 'modelstate.load, dtype=bfloat16')}. The "
+        "fastest other loaders cast from a map of the file: if the file is truncated meanwhile, their process ends "
+        "with SIGBUS, where this load raises an error."
+    )
+
+
+def _cast_memory(fastest: Fastest) -> str:
+    return (
+        f"Reading alone takes {fastest('limits', limits.TOUCHED)}, and the load "
+        f"{fastest('cast/memory', 'modelstate.load, dtype=bfloat16')}: it reads blocks, casts them, and looks for "
+        "values that have become infinite. The other loaders cast from a map of the file and do not look for such "
+        "values; if a page of the map cannot be read, their process ends with SIGBUS, where this load raises an error."
     )
 
 
 def _int8(fastest: Fastest) -> str:
     return (
-        f"Reading the bytes takes {fastest('limits', limits.TOUCHED)} with all processors and nothing else done; the "
-        "rest is the arithmetic of the scales and the rounding, which torchao does for every contender, and the fresh "
-        "memory for the weights."
+        f"Reading the bytes takes {fastest('limits', limits.TOUCHED)} with nothing else done. The rest is fresh memory "
+        "for the weights, and the scales and the rounding, which torchao computes for every contender."
     )
 
 
 def _shards(fastest: Fastest) -> str:
-    return (
-        "Each file more is opened, and its header parsed and mapped, once. The rest is within what the runs differ by."
-    )
+    return "Each further file is opened and mapped, and its header is parsed."
 
 
 def _default(fastest: Fastest) -> str:
     return (
-        f"Of the {fastest('default/large', 'modelstate.load')} for 1.2 GB, the reads take what `in_place=True` takes, "
-        f"{fastest('default/large', 'modelstate.load, in_place=True')}. Before the first byte is written, the load "
-        "asks the kernel for each page of the file whether it can be read without the disk, so that no read can fail "
-        f"half way: {fastest('limits', limits.RESIDENT)} with nothing else done. The others read first, and a read "
-        "that fails leaves a part of the new values in the module."
+        f"Of the {fastest('default/large', 'modelstate.load')} for the large decoder, the reads take what the load "
+        f"with `in_place=True` takes, {fastest('default/large', 'modelstate.load, in_place=True')}. Before the load "
+        "writes the first byte, it asks the kernel whether every page of the file can be read without the disk, so "
+        f"that no read can fail half way: {fastest('limits', limits.RESIDENT)} with nothing else done. The other "
+        "loaders do not: where one of their reads fails, the module has some of the new values."
     )
 
 
 def _cold_memory(fastest: Fastest) -> str:
     return (
-        f"The disk: a cold read of the file takes {fastest('limits', limits.DIRECT)} past the page cache and "
-        f"{fastest('limits', limits.BUFFERED)} through it with nothing else done, and the load "
+        f"The disk: with nothing else done, reading the cold file takes {fastest('limits', limits.DIRECT)} past the "
+        f"page cache and {fastest('limits', limits.BUFFERED)} through it; the load takes "
         f"{fastest('cold/memory', 'modelstate.load')}."
     )
 
 
 def _staging(fastest: Fastest) -> str:
     return (
-        f"Reading the file into memory that is there takes {fastest('live/swap', live.READ)} on one thread, with "
-        f"nothing else done, and the copy from memory {fastest('live/swap', live.MEMCPY)} on all of them. The rest is "
-        "the check that every value is finite before the new version serves, a quarter of the copy, and opening the "
-        "file, planning and committing the load, about 2 ms."
+        f"With nothing else done, reading the file into existing memory takes {fastest('live/swap', live.READ)} on one "
+        f"thread, and the copy from memory {fastest('live/swap', live.MEMCPY)} on all of them. The rest is the check "
+        "that every value is finite, and opening the file, planning and committing the load."
     )
 
 
 def _save(fastest: Fastest) -> str:
     return (
         "The disk: the fastest bare write of the same bytes with the same durability takes "
-        f"{fastest('save', saving.SYNCED)}, and the save {fastest('save', 'modelstate.save')}. The rest is the copy by "
-        "which what is hashed is what is written, the hashing, and fsync of the directory."
+        f"{fastest('save', saving.SYNCED)}, and the save {fastest('save', 'modelstate.save')}. The save also copies "
+        "each block before it is hashed and written, so that both are of the same bytes, and syncs the directory."
     )
 
 
 def _blocked(fastest: Fastest) -> str:
-    return "What is beside the copy is `state_dict`, naming, and encoding the values that are not tensors."
+    return "Besides the copy, the call runs `state_dict`, names the tensors, and encodes the other values."
 
 
 def _keeping(fastest: Fastest) -> str:
     return (
-        "The casts are the same. Beside them each parameter becomes the same object again: its old value is swapped "
-        "out, and what refers to it is looked for first, so that nothing is changed where that would be refused."
+        "The casts are the same. In addition, other references to each parameter are searched for before its value is "
+        "swapped, so that nothing has changed where a swap is refused."
     )
 
 
 def _opening(fastest: Fastest) -> str:
     return (
-        "Before the first name is given, it is checked that the ranges of the tensors fit the file and do not overlap, "
-        "and the dtypes, shapes and offsets are put into columns."
-    )
-
-
-def _cast_memory(fastest: Fastest) -> str:
-    return (
-        f"The load takes {fastest('cast/memory', 'modelstate.load, dtype=bfloat16')}. Reading alone takes "
-        f"{fastest('limits', limits.TOUCHED)} into memory, from where the values are cast, and then summed to find "
-        "those that have become infinite. The others cast out of a map and do not look for such values; and where the "
-        "disk cannot read a page of a map, the process ends with SIGBUS, and here it is an error."
+        "Opening also checks that the byte ranges of the tensors lie within the file and do not overlap, and arranges "
+        "dtypes, shapes and offsets in columns."
     )
 
 

@@ -3,6 +3,8 @@
     python -m bench.remote_load --latency-ms 10     # measures; the results are kept in dist/
     python -m bench.remote_load --write             # measures what is missing, and puts the table into docs/remote.md
 
+Results of another version of the code are not used.
+
 The time is from the URL to the end of the first forward: clients connect in it; imports are done before. The server is
 ministack (`make test-remote` installs it), which has the object in memory, behind a proxy that delays each request.
 s3fs, which DCP needs, takes an older botocore than constraints.txt: install it into an environment of its own.
@@ -17,6 +19,7 @@ import tempfile
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from http.server import BaseHTTPRequestHandler
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -26,15 +29,14 @@ import torch
 from torch import nn
 
 import modelstate as ms
-from bench.measure import MeasurementError, Stages, run
-from bench.pages import cells
+from bench.measure import ROOT, MeasurementError, Stage, Stages, alternate, call, run
+from bench.measured import code
+from bench.pages import InPage, Row
 from modelstate.testing import fault_proxy
 from modelstate.text_format import size
 from tests.remote.servers import http_server, missing, object_store
 
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "remote.md"
-BEGIN, END = "<!-- The table: python -m bench.remote_load --write -->", "<!-- End of the table of loads -->"
-KEPT = PAGE.parent.parent / "dist" / "remote_load.json"
+KEPT = ROOT / "dist" / "remote_load.json"
 BUCKET = "bucket"
 LAYERS, WIDTH = 16, 1024
 LATENCIES_MS = (0, 10, 50)
@@ -100,7 +102,7 @@ def of_dcp() -> Target:
     from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
 
     def load(url: str, folder: str) -> nn.Module:
-        state = model("cpu").state_dict()
+        state = model().to_empty(device="cpu").state_dict()
         dcp.load(state, storage_reader=FsspecReader(f"s3://{BUCKET}/dcp"), no_dist=True)
         return assigned(state)
 
@@ -140,7 +142,7 @@ CONTENDERS: dict[str, tuple[Callable[[], Target], str]] = {
 """By the name in the table, with the package whose version the table has."""
 
 
-def child(name: str, url: str) -> None:
+def load_once(*, name: str, url: str) -> None:
     """One load in this process."""
     with tempfile.TemporaryDirectory() as folder, torch.inference_mode():
         load = CONTENDERS[name][0]()
@@ -205,8 +207,7 @@ def hub(s3: str) -> Iterator[str]:
 
 
 def measured(latency_ms: int, runs: int) -> dict[str, Any]:
-    """By contender: the seconds, and the bytes of memory and of temporary files of each run, or why there is none."""
-    found: dict[str, Any] = {}
+    """By contender: the seconds, and the bytes of memory and of temporary files of each run, or why it failed."""
     with ExitStack() as stack:
         server = stack.enter_context(object_store("ministack"))
         os.environ.update(AWS_ACCESS_KEY_ID="test", AWS_SECRET_ACCESS_KEY="test", AWS_REGION="us-east-1")
@@ -220,29 +221,26 @@ def measured(latency_ms: int, runs: int) -> dict[str, Any]:
         )
         os.environ["AWS_ENDPOINT_URL"] = proxy.url
 
-        def measure(name: str) -> Any:
+        def contender(name: str) -> Callable[[], dict[str, Stage]]:
             url = hub_proxy.url if name.startswith("hf ") else proxy.url
-            return run(["-m", "bench.remote_load", "--child", name, url], timeout_seconds=60)
+            return partial(run, call(load_once, name=name, url=url), timeout_seconds=60)
 
-        sums = set()
-        for _ in range(runs):  # in turn, so that a slow phase of the machine affects all
-            for name in CONTENDERS:
-                if isinstance(found.get(name), str):
-                    continue
-                try:
-                    stage = measure(name)["forward"]
-                except MeasurementError as error:
-                    found[name] = str(error).strip().rpartition("\n")[2][:200]
-                    continue
-                sums.add(stage.facts["sum"])
-                found.setdefault(name, []).append([stage.seconds, stage.anonymous_bytes, stage.facts["stored"]])
-        assert len(sums) == 1, f"the contenders loaded different values: {sums}"
-    return found
+        contenders = {name: contender(name) for name in CONTENDERS}
+        results, failed = alternate(contenders, runs, lambda stages: f"{stages['forward'].seconds:.3f} s")
+    stages = {name: [result["forward"] for result in found] for name, found in results.items()}
+    sums = {stage.facts["sum"] for found in stages.values() for stage in found}
+    if len(sums) > 1:
+        raise MeasurementError(f"the contenders loaded different values: {sums}")
+    figures = {
+        name: [[stage.seconds, stage.anonymous_bytes, stage.facts["stored"]] for stage in found]
+        for name, found in stages.items()
+    }
+    return figures | failed
 
 
-def table(kept: Mapping[str, Mapping[str, Any]]) -> str:
-    head = ["", *(f"{latency} ms" for latency in LATENCIES_MS), "own memory", "temporary files"]
-    lines = [cells(head), "|---" * len(head) + "|"]
+def rows() -> Iterator[Row]:
+    """Medians of what is kept."""
+    kept = json.loads(KEPT.read_text())
     for name, (_, package) in CONTENDERS.items():
         try:
             title = f"{name} ({version(package)})" if name != "modelstate" else name
@@ -250,48 +248,47 @@ def table(kept: Mapping[str, Mapping[str, Any]]) -> str:
             title = f"{name} (not installed)"
         row, runs = [title], []
         for latency in LATENCIES_MS:
-            found = kept[str(latency)][name]
+            found = kept[str(latency)]["contenders"][name]
             if isinstance(found, str):
-                row.append("does not run")
+                row.append(f"does not run: {found}")
                 continue
             times = [seconds for seconds, _, _ in found]
             row.append(f"{statistics.median(times):.3f} s ({min(times):.3f} to {max(times):.3f})")
             runs.extend(found)
         row.extend(size(int(statistics.median(run[at] for run in runs))) if runs else "" for at in (1, 2))
-        lines.append(cells(row))
-    return "\n".join(lines)
+        yield tuple(row)
+
+
+TABLE = InPage(
+    "remote.md",
+    "remote_load",
+    "<!-- End of the table of loads -->",
+    ("", *(f"{latency} ms" for latency in LATENCIES_MS), "own memory", "temporary files"),
+    rows,
+    f", {os.cpu_count()} processors, {platform.system()}",
+)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--latency-ms", type=int, choices=LATENCIES_MS, help="measures this one again, alone")
+    parser.add_argument("--latency-ms", type=int, choices=LATENCIES_MS, help="measure this one again, alone")
     parser.add_argument("--runs", type=int, default=3)
-    parser.add_argument("--write", action="store_true", help=f"put the table into {PAGE.name}")
-    parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    if given.child:
-        child(*given.child)
-        return
+    parser.add_argument("--write", action="store_true", help=f"put the table into docs/{TABLE.file}")
+    options = parser.parse_args()
     if reason := missing("ministack"):
         parser.error(reason)
     kept: dict[str, Any] = json.loads(KEPT.read_text()) if KEPT.exists() else {}
-    wanted = LATENCIES_MS if given.latency_ms is None else [given.latency_ms]
-    for latency in wanted:
-        if given.latency_ms is None and str(latency) in kept:
+    kept = {latency: found for latency, found in kept.items() if found.get("code") == code()}
+    for latency in LATENCIES_MS if options.latency_ms is None else [options.latency_ms]:
+        if options.latency_ms is None and str(latency) in kept:
             continue
-        kept[str(latency)] = measured(latency, given.runs)
+        kept[str(latency)] = {"code": code(), "contenders": measured(latency, options.runs)}
         KEPT.parent.mkdir(exist_ok=True)
         KEPT.write_text(json.dumps(kept, indent=1))
-    if not all(str(latency) in kept for latency in LATENCIES_MS):
+    if all(str(latency) in kept for latency in LATENCIES_MS):
+        TABLE.show(options.write)
+    else:
         print(json.dumps(kept, indent=1))
-        return
-    text = table(kept)
-    if not given.write:
-        print(text)
-        return
-    before, _, rest = PAGE.read_text().partition(BEGIN)
-    seen = f"Seen on torch {torch.__version__.partition('+')[0]}, {os.cpu_count()} processors, {platform.system()}."
-    PAGE.write_text(f"{before}{BEGIN}\n{seen}\n\n{text}\n{END}{rest.partition(END)[2]}")
 
 
 if __name__ == "__main__":

@@ -1,23 +1,21 @@
 """Contenders in fresh processes: which can run here, in alternation, and whether they ended with the same weights."""
 
 import importlib.util
-import json
-import sys
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from pathlib import Path
-from random import Random
-from typing import Any
 
-from bench import files
+from bench import child, files
 from bench.contenders import TABLES, Way
-from bench.measure import MeasurementError, Stage, run
-from bench.measured import ROOT, Measured, Runs
-from bench.models import KINDS, QUICK, Sizes, on_meta
+from bench.measure import ROOT, Arguments, MeasurementError, Stage, alternate, call, last_line, run
+from bench.measured import Measured, Runs
+from bench.models import KINDS, on_meta, sizes_of
 from bench.sections import Load
 
 Child = Callable[..., dict[str, Stage]]
 """Runs a program and gives its stages; a time limit can be given."""
+Alternated = tuple[dict[str, list[dict[str, Stage]]], dict[str, str]]
+"""The results of contenders, and why others failed."""
 
 
 class Runner:
@@ -27,16 +25,16 @@ class Runner:
         self.folder, self.runs, self.quick = folder, runs, quick
         self._written: set[tuple[str, str]] = set()
 
-    def child(self, kind: str, environment: Mapping[str, str] | None = None, **arguments: Any) -> Child:
-        command = ["-m", "bench.child", kind, json.dumps(arguments)]
-        paths = {"PYTHONPATH": f"{ROOT}:{ROOT / 'src'}", "HF_HUB_OFFLINE": "1"}
-        return partial(run, command, environment={**paths, **(environment or {})})
+    def child(self, function: Callable[Arguments, object], *_: Arguments.args, **arguments: Arguments.kwargs) -> Child:
+        """A function that calls another one in a new process. What that writes for a time is in the runner's folder."""
+        paths = f"{ROOT}:{ROOT / 'src'}"
+        environment = {"PYTHONPATH": paths, "HF_HUB_OFFLINE": "1", "TMPDIR": str(self.folder)}
+        return partial(run, call(function, *_, **arguments), environment=environment)
 
     def write(self, case: str, formats: set[str]) -> None:
         """The checkpoint of the case in these formats, unless they are there already. Raises `MeasurementError`."""
-        missing = sorted(one for one in formats if (case, one) not in self._written)
-        for name in missing:
-            self.child("write", case=case, formats=[name], folder=str(self.folder), quick=self.quick)()
+        for name in sorted(one for one in formats if (case, one) not in self._written):
+            self.child(child.write, case=case, formats=[name], folder=str(self.folder), quick=self.quick)()
             self._written.add((case, name))
 
     def forget(self, needed: Collection[str]) -> None:
@@ -46,30 +44,9 @@ class Runner:
                 path.unlink()
             self._written = {one for one in self._written if one[0] != case}
 
-    def alternate(self, contenders: Mapping[str, Child], runs: int) -> tuple[dict[str, list[Any]], dict[str, str]]:
-        """Every contender once, then again, and so on, so that a slow minute of the machine meets all of them.
-
-        Each time in another order, the same in every run of the program: who comes first after some that took little
-        memory may find that the host of the machine has taken it back, and pays for all who come after. One that fails
-        runs no more; the second result says why.
-        """
-        found: dict[str, list[dict[str, Stage]]] = {name: [] for name in contenders}
-        failed: dict[str, str] = {}
-        for turn in range(runs):
-            for name, child in Random(turn).sample(list(contenders.items()), len(contenders)):
-                if name in failed:
-                    continue
-                try:
-                    found[name].append(child())
-                except MeasurementError as error:
-                    failed[name] = _last_line(error)
-                    del found[name]
-                    print(f"  {_plain(name)}: failed: {error}", file=sys.stderr, flush=True)
-                    continue
-                stages = found[name][-1].items()
-                times = ", ".join(f"{stage} {one.seconds * 1000:,.1f} ms" for stage, one in stages if stage != "check")
-                print(f"  {_plain(name)}: {times}", file=sys.stderr, flush=True)
-        return found, failed
+    def alternate(self, contenders: Mapping[str, Child], runs: int | None = None) -> Alternated:
+        """Runs children in alternation, and prints the times of each; as often as the runner's children run."""
+        return alternate(contenders, self.runs if runs is None else runs, _times)
 
     def load(self, section: Load) -> Measured:
         table = TABLES[section.table]
@@ -82,10 +59,16 @@ class Runner:
         for head, case in section.cases.items():
             for name, way in ways.items():
                 if name not in absent and self._has_files(case, name, way, absent):
-                    children[f"{head}\n{name}"] = self._load_child(section, case, name, way)
-            if not section.cold:
-                files.warm(files.of_case(case, self.folder))
-        found, failed = self.alternate(children, self.runs)
+                    children[f"{head}\n{name}"] = self.child(
+                        child.load,
+                        table=section.table,
+                        contender=name,
+                        case=case,
+                        folder=str(self.folder),
+                        quick=self.quick,
+                        cold=section.cold,
+                    )
+        found, failed = self.alternate(children)
         absent |= {name.partition("\n")[2]: why for name, why in failed.items()}
         cases = {
             head: {name: found[f"{head}\n{name}"] for name in ways if f"{head}\n{name}" in found}
@@ -108,40 +91,25 @@ class Runner:
             for one in (case, KINDS[case].tiny):
                 self.write(one, {way.files, "safetensors"})
         except MeasurementError as error:
-            absent[name] = _last_line(error)
+            absent[name] = last_line(error)
             return False
         return True
 
-    def _load_child(self, section: Load, case: str, name: str, way: Way) -> Child:
-        return self.child(
-            "load",
-            dict(way.environment),
-            table=section.table,
-            contender=name,
-            case=case,
-            folder=str(self.folder),
-            quick=self.quick,
-            cold=section.cold,
-        )
-
     def _title(self, section: Load) -> str:
         case = next(iter(section.cases.values()))
-        state = on_meta(case, QUICK if self.quick else Sizes()).state_dict()
-        nbytes = sum(value.nbytes for value in state.values())
+        state = on_meta(case, sizes_of(self.quick)).state_dict(keep_vars=True)
+        nbytes = sum({id(value): value.nbytes for value in state.values()}.values())  # tied weights are one tensor
         return section.title.format(size=f"{nbytes / 1e6:,.0f} MB", count=f"{len(state):,}")
 
 
-def _plain(name: str) -> str:
-    """A case and a contender on one line."""
-    return ", ".join(part for part in name.split("\n") if part)
-
-
-def _last_line(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[-1][:200].rstrip(".") if lines else type(error).__name__
+def _times(stages: Mapping[str, Stage]) -> str:
+    seconds = {name: stage.facts.get("seconds", stage.seconds) for name, stage in stages.items() if name != "check"}
+    return ", ".join(f"{name} {each * 1000:,.3g} ms" for name, each in seconds.items())
 
 
 def _words(cases: Mapping[str, Runs]) -> str:
+    if not any(cases.values()):
+        return ""
     texts = ["Every contender ends with the same weights, bit for bit."]
     different = [f"{name} {head}".strip() for head, runs in cases.items() for name in different_weights(runs)]
     if different:

@@ -19,6 +19,7 @@ from torch import nn
 
 import modelstate as ms
 from bench.measure import Stages
+from bench.models import QUICK, sizes_of, with_memory
 
 Save = Callable[[nn.Module, Path], None]
 
@@ -96,30 +97,31 @@ SAVE: dict[str, Save] = {
 PACKAGES = {"torchsnapshot": "torchsnapshot", "tensorizer": "tensorizer"}
 
 
-def timed_save(name: str, model: nn.Module, tiny: nn.Module, folder: Path) -> None:
-    """Saves a tiny model first, so that imports do not count."""
-    save = SAVE[name]
-    for kind in ("tiny", "large"):
-        shutil.rmtree(folder / kind, ignore_errors=True)
-        (folder / kind).mkdir(parents=True)
-    save(tiny, folder / "tiny")
+def measure(*, contender: str, folder: str, quick: bool) -> None:
+    """From a module in memory to files. Saves a tiny model first, so that imports do not count."""
+    save, tiny, large = SAVE[contender], Path(folder) / "tiny", Path(folder) / "large"
+    for each in (tiny, large):
+        shutil.rmtree(each, ignore_errors=True)
+        each.mkdir(parents=True)
+    save(with_memory("tiny", QUICK), tiny)
+    model = with_memory("large", sizes_of(quick))
     os.sync()
     stages = Stages()
-    save(model, folder / "large")
+    save(model, large)
     stages.end("ready", nbytes=_bytes_of(model))
 
 
-def bare_writes(nbytes: int, folder: Path) -> None:
+def bare_writes(*, nbytes: int, folder: str) -> None:
     """So many bytes of touched memory into a new file of the right size, by as many threads as there are processors."""
     nbytes = -(-nbytes // _CHUNK_BYTES) * _CHUNK_BYTES
     memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory.madvise(mmap.MADV_HUGEPAGE)
     torch.frombuffer(memory, dtype=torch.uint8).fill_(1)
-    count = len(os.sched_getaffinity(0))
+    count, path = len(os.sched_getaffinity(0)), Path(folder) / "bare"
+    _write(path, memoryview(memory), count, 0, sync=False)  # the first write waits for free pages of the page cache
     stages = Stages()
     for name, flag, sync in ((BARE, 0, False), (BARE_SYNCED, 0, True), (BARE_DIRECT, os.O_DIRECT, True)):
-        path = folder / "bare"
-        path.unlink(missing_ok=True)
+        path.unlink()
         os.sync()
         begun = time.perf_counter()
         _write(path, memoryview(memory), count, flag, sync)
@@ -180,13 +182,14 @@ BLOCKED, MEMCPY = "Store.save(background=True), until it returns", "memcpy of th
 FULL, FROZEN = "Store.save, everything has changed", "Store.save, 90% has not changed"
 
 
-def blocked(model: nn.Module, folder: Path) -> None:
+def blocked(*, folder: str, quick: bool) -> None:
     """How long training waits, with staging memory that an earlier save has made; and a copy of the same bytes."""
+    model, path = with_memory("large", sizes_of(quick)), Path(folder) / "store"
     state = {name: value.detach() for name, value in model.state_dict(keep_vars=True).items()}
     copies = [torch.ones_like(value) for value in state.values()]
-    shutil.rmtree(folder / "store", ignore_errors=True)
+    shutil.rmtree(path, ignore_errors=True)
     stages = Stages()
-    with ms.Store(folder / "store", keep=1) as store:
+    with ms.Store(path, keep=1) as store:
         first = store.save(1, {"model": model}, background=True)
         assert first is not None
         first.result()
@@ -262,12 +265,12 @@ FROM_GPU = {
 FIRST, SECOND = "{}, the first", "{}, the second"
 
 
-def from_gpu(contender: str, model: nn.Module, folder: Path) -> None:
+def from_gpu(*, contender: str, folder: str, quick: bool) -> None:
     """How long training on a GPU waits for a save in the background, the first and the second time."""
     shutil.rmtree(folder, ignore_errors=True)
-    model.cuda()
+    model = with_memory("large", sizes_of(quick)).cuda()
     stages = Stages()
-    with FROM_GPU[contender](model, folder) as save:
+    with FROM_GPU[contender](model, Path(folder)) as save:
         for name in (FIRST, SECOND):
             torch.cuda.synchronize()
             begun = time.perf_counter()
@@ -277,8 +280,9 @@ def from_gpu(contender: str, model: nn.Module, folder: Path) -> None:
             wait()
 
 
-def frozen(model: nn.Module, folder: Path) -> None:
+def frozen(*, folder: str, quick: bool) -> None:
     """A second checkpoint in which everything, or a tenth, has changed since the first."""
+    model, path = with_memory("large", sizes_of(quick)), Path(folder) / "store"
     params = list(model.parameters())
     total, left = _bytes_of(model), 0
     changing: list[Any] = []
@@ -290,8 +294,8 @@ def frozen(model: nn.Module, folder: Path) -> None:
         param.requires_grad_(any(param is one for one in changing))
     stages = Stages()
     for name, some in ((FULL, params), (FROZEN, changing)):
-        shutil.rmtree(folder / "store", ignore_errors=True)
-        with ms.Store(folder / "store") as store:
+        shutil.rmtree(path, ignore_errors=True)
+        with ms.Store(path) as store:
             store.save(1, {"model": model})
             with torch.no_grad():
                 torch._foreach_add_([param.data for param in some], 1.0)

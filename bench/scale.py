@@ -9,7 +9,6 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch.distributed.tensor import Shard
@@ -179,8 +178,8 @@ def rows_of(costs: Iterable[SaveCost], cluster: Cluster) -> Iterator[tuple[str, 
 
 
 TABLE = InPage(
-    Path(__file__).resolve().parent.parent / "docs" / "scale.md",
-    "<!-- The table: python -m bench.scale --write -->",
+    "scale.md",
+    "scale",
     "<!-- End of the table -->",
     HEAD,
     lambda: rows_of((cost_of(llama_70b(), ranks) for ranks in RANKS), Cluster()),

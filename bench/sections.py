@@ -1,4 +1,4 @@
-"""What is measured: the loads as a list, everything else as functions that know their own way."""
+"""The tables of loads, as a list. The parts that are not loads are in `bench.other`."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -200,7 +200,7 @@ LOADS: dict[str, tuple[Load, ...]] = {
             "materialised",
             {"": "small"},
             without=_SLOW,
-            why="they say no more than the others here",
+            why="the rows of the large decoder show how they compare",
         ),
     ),
     "many": (
@@ -212,7 +212,7 @@ LOADS: dict[str, tuple[Load, ...]] = {
             form="grid",
             words="Tensors of 1 to 16 KB in one safetensors file, into a module on meta.",
             only=("modelstate.load", "modelstate.load, map=False", "accelerate load_checkpoint_in_model"),
-            why="whoever calls `load_state_dict` takes time that grows with the square of the number",
+            why="they call `load_state_dict`, whose time grows with the square of the number of modules",
         ),
     ),
     "hub": (

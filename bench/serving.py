@@ -16,8 +16,7 @@ import torch
 
 import modelstate as ms
 from bench.demo import find_material
-from bench.measure import MeasurementError, Stages
-from bench.measured import ROOT
+from bench.measure import ROOT, MeasurementError, Stages
 from examples.serve.client import Client, RefusedError
 from examples.serve.program import encoder
 from examples.serve.texts import Limits, Texts
@@ -190,12 +189,12 @@ WITHOUT, WITH = "no swaps", "{} swaps among them"
 _ROUNDS = 10
 
 
-def measure(folder: Path, requests: int, swaps: int) -> None:
+def measure(*, folder: str, requests: int, swaps: int) -> None:
     """As many requests without swaps as with them, in turn, on one server; then every answer is looked at."""
     torch.set_num_threads(1)
-    expected = [expected_of(path) for path in write_weights(folder)]
+    expected = [expected_of(path) for path in write_weights(Path(folder))]
     stages = Stages()
-    with serving(folder) as server:
+    with serving(Path(folder)) as server:
         load(server.port, requests // _ROUNDS, 1)
         alone, among = Load({}), Load({})
         for _ in range(_ROUNDS):

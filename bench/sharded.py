@@ -1,34 +1,27 @@
 """Loads a checkpoint into an FSDP2 model on four ranks, in each of the usual ways, and prints a table.
 
 Every run has four fresh processes, which share a gloo group on the CPU. The model is on meta when the clock starts, and
-every rank holds its shards when it stops. `--rank` is one rank of a contender.
+every rank holds its shards when it stops.
 """
 
-import argparse
 import hashlib
-import os
-import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import median
 from types import SimpleNamespace
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import nn
 
 import modelstate as ms
-from bench.measure import MeasurementError, Stage, Stages, run
-from bench.pages import InPage, milliseconds, ratio
+from bench.measure import ROOT, MeasurementError, Stage, Stages, alternate, call, run_together, temporary_folder
+from bench.pages import InPage, Row, milliseconds, ratio
 from modelstate.text_format import size
-
-Result = TypeVar("Result")
 
 RANKS = 4
 RUNS = 5
@@ -151,20 +144,19 @@ def _shapes(width: int, layers: int) -> dict[str, torch.Tensor]:
         return dict(Model(width, layers).state_dict())
 
 
-def rank_main(rank: int, contender: str, folder: Path, width: int, layers: int) -> None:
+def load_on_a_rank(*, rank: int, ranks: int, contender: str, folder: str, width: int, layers: int) -> None:
     """One rank: loads a tiny checkpoint first, so that imports and connections do not count."""
     import torch.distributed as dist
 
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=RANKS)
-    load = CONTENDERS[contender]
-    load(on_meta(64, 2), folder.parent / "tiny" / "model.safetensors")
+    start_rank(rank, ranks, folder)
+    load, checkpoints = CONTENDERS[contender], Path(folder).parent
+    load(on_meta(64, 2), checkpoints / "tiny" / "model.safetensors")
     model = on_meta(width, layers)
     stages = Stages()
     dist.barrier()
     before = _read_so_far()
     begun = time.perf_counter()
-    load(model, folder.parent / "model" / "model.safetensors")
+    load(model, checkpoints / "model" / "model.safetensors")
     seconds = time.perf_counter() - begun
     read_bytes = _read_so_far() - before
     stages.end("ready", seconds=seconds, read_bytes=read_bytes)
@@ -177,6 +169,35 @@ def rank_main(rank: int, contender: str, folder: Path, width: int, layers: int) 
     dist.destroy_process_group()
 
 
+def start_rank(rank: int, ranks: int, folder: str) -> None:
+    """Connects a process to the other ranks, which have the same folder."""
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=ranks)
+
+
+class RankWork(Protocol):
+    """What a rank does in a process of its own."""
+
+    __module__: str
+    __qualname__: str
+
+    def __call__(self, *, rank: int, ranks: int, contender: str, folder: str, width: int, layers: int) -> None: ...
+
+
+def on_ranks(
+    work: RankWork, ranks: int, *, contender: str, folder: str, width: int, layers: int
+) -> list[dict[str, Stage]]:
+    """Runs every rank in a fresh process, and returns the stages of each."""
+    each = [
+        call(work, rank=rank, ranks=ranks, contender=contender, folder=folder, width=width, layers=layers)
+        for rank in range(ranks)
+    ]
+    environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'src'}"}
+    return run_together(each, environment=environment, timeout_seconds=120)
+
+
 def _read_so_far() -> int:
     """Returns the bytes that the process has read with system calls, from files and sockets."""
     with open("/proc/self/io") as file:
@@ -184,13 +205,9 @@ def _read_so_far() -> int:
 
 
 def measure(contender: str, folder: Path, width: int, layers: int) -> Loaded:
-    """Runs a contender once, with a fresh process for each rank."""
+    """Runs a contender once."""
     with tempfile.TemporaryDirectory(dir=folder) as own:
-        command = ["-m", "bench.sharded", "--contender", contender, "--folder", own]
-        command += ["--width", str(width), "--layers", str(layers), "--rank"]
-        start = partial(run, environment={"OMP_NUM_THREADS": "1"}, timeout_seconds=120)
-        with ThreadPoolExecutor(RANKS) as pool:
-            results = list(pool.map(start, [[*command, str(rank)] for rank in range(RANKS)]))
+        results = on_ranks(load_on_a_rank, RANKS, contender=contender, folder=own, width=width, layers=layers)
     ready: list[Stage] = [result["ready"] for result in results]
     return Loaded(
         max(stage.facts["seconds"] for stage in ready),
@@ -201,85 +218,56 @@ def measure(contender: str, folder: Path, width: int, layers: int) -> Loaded:
     )
 
 
-def alternated(names: Sequence[str], measure: Callable[[str], Result], runs: int) -> dict[str, list[Result]]:
-    """Runs the contenders in alternation. One that fails is left out, and its error is printed."""
-    results: dict[str, list[Result]] = {}
-    failed: set[str] = set()
-    for turn in range(runs):
-        for name in (*names[turn % len(names) :], *names[: turn % len(names)]):
-            if name in failed:
-                continue
-            try:
-                results.setdefault(name, []).append(measure(name))
-            except MeasurementError as error:
-                print(f"{name}: {str(error)[-400:]}", file=sys.stderr)
-                failed.add(name)
-    return {name: results[name] for name in names if name in results and name not in failed}
+class Measurement(Protocol):
+    """What a contender took in one run."""
+
+    @property
+    def seconds(self) -> float: ...
 
 
-def measured(runs: int, width: int, layers: int, folder: Path) -> dict[str, list[Loaded]]:
-    write(folder / "tiny", 64, 2)
-    write(folder / "model", width, layers)
-    results = alternated(list(CONTENDERS), lambda name: measure(name, folder, width, layers), runs)
+Measurements = TypeVar("Measurements", bound=Measurement)
+
+
+def in_turn(
+    names: Sequence[str], measure: Callable[[str], Measurements], runs: int
+) -> tuple[dict[str, list[Measurements]], dict[str, str]]:
+    """The results of contenders that are measured in alternation, and why others failed."""
+    contenders = {name: partial(measure, name) for name in names}
+    return alternate(contenders, runs, lambda result: f"{milliseconds(result.seconds)} ms")
+
+
+def table_rows(
+    results: Mapping[str, Sequence[Measurement]], fields: Sequence[str], failed: Mapping[str, str]
+) -> Iterator[Row]:
+    """The medians of each contender, with fields in bytes; the times are compared with those of the first one."""
+    first = median(run.seconds for run in next(iter(results.values())))
+    for name, runs in results.items():
+        seconds = median(run.seconds for run in runs)
+        sizes = (median(getattr(run, field) for run in runs) for field in fields)
+        yield name, milliseconds(seconds), ratio(seconds, first), *map(size, sizes)
+    for name, reason in failed.items():
+        yield name, f"did not run: {reason}", *[""] * (len(fields) + 1)
+
+
+def rows(runs: int = RUNS, width: int = WIDTH, layers: int = LAYERS) -> list[Row]:
+    """Measures, and returns the rows of the table. Raises `MeasurementError` where weights differ."""
+    with temporary_folder() as folder:
+        write(folder / "tiny", 64, 2)
+        write(folder / "model", width, layers)
+        results, failed = in_turn(list(CONTENDERS), lambda name: measure(name, folder, width, layers), runs)
     if len({loaded.digests for found in results.values() for loaded in found}) != 1:
         raise MeasurementError("the contenders end with different weights")
-    return results
-
-
-def table_rows(results: Mapping[str, Sequence[Loaded]]) -> Iterator[tuple[str, ...]]:
-    """Medians of each contender."""
-    first = median(loaded.seconds for loaded in results[OURS])
-    for name, found in results.items():
-        seconds = median(loaded.seconds for loaded in found)
-        sizes = (
-            median(getattr(loaded, field) for loaded in found)
-            for field in ("read_bytes", "own_bytes", "resident_bytes")
-        )
-        yield name, milliseconds(seconds), ratio(seconds, first), *map(size, sizes)
-
-
-def rows(runs: int = RUNS, width: int = WIDTH, layers: int = LAYERS) -> list[tuple[str, ...]]:
-    """Measures, and returns the rows of the table."""
-    with temporary_folder() as folder:
-        return list(table_rows(measured(runs, width, layers, folder)))
-
-
-@contextmanager
-def temporary_folder() -> Iterator[Path]:
-    """Yields a folder on the disk of `TMPDIR`, or of the checkout."""
-    parent = os.environ.get("TMPDIR") or Path(__file__).resolve().parent.parent / ".venv"
-    with tempfile.TemporaryDirectory(prefix="modelstate-bench-", dir=parent) as folder:
-        yield Path(folder)
+    return list(table_rows(results, ("read_bytes", "own_bytes", "resident_bytes"), failed))
 
 
 TABLE = InPage(
-    Path(__file__).resolve().parent.parent / "docs" / "sharded.md",
-    "<!-- The table: python -m bench.sharded --write -->",
+    "sharded.md",
+    "sharded",
     "<!-- End of the table -->",
     HEAD,
     rows,
 )
 
 
-def main(
-    table: InPage,
-    doc: str | None,
-    contenders: Iterable[str],
-    rank_main: Callable[[int, str, Path, int, int], None],
-) -> None:
-    """Prints or writes the table of a benchmark, or is one rank of a contender."""
-    if "--rank" not in sys.argv:
-        table.main(doc)
-        return
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--rank", type=int)
-    parser.add_argument("--contender", choices=[*contenders])
-    parser.add_argument("--folder", type=Path)
-    parser.add_argument("--width", type=int)
-    parser.add_argument("--layers", type=int)
-    options = parser.parse_args()
-    rank_main(options.rank, options.contender, options.folder, options.width, options.layers)
-
-
 if __name__ == "__main__":
-    main(TABLE, __doc__, CONTENDERS, rank_main)
+    TABLE.main(__doc__)

@@ -1,33 +1,28 @@
 """Saves an FSDP2 model of four ranks in each of the usual ways, and prints a table.
 
 Every run has four fresh processes, which share a gloo group on the CPU. A save counts when its bytes are on the disk:
-what does not flush its files itself is followed by a flush of them. `--rank` is one rank of a contender. The table
-names what did not run; `pip install torch_checkpointing` brings what is not among the requirements.
+what does not flush its files itself is followed by a flush of them. The table names what did not run;
+`pip install torch_checkpointing` brings what is not among the requirements.
 """
 
 import hashlib
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from statistics import median
 from typing import Any
 from unittest import mock
 
 import torch
 
 import modelstate as ms
-from bench.measure import MeasurementError, Stage, Stages, run
-from bench.pages import InPage, milliseconds, ratio
-from bench.sharded import LAYERS, RANKS, WIDTH, Model, alternated, main, on_meta, temporary_folder
-from modelstate.text_format import size
-
-RUNS = 5
+from bench.measure import MeasurementError, Stage, Stages, temporary_folder
+from bench.pages import InPage, Row
+from bench.sharded import LAYERS, RANKS, RUNS, WIDTH, Model, in_turn, on_meta, on_ranks, start_rank, table_rows
 
 
 def _flush(folder: Path) -> None:
@@ -149,21 +144,20 @@ class Saved:
     """Of the tensors that were read back."""
 
 
-def rank_main(rank: int, contender: str, folder: Path, width: int, layers: int) -> None:
+def save_on_a_rank(*, rank: int, ranks: int, contender: str, folder: str, width: int, layers: int) -> None:
     """One rank: saves a tiny model first, so that imports and connections do not count."""
     import torch.distributed as dist
 
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=RANKS)
-    save = CONTENDERS[contender]
-    for name in ("tiny", "saved"):
-        (folder / name).mkdir(exist_ok=True)
-    save(filled(64, 2), folder / "tiny")
+    start_rank(rank, ranks, folder)
+    save, tiny, saved = CONTENDERS[contender], Path(folder) / "tiny", Path(folder) / "saved"
+    for each in (tiny, saved):
+        each.mkdir(exist_ok=True)
+    save(filled(64, 2), tiny)
     model = filled(width, layers)
     stages = Stages()
     dist.barrier()
     begun = time.perf_counter()
-    save(model, folder / "saved")
+    save(model, saved)
     stages.end("saved", seconds=time.perf_counter() - begun)
     dist.barrier()
     dist.destroy_process_group()
@@ -202,13 +196,9 @@ def _digest(folder: Path, contender: str) -> str:
 
 
 def measure(contender: str, folder: Path, width: int, layers: int) -> Saved:
-    """Runs a contender once, with a fresh process for each rank."""
+    """Runs a contender once."""
     with tempfile.TemporaryDirectory(dir=folder) as own:
-        command = ["-m", "bench.sharded_saving", "--contender", contender, "--folder", own]
-        command += ["--width", str(width), "--layers", str(layers), "--rank"]
-        start = partial(run, environment={"OMP_NUM_THREADS": "1"}, timeout_seconds=120)
-        with ThreadPoolExecutor(RANKS) as pool:
-            results = list(pool.map(start, [[*command, str(rank)] for rank in range(RANKS)]))
+        results = on_ranks(save_on_a_rank, RANKS, contender=contender, folder=own, width=width, layers=layers)
         saved = Path(own) / "saved"
         disk_bytes = sum(path.stat().st_size for path in saved.rglob("*") if path.is_file())
         digest = _digest(saved, contender)
@@ -217,34 +207,18 @@ def measure(contender: str, folder: Path, width: int, layers: int) -> Saved:
     return Saved(max(stage.facts["seconds"] for stage in stages), sum(memory), max(memory), disk_bytes, digest)
 
 
-def measured(runs: int, width: int, layers: int, folder: Path) -> dict[str, list[Saved]]:
-    results = alternated(list(CONTENDERS), lambda name: measure(name, folder, width, layers), runs)
+def rows(runs: int = RUNS, width: int = WIDTH, layers: int = LAYERS) -> list[Row]:
+    """Measures, and returns the rows of the table. Raises `MeasurementError` where weights differ."""
+    with temporary_folder() as folder:
+        results, failed = in_turn(list(CONTENDERS), lambda name: measure(name, folder, width, layers), runs)
     if len({saved.digest for found in results.values() for saved in found}) != 1:
         raise MeasurementError("the contenders have saved different weights")
-    return results
-
-
-def table_rows(results: Mapping[str, Sequence[Saved]]) -> Iterator[tuple[str, ...]]:
-    """Medians of each contender."""
-    first = median(saved.seconds for saved in results[OURS])
-    for name, found in results.items():
-        seconds = median(saved.seconds for saved in found)
-        fields = ("own_bytes", "most_bytes", "disk_bytes")
-        sizes = (median(getattr(saved, field) for saved in found) for field in fields)
-        yield name, milliseconds(seconds), ratio(seconds, first), *map(size, sizes)
-
-
-def rows(runs: int = RUNS, width: int = WIDTH, layers: int = LAYERS) -> list[tuple[str, ...]]:
-    """Measures, and returns the rows of the table, in which those of contenders that fail or are missing say so."""
-    with temporary_folder() as folder:
-        found = measured(runs, width, layers, folder)
-    absent = (name for name in CONTENDERS if name not in found)
-    return [*table_rows(found), *((name, "did not run", *[""] * 4) for name in absent)]
+    return list(table_rows(results, ("own_bytes", "most_bytes", "disk_bytes"), failed))
 
 
 TABLE = InPage(
-    Path(__file__).resolve().parent.parent / "docs" / "sharded.md",
-    "<!-- The table: python -m bench.sharded_saving --write -->",
+    "sharded.md",
+    "sharded_saving",
     "<!-- End of the table of saves -->",
     HEAD,
     rows,
@@ -252,4 +226,4 @@ TABLE = InPage(
 
 
 if __name__ == "__main__":
-    main(TABLE, __doc__, CONTENDERS, rank_main)
+    TABLE.main(__doc__)

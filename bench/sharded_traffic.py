@@ -1,22 +1,19 @@
 """Counts the bytes that ranks send to each other in a sharded save, over 2, 4 and 8 ranks, and prints a table.
 
 The bytes are those that each rank gives to the collectives of modelstate. An all-reduce sends twice what it reduces.
-`--rank` is one rank, which saves a model whose weights are split by rows or by columns.
+The model's weights are split by rows or by columns.
 """
 
-import os
 import tempfile
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import modelstate as ms
-from bench.measure import Stage, Stages, run
-from bench.pages import InPage
-from bench.sharded import LAYERS, WIDTH, main, temporary_folder
+from bench.measure import Stage, Stages, temporary_folder
+from bench.pages import InPage, Row
+from bench.sharded import LAYERS, WIDTH, on_ranks, start_rank
 from bench.sharded_saving import filled
 from modelstate.distributed.connections import Connections
 from modelstate.text_format import size
@@ -55,15 +52,13 @@ def counting(sent: dict[str, int]) -> Any:
     )
 
 
-def rank_main(rank: int, split: str, folder: Path, width: int, layers: int) -> None:
-    """One rank: saves a tiny model first, so that imports and connections do not count."""
-    import torch
+def save_on_a_rank(*, rank: int, ranks: int, contender: str, folder: str, width: int, layers: int) -> None:
+    """One rank: saves a tiny model first, so that connections do not count. The contender is how weights are split."""
     import torch.distributed as dist
 
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=int(os.environ["WORLD_SIZE"]))
-    columns = split == COLUMNS
-    ms.save(filled(64, 2, columns), folder / "tiny.safetensors")
+    start_rank(rank, ranks, folder)
+    columns, path = contender == COLUMNS, Path(folder)
+    ms.save(filled(64, 2, columns), path / "tiny.safetensors")
     model = filled(width, layers, columns)
     params: list[Any] = [*model.parameters()]
     shards = sum(param.to_local().nbytes for param in params)
@@ -71,24 +66,20 @@ def rank_main(rank: int, split: str, folder: Path, width: int, layers: int) -> N
     stages = Stages()
     dist.barrier()
     with counting(sent):
-        ms.save(model, folder / "model.safetensors")
+        ms.save(model, path / "model.safetensors")
     stages.end("saved", votes=sent.get("maximum", 0) + sent.get("broadcast", 0), all=sum(sent.values()), shards=shards)
     dist.barrier()
     dist.destroy_process_group()
 
 
 def measure(split: str, ranks: int, folder: Path, width: int, layers: int) -> list[Stage]:
-    """Saves once, with a fresh process for each rank, and returns what each of them has counted."""
+    """Saves once, and returns what each rank has counted."""
     with tempfile.TemporaryDirectory(dir=folder) as own:
-        command = ["-m", "bench.sharded_traffic", "--contender", split, "--folder", own]
-        command += ["--width", str(width), "--layers", str(layers), "--rank"]
-        start = partial(run, environment={"OMP_NUM_THREADS": "1", "WORLD_SIZE": str(ranks)}, timeout_seconds=120)
-        with ThreadPoolExecutor(ranks) as pool:
-            results = pool.map(start, [[*command, str(rank)] for rank in range(ranks)])
-            return [result["saved"] for result in results]
+        results = on_ranks(save_on_a_rank, ranks, contender=split, folder=own, width=width, layers=layers)
+        return [result["saved"] for result in results]
 
 
-def rows(width: int = WIDTH, layers: int = LAYERS) -> Iterator[tuple[str, ...]]:
+def rows(width: int = WIDTH, layers: int = LAYERS) -> Iterator[Row]:
     """Measures, and yields the rows of the table: of the rank with the most."""
     with temporary_folder() as folder:
         for ranks in RANKS:
@@ -100,12 +91,12 @@ def rows(width: int = WIDTH, layers: int = LAYERS) -> Iterator[tuple[str, ...]]:
 
 
 TABLE = InPage(
-    Path(__file__).resolve().parent.parent / "docs" / "sharded.md",
-    "<!-- The table: python -m bench.sharded_traffic --write -->",
+    "sharded.md",
+    "sharded_traffic",
     "<!-- End of the table of traffic -->",
     HEAD,
     rows,
 )
 
 if __name__ == "__main__":
-    main(TABLE, __doc__, (ROWS, COLUMNS), rank_main)
+    TABLE.main(__doc__)

@@ -588,8 +588,8 @@ def rows() -> list[tuple[str, ...]]:
 
 
 TABLE = InPage(
-    Path(__file__).resolve().parent.parent / "docs" / "suggest.md",
-    "<!-- The table: python -m bench.suggest_pairs --write -->",
+    "suggest.md",
+    "suggest_pairs",
     "<!-- End of the table -->",
     HEAD,
     rows,

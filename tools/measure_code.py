@@ -80,15 +80,36 @@ def any_annotations(trees: dict[Path, ast.Module]) -> Iterator[str]:
                     yield f"{path.relative_to(SOURCE)}:{annotation.lineno} {ast.unparse(annotation)}"
 
 
+def own_attributes(tree: ast.Module) -> set[str]:
+    """Attributes that classes of a file declare, or set on `self`."""
+    targets: list[ast.expr] = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef):
+            targets += [field.target for field in node.body if isinstance(field, ast.AnnAssign)]
+        elif isinstance(node, ast.Assign):
+            targets += [target for target in node.targets if isinstance(target, ast.Attribute) and is_self(target)]
+    return {target.id if isinstance(target, ast.Name) else ast.unparse(target).rpartition(".")[2] for target in targets}
+
+
+def is_self(attribute: ast.Attribute) -> bool:
+    return isinstance(attribute.value, ast.Name) and attribute.value.id == "self"
+
+
 def private_torch(trees: dict[Path, ast.Module]) -> dict[str, list[str]]:
-    """Uses of private names of torch outside `torch_compat`, by file."""
+    """Uses of private names of torch outside `torch_compat`, by file.
+
+    An attribute of `self` that a class of the file declares or sets is the file's own.
+    """
     found: defaultdict[str, list[str]] = defaultdict(list)
     for path, tree in trees.items():
         name = str(path.relative_to(SOURCE))
         if name.startswith("torch_compat/"):
             continue
+        own = own_attributes(tree)
         for node in ast.walk(tree):
             if isinstance(node, ast.Attribute):
+                if node.attr in own and is_self(node):
+                    continue
                 text = ast.unparse(node)
                 of_torch = text.startswith(("torch.", "nn.")) and any(
                     part.startswith("_") and not part.startswith("__") for part in text.split(".")

@@ -3,12 +3,12 @@
     python tools/trace_calls.py [--list load]
 
 A switch is a call from a function in one file of the library to a function in another. Comprehensions and lambdas are
-parts of their functions. The first run of each case warms
-up imports and caches; the second is counted. `--list CASE` prints the functions of one case, each with its number of
-calls. `Live.swap` is counted in the thread that calls it.
+parts of their functions. The first run of each case fills caches and imports modules; the second is counted, in the
+thread that calls. `--list CASE` prints the functions of one case, each with its number of calls.
 """
 
 import argparse
+import itertools
 import sys
 import tempfile
 from collections import Counter
@@ -72,21 +72,12 @@ def load_case(directory: Path, count: int = 1, device: str = "cpu") -> Callable[
     """`ms.load` of a safetensors file with `count` tensors."""
     path = directory / f"{count}.safetensors"
     ms.save(linears(count), path)
-    model: list[nn.Module] = []
-
-    def run() -> object:
-        return ms.load(model.pop(), path)
-
-    def prepare() -> None:
-        model[:] = [linears(count, device)]
-
-    run.prepare = prepare  # type: ignore[attr-defined]
-    return run
+    return lambda: ms.load(linears(count, device), path)
 
 
 def save_case(directory: Path) -> Callable[[], object]:
     """`Store.save` of a model of one tensor."""
-    store, model, steps = ms.Store(directory / "store"), linears(1), iter(range(100))
+    store, model, steps = ms.Store(directory / "store"), linears(1), itertools.count()
     return lambda: store.save(next(steps), {"model": model})
 
 
@@ -100,10 +91,7 @@ def swap_case(directory: Path) -> Callable[[], object]:
 
 def traced(run: Callable[[], Any]) -> Calls:
     """The calls of the second run."""
-    prepare = getattr(run, "prepare", lambda: None)
-    prepare()
     run()
-    prepare()
     calls = Calls()
     with calls.counted():
         run()

@@ -8,6 +8,8 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from io import BufferedWriter
 from pathlib import Path
 
@@ -20,6 +22,15 @@ def run_forked(
 ) -> dict[str, Stage]:
     """As `bench.measure.run`, without samples of the memory between stages."""
     return _stages(run_program(code_of(command), environment=environment, timeout=timeout_seconds))
+
+
+def run_together_forked(
+    commands: Sequence[Sequence[str]], *, environment: Mapping[str, str] | None = None, timeout_seconds: float = 600
+) -> list[dict[str, Stage]]:
+    """As `bench.measure.run_together`, without samples of the memory between stages."""
+    with ThreadPoolExecutor(len(commands)) as pool:
+        run = partial(run_forked, environment=environment, timeout_seconds=timeout_seconds)
+        return list(pool.map(run, commands))
 
 
 def run_as_fork_of_this(

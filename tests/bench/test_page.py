@@ -4,7 +4,6 @@ import platform
 import re
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -108,7 +107,7 @@ def test_merges_end_with_the_same_weights(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_load_is_measured_in_fresh_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def written_by_forks(command: list[str], **options: Any) -> dict[str, Stage]:
-        return (run_forked if "write" in command else measure.run)(command, **options)
+        return (run_forked if "bench.child:write" in command else measure.run)(command, **options)
 
     monkeypatch.setattr(run, "run", written_by_forks)
     ours, theirs = "modelstate.load", "safetensors load_file + assign"
@@ -116,7 +115,7 @@ def test_a_load_is_measured_in_fresh_processes(tmp_path: Path, monkeypatch: pyte
     found = Runner(tmp_path, 1, quick=True).load(section)
     assert found.title == "Of 20 tensors, 1 MB"
     if found.absent:  # a file system without a disk
-        assert "cannot be taken out of the page cache" in "".join(found.absent.values())
+        assert "does not take files out of the page cache" in "".join(found.absent.values())
         return
     assert found.rows == [ours, theirs]
     assert found.words == "Every contender ends with the same weights, bit for bit."
@@ -236,23 +235,29 @@ def test_a_contender_that_fails_is_named_with_the_reason(tmp_path: Path) -> None
     assert "- Not run here: bad: RuntimeError: no such thing." in shown
 
 
-def test_contenders_run_once_a_turn_in_another_order(tmp_path: Path) -> None:
-    ran: list[str] = []
-
-    def child(name: str) -> dict[str, Stage]:
-        ran.append(name)
+def test_a_contender_that_fails_in_a_grid_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def one(command: list[str], **_: Any) -> dict[str, Stage]:
+        if "Module.load_state_dict" in command[-1] and '"count": 100' in command[-1]:
+            raise MeasurementError("the process failed:\nMemoryError: too many")
         return one_run(1, 2)
 
-    names = list("abcdef")
-    children = {name: partial(child, name) for name in names}
-    found, _ = Runner(tmp_path, 7, quick=True).alternate(children, 7)
-    turns = [ran[at : at + 6] for at in range(0, 42, 6)]
-    assert all(sorted(turn) == names for turn in turns)
-    assert len(set(map(tuple, turns))) > 1
-    assert list(found) == names
-    ran.clear()
-    Runner(tmp_path, 7, quick=True).alternate(children, 7)
-    assert [ran[at : at + 6] for at in range(0, 42, 6)] == turns
+    monkeypatch.setattr(run, "run", one)
+    (found,) = Others(Runner(tmp_path, 1, quick=True)).state_dict()
+    assert found.absent == {"Module.load_state_dict, 100 children": "MemoryError: too many"}
+    assert "| Module.load_state_dict | 1,000 |  |" in pages.section(found)
+
+
+def test_tied_weights_count_once_in_a_title(tmp_path: Path) -> None:
+    section = Load("key", "Of {size}", "default", {"": "mixed"})
+    assert Runner(tmp_path, 1, quick=False)._title(section) == "Of 92 MB"
+
+
+@pytest.mark.parametrize("runs", ["0", "-1", "many"])
+def test_a_number_of_runs_that_is_none(runs: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--quick", "--runs", runs])
+    assert ended.value.code == 2
+    assert "--runs" in capsys.readouterr().err
 
 
 def test_the_page_says_which_medians_are_of_fewer_runs() -> None:
@@ -362,7 +367,7 @@ def test_goals_are_not_met_by_what_is_slow() -> None:
     found = goals.reached(everything(2.0))
     linear = ("many", "shards")  # the same time for each file, however slow
     assert {one.verdict for key, one in zip(goals.ROWS, found, strict=True) if key not in linear} == {"not met"}
-    assert "**0.50x the best peer**" in pages.goals(found)
+    assert "**0.50x as fast as the best peer**" in pages.goals(found)
 
 
 def test_who_leaves_the_optimizer_with_other_parameters_is_no_peer_in_place() -> None:
@@ -380,7 +385,7 @@ def test_memory_above_the_bound_is_no_goal_met() -> None:
     large = one_run(0.1, 0.1, pages=230 * MB)
     found["cast"] = table_of("cast", {f"{goals.OURS}, dtype=bfloat16": large, "theirs": one_run(1, 1)}, "cast")
     (row,) = (one for one in goals.reached(found) if one.job == goals.ROWS["cast"][0])
-    assert (row.verdict, row.reached) == ("not met", "10.00x the best peer; **target + 130.0 MB**")
+    assert (row.verdict, row.reached) == ("not met", "10.00x as fast as the best peer; **target + 130.0 MB**")
 
 
 @pytest.mark.parametrize("key", ["mapped", "first-forward"])
@@ -390,8 +395,8 @@ def test_the_fastest_of_all_is_so_in_every_table(table: str, key: str) -> None:
     found[table] = table_of(table, {ours: one_run(0.1, 0.1), "theirs": one_run(0.05, 0.05)})
     (row,) = goals.reached(found, [key])
     assert row.verdict == "not met"
-    assert f"**0.50x the best peer{what}**" in row.reached
-    assert "10.00x the best peer;" in row.reached
+    assert f"**0.50x as fast as the best peer{what}**" in row.reached
+    assert "10.00x as fast as the best peer;" in row.reached
 
 
 def test_what_was_not_measured_is_no_goal_met_or_missed() -> None:

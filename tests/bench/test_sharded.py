@@ -1,37 +1,50 @@
 """The benchmark of loads on several ranks."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from bench import sharded
 from bench.measure import MeasurementError
 from bench.sharded import CONTENDERS, OURS, Loaded
-from tests.bench.forked import run_forked
+from tests.bench.forked import run_together_forked
 
 
-def test_the_table_compares_medians_with_ours() -> None:
-    other = next(name for name in CONTENDERS if name != OURS)
+def test_the_table_compares_medians_with_ours_and_names_what_failed() -> None:
     results = {
         OURS: [Loaded(seconds, 1000, 2000, 3000, ("x",)) for seconds in (0.1, 0.2, 0.9)],
-        other: [Loaded(0.5, 10, 20, 30, ("x",))],
+        "another": [Loaded(0.5, 10, 20, 30, ("x",))],
     }
-    assert list(sharded.table_rows(results)) == [
+    rows = list(sharded.table_rows(results, ("read_bytes", "own_bytes", "resident_bytes"), {"a third": "no luck"}))
+    assert rows == [
         (OURS, "200.0", "1.00", "1.0 kB", "2.0 kB", "3.0 kB"),
-        (other, "500.0", "2.50", "10 B", "20 B", "30 B"),
+        ("another", "500.0", "2.50", "10 B", "20 B", "30 B"),
+        ("a third", "did not run: no luck", "", "", "", ""),
     ]
-    assert {len(row) for row in sharded.table_rows(results)} == {len(sharded.HEAD)}
+    assert {len(row) for row in rows} == {len(sharded.HEAD)}
 
 
 @pytest.mark.slow
 def test_a_contender_runs_on_four_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
     nbytes = sharded.write(tmp_path / "again", 64, 2)
-    monkeypatch.setattr(sharded, "run", run_forked)
+    monkeypatch.setattr(sharded, "run_together", run_together_forked)
     monkeypatch.setattr(sharded, "CONTENDERS", {OURS: CONTENDERS[OURS]})
-    (loaded,) = sharded.measured(1, 64, 2, tmp_path)[OURS]
+    found = []
+
+    def kept(*given: Any) -> Loaded:
+        found.append(measure(*given))
+        return found[-1]
+
+    measure = sharded.measure
+    monkeypatch.setattr(sharded, "measure", kept)
+    ((name, *_),) = sharded.rows(1, 64, 2)
+    assert name == OURS
+    (loaded,) = found
     assert nbytes <= loaded.read_bytes <= 1.5 * nbytes  # with what the ranks say to each other
     assert len(set(loaded.digests)) == 4
-    found = iter([loaded, Loaded(1.0, 0, 0, 0, ("other",))])
-    monkeypatch.setattr(sharded, "measure", lambda *_: next(found))
+    several = iter([loaded, Loaded(1.0, 0, 0, 0, ("other",))])
+    monkeypatch.setattr(sharded, "measure", lambda *_: next(several))
     with pytest.raises(MeasurementError, match="different weights"):
-        sharded.measured(2, 64, 2, tmp_path / "new")
+        sharded.rows(2, 64, 2)
