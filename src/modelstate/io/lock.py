@@ -228,12 +228,14 @@ def is_at(descriptor: int, path: str) -> bool:
 def _release(file: int, directory: int, pid: int) -> None:
     if os.getpid() != pid:
         return  # a forked child has closed its copies already
-    with suppress(OSError):
+    with suppress(OSError):  # a disk that fails
         os.ftruncate(file, 0)
+    with suppress(OSError):
         fcntl.flock(file, fcntl.LOCK_UN)
     for descriptor in (file, directory):
         descriptors_to_close.discard(descriptor)
-        os.close(descriptor)
+        with suppress(OSError):
+            os.close(descriptor)
 
 
 _THIS_PROCESS = "this process"
