@@ -5,6 +5,7 @@ import os
 import shutil
 from contextlib import suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -177,6 +178,32 @@ def test_a_disk_that_has_become_read_only(tmp_path: Path, code: int) -> None:
         assert store.prune(1) == ()
     assert contents(tmp_path) == was
     store.save(2, training.objects)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork")
+def test_checkpoints_that_were_made_read_only_are_replaced_and_removed() -> None:
+    def use(directory: Path) -> bool:
+        objects = {"model": nn.Linear(2, 2)}
+        with ms.Store(directory) as store:
+            store.save(1, objects)
+            store.save(2, objects)
+            for path in directory.glob("step-*"):
+                path.chmod(0o555)
+            store.save(2, objects, overwrite=True)
+            return store.prune(1) == (1,) and store.verify() == {2: ""} and not litter(directory)
+
+    with TemporaryDirectory() as parent:
+        assert use(Path(parent, "any user"))
+        os.chmod(parent, 0o777)
+        child = os.fork()
+        if not child:
+            try:
+                if os.geteuid() == 0:  # root may do everything
+                    os.setuid(65534)
+                os._exit(0 if use(Path(parent, "no rights")) else 1)
+            finally:
+                os._exit(2)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 @pytest.mark.slow

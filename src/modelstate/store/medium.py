@@ -325,7 +325,7 @@ class _NewDirectory:
         mode, self._count = 0o777, 0
         if replaced is not None:
             with suppress(OSError):
-                mode = os.stat(replaced.path).st_mode & 0o777
+                mode = os.stat(replaced.path).st_mode & 0o777 | stat.S_IRWXU  # it may have been made read-only
         system.mkdir(self.path, mode)
 
     def write_tensors(self, key: str, planned: Layout) -> tuple[str, Written, FileRecord]:
@@ -390,6 +390,8 @@ def _remove_directory(path: str) -> None:
         if os.path.islink(path) or not os.path.isdir(path):
             system.unlink(path)
             return
+        with suppress(OSError):
+            os.chmod(path, stat.S_IRWXU)  # of a read-only directory no file can be removed
         for name in os.listdir(path):
             with suppress(OSError):
                 system.unlink(os.path.join(path, name))
