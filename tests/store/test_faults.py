@@ -181,13 +181,17 @@ def test_a_disk_that_has_become_read_only(tmp_path: Path, code: int) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*fork")
-def test_checkpoints_that_were_made_read_only_are_replaced_and_removed() -> None:
+def test_checkpoints_that_users_have_changed_are_replaced_and_removed() -> None:
+    """They were made read-only, and a tokenizer was put into them."""
+
     def use(directory: Path) -> bool:
         objects = {"model": nn.Linear(2, 2)}
         with ms.Store(directory) as store:
             store.save(1, objects)
             store.save(2, objects)
             for path in directory.glob("step-*"):
+                (path / "tokenizer").mkdir()
+                (path / "tokenizer" / "vocabulary.txt").touch()
                 path.chmod(0o555)
             store.save(2, objects, overwrite=True)
             return store.prune(1) == (1,) and store.verify() == {2: ""} and not litter(directory)

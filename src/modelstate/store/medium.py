@@ -271,7 +271,7 @@ class LocalMedium:
             sync_directory(self._directory)
         finally:
             for path in (beside, renamed):
-                _remove_directory(path)
+                _remove(path)
 
     def free_bytes(self) -> int | None:
         space = os.statvfs(self._directory)
@@ -306,13 +306,13 @@ class LocalMedium:
         if renamed:
             sync_directory(self._directory)
         for path in renamed:
-            _remove_directory(path)
+            _remove(path)
 
     def clear(self, entries: Callable[[], Iterable[Listed]]) -> None:
         with suppress(OSError):
             for name in os.listdir(self._directory):
                 if _UNFINISHED.fullmatch(name):
-                    _remove_directory(os.path.join(self._directory, name))
+                    _remove(os.path.join(self._directory, name))
 
 
 class _NewDirectory:
@@ -375,7 +375,7 @@ class _NewDirectory:
         return self._final
 
     def discard(self) -> None:
-        _remove_directory(self.path)
+        _remove(self.path)
 
 
 def _record_of(path: str, head: bytes) -> FileRecord:
@@ -384,8 +384,8 @@ def _record_of(path: str, head: bytes) -> FileRecord:
     return FileRecord(status.st_size, status.st_mtime_ns, len(head), digest(head))
 
 
-def _remove_directory(path: str) -> None:
-    """Removes a directory of a store with its files, and ignores errors; of a symbolic link only the link."""
+def _remove(path: str) -> None:
+    """Removes a directory of a store with all that is in it, and ignores errors; of a symbolic link only the link."""
     with suppress(OSError):
         if os.path.islink(path) or not os.path.isdir(path):
             system.unlink(path)
@@ -393,6 +393,5 @@ def _remove_directory(path: str) -> None:
         with suppress(OSError):
             os.chmod(path, stat.S_IRWXU)  # of a read-only directory no file can be removed
         for name in os.listdir(path):
-            with suppress(OSError):
-                system.unlink(os.path.join(path, name))
+            _remove(os.path.join(path, name))
         system.rmdir(path)
