@@ -116,7 +116,7 @@ def test_short_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("what", ["all", "the step", "moved"])
+@pytest.mark.parametrize("what", ["all", "the step", "its files", "moved"])
 def test_the_directory_goes_at_every_call(tmp_path: Path, what: str) -> None:
     training, directory = Half(), tmp_path / "run"
     store = ms.Store(directory, keep=2)
@@ -127,12 +127,17 @@ def test_the_directory_goes_at_every_call(tmp_path: Path, what: str) -> None:
         elif what == "all":
             shutil.rmtree(directory)
         else:
-            for path in litter(directory):
-                shutil.rmtree(path, ignore_errors=True)
+            # As another writer does on a file system whose locks hold for one machine only.
+            for path in map(Path, litter(directory)):
+                if what == "the step":
+                    shutil.rmtree(path, ignore_errors=True)
+                else:
+                    for file in path.iterdir():
+                        file.unlink()
 
     store.save(1, training.objects)
     refused = 0
-    for number in range(1, 500, 2):
+    for number in range(1, 500, 3):
         step = store.latest() or 0
         training.train()
         with failing_call(number, take) as calls:
@@ -142,7 +147,7 @@ def test_the_directory_goes_at_every_call(tmp_path: Path, what: str) -> None:
                 refused += 1
         if len(calls) < number:
             break
-        if what != "the step":
+        if what in ("all", "moved"):
             with pytest.raises(errors.StoreMovedError):
                 store.save(step + 1, training.objects)
             assert not ms.Store(directory).steps()

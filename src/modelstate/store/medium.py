@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from contextlib import suppress
 from typing import NamedTuple, Protocol
 
+from modelstate.errors import WriteFailedError
 from modelstate.formats.manifest import digest
 from modelstate.formats.safetensors import Layout, Written, write
 from modelstate.formats.sharded import SUFFIX
@@ -322,6 +323,8 @@ class _NewDirectory:
         replaced = max(revisions, default=None)
         self._directory, self.path = directory, os.path.join(directory, name)
         self._final = os.path.join(directory, name_of(step, 0 if replaced is None else replaced.revision + 1))
+        self._names: set[str] = set()
+        """The names of the files that the checkpoint has."""
         mode, self._count = 0o777, 0
         if replaced is not None:
             with suppress(OSError):
@@ -339,6 +342,7 @@ class _NewDirectory:
     def write_text(self, name: str, text: bytes) -> tuple[str, FileRecord]:
         path = os.path.join(self.path, name)
         write_new_file(path, text)
+        self._names.add(name)
         return name, _record_of(path, text)
 
     def begin(self, keys: Sequence[str]) -> list[str]:
@@ -349,6 +353,7 @@ class _NewDirectory:
 
     def finish(self, path: str, name: str, header: bytes, nbytes: int) -> FileRecord:
         system.replace(path, os.path.join(self.path, name))
+        self._names.add(name)
         return _record_of(os.path.join(self.path, name), header)
 
     def link(self, file: str) -> bool:
@@ -356,16 +361,20 @@ class _NewDirectory:
             system.link(file, os.path.join(self.path, os.path.basename(file)))
         except OSError:
             return False  # the file system has no links, or the file has too many
+        self._names.add(os.path.basename(file))
         return True
 
     def unlink(self, name: str) -> None:
         system.unlink(os.path.join(self.path, name))
+        self._names.discard(name)
 
     def commit(self, text: bytes, pinned: bool, check: Callable[[], object]) -> str:
         for name, content in ((PIN_FILE, b""),) * pinned + ((RECORD_FILE, text),):
             write_new_file(os.path.join(self.path, name), content)
+            self._names.add(name)
         sync_directory(self.path)
         check()
+        self._check_files()
         system.replace(self.path, self._final)
         try:
             sync_directory(self._directory)
@@ -373,6 +382,17 @@ class _NewDirectory:
             system.replace(self._final, self.path)
             raise
         return self._final
+
+    def _check_files(self) -> None:
+        """Raises `WriteFailedError` where files are missing: some file systems lock out writers of one machine only."""
+        if missing := self._names.difference(os.listdir(self.path)):
+            raise WriteFailedError(
+                "files of the checkpoint were removed while it was written",
+                where=self._final,
+                found=f"without {', '.join(sorted(missing))}",
+                remedy="check whether another program writes to the store: on some network file systems, the lock "
+                "keeps out only other processes of the same machine",
+            )
 
     def discard(self) -> None:
         _remove(self.path)
