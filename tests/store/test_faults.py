@@ -215,6 +215,28 @@ def test_checkpoints_that_users_have_changed_are_replaced_and_removed() -> None:
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
+def test_a_checkpoint_that_cannot_be_removed_does_not_keep_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    real = system.replace
+
+    def replace(source: str, target: str) -> None:
+        if source.endswith("step-000000001"):  # as of a mount point
+            raise OSError(errno.EBUSY, os.strerror(errno.EBUSY))
+        real(source, target)
+
+    with ms.Store(tmp_path) as store:
+        for step in (1, 2, 3):
+            store.save(step, {"value": step})
+    monkeypatch.setattr(system, "replace", replace)
+    with ms.Store(tmp_path, keep=1) as store:
+        store.save(4, {"value": 4})
+        assert store.steps() == (1, 4)
+        assert "not removed" in caplog.text
+        with pytest.raises(errors.WriteFailedError, match="busy"):
+            store.prune()
+
+
 @pytest.mark.slow
 def test_a_prune_that_fails(tmp_path: Path) -> None:
     store = ms.Store(tmp_path)

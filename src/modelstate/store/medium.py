@@ -299,15 +299,23 @@ class LocalMedium:
         sync_directory(place.path)
 
     def discard(self, removed: Sequence[Listed], kept: Callable[[], Iterable[Listed]]) -> None:
-        renamed = []
+        renamed, first_error = [], None
         for entry in removed:
             beside = os.path.join(self._directory, unfinished_name(entry.place.step))
-            system.replace(entry.place.path, beside)
-            renamed.append(beside)
+            try:
+                system.replace(entry.place.path, beside)
+                renamed.append(beside)
+            except OSError as error:  # one that cannot be removed, such as a mount point, must not keep the others
+                first_error = first_error or error
         if renamed:
             sync_directory(self._directory)
         for path in renamed:
             _remove(path)
+        if first_error is not None:
+            try:
+                raise first_error
+            finally:
+                del first_error  # its traceback refers to this frame
 
     def clear(self, entries: Callable[[], Iterable[Listed]]) -> None:
         with suppress(OSError):

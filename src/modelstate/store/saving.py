@@ -6,10 +6,11 @@ it, and stays complete when the old one is removed. Tensors that change and tens
 """
 
 import json
+import logging
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
@@ -39,6 +40,7 @@ from modelstate.store.retention import Keep
 from modelstate.text_format import size
 from modelstate.torch_compat.sharding import reshard
 
+_logger = logging.getLogger(__name__)
 _ALIGN = 64
 _BLOCK_BYTES = 4 << 20
 
@@ -299,11 +301,15 @@ class NewStep:
                 path = self._commit(files, check)
             seconds = time.perf_counter() - self._begin_seconds
             pruned: tuple[int, ...] = ()
-            with suppress(OSError):  # the checkpoint is saved; the next save prunes again
+            try:
                 if replaced := [entry for entry in self._revisions if entry.is_whole or entry.is_damaged]:
                     self._index.medium.discard(replaced, self._index.read_all)
                 if keep is not None:
                     pruned = self._index.prune(keep)
+            except OSError as error:  # the checkpoint is saved; the next save prunes again
+                _logger.warning(
+                    "%s: earlier checkpoints that are not kept were not removed: %s", self._index.directory, error
+                )
             of_objects = [of_object for _, of_object in self._written.values()]
             written_bytes = sum(of_object.written_bytes for of_object in of_objects)
             return path, written_bytes, sum(of_object.linked_bytes for of_object in of_objects), seconds, pruned
