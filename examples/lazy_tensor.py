@@ -1,16 +1,18 @@
-"""A tensor that is None for the first epochs, and what becomes of training when a kill loses it.
+"""A tensor that is None for the first epochs, in a training run that is killed and resumed.
 
-A classifier learns from its features alone at first. At epoch 12 it chooses prototypes among the features of that
-moment and from then on also learns from the distances to them. They are chosen once: other prototypes mean nothing to
-what was learned from these. The job is killed (SIGKILL) at epoch 20 and resumed in a new process, twice:
+At first, a classifier learns from its features alone. At epoch 12 it chooses prototypes among the features, and from
+then on it also learns from the distances to them. The prototypes are chosen once: the weights that are learned after
+that do not fit other prototypes. The job is killed (SIGKILL) at epoch 20 and resumed in a new process. This is done in
+two ways:
 
-- as it is often done: `torch.save` of the model's and the optimizer's state dicts. The prototypes are an attribute, and
-  no part of them. The resumed job finds None, and chooses again.
-- with modelstate: the prototypes are a lazy buffer, and everything that training depends on is in one file.
+- stock: `torch.save` of the state dicts of the model and the optimizer. The prototypes are an attribute that is not in
+  the state dict. The resumed job finds None, and chooses other prototypes.
+- modelstate: the prototypes are a lazy buffer, and one file has everything that the training depends on.
 
     python examples/lazy_tensor.py [--plot picture.svg]
 
-prints accuracy by epoch of all three runs and whether they agree to the last bit; the last needs matplotlib.
+prints the accuracy by epoch of these two runs and of an uninterrupted run, and whether they agree bit for bit. `--plot`
+needs matplotlib.
 """
 
 import argparse
@@ -34,7 +36,7 @@ CLASSES, FEATURES, PROTOTYPES = 8, 32, 24
 
 
 class Classifier(nn.Module):
-    """Eight classes of points on interleaved arms of a spiral."""
+    """Classifies points on the plane into eight classes, the interleaved arms of a spiral."""
 
     def __init__(self, lazy: bool) -> None:
         super().__init__()
@@ -60,7 +62,7 @@ class Classifier(nn.Module):
 
 @ms.extra_state("epoch", "order", "optimizer_state")
 class Training(nn.Module):
-    """Everything that training depends on. It is saved as one module."""
+    """Everything that the training depends on. It is saved as one module."""
 
     def __init__(self, lazy: bool) -> None:
         super().__init__()
@@ -120,7 +122,7 @@ def resume(training: Training, path: Path, way: str) -> None:
 
 
 def train(way: str, path: Path, log: Path, kill_at: int = 0) -> None:
-    """Trains to the end, from where the checkpoint leaves off; each epoch is saved, and then written to the log."""
+    """Trains from the checkpoint, if there is one, to the end. Saves after each epoch, and then writes to the log."""
     torch.set_num_threads(1)
     points, labels = data()
     training = Training(lazy=way == "modelstate")
@@ -138,7 +140,7 @@ def train(way: str, path: Path, log: Path, kill_at: int = 0) -> None:
 
 
 def in_a_process(way: str, folder: Path, kill_at: int = 0) -> list[dict[str, Any]]:
-    """A run in a process of its own, killed once where asked and then resumed in another; its log."""
+    """Runs the training in a process of its own and returns its log. With `kill_at`, it is killed once and resumed."""
     folder.mkdir()
     path, log = folder / "checkpoint", folder / "log.jsonl"
     command = [sys.executable, __file__, "--train", way, str(path), str(log)]
@@ -161,7 +163,9 @@ def plot(runs: dict[str, list[dict[str, Any]]], path: str) -> None:
     for name, log in runs.items():
         color, width = styles[name]
         label = name if name == "uninterrupted" else f"killed and resumed: {name}"
-        axes.plot([one["epoch"] for one in log], [one["accuracy"] for one in log], color=color, lw=width, label=label)
+        axes.plot(
+            [entry["epoch"] for entry in log], [entry["accuracy"] for entry in log], color=color, lw=width, label=label
+        )
     axes.axvline(CHOOSING, color="0.85", zorder=0)
     axes.axvline(KILLED, color="0.85", zorder=0)
     axes.text(CHOOSING, 0.02, " prototypes are chosen", transform=axes.get_xaxis_transform(), fontsize=8)
@@ -174,7 +178,7 @@ def plot(runs: dict[str, list[dict[str, Any]]], path: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--plot", metavar="PATH", help="write the curves to a picture")
+    parser.add_argument("--plot", metavar="PATH", help="write the curves to an image file")
     parser.add_argument("--train", nargs=4, metavar=("WAY", "PATH", "LOG", "KILL_AT"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.train:
@@ -191,8 +195,8 @@ def main() -> None:
     for rows in zip(*runs.values(), strict=True):
         print(f"{rows[0]['epoch']:>5}  " + "  ".join(f"{row['accuracy']:>13.3f}" for row in rows))
     for name in ("stock", "modelstate"):
-        same = runs[name] == runs["uninterrupted"]
-        print(f"{name}: {'every step is, bit for bit, that of' if same else 'differs from'} the uninterrupted run")
+        is_same = runs[name] == runs["uninterrupted"]
+        print(f"{name}: {'bit for bit the same as' if is_same else 'differs from'} the uninterrupted run")
     if arguments.plot:
         plot(runs, arguments.plot)
 

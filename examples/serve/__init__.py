@@ -1,1 +1,1 @@
-"""A sentence encoder behind HTTP that takes new weights while it serves: `python -m examples.serve`."""
+"""Serves a sentence encoder over HTTP, and swaps its weights while it serves: `python -m examples.serve`."""

@@ -1,4 +1,4 @@
-"""The routes: what HTTP adds to a live program."""
+"""The HTTP routes around a `modelstate.Live`: bodies, the token, the queue of requests, errors as JSON."""
 
 import hmac
 import json
@@ -6,7 +6,7 @@ import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from anyio import CapacityLimiter
@@ -26,13 +26,13 @@ from examples.serve.texts import Limits, Texts
 from modelstate.errors import ModelStateError
 
 log = logging.getLogger("examples.serve")
-T = TypeVar("T")
-_PATH_BYTES = 1 << 16
+_MAX_SWAP_BODY_BYTES = 1 << 16
+"""The body of a swap holds one path."""
 
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """What the routes work with."""
+    """The objects that the routes use."""
 
     live: ms.Live
     texts: Texts
@@ -40,12 +40,12 @@ class Service:
     metrics: Metrics
     limits: Limits
     token: bytes
-    """What a swap has to show; empty where nobody may swap."""
+    """The token that a swap needs; empty where all swaps are refused."""
     workers: int
-    """Requests that are computed at a time; the others wait for their turn."""
+    """How many requests are computed at the same time; the others wait."""
 
     def embed(self, body: bytes) -> bytes:
-        """The answer to `POST /embed`, computed by one version from its beginning to its end."""
+        """Returns the answer to `POST /embed`. One version computes all of it."""
         ids, mask = self.texts.encode(field_of(body, "texts"))
         with torch.inference_mode():
             vectors, version = self.live.answer(ids, mask)
@@ -53,7 +53,7 @@ class Service:
         return json.dumps({"embeddings": vectors.tolist(), "version": version}, allow_nan=False).encode()
 
     def swap(self, body: bytes) -> dict[str, Any]:
-        """The answer to `POST /swap`."""
+        """Returns the answer to `POST /swap`."""
         report = self.swaps.swap(field_of(body, "source"))
         self.metrics.forget_before(report.version)
         log.info("%s", report)
@@ -65,42 +65,43 @@ class Service:
         }
 
     def rollback(self) -> dict[str, Any]:
-        """The answer to `POST /rollback`."""
+        """Returns the answer to `POST /rollback`."""
         version = self.swaps.rollback()
         log.info("version %s serves again", version)
         return {"version": version}
 
     def authorise(self, request: Request) -> None:
-        """Raises `UnauthorizedError`."""
+        """Raises `UnauthorizedError` for a request without the token."""
         if not self.token:
-            raise UnauthorizedError("the server was started without a token, so nobody may change its weights")
+            raise UnauthorizedError("the server was started without a token, so it refuses to change its weights")
         scheme, _, given = request.headers.get("authorization", "").partition(" ")
-        # The comparison takes as long whatever is given, so that its time says nothing of the token.
+        # Compares in constant time, so that the time of an answer tells nothing about the token.
         if not hmac.compare_digest(given.strip().encode("latin-1"), self.token) or scheme.lower() != "bearer":
             raise UnauthorizedError("this needs the header Authorization: Bearer TOKEN, with the server's token")
 
 
 def application(service: Service) -> Starlette:
-    """The ASGI application."""
-    turns: list[CapacityLimiter] = []
-    inside = 0  # requests that are computed or wait; only the event loop's thread touches it
+    """Returns the ASGI application."""
+    limiter: CapacityLimiter | None = None  # created by the event loop, in `lifespan`
+    active = 0  # requests that are computed or wait; only the thread of the event loop uses it
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
-        # Of their own: requests that wait for a turn shall not keep a swap from a thread.
-        turns.append(CapacityLimiter(service.workers))
+        nonlocal limiter
+        # For these requests alone: anyio's default limiter stays free for swaps, even if many requests wait.
+        limiter = CapacityLimiter(service.workers)
         yield
 
     async def embed(request: Request) -> Response:
-        nonlocal inside
+        nonlocal active
         body = await read_body(request, service.limits.body_bytes)
-        if inside >= service.workers + service.limits.waiting:
+        if active >= service.workers + service.limits.waiting:
             raise OverloadedError("too many requests are waiting already")
-        inside += 1
+        active += 1
         try:
-            content = await run_sync(service.embed, body, limiter=turns[0])
+            content = await run_sync(service.embed, body, limiter=limiter)
         finally:
-            inside -= 1
+            active -= 1
         return Response(content, media_type="application/json")
 
     async def version(_: Request) -> Response:
@@ -110,7 +111,7 @@ def application(service: Service) -> Starlette:
     async def swap(request: Request) -> Response:
         with service.metrics.change("swapped"):
             service.authorise(request)
-            body = await read_body(request, _PATH_BYTES)
+            body = await read_body(request, _MAX_SWAP_BODY_BYTES)
             return JSONResponse(await run_sync(service.swap, body))
 
     async def rollback(request: Request) -> Response:
@@ -139,14 +140,14 @@ def application(service: Service) -> Starlette:
 
 
 async def _refused(request: Request, error: Exception) -> Response:
-    """Every error as JSON. Of one that nobody has thought of the log has the rest."""
+    """Returns an error as JSON. The traceback of an unexpected error (500) is only in the log."""
     status, headers = status_of(error), dict[str, str]()
     detail = detail_of(error)
     if isinstance(error, HTTPException):
         status, detail = error.status_code, error.detail
         headers |= error.headers or {}
     if status == 500:
-        headers["Connection"] = "close"  # which uvicorn does, and says only if it is told to
+        headers["Connection"] = "close"  # uvicorn closes the connection after a 500, and does not announce it
     if status == 401:
         headers["WWW-Authenticate"] = "Bearer"
     if request.url.path in ("/swap", "/rollback"):

@@ -1,4 +1,4 @@
-"""A client of the server, with nothing but the standard library."""
+"""A client of the example server. It needs only the standard library."""
 
 import http.client
 import json
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 _IDLE_SECONDS = 2.0
-"""After which a connection is not used again: the server ends those that are idle, after 5 s."""
+"""A connection that has been idle for longer is opened again: uvicorn closes idle connections after 5 s."""
 
 
 class RefusedError(Exception):
@@ -17,12 +17,16 @@ class RefusedError(Exception):
         super().__init__(f"{status} {error}: {detail}")
         self.status = status
         self.error = error
-        """The name of its class."""
+        """The name of the class of the error."""
         self.detail = detail
 
 
 class Client:
-    """One connection, for one thread. Every method raises `RefusedError`, and `OSError` where nobody answers."""
+    """One connection, for one thread.
+
+    Every method raises `RefusedError` for an error of the server, and `OSError` or `http.client.HTTPException` for an
+    error of the connection. The client can be used after any of them.
+    """
 
     def __init__(self, port: int, token: str = "", host: str = "127.0.0.1", timeout_seconds: float = 120) -> None:
         self._connection = http.client.HTTPConnection(host, port, timeout=timeout_seconds)
@@ -30,46 +34,54 @@ class Client:
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
 
     def embed(self, texts: Sequence[str]) -> tuple[list[list[float]], int]:
-        """A unit vector for each text, and the version that made them."""
-        found = self.post("/embed", {"texts": list(texts)})
-        return found["embeddings"], found["version"]
+        """Returns a unit vector for each text, and the version that computed them."""
+        answer = self.post("/embed", {"texts": list(texts)})
+        return answer["embeddings"], answer["version"]
 
     def version(self) -> dict[str, Any]:
-        """`version` and `source` of what serves, and the `time` since when."""
-        found: dict[str, Any] = json.loads(self._asked("GET", "/version", None))
-        return found
+        """Returns the serving `version`, the `source` of its weights, and the `time` when it was made."""
+        answer: dict[str, Any] = json.loads(self._request("GET", "/version", None))
+        return answer
 
     def swap(self, source: str) -> dict[str, Any]:
-        """New weights. `version`, `previous`, `source`, `seconds`."""
+        """Swaps in new weights. Returns `version`, `previous`, `source` and `seconds`."""
         return self.post("/swap", {"source": source})
 
     def rollback(self) -> int:
-        """The version before serves again. Returns it."""
+        """Serves the previous version again, and returns its number."""
         version: int = self.post("/rollback", None)["version"]
         return version
 
     def metrics(self) -> str:
-        """The page for Prometheus."""
-        return self._asked("GET", "/metrics", None).decode()
+        """Returns the metrics in the text format of Prometheus."""
+        return self._request("GET", "/metrics", None).decode()
 
     def post(self, path: str, value: object) -> dict[str, Any]:
-        """The answer to any object, or to a body of bytes as it is."""
+        """Sends a value as JSON, or bytes as they are, and returns the answer."""
         body = value if isinstance(value, bytes) else b"" if value is None else json.dumps(value).encode()
-        found: dict[str, Any] = json.loads(self._asked("POST", path, body))
-        return found
+        answer: dict[str, Any] = json.loads(self._request("POST", path, body))
+        return answer
 
     def close(self) -> None:
-        """Ends the connection."""
+        """Closes the connection."""
         self._connection.close()
 
-    def _asked(self, method: str, path: str, body: bytes | None) -> bytes:
+    def _request(self, method: str, path: str, body: bytes | None) -> bytes:
         if time.monotonic() - self._used > _IDLE_SECONDS:
-            self._connection.close()  # the request opens it again
-        self._connection.request(method, path, body, self._headers)
-        response = self._connection.getresponse()
-        content = response.read()
+            self._connection.close()  # the next request opens it again
+        try:
+            self._connection.request(method, path, body, self._headers)
+            response = self._connection.getresponse()
+            content = response.read()
+        except BaseException:
+            self._connection.close()  # http.client accepts no request after one that has failed
+            raise
         self._used = time.monotonic()
         if response.status == 200:
             return content
-        found = json.loads(content)
-        raise RefusedError(response.status, found["error"], found["detail"])
+        try:
+            answer = json.loads(content)
+            error = RefusedError(response.status, answer["error"], answer["detail"])
+        except (ValueError, LookupError, TypeError):  # the answer of a proxy, or of another server
+            error = RefusedError(response.status, response.reason, content.decode(errors="replace"))
+        raise error

@@ -1,7 +1,7 @@
-"""The connections of the server: a limited number of them, each of which has to send its requests in time.
+"""Limits the number of connections, and the time in which a client sends a request and reads its answer.
 
-uvicorn waits without limit for the rest of a request that has begun, and for a client that does not read its answer. A
-few hundred clients that do so on purpose would take every connection that the process can have.
+uvicorn has no time limit for the rest of a request, or for a client that does not read its answer. A few hundred such
+clients would use up all connections that the process can open.
 """
 
 import asyncio
@@ -14,30 +14,37 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from examples.serve.app import Service, application
 from examples.serve.texts import Limits
 
-_BUSY = b"HTTP/1.1 503 Service Unavailable\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
+_BUSY_BODY = b'{"error": "OverloadedError", "detail": "too many connections are open"}'
+_BUSY = (
+    b"HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\n"
+    b"Content-Length: %d\r\nConnection: close\r\n\r\n%b" % (len(_BUSY_BODY), _BUSY_BODY)
+)
 _RECEIVED = (h11.DONE, h11.MUST_CLOSE, h11.CLOSED, h11.ERROR)
-"""States of a client that need not send anything more of its request."""
+"""States in which the client has sent all of its request."""
 
 
 def config(service: Service, **options: Any) -> uvicorn.Config:
-    """The configuration of uvicorn for a service, with its limits; `options` are those of `uvicorn.Config`."""
+    """Returns the configuration of uvicorn for a service, with its limits. `options` are those of `uvicorn.Config`."""
     return uvicorn.Config(application(service), http=_protocol(service.limits), access_log=False, **options)
 
 
 def _protocol(limits: Limits) -> type[asyncio.Protocol]:
     opened: set[H11Protocol] = set()
     receiving: dict[Any, asyncio.TimerHandle] = {}
-    """Connections whose request is incomplete, in the order in which they began to wait, with their timers."""
+    """The timers of connections with an incomplete request, the longest waiting connection first."""
     sending: dict[Any, asyncio.TimerHandle] = {}
-    """Connections whose client does not read what it is sent."""
+    """The timers of connections whose client does not read its answer."""
 
     class Connection(H11Protocol):
-        """Closes a connection whose request or answer takes too long. Beyond the limit, a connection that has sent no
-        complete request leaves its place to a new one; where there is none, the new one is refused."""
+        """Closes a connection whose request or answer takes too long.
+
+        Beyond the limit of connections, a new connection closes the oldest one with an incomplete request. If there is
+        none, the new connection is refused.
+        """
 
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
             super().connection_made(transport)
-            transport.set_write_buffer_limits(high=0)  # so that `pause_writing` tells of every byte that waits
+            transport.set_write_buffer_limits(high=0)  # `pause_writing` is called as soon as a byte waits
             opened.add(self)
             if len(opened) > limits.connections:
                 if not receiving:
@@ -75,7 +82,7 @@ def _protocol(limits: Limits) -> type[asyncio.Protocol]:
                 receiving[self] = self.loop.call_later(limits.client_seconds, self._give_up)
 
         def _give_up(self) -> None:
-            self._forget()  # now: the loop calls `connection_lost` later, and may accept others before
+            self._forget()  # at once: the loop calls `connection_lost` later, and can accept others before
             self.transport.abort()
 
         def _forget(self) -> None:

@@ -1,44 +1,44 @@
-"""What a request is refused with: a class for each cause, and the status that it is answered with."""
+"""The errors of requests, and the HTTP status of each error."""
 
 from modelstate import errors
 
 
 class RequestError(Exception):
-    """A request that is refused. Nothing has been changed."""
+    """The request is refused, and nothing has been changed."""
 
     status = 400
 
 
 class BadRequestError(RequestError):
-    """The body is not what it must be."""
+    """The body is not the required JSON object."""
 
 
 class UnauthorizedError(RequestError):
-    """No token, or another one."""
+    """The token is missing or wrong."""
 
     status = 401
 
 
 class OutsideError(RequestError):
-    """A path that is not under the directory of checkpoints."""
+    """The path is not under the directory of checkpoints."""
 
     status = 403
 
 
 class NoSuchPathError(RequestError):
-    """Nothing is there under the path."""
+    """The path does not exist."""
 
     status = 404
 
 
 class TooLargeError(RequestError):
-    """More than is allowed at once."""
+    """The request is larger than a limit."""
 
     status = 413
 
 
 class OverloadedError(RequestError):
-    """Too many requests are waiting already."""
+    """Too many requests are waiting."""
 
     status = 503
 
@@ -54,10 +54,10 @@ _STATUSES: tuple[tuple[type[Exception], int], ...] = (
 
 
 def detail_of(error: Exception) -> str:
-    """What an answer says of an error.
+    """Returns the text about an error for the client.
 
-    An error of opening or reading a file may quote the file, which need not be a checkpoint: the answer has the meaning
-    of its class, and only the log has the rest.
+    An error of opening or reading a file can quote the file, which need not be a checkpoint. So its answer has the
+    description of its class, and only the log has the full text.
     """
     if isinstance(error, errors.ModelStateError) and not isinstance(error, errors.LiveError | errors.PlanError):
         return f"{(type(error).__doc__ or '').partition(chr(10))[0]} The log of the server has more."
@@ -65,7 +65,7 @@ def detail_of(error: Exception) -> str:
 
 
 def status_of(error: Exception) -> int:
-    """The status for an error; 500 for what nobody has thought of."""
+    """Returns the HTTP status for an error: 500 for an unexpected one."""
     if isinstance(error, RequestError):
         return error.status
     return next((status for kind, status in _STATUSES if isinstance(error, kind)), 500)

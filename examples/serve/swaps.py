@@ -1,4 +1,4 @@
-"""New weights from a directory: which paths are allowed, and one change at a time."""
+"""Swaps in weights from a directory: checks the paths, and makes one change at a time."""
 
 import os
 import threading
@@ -16,22 +16,25 @@ class Swaps:
     """Changes the weights of a live program. Every method may be called from any thread."""
 
     def __init__(self, live: ms.Live, directory: Path, first: str) -> None:
-        """`first` is where the weights come from that the program was made with."""
+        """Takes the directory of checkpoints, and `first`, the source of the first version's weights."""
         self._live, self._directory, self._first = live, directory, first
-        self._turn = threading.Lock()
+        self._lock = threading.Lock()
 
     @property
     def current(self) -> tuple[int, str, float]:
-        """The version that serves, where its weights come from, and the time at which it was made."""
+        """The serving version, the source of its weights, and when it was made, in seconds since 1970."""
         version, source, time = self._live.serving
         return version, self._first if version == 1 else source, time
 
     def swap(self, source: object) -> ms.serve.SwapReport:
-        """Raises `BadRequestError`, `OutsideError`, `NoSuchPathError`, and what `ms.open` and `Live.swap` raise."""
+        """Swaps in the weights of a path.
+
+        Raises `BadRequestError`, `OutsideError`, `NoSuchPathError`, and the errors of `ms.open` and `Live.swap`.
+        """
         path = self._path(source)
         self._check_links(path)
         with self._one_at_a_time(), ms.open(path) as checkpoint:
-            for file in checkpoint.files:  # once more: a link may have been replaced meanwhile
+            for file in checkpoint.files:  # again: a link may have been replaced since
                 self._check_inside(os.path.realpath(file))
             report = self._live.swap(
                 checkpoint,
@@ -41,31 +44,31 @@ class Swaps:
                 when_busy="skip",
             )
         if report is None:
-            raise SwapBusyError("another swap is under way", remedy="try again later")
+            raise SwapBusyError("another swap is running", remedy="try again later")
         return report
 
     def rollback(self) -> int:
-        """Raises `VersionGoneError`, `SwapBusyError`."""
+        """Serves the previous version again, and returns its number. Raises `VersionGoneError`, `SwapBusyError`."""
         with self._one_at_a_time():
             return self._live.rollback()
 
     def _path(self, source: object) -> str:
-        """The path that is meant, without symbolic links; a relative one is under the directory."""
+        """Returns the path without symbolic links. A relative path is under the directory."""
         if not isinstance(source, str) or not source:
-            raise BadRequestError('"source" is the path of a checkpoint')
+            raise BadRequestError('"source" must be the path of a checkpoint, a text that is not empty')
         try:
             path = os.path.realpath(os.path.join(self._directory, source))
-            there = os.path.exists(path)
-        except ValueError as error:  # a null character, or half of a surrogate pair
-            raise BadRequestError(f'"source" is no path: {error}') from error
-        # Before anything is said of what is there: nobody shall find out what lies elsewhere.
+            exists = os.path.exists(path)
+        except ValueError as error:  # a null character, or a lone surrogate
+            raise BadRequestError(f'"source" is not a valid path: {error}') from error
+        # Checked first, so that an answer does not tell whether a path outside the directory exists.
         self._check_inside(path)
-        if not there:
-            raise NoSuchPathError(f"there is nothing at {source}")
+        if not exists:
+            raise NoSuchPathError(f"{source} does not exist in the directory of checkpoints")
         return path
 
     def _check_links(self, path: str) -> None:
-        """Raises `OutsideError` where opening the path could read a file outside, before anything is opened.
+        """Raises `OutsideError` if opening the path could read a file outside of the directory. Opens no file.
 
         `ms.open` looks into all files of a directory. The shards that an index names lie below the directory of the
         index, or in the repository of a Hugging Face cache whose snapshot the index lies in.
@@ -86,13 +89,13 @@ class Swaps:
     def _check_inside(self, path: str) -> None:
         directory = os.path.realpath(self._directory)
         if os.path.commonpath([directory, path]) != directory:
-            raise OutsideError("weights are taken only from under the directory that the server was started with")
+            raise OutsideError("the path is not under the directory of checkpoints that the server was started with")
 
     @contextmanager
     def _one_at_a_time(self) -> Iterator[None]:
-        if not self._turn.acquire(blocking=False):
-            raise SwapBusyError("another swap is under way", remedy="try again later")
+        if not self._lock.acquire(blocking=False):
+            raise SwapBusyError("another swap is running", remedy="try again later")
         try:
             yield
         finally:
-            self._turn.release()
+            self._lock.release()

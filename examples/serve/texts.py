@@ -1,4 +1,4 @@
-"""From texts to the tensors that the encoder takes."""
+"""Converts texts to the tensors that the encoder takes."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,46 +11,51 @@ from examples.serve.refusals import BadRequestError, TooLargeError
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """How much one request may ask for, and how many may wait."""
+    """Limits of requests and connections."""
 
     texts: int = 32
+    """Of one request."""
     tokens: int = 256
-    """Of one text, with those at its ends."""
+    """Of one text, including the special tokens at its ends."""
     body_bytes: int = 1 << 20
+    """Of one request."""
     waiting: int = 256
-    """Requests that wait for those that are being computed."""
+    """Requests that wait while others are computed."""
     connections: int = 320
-    """Open at a time: more than the requests that may wait."""
+    """Open at the same time. It should be more than the requests that may wait."""
     client_seconds: float = 20.0
-    """For a client to send all of a request, and to read the answer."""
+    """The time for a client to send all of a request, and to read the answer."""
 
 
 class Texts:
-    """The tokenizer of the model. It is used by several threads at once."""
+    """The tokenizer of the model. Several threads can use it at once."""
 
     def __init__(self, folder: Path, limits: Limits) -> None:
         from tokenizers import Tokenizer
 
         self._limits = limits
         self._tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-        # The file's own setting cuts texts off at 128 tokens without a word; here one that is too long is refused.
+        # The setting in the file truncates texts at 128 tokens silently. The server refuses long texts instead.
         self._tokenizer.no_truncation()
         self._tokenizer.enable_padding(pad_id=0, pad_token="[PAD]")
 
     def encode(self, texts: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """Token ids and mask, both (texts, tokens) of int64. Raises `BadRequestError`, `TooLargeError`."""
+        """Returns the token ids and the mask, both of shape (texts, tokens) and int64.
+
+        Raises `BadRequestError`, `TooLargeError`.
+        """
         limits = self._limits
         if not isinstance(texts, list) or not texts or not all(isinstance(text, str) for text in texts):
-            raise BadRequestError('"texts" is a list of one or more strings')
+            raise BadRequestError('"texts" must be a list of one or more strings')
         if len(texts) > limits.texts:
-            raise TooLargeError(f"{len(texts)} texts in one request; the most is {limits.texts}")
+            raise TooLargeError(f"{len(texts)} texts in one request; the limit is {limits.texts}")
         try:
             encoded = self._tokenizer.encode_batch(texts)
-        except (TypeError, UnicodeError) as error:  # half of a surrogate pair, which JSON can spell
-            raise BadRequestError(f"a text is no Unicode: {error}") from error
-        for at, one in enumerate(encoded):
-            count = sum(one.attention_mask)
+        except (TypeError, UnicodeError) as error:  # a lone surrogate, which JSON can contain
+            raise BadRequestError(f"a text is not valid Unicode: {error}") from error
+        for index, encoding in enumerate(encoded):
+            count = sum(encoding.attention_mask)
             if count > limits.tokens:
-                raise TooLargeError(f"text {at} has {count} tokens; the most is {limits.tokens}")
-        ids = torch.tensor([one.ids for one in encoded])
-        return ids, torch.tensor([one.attention_mask for one in encoded])
+                raise TooLargeError(f"text {index} has {count} tokens; the limit is {limits.tokens}")
+        ids = torch.tensor([encoding.ids for encoding in encoded])
+        return ids, torch.tensor([encoding.attention_mask for encoding in encoded])

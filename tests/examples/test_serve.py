@@ -540,7 +540,8 @@ def test_the_commands_of_the_page(folder: Path, server: Server) -> None:
         (["--token-file", "none"], "cannot be read"),
         (["--token-file", os.devnull], "has no token"),
         (["--max-tokens", "600"], "from 3 to 512"),
-        (["--workers", "0"], "a number from 1"),
+        (["--workers", "0"], "a number >= 1"),
+        (["--port", "70000"], "a number from 0 to 65535"),
         (["--kind", "script"], "invalid choice"),
     ],
 )

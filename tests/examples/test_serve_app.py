@@ -1,5 +1,7 @@
 """What HTTP adds to a live program, with a program that waits until it is told to go on."""
 
+import http.client
+import json
 import os
 import socket
 import threading
@@ -117,7 +119,7 @@ def test_a_swap_during_a_swap_is_refused_and_requests_go_on(slow: Slow, served: 
     assert slow.entered.acquire(timeout=60)
     client = Client(served.port, "token")
     for ask in (lambda: client.swap("weights.safetensors"), client.rollback):
-        with pytest.raises(RefusedError, match="another swap is under way") as found:
+        with pytest.raises(RefusedError, match="another swap is running") as found:
             ask()
         assert (found.value.status, found.value.error) == (409, "SwapBusyError")
     assert client.version() == {"version": 1, "source": "the first weights", "time": 0.0}
@@ -239,6 +241,50 @@ def test_slow_clients_do_not_keep_others_out(slow: Slow, served: InThread) -> No
 
 
 SLOW_BODY = b"POST /embed HTTP/1.1\r\nHost: a\r\nContent-Length: 100\r\n\r\n{"
+
+
+def test_a_connection_beyond_the_limit_gets_an_answer(slow: Slow, tmp_path: Path) -> None:
+    """If all connections have sent a request, there is none that the server could close for a new one."""
+    served = InThread(slow, tmp_path, Limits(waiting=2, connections=2))
+    several = [Later(served.port, lambda client: client.embed(["a"])[1])]
+    assert slow.entered.acquire(timeout=60)
+    several.append(Later(served.port, lambda client: client.rollback()))
+    assert slow.entered.acquire(timeout=60)
+    with socket.create_connection(("127.0.0.1", served.port), timeout=60) as connection:
+        answer = b"".join(iter(lambda: connection.recv(1000), b""))
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 503 ")
+    assert json.loads(body) == {"error": "OverloadedError", "detail": "too many connections are open"}
+    slow.go.set()
+    assert [later.result() for later in several] == [1, 1]
+    served.end()
+
+
+def test_the_client_goes_on_after_an_answer_that_is_not_the_servers() -> None:
+    answers = [b"HTTP/1.1 502 Bad Gateway\r\nContent-Length: 6\r\n\r\n<html>", b"", b"HTTP/1.1 ", NUMBER_3]
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        client = Client(listening.getsockname()[1])
+
+        def serve() -> None:
+            for answer in answers:
+                with listening.accept()[0] as connection:
+                    connection.recv(10_000)
+                    connection.sendall(answer)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        with pytest.raises(RefusedError, match="502 Bad Gateway: <html>"):
+            client.version()
+        client.close()
+        for _ in range(2):
+            with pytest.raises((OSError, http.client.HTTPException)):
+                client.version()
+        assert client.version() == 3
+        client.close()
+        thread.join()
+
+
+NUMBER_3 = b"HTTP/1.1 200 OK\r\nContent-Length: 1\r\n\r\n3"
 
 
 @pytest.mark.slow
