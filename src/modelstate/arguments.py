@@ -28,7 +28,7 @@ def check_integer(option: str, value: object, *, least: int, accepts_none: bool 
         return
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise OptionError(
-            f"{option}= must be {'a number of bytes' if option.endswith('bytes') else 'an integer'}",
+            f"{option}= must be {'a number of bytes' if option.endswith('bytes') else 'an integer'} >= {least}",
             expected=f"an integer >= {least}{', or None' if accepts_none else ''}",
             found=repr(value),
         )

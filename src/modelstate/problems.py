@@ -566,7 +566,7 @@ class BadExtraState(Problem):
 
 
 _SHOWN = 8
-SUGGEST = "modelstate suggest MODEL FILE"
+SUGGEST = "modelstate suggest MODEL SOURCE"
 """The command that suggests rules."""
 _RULES_FROM_SUGGEST = f"ms.suggest(model, source) works out rules (`{SUGGEST}`)"
 

@@ -90,7 +90,7 @@ def test_wrong_names_and_targets(project: Path) -> None:
 
 
 def test_remedies_are_those_of_the_command_line() -> None:
-    assert "modelstate inspect PATH lists the names" in run("get", "m.safetensors", "xyzzy", "out.npy").stderr
+    assert "modelstate inspect SOURCE lists the names" in run("get", "m.safetensors", "xyzzy", "out.npy").stderr
     unmatched = run("inspect", "m.safetensors", "--stats", "--filter", "zz*")
     assert unmatched.exit_code == 1
     assert "only=" not in unmatched.stderr

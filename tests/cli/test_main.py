@@ -344,6 +344,8 @@ class TestModelArgument:
             ("ZOO:", "package.module:factory"),
             ("no_such_module:tiny", "cannot import 'no_such_module'"),
             ("broken_zoo:tiny", "there_is_no_such_module"),
+            ("broken_zoo.py:tiny", "give broken_zoo:tiny"),
+            ("./broken_zoo.py:tiny", "give broken_zoo:tiny"),
             ("ZOO:tinny", "no 'tinny'"),
             ("ZOO:not_callable", "callable"),
         ],

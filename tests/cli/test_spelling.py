@@ -147,7 +147,7 @@ def test_names_of_which_nothing_is_proved() -> None:
     save_file({f"{'ab'[name[0] == '0']}.{name}": value for name, value in tiny().items()}, "other.safetensors")
     done = run("plan", "FACTORIES:tiny", "other.safetensors")
     first, *others = proposed(done.stdout)
-    assert first.startswith("modelstate suggest MODEL FILE")
+    assert first.startswith("modelstate suggest MODEL SOURCE")
     assert all(line.startswith("--allow-") for line in others)
     assert run("suggest", "FACTORIES:tiny", "other.safetensors").exit_code == 0
 
@@ -389,7 +389,7 @@ def test_rules_as_options() -> None:
 
 def test_a_file_without_checksums() -> None:
     error = errors.ChecksumError("x", remedy="modelstate.save(...) writes one")
-    assert of_error(error) == ["modelstate convert PATH TARGET.safetensors writes a file that keeps checksums"]
+    assert of_error(error) == ["modelstate convert SOURCE PATH.safetensors writes a file that keeps checksums"]
     assert of_error(errors.ChecksumError("x", remedy="get it again")) == []
 
 

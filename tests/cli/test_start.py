@@ -39,7 +39,7 @@ def without_torch(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forks]:
         ("live follow --help", 0, "--token-file"),
         ("explain", 0, "lossy-cast"),
         ("explain PlanError", 0, "ms.load"),
-        ("inspect", 2, "Missing argument 'PATH'"),
+        ("inspect", 2, "Missing argument 'SOURCE'"),
         ("nosuch", 2, "No such command"),
     ],
 )

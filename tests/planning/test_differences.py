@@ -353,7 +353,7 @@ def test_projections_of_one_shape_are_not_paired_by_their_order(more: list[str])
     assert "did you mean" not in text
     assert "rules=[" not in text
     assert "ms.suggest(model, source)" in text
-    assert "modelstate suggest MODEL FILE" in text
+    assert "modelstate suggest MODEL SOURCE" in text
     ms.load(model, file, rules=ms.suggest(model, file))
     assert torch.equal(model["q_proj"].weight, file["query.weight"])
 

@@ -164,7 +164,11 @@ def test_the_command(tmp_path: Path) -> None:
 def test_a_store_and_other_files_are_refused(tmp_path: Path) -> None:
     with ms.Store(tmp_path / "run") as store:
         store.save(1, {"model": make_model(width=8)})
-    with pytest.raises(ms.errors.SourceNotFoundError, match="it is a store"):
+        with pytest.raises(ms.errors.SourceTypeError, match=r'to do: give one object of it: store.open\("model"\)'):
+            ms.open(store)  # type: ignore[arg-type]
+        with pytest.raises(ms.errors.SourceTypeError, match=r"checkpoint.tensor\(name\)"):
+            ms.open(store.open("model")["0.weight"])  # type: ignore[arg-type]
+    with pytest.raises(ms.errors.SourceNotFoundError, match=r"it is a store.*open\('model'\)"):
         ms.copy(tmp_path / "run", tmp_path / "copy")
     with pytest.raises(ms.errors.OptionError):
         ms.copy({"a": torch.ones(2)}, tmp_path / "x.safetensors")  # type: ignore[arg-type]

@@ -199,7 +199,10 @@ def _nothing(directory: str, entries: Mapping[str, _Kind]) -> SourceNotFoundErro
     below = [name for name, kind in entries.items() if kind is _Kind.DIRECTORY]
     there = [name + ("/" if name in below else "") for name in entries]
     if "store.json" in there:
-        remedy = "it is a store: `modelstate store ls` lists its steps, and modelstate.Store(path).open opens them"
+        remedy = (
+            "it is a store: give one object of it, such as modelstate.Store(path).open('model'). Store.restore and "
+            "Store.verify read all objects; `modelstate store ls` lists the steps"
+        )
     elif below:
         remedy = f"subdirectories are not searched: give one of {', '.join(below[:6])}"
     else:

@@ -33,6 +33,7 @@ from modelstate.remote import hub
 from modelstate.remote.cache import Cache, check_cache
 from modelstate.remote.file import listing, opened, opened_once
 from modelstate.remote.location import is_remote, locate
+from modelstate.tensor_spec import TensorSpec
 
 if TYPE_CHECKING:
     from modelstate.checkpoint.combine import Combination, CombineFunction
@@ -277,7 +278,11 @@ def open_source(
 
 
 def _no_source(source: object) -> SourceTypeError:
-    if hasattr(source, "state_dict"):
+    if isinstance(source, TensorSpec):
+        remedy = "give the checkpoint; key= selects a part of it, and checkpoint.tensor(name) reads a tensor"
+    elif hasattr(source, "steps") and hasattr(source, "restore"):  # a Store, which is above this room
+        remedy = 'give one object of it: store.open("model")'
+    elif hasattr(source, "state_dict"):
         remedy = "give its .state_dict()"
     elif hasattr(source, "read"):
         remedy = "give the path of the file; an open file cannot be mapped, or read from several threads"

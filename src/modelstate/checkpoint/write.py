@@ -32,7 +32,7 @@ from modelstate.process import progress_bar
 from modelstate.remote.location import is_remote, locate, redacted_url
 from modelstate.remote.upload import check_writable, head
 from modelstate.spec import Encoded, Refused, Stored, bytes_key
-from modelstate.text_format import as_given, printable, seconds, size
+from modelstate.text_format import as_given, count, printable, seconds, size
 from modelstate.torch_compat.dtypes import Overflows
 from modelstate.torch_compat.plain import is_quantized
 from modelstate.torch_compat.private import sparse_values
@@ -234,7 +234,7 @@ class SaveReport(Shown):
     """Further remarks, for example about values that a cast made infinite."""
 
     def __repr__(self) -> str:
-        notes = f", {len(self.notes)} notes" if self.notes else ""
+        notes = f", {count(len(self.notes), 'note')}" if self.notes else ""
         return f"<{type(self).__name__}: {self._line()}{notes}>"
 
     def __str__(self) -> str:
@@ -251,7 +251,8 @@ class SaveReport(Shown):
 
     def _line(self) -> str:
         shards = f", {len(self.files) - 1} shards" if len(self.files) > 1 else ""
-        return f"{as_given(self.path)}: {self.tensors} tensors, {size(self.bytes)}{shards} in {self.seconds:.3f} s"
+        written = f"{count(self.tensors, 'tensor')}, {size(self.bytes)}{shards}"
+        return f"{as_given(self.path)}: {written} in {self.seconds:.3f} s"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -124,6 +124,9 @@ def _named(spec: str, what: str, debug: bool) -> object:
     module_name, colon, attribute = spec.partition(":")
     if not (module_name and colon and attribute):
         raise click.BadParameter(f"{spec!r} is {what}")
+    if module_name.endswith(".py") and os.path.exists(module_name):
+        module_name = os.path.relpath(module_name)[: -len(".py")].replace(os.sep, ".")
+        raise click.BadParameter(f"{spec!r} names a file, not a module: give {module_name}:{attribute}")
     try:
         with user_code():
             module = importlib.import_module(module_name)

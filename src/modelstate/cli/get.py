@@ -13,18 +13,18 @@ from modelstate.cli.common import local_target, make_parents, reported, user_cod
 
 
 @click.command()
-@options.path
+@options.source
 @click.argument("name", help="The name of the tensor.")
-@click.argument("target", metavar="OUT", help="The file to write: *.npy.")
+@click.argument("path", help="The file to write: *.npy.")
 @options.key
 @options.overwrite
 @options.opening
 @options.as_json
 @options.debug
 def get(
-    path: str,
+    source: str,
     name: str,
-    target: str,
+    path: str,
     key: str | None,
     overwrite: bool,
     opening: options.Opening,
@@ -36,8 +36,8 @@ def get(
     NumPy has no bfloat16 and no 8-bit floats: these are written as float32, which has all their values.
     """
     with reported(debug):
-        if not target.endswith(".npy"):
-            raise click.BadParameter(f"{target}: give a path that ends with .npy")
+        if not path.endswith(".npy"):
+            raise click.BadParameter(f"{path}: give a path that ends with .npy")
         import numpy as np
         import torch
 
@@ -48,13 +48,13 @@ def get(
 
         with (
             user_code(),
-            ms.open(path, key=key, **opening) as checkpoint,
+            ms.open(source, key=key, **opening) as checkpoint,
         ):
             tensor = checkpoint.tensor(name, map=False).detach()
         if not is_plain(tensor) or tensor.dtype not in CONVERTIBLE:
             raise ms.errors.UnsupportedTensorError(
                 "NumPy has no array for a tensor of this kind",
-                where=f"{path}: {name}",
+                where=f"{source}: {name}",
                 expected="a plain tensor",
                 found=short(tensor.dtype) if is_plain(tensor) else checkpoint[name].kind,
                 remedy="read it in Python: modelstate.open(path).tensor(name)",
@@ -67,13 +67,13 @@ def get(
         array = np.ascontiguousarray(tensor.resolve_conj().resolve_neg().numpy()).reshape(tensor.shape)
         header = io.BytesIO()
         np.lib.format.write_array_header_1_0(header, np.lib.format.header_data_from_array_1_0(array))
-        make_parents(target)
-        with atomic_file(local_target(target), overwrite=overwrite) as output:
+        make_parents(path)
+        with atomic_file(local_target(path), overwrite=overwrite) as output:
             output.append(header.getvalue())
             output.append(array.tobytes())
         if as_json:
-            fields = {"path": target, "name": name, "shape": list(tensor.shape), "dtype": short(dtype)}
+            fields = {"path": path, "name": name, "shape": list(tensor.shape), "dtype": short(dtype)}
             click.echo(json.dumps({**fields, "written_dtype": short(tensor.dtype), "bytes": array.nbytes}, indent=1))
             return
         cast = f", written as {short(tensor.dtype)}" if tensor.dtype != dtype else ""
-        click.echo(f"{target}: {list(tensor.shape)} {short(dtype)}{cast}")
+        click.echo(f"{path}: {list(tensor.shape)} {short(dtype)}{cast}")

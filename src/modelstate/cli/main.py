@@ -79,13 +79,13 @@ _model = click.argument(
 )
 
 
-def _open(path: str, opening: options.Opening) -> ms.Checkpoint:
+def _open(source: str, opening: options.Opening) -> ms.Checkpoint:
     with user_code():
-        return ms.open(path, **opening)
+        return ms.open(source, **opening)
 
 
 @app.command()
-@options.path
+@options.source
 @options.key
 @click.option("--stats", is_flag=True, help="Read the tensors: their least and greatest values, means, zeros, NaN, ...")
 @click.option(
@@ -109,7 +109,7 @@ def _open(path: str, opening: options.Opening) -> ms.Checkpoint:
 @options.html
 @options.debug
 def inspect(
-    path: str,
+    source: str,
     key: str | None,
     stats: bool,
     filter: tuple[str, ...],
@@ -132,7 +132,7 @@ def inspect(
         if sort not in ("file", "name", "size"):
             raise click.BadParameter(f"--sort {sort}: give file, name or size")
         with user_code():
-            inspection = ms.inspect(path, key=key, **opening)
+            inspection = ms.inspect(source, key=key, **opening)
         if stats and (inspection.tensors or not inspection.left_out):
             found = inspection.stats(only=filter)
             write_page(html, found)
@@ -185,7 +185,7 @@ def _with_load_options(run: Callable[..., None]) -> Callable[..., None]:
     """
 
     @_model
-    @options.path
+    @options.source
     @options.key
     @options.rules
     @click.option(
@@ -214,7 +214,7 @@ def _with_load_options(run: Callable[..., None]) -> Callable[..., None]:
     @wraps(run)
     def command(
         model: str,
-        path: str,
+        source: str,
         key: str | None,
         rules: Sequence[Rule] | ms.rules.Schema,
         allow_missing: tuple[str, ...],
@@ -241,7 +241,7 @@ def _with_load_options(run: Callable[..., None]) -> Callable[..., None]:
             # Names that the file may lack keep the values of the model, which a skeleton does not have.
             skeleton = not (allow_missing or no_skeleton)
             request = Request(model, model_factory(model, debug), skeleton, parsed)
-            with _open(path, opening) as checkpoint:
+            with _open(source, opening) as checkpoint:
                 run(request, checkpoint, as_json, **own)
 
     return command
@@ -330,7 +330,7 @@ def load(request: Request, checkpoint: ms.Checkpoint, as_json: bool, html: str |
 
 @app.command()
 @_model
-@options.path
+@options.source
 @options.key
 @options.opening
 @options.no_skeleton
@@ -338,7 +338,7 @@ def load(request: Request, checkpoint: ms.Checkpoint, as_json: bool, html: str |
 @options.debug
 def suggest(
     model: str,
-    path: str,
+    source: str,
     key: str | None,
     opening: options.Opening,
     no_skeleton: bool,
@@ -351,7 +351,7 @@ def suggest(
     """
     with reported(debug):
         request = Request(model, model_factory(model, debug), not no_skeleton, {"key": key})
-        with _open(path, opening) as checkpoint:
+        with _open(source, opening) as checkpoint:
             suggestion = request.run(ms.suggest, checkpoint)
         click.echo(suggestion.to_json() if as_json else str(suggestion))
         if not suggestion.complete:
@@ -359,8 +359,8 @@ def suggest(
 
 
 @app.command()
-@options.path
-@click.argument("target", help="Where it is written to.")
+@options.source
+@click.argument("path", help="Where it is written to.")
 @options.key
 @options.dtype
 @options.file_format
@@ -378,8 +378,8 @@ def suggest(
 @options.as_json
 @options.debug
 def convert(
+    source: str,
     path: str,
-    target: str,
     key: str | None,
     dtype: torch.dtype | None,
     format: str | None,
@@ -397,56 +397,56 @@ def convert(
 
     It takes a few megabytes of memory.
     A file that is there already is left as it is, unless --overwrite is given; the source may be overwritten too.
-    Directories on the way to TARGET are made.
+    Directories on the way to PATH are made.
     """
     with reported(debug):
         parsed: dict[str, Any] = {
             "rules": rules,
             "dtype": dtype,
-            "format": parse_format(format, target),
+            "format": parse_format(format, path),
             "shard_size_bytes": shard_size,
             "max_memory_bytes": max_memory,
             "overwrite": overwrite,
         }
         if model is not None:
             parsed["model"] = build_model(model, model_factory(model, debug), skeleton=not no_skeleton)
-        with _open(path, opening) as checkpoint, user_code():
-            make_parents(target)
-            report = ms.convert_checkpoint(checkpoint, target, key=key, **parsed)
+        with _open(source, opening) as checkpoint, user_code():
+            make_parents(path)
+            report = ms.convert_checkpoint(checkpoint, path, key=key, **parsed)
         click.echo(report.to_json() if as_json else str(report))
 
 
 @app.command()
-@options.path
-@click.argument("target", help="A file, or a directory with / at its end.")
+@options.source
+@click.argument("path", help="A file, or a directory with / at its end.")
 @options.overwrite
 @options.allow
 @options.as_json
 @options.debug
-def cp(path: str, target: str, overwrite: bool, allow: tuple[str, ...], as_json: bool, debug: bool) -> None:
+def cp(source: str, path: str, overwrite: bool, allow: tuple[str, ...], as_json: bool, debug: bool) -> None:
     """Copy the files of a checkpoint, from and to buckets too.
 
     They are copied byte for byte. Bytes with digests are compared on the way. All files are there at the end, or none.
     A file that is there already is left as it is, unless --overwrite is given.
     """
     with reported(debug):
-        report = ms.copy(path, target, overwrite=overwrite, allow=allow)
+        report = ms.copy(source, path, overwrite=overwrite, allow=allow)
         click.echo(report.to_json() if as_json else str(report))
 
 
 @app.command()
-@options.path
+@options.source
 @options.opening
 @options.as_json
 @options.debug
-def verify(path: str, opening: options.Opening, as_json: bool, debug: bool) -> None:
+def verify(source: str, opening: options.Opening, as_json: bool, debug: bool) -> None:
     """Compare the bytes of a checkpoint or a store with their digests."""
     with reported(debug):
-        if is_store(path):
-            verify_steps(path, cache=opening["cache"], as_json=as_json)
+        if is_store(source):
+            verify_steps(source, cache=opening["cache"], as_json=as_json)
             return
         with user_code():
-            result = ms.verify(path, **opening)
+            result = ms.verify(source, **opening)
         click.echo(result.to_json() if as_json else result)
 
 

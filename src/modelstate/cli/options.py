@@ -35,7 +35,7 @@ max_memory = click.option(
     help="The most memory that tensors may take at once, such as 512MB.",
 )
 overwrite = click.option("--overwrite", is_flag=True, help="Replace what is there already.")
-path = click.argument("path", help="A checkpoint: a file, or a directory with one.")
+source = click.argument("source", help="A checkpoint: a file, or a directory with one.")
 key = click.option("--key", metavar="KEY", help="The part of the checkpoint that is meant, such as model_state.")
 allow = click.option(
     "--allow",
@@ -46,7 +46,7 @@ allow = click.option(
 file_format = click.option(
     "--format",
     metavar="FORMAT",
-    help="safetensors, or torch for what torch.load reads, where the suffix of TARGET says neither.",
+    help="safetensors, or torch for what torch.load reads, where the suffix of PATH says neither.",
 )
 no_skeleton = click.option(
     "--no-skeleton", is_flag=True, help="Build the model with values in its parameters; needs the memory."

@@ -18,7 +18,7 @@ _LORA_IN_PYTHON = (
     "an adapter is merged in Python: "
     "modelstate.load(model, modelstate.open([BASE, ADAPTER], combine=modelstate.merge.LoRA()))"
 )
-_IN_PYTHON = "a transform is given in Python: modelstate.load(model, path, transform=...)"
+_IN_PYTHON = "a transform is given in Python: modelstate.load(model, source, transform=...)"
 
 
 def of_error(error: BaseException, debug: bool = False) -> list[str]:
@@ -32,7 +32,7 @@ def of_error(error: BaseException, debug: bool = False) -> list[str]:
     if isinstance(error, errors.AmbiguousCheckpointError) and error.candidates and "key=" in error.remedy:
         return [option("--key", next((key for key, _ in error.candidates if key), "KEY"))]
     if isinstance(error, errors.KeyNotFoundError) and "iterate" in error.remedy:
-        return ["modelstate inspect PATH lists the names"]
+        return ["modelstate inspect SOURCE lists the names"]
     if isinstance(error, errors.KeyNotFoundError):
         return ["--key KEY, or leave it out"] if "key=" in error.remedy else []
     if isinstance(error, errors.NothingInCommonError):
@@ -48,7 +48,7 @@ def of_error(error: BaseException, debug: bool = False) -> list[str]:
     if isinstance(error, errors.TargetExistsError):
         return ["another path, or --overwrite to replace it"]
     if isinstance(error, errors.ChecksumError) and "modelstate.save" in error.remedy:
-        return ["modelstate convert PATH TARGET.safetensors writes a file that keeps checksums"]
+        return ["modelstate convert SOURCE PATH.safetensors writes a file that keeps checksums"]
     if isinstance(error, errors.ModelCodeError) and not debug:
         return ["--debug shows the traceback of the cause"]
     return []

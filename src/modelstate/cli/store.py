@@ -318,7 +318,7 @@ def _listed(steps: Iterable[int]) -> str:
 
 @store.command()
 @_directory
-@click.argument("target", help="The file to write.")
+@click.argument("path", help="The file to write.")
 @_step
 @click.option("--object", "name", metavar="NAME", default="model", help="The object of the checkpoint.")
 @options.file_format
@@ -329,7 +329,7 @@ def _listed(steps: Iterable[int]) -> str:
 @options.debug
 def restore(
     directory: str,
-    target: str,
+    path: str,
     step: int | None,
     name: str,
     format: str | None,
@@ -346,10 +346,10 @@ def restore(
     """
     with reported(debug):
         writing: dict[str, Any] = {"dtype": dtype, "shard_size_bytes": shard_size}
-        writing["format"] = parse_format(format, target)
+        writing["format"] = parse_format(format, path)
         index = _index(directory)
         opened = ms.Store(directory)
-        make_parents(target)
+        make_parents(path)
         while True:
             chosen = index.whole_step(step, _report_skipped, progress=None)
             if chosen is None:
@@ -360,7 +360,7 @@ def restore(
                 )
             try:
                 with opened.open(name, chosen) as checkpoint:
-                    report = ms.convert_checkpoint(checkpoint, target, overwrite=overwrite, **writing)
+                    report = ms.convert_checkpoint(checkpoint, path, overwrite=overwrite, **writing)
                 break
             except ms.ModelStateError:
                 if step is not None or chosen in {info.step for info in opened.infos()}:

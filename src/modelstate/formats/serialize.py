@@ -270,7 +270,11 @@ class _Serializer:
                 where=self._where,
                 found=listed_problems(self._wrong),
                 remedy="; ".join(remedies_for(self._refused))
-                or "convert them, leave them out, or give them other names"
+                or (
+                    "load values into them first, or leave them out"
+                    if all("on the meta device" in problem for problem in self._wrong.values())
+                    else "convert them, leave them out, or give them other names"
+                )
                 + ("; ms.save to a path that ends in .pt keeps them" if self._torch_keeps_all() else ""),
             )
         check_repeated(self.state.tensors, self._where)

@@ -7,7 +7,7 @@ from typing import Any
 
 from modelstate.html.page import Page, Shown
 from modelstate.planning.plan import Step, placements, steps_page
-from modelstate.text_format import listed, printable, seconds, size
+from modelstate.text_format import count, listed, printable, seconds, size
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +110,7 @@ class LoadReport(Shown):
     def __repr__(self) -> str:
         """A summary in one line."""
         first, *_ = self._conversion() if self.action else self._load()
-        notes = f", {len(self.notes)} notes" if self.notes else ""
+        notes = f", {count(len(self.notes), 'note')}" if self.notes else ""
         lost = f", {len(self.references_lost)} references lost" if self.references_lost else ""
         return f"<{type(self).__name__}: {first}, {size(self.bytes)} in {self.seconds:.3f} s{notes}{lost}>"
 

@@ -103,8 +103,8 @@ def targets_of(objects: Mapping[str, object]) -> dict[str, Target]:
     """
     if not isinstance(objects, Mapping) or isinstance(objects, nn.Module):
         raise OptionError(
-            "objects come under names",
-            expected='a mapping, as {"model": model, "optimizer": optimizer}',
+            "objects= must be a mapping from names to objects",
+            expected='such as {"model": model, "optimizer": optimizer}',
             found=type(objects).__name__,
         )
     return dict(_walk(objects, "", 0))

@@ -146,7 +146,9 @@ def apply_rules(
 
 def check_rules(rules: object) -> tuple[Rule, ...]:
     """Returns a rule, or nested lists of rules, as a flat tuple. Raises `OptionError` for anything else."""
-    return tuple(_flat(rules if isinstance(rules, Iterable) else (rules,)))
+    if not isinstance(rules, Iterable) or isinstance(rules, str | Mapping):
+        rules = (rules,)
+    return tuple(_flat(rules))
 
 
 def _flat(rules: Iterable[object]) -> Iterator[Rule]:
@@ -154,7 +156,11 @@ def _flat(rules: Iterable[object]) -> Iterator[Rule]:
         if isinstance(rule, list | tuple):
             yield from _flat(rule)
         elif not isinstance(rule, Rule) or isinstance(rule, type):
-            raise OptionError("not a rule", expected="Prefix(...), Rename(...) or a list of such", found=repr(rule))
+            raise OptionError(
+                "not a rule",
+                expected="a rule or a list of rules, such as [ms.rules.Rename('old.*', 'new.*')]",
+                found=repr(rule),
+            )
         else:
             yield rule
 

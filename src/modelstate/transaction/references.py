@@ -21,6 +21,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
+from modelstate.text_format import count
 from modelstate.torch_compat.plain import is_plain
 from modelstate.torch_compat.private import (
     has_gradient_node,
@@ -45,6 +46,9 @@ class Identity:
     """Pairs of names of different tensors that share memory."""
     optimized: Mapping[tuple[int, int, int], torch.Tensor]
     """The parameters of optimizers, by the numbers of optimizer, group and position."""
+
+    def __repr__(self) -> str:
+        return f"<Identity: {count(len(self.objects), 'name')}, {count(len(self.views), 'pair')} that share memory>"
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Identity) and not self.differences(other)
