@@ -2,7 +2,8 @@
 
 from collections.abc import Callable
 from types import TracebackType
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
+from weakref import ReferenceType, ref
 
 import torch
 from torch import nn
@@ -17,7 +18,15 @@ from modelstate.torch_compat.private import is_faking
 from modelstate.transaction.transaction import Transaction, exclusive
 
 Apply = Callable[[torch.Tensor], torch.Tensor]
-_switches: "tuple[reference_keeping, ...]" = ()
+
+
+class _Switch(NamedTuple):
+    on: bool
+    owner: "ReferenceType[reference_keeping]"
+    """Refers to the object that may be entered and left. A call for good keeps none, so its switch stays."""
+
+
+_switches: tuple[_Switch, ...] = ()
 """The switches of all threads, in the order in which they were set. The last one counts. A change replaces the tuple,
 since modules are converted in other threads meanwhile."""
 
@@ -56,21 +65,24 @@ class reference_keeping:
     ) -> None:
         global _switches
         with _lock:
-            last = max(index for index, switch in enumerate(_switches) if switch is self)
+            last = max(index for index, switch in enumerate(_switches) if switch.owner() is self)
             _switches = _switches[:last] + _switches[last + 1 :]
         _overrides.update()
 
     def _add(self) -> None:
         global _switches
         with _lock:
-            _switches = (*_switches, self)
+            # Of those that stay, the last one hides the others for good.
+            hidden = [switch for switch in _switches if switch.owner() is None][:-1]
+            left = [switch for switch in _switches if not any(switch is other for other in hidden)]
+            _switches = (*left, _Switch(self._on, ref(self)))
         _overrides.update()
 
     @staticmethod
     def _holds() -> bool:
         """Whether references are kept now: the value of the last switch that has not been left."""
         switches = _switches
-        return bool(switches) and switches[-1]._on
+        return bool(switches) and switches[-1].on
 
 
 def _apply(_stock: Callable[..., nn.Module], self: nn.Module, fn: Apply, recurse: bool = True) -> nn.Module:

@@ -292,9 +292,12 @@ class StepIndex:
         as `step`.
         """
         revisions = self.all_revisions()
-        found = []
+        of_steps: dict[int, list[StepEntry]] = {}
+        for entry in reversed(revisions):
+            of_steps.setdefault(entry.place.step, []).append(entry)
+        found: list[StepEntry] = []
         for chosen in self.by_age(revisions)[::-1] if step == "latest" else [self.step(step, revisions)]:
-            of_step = (entry for entry in reversed(revisions) if entry.place.step == chosen.place.step)
+            of_step = of_steps[chosen.place.step]
             found += [entry for entry in of_step if entry is chosen or not entry.is_foreign]
         return found
 
