@@ -368,6 +368,45 @@ def test_options_of_another_optimizer() -> None:
     assert "build the optimizer that was saved: torch.optim.SGD" in caught.value.remedy
 
 
+class Counting(torch.optim.Optimizer):
+    """Keeps the number of steps, and a sum, among the options of a group, as Prodigy and the optimizers of apex do."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+            group["sum"] = group.get("sum", torch.zeros(())) + group["step"]
+            for param in group["params"]:
+                param.data.sub_(param.grad, alpha=group["lr"] / group["step"])
+
+
+def test_options_that_the_first_step_adds(tmp_path: Path) -> None:
+    model = Separate()
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    optimizer = Counting(model.parameters())
+    optimizer.step()
+    optimizer.step()
+    ms.save({"model": model, "optimizer": optimizer}, tmp_path / "run.safetensors")
+    again = Separate()
+    fresh = Counting(again.parameters(), lr=0.5)
+    ms.restore({"model": again, "optimizer": fresh}, tmp_path / "run.safetensors")
+    (group,) = fresh.param_groups
+    assert (group["lr"], group["step"], group["sum"].item()) == (0.1, 2, 3.0)
+
+    broken = ms.optimizer_state(model, optimizer)
+    broken["state"]["q.weight"]["sum"] = torch.ones(7)
+    fresh = Counting(again.parameters())
+    with pytest.raises(OptimizerStateError, match="no such parameter"):
+        ms.load_optimizer_state(again, fresh, broken | {"state": broken["state"] | {"other": {"sum": 1}}})
+    assert "step" not in fresh.param_groups[0]
+    del broken["class"]
+    with pytest.raises(OptimizerStateError, match="does not have the saved options step, sum"):
+        ms.load_optimizer_state(again, fresh, broken)
+
+
 def test_kept_options_do_not_make_the_moments_fit_another_optimizer() -> None:
     model = Separate()
     adam, sgd = trained(model), torch.optim.SGD(model.parameters())

@@ -15,7 +15,7 @@ from torch import nn
 
 CLASS = "class"
 """The key of the class in a saved state."""
-SCHEDULER_OPTIONS = {"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum"}
+SCHEDULER_OPTIONS = {"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr"}
 """Options that schedulers put into groups."""
 _IMPLEMENTATION_OPTIONS = {"foreach", "fused", "capturable", "differentiable"}
 """Options that do not change what is computed."""

@@ -324,7 +324,9 @@ def plan_by_name(
         if name in params and values and not _same_state(by_param.setdefault(params[name], values), values):
             problems.append(f"{name}: its state differs from that of another name of {names[params[name]]}")
     layout = _StateLayout(optimizer, matched)
-    option_problems = [line for group, options in matched for line in _option_problems(options, group)]
+    cls = computing_class(optimizer)
+    may_add = not _is_torchs(cls) and state.get(CLASS) == class_name(cls)
+    option_problems = [line for group, options in matched for line in _option_problems(options, group, may_add)]
     value_problems = [
         line
         for param, values in by_param.items()
@@ -454,9 +456,12 @@ def _matched_groups(
     return matched
 
 
-def _option_problems(saved: Mapping[str, object], group: Group) -> list[str]:
-    """Returns a line for the saved options that the optimizer does not have, and for each that is of another kind."""
-    unknown = sorted(set(saved) - set(group) - SCHEDULER_OPTIONS, key=str)
+def _option_problems(saved: Mapping[str, object], group: Group, may_add: bool) -> list[str]:
+    """Returns a line for the saved options that the optimizer does not have, and for each that is of another kind.
+
+    With `may_add`, the class of the optimizer adds options when it steps, as a counter of the steps of a group.
+    """
+    unknown = [] if may_add else sorted(set(saved) - set(group) - SCHEDULER_OPTIONS, key=str)
     noun = "option" if len(unknown) == 1 else "options"
     problems = [f"the optimizer does not have the saved {noun} {', '.join(map(str, unknown))}"] if unknown else []
     return problems + [
@@ -628,11 +633,16 @@ def _placed(values: _Values, param: torch.Tensor, layout: _StateLayout) -> dict[
     return placed
 
 
-def _placed_options(options: Mapping[str, object], group: Mapping[str, object]) -> dict[str, object]:
-    """Returns copies of options for a group. A tensor that takes the place of another one gets its device."""
+def _placed_options(options: Mapping[str, object], group: Group) -> dict[str, object]:
+    """Returns copies of options for a group.
+
+    A tensor gets the device of the one that it replaces; without one, that of the first parameter, since files have no
+    devices.
+    """
     placed = deepcopy(dict(options))
     for key, value in placed.items():
-        if isinstance(value, torch.Tensor) and isinstance(live := group.get(key), torch.Tensor):
+        live = next(iter(group["params"]), None) if key not in group else group[key]
+        if isinstance(value, torch.Tensor) and isinstance(live, torch.Tensor):
             placed[key] = value.to(live.device)
     return placed
 
