@@ -364,6 +364,8 @@ class Uninitialised(Problem):
     kind: str = ""
     initialiser: str = ""
     """The methods of the model that initialise it; empty if there are none."""
+    taken: str = ""
+    """What the loading code of its module has taken from the checkpoint, without assigning the tensor."""
 
     title: ClassVar = "tensors that would stay on the meta device, without values"
     remedy: ClassVar = "give them values: rules=[ms.rules.Fill(pattern, value)]"
@@ -371,9 +373,15 @@ class Uninitialised(Problem):
 
     @classmethod
     def remedy_for(cls, problems: Sequence[Problem]) -> str:
-        members = [problem for problem in problems if isinstance(problem, Uninitialised)]
+        of_code = [problem for problem in problems if isinstance(problem, Uninitialised) and problem.taken]
+        members = [problem for problem in problems if isinstance(problem, Uninitialised) and not problem.taken]
         parameters = [(member.name, member.initialiser) for member in members if member.kind == "parameter"]
         remedies = _initialisation_remedies(parameters)
+        if of_code:
+            remedies.append(
+                f"the loading code of the module has taken {of_code[0].taken} and has not assigned {of_code[0].name}: "
+                "build the module with values, without ms.skeleton()"
+            )
         buffers = [member for member in members if member.kind != "parameter"]
         if buffers:
             remedy = "build the model with `with ms.skeleton():`, which leaves buffers what the constructor computes"

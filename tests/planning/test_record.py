@@ -149,6 +149,31 @@ def test_slots_that_are_not_tied_map_different_bytes(tmp_path: Path) -> None:
     assert [step.mapped for step in steps] == [True, False]
 
 
+def test_a_weight_on_meta_that_the_code_of_its_module_does_not_assign() -> None:
+    """As a layer of optimum-quanto: its code makes the weight of two tensors, and copies it into what is there."""
+
+    class Layer(nn.Linear):
+        def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+            weight = state_dict.pop(f"{prefix}weight.codes") * state_dict.pop(f"{prefix}weight.scale")
+            missing = args[2]
+            super()._load_from_state_dict(state_dict, prefix, *args)
+            missing.remove(f"{prefix}weight")
+            with torch.no_grad():
+                self.weight.copy_(weight)
+
+    state = {"0.weight.codes": torch.ones(2, 2), "0.weight.scale": torch.tensor(3.0), "0.bias": torch.zeros(2)}
+    model = nn.Sequential(Layer(2, 2))
+    ms.load(model, state)
+    assert (model[0].weight == 3).all()
+
+    with ms.skeleton():
+        model = nn.Sequential(Layer(2, 2))
+    with pytest.raises(ms.PlanError, match=r"without ms\.skeleton") as caught:
+        ms.load(model, state)
+    assert "has taken 0.weight.codes, 0.weight.scale and has not assigned 0.weight" in str(caught.value)
+    assert "Fill" not in str(caught.value)
+
+
 def test_a_nested_buffer_that_may_be_missing() -> None:
     """torch has no shape for a tensor that is nested with strides."""
     model = nn.Linear(2, 2)

@@ -40,6 +40,10 @@ from modelstate.spec import Refused, StoredTensor
 from modelstate.torch_compat.dtypes import QUANTIZED
 from modelstate.torch_compat.private import wrapper_subclass
 
+_QUANTIZED = (
+    "save its dequantize()d form; or, for a model that has such tensors too: "
+    "ms.load_state_dict(model, torch.load(path))"
+)
 STORAGE_DTYPES = {
     "DoubleStorage": torch.float64,
     "FloatStorage": torch.float32,
@@ -332,7 +336,7 @@ def _strided(
     if type(storage) is not Storage:
         raise damaged("a tensor without a storage", type(storage).__name__)
     if dtype in QUANTIZED:
-        return unsupported(f"a quantized tensor ({dtype})", "save its dequantize()d form")
+        return unsupported(f"a quantized tensor ({dtype})", _QUANTIZED)
     try:
         shape, steps, first = _shape(size), dims(stride), dims((offset,))[0]
         grad = _typed(requires_grad, bool, "requires_grad is neither True nor False")
@@ -576,7 +580,7 @@ def _from_numpy(data: object, dtype: object, device: object, requires_grad: obje
 
 def _quantized(*args: object) -> Rebuilt:
     dtype = args[0].dtype if args and type(args[0]) is Storage else "quantized"
-    return unsupported(f"a quantized tensor ({dtype})", "save its dequantize()d form")
+    return unsupported(f"a quantized tensor ({dtype})", _QUANTIZED)
 
 
 def old_tensor(*_: object) -> Rebuilt:

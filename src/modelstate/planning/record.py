@@ -35,6 +35,7 @@ from modelstate.problems import (
 )
 from modelstate.rules.expression import lacks_values
 from modelstate.spec import StoredComposite
+from modelstate.text_format import listed
 from modelstate.torch_compat.dtypes import short
 from modelstate.torch_compat.modules import needs_protocol, overrides_loading, runs_loading_code
 from modelstate.torch_compat.plain import is_plain, is_quantized
@@ -332,16 +333,25 @@ class _Coverage:
         return has_values, None if has_values and not self.preparation.options.init_missing else self._methods_for(slot)
 
     def _uninitialised(self, unfilled: Sequence[Slot], reported: set[str]) -> Iterable[Problem]:
+        taken = self._taken_by_code(reported)
         for slot in unfilled:
             if slot.tensor.is_meta and reported.isdisjoint(slot.names):
-                yield Uninitialised(slot.name, slot.kind, self._methods_for(slot))
+                owner = slot.name.rpartition(".")[0]
+                of_owner = [name for name in taken if name.startswith(f"{owner}." if owner else "")]
+                yield Uninitialised(slot.name, slot.kind, self._methods_for(slot), listed(of_owner, 3))
+
+    def _taken_by_code(self, named: Collection[str]) -> list[str]:
+        """The names that the model's own loading code has removed from the state dict, except for these."""
+        preparation = self.preparation
+        known = {*named, *self.outcome.unexpected, *preparation.extra_states, *preparation.uninitialised}
+        return sorted(preparation.incoming.entries.keys() - preparation.used - known)
 
     def _note_own_code(self, missing: list[str], unexpected: list[str], unfilled: Sequence[Slot]) -> None:
         """Notes names that the model's own loading code handled: they are neither assigned nor missing."""
         preparation = self.preparation
         named = {*missing, *unexpected, *self.outcome.unexpected, *preparation.extra_states, *preparation.uninitialised}
         named.update(problem.name for problem in preparation.problems)
-        if gone := preparation.incoming.entries.keys() - preparation.used - named:
+        if gone := self._taken_by_code(named):
             self._note(gone, "went into the model's own loading code")
         known = {*named, *self.outcome.missing}
         if absent := [name for name in preparation.slots.extra if name not in known]:
@@ -415,9 +425,9 @@ class _Coverage:
             self._note([assignment.name for assignment in self.preparation.moves], f"only moved to {device}")
 
     def _note(self, names: Collection[str], what: str) -> None:
-        listed = sorted(names)
-        shown = ", ".join(listed[:4]) + (", ..." if len(listed) > 4 else "")
-        self.preparation.notes.append(f"{len(listed)} {what}: {shown}")
+        ordered = sorted(names)
+        shown = ", ".join(ordered[:4]) + (", ..." if len(ordered) > 4 else "")
+        self.preparation.notes.append(f"{len(ordered)} {what}: {shown}")
 
 
 def _shape(value: object) -> tuple[int, ...] | None:
