@@ -384,7 +384,10 @@ class Uninitialised(Problem):
             )
         buffers = [member for member in members if member.kind != "parameter"]
         if buffers:
-            remedy = "build the model with `with ms.skeleton():`, which leaves buffers what the constructor computes"
+            remedy = (
+                "build the model with `with ms.skeleton():`, which leaves buffers what the constructor computes; "
+                "without it, where the constructor computes them from parameters"
+            )
             remedies.append(
                 remedy + ("; or init_missing=True" if all(buffer.initialiser for buffer in buffers) else "")
             )

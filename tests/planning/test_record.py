@@ -174,6 +174,20 @@ def test_a_weight_on_meta_that_the_code_of_its_module_does_not_assign() -> None:
     assert "Fill" not in str(caught.value)
 
 
+def test_a_buffer_that_the_constructor_computes_from_a_parameter() -> None:
+    def build() -> nn.Module:
+        layer = nn.Linear(2, 2)
+        layer.register_buffer("first", layer.weight.detach().clone(), persistent=False)
+        return layer
+
+    trained = build().state_dict()
+    with ms.skeleton():
+        model = build()
+    with pytest.raises(ms.PlanError, match="without it, where the constructor computes them from parameters"):
+        ms.load(model, trained)
+    assert ms.load(build(), trained).coverage == 1
+
+
 def test_a_nested_buffer_that_may_be_missing() -> None:
     """torch has no shape for a tensor that is nested with strides."""
     model = nn.Linear(2, 2)
