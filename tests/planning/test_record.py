@@ -174,6 +174,21 @@ def test_a_weight_on_meta_that_the_code_of_its_module_does_not_assign() -> None:
     assert "Fill" not in str(caught.value)
 
 
+def test_an_override_of_load_state_dict_is_noted(tmp_path: Path) -> None:
+    class Halved(nn.Linear):
+        def load_state_dict(self, state_dict: Any, *args: Any, **named: Any) -> Any:
+            return super().load_state_dict({name: value / 2 for name, value in state_dict.items()}, *args, **named)
+
+    note = "Halved overrides load_state_dict, which is not called"
+    state = Halved(2, 2).state_dict()
+    assert any(text.startswith(note) for text in ms.plan(Halved(2, 2), state).notes)
+    assert not ms.plan(nn.Sequential(Halved(2, 2)), {f"0.{name}": value for name, value in state.items()}).notes
+    ms.save({"model": Halved(2, 2)}, tmp_path / "run.safetensors")
+    assert any(
+        text.startswith(note) for text in ms.restore({"model": Halved(2, 2)}, tmp_path / "run.safetensors").report.notes
+    )
+
+
 def test_a_buffer_that_the_constructor_computes_from_a_parameter() -> None:
     def build() -> nn.Module:
         layer = nn.Linear(2, 2)

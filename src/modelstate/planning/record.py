@@ -18,7 +18,7 @@ from modelstate.planning.assignment import Assignment
 from modelstate.planning.matching import Patterns, adapter_names, one_prefix
 from modelstate.planning.plan import LoadPlan, Step
 from modelstate.planning.preparation import Preparation
-from modelstate.planning.recorder import IncompatibleKeys, walk
+from modelstate.planning.recorder import IncompatibleKeys, is_container, walk
 from modelstate.problems import (
     Complaint,
     IdlePattern,
@@ -37,7 +37,12 @@ from modelstate.rules.expression import lacks_values
 from modelstate.spec import StoredComposite
 from modelstate.text_format import listed
 from modelstate.torch_compat.dtypes import short
-from modelstate.torch_compat.modules import needs_protocol, overrides_loading, runs_loading_code
+from modelstate.torch_compat.modules import (
+    needs_protocol,
+    overrides_load_state_dict,
+    overrides_loading,
+    runs_loading_code,
+)
 from modelstate.torch_compat.plain import is_plain, is_quantized
 from modelstate.transaction.slots import HIDDEN, PARAMETER, Slot, Slots, compare_names, signatures, slots_of
 
@@ -73,6 +78,7 @@ def record(preparation: Preparation) -> None:
             for name in common:
                 value = preparation.incoming[name]
                 preparation.tensor(name, slots.by_name[name].tensor, value, None, outcome.errors)
+    preparation.notes += _notes_of_overrides(preparation.model)
     preparation.problems += _scripted_on_meta(slots)
     if transaction.armed or preparation.quantized:
         _check_quantized(preparation)
@@ -83,6 +89,19 @@ def record(preparation: Preparation) -> None:
     if matched.fits_in_part and not preparation.problems:
         preparation.problems.append(Complaint("", _FITS_IN_PART))
     preparation.settle()
+
+
+def _notes_of_overrides(model: nn.Module) -> list[str]:
+    """Notes the methods that `model.load_state_dict` would call and the protocol does not."""
+    if is_container(model):
+        return [note for child in model.children() for note in _notes_of_overrides(child)]
+    if not overrides_load_state_dict(model):
+        return []
+    name = type(model).__name__
+    return [
+        f"{name} overrides load_state_dict, which is not called: of the code of {name}, a load calls hooks and "
+        "_load_from_state_dict"
+    ]
 
 
 def _scripted_on_meta(slots: Slots) -> list[Problem]:
