@@ -219,6 +219,7 @@ FOLLOWED: dict[str, Callable[[], nn.Module]] = {
     "a method": by_method,
     "a partial": by_partial,
     "nn.LSTM": lambda: Recurrent(4, 4),
+    "a parametrized nn.LSTM": lambda: nn.utils.parametrizations.weight_norm(Recurrent(4, 4), "weight_hh_l0"),
     "containers": Listed,
     "accelerate": accelerated,
     "prune": pruned,

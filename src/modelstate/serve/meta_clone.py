@@ -266,6 +266,8 @@ def _reachable(root: nn.Module, ends: Container[int]) -> Iterator[Reference]:
 def _of_module(path: str, module: nn.Module) -> Iterator[Reference]:
     """The attributes of a module, without those that a hook sets before each call, such as that of `spectral_norm`."""
     set_by_hooks = computed_attributes(module)
+    if isinstance(module, nn.RNNBase):
+        set_by_hooks.add("_flat_weights")  # a copy makes the list again, and so does a call with other weights
     for name, value in list(vars(module).items()):
         if name in _UNUSED or name in set_by_hooks or (hasattr(nn.Module, name) and name not in _CALLED):
             continue
