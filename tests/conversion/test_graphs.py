@@ -2,6 +2,7 @@
 
 import copy
 import gc
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -91,16 +92,35 @@ def test_other_values_of_the_same_dtype_are_refused() -> None:
     loss.backward()
 
 
-def test_the_remedy_for_an_attribute_that_a_hook_computes() -> None:
-    """The mask of pruning is applied before each call, and the first time when it is registered."""
-    module = prune.identity(nn.Linear(3, 2), "weight")
-    with pytest.raises(errors.SwapError, match="its result is attribute `weight`") as caught:
-        ms.convert(module, torch.float64)
-    assert "torch.no_grad()" in caught.value.remedy
-    with torch.no_grad():
-        module(torch.ones(1, 3))
+@pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated:FutureWarning")
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: prune.l1_unstructured(nn.Linear(3, 2), "weight", 0.5),
+        lambda: nn.utils.weight_norm(nn.Linear(3, 2)),
+        lambda: nn.utils.weight_norm(nn.RNN(3, 2), "weight_hh_l0"),
+    ],
+)
+def test_an_attribute_that_a_hook_computes_before_each_call(make: Callable[[], nn.Module]) -> None:
+    """It has a graph from the beginning, which no backward pass runs through."""
+    module, x = make(), torch.ones(4, 3)
+    expected = copy.deepcopy({name: param.detach().double() for name, param in module.named_parameters()})
     ms.convert(module, torch.float64)
-    assert module(torch.ones(1, 3, dtype=torch.float64)).dtype is torch.float64
+    assert all(torch.equal(param, expected[name]) for name, param in module.named_parameters())
+    out = module(x.double())
+    out = out[0] if isinstance(out, tuple) else out
+    out.square().sum().backward()
+    assert {param.grad.dtype for param in module.parameters() if param.grad is not None} == {torch.float64}
+
+    pending = module(x.double())
+    with pytest.raises(errors.SwapError, match="waits for backward"):
+        ms.convert(module, torch.float32)
+    del pending, out
+    module.float()
+    module.kept = next(module.parameters()) * 2  # an attribute that no hook computes
+    with pytest.raises(errors.SwapError, match="its result is attribute `kept`") as caught:
+        ms.convert(module, torch.float64)
+    assert "run backward first" in caught.value.remedy
 
 
 @pytest.mark.parametrize("used_up", [False, True])

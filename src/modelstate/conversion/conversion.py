@@ -32,7 +32,14 @@ from modelstate.planning.plan import Step
 from modelstate.process import ONE_VARIABLE, ThreadValue, cached_attribute, deferred_signals, reference_count
 from modelstate.text_format import listed
 from modelstate.torch_compat.dtypes import Overflows, nonfinite, short
-from modelstate.torch_compat.modules import call_apply, has_custom_apply, modules_of, own_buffers, own_parameters
+from modelstate.torch_compat.modules import (
+    call_apply,
+    computed_attributes,
+    has_custom_apply,
+    modules_of,
+    own_buffers,
+    own_parameters,
+)
 from modelstate.torch_compat.plain import extent, has_its_memory, is_dense, is_fake, is_plain
 from modelstate.torch_compat.private import (
     can_set_data,
@@ -428,7 +435,8 @@ class Conversion:
         held = with_more_owners(tensors)
         if any(self._owners.get(id(tensor)) != use_count(tensor) for tensor in held):
             all_tensors = {id(tensor): tensor for tensor in (*held, *(slot.tensor for slot in self.slots.tensors))}
-            self._holders = holders_of(all_tensors.values())
+            computed = {id(vars(module).get(name)) for module in self.modules for name in computed_attributes(module)}
+            self._holders = holders_of(all_tensors.values(), replaced=computed)
             self._owners = {key: use_count(tensor) for key, tensor in all_tensors.items()}
         return {id(tensor): self._holders[id(tensor)] for tensor in held if id(tensor) in self._holders}
 

@@ -166,11 +166,6 @@ class Holders:
     def remedy(self) -> str:
         """How to release the first of the holders."""
         if self.waiting:
-            if where_held(self.waiting[0]).startswith("attribute "):
-                return (
-                    "run backward first; where a hook computes the attribute before each call (weight_norm, pruning), "
-                    "call the module once within torch.no_grad(), so that the attribute has no graph"
-                )
             return "run backward first; where it has been run, drop the result of the forward pass (del loss)"
         if self.reducers:
             return "do it to the module before it is wrapped, or wrap it again afterwards"
@@ -191,8 +186,11 @@ def objects_of(wanted: Callable[[type], bool]) -> list[Any]:
     return list(compress(objects, map(classes.__contains__, map(type, objects)))) if classes else []
 
 
-def holders_of(tensors: Iterable[torch.Tensor]) -> dict[int, Holders]:
-    """Returns the holders of the tensors that have more than one owner, by the ids of the tensors."""
+def holders_of(tensors: Iterable[torch.Tensor], replaced: Collection[int] = ()) -> dict[int, Holders]:
+    """Returns the holders of the tensors that have more than one owner, by the ids of the tensors.
+
+    `replaced` has the ids of results that are computed anew before they are used: their graphs do not wait.
+    """
     held = {id(tensor): tensor for tensor in tensors if use_count(tensor) > 1}
     if not held:
         return {}
@@ -220,7 +218,7 @@ def holders_of(tensors: Iterable[torch.Tensor]) -> dict[int, Holders]:
             if id(parameter) in found and found[id(parameter)].has_node:
                 found[id(parameter)].reducers.append(module)
     del objects
-    in_graphs = _search_graphs(roots, held, found)
+    in_graphs = _search_graphs(roots, held, found, replaced)
     for node, is_referred_to in zip(nodes, _referred_to(nodes), strict=True):
         holders = found.get(id(getattr(node, "variable", None)))
         if holders is None or holders.waiting or holders.reducers:
@@ -237,14 +235,16 @@ def holders_of(tensors: Iterable[torch.Tensor]) -> dict[int, Holders]:
     return found
 
 
-def _search_graphs(roots: Iterable[torch.Tensor], held: dict[int, torch.Tensor], found: dict[int, Holders]) -> set[int]:
+def _search_graphs(
+    roots: Iterable[torch.Tensor], held: dict[int, torch.Tensor], found: dict[int, Holders], replaced: Collection[int]
+) -> set[int]:
     """Adds the results whose graphs use the tensors to the holders, and returns the ids of all nodes."""
     nodes: dict[int, _Node] = {}
     for root in roots:
         _add_nodes(root.grad_fn, held, nodes)
     # The result that was computed last comes first: the user knows it, unlike tensors that its graph has saved.
     seen: set[int] = set()
-    for root in sorted(roots, key=_order, reverse=True):
+    for root in sorted((root for root in roots if id(root) not in replaced), key=_order, reverse=True):
         stack: list[Any] = [root.grad_fn]
         while stack:
             node = nodes.get(id(stack.pop()))
@@ -397,7 +397,7 @@ def _through(referrer: object, wanted: object, depth: int, seen: set[int]) -> st
     if type(referrer) is dict:
         owners = [value for value in gc.get_referrers(referrer) if getattr(value, "__dict__", None) is referrer]
         if owners:
-            return _attribute(owners[0], wanted, depth, seen)
+            return "" if _is_internal(owners[0]) else _attribute(owners[0], wanted, depth, seen)
     if isinstance(referrer, _CONTAINERS) or type(referrer).__name__ == "cell":
         within = _place(referrer, depth + 1, seen)
         return within.replace("held by `", f"held by {type(referrer).__name__} `", 1) if within else ""
