@@ -5,6 +5,7 @@ import sys
 import time
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -172,10 +173,13 @@ def write_sum(*, path: str, numbers: list[int]) -> None:
 def test_a_function_is_called_in_another_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     command = call(write_sum, path=str(tmp_path / "sum"), numbers=[1, 2])
     assert command[:2] == ["-m", "bench.measure"]
-    monkeypatch.setitem(sys.modules, __name__, sys.modules[__name__])
     monkeypatch.setattr(sys, "argv", command[1:])
     measure.main()
     assert (tmp_path / "sum").read_text() == "3"
+    # The program that runs, as `python -m bench.sharded`, is another module in the process that is started.
+    monkeypatch.setattr(write_sum, "__module__", "__main__")
+    monkeypatch.setitem(sys.modules, "__main__", SimpleNamespace(__spec__=SimpleNamespace(name="bench.sharded")))
+    assert call(write_sum, path="", numbers=[])[2] == "bench.sharded:write_sum"
 
 
 def contender(order: list[str], name: str, *seconds: float) -> dict[str, Stage]:
