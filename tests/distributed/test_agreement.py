@@ -259,6 +259,30 @@ def test_an_interrupt_in_the_wait_for_a_rank_ends_the_wait_of_the_others(ranks: 
     assert ranks.values(interrupted_in_the_wait, timeout=30) == ["", "interrupted", stopped, stopped]
 
 
+def raised_between_votes(kind: type[BaseException], rank: int) -> tuple[str, str]:
+    """The error of a call in which a rank raises between two votes, and the end of the next call."""
+    ranks, kind_of_error = agreement(60), ""
+    try:
+        with ranks.taking_part():
+            with ranks.phase("planning"):
+                pass
+            if dist.get_rank() == rank:
+                raise kind("as asked")
+            with ranks.phase("reading"):
+                pass
+    except BaseException as error:
+        kind_of_error = type(error).__name__
+    dist.barrier()
+    return kind_of_error, phases()
+
+
+@pytest.mark.parametrize("kind", [MemoryError, KeyboardInterrupt])
+def test_an_error_between_two_votes_ends_the_wait_of_the_others(ranks: Ranks, kind: type[BaseException]) -> None:
+    outcomes = ranks.values(raised_between_votes, kind, 1, timeout=30)
+    names = ["RankLostError", kind.__name__, "RankLostError", "RankLostError"]
+    assert outcomes == [(name, "committed") for name in names]
+
+
 def split_votes() -> str:
     """Some ranks see that all have ended a phase, and others lose the connection in that moment."""
     connections = connections_module.connections_of((0, 1, 2, 3), 20, "")

@@ -16,7 +16,7 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from threading import RLock
 from typing import Any, NoReturn
@@ -112,6 +112,8 @@ class Agreement:
         self.call, self._channel = call, channel
         self._phase: _Phase | None = None
         """The phase whose block this rank is in."""
+        self._has_failed = False
+        """Whether the last vote has failed, so that all ranks raise."""
         self.seconds: dict[str, float] = {}
         """The time of each phase on this rank, without the time that it waited for others."""
 
@@ -131,9 +133,32 @@ class Agreement:
         with other.phase("connecting"):
             return other
 
-    def held(self) -> AbstractContextManager[object]:
-        """Returns a block that the votes of other threads of this process, over the same ranks, wait for."""
-        return _held.setdefault((self.ranks, self._channel), RLock()) if self.is_collective else nullcontext()
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """As `taking_part`; calls in other threads of this process, over the same ranks, wait for the end of the block.
+
+        The calls of several threads run in the same order on all ranks, or their digests differ.
+        """
+        lock: AbstractContextManager[object] = nullcontext()
+        if self.is_collective:
+            lock = _held.setdefault((self.ranks, self._channel), RLock())
+        with lock, self.taking_part():
+            yield
+
+    @contextmanager
+    def taking_part(self) -> Iterator[None]:
+        """The block of a call: where it raises between two votes, the other ranks wait for this one no longer.
+
+        That is an interrupt, or an error that can occur anywhere, such as `MemoryError`. A `ModelStateError` between
+        two votes follows from what all ranks know, so all of them raise it.
+        """
+        self._has_failed = False
+        try:
+            yield
+        except BaseException as error:
+            if self.is_collective and not self._has_failed and not isinstance(error, ModelStateError):
+                self.abandon()
+            raise
 
     def phase(
         self,
@@ -168,7 +193,7 @@ class Agreement:
         except Exception as cause:
             error_of_torch = without_frames(cause)
             raise self._lost(phase, error_of_torch) from error_of_torch
-        outer, self._phase = self._phase, phase
+        outer, self._phase, self._has_failed = self._phase, phase, False
         try:
             try:
                 yield
@@ -184,11 +209,12 @@ class Agreement:
     @contextmanager
     def before(self, name: str) -> Iterator[None]:
         """A block before the phase of this name, where the other ranks wait: an error is an error on all of them."""
-        try:
-            yield
-        except Exception:  # also one of torch, such as for a lack of memory
-            with self.held(), self.phase(name):
-                raise
+        with self.taking_part():
+            try:
+                yield
+            except Exception:  # also one of torch, such as for a lack of memory
+                with self.held(), self.phase(name):
+                    raise
 
     def decided(self, name: str, choose: Callable[[], Any], *, effect: str = NOTHING_CHANGED) -> Any:
         """Returns what the first rank chooses, on all ranks.
@@ -251,12 +277,17 @@ class Agreement:
 
     def exchanged(self, numbers: Sequence[int]) -> dict[int, list[int]]:
         """Returns the numbers of each rank, as many as this rank has; those of this rank alone where one is lost."""
-        with suppress(Exception):
-            connections = connections_of(self.ranks, self.timeout_seconds, self._channel)
-            longest = 21 * len(numbers) + 2  # of numbers with 64 bits, as JSON
-            gathered = connections.gathered(json.dumps([*numbers]).encode(), longest, self.timeout_seconds)
-            return {rank: json.loads(text) for rank, text in zip(self.ranks, gathered, strict=True)}
-        return {dist.get_rank(): [*numbers]}
+        gathered: list[bytes] = []
+        longest = 21 * len(numbers) + 2  # of numbers with 64 bits, as JSON
+
+        def gather(connections: Connections) -> None:
+            gathered[:] = connections.gathered(json.dumps([*numbers]).encode(), longest, self.timeout_seconds)
+
+        try:
+            self._use_connections(self.ranks, gather)
+        except RankLostError:
+            return {dist.get_rank(): [*numbers]}
+        return {rank: json.loads(text) for rank, text in zip(self.ranks, gathered, strict=True)}
 
     def connect(self, ranks: tuple[int, ...]) -> None:
         """Connects ranks before a phase, so that the death of one shows at once in a broadcast.
@@ -383,6 +414,7 @@ class Agreement:
                 raise lost_rank from lost
             error.add_note(f"{lost_rank.what}: {lost_rank.found}")
         elif reports:
+            self._has_failed = True
             self._raise(phase, error, reports)
 
     def _lost(self, phase: "_Phase", cause: Exception, ranks: tuple[int, ...] = ()) -> RankLostError:

@@ -334,26 +334,26 @@ class CollectiveWriter:
         """
         hashes: list[str] = []
         failed: BaseException | None = None
-        for planned, path, pieces in zip(layouts, paths, files, strict=True):
-            own = [piece for piece in pieces if piece.rank == dist.get_rank()]
-            file = _RankFile(path, planned.nbytes)
-            held = [(piece.at, elements_of(piece)) for piece in own if piece.part.region is not None]
-            rounds = _rounds(pieces)
-            for number in range(len(rounds) + 1):
-                try:
+        try:
+            for planned, path, pieces in zip(layouts, paths, files, strict=True):
+                own = [piece for piece in pieces if piece.rank == dist.get_rank()]
+                file = _RankFile(path, planned.nbytes)
+                held = [(piece.at, elements_of(piece)) for piece in own if piece.part.region is not None]
+                rounds = _rounds(pieces)
+                for number in range(len(rounds) + 1):
                     chunk = self._exchanged(rounds[number - 1]) if number else held
-                except BaseException:
-                    self._agreement.abandon()  # the other ranks wait for this one
-                    raise
-                if failed is None:
-                    try:
-                        hashes += file.write(chunk)
-                        if number == len(rounds):
-                            file.close()
-                    except BaseException as error:
-                        failed = error
-                chunk = []  # frees its memory before the next one is received
-            file.abandon()
+                    if failed is None:
+                        try:
+                            hashes += file.write(chunk)
+                            if number == len(rounds):
+                                file.close()
+                        except BaseException as error:
+                            failed = error
+                    chunk = []  # frees its memory before the next one is received
+                file.abandon()
+        except BaseException:
+            self._agreement.abandon()  # the other ranks wait for this one in an exchange
+            raise
         if failed is not None:
             raise failed
         return hashes

@@ -314,11 +314,12 @@ class Writer(StorageWriter):
         agreement = agreement_of((), group, self._timeout_seconds, "dcp.save")
         if agreement.is_collective:  # the thread of dcp.async_save votes while the program may save or load
             agreement = agreement.on_channel("dcp.save")
-        with agreement.phase("planning"):
-            state = _state_of(planner)
-        if group is not None:
-            state = _with_values_of_all(state, agreement, group)
-        tree = _tree(state)
+        with agreement.taking_part():
+            with agreement.phase("planning"):
+                state = _state_of(planner)
+            if group is not None:
+                state = _with_values_of_all(state, agreement, group)
+            tree = _tree(state)
         if group is None:  # DTensors still need the ranks of their mesh
             agreement = agreement_of(tensors_within(tree, reshards=True), None, self._timeout_seconds, "dcp.save")
         save_with(agreement, tree, self._target, self._options)
@@ -414,9 +415,9 @@ def _with_values_of_all(
         values = {path: value for path, value in state.items() if not isinstance(value, torch.Tensor)}
         own = values, _Layout.of_all(state)
         _pickled(own)  # what cannot be sent is an error here, and not in the gather, where the others would wait
-    of_ranks = [own] * len(agreement.ranks)
-    dist.all_gather_object(of_ranks, own, group)
     with agreement.phase("planning"):
+        of_ranks = [own] * len(agreement.ranks)
+        dist.all_gather_object(of_ranks, own, group)  # raises on a rank that cannot unpickle what another one has sent
         ranks = dist.get_process_group_ranks(group)
         return _united(state, ranks, *zip(*of_ranks, strict=True))
 

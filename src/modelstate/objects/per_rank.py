@@ -62,7 +62,8 @@ def gathered(parts: Mapping[str, Part], agreement: Agreement) -> dict[str, Part]
                 remedy="make large tensors parameters or buffers of a module, or DTensors",
             )
     states = [json.loads(text) for text in agreement.texts("gathering states", text)]
-    of_all = {path: [_tree(text) for text in of_path] for path, *of_path in zip(differing, *states, strict=True)}
+    with agreement.phase("decoding states that differ between the ranks"):
+        of_all = {path: [_tree(text) for text in of_path] for path, *of_path in zip(differing, *states, strict=True)}
     return {
         path: replace(part, tree=of_all[path], ranks=len(states)) if path in of_all else part
         for path, part in parts.items()

@@ -139,7 +139,8 @@ def save_with(
         to_write = streamed(state) if isinstance(state, Checkpoint) else StateToWrite(_tree_of(state))
     if not agreement.ranks:
         return write_state(to_write, where, begin, options)
-    return write_state(to_write, where, begin, replace(options, progress=False), writer_of(agreement, where))
+    with agreement.held():
+        return write_state(to_write, where, begin, replace(options, progress=False), writer_of(agreement, where))
 
 
 def _tree_of(state: object) -> Mapping[Any, object]:

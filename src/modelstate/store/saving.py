@@ -315,12 +315,15 @@ class NewStep:
             return path, written_bytes, sum(of_object.linked_bytes for of_object in of_objects), seconds, pruned
 
         try:
-            agreement.decided(f"writing step {record.step}", lambda: self._write(check))
-            if write_spread is not None:
-                files += write_spread()
-            path, written, linked, seconds, pruned = agreement.decided(
-                f"committing step {record.step}", commit, effect=f"{self._final_name} is complete, or does not exist"
-            )
+            with agreement.held():
+                agreement.decided(f"writing step {record.step}", lambda: self._write(check))
+                if write_spread is not None:
+                    files += write_spread()
+                path, written, linked, seconds, pruned = agreement.decided(
+                    f"committing step {record.step}",
+                    commit,
+                    effect=f"{self._final_name} is complete, or does not exist",
+                )
         except BaseException:
             if self._new is not None:
                 self._new.discard()

@@ -230,53 +230,54 @@ class Store(Shown):
             place = self.directory if is_remote(self.directory) else "a directory"
             return _same(f"{place}, {step=}, {background=}, {pin=}, {overwrite=}, {when_busy=}")
 
-        with agreement.phase("beginning", arguments):
-            targets = targets_of(objects)
-            checked_metrics = _check_save(step, metrics, when_busy)
-        if when_busy == "skip":
-            is_busy = self._pending is not None and not self._pending.done
-            if any(agreement.texts("looking for an earlier save", "busy" if is_busy else "")):
-                return None
-        with self._access.exclusive(wait=when_busy == "wait" or agreement.is_collective) as is_acquired:
-            if not is_acquired:
-                return None
-            with agreement.phase("waiting for the earlier save"):
-                self.wait()
-            # The thread votes over connections of its own, while this thread may load, or save again. Each store has
-            # others, since the threads of two stores do not vote in the same order on all ranks.
-            channel, name = agreement.decided(
-                "naming the directory", lambda: (f"saving to {self.directory}", unfinished_name(step))
-            )
-            writing = agreement.on_channel(channel) if background else agreement
-            directory = os.path.join(self.directory, name)
-            writer = _writer(writing, directory)
-            encoded = encode_objects(targets, agreement, writer)
-            record = Record("", step, time.time(), checked_metrics, {}, logical_time=next_logical_time())
-            new_step = NewStep(
-                *(self._access, self.index.cached(), name, record, encoded),
-                shard_bytes=self._shard_bytes,
-                pin=pin,
-                begin_seconds=begin_seconds,
-            )
-            write_spread: Callable[[], Sequence[SpreadFile]] | None = None
-            spread = {path: of_object for path, of_object in encoded.items() if of_object.is_spread}
-            if writer is not None and spread:
-                of_first = new_step if agreement.is_first else None
-                write_spread = partial(
-                    self._spread.write, directory, spread, writing, writer, self._shard_bytes, of_first
+        with agreement.held():
+            with agreement.phase("beginning", arguments):
+                targets = targets_of(objects)
+                checked_metrics = _check_save(step, metrics, when_busy)
+            if when_busy == "skip":
+                is_busy = self._pending is not None and not self._pending.done
+                if any(agreement.texts("looking for an earlier save", "busy" if is_busy else "")):
+                    return None
+            with self._access.exclusive(wait=when_busy == "wait" or agreement.is_collective) as is_acquired:
+                if not is_acquired:
+                    return None
+                with agreement.phase("waiting for the earlier save"):
+                    self.wait()
+                # The thread votes over connections of its own, while this thread may load, or save again. Each store
+                # has others, since the threads of two stores do not vote in the same order on all ranks.
+                channel, name = agreement.decided(
+                    "naming the directory", lambda: (f"saving to {self.directory}", unfinished_name(step))
                 )
-            with agreement.phase("opening the store"):
-                if agreement.is_first:
-                    new_step.begin(overwrite)
-                if background:
-                    self._staging.copy(of_object.state for of_object in encoded.values())
-            write = partial(new_step.save, writing, self.keep, write_spread)
-            if not background:
-                return write()
-            nbytes, blocked_seconds = self._staging.nbytes, time.perf_counter() - begin_seconds
-            self._pending = pending = PendingSave(step, nbytes, partial(write, nbytes, blocked_seconds))
-            pending.start()
-            return pending
+                writing = agreement.on_channel(channel) if background else agreement
+                directory = os.path.join(self.directory, name)
+                writer = _writer(writing, directory)
+                encoded = encode_objects(targets, agreement, writer)
+                record = Record("", step, time.time(), checked_metrics, {}, logical_time=next_logical_time())
+                new_step = NewStep(
+                    *(self._access, self.index.cached(), name, record, encoded),
+                    shard_bytes=self._shard_bytes,
+                    pin=pin,
+                    begin_seconds=begin_seconds,
+                )
+                write_spread: Callable[[], Sequence[SpreadFile]] | None = None
+                spread = {path: of_object for path, of_object in encoded.items() if of_object.is_spread}
+                if writer is not None and spread:
+                    of_first = new_step if agreement.is_first else None
+                    write_spread = partial(
+                        self._spread.write, directory, spread, writing, writer, self._shard_bytes, of_first
+                    )
+                with agreement.phase("opening the store"):
+                    if agreement.is_first:
+                        new_step.begin(overwrite)
+                    if background:
+                        self._staging.copy(of_object.state for of_object in encoded.values())
+                write = partial(new_step.save, writing, self.keep, write_spread)
+                if not background:
+                    return write()
+                nbytes, blocked_seconds = self._staging.nbytes, time.perf_counter() - begin_seconds
+                self._pending = pending = PendingSave(step, nbytes, partial(write, nbytes, blocked_seconds))
+                pending.start()
+                return pending
 
     def check(self, objects: Mapping[str, object]) -> None:
         """Checks that a save of these objects would work, without saving them.
@@ -296,7 +297,7 @@ class Store(Shown):
             >>> store.check({"model": model, "optimizer": optimizer})
         """
         agreement = self._agreement(objects, "Store.check")
-        with self._access.exclusive():
+        with agreement.held(), self._access.exclusive():
             with agreement.phase("waiting for the earlier save"):
                 self.wait()
             nbytes = self._check_state(objects, agreement)
@@ -320,12 +321,13 @@ class Store(Shown):
 
         Random generators are left as they are. Raises the error that `save` would raise for the objects.
         """
-        with agreement.phase("beginning"):
-            targets = targets_of(objects)
-        generators = [target.obj for target in targets.values() if target.is_restored_last]
-        with preserved_generators(generators):
-            encoded = encode_objects(targets, agreement, _writer(agreement, self.directory))
-            return sum(of_object.state.nbytes for of_object in encoded.values())
+        with agreement.held():
+            with agreement.phase("beginning"):
+                targets = targets_of(objects)
+            generators = [target.obj for target in targets.values() if target.is_restored_last]
+            with preserved_generators(generators):
+                encoded = encode_objects(targets, agreement, _writer(agreement, self.directory))
+                return sum(of_object.state.nbytes for of_object in encoded.values())
 
     def wait(self, timeout_seconds: float | None = None) -> None:
         """Waits until the save in the background is durable.
@@ -437,7 +439,8 @@ class Store(Shown):
                 agreement=agreement,
             )
 
-        (record, restored), skipped = self.index.first_usable(step, attempt, agreement)
+        with agreement.taking_part():
+            (record, restored), skipped = self.index.first_usable(step, attempt, agreement)
         self._access.note_in_use()
         note_restored(record)
         inherited = {field.name: getattr(restored, field.name) for field in fields(restored)}
