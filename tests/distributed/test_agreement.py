@@ -134,7 +134,7 @@ def interrupted_vote(decides: bool) -> str:
                     time.sleep(0.4)
             with ranks.phase("the commit"):
                 pass
-    except (KeyboardInterrupt, errors.RankLostError) as error:
+    except (KeyboardInterrupt, errors.DistributedError) as error:
         dist.barrier()
         return f"{type(error).__name__} {phases()}"
     finally:
@@ -145,7 +145,7 @@ def interrupted_vote(decides: bool) -> str:
 
 @pytest.mark.parametrize("decides", [False, True])
 def test_an_interrupt_of_a_rank_that_waits_ends_the_others(ranks: Ranks, decides: bool) -> None:
-    others = "RankLostError committed"
+    others = "DistributedError committed"
     assert ranks.values(interrupted_vote, decides) == [others, "KeyboardInterrupt committed", others, others]
 
 
@@ -279,7 +279,7 @@ def raised_between_votes(kind: type[BaseException], rank: int) -> tuple[str, str
 @pytest.mark.parametrize("kind", [MemoryError, KeyboardInterrupt])
 def test_an_error_between_two_votes_ends_the_wait_of_the_others(ranks: Ranks, kind: type[BaseException]) -> None:
     outcomes = ranks.values(raised_between_votes, kind, 1, timeout=30)
-    names = ["RankLostError", kind.__name__, "RankLostError", "RankLostError"]
+    names = ["DistributedError", kind.__name__, "DistributedError", "DistributedError"]
     assert outcomes == [(name, "committed") for name in names]
 
 

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -474,6 +475,51 @@ def test_a_save_is_cancelled_while_the_server_stalls(rank: int, ranks: Ranks, se
     store = ms.Store(f"{url}/run")
     assert store.verify() == {1: "", 3: ""}
     assert referenced(store) == {name for name in server.names() if name.startswith("run/data/")}
+
+
+def cancel_on_one_rank(urls: list[str], url: str, stalled: Path, cancelled: Path) -> tuple[str, int, int]:
+    """Rank 2 cancels a save when an upload of another rank has stalled. Returns the error, and two restored steps."""
+    connect(urls)
+    with ms.Store(f"{url}/run", timeout_seconds=60) as store:
+        pending = store.save(2, objects_of(2), background=True)
+        assert pending is not None
+        while not stalled.exists():
+            time.sleep(0.01)
+        if dist.get_rank() == 2:
+            assert pending.cancel()
+            cancelled.touch()
+        kind, _ = error_of(pending.result)
+        first = restored(store)
+        store.save(3, objects_of(3))
+        return kind, first, restored(store)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_cancels_does_not_wait_for_the_server_of_another_one(
+    rank: int, ranks: Ranks, server: Server, tmp_path: Path
+) -> None:
+    url, stalled, cancelled = f"s3://{server.bucket}", tmp_path / "stalled", tmp_path / "cancelled"
+    ranks.values(save_first, server.urls, url)
+    proxy = server.proxies[rank]
+
+    def stall(request: HttpRequest) -> Fault | None:
+        if request.method == "PUT" and "/data/" in request.target and not stalled.exists():
+            stalled.touch()
+            return Fault.STALL
+        return None
+
+    def resume() -> None:
+        while not cancelled.exists():
+            time.sleep(0.01)
+        proxy.resumed.set()
+
+    proxy.fault = stall
+    threading.Thread(target=resume, daemon=True).start()
+    try:
+        found = ranks.values(cancel_on_one_rank, server.urls, url, stalled, cancelled, timeout=25)
+    finally:
+        cancelled.touch()
+    assert found == [("BackgroundCancelledError", 1, 3)] * 4
 
 
 def save_in_many_rounds(urls: list[str], path: str) -> str:

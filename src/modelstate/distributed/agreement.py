@@ -157,7 +157,7 @@ class Agreement:
             yield
         except BaseException as error:
             if self.is_collective and not self._has_failed and not isinstance(error, ModelStateError):
-                self.abandon()
+                self.abandon(error)
             raise
 
     def phase(
@@ -201,8 +201,11 @@ class Agreement:
                 self.seconds[phase.name] = time.perf_counter() - started
             finally:
                 self._phase = outer
-        except BaseException as error:
+        except Exception as error:
             self._end(phase, error, own)
+            raise
+        except BaseException as error:
+            self._leave(phase, error)
             raise
         self._end(phase, None, own)
 
@@ -285,7 +288,7 @@ class Agreement:
 
         try:
             self._use_connections(self.ranks, gather)
-        except RankLostError:
+        except ModelStateError:
             return {dist.get_rank(): [*numbers]}
         return {rank: json.loads(text) for rank, text in zip(self.ranks, gathered, strict=True)}
 
@@ -320,7 +323,7 @@ class Agreement:
         if self.is_first:
             try:
                 result = function()
-            except BaseException as raised:  # the other ranks wait, also where it is an interrupt
+            except Exception as raised:  # the other ranks wait
                 error = raised
         data = bytearray(json.dumps(result).encode())
         length = torch.tensor([len(data)], device="cpu")
@@ -366,17 +369,20 @@ class Agreement:
             connections = connections_of(ranks, self.timeout_seconds, self._channel)
             connections.of_all = made_connections().get((self.ranks, self._channel))
             use(connections)
-        except BaseException as cause:
+        except Exception as cause:
             error_of_torch = without_frames(cause)
-            lost_rank = self._lost(self._phase or _Phase(name, NOTHING_CHANGED, False), error_of_torch, ranks)
-            if not isinstance(cause, Exception):
-                raise  # an interrupt: the others wait no longer, since the connections are closed
-            raise lost_rank from error_of_torch
+            phase = self._phase or _Phase(name, NOTHING_CHANGED, False)
+            raise self._lost(phase, error_of_torch, ranks) from error_of_torch
+        except BaseException as interrupt:
+            if of_some := made_connections().get((ranks, self._channel)):
+                of_some.abandon()
+            self.abandon(interrupt)
+            raise
 
-    def abandon(self) -> None:
-        """Closes the connections within a phase, so that ranks which wait for this one in a collective end."""
+    def abandon(self, error: BaseException) -> None:
+        """Closes the connections for an error, which the other ranks raise, too: they wait for this one no longer."""
         if connections := made_connections().pop((self.ranks, self._channel), None):
-            connections.abandon()
+            connections.abandon(json.dumps([dist.get_rank(), _report(error, ())]))
 
     def _end(self, phase: "_Phase", error: BaseException | None, own: Sequence[Digest]) -> None:
         """Votes. Returns where all ranks have ended the phase, and where `error` says it all."""
@@ -388,6 +394,8 @@ class Agreement:
         connections = made_connections().get((self.ranks, self._channel))
         try:
             if connections is None:
+                if error is not None:
+                    return  # it says why they are lost
                 raise ConnectionError("the connections were lost before the end of the phase")
             failed, longest, *pairs = connections.maximum(numbers, self.timeout_seconds)
             differ = any(high != -low for high, low in zip(pairs[::2], pairs[1::2], strict=True))
@@ -395,10 +403,8 @@ class Agreement:
                 reports = [json.loads(text) for text in connections.gathered(report, longest, self.timeout_seconds)]
         except Exception as cause:
             lost = without_frames(cause)
-        except BaseException:  # an interrupt: this rank ends no further phase, so the others wait no longer
-            if phase.decides and connections is not None:
-                connections.decide(False)
-            self.abandon()
+        except BaseException as interrupt:
+            self._leave(phase, interrupt)
             raise
         if (
             phase.decides
@@ -417,10 +423,26 @@ class Agreement:
             self._has_failed = True
             self._raise(phase, error, reports)
 
-    def _lost(self, phase: "_Phase", cause: Exception, ranks: tuple[int, ...] = ()) -> RankLostError:
-        """Returns the error for connections that broke or were not made. The next load makes new ones."""
+    def _leave(self, phase: "_Phase", interrupt: BaseException) -> None:
+        """Ends the phase for an interrupt, without the other ranks: one of them may be waiting for a server."""
+        connections = made_connections().get((self.ranks, self._channel))
+        if phase.decides and connections is not None:
+            connections.decide(False)
+        self.abandon(interrupt)
+
+    def _lost(self, phase: "_Phase", cause: Exception, ranks: tuple[int, ...] = ()) -> ModelStateError:
+        """Returns the error for connections that broke or were not made. The next load makes new ones.
+
+        Where another rank has abandoned them for an error, it is that one.
+        """
+        reason = ""
+        of_all = made_connections().get((self.ranks, self._channel))
         if connections := made_connections().pop((ranks or self.ranks, self._channel), None):
+            reason = connections.reason() or (of_all.reason() if of_all is not None else "")
             connections.abandon()
+        if reason:
+            rank, report = json.loads(reason)
+            return self._error_of(phase, {rank: report})
         return RankLostError(
             f"a rank did not end {phase.name}; {phase.effect}",
             where=f"rank {dist.get_rank()} of the ranks {ranks_text(self.ranks)}",
@@ -437,11 +459,16 @@ class Agreement:
             self._raise_difference(reports)
         if error is not None and not isinstance(error, ModelStateError):
             return  # an interrupt, or an error of a library: the others say where it came from
+        is_same = len({json.dumps(report) for report in failed.values()}) == 1
+        if error is not None and is_same and len(failed) == len(self.ranks):
+            return
+        raise self._error_of(phase, failed) from error
+
+    def _error_of(self, phase: "_Phase", failed: Mapping[int, Mapping[str, Any]]) -> ModelStateError:
+        """Returns what the reports of the ranks that have failed say together."""
         groups: dict[str, list[int]] = defaultdict(list)
         for rank, report in failed.items():
             groups[json.dumps(report)].append(rank)
-        if error is not None and len(groups) == 1 and len(failed) == len(self.ranks):
-            return
         first = next(iter(failed.values()))
         kind = getattr(errors, first["error"], DistributedError)
         texts = []
@@ -456,7 +483,8 @@ class Agreement:
         where = first["where"] if len(groups) == 1 else ""
         what = f"{phase.name} failed on {len(failed)} of {len(self.ranks)} ranks; {phase.effect}"
         more = {"problems": found} if issubclass(kind, PlanError) else {"names": first["names"]}
-        raise kind("\n".join([what, *texts]), where=where, **fields, **more) from error
+        error: ModelStateError = kind("\n".join([what, *texts]), where=where, **fields, **more)
+        return error
 
     def _raise_difference(self, reports: Sequence[Mapping[str, Any]]) -> NoReturn:
         values: dict[str, dict[int, list[int]]] = {}

@@ -123,11 +123,23 @@ class Connections:
             return self._compare_set(key, "", proposal) == "commit"
         return commit
 
-    def abandon(self) -> None:
-        """Closes the connections, so that ranks which wait for this one end, and has the next load make new ones."""
-        self._group = None
+    def abandon(self, reason: str = "") -> None:
+        """Closes the connections, so that ranks which wait for this one end, and has the next load make new ones.
+
+        The other ranks find the reason of the first rank that gives one.
+        """
         with suppress(Exception):
+            if reason:
+                self._compare_set(f"{self._generation}/reason", "", reason)
             self._compare_set("generation", str(self._generation), str(self._generation + 1))
+        self._group = None
+
+    def reason(self) -> str:
+        """Returns why another rank has abandoned these connections; empty where it does not say."""
+        key = f"{self._key}/{self._generation}/reason"
+        with suppress(Exception):
+            return self.store.get(key).decode() if self.store.check([key]) else ""
+        return ""
 
     def is_abandoned(self) -> bool:
         """Whether another rank has abandoned these connections, or those of all ranks. Asks the store."""

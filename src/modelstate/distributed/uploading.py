@@ -146,14 +146,14 @@ class CollectiveUploader(CollectiveWriter):
                     if pieces is None:
                         break
                     chunk = self._exchanged([piece for piece in pieces if piece.part.region is None])
-                except BaseException:
-                    self._agreement.abandon()  # the other ranks wait for this one
+                except BaseException as error:
+                    self._agreement.abandon(error)  # the other ranks wait for this one
                     raise
                 try:
                     exchanged = iter(chunk)
                     for piece in (piece for piece in pieces if piece.rank == dist.get_rank()):
                         objects.append(piece, elements_of(piece) if piece.part.region else next(exchanged)[1])
-                except BaseException as error:
+                except Exception as error:
                     failed = error
                 chunk, exchanged = [], iter(())  # frees the memory before the next round
                 if any(self._agreement.maximum(WRITING, [failed is not None])):

@@ -347,12 +347,12 @@ class CollectiveWriter:
                             hashes += file.write(chunk)
                             if number == len(rounds):
                                 file.close()
-                        except BaseException as error:
+                        except Exception as error:
                             failed = error
                     chunk = []  # frees its memory before the next one is received
                 file.abandon()
-        except BaseException:
-            self._agreement.abandon()  # the other ranks wait for this one in an exchange
+        except BaseException as error:
+            self._agreement.abandon(error)  # the other ranks wait for this one in an exchange
             raise
         if failed is not None:
             raise failed

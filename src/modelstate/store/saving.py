@@ -295,7 +295,6 @@ class NewStep:
                 check_cancelled()
             self._access.lock.check_directory()
 
-        @unstoppable()  # a commit without an answer may have succeeded, so `cancel` waits for it
         def commit() -> tuple[str, int, int, float, tuple[int, ...]]:
             with self._access.errors(self._final_name):
                 path = self._commit(files, check)
@@ -319,11 +318,12 @@ class NewStep:
                 agreement.decided(f"writing step {record.step}", lambda: self._write(check))
                 if write_spread is not None:
                     files += write_spread()
-                path, written, linked, seconds, pruned = agreement.decided(
-                    f"committing step {record.step}",
-                    commit,
-                    effect=f"{self._final_name} is complete, or does not exist",
-                )
+                with unstoppable():  # a commit without an answer may have succeeded, so `cancel` waits for it
+                    path, written, linked, seconds, pruned = agreement.decided(
+                        f"committing step {record.step}",
+                        commit,
+                        effect=f"{self._final_name} is complete, or does not exist",
+                    )
         except BaseException:
             if self._new is not None:
                 self._new.discard()

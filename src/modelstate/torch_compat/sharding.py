@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from modelstate.errors import ShardingError
+from modelstate.process import check_stopped
 from modelstate.spec import contiguous_stride
 
 
@@ -193,21 +194,27 @@ FIRST_CHECK_SECONDS, CHECK_SECONDS = 0.25, 5.0
 def _wait(group: Any, work: Any, timeout_seconds: float, is_abandoned: IsAbandoned) -> None:
     """Waits for a collective of a group. Raises `RuntimeError` where a rank is missing for too long.
 
-    gloo can miss that the connection to another rank has been closed, and would wait until the timeout.
+    gloo can miss that the connection to another rank has been closed, and would wait until the timeout. In a thread
+    whose work is to end, it raises `Stopped`.
     """
-    end, pause = time.monotonic() + timeout_seconds, min(FIRST_CHECK_SECONDS, CHECK_SECONDS)
+    pause = min(FIRST_CHECK_SECONDS, CHECK_SECONDS)
+    end, next_check = time.monotonic() + timeout_seconds, time.monotonic() + pause
     try:
         while True:
             left = end - time.monotonic()
+            wait_seconds = min(left, next_check - time.monotonic(), FIRST_CHECK_SECONDS)
             try:
-                work.wait(datetime.timedelta(seconds=max(min(left, pause), 0.001)))
+                work.wait(datetime.timedelta(seconds=max(wait_seconds, 0.001)))
                 return
             except RuntimeError:
-                if work.is_completed() or left <= pause:
+                if work.is_completed() or time.monotonic() >= end:
                     raise
-            if is_abandoned():
-                raise RuntimeError("another rank has abandoned the connections")
-            pause = min(2 * pause, CHECK_SECONDS)
+            check_stopped()
+            if time.monotonic() >= next_check:
+                if is_abandoned():
+                    raise RuntimeError("another rank has abandoned the connections")
+                pause = min(2 * pause, CHECK_SECONDS)
+                next_check = time.monotonic() + pause
     except BaseException:  # also an interrupt
         if time.monotonic() < end and not work.is_completed():
             # A thread of the group waits on, and the destructor of the group would wait for the thread.
