@@ -108,7 +108,7 @@ def test_shares_are_the_whole_and_one_of_them_finds_the_damage(tmp_path: Path) -
 def test_verify_describes_what_it_compared(path: str, checkpoint: Checkpoint) -> None:
     result = ms.verify(path, key="optimizer")
     assert (result.source, result.tensors, result.bytes, result.algorithms) == (path, 1, 48, ("crc32",))
-    assert str(result).startswith(f"{path}: 1 tensor, 48 B are what their crc32 digests say, ")
+    assert str(result).startswith(f"{path}: 1 tensor, 48 B, equal to their crc32 digests, ")
     assert json.loads(result.to_json())["bytes"] == 48
     damage(path, checkpoint, "model_state.0.weight")
     with pytest.raises(ChecksumError, match=r"found: model_state\.0\.weight"):

@@ -274,3 +274,14 @@ def test_a_parameter_that_is_not_initialised_keeps_its_need_of_a_state(tmp_path:
         ms.Store(tmp_path).restore(headed("head"), init_missing=True)
     with pytest.raises(OptionError, match="init_missing"):
         ms.Store(tmp_path).restore(headed("head"), init_missing="model.head.*")  # type: ignore[arg-type]
+
+
+def test_a_restored_object_is_not_a_plain_value(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    ms.save({"model": model, "epoch": 3}, tmp_path / "run.safetensors")
+    restored = ms.restore({"model": model, "epoch": None}, tmp_path / "run.safetensors")
+    with pytest.raises(errors.KeyNotFoundError, match="use the objects that were passed") as caught:
+        restored["model"]
+    assert (caught.value.expected, caught.value.found) == ("'epoch'", "'model'")
+    assert restored.get("model") is None
+    assert "model" not in restored

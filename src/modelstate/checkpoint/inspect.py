@@ -55,8 +55,8 @@ class Verification(Shown):
 
     def __str__(self) -> str:
         return (
-            f"{self.source}: {count(self.tensors, 'tensor')}, {size(self.bytes)} are what their "
-            f"{', '.join(self.algorithms)} digests say, {seconds(self.seconds)}"
+            f"{self.source}: {count(self.tensors, 'tensor')}, {size(self.bytes)}, equal to their "
+            f"{', '.join(self.algorithms)} digests, {seconds(self.seconds)}"
         )
 
     def _page(self) -> Page:

@@ -113,7 +113,15 @@ class Restored(Mapping[str, Any], Shown):
         return True
 
     def __getitem__(self, path: str) -> Any:
-        return self.plain[path]
+        try:
+            return self.plain[path]
+        except KeyError:
+            raise KeyNotFoundError(
+                "no plain value of this name was restored",
+                expected=", ".join(map(repr, self.plain)) or "no names: none was asked for",
+                found=repr(path),
+                remedy="restore changes models and other objects in place: use the objects that were passed to it",
+            ) from None
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.plain)
