@@ -1,7 +1,8 @@
 """The errors and warnings of modelstate.
 
 A message says what is wrong and where, what was expected, what was found, and what to do next. The same facts are
-fields of the error, so that a program need not parse the text. A call that raises leaves files and models unchanged.
+fields of the error, so that a program need not parse the text. A call that raises leaves files and models unchanged,
+except where the text says so.
 
 ModelStateError
 ├── OpenError
@@ -358,7 +359,7 @@ class PlacementError(ModelStateError, RuntimeError, page="cannot-be-placed"):
 
 
 class RollbackError(ModelStateError, RuntimeError, page="rollback"):
-    """After a failure, a part of the model could not be restored. The only error that leaves a change."""
+    """After a failure, a part of the model could not be restored."""
 
 
 class SwapError(ModelStateError, RuntimeError, page="tensor-in-use"):

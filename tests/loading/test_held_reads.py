@@ -16,6 +16,7 @@ from torch import nn
 
 import modelstate as ms
 from modelstate.io import engine, lease
+from modelstate.loading import stream
 from modelstate.testing import Request, faulty_reads
 from tests.formats.files import evict
 from tests.io.test_held import WRITERS, writer
@@ -338,6 +339,25 @@ def test_a_sector_that_goes_bad_within_the_commit_is_named(options: dict[str, An
     assert {value for one in left.values() for value in one.flatten().unique().tolist()} == {2.0}
     assert len(named) < 4
     ms.load(net, path, **options)
+    assert values(net) == {2.0}
+
+
+@pytest.mark.parametrize(
+    ("in_place", "text"), [(None, "that had been read could not"), (True, "partly overwritten")], ids=["held", "direct"]
+)
+def test_a_cast_that_fails_is_not_called_a_read(
+    in_place: bool | None, text: str, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object, **__: object) -> None:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+
+    net = module(1.0, torch.bfloat16)
+    with monkeypatch.context() as patch:
+        patch.setattr(stream, "copy_each", fails)
+        with pytest.raises(ms.errors.PlacementError, match=text) as caught:
+            ms.load(net, path, dtype=torch.bfloat16, in_place=in_place)
+    assert "RuntimeError: DefaultCPUAllocator" in caught.value.found
+    ms.load(net, path, dtype=torch.bfloat16, in_place=False)  # as the error says
     assert values(net) == {2.0}
 
 

@@ -647,6 +647,13 @@ def _read_in_place(staging: Staging, planned: Iterable[Planned], advance: Callab
             found=error.found,
             remedy="free some memory, and load again",
         ) from error
+    except Exception as error:  # of torch: what was read could not be cast or copied
+        raise PlacementError(
+            "values could not be put in their places while the model was read in place: its values are partly "
+            "overwritten",
+            found=f"{type(error).__name__}: {error}",
+            remedy="load again without in_place=True, which keeps the old values until all is read and cast",
+        ) from error
 
 
 # The end of a load: values get into their slots.
@@ -773,6 +780,7 @@ def _commit(
 
     Raises:
         ReadFailedError: After the commit, where a read failed that should not have: with the names of the tensors.
+        PlacementError: The same for what was read, and could not be cast or copied.
     """
     errors = list[Exception]()
     tables = (item for item in planned if isinstance(item, PlainTable) and item.placement.staged)
@@ -791,6 +799,15 @@ def _commit(
         names = [name for item in waiting for name in item.names_in(files.failed)]
         names = names or [name for item in waiting for name in item.names_in(item.extents)]
         more = f" and {len(names) - 8} more" if len(names) > 8 else ""
+        could_read = next((error for error in errors if not isinstance(error, OSError)), None)
+        if could_read is not None:
+            raise PlacementError(
+                "values that had been read could not be put in their places: these tensors may be old or damaged, and "
+                "all others are loaded",
+                where=", ".join(names[:8]) + more,
+                found=f"{type(could_read).__name__}: {could_read}",
+                remedy="load again with in_place=False, which keeps the old values until all is read and cast",
+            ) from could_read
         raise ReadFailedError(
             "bytes that had just been read could not be read again: the values of these tensors are old or damaged, "
             "and all other tensors are loaded",
