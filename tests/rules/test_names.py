@@ -3,11 +3,14 @@
 import re
 from dataclasses import FrozenInstanceError, fields
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
 import modelstate as ms
 from modelstate.errors import OptionError, RuleError
@@ -221,6 +224,32 @@ class Upper:
 def test_a_rule_of_ones_own() -> None:
     (rule,) = check_rules([Upper()])
     assert renamed([rule], ["a", "B"]) == {"A": "a", "B": "B"}
+
+
+@pytest.mark.parametrize("wrap", [list, tuple, lambda rules: rules[0]])
+def test_a_path_is_no_rule_though_it_has_a_rename(wrap: Any, tmp_path: Path) -> None:
+    path = tmp_path / "rules.py"
+    path.touch()
+    with pytest.raises(OptionError, match="not a rule"):
+        ms.load(nn.Linear(1, 1), nn.Linear(1, 1).state_dict(), rules=wrap([path]))
+    assert path.exists()
+
+
+@pytest.mark.parametrize(
+    ("rename", "says"),
+    [
+        (lambda name: name[99], "weight: rename() of a rule raised; nothing has been changed\n  found: IndexError"),
+        (len, "expected: a str, or None where the rule does not apply\n  found: a int"),
+    ],
+)
+def test_a_rule_of_ones_own_that_fails(rename: Any, says: str) -> None:
+    model = nn.Linear(1, 1)
+    was = [param.clone() for param in model.parameters()]
+    rule = type("Mine", (), {"rename": staticmethod(rename)})()
+    with pytest.raises(RuleError, match=re.escape(says)) as raised:
+        ms.load(model, nn.Linear(1, 1).state_dict(), rules=[rule])
+    assert raised.value.where == "Mine, weight"
+    assert all(map(torch.equal, was, model.parameters()))
 
 
 def test_rules_may_be_given_as_any_series_or_one_alone() -> None:

@@ -83,7 +83,7 @@ class Checkpoint(Mapping[str, TensorSpec], Shown):
         """The dotted path of this part of the source; empty for the whole source."""
         tree = contents.tree
         flat = FlatTree(tree, {}, [""]) if isinstance(tree, StoredTensors) else flatten(tree, source)
-        self.flat = _below(flat, key, source, self._decoded) if key else flat
+        self.flat = flat if key is None else _below(flat, key, source, self._decoded)
         """Tensors, values and containers by path. Must not be modified."""
         if contents.format == "mapping":
             self._check_tensors()
@@ -705,6 +705,8 @@ def _copied(tensor: torch.Tensor) -> torch.Tensor:
 def _below(flat: FlatTree, key: str, where: str, decode: Callable[[object], object]) -> FlatTree:
     if not isinstance(key, str):
         raise OptionError("key= is a dotted path", where=where, expected="a str", found=repr(key))
+    if not key:
+        return flat
     prefix, cut = key + ".", len(key) + 1
     part = FlatTree(
         under_names(flat.tensors, {name[cut:]: name for name in flat.tensors if name.startswith(prefix)}),

@@ -11,6 +11,7 @@ from torch import nn
 
 from modelstate.checkpoint.open import checked_call, is_module, is_source
 from modelstate.planning.assignment import copy_cannot_fail
+from modelstate.planning.plan import check_model
 from modelstate.planning.recorder import IncompatibleKeys, Owner, walk
 from modelstate.process import gc_paused
 from modelstate.torch_compat.modules import IncompatibleKeys as ReturnedKeys
@@ -52,7 +53,7 @@ def load_state_dict(
         The named tuple of torch with the lists `missing_keys` and `unexpected_keys`.
 
     Raises:
-        TypeError: The state dict is not a mapping.
+        TypeError: The state dict is not a mapping, or (an `OptionError`) the module is not a module.
         RuntimeError: The state dict does not fit the module. The error lists everything that does not fit.
         Exception: Any exception of the model's own code is passed on.
 
@@ -62,6 +63,7 @@ def load_state_dict(
     """
     if not isinstance(state_dict, Mapping):
         raise TypeError(f"Expected state_dict to be dict-like, got {type(state_dict)}.")
+    check_model(module)
     outcome = IncompatibleKeys()
     versions = getattr(state_dict, "_metadata", None)
     with exclusive(model), Transaction(model) as transaction:

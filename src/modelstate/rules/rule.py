@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 
-from modelstate.errors import RuleError
+from modelstate.errors import ModelStateError, RuleError
 from modelstate.problems import BadRule, CyclicRules, NameClash, NeedsModel, Problem
 from modelstate.rules.expression import Read, Source, values_of, why_not_plain
 from modelstate.spec import StoredTensor
@@ -204,10 +204,37 @@ class RuleContext:
             self.keep(prefix + name, entry)
 
 
+def new_name(rule: Rule, name: str) -> str | None:
+    """Returns what `rename` of a rule, which may be a user's own, returns.
+
+    Raises `RuleError` where it raises, or returns something else than text or None.
+    """
+    try:
+        renamed: object = rule.rename(name)
+    except ModelStateError:
+        raise
+    except Exception as error:
+        raise RuleError(
+            "rename() of a rule raised; nothing has been changed",
+            where=f"{type(rule).__name__}, {name}",
+            found=f"{type(error).__name__}: {error}",
+            remedy="see the traceback of the cause",
+        ) from error
+    if renamed is None or isinstance(renamed, str):
+        return renamed
+    raise RuleError(
+        "rename() of a rule returned something else than a name; nothing has been changed",
+        where=f"{type(rule).__name__}, {name}",
+        expected="a str, or None where the rule does not apply",
+        found=f"a {type(renamed).__name__}",
+        remedy="correct the rule",
+    )
+
+
 def rename_all(rule: Rule, context: RuleContext) -> None:
-    """Applies a rule that only changes names."""
+    """Applies a rule that only changes names. Raises as `new_name`."""
     for name, entry in context.entries.items():
-        renamed = rule.rename(name)
+        renamed = new_name(rule, name)
         if renamed is None:
             context.keep(name, entry)
         else:
@@ -225,7 +252,7 @@ class Scoped:
         return f"{self.rule!r} in {self.prefix}*"
 
     def rename(self, name: str) -> str | None:
-        renamed = self.rule.rename(name[len(self.prefix) :]) if name.startswith(self.prefix) else None
+        renamed = new_name(self.rule, name[len(self.prefix) :]) if name.startswith(self.prefix) else None
         return None if renamed is None else self.prefix + renamed
 
     def apply(self, context: RuleContext) -> None:

@@ -1,5 +1,6 @@
 """Rules in sequence, and schemas: the versions of a model's state with the rules between them."""
 
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -12,7 +13,18 @@ from modelstate.checkpoint.checkpoint import Checkpoint
 from modelstate.errors import ModelStateError, OptionError, RuleError, SchemaError
 from modelstate.problems import IdlePattern, Problem, explain
 from modelstate.rules.expression import values_of
-from modelstate.rules.rule import CodeRepr, Entries, Entry, Rule, RuleContext, Value, Wanted, describe, irreversible
+from modelstate.rules.rule import (
+    CodeRepr,
+    Entries,
+    Entry,
+    Rule,
+    RuleContext,
+    Value,
+    Wanted,
+    describe,
+    irreversible,
+    new_name,
+)
 from modelstate.spec import Stored
 from modelstate.tensor_spec import TensorSpec
 
@@ -155,7 +167,7 @@ def _flat(rules: Iterable[object]) -> Iterator[Rule]:
     for rule in rules:
         if isinstance(rule, list | tuple):
             yield from _flat(rule)
-        elif not isinstance(rule, Rule) or isinstance(rule, type):
+        elif not isinstance(rule, Rule) or isinstance(rule, type | os.PathLike):  # a pathlib.Path has a `rename`, too
             raise OptionError(
                 "not a rule",
                 expected="a rule or a list of rules, such as [ms.rules.Rename('old.*', 'new.*')]",
@@ -168,7 +180,7 @@ def _flat(rules: Iterable[object]) -> Iterator[Rule]:
 def renamed_by(rules: Iterable[Rule], name: str) -> str:
     """Returns the name that all rules together give to one name."""
     for rule in rules:
-        renamed = rule.rename(name)
+        renamed = new_name(rule, name)
         name = name if renamed is None else renamed
     return name
 
