@@ -128,7 +128,7 @@ def test_a_key_that_selects_nothing(path: str, key: str) -> None:
     assert repr(key) in caught.value.what
 
 
-@pytest.mark.parametrize("key", [3, ("a",), b"a", 0, [], False, torch.ones(2)])
+@pytest.mark.parametrize("key", [3, ("a",), b"a", 0, [], False])
 def test_a_key_that_is_no_text(checkpoint: Checkpoint, key: Any) -> None:
     for select in (checkpoint.select, lambda key: open_checkpoint({"a": {"b": WEIGHT}}, key=key)):
         with pytest.raises(OptionError, match="dotted path"):

@@ -571,6 +571,7 @@ def test_the_proposed_rule_for_dimensions_of_size_1_works(tmp_path: Path) -> Non
         ({"device": "nowhere"}, "no such device"),
         ({"device": "cuda:99"}, "no such device"),
         ({"device": 1.5}, "no such device"),
+        ({"device": 2**70}, "no such device"),
         ({"device": "meta"}, "meta device"),
         ({"allow_missing": "bias"}, r"\['bias'\]"),
         ({"rules": [ms.rules.Prefix]}, "not a rule"),

@@ -387,7 +387,7 @@ class Checkpoint(Mapping[str, TensorSpec], Shown):
         part = object.__new__(Checkpoint)
         part.contents, part.source = self.contents, self.source
         part.fingerprints, part._maps = self.fingerprints, self._maps
-        part.flat = _below(self.flat, key, self.source, self._decoded) if key else self.flat
+        part.flat = _below(self.flat, key, self.source, self._decoded)
         part.key = f"{self.key}.{key}" if self.key and key else self.key or key
         if part.contents.format == "mapping":
             part._check_tensors()

@@ -68,7 +68,7 @@ def device_of(device: Any) -> torch.device | None:
     try:
         # An empty tensor resolves "cuda" to the current device, and fails where there is none.
         return None if device is None else torch.empty(0, device=device).device
-    except (RuntimeError, AssertionError, TypeError) as error:
+    except (RuntimeError, AssertionError, TypeError, ValueError) as error:
         raise OptionError(
             "this machine has no such device", found=f"{device!r}: {error}", remedy="device='cpu', or leave it out"
         ) from error
