@@ -17,7 +17,7 @@ from torch import nn
 
 import modelstate as ms
 from modelstate.errors import ReadFailedError
-from modelstate.io import prefetch
+from modelstate.io import prefetch, system
 from modelstate.io.engine import can_read_uncached
 from modelstate.spec import ByteRange
 from modelstate.testing import Request, faulty_reads
@@ -328,3 +328,24 @@ def test_limits_of_the_process_have_their_own_remedy(tmp_path: Path, number: int
     with faulty_reads(error=error), pytest.raises(ReadFailedError) as caught:
         ms.load(model, checkpoint, map=map)
     assert remedy in caught.value.remedy
+
+
+@pytest.mark.parametrize("call", ["open", "verify", "steps"])
+def test_a_limit_has_its_remedy_before_anything_is_open(
+    call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ms.save(nn.Linear(2, 2), tmp_path / "model.safetensors")
+    calls = {
+        "open": lambda: ms.open(tmp_path / "model.safetensors"),
+        "verify": lambda: ms.verify(tmp_path / "model.safetensors"),
+        "steps": ms.Store(tmp_path).steps,
+    }
+
+    def fails(*_: object, **__: object) -> None:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(system, "open", fails)
+    monkeypatch.setattr(os, "listdir", fails)
+    with pytest.raises(ReadFailedError) as caught:
+        calls[call]()
+    assert "ulimit -n" in caught.value.remedy

@@ -418,3 +418,13 @@ def test_what_has_the_name_of_a_step_and_is_none(tmp_path: Path, kind: str) -> N
     assert store.verify() == {2: ""}
     assert store.restore({"value": None})["value"] == 2
     assert not litter(tmp_path)
+
+
+@pytest.mark.parametrize("step", ["latest", 3])
+def test_a_path_at_which_no_store_is(step: Any, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    for name, found in (("lost", "no such directory"), ("empty", "a store without checkpoints")):
+        with pytest.raises(errors.StepNotFoundError, match="check the path of the store") as raised:
+            ms.Store(tmp_path / name).restore({"value": None}, step)
+        assert found in raised.value.found
+    assert [path.name for path in tmp_path.iterdir()] == ["empty"]

@@ -161,7 +161,10 @@ def _by_function(function: CombineFunction, name: str, parts: tuple[Stored, ...]
             combined = function(name, own)
         except Exception as error:
             raise CombineError(
-                "the combining function raised", where=name, found=f"{type(error).__name__}: {error}"
+                "the combining function raised",
+                where=name,
+                found=f"{type(error).__name__}: {error}",
+                remedy="see the traceback of the cause; it is called with a name and a list of tensors, also on meta",
             ) from error
         _check_result(name, combined, result)
         return combined.detach()

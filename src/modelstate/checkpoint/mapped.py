@@ -224,9 +224,16 @@ class Maps:
             try:
                 head = pread_fully(descriptor, _HEAD_BYTES, 0)
             except OSError as error:
-                raise ReadFailedError("the file cannot be read", where=path, found=error) from error
+                remedy = remedy_for_limit(error)
+                raise ReadFailedError("the file cannot be read", where=path, found=error, remedy=remedy) from error
             if len(head) < min(_HEAD_BYTES, status.st_size):
-                raise ReadFailedError("the file has become shorter", where=path, expected=status.st_size)
+                raise ReadFailedError(
+                    "the file has become shorter",
+                    where=path,
+                    expected=f"at least {min(_HEAD_BYTES, status.st_size)} bytes",
+                    found=f"{len(head)} bytes",
+                    remedy="open the checkpoint again, when nothing writes to it any more",
+                )
             writer = _overwriting_writer(path, head)
             if writer and not asked:
                 self.note(f"read into memory, not mapped: {writer} overwrites such files in place; {_MAPS_IT}", path)
@@ -269,7 +276,7 @@ class Maps:
             try:
                 mapped = system.mmap(descriptor, 0, mmap.MAP_PRIVATE | MAP_NORESERVE)
             except (OSError, ValueError) as error:
-                remedy = remedy_for_limit(error)
+                remedy = remedy_for_limit(error, "pass map=False, which reads it")
                 raise ReadFailedError(
                     "the file cannot be mapped", where=region.path, found=error, remedy=remedy
                 ) from error

@@ -27,7 +27,7 @@ from modelstate.formats import safetensors, sharded
 from modelstate.formats.recognise import HEAD_BYTES, Format, no_checkpoint, recognise, tensorflow_prefix
 from modelstate.formats.tree import Contents
 from modelstate.io import system
-from modelstate.io.files import NOT_FOUND, SourceFile, local_path, no_access, not_found
+from modelstate.io.files import NOT_FOUND, SourceFile, local_path, no_access, not_found, remedy_for_limit
 from modelstate.process import gc_paused
 from modelstate.remote import hub
 from modelstate.remote.cache import Cache, check_cache
@@ -346,7 +346,9 @@ def _at_no_file(path: str, given: str) -> str:
     except OSError as error:
         if error.errno in NOT_FOUND:
             raise tensorflow_prefix(path) or not_found(path, given) from error
-        raise ReadFailedError("the file cannot be opened", where=path, found=error) from error
+        raise ReadFailedError(
+            "the file cannot be opened", where=path, found=error, remedy=remedy_for_limit(error)
+        ) from error
     try:
         return find_in(path) if stat.S_ISDIR(mode) else path
     except PermissionError as error:

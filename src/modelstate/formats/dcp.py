@@ -45,6 +45,7 @@ _DCP = "torch.distributed.checkpoint."
 _BEFORE_2_3 = "torch.distributed._shard.sharded_tensor.metadata."
 _MAX_SHARDED_DIMS = 8
 _MAX_PATH_STEPS = 100
+_TRY_TORCH = "dcp_to_torch_save(directory, path) of torch.distributed.checkpoint.format_utils may be able to convert it"
 
 _T = TypeVar("_T")
 Path = tuple[str | int, ...]
@@ -275,7 +276,11 @@ def _check_cover(shape: tuple[int, ...], chunks: Sequence[Chunk]) -> None:
             raise _not_covered("a chunk lies outside its tensor", shape, chunk)
     dimensions = [at for at, size in enumerate(shape) if any(chunk.shape[at] != size for chunk in chunks)]
     if len(dimensions) > _MAX_SHARDED_DIMS:
-        raise UnsupportedTensorError(f"a tensor that is split along {len(dimensions)} dimensions is not supported")
+        raise UnsupportedTensorError(
+            f"a tensor that is split along {len(dimensions)} dimensions is not supported",
+            expected=f"at most {_MAX_SHARDED_DIMS}",
+            remedy=_TRY_TORCH,
+        )
     corners: Counter[tuple[int, ...]] = Counter()
     for sign, box in [(1, chunk) for chunk in chunks] + [(-1, Chunk((0,) * len(shape), shape))]:
         # Dimensions that are not split need no corners, unless the box is empty along them.
@@ -495,7 +500,9 @@ def _assembled(item: ChunkedTensor, parts: Sequence[StoredTensor | StoredComposi
     stored: list[StoredTensor] = []
     for part in parts:
         if isinstance(part, StoredComposite):
-            raise UnsupportedTensorError(f"chunks of kind {part.kind} are not supported", where=where)
+            raise UnsupportedTensorError(
+                f"chunks of kind {part.kind} are not supported", where=where, remedy=_TRY_TORCH
+            )
         if part.nbytes > part.storage.nbytes:
             # Assembling it would take more memory than the file has bytes.
             raise DamagedFileError(

@@ -45,7 +45,7 @@ from modelstate.formats.safetensors import (
 )
 from modelstate.formats.tree import Contents
 from modelstate.io import system
-from modelstate.io.files import FileFingerprint, SourceFile
+from modelstate.io.files import FileFingerprint, SourceFile, remedy_for_limit
 from modelstate.remote.file import forget, open_all
 from modelstate.remote.location import beside, is_remote
 from modelstate.spec import Described, LazyMapping, StoredTensor, StoredTensors
@@ -242,11 +242,16 @@ def safe_paths(index_path: str, directory: str, shards: list[str]) -> list[str]:
     try:
         modes = [system.stat(path).st_mode for path in paths]
     except OSError as error:
-        raise ReadFailedError("a shard cannot be opened", where=index_path, found=error) from error
+        raise ReadFailedError(
+            "a shard cannot be opened", where=index_path, found=error, remedy=remedy_for_limit(error)
+        ) from error
     odd = [quote(shard) for shard, mode in zip(shards, modes, strict=True) if not stat.S_ISREG(mode)]
     if odd:
         raise DamagedFileError(
-            "the index names shards that are not regular files", where=index_path, found=listed(odd, 5)
+            "the index names shards that are not regular files",
+            where=index_path,
+            found=listed(odd, 5),
+            remedy="put the files that the index names beside it",
         )
     return paths
 

@@ -127,7 +127,10 @@ class _Storages:
         parsed = self.parse(key)
         if type(parsed) is Refused and key[0] != "module":
             # Without the size of its elements the storages behind it cannot be found.
-            raise UnsupportedTensorError(f"a storage of class {parsed.name[:100]} is not supported")
+            raise UnsupportedTensorError(
+                f"a storage of class {parsed.name[:100]} is not supported",
+                remedy="if you trust it: torch.load may read it; save its tensors as plain ones then",
+            )
         if not isinstance(parsed, tuple):
             return parsed
         cls, name, numel, _ = parsed

@@ -86,6 +86,7 @@ def leaves(node: object, path: str = "", depth: int = 0) -> Iterator[tuple[str, 
             "a value that holds itself, or is nested too deeply",
             where=f"{path[:80]}...",
             expected=f"at most {_MAX_DEPTH} levels",
+            remedy="look for a container that holds itself, and leave it out",
         )
     for name, child in items_of(node):
         yield from leaves(child, f"{path}.{name}" if path else name, depth + 1)
@@ -144,6 +145,7 @@ class _Flattener:
                 "a key has no text, which is a part of names",
                 where=f"{self.where}, at {path[:80]!r}",
                 found=f"str() of it raises {type(error).__name__}",
+                remedy="use text or integers as keys",
             ) from error
         self.nodes += len(children)
         for name, child in children:
@@ -193,7 +195,12 @@ def subtree(tree: object, path: str, where: str, decode: Callable[[Encoded], obj
     try:
         return next(nodes)
     except StopIteration:
-        raise KeyNotFoundError("the checkpoint has nothing under this path", where=where, found=path) from None
+        raise KeyNotFoundError(
+            "the checkpoint has nothing under this path",
+            where=where,
+            found=path,
+            remedy="print(modelstate.open(source)) shows what there is",
+        ) from None
 
 
 def _nodes_at(node: object, path: str, decode: Callable[[Encoded], object]) -> Iterator[object]:

@@ -31,7 +31,7 @@ from typing import NamedTuple, Protocol, TypeVar
 
 from modelstate.errors import ReadFailedError
 from modelstate.io import linux, system
-from modelstate.io.files import FileFingerprint, check_unchanged, open_unchanged
+from modelstate.io.files import FileFingerprint, check_unchanged, open_unchanged, remedy_for_limit
 from modelstate.io.memory import HUGE_PAGE_BYTES, UffdFiller, aligned
 from modelstate.process import parallel_for
 from modelstate.remote.cache import BLOCK_BYTES
@@ -238,7 +238,9 @@ class LocalFile:
             # A file system may accept the flag and refuse the read, or require larger blocks; and the rest of a short
             # read may begin at an offset that is not aligned.
             if not (was_uncached and error.errno in UNSUPPORTED):
-                raise ReadFailedError("reading failed", where=f"{self.path}, byte {offset}", found=error) from error
+                raise ReadFailedError(
+                    "reading failed", where=f"{self.path}, byte {offset}", found=error, remedy=remedy_for_limit(error)
+                ) from error
         self.use_page_cache()
         return self.read_into(buffers, offset)
 

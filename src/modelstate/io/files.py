@@ -247,7 +247,9 @@ def current_fingerprints(paths: Iterable[str]) -> dict[str, FileFingerprint]:
         raise ReadFailedError("the file is gone", found=error, remedy="open the checkpoint again") from error
 
 
-def remedy_for_limit(error: Exception, otherwise: str = "") -> str:
+def remedy_for_limit(
+    error: Exception, otherwise: str = "look at the disk, or at the network that the file comes over, and try again"
+) -> str:
     """What to do about an error of a limit, which says nothing about the file; `otherwise` for other errors."""
     return _LIMITS.get(error.errno or 0, otherwise) if isinstance(error, OSError) else otherwise
 
@@ -282,7 +284,9 @@ def check_unchanged(descriptor: int, path: str, expected: FileFingerprint | None
     try:
         found = _fingerprint(system.fstat(descriptor))
     except OSError as error:
-        raise ReadFailedError("the file's size and time cannot be read", where=path, found=error) from error
+        raise ReadFailedError(
+            "the file's size and time cannot be read", where=path, found=error, remedy=remedy_for_limit(error)
+        ) from error
     if expected is not None and found != expected:
         raise _changed(path, expected, found, _WHILE)
 
@@ -294,7 +298,9 @@ def check_mapped(path: str, expected: FileFingerprint, nbytes: int) -> None:
     except FileNotFoundError:
         found = None
     except OSError as error:
-        raise ReadFailedError("the file's size and time cannot be read", where=path, found=error) from error
+        raise ReadFailedError(
+            "the file's size and time cannot be read", where=path, found=error, remedy=remedy_for_limit(error)
+        ) from error
     if found is None or (found.inode, found.device) != (expected.inode, expected.device):
         found = replace(expected, nbytes=nbytes)  # the path now names another file
     if found != expected:
@@ -355,10 +361,10 @@ class SourceFile(AbstractContextManager["SourceFile"]):
                 raise no_access(path, error) from error
             except OSError as error:
                 if error.errno not in NOT_FOUND:
-                    raise ReadFailedError("the file cannot be opened", where=path, found=error) from error
-                if os.path.islink(path):
-                    raise not_found(path, path) from error
-                raise SourceNotFoundError("there is no such file", where=path) from error
+                    raise ReadFailedError(
+                        "the file cannot be opened", where=path, found=error, remedy=remedy_for_limit(error)
+                    ) from error
+                raise not_found(path, path) from error
         self.fingerprint = _fingerprint(status)
         self.nbytes = self.fingerprint.nbytes
 
@@ -397,7 +403,9 @@ class SourceFile(AbstractContextManager["SourceFile"]):
         except ReadFailedError:
             raise
         except OSError as error:
-            raise ReadFailedError(f"{what} cannot be read", where=self.path, found=error) from error
+            raise ReadFailedError(
+                f"{what} cannot be read", where=self.path, found=error, remedy=remedy_for_limit(error)
+            ) from error
         if len(data) < nbytes:
             raise self.truncated(what, start + nbytes)
         if start == 0 and nbytes <= _AT_ONCE_BYTES:

@@ -24,7 +24,7 @@ from contextlib import contextmanager
 
 from modelstate.errors import ReadFailedError
 from modelstate.io import lease, linux, system
-from modelstate.io.files import FileFingerprint, check_unchanged, open_unchanged
+from modelstate.io.files import FileFingerprint, check_unchanged, open_unchanged, remedy_for_limit
 from modelstate.io.memory import new_mapping
 from modelstate.io.prefetch import CacheLook, bring_into_cache
 from modelstate.spec import ByteRange
@@ -109,7 +109,9 @@ class HeldFile:
                 return system.preadv(self.descriptor, buffers, offset)
             return self._read_missing(self.descriptor, buffers, offset)
         except OSError as error:
-            raise ReadFailedError("reading failed", where=f"{self.path}, byte {offset}", found=error) from error
+            raise ReadFailedError(
+                "reading failed", where=f"{self.path}, byte {offset}", found=error, remedy=remedy_for_limit(error)
+            ) from error
 
     def check_unchanged(self) -> None:
         """Raises `ReadFailedError` where a writer may have changed the file: it has waited for the whole break time."""

@@ -171,7 +171,8 @@ def _state_dict(module: nn.Module) -> object:
         raise
     except Exception as error:
         what = f"the module's own state_dict raised {type(error).__name__}"
-        raise ModelCodeError(what, where=type(module).__qualname__, found=error) from error
+        remedy = "see the traceback of the cause"
+        raise ModelCodeError(what, where=type(module).__qualname__, found=error, remedy=remedy) from error
 
 
 def _nested(by_path: Mapping[str, object]) -> dict[str, object]:

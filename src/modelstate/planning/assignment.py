@@ -411,6 +411,7 @@ def called(transform: Transform, name: str, value: torch.Tensor, shape: Sequence
             where=name,
             expected=f"a tensor of shape {tuple(shape)}",
             found=f"shape {tuple(result.shape)} on {result.device}" if is_tensor else repr(result)[:80],
+            remedy="have it return a tensor of this shape with values; to change shapes, use rules=",
         )
     return result
 
@@ -424,7 +425,10 @@ def transform_errors(name: str) -> Iterator[None]:
         raise
     except Exception as error:
         raise TransformError(
-            "the transform raised; nothing has been changed", where=name, found=f"{type(error).__name__}: {error}"
+            "the transform raised; nothing has been changed",
+            where=name,
+            found=f"{type(error).__name__}: {error}",
+            remedy="see the traceback of the cause; a transform is called with the name and the tensor",
         ) from error
 
 

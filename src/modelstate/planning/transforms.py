@@ -273,6 +273,7 @@ def _method_errors(name: str, method: str) -> Iterator[None]:
             f"{method}() of the transform failed; nothing has been changed",
             where=name,
             found=f"{type(error).__name__}: {error}",
+            remedy="see the traceback of the cause",
         ) from error
 
 

@@ -104,6 +104,7 @@ class NameMap:
                 "state_dict() of the module raised",
                 where=type(module).__name__,
                 found=f"{type(error).__name__}: {error}",
+                remedy="see the traceback of the cause",
             ) from error
         groups = _Groups(state)
         extra = [name for name, value in saved.items() if not isinstance(value, torch.Tensor)]

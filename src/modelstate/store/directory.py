@@ -33,6 +33,7 @@ from modelstate.errors import (
 from modelstate.formats.manifest import OPEN_SEAL, SEAL, check_seal, sealed
 from modelstate.io.atomic import write_error
 from modelstate.io.engine import for_each
+from modelstate.io.files import remedy_for_limit
 from modelstate.io.lock import check_directory
 from modelstate.objects.parts import Kind, Part
 from modelstate.process import progress_bar
@@ -54,6 +55,7 @@ _READS_AT_ONCE = 16
 _MAX_STORE_FILE_BYTES = 10_000
 _UNUSABLE = (DamagedCheckpointError, NewerManifestError, ReadFailedError)
 """Errors of one checkpoint, after which an older one is tried."""
+_CHECK_PATH = "check the path of the store; in a new run, save a checkpoint first"
 Step = int | Literal["latest"]
 _Result = TypeVar("_Result")
 _Key = tuple[str, object]
@@ -243,7 +245,12 @@ class StepIndex:
             # A checkpoint that was removed meanwhile may have been replaced by one that is not on this list.
             if not any(not entry.is_whole and entry.is_gone for entry in entries):
                 return entries
-        raise ReadFailedError("the store changes all the time", where=self.directory)
+        raise ReadFailedError(
+            "the store changes all the time",
+            where=self.directory,
+            found=f"another change in each of {_MAX_TRIES} lists of it",
+            remedy="try again when no process saves and prunes without a pause",
+        )
 
     def read_all(self, entries: Iterable[StepEntry] | None = None) -> list[StepEntry]:
         """Returns checkpoints, or else every revision, with their records read; those of a bucket several at a time."""
@@ -281,9 +288,14 @@ class StepIndex:
             "there is no checkpoint of this step",
             where=self.directory,
             expected=", ".join(str(entry.place.step) for entry in entries[-20:]) or "none is there",
-            found=step,
-            remedy="give one of the steps that are there" if entries else "save one first",
+            found=step if entries else f"{step}, and {self._emptiness()}",
+            remedy="give one of the steps that are there" if entries else _CHECK_PATH,
         )
+
+    def _emptiness(self) -> str:
+        """What is at the path of a store without checkpoints, for an error."""
+        is_there = is_remote(self.directory) or os.path.isdir(self.directory)
+        return "a store without checkpoints" if is_there else "no such directory"
 
     def saves(self, step: object = "latest") -> list[StepEntry]:
         """Returns the saves of a step, or those of all steps from the latest on.
@@ -309,7 +321,9 @@ class StepIndex:
         except WriteFailedError as error:  # of a bucket
             raise ReadFailedError(error.what, where=self.directory, found=error.found, remedy=error.remedy) from error
         except OSError as error:
-            raise ReadFailedError("the store cannot be read", where=self.directory, found=error) from error
+            raise ReadFailedError(
+                "the store cannot be read", where=self.directory, found=error, remedy=remedy_for_limit(error)
+            ) from error
 
     def _name(self, places: Iterable[Place]) -> str:
         """Returns the name of the store, or else the one that most of the checkpoints have."""
@@ -401,8 +415,9 @@ class StepIndex:
                 raise StepNotFoundError(
                     "no checkpoint of the store can be used" if skipped else "there is no checkpoint in the store",
                     where=self.directory,
-                    found="; ".join(f"step {number}: {problem}" for number, problem in skipped.items()),
-                    remedy="look at the disk, or at a copy of the store" if skipped else "save one first",
+                    found="; ".join(f"step {number}: {problem}" for number, problem in skipped.items())
+                    or self._emptiness(),
+                    remedy="look at the disk, or at a copy of the store" if skipped else _CHECK_PATH,
                 )
 
     def _candidates(self, step: Step, agreement: "Agreement") -> Iterator[StepEntry]:
