@@ -72,6 +72,15 @@ def test_the_old_protocols_are_not_called_damaged(tmp_path: Path, protocol: int,
             torch.load(path, weights_only=False)
 
 
+@pytest.mark.parametrize("key", [((1, 2), 3), 2**61], ids=["nested", "large"])
+def test_a_key_that_is_not_read_is_not_surely_damage(key: object, tmp_path: Path) -> None:
+    path = saved(tmp_path / "x.pt", {key: torch.ones(1)})
+    with pytest.raises(errors.DamagedFileError, match="not a plain value") as raised:
+        ms.open(path)
+    assert "load it with torch.load" in raised.value.remedy
+    assert list(torch.load(path)) == [key]  # as the remedy says
+
+
 @pytest.mark.filterwarnings("ignore:ComplexHalf")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_dtype(tmp_path: Path, dtype: torch.dtype) -> None:

@@ -173,7 +173,13 @@ class Keys:
                 expected=f"at most {MAX_SAME_HASH}",
                 remedy="do not trust this file: tuples of one hash hardly ever occur unless they are searched for",
             )
-        raise DamagedFileError("a key that is not a plain value", where="the pickle", found=kind.__name__)
+        raise DamagedFileError(
+            "a key that is not a plain value",
+            where="the pickle",
+            expected=f"text, a number below 2**60, or a tuple of at most {MAX_KEY_ITEMS} of them",
+            found=f"a key of type {kind.__name__}",
+            remedy="if it was saved so: load it with torch.load, and save it with such keys; otherwise copy it again",
+        )
 
 
 # The machine.

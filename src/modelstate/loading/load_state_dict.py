@@ -63,7 +63,7 @@ def load_state_dict(
     """
     if not isinstance(state_dict, Mapping):
         raise TypeError(f"Expected state_dict to be dict-like, got {type(state_dict)}.")
-    check_model(module)
+    check_model(model)
     outcome = IncompatibleKeys()
     versions = getattr(state_dict, "_metadata", None)
     with exclusive(model), Transaction(model) as transaction:
