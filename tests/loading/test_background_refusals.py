@@ -1,6 +1,7 @@
 """`load(..., background=True)`: what is refused, by the call or by the result."""
 
 import os
+import threading
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -76,6 +77,21 @@ def test_a_model_that_has_changed_is_refused(change: Callable[[Any], None], path
     assert "nothing has been changed" in str(caught.value)
     assert "load again" in str(caught.value)
     assert whole(module) == before
+
+
+def test_a_tensor_that_shrinks_before_its_value_is_read_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The value is read into memory of the size that it has in the file, which no change of the model makes smaller."""
+    ms.save(nn.Linear(2000, 500), tmp_path / "model.safetensors")
+    module, has_shrunk, prefetch = nn.Linear(2000, 500), threading.Event(), background.prefetch_range
+    monkeypatch.setattr(background, "prefetch_range", lambda *args: has_shrunk.wait(SOON) and prefetch(*args))
+    handle = ms.load(module, tmp_path / "model.safetensors", background=True)
+    module.weight.data = torch.zeros(1, 1)
+    has_shrunk.set()
+    with pytest.raises(errors.StalePlanError):
+        handle.result()
+    assert torch.equal(module.weight, torch.zeros(1, 1))
 
 
 def test_a_parameter_that_was_replaced_by_one_like_it_is_loaded(path: Path) -> None:

@@ -1,5 +1,6 @@
 """A plan that was made before is executed as it is: no rule is applied, and no name is matched again."""
 
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -239,6 +240,23 @@ def test_a_model_whose_slots_wrap_one_array_is_refused() -> None:
     assert not array.any()
 
 
+@pytest.mark.parametrize("in_place", [None, True])
+@pytest.mark.parametrize(("view", "what"), [(torch.Tensor.conj, "conjugate"), (torch._neg_view, "negative")])
+def test_a_view_with_other_bytes_than_its_values_is_refused(
+    tmp_path: Path, in_place: bool | None, view: Any, what: str
+) -> None:
+    """A plan that reads bytes into the memory of the slot does not hold for such a view."""
+    model, other = nn.Module(), nn.Module()
+    values = torch.zeros(200_000, dtype=torch.complex64)
+    model.register_buffer("values", values.clone())
+    other.register_buffer("values", view(values))
+    ms.save({"values": values + 1j}, tmp_path / "values.safetensors")
+    plan = ms.plan(model, tmp_path / "values.safetensors", in_place=in_place)
+    with pytest.raises(errors.StalePlanError, match=f"a {what} view"):
+        ms.load(other, plan)
+    assert not values.any()
+
+
 @MODELS
 def test_values_gradients_and_requires_grad_may_change(cls: type[Tied]) -> None:
     model = cls()
@@ -261,6 +279,17 @@ def test_a_buffer_that_the_checkpoint_must_agree_with_is_compared_again(cls: typ
     model.steps.add_(1)
     with pytest.raises(ms.PlanError, match="steps"):
         ms.load(model, plan)
+
+
+def test_a_plan_holds_no_tensor_of_its_model(tmp_path: Path) -> None:
+    """It may be kept for later models, while the first one is gone."""
+    ms.save(Tied(), tmp_path / "model.safetensors")
+    model = Tied()
+    plan = ms.plan(model, tmp_path / "model.safetensors")
+    references = [weakref.ref(tensor) for tensor in (*model.parameters(), *model.buffers())]
+    del model
+    assert all(reference() is None for reference in references)
+    assert len(ms.load(Tied(), plan).steps) == len(plan.steps) == 3
 
 
 def test_a_plan_with_problems_raises_them_again() -> None:

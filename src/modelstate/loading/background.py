@@ -51,7 +51,8 @@ class StagedLoad:
         self._verification = staging.checkpoint.verification() if verify else None
         self._notes = [*notes]
         self._handed_over: list[Assignment] = []
-        self._tables = [item for item in planned if isinstance(item, PlainTable)]
+        self.tables = [item for item in planned if isinstance(item, PlainTable)]
+        """The values that have no assignment of their own. The load that commits takes them over with their slots."""
         self._assignments = [item for item in planned if isinstance(item, Assignment) and _is_staged(item)]
         for assignment in self._assignments:
             if is_plain(assignment.param):
@@ -64,7 +65,7 @@ class StagedLoad:
 
     @property
     def _planned(self) -> list[Planned]:
-        return [*self._assignments, *self._tables]
+        return [*self._assignments, *self.tables]
 
     def read(self, progress: Progress) -> None:
         """Reads, casts and transforms the values.
@@ -87,16 +88,16 @@ class StagedLoad:
         stage(staging, self._planned, progress)
         # Other threads use the tensors on other streams: the copies on the streams of this thread must have ended.
         finals = [assignment.final for assignment in assignments if assignment.final is not None]
-        devices = {final.device for final in finals} | {table.device for table in self._tables}
+        devices = {final.device for final in finals} | {table.device for table in self.tables}
         for device in (device for device in devices if device.type == "cuda"):
             torch.cuda.current_stream(device).synchronize()
         self._notes += bring_in(self._planned, progress)
 
-    def hand_over(self, staging: Staging, assignments: Iterable[Assignment]) -> list[str]:
-        """Hands the values to the load that commits. Returns notes for the report."""
+    def hand_over(self, staging: Staging, assignments: Sequence[Assignment]) -> list[str]:
+        """Hands the values to the load that commits, but for those of tables. Returns notes for the report."""
         ready = {assignment.name: assignment for assignment in self._assignments if assignment.final is not None}
         rows: dict[str, tuple[PlainTable, torch.Tensor]] = {}
-        for table in self._tables:
+        for table in self.tables if assignments else ():  # code of the model may have come to have a say
             rows.update(
                 (slot.name, (table, final)) for slot, final in zip(table.slots, table.final or (), strict=False)
             )
@@ -117,8 +118,9 @@ class StagedLoad:
             assignment.final, assignment.dtype, assignment.placement = final, staged.dtype, staged.placement
             assignment.freezes, assignment.seconds = staged.freezes, staged.seconds
             self._handed_over.append(assignment)
-        for assignment in self._handed_over:
-            final = assignment.final
+        finals = [assignment.final for assignment in self._handed_over]
+        finals += [final for table in self.tables if table.device.type == "cuda" for final in table.final or ()]
+        for final in finals:
             if final is not None and final.is_cuda and is_plain(final):
                 # It was allocated on the stream of the thread that read it. torch uses the memory of a freed tensor
                 # again in the order of that stream, but it is the caller's stream that copies from it.
@@ -129,7 +131,7 @@ class StagedLoad:
         """Frees all values that have been read, also where other objects still refer to the plans."""
         for item in (*self._planned, *self._handed_over):
             item.final = None
-        self._assignments, self._tables, self._handed_over = [], [], []
+        self._assignments, self.tables, self._handed_over = [], [], []
 
 
 def _is_staged(assignment: Assignment) -> bool:

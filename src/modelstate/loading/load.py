@@ -149,7 +149,7 @@ def plan(
     model = check_model(model)
     checkpoint = open_checkpoint(source, cache=cache)
     with exclusive(model), Transaction(model) as transaction, gc_paused(), torch.random.fork_rng(devices=[]):
-        preparation, _ = prepare(transaction, checkpoint, options, call_extra_state=False, with_tables=True)
+        preparation, _ = prepare(transaction, checkpoint, options, call_extra_state=False)
         return preparation.plan()
 
 
@@ -431,7 +431,6 @@ def _stage_in_background(
                 load_options,
                 call_extra_state=False,
                 in_use="the model is in use until then",
-                with_tables=True,
             )
         preparation.check()
         if load_options.max_memory_bytes is not None:
@@ -469,7 +468,7 @@ def _execute(
             load_options,
             call_extra_state=True,
             staged=staged,
-            with_tables=with_tables and staged is None and agreement is None,
+            with_tables=with_tables and staged is None,
         )
         staging.inspect = inspect
         if check is not None:
@@ -510,7 +509,9 @@ def _execute(
             if load_options.prefault and staged is None:
                 notes += bring_in(planned, lambda _: None)
             if is_mapped:
-                preparation.incoming.maps.check_unchanged()  # mapped values are not read, so no read notices a change
+                # Mapped values are not read, so no read notices a change.
+                for maps in {preparation.incoming.maps, *(table.maps for table in preparation.tables if table.maps)}:
+                    maps.check_unchanged()
             if staging.options.in_place:
                 _read_in_place(staging, planned, advance)
             if then is not None:
@@ -552,11 +553,11 @@ def prepare(
     call_extra_state: bool,
     staged: StagedLoad | None = None,
     in_use: str = "",
-    with_tables: bool = False,
+    with_tables: bool = True,
 ) -> tuple[Preparation, Staging]:
     """Plans a load, or binds a plan that was made before, and returns with it how its values are read.
 
-    `in_use` is why no value can be read at the commit.
+    `in_use` is why no value can be read at the commit. `with_tables` is whether plain values may be planned together.
     """
     if "torch.distributed.fsdp" in sys.modules:
         reshard(transaction.root)
@@ -589,10 +590,12 @@ def prepare(
         call_extra_state=call_extra_state,
         with_tables=with_tables,
     )
-    if isinstance(source, LoadPlan):
-        bind(preparation, source, "make the plan again" if staged is None else LOAD_AGAIN)
-    else:
+    if not isinstance(source, LoadPlan):
         record(preparation)
+    elif staged is None:
+        bind(preparation, source, "make the plan again")
+    else:
+        bind(preparation, source, LOAD_AGAIN, staged.tables)
     if matched.asked.read_once:
         agreement = None if load_options is None else load_options.agreement
         staging.shared = shared_reads(preparation.assignments, agreement or agreement_of(transaction.root))

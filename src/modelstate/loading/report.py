@@ -3,10 +3,9 @@
 import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from typing import Any
 
 from modelstate.html.page import Page, Shown
-from modelstate.planning.plan import Step, placements, steps_page
+from modelstate.planning.plan import LazySteps, Step, placements, steps_page
 from modelstate.text_format import count, listed, printable, seconds, size
 
 
@@ -24,7 +23,7 @@ class RankReport:
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class LoadReport(Shown):
+class LoadReport(LazySteps, Shown):
     """The report of a load or a conversion. Created by `modelstate.load` and `modelstate.convert`.
 
     `print` shows a summary.
@@ -85,17 +84,7 @@ class LoadReport(Shown):
     """Bytes that more than one rank read, since the model has replicas of them, counted for each further rank."""
 
     make_steps: Callable[[], tuple[Step, ...]] | None = field(kw_only=True, compare=False)
-    """Returns the steps, which are created when they are first used: a model may have very many. None afterwards."""
-
-    def __getattr__(self, name: str) -> Any:
-        """Creates `steps`. Called for a slot that is not set."""
-        if name != "steps":
-            raise AttributeError(f"'LoadReport' object has no attribute {name!r}", name=name, obj=self)
-        make_steps = self.make_steps
-        if make_steps is not None:
-            object.__setattr__(self, "steps", make_steps())
-            object.__setattr__(self, "make_steps", None)
-        return object.__getattribute__(self, "steps")
+    """Returns the steps, which are created when they are first used. None afterwards."""
 
     @property
     def bytes(self) -> int:

@@ -173,12 +173,11 @@ def _stage_table(staging: Staging, table: PlainTable, progress: Progress) -> Non
         progress(table.nbytes)
         return
     staging.held.take(table.staged_bytes)
-    layouts = [(param.size(), None, dtype) for param, dtype in zip(table.params, table.dtypes, strict=True)]
     if table.device.type == "cpu":
-        memory = (staging.temporary if table.placement.staged else fresh_tensors)(layouts)
+        memory = (staging.temporary if table.placement.staged else fresh_tensors)(table.layouts)
     else:
         with torch.inference_mode(False):
-            memory = [torch.empty(size, dtype=dtype, device=table.device) for size, _, dtype in layouts]
+            memory = [torch.empty(size, dtype=dtype, device=table.device) for size, _, dtype in table.layouts]
     _read_table(staging, table, memory, progress, is_fresh=staging.strategy.cached)
     table.final = memory
 

@@ -49,11 +49,8 @@ def uncached_strategy(
     return strategy
 
 
-def peak_bytes(planned: Iterable[Planned], strategy: ReadStrategy, *, of_plan: bool = False) -> int:
-    """The memory beyond the final tensors: staged values, and buffers of casts and moves.
-
-    With `of_plan` also that of a load from the plan, which streams the values of all tables together.
-    """
+def peak_bytes(planned: Iterable[Planned], strategy: ReadStrategy) -> int:
+    """The memory beyond the final tensors: staged values, and buffers of casts and moves."""
     needing = list[Assignment]()
     tables = list[PlainTable]()
     for item in planned:
@@ -73,11 +70,8 @@ def peak_bytes(planned: Iterable[Planned], strategy: ReadStrategy, *, of_plan: b
     read += max(_scratch(whole, strategy), _alone(whole, strategy))
     read += placed_bytes(whole)
     computing = max((assignment.combined.thread_bytes for assignment in computed if assignment.combined), default=0)
-    streamed_tables = [table for table in tables if table.is_streamed]
-    streams = [_stream((), [table], strategy) for table in streamed_tables]
+    streams = [_stream((), [table], strategy) for table in tables if table.is_streamed]
     streams += [_stream(streamed, (), strategy)] if streamed else []
-    if of_plan and len(streams) > 1:
-        streams.append(_stream(streamed, streamed_tables, strategy))
     devices = {assignment.device for assignment in streamed} | {table.device for table in tables}
     # They follow each other and share their buffers. Each device has memory for a block.
     streaming = max((nbytes for nbytes, _ in streams), default=0)

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from modelstate.checkpoint.mapped import UNALIGNED, Maps
+from modelstate.io.memory import Layout
 from modelstate.planning.assignment import (
     COPYABLE,
     DEVICES_READ_INTO,
@@ -26,9 +27,9 @@ from modelstate.planning.assignment import (
     ReadRoute,
     staged_because,
 )
-from modelstate.planning.plan import Options, Step
+from modelstate.planning.plan import Options, StepTable
 from modelstate.process import cached_attribute
-from modelstate.spec import ByteRange, StoredTensor, StoredTensors, TensorColumns, overlapping
+from modelstate.spec import ByteRange, StoredTensors, TensorColumns, overlapping
 from modelstate.torch_compat.dtypes import cast_between, short
 from modelstate.torch_compat.plain import is_plain, is_writable_memory
 from modelstate.transaction.slots import HIDDEN, Slot, sharing
@@ -78,7 +79,16 @@ class PlainTable:
         """Bytes of memory that the values need until they are copied into their slots."""
         if not self.placement.staged:
             return 0
-        return sum(param.numel() * dtype.itemsize for param, dtype in zip(self.params, self.dtypes, strict=True))
+        if not self.is_streamed:
+            return self.nbytes
+        itemsize = self.stored_dtype.itemsize
+        rows = zip(self.columns.nbytes, self.dtypes, strict=True)
+        return sum(nbytes // itemsize * dtype.itemsize for nbytes, dtype in rows)
+
+    @property
+    def layouts(self) -> list[Layout]:
+        """Shape, stride and dtype of memory for the values. The slots are not asked: they may change meanwhile."""
+        return [(torch.Size(shape), None, dtype) for shape, dtype in zip(self.columns.shapes, self.dtypes, strict=True)]
 
     @property
     def stored_dtype(self) -> torch.dtype:
@@ -107,28 +117,18 @@ class PlainTable:
         runs = zip(paths[first].tolist(), starts[first].tolist(), ends[last].tolist(), strict=True)
         return [ByteRange(names[path], start, end - start) for path, start, end in runs]
 
-    def steps(self, tensors: Mapping[str, StoredTensor]) -> Callable[[], list[Step]]:
-        """Returns a function that makes a step for each slot, with its part of the time and its source in `tensors`.
+    @property
+    def steps(self) -> StepTable:
+        """The steps of the plan, or of the report."""
+        slots = [(slot.names[0], slot.kind) for slot in self.slots]
+        return StepTable(
+            slots, self.columns, self.dtypes, self.placement, self.route, self.device, seconds=self.seconds
+        )
 
-        The function holds no tensor.
-        """
-        slots, columns = [(slot.names[0], slot.kind) for slot in self.slots], self.columns
-        placement, route, dtypes, seconds = self.placement, self.route, self.dtypes, self.seconds / self.nbytes
-        device = self.device
-
-        def make() -> list[Step]:
-            rows = zip(slots, dtypes, columns.dtype_names, columns.shapes, columns.nbytes, strict=True)
-            return [
-                Step(
-                    *(name, kind, name, placement, torch.Size(shape), dtype, _DTYPES[stored_name], device),
-                    *(nbytes, (), (), route),
-                    expression=tensors.get(name),
-                    seconds=seconds * nbytes,
-                )
-                for (name, kind), dtype, stored_name, shape, nbytes in rows
-            ]
-
-        return make
+    def take_slots(self, slots: Mapping[str, Slot]) -> None:
+        """Has the values get into the slots of these names, which have been listed anew."""
+        self.slots = [slots[slot.names[0]] for slot in self.slots]
+        self.params = [slot.tensor for slot in self.slots]
 
     def stage_instead(self, reason: str) -> None:
         """Has the values read before the commit that were planned to be read at the commit."""
@@ -216,7 +216,7 @@ def plain_tables(
                 group = group.selected(at for at, slot in enumerate(group.slots) if id(slot.tensor) not in shared)
             parts.append((group, in_place, route, device, None))
             continue
-        if not (streamed_from or options.map is False or (options.read_once and not options.map)):
+        if not (streamed_from or options.map is False):
             maps = maps_of_load()
             mapped, group = _split_by_map(group, columns, options.map, maps)
             parts.append((mapped, MAPPED, ReadRoute.MAPPED, device, maps))
@@ -226,6 +226,40 @@ def plain_tables(
         for part, placement, route, device, maps in parts
         if part.slots
     ]
+
+
+def bound_tables(
+    planned: Iterable[StepTable], slots: Mapping[str, Slot], options: Options, maps_of_load: Callable[[], Maps]
+) -> list[PlainTable]:
+    """Returns the tables of a plan for slots that have the signatures for which it was made.
+
+    Args:
+        planned: The tables of the plan.
+        slots: The slots of a model by their names.
+        options: The options of the plan.
+        maps_of_load: Returns what maps values. A file may no longer be mapped that another process has opened for
+            writing since. Its values are then read.
+    """
+    tables: list[PlainTable] = []
+    for steps in planned:
+        rows = _Rows([slots[name] for name, _ in steps.slots], [*range(len(steps.slots))], steps.dtypes)
+        if not steps.placement.mapped:
+            tables.append(
+                PlainTable(rows.slots, steps.columns, steps.dtypes, steps.placement, steps.route, steps.device)
+            )
+            continue
+        maps = maps_of_load()
+        mapped, read = _split_by_map(rows, steps.columns, options.map, maps)
+        for part, placement, route, maps_of_part in (
+            (mapped, steps.placement, steps.route, maps),
+            (read, NEW_MEMORY, ReadRoute.DIRECT, None),
+        ):
+            if part.slots:
+                columns = steps.columns.selected(part.rows)
+                tables.append(
+                    PlainTable(part.slots, columns, part.dtypes, placement, route, steps.device, maps_of_part)
+                )
+    return tables
 
 
 def _dtype_after(stored_name: str, dtype: torch.dtype, is_meta: bool, options: Options) -> torch.dtype | None:

@@ -23,10 +23,11 @@ from modelstate.problems import Problem, explain
 from modelstate.rules.expression import Source
 from modelstate.rules.rule import Rule
 from modelstate.rules.schema import Applied, Schema, check_rules
+from modelstate.spec import StoredTensor, TensorColumns
 from modelstate.text_format import printable, size
 from modelstate.torch_compat.dtypes import floating_dtype, short
 from modelstate.torch_compat.modules import unwrapped
-from modelstate.transaction.slots import SlotSignature
+from modelstate.transaction.slots import SlotSignatures
 
 AnyTransform = Transform | ModuleTransform
 
@@ -306,14 +307,69 @@ _COMPARED = Step._fields.index("expression")
 
 
 @dataclass(frozen=True, slots=True)
+class StepTable:
+    """Steps of plain values that get into their slots in the same way, as rows. It holds no tensor."""
+
+    slots: list[tuple[str, str]]
+    """The name and the kind of each slot. The checkpoint, after the rules, has the value under the same name."""
+    columns: TensorColumns
+    """Where the values are, in the order of the slots."""
+    dtypes: list[torch.dtype]
+    """After the load."""
+    placement: Placement
+    route: ReadRoute
+    device: torch.device
+    """After the load."""
+    seconds: float = 0.0
+
+    def steps(self, tensors: Mapping[str, StoredTensor]) -> list[Step]:
+        """Returns the step of each row, with its part of the time and its source in `tensors`."""
+        columns, placement, route, device = self.columns, self.placement, self.route, self.device
+        rows = zip(self.slots, self.dtypes, columns.rows(), strict=True)
+        seconds = self.seconds / sum(columns.nbytes)
+        return [
+            Step(
+                *(name, kind, name, placement, torch.Size(shape), dtype, stored_dtype, device, nbytes, (), (), route),
+                expression=tensors.get(name),
+                seconds=seconds * nbytes,
+            )
+            for (name, kind), dtype, (stored_dtype, shape, _, _, nbytes) in rows
+        ]
+
+
+class LazySteps:
+    """Creates the field `steps` when it is first used: a model may have tens of thousands of slots.
+
+    The class has the fields `steps`, without a value, and `make_steps`, the function that returns the steps, which is
+    None afterwards.
+    """
+
+    __slots__ = ()
+    make_steps: Callable[[], tuple[Step, ...]] | None
+
+    def __getattr__(self, name: str) -> Any:
+        """Creates `steps`. Called for a slot that is not set."""
+        if name != "steps":
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
+        make_steps = self.make_steps
+        if make_steps is not None:
+            object.__setattr__(self, "steps", make_steps())
+            object.__setattr__(self, "make_steps", None)
+        return object.__getattribute__(self, "steps")
+
+
+@dataclass(frozen=True, slots=True)
 class Binding:
     """Binds a plan to models: the decisions that are not repeated, and the slots that a model must have."""
 
     matched: MatchedCheckpoint
-    slots: Mapping[str, SlotSignature]
+    slots: SlotSignatures
     """The slots of the model that the plan was made for."""
     runs_code: bool
     """Whether code of the model ran. It runs again when the plan is executed, because its effects were undone."""
+    tables: tuple[StepTable, ...]
+    steps: tuple[Step, ...]
+    """The steps of tensors that are rows of no table."""
     moved: tuple[str, ...]
     """Names of tensors that get no value, and only move to another device."""
     compared: tuple[str, ...]
@@ -321,7 +377,7 @@ class Binding:
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class LoadPlan(Shown):
+class LoadPlan(LazySteps, Shown):
     """The steps of a load. Created by `modelstate.plan`, and executed by `modelstate.load(model, plan)`.
 
     A plan can be executed any number of times while the files are unchanged, and into every model with the same slots:
@@ -330,12 +386,12 @@ class LoadPlan(Shown):
     Args:
         target: The class of the model.
         source: The path of the checkpoint, and the key of the part that is loaded.
-        steps: The steps, one for each slot that is filled.
         problems: Everything that keeps the load from being executed.
         notes: Names that are skipped, and further remarks.
         slots: The number of slots.
         peak_memory_bytes: The most memory that the load needs in addition to the final tensors.
         binding: The matched checkpoint, and the slots that a model must have.
+        make_steps: Returns the steps, one for each slot that is filled; called once, when they are first used.
 
     Examples:
         >>> plan = modelstate.plan(model, "model.safetensors")
@@ -349,7 +405,7 @@ class LoadPlan(Shown):
     """The class of the model."""
     source: str
     """The path of the checkpoint, and the key of the part that is loaded."""
-    steps: tuple[Step, ...]
+    steps: tuple[Step, ...] = field(init=False)
     """The steps, one for each slot that is filled."""
     problems: tuple[Problem, ...]
     """Everything that keeps the load from being executed."""
@@ -362,6 +418,8 @@ class LoadPlan(Shown):
     """The most memory that the load needs in addition to the final tensors, in bytes."""
     binding: Binding = field(repr=False, compare=False)
     """The data that executes the plan without planning again."""
+    make_steps: Callable[[], tuple[Step, ...]] | None = field(kw_only=True, compare=False)
+    """Returns the steps, which are created when they are first used. None afterwards."""
 
     @property
     def options(self) -> Options:

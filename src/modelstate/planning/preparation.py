@@ -78,6 +78,7 @@ from modelstate.transaction.slots import (
     HIDDEN,
     PARAMETER,
     Slot,
+    SlotSignatures,
     clash,
     overlapping,
     place_of,
@@ -167,7 +168,7 @@ class Preparation:
         self._cause: Exception | None = None
         self._has_shards = False
         # Code of the model may change a lazy parameter before `plan` is called.
-        self._signatures = signatures(self.slots) if not call_extra_state else {}
+        self._signatures: SlotSignatures | None = None if call_extra_state else signatures(self.slots)
 
     @property
     def incoming(self) -> MappedState:
@@ -213,18 +214,30 @@ class Preparation:
     def take_plain(self) -> Collection[str]:
         """Takes plain values all at once, and returns their names. Called where a load runs no code of the model."""
         options, entries = self.options, self.matched.applied.entries
-        if options.transform is not None or not (self._with_tables and isinstance(entries, StoredEntries)):
+        has_others = options.transform is not None or options.read_once
+        if has_others or not (self._with_tables and isinstance(entries, StoredEntries)):
             return ()
-        self.tables = plain_tables(self.slots.tensors, entries.tensors, options, lambda: self.incoming.maps)
-        for table in self.tables:
-            self.used.update(slot.names[0] for slot in table.slots)
-            self.filled.update(dict.fromkeys(map(id, table.params)))
+        self.take_tables(plain_tables(self.slots.tensors, entries.tensors, options, lambda: self.incoming.maps))
         rows = entries.tensors.rows
         if len({*rows.values()}) < len(rows):  # other names of the same bytes are not mapped
             for table in self.tables:
                 for extent in table.sources if table.placement.mapped else ():
                     self._show(extent, extent)
         return self.used
+
+    def take_tables(self, tables: list[PlainTable]) -> None:
+        """Takes values that have no assignment of their own."""
+        self.tables = tables
+        for table in tables:
+            self.used.update(slot.names[0] for slot in table.slots)
+            self.filled.update(dict.fromkeys(map(id, table.params)))
+
+    @property
+    def signatures(self) -> SlotSignatures:
+        """The signatures of the slots as they were before code of the model ran."""
+        if self._signatures is None:
+            self._signatures = signatures(self.slots_before)
+        return self._signatures
 
     # The methods of `LoadSink`.
 
@@ -477,9 +490,6 @@ class Preparation:
         transform, sharded = choice.first, None
         if is_sharded(param) and (slots := self._sharded_slot(step.name, param, value, stored, choice)) is not None:
             sharded, (param, value, stored, transform) = slots
-        if placement.leased:  # which the layout of this model may not allow
-            in_place = self._in_place(param, step.device, stored)
-            placement = choose(param, value, step.dtype, step.device, map=False, in_place=in_place, transformed=False)
         is_read = (
             placement.mapped
             and isinstance(stored, StoredTensor)
@@ -613,18 +623,20 @@ class Preparation:
         return LoadPlan(
             target=facts.target,
             source=facts.source,
-            steps=facts.make_steps(),
             problems=tuple(self.problems),
             notes=tuple(self.notes),
             slots=facts.slots,
-            peak_memory_bytes=peak_bytes(self.planned, ReadStrategy.fastest(), of_plan=True),
+            peak_memory_bytes=peak_bytes(self.planned, ReadStrategy.fastest()),
             binding=Binding(
                 self.matched,
-                self._signatures,
+                self.signatures,
                 self.transaction.armed,
+                tuple(table.steps for table in self.tables),
+                facts.steps,
                 tuple(assignment.name for assignment in self.moves),
                 tuple(self.compared),
             ),
+            make_steps=facts.make_steps,
         )
 
     def facts(self, *, with_sources: bool) -> "Facts":
@@ -657,18 +669,18 @@ class Preparation:
             steps.append(step)
         extra = [Step(name, EXTRA, self.incoming.source_of(name), CALL) for name in self.extra_states]
         if not self.tables:
-            return Facts(*self.names, slots, lambda: (*steps, *extra))
+            return Facts(*self.names, slots, tuple(steps), lambda: (*steps, *extra))
         entries = self.matched.applied.entries
         stored = entries.tensors if with_sources and isinstance(entries, StoredEntries) else {}
-        rows = [table.steps(stored) for table in self.tables]
-        names = [*self.slots.by_name] if len(rows) > 1 or steps else []
+        tables = [table.steps for table in self.tables]
+        names = [*self.slots.by_name] if len(tables) > 1 or steps else []
 
         def merged() -> tuple[Step, ...]:
             positions = {name: position for position, name in enumerate(names)}
-            unordered = [*steps, *(step for make in rows for step in make())]
+            unordered = [*steps, *(step for table in tables for step in table.steps(stored))]
             return (*sorted(unordered, key=lambda step: positions.get(step.name, len(names))), *extra)
 
-        return Facts(*self.names, slots, merged)
+        return Facts(*self.names, slots, tuple(steps), merged)
 
     def steps(self) -> tuple[Step, ...]:
         """Returns the steps of a plan, with their sources."""
@@ -684,6 +696,8 @@ class Facts(NamedTuple):
     """The path of the checkpoint, and the key of the part that is loaded."""
     slots: int
     """The number of slots that need a value."""
+    steps: tuple[Step, ...]
+    """The steps of values that have an assignment of their own."""
     make_steps: Callable[[], tuple[Step, ...]]
     """Returns a step for each value, with its time, and one for each extra state."""
 

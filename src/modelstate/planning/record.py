@@ -16,6 +16,7 @@ from modelstate.checkpoint.checkpoint import Checkpoint
 from modelstate.errors import ModelStateError, StalePlanError
 from modelstate.planning.assignment import Assignment
 from modelstate.planning.matching import Patterns, adapter_names, one_prefix
+from modelstate.planning.plain_table import PlainTable, bound_tables
 from modelstate.planning.plan import LoadPlan, Step
 from modelstate.planning.preparation import Preparation
 from modelstate.planning.recorder import IncompatibleKeys, is_container, walk
@@ -44,7 +45,7 @@ from modelstate.torch_compat.modules import (
     runs_loading_code,
 )
 from modelstate.torch_compat.plain import is_plain, is_quantized
-from modelstate.transaction.slots import HIDDEN, PARAMETER, Slot, Slots, compare_names, signatures, slots_of
+from modelstate.transaction.slots import HIDDEN, PARAMETER, Slot, Slots, compare_names, slots_of
 
 _FITS_IN_PART = (
     "transformers' conversion mapping makes the names fit only in part, and the model's own loading code takes the "
@@ -121,30 +122,49 @@ def _is_exact(preparation: Preparation, outcome: IncompatibleKeys) -> bool:
     return is_filled and is_silent and not (has_options or outcome.missing or outcome.unexpected)
 
 
-def bind(preparation: Preparation, plan: LoadPlan, stale_remedy: str) -> None:
+def bind(preparation: Preparation, plan: LoadPlan, stale_remedy: str, staged: list[PlainTable] | None = None) -> None:
     """Assigns values according to the steps of a plan, which has the same matched checkpoint.
 
     Where code of the model takes part in a load, the protocol runs again, and must give the steps of the plan. Raises
     `StalePlanError`, with this remedy, where the model is no longer the one of the plan.
+
+    Args:
+        preparation: An empty one.
+        plan: The plan.
+        stale_remedy: What to do where the model has changed.
+        staged: The tables of the plan with their values, where these have been read already.
     """
-    slots, incoming = preparation.slots, preparation.incoming
-    _check_same(preparation, plan.binding.slots, signatures(slots), stale_remedy)
+    slots, was, now = preparation.slots, plan.binding.slots, preparation.signatures
+    if was != now:
+        _check_same(preparation, was.by_name(), now.by_name(), stale_remedy)
     if plan.binding.runs_code or runs_loading_code(slots.modules, preparation.matched.applied.entries):
         record(preparation)
         if not preparation.problems:
             # Whether a file may be mapped depends on other processes too: it does not make a plan stale.
-            was, now = ({step.name: step for step in steps} for steps in (plan.steps, preparation.steps()))
+            planned, steps = ({step.name: step for step in steps} for steps in (plan.steps, preparation.steps()))
             preparation.not_mapped = sum(
-                step.mapped and not now[name].mapped for name, step in was.items() if name in now
+                step.mapped and not steps[name].mapped for name, step in planned.items() if name in steps
             )
-            for name, step in was.items():
-                if name in now and _is_same_but_for_mapping(step, now[name]):
-                    now[name] = step
-            _check_same(preparation, was, now, stale_remedy)
+            for name, step in planned.items():
+                if name in steps and _is_same_but_for_mapping(step, steps[name]):
+                    steps[name] = step
+            _check_same(preparation, planned, steps, stale_remedy)
         return
     preparation.problems += plan.problems
     preparation.notes += plan.notes
-    for step in plan.steps:
+    if staged is None:
+        options, of_plan = preparation.options, plan.binding.tables
+        preparation.take_tables(bound_tables(of_plan, slots.by_name, options, lambda: preparation.incoming.maps))
+        mapped = sum(len(table.slots) for table in of_plan if table.placement.mapped)
+        preparation.not_mapped = mapped - sum(
+            len(table.slots) for table in preparation.tables if table.placement.mapped
+        )
+    else:
+        for table in staged:
+            table.take_slots(slots.by_name)
+        preparation.take_tables(staged)
+    incoming = preparation.incoming
+    for step in plan.binding.steps:
         slot = slots.by_name[step.name]
         value = next((incoming[name] for name in slot.names if name in incoming), None)
         if value is None:

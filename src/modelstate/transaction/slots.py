@@ -3,18 +3,20 @@
 from bisect import bisect_right
 from collections.abc import Collection, Hashable, Iterable, KeysView, Sequence
 from dataclasses import dataclass
+from itertools import compress
 from operator import itemgetter
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from modelstate.formats.tree import EXTRA_STATE
 from modelstate.torch_compat.dtypes import short
 from modelstate.torch_compat.modules import module_tables, non_persistent_buffers, own_modules
-from modelstate.torch_compat.plain import extent, has_its_memory, is_plain, is_sharded, same_place, same_values
-from modelstate.torch_compat.private import address_range, storage_id
+from modelstate.torch_compat.plain import extent, is_plain, is_sharded, same_place, same_values
+from modelstate.torch_compat.private import address_range
 from modelstate.torch_compat.sharding import local_tensor
 
 T = TypeVar("T")
@@ -150,53 +152,117 @@ def compare_names(slots: Slots, given: KeysView[str], taken: Collection[str] = (
 
 
 class SlotSignature(NamedTuple):
-    """What decides how a value gets into a slot, without the value that is there: compared by executing a plan."""
+    """What decides how a value gets into a slot, without the value that is there."""
 
     names: tuple[str, ...]
     kind: str
     cls: type
     shape: tuple[int, ...]
     stride: tuple[int, ...]
+    """Empty for a tensor that is not plain."""
     dtype: torch.dtype
     device: torch.device
-    memory: str
-    """The first slot in the storage of this one, usually this one itself; empty where it has no memory."""
-    offset_bytes: int
-    """The bytes from the beginning of that slot to the beginning of this one."""
-    is_inference: bool
-    """Whether it was created in inference mode, so that it can only be changed there."""
+    shares: tuple[str, int] | None
+    """The first slot in the storage of this one, and the bytes from the beginning of that slot to the beginning of this
+    one; None where this one is the first, or has no memory."""
+    properties: tuple[str, ...]
+    """Further properties of the tensor, each as text."""
 
     def __str__(self) -> str:
-        what = f"{short(self.dtype)} of shape {self.shape} on {self.device}, a {self.kind} of class {self.cls.__name__}"
+        shape = tuple(self.shape)
+        what = f"{short(self.dtype)} of shape {shape} on {self.device}, a {self.kind} of class {self.cls.__name__}"
         what += f", stride {self.stride}" if self.stride else ""
         what += f", tied to {', '.join(self.names[1:])}" if len(self.names) > 1 else ""
-        if self.memory not in ("", self.names[0]):
-            what += f", in the memory of {self.memory}, at {self.offset_bytes:+} bytes"
-        return what + (", of inference mode" if self.is_inference else "")
+        if self.shares is not None:
+            what += f", in the memory of {self.shares[0]}, at {self.shares[1]:+} bytes"
+        return ", ".join([what, *self.properties])
 
 
-def signatures(slots: Slots) -> dict[str, SlotSignature]:
-    """The signature of each slot by its first name."""
-    first_in: dict[int, tuple[str, int]] = {}
-    with_memory = [slot.tensor for slot in slots.tensors if is_plain(slot.tensor) and not slot.tensor.is_meta]
-    # Tensors that overlap may have storages of their own, as two that wrap one NumPy array: the first one's counts.
-    storages = {id(tensor): storage_id(group[0]) for group in sharing(with_memory, with_memory) for tensor in group}
-    found: dict[str, SlotSignature] = {}
-    for names, kind, tensor in slots.tensors:
-        is_lazy, plain = torch.nn.parameter.is_lazy(tensor), is_plain(tensor)
-        has_shape = not (is_lazy or (tensor.is_nested and tensor.layout is torch.strided))
-        shape = tuple(tensor.shape) if has_shape else ()
-        stride = tuple(tensor.stride()) if plain and has_shape else ()
-        has_memory = plain and not is_lazy and not tensor.is_meta and has_its_memory(tensor)
-        start = tensor.data_ptr() if has_memory else 0
-        storage = storages.get(id(tensor)) or storage_id(tensor) if has_memory else 0
-        memory, first_start = first_in.setdefault(storage, (names[0], start)) if has_memory else ("", 0)
-        is_inference = not is_lazy and tensor.is_inference()
-        found[names[0]] = SlotSignature(
-            *(names, kind, type(tensor), shape, stride, tensor.dtype, tensor.device),
-            *(memory, start - first_start, is_inference),
-        )
-    return found
+@dataclass(frozen=True, slots=True)
+class SlotSignatures:
+    """The signatures of all slots of a model: a column for each field. Executing a plan compares them.
+
+    A model may have tens of thousands of slots, whose signatures take longer to create than the values take to load.
+    """
+
+    names: list[tuple[str, ...]]
+    kinds: list[str]
+    classes: list[type]
+    shapes: list[tuple[int, ...]]
+    strides: list[tuple[int, ...]]
+    dtypes: list[torch.dtype]
+    devices: list[torch.device]
+    shares: dict[str, tuple[str, int]]
+    """By the first names of the slots."""
+    properties: dict[str, tuple[str, ...]]
+    """By the first names of the slots."""
+
+    def by_name(self) -> dict[str, SlotSignature]:
+        """The signature of each slot by its first name."""
+        columns = (self.names, self.kinds, self.classes, self.shapes, self.strides, self.dtypes, self.devices)
+        found: dict[str, SlotSignature] = {}
+        for names, *fields in zip(*columns, strict=True):
+            name = names[0]
+            fields += [self.shares.get(name), self.properties.get(name, ())]
+            found[name] = SlotSignature._make([names, *fields])
+        return found
+
+
+def signatures(slots: Slots) -> SlotSignatures:
+    """Returns the signatures of the slots of a model."""
+    tensors = [slot.tensor for slot in slots.tensors]
+    names = [slot.names[0] for slot in slots.tensors]
+    # Neither a lazy tensor nor a nested one has a shape.
+    is_known = [not (is_lazy(tensor) or (tensor.is_nested and tensor.layout is torch.strided)) for tensor in tensors]
+    plain = [known and is_plain(tensor) for tensor, known in zip(tensors, is_known, strict=True)]
+    named = compress(zip(names, tensors, strict=True), plain)
+    shares, lost = _memory([(name, tensor) for name, tensor in named if not tensor.is_meta])
+    properties: dict[str, tuple[str, ...]] = dict.fromkeys(lost, ("without its memory",))
+    for what, has, selected in (
+        ("of inference mode", torch.Tensor.is_inference, is_known),
+        ("a conjugate view", torch.Tensor.is_conj, plain),
+        ("a negative view", torch.Tensor.is_neg, plain),
+    ):
+        for name in compress(compress(names, selected), map(has, compress(tensors, selected))):
+            properties[name] = (*properties.get(name, ()), what)
+    return SlotSignatures(
+        [slot.names for slot in slots.tensors],
+        [slot.kind for slot in slots.tensors],
+        [*map(type, tensors)],
+        [tensor.shape if known else () for tensor, known in zip(tensors, is_known, strict=True)],
+        [tensor.stride() if is_strided else () for tensor, is_strided in zip(tensors, plain, strict=True)],
+        [tensor.dtype for tensor in tensors],
+        [tensor.device for tensor in tensors],
+        shares,
+        properties,
+    )
+
+
+def _memory(named: Sequence[tuple[str, torch.Tensor]]) -> tuple[dict[str, tuple[str, int]], list[str]]:
+    """Returns which plain tensors share a storage (`SlotSignature.shares`), and the names of those without memory.
+
+    Tensors may overlap that have storages of their own, as two that wrap one NumPy array: they have the storage of the
+    first one.
+    """
+    tensors = [tensor for _, tensor in named]
+    storages = [tensor.untyped_storage() for tensor in tensors]
+    starts, sizes = _addresses_of(tensors)
+    begins = np.array([storage.data_ptr() for storage in storages], np.uint64)
+    ends = begins + np.array([storage.nbytes() for storage in storages], np.uint64)
+    is_lost = (starts + sizes > ends) & (sizes > 0)  # its storage does not reach as far: see `has_its_memory`
+    sizes[is_lost] = 0
+    for first, *others in _overlapping(starts, sizes, tensors):
+        begins[others] = begins[first]
+    shares: dict[str, tuple[str, int]] = {}
+    with_memory = np.flatnonzero(sizes)
+    if len(np.unique(begins[with_memory])) < len(with_memory):
+        first_in: dict[tuple[torch.device, int], tuple[str, int]] = {}
+        for index in with_memory.tolist():
+            (name, tensor), start = named[index], int(starts[index])
+            owner, owner_start = first_in.setdefault((tensor.device, int(begins[index])), (name, start))
+            if owner != name:
+                shares[name] = owner, start - owner_start
+    return shares, [named[index][0] for index in np.flatnonzero(is_lost).tolist()]
 
 
 class Addresses:
@@ -264,9 +330,24 @@ def sharing(items: Sequence[T], tensors: Sequence[torch.Tensor]) -> list[list[T]
         items: Anything.
         tensors: The tensor of each item.
     """
-    # Empty tensors, and those on meta, have no elements in memory.
+    return [[items[index] for index in group] for group in _overlapping(*_addresses_of(tensors), tensors)]
+
+
+Addressed = np.ndarray[Any, np.dtype[np.uint64]]
+
+
+def _addresses_of(tensors: Sequence[torch.Tensor]) -> tuple[Addressed, Addressed]:
+    """Returns where the elements of each tensor begin in memory, and their bytes, with those between them.
+
+    Both are 0 for tensors without elements in memory: empty ones, and those on meta.
+    """
     starts = np.array([tensor.data_ptr() for tensor in tensors], np.uint64)
     sizes = np.array([tensor.nbytes if tensor.is_contiguous() else span_bytes(tensor) for tensor in tensors], np.uint64)
+    return starts, sizes
+
+
+def _overlapping(starts: Addressed, sizes: Addressed, tensors: Sequence[torch.Tensor]) -> list[list[int]]:
+    """Returns the indices of tensors that overlap, in groups; `_addresses_of` gives their addresses."""
     order = np.argsort(starts, kind="stable")
     order = order[(starts[order] > 0) & (sizes[order] > 0)]
     starts, ends = starts[order], (starts + sizes)[order]
@@ -285,7 +366,7 @@ def sharing(items: Sequence[T], tensors: Sequence[torch.Tensor]) -> list[list[T]
         else:
             run = [index]
         last[device] = run, max(end, run_end)
-    return [[items[index] for index in sorted(group)] for group in groups]
+    return [sorted(group) for group in groups]
 
 
 def span_bytes(tensor: torch.Tensor) -> int:
