@@ -48,7 +48,7 @@ def test_names_that_no_file_can_have(name: Any, nested: bool) -> None:
 def test_what_is_no_mapping_of_objects() -> None:
     model = nn.Linear(2, 2)
     for wrong in (model, [model], None, nn.ModuleDict()):
-        with pytest.raises(errors.OptionError, match="under names"):
+        with pytest.raises(errors.OptionError, match="from names to objects"):
             capture(targets_of(wrong))  # type: ignore[arg-type]
     with pytest.raises(errors.OptionError, match="list") as caught:
         capture(targets_of({"models": [1, model]}))
