@@ -188,7 +188,12 @@ def construct(value: object, *, path: str, data_nbytes: int, names: TorchGlobals
             raise error
         return _Constructor(findings, path).make(value, ())
     except RecursionError as error:
-        raise DamagedFileError("containers in the pickle are nested too deep for Python's stack", where=path) from error
+        raise DamagedFileError(
+            "containers in the pickle are nested too deep for Python's stack",
+            where=path,
+            remedy="open it where fewer calls are on the stack; or load it where it was written, and save the state "
+            "dicts in it alone",
+        ) from error
 
 
 def _raise_refused(findings: Audit, path: str, names: TorchGlobals) -> None:

@@ -263,7 +263,7 @@ def _checksums(fields: Mapping[str, Any], tensors: StoredTensors, where: str) ->
                 raise damaged(where, f"{quote(name)}: no digest of {nbytes:,} bytes: {str(value)[:60]}")
     return LazyMapping(
         lambda: {
-            tensors[name].storage: Checksum(ALGORITHM, BLOCK_BYTES, digest_of_blocks, tuple(parts.get(name, ())))
+            tensors.extent(name): Checksum(ALGORITHM, BLOCK_BYTES, digest_of_blocks, tuple(parts.get(name, ())))
             for name, digest_of_blocks in digests.items()
         }
     )

@@ -45,7 +45,7 @@ _REMEDIES = {
     errno.EFBIG: f"raise the limit of file sizes (ulimit -f), or write smaller files: shard_size_bytes=; {_UNTOUCHED}",
     errno.EMFILE: f"raise the limit of open files (ulimit -n), or close some; {_UNTOUCHED}",
     errno.EIO: f"look at the disk (dmesg), or write to another one; {_UNTOUCHED}",
-    errno.ENOENT: "make the directory first",
+    errno.ENOENT: "make the directory first; if it is there, its file system takes no new files",
     errno.ENOTDIR: "give a path in a directory",
     errno.EACCES: "ask for the permission to write to the directory, or write to another one",
     errno.EPERM: "ask for the permission to write to the directory, or write to another one",
