@@ -61,6 +61,19 @@ def joined(number: int) -> Callable[[], object]:
     return load(target, state(number), rules=ms.rules.Concat(names(number), "whole"))
 
 
+def optimizer_load(number: int) -> Callable[[], object]:
+    target = model(number)
+    optimizer = torch.optim.SGD(target.named_parameters(), momentum=0.9)
+    for parameter in target.parameters():
+        parameter.grad = torch.zeros(2)
+    optimizer.step()
+    saved = ms.optimizer_state(target, optimizer)
+    renamed = nn.ModuleDict({"new": target})
+    own = torch.optim.SGD(renamed.named_parameters(), momentum=0.9)
+    rules = [ms.rules.Rename(name, f"new.{name}") for name in names(number)]
+    return lambda: ms.load_optimizer_state(renamed, own, saved, rules=rules)
+
+
 def failing(target: nn.Module, source: Any) -> Callable[[], object]:
     def call() -> None:
         with pytest.raises(ModelStateError) as caught:
@@ -76,6 +89,10 @@ CALLS: dict[str, Callable[[int, Path], Callable[[], object]]] = {
     "a Split into all tensors": lambda n, _: load(
         model(n), {"whole": torch.ones(2 * n)}, rules=ms.rules.Split("whole", names(n))
     ),
+    "a Rename of every name": lambda n, _: load(
+        model(n), state(n, "old."), rules=[ms.rules.Rename(f"old.{name}", name) for name in names(n)]
+    ),
+    "an optimizer with a Rename of every name": lambda n, _: optimizer_load(n),
     "a Concat of all tensors": lambda n, _: joined(n),
     "one tensor under all names": lambda n, _: load(tied(n), state(n)),
     "one tensor under all names, in a file": lambda n, path: (

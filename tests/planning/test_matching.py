@@ -12,7 +12,7 @@ import modelstate as ms
 from modelstate.errors import AmbiguousCheckpointError
 from modelstate.planning.matching import matching_part, nearest
 from modelstate.rules.rule import Rule
-from modelstate.rules.schema import renamed_by
+from modelstate.rules.schema import renaming
 
 # The cost.
 
@@ -55,7 +55,7 @@ NAMES = ["conv.weight", "conv.bias", "norm.weight", "norm.bias", "fc.weight"]
 
 
 def key_of(tree: dict[str, Any], wanted: list[str] = NAMES, *rules: Rule) -> str:
-    return matching_part(ms.open(tree), wanted, [lambda name: renamed_by(rules, name)]).key
+    return matching_part(ms.open(tree), wanted, [renaming(rules)]).key
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from modelstate.errors import OptionError, RuleError
 from modelstate.problems import CyclicRules, NameClash
 from modelstate.rules.names import Ignore, Prefix, Rename
 from modelstate.rules.rule import Rule, Template
-from modelstate.rules.schema import check_rules, renamed_by
+from modelstate.rules.schema import check_rules, renaming
 from tests.rules.naming import applied, renamed
 
 NAMES = {name: getattr(ms.rules, name) for name in ms.rules.__all__}
@@ -151,13 +151,37 @@ def test_rules_are_applied_in_their_order(rules: list[Rule], names: list[str]) -
     if not clash:
         assert {name: entry.sources for name, entry in result.entries.items()} == {n: (s,) for s, n in now.items()}
         assert list(result.idle) == idle
-        assert now == {name: renamed_by(rules, name) for name in names}
+        assert now == {name: renaming(rules)(name) for name in names}
+
+
+literal_names = st.sampled_from(["a", "b", "c", "d"])
+literal_rules = st.one_of(
+    st.tuples(literal_names, literal_names).filter(lambda pair: pair[0] != pair[1]).map(lambda pair: Rename(*pair)),
+    st.builds(Ignore, literal_names),
+    st.just(Prefix(strip="a", add="c")),
+)
+
+
+def from_elsewhere(rule: Any) -> Rule:
+    """Returns an equal rule of a class that may change any name, with the same text."""
+    values = [getattr(rule, field.name) for field in fields(rule)]
+    return type(type(rule).__name__, (type(rule),), {"__module__": "elsewhere"})(*values)  # type: ignore[no-any-return]
+
+
+@pytest.mark.slow
+@given(st.lists(literal_rules, max_size=6), st.permutations("abcde"), st.integers(0, 5))
+def test_rules_for_single_names_do_what_rules_for_all_names_do(rules: list[Rule], names: list[str], count: int) -> None:
+    others = [from_elsewhere(rule) for rule in rules]
+    result, expected = applied(rules, names[:count]), applied(others, names[:count])
+    assert list(result.entries.items()) == list(expected.entries.items())
+    assert (result.idle, result.problems) == (expected.idle, expected.problems)
+    assert list(map(renaming(rules), names)) == list(map(renaming(others), names))
 
 
 def test_an_order_that_matters() -> None:
     strip, add = Prefix(strip="module."), Prefix(add="net.")
-    assert renamed_by([strip, add], "module.a") == "net.a"
-    assert renamed_by([add, strip], "module.a") == "net.module.a"
+    assert renaming([strip, add])("module.a") == "net.a"
+    assert renaming([add, strip])("module.a") == "net.module.a"
     assert applied([add, strip], ["module.a"]).idle == (repr(strip),)
     assert applied([strip, add], ["module.a"]).entries["net.a"].rules == (repr(strip), repr(add))
 

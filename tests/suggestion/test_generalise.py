@@ -1,7 +1,7 @@
 """Few rules for many names."""
 
 import modelstate as ms
-from modelstate.rules.schema import renamed_by
+from modelstate.rules.schema import renaming
 from modelstate.suggestion.generalise import covering, families, rename_rules
 
 
@@ -25,8 +25,8 @@ def test_a_segment_within() -> None:
 
 def test_what_is_fixed_is_left_alone() -> None:
     rules = rename_rules({"net.a.w": "a.w", "net.b.w": "b.w"}, ["net.head"])
-    assert renamed_by(rules, "net.head") == "net.head"
-    assert [renamed_by(rules, name) for name in ("net.a.w", "net.b.w")] == ["a.w", "b.w"]
+    assert renaming(rules)("net.head") == "net.head"
+    assert [renaming(rules)(name) for name in ("net.a.w", "net.b.w")] == ["a.w", "b.w"]
 
 
 def test_numbers_that_change_stay_numbers() -> None:
@@ -48,7 +48,7 @@ def test_steps_where_they_are_fewer() -> None:
     }
     rules = rename_rules(pairs, ())
     assert len(rules) == 10
-    assert {name: renamed_by(rules, name) for name in pairs} == pairs
+    assert {name: renaming(rules)(name) for name in pairs} == pairs
 
 
 def test_patterns_that_cover() -> None:

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import pytest
 
 import modelstate as ms
-from modelstate.rules.schema import renamed_by
+from modelstate.rules.schema import renaming
 from tests.suggestion.test_suggest import tree, values
 
 Shape = tuple[int, ...]
@@ -35,7 +35,7 @@ def opened(found: ms.suggestion.Suggestion) -> set[str]:
 def test_shapes_tell_what_goes_down_and_nothing_tells_the_gate(old: tuple[str, ...], path: str) -> None:
     found = gated(old, (WIDE, WIDE, NARROW), path)
     where = path.replace("*", "0")
-    assert renamed_by(list(found), f"{where}.{old[2]}.weight") == "layers.0.mlp.down_proj.weight"
+    assert renaming(found)(f"{where}.{old[2]}.weight") == "layers.0.mlp.down_proj.weight"
     assert opened(found) == {"gate_proj", "up_proj"}
     assert len(found.ambiguous) == 1
     assert len(found) == 1
@@ -63,7 +63,7 @@ def test_llamas_convention_is_said() -> None:
     assert found.complete
     pairs = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
     for old, new in pairs.items():
-        assert renamed_by(list(found), f"h.1.ffn.{old}.weight") == f"layers.1.mlp.{new}.weight"
+        assert renaming(found)(f"h.1.ffn.{old}.weight") == f"layers.1.mlp.{new}.weight"
     assert sum("convention" in comment for comment in found.comments) == 2
 
 
@@ -79,7 +79,7 @@ def test_the_same_names_are_the_same_convention(down: str) -> None:
     shapes = {name: NARROW if name == down else WIDE for name in ("w1", "w2", "w3")}
     found = ms.suggest(tree(layers("layers.*.mlp", shapes)), values(layers("h.*.ffn", shapes)))
     assert found.complete
-    assert renamed_by(list(found), "h.0.ffn.w1.weight") == "layers.0.mlp.w1.weight"
+    assert renaming(found)("h.0.ffn.w1.weight") == "layers.0.mlp.w1.weight"
     assert not any(found.comments)
 
 
@@ -87,14 +87,14 @@ def test_two_alone_go_up_and_down() -> None:
     model = tree(layers("layers.*.mlp", {"up_proj": SQUARE, "down_proj": SQUARE}))
     found = ms.suggest(model, values(layers("h.*.ffn", {"fc1": SQUARE, "fc2": SQUARE})))
     assert found.complete
-    assert renamed_by(list(found), "h.0.ffn.fc1.weight") == "layers.0.mlp.up_proj.weight"
+    assert renaming(found)("h.0.ffn.fc1.weight") == "layers.0.mlp.up_proj.weight"
 
 
 def test_one_after_the_other_by_number() -> None:
     old, new = ({f"{name}.{word}{n}.weight": SQUARE for n in range(1, 6)} for name, word in (("a", "fc"), ("b", "lin")))
     found = ms.suggest(tree(new), values(old))
     assert found.complete
-    assert all(renamed_by(list(found), f"a.fc{n}.weight") == f"b.lin{n}.weight" for n in range(1, 6))
+    assert all(renaming(found)(f"a.fc{n}.weight") == f"b.lin{n}.weight" for n in range(1, 6))
 
 
 def norms(old: tuple[str, ...], new: tuple[str, ...]) -> ms.suggestion.Suggestion:
@@ -115,7 +115,7 @@ def test_two_norms(old: tuple[str, str], new: tuple[str, str]) -> None:
     found = norms(old, new)
     assert found.complete
     for before, after in zip(old, new, strict=True):
-        assert renamed_by(list(found), f"model.layers.1.{before}.weight") == f"blocks.1.{after}.weight"
+        assert renaming(found)(f"model.layers.1.{before}.weight") == f"blocks.1.{after}.weight"
 
 
 def test_norms_before_are_none_behind() -> None:

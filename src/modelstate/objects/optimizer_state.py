@@ -38,7 +38,7 @@ from modelstate.process import deferred_signals
 from modelstate.rules.expression import Read, values_of
 from modelstate.rules.optimizer import apply_to_optimizer
 from modelstate.rules.rule import Rule
-from modelstate.rules.schema import Schema, check_rules, renamed_by, way_back
+from modelstate.rules.schema import Schema, check_rules, renaming, way_back
 from modelstate.text_format import listed
 from modelstate.torch_compat.plain import is_sharded
 from modelstate.torch_compat.sharding import dtensor_like, local_tensor
@@ -294,7 +294,7 @@ def plan_by_name(
     if isinstance(rules, Schema):
         rules = rules.rules(rules.version_of_names(saved_names, type(optimizer).__name__))
     checked = check_rules(rules)
-    wrappers = wrapper_rule({renamed_by(checked, name) for name in saved_names}, params)
+    wrappers = wrapper_rule(set(map(renaming(checked), saved_names)), params)
     checked = checked if wrappers is None else (*checked, wrappers)
     origins: dict[str, tuple[str, ...]] = {}
     if checked:
@@ -418,12 +418,12 @@ def _sources(
 ) -> dict[torch.Tensor, set[str]]:
     """Returns the saved names that each parameter may have had."""
     sources: dict[torch.Tensor, set[str]] = {param: set() for param in params.values()}
-    back = way_back(rules)
+    renamed, renamed_back = renaming(rules), renaming(way_back(rules))
     for name, param in params.items():
-        sources[param].update(origins.get(name, ()), [renamed_by(back, name)])
+        sources[param].update(origins.get(name, ()), [renamed_back(name)])
     for group in groups:
         for saved in group["params"]:
-            if (name := renamed_by(rules, saved)) in params:
+            if (name := renamed(saved)) in params:
                 sources[params[name]].add(saved)
     return sources
 

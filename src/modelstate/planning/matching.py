@@ -12,7 +12,6 @@ from collections.abc import Callable, Collection, Iterable, Iterator, KeysView, 
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -31,7 +30,7 @@ from modelstate.rules.expression import Derived, to_be_computed
 from modelstate.rules.known import WRAPPERS
 from modelstate.rules.names import Prefix, Rename
 from modelstate.rules.rule import Entries, Entry, Rule, Value, Wanted, as_code, describe
-from modelstate.rules.schema import Applied, apply_rules, renamed_by, way_back
+from modelstate.rules.schema import Applied, apply_rules, renaming, way_back
 from modelstate.rules.transformers_mapping import from_transformers, is_transformers_model, notes_of
 from modelstate.spec import Refused, Stored, StoredTensor, StoredTensors
 from modelstate.torch_compat.modules import named_modules_of
@@ -64,9 +63,9 @@ class ModelSchemaView:
 
     def before(self, rules: Iterable[Rule]) -> Wanted:
         """Returns the slots by the names that they have before these rules."""
-        back = way_back(rules)
+        renamed_back = renaming(way_back(rules))
         wanted = [slot.name for slot in self.slots.tensors if slot.kind != HIDDEN]
-        return _Before(self, {renamed_by(back, name): name for name in wanted})
+        return _Before(self, {renamed_back(name): name for name in wanted})
 
 
 class _Before:
@@ -154,9 +153,10 @@ def renamed_versions(
         if entry.rules and len(entry.sources) == 1:
             moved.setdefault(entry.sources[0].rpartition(".")[0], set()).add(name.rpartition(".")[0])
     renamed: dict[str, dict[str, Any]] = {}
+    rename = renaming(rules)
     for path, saved in versions.items():
         (only,) = moved[path] if len(moved.get(path, ())) == 1 else (None,)
-        by_rules = renamed_by(rules, f"{path}.x" if path else "x").rpartition(".")[0]
+        by_rules = rename(f"{path}.x" if path else "x").rpartition(".")[0]
         renamed[by_rules if only is None else only] = saved
     return renamed
 
@@ -172,7 +172,7 @@ def select_part(
     if asked.key is not None:
         part = checkpoint.select(asked.key)
     elif checkpoint.flat.containers != [""] or (checkpoint.flat.values and not checkpoint.flat.tensors):
-        renamings = [partial(renamed_by, asked.rules)] if schema is None else schema.renamings(checkpoint)
+        renamings = [renaming(asked.rules)] if schema is None else schema.renamings(checkpoint)
         part = matching_part(checkpoint, wanted(), renamings)
     # The rules follow from the version of the selected part, not from other parts of the file.
     return part, asked if schema is None else replace(asked, rules=schema.rules_for(part), schema=None)

@@ -11,6 +11,7 @@ from modelstate.problems import NeedsModel
 from modelstate.rules.expression import Derived, constant
 from modelstate.rules.rule import (
     CodeRepr,
+    PatternRule,
     RuleContext,
     Template,
     Wanted,
@@ -56,7 +57,7 @@ class Prefix(CodeRepr):
 
 
 @dataclass(frozen=True, repr=False)
-class Rename(CodeRepr):
+class Rename(PatternRule):
     """Renames what matches `pattern` to `replacement`.
 
     Args:
@@ -113,7 +114,7 @@ def _check_expression(pattern: re.Pattern[str], replacement: object, where: obje
 
 
 @dataclass(frozen=True, repr=False)
-class Ignore(CodeRepr):
+class Ignore(PatternRule):
     """Leaves out the entries of the checkpoint whose names match `pattern`.
 
     Args:

@@ -6,7 +6,7 @@ it keeps or makes into the `RuleContext`. An entry that `apply` does not put the
 """
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, replace
 from functools import lru_cache
 from typing import NamedTuple, Protocol, runtime_checkable
@@ -123,6 +123,31 @@ class RuleContext:
         if not self._hits and not any(isinstance(problem, NeedsModel) for problem in self.problems):
             self.idle.append(self.text)
         self.entries = self._results
+
+    def run_in_place(self, rules: Iterable[Rule]) -> None:
+        """Applies rules that have a literal name, in time that does not depend on the number of other entries."""
+        places: list[NamedEntry | None] = list(self.entries.items())
+        place_of: dict[str | None, int] = {name: place for place, name in enumerate(self.entries)}
+        for rule in rules:
+            place = place_of.pop(literal_name(rule), None)
+            found = None if place is None else places[place]
+            self.entries = dict([found] if found else [])
+            self.run(rule)
+            if place is None:
+                continue
+            places[place] = None
+            for changed in self.entries.items():  # one, or none
+                places[place] = changed
+                other = place_of.setdefault(changed[0], place)
+                if other != place:  # the first of the two places keeps its entry
+                    first, last = sorted((place, other))
+                    place_of[changed[0]] = first
+                    sources = (
+                        source for named in (places[first], places[last]) if named for source in named[1].sources
+                    )
+                    self.problems.append(NameClash(changed[0], tuple(sources)))
+                    places[last] = None
+        self.entries = dict(filter(None, places))
 
     @property
     def text(self) -> str:
@@ -369,6 +394,22 @@ class CodeRepr:
         return f"{type(self).__name__}({', '.join(arguments)})"
 
 
+class PatternRule(CodeRepr):
+    """A rule that renames, changes or leaves out each entry whose name matches its pattern, and no other entry."""
+
+    pattern: str | re.Pattern[str]
+
+
+def literal_name(rule: object) -> str | None:
+    """Returns the only name that a `PatternRule` applies to; None for a pattern, and for any other rule.
+
+    A subclass from elsewhere may apply to other names.
+    """
+    if not isinstance(rule, PatternRule) or not _is_built_in(rule):
+        return None
+    return None if isinstance(rule.pattern, re.Pattern) or "*" in rule.pattern else rule.pattern
+
+
 def _value_as_code(value: object) -> str:
     if isinstance(value, re.Pattern):
         return f"re.compile({_raw(value.pattern)})"
@@ -386,7 +427,11 @@ def _raw(text: str) -> str:
 
 def as_code(rule: object) -> str:
     """Returns the rule as a user writes it."""
-    return f"ms.rules.{rule!r}" if type(rule).__module__.startswith("modelstate.") else repr(rule)
+    return f"ms.rules.{rule!r}" if _is_built_in(rule) else repr(rule)
+
+
+def _is_built_in(rule: object) -> bool:
+    return type(rule).__module__.startswith("modelstate.")
 
 
 def describe(error: Exception) -> str:

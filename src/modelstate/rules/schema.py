@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from itertools import groupby
 from typing import Any, NoReturn, cast
 
 import torch
@@ -23,6 +24,7 @@ from modelstate.rules.rule import (
     Wanted,
     describe,
     irreversible,
+    literal_name,
     new_name,
 )
 from modelstate.spec import Stored
@@ -150,9 +152,17 @@ def apply_rules(
     """
     rules = tuple(rules)
     context = RuleContext(entries, read)
-    for index, rule in enumerate(rules):
-        context.find_wanted = None if wanted is None else partial(wanted, rules[index + 1 :])
-        context.run(rule)
+    applied = 0
+    for is_literal, group in groupby(rules, _is_literal):
+        if is_literal:
+            literal = list(group)
+            context.run_in_place(literal)
+            applied += len(literal)
+            continue
+        for rule in group:
+            applied += 1
+            context.find_wanted = None if wanted is None else partial(wanted, rules[applied:])
+            context.run(rule)
     return Applied(context.entries, tuple(context.idle), tuple(context.problems))
 
 
@@ -177,11 +187,47 @@ def _flat(rules: Iterable[object]) -> Iterator[Rule]:
             yield rule
 
 
-def renamed_by(rules: Iterable[Rule], name: str) -> str:
-    """Returns the name that all rules together give to one name."""
-    for rule in rules:
+def _is_literal(rule: Rule) -> bool:
+    return literal_name(rule) is not None
+
+
+def renaming(rules: Iterable[Rule]) -> Callable[[str], str]:
+    """Returns a function from a name to the name that all rules together give it.
+
+    The time of a call does not depend on the number of literal rules for other names.
+    """
+    steps: list[Callable[[str], str | None]] = []
+    for is_literal, group in groupby(rules, _is_literal):
+        if is_literal:
+            steps.append(partial(_renamed_literally, _literal_renames(group)))
+        else:
+            steps += [partial(new_name, rule) for rule in group]
+
+    def renamed(name: str) -> str:
+        for step in steps:
+            changed = step(name)
+            name = name if changed is None else changed
+        return name
+
+    return renamed
+
+
+def _literal_renames(rules: Iterable[Rule]) -> dict[str, list[tuple[int, str]]]:
+    """Returns the new names by literal name, each with the position of its rule."""
+    renames: dict[str, list[tuple[int, str]]] = {}
+    for position, rule in enumerate(rules):
+        name = literal_name(rule) or ""
         renamed = new_name(rule, name)
-        name = name if renamed is None else renamed
+        if renamed is not None and renamed != name:
+            renames.setdefault(name, []).append((position, renamed))
+    return renames
+
+
+def _renamed_literally(renames: Mapping[str, Sequence[tuple[int, str]]], name: str) -> str:
+    """Returns the name that literal rules give to a name. A later rule applies to the result of an earlier one."""
+    last = -1
+    while later := [rename for rename in renames.get(name, ()) if rename[0] > last]:
+        last, name = later[0]
     return name
 
 
@@ -394,7 +440,7 @@ class Schema:
             'head.weight'
         """
         noted = self._noted(checkpoint)
-        return [partial(renamed_by, self.rules(version)) for version in (self.versions if noted is None else [noted])]
+        return [renaming(self.rules(version)) for version in (self.versions if noted is None else [noted])]
 
     def _noted(self, checkpoint: Checkpoint) -> str | None:
         noted = checkpoint.contents.metadata.get("schema")  # `metadata` decodes the values that were saved with it

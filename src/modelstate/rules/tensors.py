@@ -23,6 +23,7 @@ from modelstate.rules.rule import (
     CodeRepr,
     Entry,
     NamedEntry,
+    PatternRule,
     RuleContext,
     Template,
     Value,
@@ -36,7 +37,7 @@ from modelstate.rules.rule import (
 from modelstate.torch_compat.dtypes import cast_between, dtype_named
 
 
-class _TensorRule(CodeRepr):
+class _TensorRule(PatternRule):
     """A rule that changes each tensor whose name matches, and keeps its name.
 
     A subclass defines either `change`, or `apply_to` where `change` needs more than the tensor.

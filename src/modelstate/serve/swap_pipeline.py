@@ -33,7 +33,7 @@ from modelstate.planning.plan import Options, options_of
 from modelstate.planning.preparation import Preparation
 from modelstate.problems import Missing, Problem, Unexpected, WrongDtype, plan_error
 from modelstate.rules.rule import Rule
-from modelstate.rules.schema import Schema, renamed_by
+from modelstate.rules.schema import Schema, renaming
 from modelstate.serve.meta_clone import items_of_container, runtime_state
 from modelstate.serve.targets import Program, Target, buffer_restorer, settle
 from modelstate.spec import StoredComposite, StoredTensor
@@ -161,11 +161,11 @@ class SwapSource:
         selection = options_of(rules=options.rules)
         self.part, selection = select_part(open_source(source), selection, lambda: target.names)
         self.source, self._has_rules, rules = self.part.source, bool(selection.rules), selection.rules
-        names = {renamed_by(rules, name) for name in self.part} if rules else set(self.part)
+        names = set(map(renaming(rules), self.part))
         wrappers = wrapper_rule(names, target.names)
         if wrappers is not None:
             rules = (*rules, wrappers)
-            names = {renamed_by(rules, name) for name in self.part}
+            names = set(map(renaming(rules), self.part))
         self._skeleton, own_rules, without_hooks = target.read_plan(names)
         self._rules = (*rules, *own_rules)
         self._without_hooks: Callable[[nn.Module], AbstractContextManager[None]] = (

@@ -12,7 +12,7 @@ from functools import lru_cache
 
 from modelstate.rules.names import Prefix, Rename
 from modelstate.rules.rule import Rule, template
-from modelstate.rules.schema import renamed_by
+from modelstate.rules.schema import renaming
 from modelstate.text_format import folded, without_numbers
 
 Names = tuple[str, ...]
@@ -97,7 +97,8 @@ def rename_rules(
     # In one step, only the goal counts.
     direct, is_direct_right = search.rules(open_pairs, lambda before, after, goal: 1 if after == goal else -1)
     if not is_direct_right:
-        right = {name for name, goal in open_pairs.items() if renamed_by(direct, name) == goal}
+        renamed = renaming(direct)
+        right = {name for name, goal in open_pairs.items() if renamed(name) == goal}
         direct += [Rename(*kind.patterns) for kind in kinds if not right.issuperset(name for name, _ in kind.members)]
     if many or (is_direct_right and len(direct) <= _FEW):
         return direct
