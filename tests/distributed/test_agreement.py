@@ -283,6 +283,21 @@ def test_an_error_between_two_votes_ends_the_wait_of_the_others(ranks: Ranks, ki
     assert outcomes == [(name, "committed") for name in names]
 
 
+def first_without_an_answer() -> tuple[str, str]:
+    """The error of a phase in which the first rank chooses what cannot be sent, and the end of the next call."""
+    kind_of_error = ""
+    try:
+        agreement(60).decided("choosing", lambda: {1, 2})
+    except Exception as error:
+        kind_of_error = type(error).__name__
+    return kind_of_error, phases()
+
+
+def test_a_choice_that_cannot_be_sent_is_an_error_on_all_ranks(ranks: Ranks) -> None:
+    outcomes = ranks.values(first_without_an_answer, timeout=20)
+    assert outcomes == [(name, "committed") for name in ["TypeError", *["DistributedError"] * 3]]
+
+
 def split_votes() -> str:
     """Some ranks see that all have ended a phase, and others lose the connection in that moment."""
     connections = connections_module.connections_of((0, 1, 2, 3), 20, "")

@@ -22,6 +22,7 @@ import torch.distributed as dist
 import modelstate as ms
 from modelstate.distributed import connections
 from modelstate.loading import load as loading
+from modelstate.loading import replicas
 from modelstate.testing import faulty_reads
 from modelstate.testing.faults import Request
 from modelstate.torch_compat.sharding import default_store
@@ -334,6 +335,53 @@ def test_an_error_does_not_promise_what_a_read_in_place_has_overwritten(ranks: R
             assert "bad sector" in result.text
             assert "values that are read in place are overwritten" in result.text
             assert "nothing has been changed" not in result.text
+
+
+# Errors where the other ranks wait for this one within a phase.
+
+
+def _fail_while_others_wait(folder: Path, what: str) -> tuple[Result, Result]:
+    """A load with a fault on one rank, and the next one without."""
+    whole = folder / "run.safetensors"
+
+    def load(net: Net) -> None:
+        if what == "damage":  # of the copy that this rank reads; the others wait for random numbers of the first rank
+            rank = dist.get_rank()
+            source = folder / f"damaged {rank}.safetensors" if rank == FAULTY else whole
+            options: dict[str, Any] = {"init_missing": True}
+            options |= {"rules": [ms.rules.Ignore("head.weight")]}
+            ms.load(net, source, key="model", verify=True, **options)
+        else:
+            ms.load(net, whole, key="model", read_once=True)
+
+    def fault() -> AbstractContextManager[object]:
+        if what == "damage":
+            return nullcontext()
+        return mock.patch.object(replicas, "fresh_tensors", side_effect=MemoryError("as asked"))
+
+    data = bytearray(whole.read_bytes())
+    data[-5] ^= 1
+    if dist.get_rank() == FAULTY:
+        (folder / f"damaged {FAULTY}.safetensors").write_bytes(data)
+    failed = _attempt(load, fault, "hsdp")
+    dist.barrier()
+    return failed, _attempt(lambda net: ms.load(net, whole, key="model"), nullcontext, "hsdp")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("what", "own", "others"),
+    [("damage", "ChecksumError", "ChecksumError"), ("no memory for replicas", "MemoryError", "DistributedError")],
+)
+def test_an_error_where_other_ranks_wait_within_a_phase(
+    what: str, own: str, others: str, ranks: Ranks, tmp_path: Path
+) -> None:
+    ranks.values(_write, tmp_path)
+    for rank, (failed, later) in enumerate(ranks.values(_fail_while_others_wait, tmp_path, what, timeout=30)):
+        assert failed.error == (own if rank == FAULTY else others), failed
+        assert not failed.changed
+        assert not later.error
+        assert later.changed
 
 
 # Ranks that load something else.

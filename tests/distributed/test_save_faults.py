@@ -137,6 +137,23 @@ def test_an_io_error_at_each_kind_of_call(
         assert {"fallocate", "replace"} <= failed
 
 
+def _fail_before_the_digests_are_sent(folder: Path) -> Result:
+    def fault() -> Fault:
+        return mock.patch.object(writing.CollectiveWriter, "_on_first", side_effect=MemoryError("as asked"))
+
+    _put_old(folder, None)
+    return _attempt(folder, lambda net: ms.save(net, folder / NAME), fault, rank=2)
+
+
+@pytest.mark.slow
+def test_a_lack_of_memory_where_other_ranks_wait_within_a_phase(ranks: Ranks, tmp_path: Path) -> None:
+    for rank, result in enumerate(ranks.values(_fail_before_the_digests_are_sent, tmp_path / "run", timeout=30)):
+        assert result.error == ("MemoryError" if rank == 2 else "DistributedError"), result
+        assert "as asked" in result.text
+        assert result.files == (NAME,)
+        assert result.seed == OLD
+
+
 # Ranks that die, or come too late.
 
 

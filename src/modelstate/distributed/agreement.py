@@ -160,6 +160,15 @@ class Agreement:
                 self.abandon(error)
             raise
 
+    @contextmanager
+    def meeting(self) -> Iterator[None]:
+        """The part of a phase in which ranks wait for each other: where it raises, they wait for this one no longer."""
+        try:
+            yield
+        except BaseException as error:
+            self.abandon(error)
+            raise
+
     def phase(
         self,
         name: str,
@@ -319,21 +328,21 @@ class Agreement:
         """
         if not self.is_collective:
             return function()
-        result, error = None, None
+        data, error = bytearray(b"null"), None
         if self.is_first:
             try:
-                result = function()
+                data = bytearray(json.dumps(function()).encode())
             except Exception as raised:  # the other ranks wait
                 error = raised
-        data = bytearray(json.dumps(result).encode())
-        length = torch.tensor([len(data)], device="cpu")
-        self.broadcast(length, self.ranks, self.ranks[0])
-        text = (
-            torch.frombuffer(data, dtype=torch.uint8)
-            if self.is_first
-            else torch.empty(int(length), dtype=torch.uint8, device="cpu")
-        )
-        self.broadcast(text, self.ranks, self.ranks[0])
+        with self.meeting():
+            length = torch.tensor([len(data)], device="cpu")
+            self.broadcast(length, self.ranks, self.ranks[0])
+            text = (
+                torch.frombuffer(data, dtype=torch.uint8)
+                if self.is_first
+                else torch.empty(int(length), dtype=torch.uint8, device="cpu")
+            )
+            self.broadcast(text, self.ranks, self.ranks[0])
         if error is not None:
             raise error
         return json.loads(text.numpy().tobytes())

@@ -95,7 +95,8 @@ class CollectiveUploader(CollectiveWriter):
             uploads.discard()
             raise
         with agreement.phase(FINISHING, decides=True), write_errors(self._path):
-            hashes = self._collected(layouts, owned, uploads)
+            with agreement.meeting():
+                hashes = self._collected(layouts, owned, uploads)
             return [finished_header(*of_object)[1] for of_object in zip(layouts, hashes, strict=False)]
 
     def upload_object(self, location: Location, planned: Layout, *, overwrite: bool) -> Written:
@@ -110,7 +111,7 @@ class CollectiveUploader(CollectiveWriter):
         hashed = _Objects({number: layouts[number] for number in owned[dist.get_rank()]})
         with self._agreement.phase(COMPARING):
             self._transfer(layouts, owned, meshes, hashed)
-        with self._agreement.phase(COMPARING):
+        with self._agreement.phase(COMPARING), self._agreement.meeting():
             found = chain.from_iterable(self._collected(layouts, owned, hashed))
             if not self._agreement.is_first:
                 return {}
@@ -141,14 +142,11 @@ class CollectiveUploader(CollectiveWriter):
         try:
             rounds = self._rounds_of_all(layouts, owned, meshes)
             while True:
-                try:
+                with self._agreement.meeting():
                     pieces = next(rounds, None)
                     if pieces is None:
                         break
                     chunk = self._exchanged([piece for piece in pieces if piece.part.region is None])
-                except BaseException as error:
-                    self._agreement.abandon(error)  # the other ranks wait for this one
-                    raise
                 try:
                     exchanged = iter(chunk)
                     for piece in (piece for piece in pieces if piece.rank == dist.get_rank()):

@@ -193,7 +193,7 @@ class CollectiveWriter:
         files = self._pieces(layouts, self._planned(layouts, compared, COMPARING, list)[0])
         with self._agreement.phase(COMPARING):
             hashes = self._write(layouts, [""] * len(layouts), files)
-        with self._agreement.phase(COMPARING):
+        with self._agreement.phase(COMPARING), self._agreement.meeting():
             return dict(zip(tensors, self._gathered(layouts, files, hashes), strict=False))
 
     def commit(self, put: Callable[[], Files]) -> Files:
@@ -334,7 +334,7 @@ class CollectiveWriter:
         """
         hashes: list[str] = []
         failed: BaseException | None = None
-        try:
+        with self._agreement.meeting():
             for planned, path, pieces in zip(layouts, paths, files, strict=True):
                 own = [piece for piece in pieces if piece.rank == dist.get_rank()]
                 file = _RankFile(path, planned.nbytes)
@@ -351,9 +351,6 @@ class CollectiveWriter:
                             failed = error
                     chunk = []  # frees its memory before the next one is received
                 file.abandon()
-        except BaseException as error:
-            self._agreement.abandon(error)  # the other ranks wait for this one in an exchange
-            raise
         if failed is not None:
             raise failed
         return hashes
@@ -407,7 +404,8 @@ class CollectiveWriter:
     ) -> Sequence[Written]:
         """Sends the digests to the first rank, which writes the headers."""
         written = []
-        of_files = self._gathered(layouts, files, hashes)
+        with self._agreement.meeting():
+            of_files = self._gathered(layouts, files, hashes)
         for planned, path, of_tensors in zip(layouts, paths, of_files, strict=False):
             with _opened(path) as output:
                 written.append(write_header(output, planned, of_tensors))

@@ -483,9 +483,10 @@ def _execute(
     to_stage = [*preparation.moves, *(to_read_here(planned, staging.shared) if staging.shared else planned)]
     nbytes = sum(item.nbytes for item in to_stage)
     with progress_bar(load_options.progress, nbytes, "loading") as advance, ExitStack() as held:
-        with phase(READING):
-            if agreement is not None:
+        with phase(READING), ExitStack() as random:
+            if agreement is not None:  # first of all, because the other ranks wait here for this one
                 connect(staging.shared, agreement)
+                random.enter_context(shared_generator(preparation, agreement))
             if staged is None:
                 verified = staging.checkpoint.verify() if load_options.verify else 0
                 if preparation.not_mapped:  # staged values are not read again
@@ -494,10 +495,9 @@ def _execute(
             else:
                 verified = staged.verified_bytes
                 notes += staged.hand_over(staging, assignments)
-            with nullcontext() if agreement is None else shared_generator(preparation, agreement):
-                stage(staging, to_stage, advance)
+            stage(staging, to_stage, advance)
         if agreement is not None and staging.shared:
-            with phase(SHARING):
+            with phase(SHARING), agreement.meeting():
                 broadcast(staging.shared, agreement)
         effect = "values that are read in place are overwritten" if staging.options.in_place else NOTHING_CHANGED
         with phase(LAST_CHECKS, decides=True, effect=effect):
