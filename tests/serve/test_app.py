@@ -6,6 +6,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -126,6 +127,8 @@ REFUSED: list[tuple[Answer, type[Exception], str]] = [
     ((200, {"version": 3}), "no answer", "is not valid"),
     ((200, {"version": "3", "previous": 2, "source": "x", "seconds": 1}), "no answer", "is not valid"),
     ((200, {"version": 3, "previous": 2, "source": "x", "seconds": "long"}), "no answer", "is not valid"),
+    ((200, {"version": True, "previous": False, "source": "x", "seconds": 1}), "no answer", "is not valid"),
+    ((429, {"error": "TooManyRequests", "detail": "later"}), "no answer", "429 TooManyRequests: later"),
     ((200, b"{" + b" " * 1_000_000), "no answer", "is not valid"),
     ((200, None), "no answer", "no answer to a swap"),
 ]
@@ -178,6 +181,41 @@ def test_an_app_that_never_answers(path: str, monkeypatch: pytest.MonkeyPatch) -
         url = f"http://127.0.0.1:{server.getsockname()[1]}"
         with raises("unreachable", match="TimeoutError"):
             ServingApp(url, TOKEN).swap(path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("request_of", "reason"), [(b"GET", "unreachable"), (b"POST", "no answer")])
+def test_an_app_that_answers_byte_by_byte(
+    path: str, request_of: bytes, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each byte comes in time, and the answer never ends."""
+    monkeypatch.setattr("modelstate.serve.app._SECONDS", 0.5)
+
+    def answer(connection: socket.socket) -> None:
+        with connection, suppress(OSError):
+            if connection.recv(65_536).startswith(request_of):
+                connection.sendall(b"HTTP/1.1 200 OK\r\n\r\n")
+                while True:
+                    connection.sendall(b" ")
+                    time.sleep(0.05)
+            connection.sendall(b'HTTP/1.1 200 OK\r\n\r\n{"version": 1, "source": "x"}')
+
+    def accept(server: socket.socket) -> None:
+        with suppress(OSError):
+            while True:
+                threading.Thread(target=answer, args=(server.accept()[0],), daemon=True).start()
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        threading.Thread(target=accept, args=(server,), daemon=True).start()
+        app = ServingApp(f"http://127.0.0.1:{server.getsockname()[1]}", TOKEN, timeout_seconds=0.5)
+        with raises(reason, match="TimeoutError: the answer was not complete in time"):
+            app.swap(path)
+
+
+def test_numbers_beyond_those_of_a_float(app: App, path: str) -> None:
+    app.version_answers.append((200, {"version": 1, "source": "x", "time": 10**400}))
+    app.answers.append((200, {"version": 2, "previous": 1, "source": path, "seconds": 10**400}))
+    assert ServingApp(app.url, TOKEN).swap(path).version == 2
 
 
 def test_a_swap_that_takes_too_long(app: App, path: str, monkeypatch: pytest.MonkeyPatch) -> None:

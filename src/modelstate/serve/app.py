@@ -2,7 +2,9 @@
 
 import json
 import os
+import socket
 import ssl
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from http.client import HTTPConnection, HTTPException, HTTPSConnection
@@ -25,6 +27,8 @@ _MAX_ANSWER_BYTES = 64_000
 _MAX_TEXT = 500
 _SECONDS = 10.0
 """The timeout for connecting, and for `GET /version`."""
+_TEMPORARY = (408, 425, 429)
+"""Statuses of 4xx that are independent of the checkpoint: a timeout, or too many requests."""
 _VISIBLE = range(33, 127)
 
 
@@ -51,7 +55,7 @@ class ServingApp:
     Args:
         url: the URL before `/version` and `/swap`.
         token: the token that the app was started with.
-        timeout_seconds: seconds to wait for the answer to a swap.
+        timeout_seconds: seconds to wait for the complete answer to a swap.
 
     Raises:
         OptionError: the URL is invalid, or a header cannot contain the token.
@@ -101,7 +105,7 @@ class ServingApp:
                 found=_answer_text(status, answer),
                 remedy="check the URL: it is the part before /version and /swap",
             )
-        return version, source, float(seconds) if isinstance(seconds, int | float) else None
+        return version, source, seconds if isinstance(seconds, int | float) else None
 
     def swap(self, source: str | os.PathLike[str], /) -> AppSwap:
         """Swaps a checkpoint into the app, and waits until it serves.
@@ -138,9 +142,9 @@ class ServingApp:
                 "previous": int(old),
                 "source": str(name),
                 "seconds": int() | float() as seconds,
-            }:
+            } if not isinstance(new, bool) and not isinstance(old, bool):
                 self._taken = path, file
-                return AppSwap(new, old, name, float(seconds))
+                return AppSwap(new, old, name, seconds)
         raise self._invalid_answer(200, answer)
 
     def _check_access(self, request: str, status: int, answer: dict[str, object]) -> None:
@@ -171,7 +175,7 @@ class ServingApp:
                 found=found,
                 remedy="mount the store at the same path for the app and for this command",
             )
-        if 400 <= status < 500:
+        if 400 <= status < 500 and status not in _TEMPORARY:
             return AppError("the app refuses the checkpoint", reason="refused", status=status, where=path, found=found)
         return self._invalid_answer(status, answer)
 
@@ -215,10 +219,10 @@ class ServingApp:
             )
             try:
                 connection.connect()
-                connection.sock.settimeout(timeout_seconds)
-                connection.request(method, self._parts.path.rstrip("/") + path, data, headers)
-                response = connection.getresponse()
-                return response.status, response.read(_MAX_ANSWER_BYTES)
+                with _closed_after(connection.sock, timeout_seconds):
+                    connection.request(method, self._parts.path.rstrip("/") + path, data, headers)
+                    response = connection.getresponse()
+                    return response.status, response.read(_MAX_ANSWER_BYTES)
             finally:
                 connection.close()
 
@@ -228,6 +232,28 @@ class ServingApp:
         except (ValueError, RecursionError):
             answer = None
         return status, answer if isinstance(answer, dict) else {}
+
+
+@contextmanager
+def _closed_after(connected: socket.socket, seconds: float) -> Iterator[None]:
+    """Raises `TimeoutError` where the block lasts longer, also where single bytes arrive all the time."""
+    connected.settimeout(seconds)  # for a single read
+    is_late = threading.Event()
+
+    def end_reads() -> None:
+        is_late.set()
+        with suppress(OSError):
+            socket.socket.shutdown(connected, socket.SHUT_RDWR)  # that of SSL cannot be called during a read
+
+    timer = threading.Timer(seconds, end_reads)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        if is_late.is_set():
+            raise TimeoutError("the answer was not complete in time")
 
 
 class _File(NamedTuple):
