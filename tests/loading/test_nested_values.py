@@ -1,5 +1,6 @@
 """Values with tensors in them that a module writes into its state dict: a list of tensors, a tuple, a dict."""
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -76,6 +77,20 @@ def test_the_code_of_a_module_finds_them_under_their_own_names(
     assert torch.equal(model[1].layer.weight, trained[1].layer.weight)
     trained[1].values[0].zero_()  # the model has values of its own
     assert is_loaded(model[1], 5.0)
+
+
+@pytest.mark.parametrize(
+    "make_copy", [dict.copy, copy.copy, copy.deepcopy, lambda state: state | {}, lambda state: type(state)(state)]
+)
+def test_the_code_of_a_module_may_copy_the_state_dict(make_copy: Callable[[Any], Any]) -> None:
+    class Copying(History):
+        def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+            own = state_dict.copy() if make_copy is dict.copy else make_copy(state_dict)
+            super()._load_from_state_dict(own, prefix, *args)
+
+    model = nn.Sequential(Copying())
+    ms.load(model, nn.Sequential(History(3.0)).state_dict())
+    assert is_loaded(model[0], 3.0)
 
 
 def test_in_a_skeleton_in_a_part_of_a_file_and_under_other_names(tmp_path: Path) -> None:

@@ -202,7 +202,7 @@ def verify_steps(directory: str, step: int | None = None, *, cache: ms.Cache | N
             break
         for number in infos if step is None else (step,):
             try:
-                problem = index.problem_now(number, progress=None)
+                _, problem = index.read_last_save(number, progress=None)
             except ms.errors.StepNotFoundError:
                 if step is not None:
                     raise
@@ -348,26 +348,25 @@ def restore(
         writing: dict[str, Any] = {"dtype": dtype, "shard_size_bytes": shard_size}
         writing["format"] = parse_format(format, path)
         index = _index(directory)
-        opened = ms.Store(directory)
         make_parents(path)
         while True:
-            chosen = index.whole_step(step, _report_skipped, progress=None)
-            if chosen is None:
+            save = index.whole_save(step, _report_skipped, progress=None)
+            if save is None:
                 raise ms.errors.StepNotFoundError(
                     "there is no checkpoint that is whole",
                     where=index.directory,
                     remedy=f"modelstate store verify {shlex.quote(directory)} says what is damaged",
                 )
             try:
-                with opened.open(name, chosen) as checkpoint:
+                with save.open_object(name) as checkpoint:
                     report = ms.convert_checkpoint(checkpoint, path, overwrite=overwrite, **writing)
                 break
             except ms.ModelStateError:
-                if step is not None or chosen in {info.step for info in opened.infos()}:
+                if step is not None or not save.is_gone:
                     raise
                 # The step was deleted while it was read: the next one is tried.
-        click.echo(report.to_json() if as_json else f"step {chosen}: {report}")
+        click.echo(report.to_json() if as_json else f"step {save.place.step}: {report}")
 
 
-def _report_skipped(step: int, problem: str) -> None:
-    click.echo(f"step {step} is passed over: {in_a_line(problem)}", err=True)
+def _report_skipped(_: int, sentence: str) -> None:
+    click.echo(in_a_line(sentence), err=True)

@@ -150,8 +150,8 @@ class StoreCallback(TrainerCallback):  # type: ignore[misc]
         if step is None:
             return None
         self.store.wait()
-        number = self.store.index.whole_step(None if step == "latest" else step, self._pass_over)
-        if number is None:
+        save = self.store.index.whole_save(None if step == "latest" else step, self._pass_over)
+        if save is None:
             if self.store.infos():
                 raise StepNotFoundError(
                     "no checkpoint of the store is whole",
@@ -160,12 +160,13 @@ class StoreCallback(TrainerCallback):  # type: ignore[misc]
                 )
             return None
         # Higher steps are of an abandoned run: training went back to an earlier step.
+        number = save.place.step
         self._replaced.update(info.step for info in self.store.infos() if info.step > number)
         return number
 
-    def _pass_over(self, step: int, problem: str) -> None:
+    def _pass_over(self, step: int, sentence: str) -> None:
         self._replaced.add(step)
-        warn_caller(f"step {step} is passed over: {problem}", DamagedCheckpointWarning)
+        warn_caller(sentence, DamagedCheckpointWarning)
 
     @contextmanager
     def _resume_directory(self, trainer: Trainer) -> Iterator[str | None]:

@@ -12,7 +12,7 @@ Most models have no loading code of their own. `torch_compat.modules.needs_proto
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from copy import copy
+from copy import copy, deepcopy
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
 
@@ -79,9 +79,20 @@ class _StateDict(OrderedDict[str, Any]):
     Iteration yields the names of what is in the value instead. To remove the value is to remove these.
     """
 
-    def __init__(self, items: Mapping[str, Any], nested: Mapping[str, NestedValue]) -> None:
+    def __init__(
+        self, items: Mapping[str, Any] | Iterable[tuple[str, Any]] = (), nested: Mapping[str, NestedValue] | None = None
+    ) -> None:
         super().__init__(items)
-        self.nested = nested
+        of_items = items.nested if isinstance(items, _StateDict) else {}
+        self.nested: Mapping[str, NestedValue] = of_items if nested is None else nested
+
+    def copy(self) -> "_StateDict":
+        return _StateDict(self)
+
+    __copy__ = copy
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_StateDict":
+        return _StateDict(deepcopy(OrderedDict(self), memo), self.nested)  # each nested value is a copy already
 
     def _names(self, key: object) -> tuple[str, ...]:
         """The names of what is in a nested value; none where there is no such value, or code has removed some of it."""

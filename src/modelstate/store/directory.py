@@ -147,6 +147,25 @@ class StepEntry:
         """Whether it was removed or replaced since the directory was listed."""
         return self._medium.is_gone(self.place.path) or self._medium.identity(self.place.path) != self._identity
 
+    def open_object(self, name: str, cache: Cache | None = None, *, verify: bool = False) -> "Checkpoint":
+        """Opens one object, with `verify` after all of it was read and compared with its digests.
+
+        Raises `StepNotFoundError` where there is no such object with tensors, and the error for which the checkpoint
+        cannot be used.
+        """
+        entries = self.usable_record.entries
+        saved = entries.get(name)
+        if saved is None or not saved.index:
+            raise StepNotFoundError(
+                "there is no such object with tensors in the checkpoint",
+                where=self.place.path,
+                expected=", ".join(path for path, other in entries.items() if other.index) or "none has any",
+                found=repr(name),
+                remedy="give the name of one of these objects",
+            )
+        verified = saved.verify(self.place.files, cache) if verify else None
+        return saved.open(self.place.files, cache) if verified is None else verified
+
     @property
     def is_pinned(self) -> bool:
         return self._medium.is_pinned(self.place)
@@ -405,9 +424,8 @@ class StepIndex:
                     self._note_damage(entry, error)
                     skipped.setdefault(entry.place.step, error)
                     continue
-                for number, problem in skipped.items():
-                    what = f"the last save of step {number}" if number == entry.place.step else f"step {number}"
-                    warn_caller(f"{what} is passed over: {problem}", DamagedCheckpointWarning)
+                for _, sentence in _passed_over(skipped, entry):
+                    warn_caller(sentence, DamagedCheckpointWarning)
                 return result, {number: str(problem) for number, problem in skipped.items()}
             else:
                 if step != "latest":
@@ -529,51 +547,56 @@ class StepIndex:
         self.note_whole(entry.place.path)
         return ""
 
-    def problem_now(self, step: int, progress: bool | None) -> str:
-        """Reads all of the last save of a step, and returns what is wrong with it; empty where nothing is.
+    def read_last_save(self, step: int, progress: bool | None) -> tuple[StepEntry, str]:
+        """Reads all of the last save of a step. Returns it with what is wrong with it, which is empty for nothing.
 
         Raises `StepNotFoundError` where the step does not exist, or is removed while it is read.
         """
-        while (problem := self.problem_of(self.saves(step)[0], progress)) is None:
-            pass  # the step was replaced or removed while it was read
-        return problem
+        while True:
+            entry = self.saves(step)[0]
+            if (problem := self.problem_of(entry, progress)) is not None:
+                return entry, problem
+            # The step was replaced or removed while it was read.
 
-    def whole_step(
+    def whole_save(
         self, step: int | None, passed_over: Callable[[int, str], None], progress: bool | None = False
-    ) -> int | None:
-        """Returns a step after reading all of it: the given one, or the last saved one that is whole.
+    ) -> StepEntry | None:
+        """Returns a save after reading all of it: the last one of the given step, or the last of all that is whole.
 
         Args:
-            step: the step; None for the last one that is whole.
-            passed_over: called with each later step, and with what is wrong with it.
+            step: the step; None for the last save that is whole.
+            passed_over: called with the step of each later save, and with a sentence that says what is wrong with it.
             progress: whether to show a progress bar, as in `modelstate.verify`.
 
         Returns:
-            The step; None where none is whole.
+            The save; None where none is whole.
 
         Raises:
             StepNotFoundError: The step does not exist.
             DamagedCheckpointError: The step is not what was saved.
         """
         if step is not None:
-            if problem := self.problem_now(step, progress):
+            entry, problem = self.read_last_save(step, progress)
+            if problem:
                 raise DamagedCheckpointError(
                     "the checkpoint is damaged; nothing has been changed",
                     where=f"{self.directory}, step {step}",
                     found=" ".join(problem.split()),
                     remedy="leave the step out: the newest one that is whole is taken",
                 )
-            return step
+            return entry
         while True:
-            for entry in self.saves():
-                problem_or_gone = self.problem_of(entry, progress)
+            skipped: dict[int, str] = {}
+            for save in (*self.saves(), None):  # None stands for no save that is whole
+                problem_or_gone = "" if save is None else self.problem_of(save, progress)
                 if problem_or_gone is None:
                     break  # it was replaced or removed while it was read: list the store again
-                if not problem_or_gone:
-                    return entry.place.step
-                passed_over(entry.place.step, problem_or_gone)
-            else:
-                return None
+                if save is not None and problem_or_gone:
+                    skipped.setdefault(save.place.step, problem_or_gone)
+                    continue
+                for number, sentence in _passed_over(skipped, save):
+                    passed_over(number, sentence)
+                return save
 
     def steps_to_prune(self, keep: Keep | None) -> list[int]:
         """Returns the steps that no rule keeps.
@@ -818,6 +841,13 @@ def _most_common(records: Iterable[Record | None]) -> str:
     """Returns the name that most of the checkpoints have, for a store whose `store.json` is lost or damaged."""
     counted = Counter(record.store for record in records if record is not None).most_common(1)
     return counted[0][0] if counted else ""
+
+
+def _passed_over(skipped: Mapping[int, object], used: StepEntry | None) -> Iterator[tuple[int, str]]:
+    """Yields each step whose last save is not used, and a sentence that says why."""
+    for step, problem in skipped.items():
+        is_last_save = used is not None and step == used.place.step
+        yield step, f"{'the last save of ' if is_last_save else ''}step {step} is passed over: {problem}"
 
 
 def warn_caller(message: str, category: type[Warning]) -> None:

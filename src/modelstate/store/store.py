@@ -24,7 +24,6 @@ from modelstate.errors import (
     OptionError,
     SaveTargetError,
     SourceTypeError,
-    StepNotFoundError,
 )
 from modelstate.html.page import Page, Shown
 from modelstate.io.atomic import write_errors
@@ -478,18 +477,7 @@ class Store(Shown):
         self.wait()
 
         def attempt(entry: StepEntry) -> Checkpoint:
-            record = entry.usable_record
-            saved = record.entries.get(name)
-            if saved is None or not saved.index:
-                raise StepNotFoundError(
-                    "there is no such object with tensors in the checkpoint",
-                    where=entry.place.path,
-                    expected=", ".join(path for path, other in record.entries.items() if other.index) or "none has any",
-                    found=repr(name),
-                    remedy="give the name of one of these objects",
-                )
-            verified = saved.verify(entry.place.files, self.index.cache) if verify else None
-            return saved.open(entry.place.files, self.index.cache) if verified is None else verified
+            return entry.open_object(name, self.index.cache, verify=verify)
 
         return self.index.first_usable(step, attempt, _ALONE)[0]
 
