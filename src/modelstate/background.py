@@ -18,7 +18,7 @@ from typing import Any, Generic, TypeVar
 
 from modelstate.arguments import seconds_of
 from modelstate.errors import BackgroundCancelledError, BackgroundTimeoutError
-from modelstate.process import Stopped
+from modelstate.process import Stopped, try_start
 
 _Result = TypeVar("_Result")
 
@@ -73,6 +73,7 @@ class BackgroundTask(Generic[_Result]):
         self._results: list[_Result] = []
         self._is_reported = False
         self._pid = os.getpid()
+        self._running_thread: int | None = None
         self._ended = threading.Event()
         self._ended.set()  # until `start`
         self._claim = threading.Lock()
@@ -88,19 +89,33 @@ class BackgroundTask(Generic[_Result]):
         )
 
     def start(self) -> None:
-        """Starts the thread. While the program ends, a task that the end waits for or cancels runs in this thread.
+        """Starts the thread. Where none can be started, the task has run in this thread when this returns.
 
         Where it is interrupted, the function does not run; or it runs in the thread, and is cancelled if the end of the
         program would cancel it.
+
+        Raises:
+            BackgroundCancelledError: No thread can be started, and the task would run until it is cancelled.
         """
         try:
             self._ended.clear()
             _tasks.add(self)
-            if self._at_exit is not AtExit.CANCEL_LAST and not threading.main_thread().is_alive():
-                self._run()
-                return
-            _watch_exit()
-            self._thread.start()
+            is_endless = self._at_exit is AtExit.CANCEL_LAST
+            if is_endless or threading.main_thread().is_alive():  # else the end of the program waits for no new task
+                _watch_exit()
+                if try_start(self._thread):
+                    return
+            if is_endless:
+                raise BackgroundCancelledError(
+                    f"no thread can be started for the {self._kind}",
+                    where=self.where,
+                    found="the system starts no more threads for this process",
+                    remedy="raise the limit (`ulimit -u`, or pids.max of the container), or take background=False",
+                )
+            self._run()
+            if self.error is not None and not isinstance(self.error, Exception):
+                self._is_reported = True
+                raise self.error  # Ctrl-C, which has arrived in this thread
         except BaseException:
             if self._claim.acquire(blocking=False):
                 self._work = None
@@ -117,8 +132,8 @@ class BackgroundTask(Generic[_Result]):
 
     @property
     def is_current(self) -> bool:
-        """Whether the caller runs in the thread of the task."""
-        return self._thread is threading.current_thread()
+        """Whether the caller runs within the task."""
+        return self._running_thread == threading.get_ident()
 
     @property
     def has_unreported_error(self) -> bool:
@@ -223,6 +238,7 @@ class BackgroundTask(Generic[_Result]):
         if not self._claim.acquire(blocking=False):
             return
         assert self._work is not None
+        self._running_thread = threading.get_ident()
         try:
             self._results.append(self._work(self))
         except Stopped:
@@ -240,6 +256,7 @@ class BackgroundTask(Generic[_Result]):
             self._ended.set()
             if self.is_cancelled:
                 self._discard()  # `cancel` may have come after the first test
+            self._running_thread = None
 
     def _report(self) -> None:
         """Prints that the task has failed, or has not ended, unless its error was raised."""

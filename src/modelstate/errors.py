@@ -331,7 +331,7 @@ class ModelBusyError(ModelStateError, RuntimeError, page="model-busy"):
 
 
 class BackgroundCancelledError(ModelStateError, RuntimeError, page="background"):
-    """A background load or save that was cancelled has no result."""
+    """A background load or save that was cancelled has no result; or a thread that follows a store cannot start."""
 
 
 class BackgroundTimeoutError(ModelStateError, TimeoutError, page="background"):

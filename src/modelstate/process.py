@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
+from itertools import takewhile
 from queue import Empty, SimpleQueue
 from types import FrameType
 from typing import Any, Generic, TypeVar
@@ -60,6 +61,17 @@ _POLL_SECONDS = 0.05
 """How often a thread that waits looks whether its work is still needed."""
 
 
+def try_start(thread: threading.Thread) -> bool:
+    """Starts a thread. Returns False where the system starts no more threads, or the program is ending."""
+    try:
+        thread.start()
+    except RuntimeError as error:
+        if "new thread" not in str(error):  # a signal handler has raised it
+            raise
+        return False
+    return True
+
+
 def run_detached(work: Callable[[], None]) -> None:
     """Runs optional work in a thread that is never waited for.
 
@@ -73,10 +85,11 @@ def parallel_for(work: Work, threads: int, *, with_torch: bool = False, takes_pa
     """Runs `work` in several threads at once, and waits for all of them; a single thread is the caller's own.
 
     The first exception of a thread, or an interrupt, sets the event, and is raised when all threads have ended, except
-    those within `leaving`.
+    those within `leaving`. Where the system starts fewer threads, these do all the work; the caller's, where it starts
+    none.
 
     Args:
-        work: What each thread runs.
+        work: What each thread runs. The threads share the work, so that any number of them ends it.
         threads: The number of threads.
         with_torch: Whether `work` computes with torch. Then its operations are queued on the CUDA stream of the
             caller's thread. They start no threads of their own: they would compete with these threads, and wait for
@@ -97,15 +110,15 @@ def parallel_for(work: Work, threads: int, *, with_torch: bool = False, takes_pa
     outer = _stops.value
     ended: SimpleQueue[BaseException | None] = SimpleQueue()
     left: set[threading.Thread] = set()
-    torch_threads = _TorchInThreads(threads) if with_torch else None
+    torch_threads = _TorchInThreads() if with_torch else None
 
     def run() -> None:
         running.append(None)  # before it reads `stop`: the code that sets `stop` looks at `running` afterwards
         try:
             _siblings.value, _stops.value = (running, left), (*outer, stop.is_set)
-            if torch_threads is not None and not stop.is_set():
+            if torch_threads is not None:
                 _computes.value = True
-                torch_threads.enter()
+                torch_threads.enter(stop)
             work(stop)
         except BaseException as error:
             ended.put(error)
@@ -121,13 +134,12 @@ def parallel_for(work: Work, threads: int, *, with_torch: bool = False, takes_pa
         threading.Thread(target=run, name=f"modelstate-work-{i}", daemon=True) for i in range(threads - takes_part)
     ]
     try:
-        for worker in workers:
-            worker.start()
+        started = sum(1 for _ in takewhile(try_start, workers))
         if torch_threads is not None:
-            torch_threads.wait()
-        if takes_part:
+            torch_threads.wait(started)
+        if takes_part or not started:
             work(stop)
-        for _ in workers:
+        for _ in range(started):
             if (error := _next_of(ended)) is not None:
                 try:
                     raise error
@@ -136,8 +148,6 @@ def parallel_for(work: Work, threads: int, *, with_torch: bool = False, takes_pa
     finally:
         stop.set()
         try:
-            if torch_threads is not None:
-                torch_threads.abort()
             _wait_until_empty(running)
         finally:
             if torch_threads is not None:
@@ -214,7 +224,8 @@ def call_apart(function: Callable[[], _Item]) -> _Item:
         finally:
             ended.set()
 
-    threading.Thread(target=run, name="modelstate-apart", daemon=True).start()
+    if not try_start(threading.Thread(target=run, name="modelstate-apart", daemon=True)):
+        return function()
     wait_for(ended)
     return outcome.result()
 
@@ -270,10 +281,13 @@ def prefetch_one(
         use: Uses an item that was fetched, or that needs no fetch.
         is_fetched: Whether an item has to be fetched.
     """
-    if not threading.main_thread().is_alive():  # while the program ends, no pool accepts work
+    pool = ThreadPoolExecutor(1, "modelstate-ahead")
+    try:
+        pool.submit(lambda: None)  # starts its thread
+    except RuntimeError:  # no more threads can be started, or the program ends, when no pool accepts work
         for item in items:
             if is_fetched(item):
-                fetch(item, lambda: None)
+                fetch(item, check_stopped)
             use(item)
         return
     stop, running, outer = threading.Event(), list[None](), _stops.value
@@ -295,7 +309,7 @@ def prefetch_one(
         if stop.is_set():
             raise Stopped
 
-    pool, waiting = ThreadPoolExecutor(1, "modelstate-ahead"), iter(items)
+    waiting = iter(items)
 
     def begin() -> tuple[list[_Item], Future[None] | None]:
         taken = []
@@ -348,35 +362,34 @@ class _TorchInThreads:
     the previous number is restored as soon as all threads have set theirs, and a lock keeps two loads apart.
     """
 
-    def __init__(self, threads: int) -> None:
+    def __init__(self) -> None:
         import torch  # the command line uses this module without torch
 
         self._torch = torch
         cuda: Any = torch.cuda
         self._stream = cuda.current_stream() if cuda.is_initialized() else None
-        self._entered = threading.Barrier(threads + 1)
+        self._entered = threading.Semaphore(0)
         self._lock = _torch_threads_lock
         self._lock.acquire()
         self._has_lock = True
         self._before = self._torch.get_num_threads()
 
-    def enter(self) -> None:
-        """Called by each thread before its first operation."""
-        self._torch.get_num_threads()  # the first call sets the number of the process, even after another one was set
-        self._torch.set_num_threads(1)
-        self._entered.wait()
+    def enter(self, stop: threading.Event) -> None:
+        """Called by each thread before its first operation. Has no effect where its work is to end."""
+        try:
+            if not stop.is_set():
+                self._torch.get_num_threads()  # the first call sets the number of the process, if another one was set
+                self._torch.set_num_threads(1)
+        finally:
+            self._entered.release()
         if self._stream is not None:
             self._torch.cuda.set_stream(self._stream)
 
-    def wait(self) -> None:
-        """Waits until all threads have entered, and restores the number of threads."""
-        self._entered.wait()
+    def wait(self, threads: int) -> None:
+        """Waits until so many threads have entered, and restores the number of threads."""
+        for _ in range(threads):
+            self._entered.acquire()
         self.restore()
-
-    def abort(self) -> None:
-        """Releases threads that wait in `enter`, where not all threads have entered."""
-        if self._has_lock:
-            self._entered.abort()
 
     def restore(self) -> None:
         """Restores the number of threads. Only the first call has an effect."""
@@ -616,7 +629,8 @@ def _begun_bar(total_bytes: int, what: str) -> Any:
         console=Console(stderr=True),
     )
     bar.add_task(what, total=total_bytes)
-    bar.start()
+    with suppress(RuntimeError):  # its thread cannot be started: it is drawn at the end only
+        bar.start()
     return bar
 
 

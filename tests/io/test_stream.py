@@ -153,10 +153,10 @@ def test_a_nested_call_starts_no_threads() -> None:
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(3)
-        threads, new = set[int](), list[int]()
+        threads, new = set[threading.Thread](), list[int]()
 
         def inner(_: threading.Event) -> None:
-            threads.add(threading.get_ident())
+            threads.add(threading.current_thread())
 
         parallel_for(lambda _: parallel_for(inner, 4, with_torch=True), 2, with_torch=True)
         other = threading.Thread(target=lambda: new.append(torch.get_num_threads()))

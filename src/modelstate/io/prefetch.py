@@ -27,7 +27,7 @@ from modelstate.errors import ReadFailedError
 from modelstate.io import linux, system
 from modelstate.io.engine import LocalFile, can_read_uncached, for_each, open_files, read_fully, read_threads
 from modelstate.io.files import FileFingerprint, open_unchanged
-from modelstate.process import run_detached
+from modelstate.process import run_detached, try_start
 from modelstate.spec import ByteRange
 
 if TYPE_CHECKING:
@@ -241,8 +241,7 @@ class CacheLook:
                     self._look(piece)
 
         # Started by `run_detached`, the thread was measured to begin on the processor that the caller goes on to use.
-        with suppress(RuntimeError):  # no more threads can be started
-            threading.Thread(target=work, name="modelstate-look", daemon=True).start()
+        try_start(threading.Thread(target=work, name="modelstate-look", daemon=True))
 
     @property
     def is_recent(self) -> bool:

@@ -21,7 +21,16 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
-from modelstate.process import ThreadValue, fork_safe_lock, is_stopped, leaving, may_leave, unstoppable, wait_for
+from modelstate.process import (
+    ThreadValue,
+    fork_safe_lock,
+    is_stopped,
+    leaving,
+    may_leave,
+    try_start,
+    unstoppable,
+    wait_for,
+)
 
 if TYPE_CHECKING:
     import asyncio
@@ -70,9 +79,7 @@ def call(
     async def run() -> _Result:
         return await function(*args, **options)
 
-    try:
-        loop = _running_loop()
-    except RuntimeError:  # no thread can be started while the program ends
+    if (loop := _running_loop()) is None:
         return asyncio.run(run())
     future = asyncio.run_coroutine_threadsafe(run(), loop)
     try:
@@ -134,14 +141,16 @@ def cleanup() -> Iterator[None]:
         yield
 
 
-def _running_loop() -> asyncio.AbstractEventLoop:
-    """The loop that runs requests, in a thread that ends with the process. Raises `RuntimeError` where none starts."""
+def _running_loop() -> asyncio.AbstractEventLoop | None:
+    """The loop that runs requests, in a thread that ends with the process; None where no thread can be started."""
     import asyncio
 
     global _loop
     with _lock:
         if _loop is None:
             loop = asyncio.new_event_loop()
-            threading.Thread(target=loop.run_forever, name="modelstate-requests", daemon=True).start()
+            if not try_start(threading.Thread(target=loop.run_forever, name="modelstate-requests", daemon=True)):
+                loop.close()
+                return None
             _loop = loop
         return _loop

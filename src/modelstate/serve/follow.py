@@ -116,6 +116,7 @@ def follow(
         LiveTargetError: the target has no method `swap`.
         SaveTargetError: the path cannot be a store.
         CanaryError: the version that serves does not answer the inputs of the `Canary`, so no checkpoint could pass it.
+        BackgroundCancelledError: the system starts no more threads.
 
     Examples:
         >>> with modelstate.follow(live, "runs/checkpoints", select="best:loss") as following:
@@ -295,6 +296,9 @@ class Following:
 
     def start(self) -> None:
         """Starts a daemon thread that polls at once, and then every `poll_seconds` seconds, unless one is running.
+
+        Raises:
+            BackgroundCancelledError: the system starts no more threads.
 
         Examples:
             >>> following = modelstate.follow(live, "runs/checkpoints", background=False)

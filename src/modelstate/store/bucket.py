@@ -37,6 +37,7 @@ from modelstate.errors import LockedError, ReadFailedError, SaveTargetError, Tar
 from modelstate.formats.manifest import digest
 from modelstate.formats.safetensors import Layout, Written, write_in_order
 from modelstate.formats.sharded import INDEX_SUFFIX, SUFFIX
+from modelstate.process import try_start
 from modelstate.remote.location import Location, locate
 from modelstate.remote.requests import cleanup, pause
 from modelstate.remote.upload import ObjectWriter, get, head, list_all, listing, new_object, put, remove
@@ -390,7 +391,14 @@ class _Lease:
             stop = threading.Event()
             self._beat = weakref.finalize(self, stop.set)
             arguments = (intent, text, stop, LEASE_SECONDS / 4)
-            threading.Thread(target=_renew, args=arguments, name="modelstate lease", daemon=True).start()
+            if not try_start(threading.Thread(target=_renew, args=arguments, name="modelstate lease", daemon=True)):
+                self.release()
+                raise WriteFailedError(
+                    "no thread can be started to renew the lock of the store",
+                    where=self._bucket.at("").url,
+                    found="the system starts no more threads for this process",
+                    remedy="raise the limit (`ulimit -u`, or pids.max of the container)",
+                )
             return
         raise self._locked(None)
 
