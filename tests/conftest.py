@@ -84,7 +84,12 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """With several workers, each of two begins with files of slow tests, so that both end at about the same time."""
+    """With several workers, each of two begins with files of slow tests, so that both end at about the same time.
+
+    Workers must have the same tests, so that no name of one may have the address of an object.
+    """
+    if with_address := [item.nodeid for item in items if " at 0x" in item.nodeid]:
+        raise pytest.UsageError(f"give ids= to the parameters of {', '.join(with_address)}")
     if not hasattr(config, "workerinput"):
         return
     slow = {item.path for item in items if item.get_closest_marker("slow")}

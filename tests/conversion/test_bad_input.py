@@ -231,7 +231,9 @@ def test_an_optimizer_of_another_model() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "to", [{"dtype": torch.float64}, {"device": "meta"}, {"transform": lambda name, tensor: tensor.double()}], ids=str
+    "to",
+    [{"dtype": torch.float64}, {"device": "meta"}, {"transform": lambda name, tensor: tensor.double()}],
+    ids=["dtype", "device", "transform"],
 )
 def test_a_graph_that_waits_for_backward(to: dict[str, Any]) -> None:
     """It names the result that holds the graph, and where it is; after backward there is nothing in the way."""
