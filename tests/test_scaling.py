@@ -83,6 +83,20 @@ def failing(target: nn.Module, source: Any) -> Callable[[], object]:
     return call
 
 
+class Taking(nn.Module):
+    """Its loading code takes a value, and assigns nothing."""
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        del state_dict[f"{prefix}w"]
+
+
+def taken(number: int) -> Callable[[], object]:
+    target = nn.ModuleList(Taking() for _ in range(number))
+    for part in target:
+        part.weight = nn.Parameter(torch.zeros(2, device="meta"))
+    return failing(target, state(number))
+
+
 CALLS: dict[str, Callable[[int, Path], Callable[[], object]]] = {
     "allow_missing of every name": lambda n, _: load(model(2 * n), state(n), allow_missing=names(2 * n)[n:]),
     "allow_unexpected of every name": lambda n, _: load(model(n), state(2 * n), allow_unexpected=names(2 * n)[n:]),
@@ -101,6 +115,7 @@ CALLS: dict[str, Callable[[int, Path], Callable[[], object]]] = {
     "all tensors in one place": lambda n, _: load(views(n, 0), state(n)),
     "tensors that overlap their neighbours": lambda n, _: load(views(n, 1), state(n)),
     "a Split into maps of a file": split_into_meta,
+    "values that loading code takes without a use": lambda n, _: taken(n),
     "names that do not fit": lambda n, _: failing(model(n), state(n, "body.layers.") | state(n, "head.")),
 }
 

@@ -513,13 +513,13 @@ def test_in_place_of_the_method(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [step() for _ in range(3)] == expected
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("module", "says"), [(nn.Linear, "this is a class"), (None, "not a model")])
 def test_what_is_no_module(module: Any, says: str) -> None:
     with pytest.raises(TypeError, match=says):
         ms.load_state_dict(module, {})
 
 
+@pytest.mark.slow
 def test_an_interrupt_leaves_all_or_nothing() -> None:
     """Ctrl-C at every place of the walk and of the writing: the module is the old one or the new one."""
     torch.manual_seed(0)

@@ -802,15 +802,15 @@ def _commit(
         names = [name for item in waiting for name in item.names_in(files.failed)]
         names = names or [name for item in waiting for name in item.names_in(item.extents)]
         more = f" and {len(names) - 8} more" if len(names) > 8 else ""
-        could_read = next((error for error in errors if not isinstance(error, OSError)), None)
-        if could_read is not None:
+        error_of_torch = next((error for error in errors if not isinstance(error, OSError)), None)
+        if error_of_torch is not None:
             raise PlacementError(
                 "values that had been read could not be put in their places: these tensors may be old or damaged, and "
                 "all others are loaded",
                 where=", ".join(names[:8]) + more,
-                found=f"{type(could_read).__name__}: {could_read}",
+                found=f"{type(error_of_torch).__name__}: {error_of_torch}",
                 remedy="load again with in_place=False, which keeps the old values until all is read and cast",
-            ) from could_read
+            ) from error_of_torch
         raise ReadFailedError(
             "bytes that had just been read could not be read again: the values of these tensors are old or damaged, "
             "and all other tensors are loaded",

@@ -15,7 +15,7 @@ from torch.nn.parameter import is_lazy
 from modelstate.checkpoint.checkpoint import Checkpoint
 from modelstate.errors import ModelStateError, StalePlanError
 from modelstate.planning.assignment import Assignment
-from modelstate.planning.matching import Patterns, adapter_names, one_prefix
+from modelstate.planning.matching import Patterns, adapter_names, one_prefix, prefixes
 from modelstate.planning.plain_table import PlainTable, bound_tables
 from modelstate.planning.plan import LoadPlan, Step
 from modelstate.planning.preparation import Preparation
@@ -372,12 +372,14 @@ class _Coverage:
         return has_values, None if has_values and not self.preparation.options.init_missing else self._methods_for(slot)
 
     def _uninitialised(self, unfilled: Sequence[Slot], reported: set[str]) -> Iterable[Problem]:
-        taken = self._taken_by_code(reported)
-        for slot in unfilled:
-            if slot.tensor.is_meta and reported.isdisjoint(slot.names):
-                owner = slot.name.rpartition(".")[0]
-                of_owner = [name for name in taken if name.startswith(f"{owner}." if owner else "")]
-                yield Uninitialised(slot.name, slot.kind, self._methods_for(slot), listed(of_owner, 3))
+        without_values = [slot for slot in unfilled if slot.tensor.is_meta and reported.isdisjoint(slot.names)]
+        taken_below: dict[str, list[str]] = {}
+        for name in self._taken_by_code(reported) if without_values else ():
+            for prefix in ("", *prefixes(name)):
+                taken_below.setdefault(prefix, []).append(name)
+        for slot in without_values:
+            of_owner = taken_below.get(slot.name[: slot.name.rfind(".") + 1], [])
+            yield Uninitialised(slot.name, slot.kind, self._methods_for(slot), listed(of_owner, 3))
 
     def _taken_by_code(self, named: Collection[str]) -> list[str]:
         """The names that the model's own loading code has removed from the state dict, except for these."""
