@@ -109,11 +109,38 @@ def test_other_dtypes_are_one_error(mode: Any) -> None:
             live.swap(state(2, bias=bias), mode=mode)
         assert caught.value.names == ("bias",)
         live.swap(state(2, bias=bias), mode=mode, rules=[ms.rules.Cast("bias", torch.float32)])
-    with pytest.raises(errors.PlanError):  # with loss, which no choice allows
+    with pytest.raises(errors.PlanError, match=r"to do: .*rules\.Cast\(name, dtype\)"):  # with loss
         live.swap(state(2, bias=torch.ones(8, 8).double()), mode=mode, exact=False)
     with pytest.raises(errors.PlanError, match="missing"):
         live.swap(state(2, bias=torch.ones(8, 8).double(), c=None), mode=mode)
     assert live(X).unique().tolist() == [2.0]
+
+
+def test_remedies_are_for_a_swap() -> None:
+    """Not those of `ms.load`, which has other options."""
+
+    class Scaled(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(2, 2)
+            self.register_buffer("scale", torch.arange(2.0), persistent=False)
+
+    live, weights = ms.Live(Scaled().eval()), {"weight": torch.ones(2, 2), "bias": torch.ones(2)}
+    bad: list[tuple[dict[str, Any], type[errors.ModelStateError]]] = [
+        ({**weights, "scale": torch.ones(2)}, errors.PlanError),
+        ({**weights, "bias": torch.ones(3)}, errors.PlanError),
+        ({"model": weights, "ema": weights}, errors.AmbiguousCheckpointError),
+    ]
+    texts = list[str]()
+    for source, kind in bad:
+        with pytest.raises(kind) as caught:
+            live.swap(source)
+        texts.append(str(caught.value))
+    assert not [text for text in texts if "allow_" in text]
+    assert "ms.rules.Ignore(name)" in texts[0]
+    live.swap(bad[0][0], rules=ms.rules.Ignore("scale"))
+    assert "ms.open(source).select('model')" in texts[2]
+    live.swap(ms.open(bad[2][0]).select("model"))
+    assert live.version == 3
 
 
 def test_what_code_of_the_module_has_raised_is_the_cause() -> None:

@@ -522,7 +522,7 @@ class Live:
                 raise VersionGoneError(
                     "there is no version to roll back to",
                     where=repr(self),
-                    found="the first version, one that was rolled back to, or one that was swapped in place",
+                    found="the first version, one that was rolled back to or swapped in place, or keep_versions=0",
                     remedy="swap in the wanted weights; Live(..., keep_versions=n) keeps n versions",
                 )
             old = self._kept.pop()

@@ -31,7 +31,15 @@ from modelstate.planning.matching import select_part, wrapper_rule
 from modelstate.planning.plain_table import PlainTable, Planned
 from modelstate.planning.plan import Options, options_of
 from modelstate.planning.preparation import Preparation
-from modelstate.problems import Missing, Problem, Unexpected, WrongDtype, plan_error
+from modelstate.problems import (
+    BufferConflict,
+    Missing,
+    Problem,
+    Unexpected,
+    WrongDtype,
+    WrongShape,
+    plan_error,
+)
 from modelstate.rules.rule import Rule
 from modelstate.rules.schema import Schema, renaming
 from modelstate.serve.meta_clone import items_of_container, runtime_state
@@ -122,11 +130,16 @@ class SwapReport:
         return "\n".join([*lines, *(f"  note: {note}" for note in self.notes)])
 
 
+_CAST = "give weights with the dtype of the program, or cast them: rules=[modelstate.rules.Cast(name, dtype)]"
 _REMEDIES: dict[type[Problem], str] = {
     Missing: "take a checkpoint that has them, since a version needs all of its weights; rules=[...] can compute them",
     Unexpected: "if they are not needed: rules=[ms.rules.Ignore(name)]; if they are missing ones in another spelling: "
     "rules=[ms.rules.Rename(name, other)]",
+    WrongShape: "take a checkpoint with the sizes of the program, or serve a model with those of the checkpoint",
+    WrongDtype: _CAST,
+    BufferConflict: "if the values of the program are right: rules=[ms.rules.Ignore(name)]",
 }
+"""In place of remedies with options that a swap does not have."""
 
 
 class Loaded(NamedTuple):
@@ -401,9 +414,8 @@ def dtype_error(problems: Sequence[Problem], where: str) -> WeightsError | None:
     if not wrong or len(wrong) < len(problems):
         return None
     found = [(problem.name, f"{problem.found}, which would have to be cast to {problem.expected}") for problem in wrong]
-    remedy = "give weights with the dtype of the program, or cast them: rules=[modelstate.rules.Cast(name, dtype)]"
     what = "weights have another dtype than the program"
-    return _error(what, found, where, "the dtype of the program", remedy)
+    return _error(what, found, where, "the dtype of the program", _CAST)
 
 
 class FiniteCheck:
