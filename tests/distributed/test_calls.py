@@ -4,9 +4,11 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -19,6 +21,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 import modelstate as ms
 from modelstate import errors
 from modelstate.torch_compat.sharding import local_tensor
+from modelstate.transaction import transaction
 from tests.distributed import models
 from tests.distributed.ranks import Ranks
 
@@ -227,8 +230,8 @@ def test_wrong_arguments_of_one_rank(ranks: Ranks, tmp_path: Path) -> None:
     assert ranks.values(wrong_arguments, str(tmp_path / "model.pt")) == [[True] * 3] * 4
 
 
-def loads_in_two_threads(paths: list[str], mixed: bool) -> list[str]:
-    """Loads two models in two threads, if `mixed` in another order on rank 1."""
+def loads_in_two_threads(paths: list[str], mixed: bool, restores: bool = False) -> list[str]:
+    """Loads two models in two threads, if `mixed` in another order on rank 1, if `restores` the second from a store."""
     nets = [models.sharded(kind) for kind in ("fsdp", "uneven")]
     before = [models.gathered(net) for net in nets]
     is_reading = threading.Event()
@@ -240,7 +243,10 @@ def loads_in_two_threads(paths: list[str], mixed: bool) -> list[str]:
 
     def load(index: int) -> None:
         try:
-            ms.load(nets[index], paths[index], transform=transform)
+            if restores and index == 1:
+                ms.Store(paths[index]).restore({"model": nets[index]})
+            else:
+                ms.load(nets[index], paths[index], transform=transform)
         except ms.ModelStateError as error:
             found[index] = type(error).__name__
 
@@ -264,6 +270,46 @@ def test_loads_in_two_threads(ranks: Ranks, tmp_path: Path) -> None:
         ms.save(models.plain(kind), path)
     assert ranks.values(loads_in_two_threads, paths, True) == [["RanksDifferError"] * 2] * 4
     assert ranks.values(loads_in_two_threads, paths, False) == [["loaded"] * 2] * 4
+    with ms.Store(tmp_path / "store") as store:
+        store.save(1, {"model": models.plain("uneven")})
+    paths[1] = str(tmp_path / "store")
+    assert ranks.values(loads_in_two_threads, paths, False, True, timeout=30) == [["loaded"] * 2] * 4
+
+
+def busy_on_one_rank(path: str) -> list[str]:
+    """The errors of a load for which another thread holds the model on rank 1, and of the next load."""
+    net, errors_of_loads = models.sharded("fsdp"), []
+    ms.load(net, path)
+    is_held, is_done = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with transaction.exclusive(net):
+            is_held.set()
+            is_done.wait()
+
+    if dist.get_rank() == 1:
+        holder = threading.Thread(target=hold)
+        holder.start()
+        is_held.wait()
+    for _ in range(2):
+        before = fingerprint(net)
+        try:
+            with mock.patch.object(transaction, "_TIMEOUT_SECONDS", 0.1):
+                ms.load(net, path)
+            errors_of_loads.append("")
+        except ms.ModelStateError as error:
+            errors_of_loads.append(type(error).__name__)
+        assert fingerprint(net) == before
+        if dist.get_rank() == 1:
+            is_done.set()
+            holder.join()
+        dist.barrier()
+    return errors_of_loads
+
+
+def test_a_model_that_is_busy_on_one_rank(ranks: Ranks, tmp_path: Path) -> None:
+    ms.save(models.plain("fsdp"), tmp_path / "model.pt")
+    assert ranks.values(busy_on_one_rank, str(tmp_path / "model.pt"), timeout=30) == [["ModelBusyError", ""]] * 4
 
 
 def unfit_states() -> list[str]:

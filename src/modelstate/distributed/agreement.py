@@ -39,6 +39,7 @@ from modelstate.distributed.connections import (
 from modelstate.errors import (
     BackgroundCancelledError,
     DistributedError,
+    ModelBusyError,
     ModelStateError,
     PlanError,
     ProcessGroupError,
@@ -149,14 +150,16 @@ class Agreement:
     def taking_part(self) -> Iterator[None]:
         """The block of a call: where it raises between two votes, the other ranks wait for this one no longer.
 
-        That is an interrupt, or an error that can occur anywhere, such as `MemoryError`. A `ModelStateError` between
-        two votes follows from what all ranks know, so all of them raise it.
+        That is an interrupt, an error that can occur anywhere, such as `MemoryError`, or a model that another thread of
+        this rank changes. Any other `ModelStateError` between two votes follows from what all ranks know, so all ranks
+        raise it.
         """
         self._has_failed = False
         try:
             yield
         except BaseException as error:
-            if self.is_collective and not self._has_failed and not isinstance(error, ModelStateError):
+            is_of_this_rank = not isinstance(error, ModelStateError) or isinstance(error, ModelBusyError)
+            if self.is_collective and not self._has_failed and is_of_this_rank:
                 self.abandon(error)
             raise
 

@@ -350,7 +350,8 @@ def load(
     paused_gc = gc_paused if chosen.transform is None else nullcontext[None]
     if not background:
         votes = nullcontext() if agreement is None else agreement.held()
-        with exclusive(model), votes, paused_gc(), Transaction(model) as transaction:
+        # The votes first, as in every call: two threads that took these locks in two orders would wait for each other.
+        with votes, exclusive(model), paused_gc(), Transaction(model) as transaction:
             return _execute(transaction, source, options, load_options)
     with exclusive(model), paused_gc():
         staged = _stage_in_background(model, source, options, load_options)
@@ -393,7 +394,7 @@ def load_then(
 ) -> LoadReport:
     """Loads into the root of a transaction that the caller has entered, together with other changes of the caller.
 
-    The caller holds the lock of the root (`exclusive`), too.
+    The caller holds the lock of the root (`exclusive`), too, and around it the votes of `agreement`, if it passes one.
 
     `then` is called before the commit, when every tensor has its final shape, dtype and device, and only copies between
     existing memory remain. Code that reads tensors in `then`, within the transaction's `model_code`, sees the new

@@ -412,13 +412,6 @@ class Store(Shown):
             1000
         """
         agreement = self._agreement((step, objects), "Store.restore")
-        with agreement.phase("beginning", lambda: _same(f"step {step!r}")):
-            self.wait()
-            targets = targets_of(objects)
-            may_miss = patterns_of("allow_missing", allow_missing)
-            may_exceed = patterns_of("allow_unexpected", allow_unexpected)
-            kept_options = patterns_of("keep_options", keep_options)
-            check_budget_option(max_memory_bytes)
 
         def attempt(entry: StepEntry) -> tuple[Record, Restored]:
             record, parts = self.index.opened(entry, verify, agreement, progress)
@@ -438,7 +431,14 @@ class Store(Shown):
                 agreement=agreement,
             )
 
-        with agreement.taking_part():
+        with agreement.held():
+            with agreement.phase("beginning", lambda: _same(f"step {step!r}")):
+                self.wait()
+                targets = targets_of(objects)
+                may_miss = patterns_of("allow_missing", allow_missing)
+                may_exceed = patterns_of("allow_unexpected", allow_unexpected)
+                kept_options = patterns_of("keep_options", keep_options)
+                check_budget_option(max_memory_bytes)
             (record, restored), skipped = self.index.first_usable(step, attempt, agreement)
         self._access.note_in_use()
         note_restored(record)
