@@ -288,19 +288,22 @@ class TestRestore:
         assert "bias" in done.stderr
         assert Path("model.safetensors").read_bytes() == before
 
-    def test_an_earlier_save_of_the_step_is_written_where_the_last_one_is_damaged(self) -> None:
+    @pytest.mark.parametrize("name", ["model-*.safetensors", "checkpoint.json"])
+    def test_an_earlier_save_of_the_step_is_written_where_the_last_one_is_damaged(self, name: str) -> None:
         first = Path("run/step-000000030")
         shutil.copytree(first, "aside")
         with ms.Store("run") as store:
             second = Path(store.save(30, {"model": model_at(31), "epoch": 31}, overwrite=True).path)
         Path("aside").rename(first)  # as if the process had been killed before it took it away
-        (path,) = second.glob("model-*.safetensors")
-        path.write_bytes(path.read_bytes()[:-1] + b"?")
+        (path,) = second.glob(name)
+        path.write_bytes(path.read_bytes()[:-9] + b"?" + path.read_bytes()[-8:])
         done = run("store", "restore", "run", "model.safetensors")
         assert done.stdout.startswith("step 30: ")
         assert "the last save of step 30 is passed over" in done.stderr
         found = load_file("model.safetensors")
         assert all(torch.equal(found[name], one) for name, one in model_at(30).state_dict().items())
+        assert run("store", "restore", "run", "again.safetensors", "--step", "30").exit_code == 1
+        assert run("store", "verify", "run").exit_code == 1
 
     def test_all_are_damaged(self) -> None:
         for step in (10, 20, 30):

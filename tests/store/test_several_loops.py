@@ -170,33 +170,39 @@ def test_one_store_for_both_is_refused_whoever_asks_for_the_steps(tmp_path: Path
     assert ms.Store(tmp_path).steps() == ((1, 5, 10, 15, 20) if again else (5, 10))
 
 
-@pytest.mark.parametrize("killed_after", [4, 6])
+@pytest.mark.parametrize("kills", [[(1, "begin")], [(1, 6)], [(1, "end"), (2, "begin")]])
 def test_nested_loops_resume_in_order_where_the_clock_is_set_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, killed_after: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kills: list[tuple[int, int | str]]
 ) -> None:
-    """After four steps the checkpoint of the epoch is the newest one, and after six steps that of a step is."""
+    """The newest checkpoint is that of an epoch, that of a step, or that of an epoch behind a step of another process.
+
+    Args:
+        kills: the epoch of each process in which it is killed: at its begin, before a step, or when all are done.
+    """
     counter = Held(n=0)
     clock = itertools.count(2_000_000_000, -1000)
     monkeypatch.setattr(time, "time", lambda: float(next(clock)))
 
-    def run(killed_after: int | None) -> None:
+    def run(kill: tuple[int, int | str] | None) -> None:
         with ms.Store(tmp_path / "epochs") as epochs, ms.Store(tmp_path / "steps") as steps:
-            for epoch in ms.resumable(epochs, {"counter": counter}, steps=2, save_every=1, background=False):
-                if epoch == 1 and killed_after == 4:
+            for epoch in ms.resumable(epochs, {"counter": counter}, steps=3, save_every=1, background=False):
+                if kill == (epoch, "begin"):
                     raise InterruptedError
                 for step in ms.resumable(
                     steps, {"counter": counter}, steps=(epoch + 1) * 4, save_every=1, background=False
                 ):
-                    if step == killed_after:
+                    if kill == (epoch, step):
                         raise InterruptedError
                     counter.values["n"] += 1
+                if kill == (epoch, "end"):
+                    raise InterruptedError
                 counter.values["n"] += 100
 
-    for number in (killed_after, None):
-        counter.values["n"] = -1 if number is None else 0
+    for number, kill in enumerate([*kills, None]):
+        counter.values["n"] = -1 if number else 0
         with suppress(InterruptedError), ThreadPoolExecutor(1) as new_thread:  # it knows of no checkpoint
-            new_thread.submit(run, number).result()
-    assert counter.values["n"] == 208
+            new_thread.submit(run, kill).result()
+    assert counter.values["n"] == 312
 
 
 def test_a_loop_that_was_left_does_not_go_on_behind_another_one(tmp_path: Path) -> None:

@@ -226,6 +226,17 @@ def test_an_earlier_save_of_a_step_is_found_while_the_last_one_is_read(tmp_path:
         assert store.open("model").tensor("0.weight").equal(model[0].weight)
 
 
+@pytest.mark.filterwarnings("error")
+def test_a_later_save_of_a_step_that_is_of_another_store_is_not_used(tmp_path: Path) -> None:
+    with ms.Store(tmp_path / "own") as store, ms.Store(tmp_path / "other") as other:
+        store.save(1, {"value": 1})
+        shutil.copytree(other.save(1, {"value": 2}).path, tmp_path / "own" / "step-000000001.1")
+    for step in ("latest", 1):
+        restored = store.restore({"value": None}, step)
+        assert (restored["value"], restored.skipped) == (1, {})
+    assert store.verify() == store.verify(1) == {1: ""}
+
+
 DAMAGE = {
     "a bit in the weights": lambda path: flip(next(path.glob("model-*.safetensors"))),
     "a bit in the record": lambda path: flip(path / "checkpoint.json", 60),
