@@ -85,6 +85,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("skeleton", "dict(map=False)", MODEL_BYTES, 0),
         ("skeleton", "dict(dtype=torch.bfloat16)", MODEL_BYTES // 2, THREADS * 4 * MB),
         ("skeleton", "dict(dtype=torch.bfloat16, max_memory_bytes=100_000)", MODEL_BYTES // 2, 64 << 10),
+        ("skeleton", "dict(rules=ms.rules.Apply('*', lambda t: t * 2))", MODEL_BYTES, 2 * WEIGHT_BYTES),
         # A thread reads 8 MB of rows, makes at most as much of them in place, and has a heap of its own.
         ("skeleton", f"dict({INT8})", MODEL_BYTES // 4, THREADS * 24 * MB),
         ("materialised", f"dict({INT8})", MODEL_BYTES // 4, THREADS * 24 * MB),

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from modelstate.errors import RuleError, TransformError
+from modelstate.io.memory import empty_cpu
 from modelstate.rules.expression import (
     Derived,
     Source,
@@ -35,6 +36,7 @@ from modelstate.rules.rule import (
     template,
 )
 from modelstate.torch_compat.dtypes import cast_between, dtype_named
+from modelstate.torch_compat.plain import is_plain_memory
 
 
 class _TensorRule(PatternRule):
@@ -215,12 +217,12 @@ class Apply(_TensorRule):
         try:
             example = self._call(meta_like(source))
         except Exception:  # the function may need values
-            example = self._call(context.values(source).clone())
+            example = self._call(_own_copy(context.values(source)))
         dtype, shape = example.dtype, tuple(example.shape)
         return Derived(dtype, shape, (source,), partial(self._compute, dtype, shape), is_certain=False)
 
     def _compute(self, dtype: torch.dtype, shape: tuple[int, ...], tensor: torch.Tensor) -> torch.Tensor:
-        result = self._call(tensor.clone())  # a copy, because the function may write to it
+        result = self._call(_own_copy(tensor))
         if (result.dtype, tuple(result.shape)) != (dtype, shape):
             raise TransformError(
                 "a function returned another shape or dtype for the values than before; nothing has been changed",
@@ -240,6 +242,13 @@ class Apply(_TensorRule):
         if self.inverse is None:
             raise irreversible(self, "it has no inverse")
         return Apply(self.pattern, self.inverse, self.fn, self.moves)
+
+
+def _own_copy(values: torch.Tensor) -> torch.Tensor:
+    """Returns a copy, which a function may change. The memory of a large one returns to the system when it is freed."""
+    if is_plain_memory(values):
+        return empty_cpu(values.shape, values.dtype).copy_(values)
+    return values.clone()
 
 
 @dataclass(frozen=True, repr=False)
