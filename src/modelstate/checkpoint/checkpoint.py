@@ -529,10 +529,9 @@ class Checkpoint(Mapping[str, TensorSpec], Shown):
             ChecksumError: A storage has no checksum.
         """
         names_of: dict[ByteRange, list[str]] = {}
-        for name, spec in self.items():
-            for part in pieces(spec.stored):
-                if isinstance(part, StoredTensor) and part.storage.nbytes:
-                    names_of.setdefault(part.storage, []).append(name)
+        for name, storage in self._storages():
+            if storage.nbytes:
+                names_of.setdefault(storage, []).append(name)
         for place, value in self._encoded():
             for stored in referred_to(value):
                 if stored.storage.nbytes:
@@ -554,6 +553,17 @@ class Checkpoint(Mapping[str, TensorSpec], Shown):
                 "here now; a load without verify=True asks for none",
             )
         return DigestCheck(self.source, self.fingerprints, names_of, checksums)
+
+    def _storages(self) -> Iterator[tuple[str, ByteRange]]:
+        tensors = self.flat.tensors
+        if isinstance(tensors, StoredTensors):
+            return tensors.storages()
+        return (
+            (name, part.storage)
+            for name, spec in self.items()
+            for part in pieces(spec.stored)
+            if isinstance(part, StoredTensor)
+        )
 
     def close(self) -> None:
         """Drops the maps. Tensors that were mapped stay valid."""
