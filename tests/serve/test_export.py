@@ -113,10 +113,13 @@ def test_ties_stay_one_tensor_in_the_file(path: Path) -> None:
         live.swap(state)
 
 
-def test_keywords_and_dynamic_sizes(path: Path) -> None:
-    size = Dim("size", min=2, max=16)
-    ms.export(nn.Linear(4, 4), (), path, kwargs={"input": X}, dynamic_shapes={"input": {0: size}})
-    assert ms.Live(path)(input=torch.ones(7, 4)).shape == (7, 4)
+@pytest.mark.parametrize("wrapper", [lambda module: module, pytest.param(torch.compile, marks=pytest.mark.slow)])
+def test_keywords_and_dynamic_sizes(wrapper: Any, path: Path) -> None:
+    module, shapes = nn.Linear(4, 4), {"input": {0: Dim("size", min=2, max=16)}}
+    manifest = ms.export(wrapper(module), (), path, kwargs={"input": X}, dynamic_shapes=shapes)
+    assert [tensor.name for tensor in manifest.tensors] == ["weight", "bias"]
+    x = torch.ones(7, 4)
+    assert torch.equal(ms.Live(path)(input=x), module(x))
 
 
 @pytest.mark.slow

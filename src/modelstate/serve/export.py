@@ -29,7 +29,7 @@ from modelstate.serve.program_file import NAME, Kind, Manifest, ProgramTensor
 from modelstate.serve.state_names import NameMap, names_by_tensor
 from modelstate.serve.targets import Target, check_mode
 from modelstate.text_format import listed
-from modelstate.torch_compat.modules import own_buffers, own_parameters
+from modelstate.torch_compat.modules import own_buffers, own_parameters, unwrapped
 from modelstate.torch_compat.private import (
     aoti_compile,
     aoti_package,
@@ -83,7 +83,7 @@ def export(
     file stays.
 
     Args:
-        model: the model, in eval mode (`model.eval()`).
+        model: the model, in eval mode (`model.eval()`), or a wrapper of `torch.compile` or `DataParallel` around it.
         args: inputs for the export and the verification.
         path: the path of the file, which ends in `.pt2`. `modelstate.Live(path)` serves it. `torch.export.load` or
             `torch._inductor.aoti_load_package` reads it, too; the latter returns a package without its weights.
@@ -117,7 +117,7 @@ def export(
     if kind == "aoti":
         require_aoti(ExportError, where, "export with kind='exported'")
     check_target(where, overwrite=overwrite)
-    kwargs = dict(kwargs or {})
+    kwargs, model = dict(kwargs or {}), unwrapped(model)
     check_captured_references(model, meta_clone(model))
     check_mode(model, training)
     if kind == "aoti":

@@ -394,7 +394,10 @@ def _no_program(path: str) -> LiveTargetError:
 
 def _unreadable(path: str, error: Exception) -> LiveTargetError:
     return LiveTargetError(
-        "the program file cannot be read", where=path, found=f"{type(error).__name__}: {error}", remedy=_REMEDY
+        "the program file cannot be read",
+        where=path,
+        found=f"{type(error).__name__}: {error}",
+        remedy=f"if it is damaged, copy it or export it again; otherwise {_REMEDY}",
     )
 
 
