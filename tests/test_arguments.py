@@ -1,11 +1,16 @@
-"""The checks of numbers that callers give."""
+"""The checks of the values that callers give."""
 
+from collections.abc import Callable
 from decimal import Decimal
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from torch import nn
 
+import modelstate as ms
 from modelstate.arguments import check_integer, seconds_of
 from modelstate.errors import OptionError
 
@@ -55,3 +60,32 @@ def test_times_that_are_refused(value: object, options: dict[str, Any], expected
     with pytest.raises(OptionError, match="timeout_seconds= must be a number of seconds") as caught:
         seconds_of("timeout_seconds", value, **options)
     assert (caught.value.expected, caught.value.found) == (expected, repr(value))
+
+
+_FLAGS: dict[str, Callable[[Any], object]] = {
+    "overwrite": lambda value: ms.save({"w": torch.ones(1)}, "w.safetensors", overwrite=value),
+    "verify": lambda value: ms.load(nn.Linear(1, 1), "w.safetensors", verify=value),
+    "progress": lambda value: ms.verify("w.safetensors", progress=value),
+    "map": lambda value: ms.plan(nn.Linear(1, 1), "w.safetensors", map=value),
+    "init_missing": lambda value: ms.load(nn.Linear(1, 1), "w.safetensors", init_missing=value),
+    "skip_forbidden": lambda value: ms.open("w.safetensors", skip_forbidden=value),
+    "guess": lambda value: ms.diff("w.safetensors", "w.safetensors", guess=value),
+    "pin": lambda value: ms.Store("store").save(1, {"model": nn.Linear(1, 1)}, pin=value),
+    "dry_run": lambda value: ms.Store("store").prune(1, dry_run=value),
+    "training": lambda value: ms.Live(nn.Linear(1, 1), training=value),
+    "exact": lambda value: ms.Live(nn.Linear(1, 1)).swap({}, exact=value),
+    "background": lambda value: ms.follow(ms.Live(nn.Linear(1, 1)), "store", background=value),
+    "on": lambda value: ms.reference_keeping(value),
+    "cuda": lambda value: ms.RNG(cuda=value),
+}
+
+
+@pytest.mark.parametrize("value", ["false", 0, torch.tensor([True, False])], ids=["text", "number", "tensor"])
+@pytest.mark.parametrize("option", _FLAGS)
+def test_a_flag_that_is_neither_true_nor_false(
+    option: str, value: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(OptionError, match=f"{option}= must be True or False"):
+        _FLAGS[option](value)
+    assert not [*tmp_path.iterdir()]

@@ -67,6 +67,26 @@ def seconds_of(
     )
 
 
+def check_flag(option: str, value: object, *, accepts_none: bool = False) -> None:
+    """Raises `OptionError` where the value of an argument is not True or False.
+
+    A text counts as true in Python, also `overwrite="false"` from a command line or the environment.
+    """
+    if isinstance(value, bool) or (value is None and accepts_none):
+        return
+    raise OptionError(
+        f"{option}= must be True or False",
+        expected=f"True or False{', or None' if accepts_none else ''}",
+        found=repr(value),
+        remedy=_FLAG_REMEDIES.get(option, ""),
+    )
+
+
+_FLAG_REMEDIES = {
+    "init_missing": "to initialise some tensors only, pass a rule: rules=[modelstate.rules.Fill(pattern)]",
+}
+
+
 def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
     """Raises `OptionError` where the value of an argument is not one of the choices."""
     if value not in choices:

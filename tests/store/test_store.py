@@ -173,7 +173,7 @@ def test_a_name_of_a_metric_that_cannot_be_shown(tmp_path: Path, name: Any) -> N
 
 def test_a_step_that_exists(tmp_path: Path) -> None:
     store, model = ms.Store(tmp_path), network()
-    first = store.save(1, {"model": model}, pin=2)  # any true value
+    first = store.save(1, {"model": model}, pin=True)
     was = contents(tmp_path)
     with pytest.raises(errors.TargetExistsError):
         store.save(1, {"model": network(1)})

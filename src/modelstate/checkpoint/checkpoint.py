@@ -8,7 +8,8 @@ from collections.abc import Callable, ItemsView, Iterable, Iterator, Mapping, Se
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from modelstate.checkpoint.mapped import Maps, check_map_option
+from modelstate.arguments import check_flag
+from modelstate.checkpoint.mapped import Maps
 from modelstate.checkpoint.verification import DigestCheck
 from modelstate.errors import (
     ChecksumError,
@@ -302,7 +303,7 @@ class Checkpoint(Mapping[str, TensorSpec], Shown):
             ReadFailedError: A file cannot be read, or has changed since it was opened.
         """
         node = subtree(self.contents.tree, ".".join(filter(None, (self.key, path))), self.source, self._decoded)
-        check_map_option(map)
+        check_flag("map", map, accepts_none=True)
         names = (name for name in self if not path or f"{name}.".startswith(f"{path}."))
         known = self._read_at_once(names, may_map=map is not False)
 
@@ -425,7 +426,7 @@ class Checkpoint(Mapping[str, TensorSpec], Shown):
         """
         import torch
 
-        check_map_option(map)
+        check_flag("map", map, accepts_none=True)
         stored = self[name].stored
         tensor = self._maps.tensor_for_user(stored, map)
         if isinstance(stored, torch.Tensor):

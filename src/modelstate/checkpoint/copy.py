@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from time import perf_counter
 
-from modelstate.checkpoint.open import is_path
+from modelstate.checkpoint.open import checked_call, is_path
 from modelstate.checkpoint.open import open as open_checkpoint
 from modelstate.checkpoint.write import target_path
 from modelstate.errors import ChecksumError, OptionError, SaveTargetError, TargetExistsError, UnsafePathError
@@ -56,6 +56,7 @@ class CopyReport(Shown):
         return json.dumps({name: getattr(self, name) for name in self.__slots__}, indent=2)
 
 
+@checked_call("ms.copy")
 def copy(
     source: str | os.PathLike[str],
     path: str | os.PathLike[str],

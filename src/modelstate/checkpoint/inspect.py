@@ -12,7 +12,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING
 
 from modelstate.checkpoint.checkpoint import Checkpoint
-from modelstate.checkpoint.open import Source
+from modelstate.checkpoint.open import Source, checked_call
 from modelstate.checkpoint.open import open as open_checkpoint
 from modelstate.errors import CodecError
 from modelstate.formats.tree import decoded, leaves
@@ -68,6 +68,7 @@ class Verification(Shown):
         return json.dumps({name: getattr(self, name) for name in self.__slots__}, indent=2)
 
 
+@checked_call("ms.verify")
 def verify(
     source: Source,
     *,
@@ -238,6 +239,7 @@ class Inspection(Shown):
         )
 
 
+@checked_call("ms.inspect")
 def inspect(
     source: Source,
     *,

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING
 
-from modelstate.errors import OptionError, ReadFailedError, SourceTypeError
+from modelstate.errors import ReadFailedError, SourceTypeError
 from modelstate.formats.recognise import Format, recognise
 from modelstate.io import system
 from modelstate.io.engine import read_ranges
@@ -295,12 +295,6 @@ class Maps:
 
 
 _lock = fork_safe_lock()
-
-
-def check_map_option(map: object) -> None:
-    """Raises `OptionError` for a value of `map=` that is not None, True or False."""
-    if not (map is None or isinstance(map, bool)):
-        raise OptionError("map= says whether files may be mapped", expected="None, True or False", found=repr(map))
 
 
 def _overwriting_writer(path: str, head: bytes) -> str:

@@ -6,13 +6,13 @@ import inspect
 import os
 import stat
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial, wraps
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
-from modelstate.arguments import check_integer
+from modelstate.arguments import check_flag, check_integer
 from modelstate.checkpoint.checkpoint import Checkpoint
 from modelstate.checkpoint.directory import FOREIGN, NAMED, find_in
 from modelstate.errors import (
@@ -60,7 +60,8 @@ def checked_call(
 ) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
     """Decorates a function so that a wrong call raises an `OptionError` with the right one.
 
-    These are two arguments in the wrong order, and an argument of torch's function.
+    These are two arguments in the wrong order, an argument of torch's function, and one whose annotation is
+    `bool` or `bool | None` with a value of another kind.
 
     Args:
         call: The function as users call it: "ms.load".
@@ -75,6 +76,7 @@ def checked_call(
 
     def decorate(function: Callable[_P, _R]) -> Callable[_P, _R]:
         signature = inspect.signature(function)
+        flags = {name: kind != "bool" for name, kind in _annotations(signature) if kind in ("bool", "bool | None")}
 
         @wraps(function)
         def checked(*args: _P.args, **kwargs: _P.kwargs) -> _R:
@@ -93,7 +95,13 @@ def checked_call(
                             remedy=f"{right}({first_text}, {second_text})",
                         )
             try:
-                signature.bind(*args, **kwargs)
+                given = signature.bind(*args, **kwargs).arguments
+                for name, accepts_none in flags.items():
+                    if name in given:
+                        check_flag(name, given[name], accepts_none=accepts_none)
+            except OptionError:
+                with within(*args, **kwargs):
+                    raise
             except TypeError:
                 pass
             else:
@@ -110,6 +118,13 @@ def checked_call(
         return checked
 
     return decorate
+
+
+def _annotations(signature: inspect.Signature) -> Iterator[tuple[str, str]]:
+    """Yields the names of parameters with the source text of their annotations."""
+    for parameter in signature.parameters.values():
+        kind = parameter.annotation
+        yield parameter.name, kind if isinstance(kind, str) else inspect.formatannotation(kind)
 
 
 def _argument_text(name: str, value: object) -> str:

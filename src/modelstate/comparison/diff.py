@@ -18,7 +18,7 @@ from torch import nn
 
 from modelstate.checkpoint.checkpoint import Checkpoint
 from modelstate.checkpoint.inspect import plain_value
-from modelstate.checkpoint.open import Source, check_budget_option, patterns_of
+from modelstate.checkpoint.open import Source, check_budget_option, checked_call, patterns_of
 from modelstate.checkpoint.open import open as open_checkpoint
 from modelstate.checkpoint.reduction import Chunk, Operand, Region, kind_of, operand_of, plain_parts, read_dtype, reduce
 from modelstate.comparison.difference import Accumulator, equal_unread, is_comparable
@@ -49,6 +49,7 @@ from modelstate.torch_compat.plain import is_plain, remedies_for, same_place
 Key = str | tuple[str | None, str | None] | None
 
 
+@checked_call("ms.diff")
 def diff(
     a: Source | nn.Module | Sequence[Source],
     b: Source | nn.Module | Sequence[Source],

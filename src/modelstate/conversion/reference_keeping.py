@@ -8,6 +8,7 @@ from weakref import ReferenceType, ref
 import torch
 from torch import nn
 
+from modelstate.arguments import check_flag
 from modelstate.conversion.conversion import Conversion, apply_in_conversion, running_conversion
 from modelstate.conversion.tensors import Target
 from modelstate.planning.assignment import COPYABLE
@@ -52,6 +53,7 @@ class reference_keeping:
     """
 
     def __init__(self, on: bool = True) -> None:
+        check_flag("on", on)
         self._on, self._is_fresh = on, True
         self._add()
 

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from modelstate.arguments import check_flag
 from modelstate.codec.codec import decode, encode
 from modelstate.errors import ObjectStateError, OptionError
 from modelstate.text_format import printable
@@ -67,6 +68,7 @@ class RNG:
     def __init__(self, generators: Mapping[str, object] | None = None, *, cuda: bool = True) -> None:
         if not isinstance(generators, Mapping | None) or not all(type(name) is str for name in generators or ()):
             raise OptionError("generators= has generators by names", expected="a dict", found=repr(generators))
+        check_flag("cuda", cuda)
         self._global = {
             "python": _Generator(random.getstate, random.setstate, _check_python),
             "numpy": _numpy_legacy(np.random),

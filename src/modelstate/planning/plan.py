@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 from modelstate.checkpoint.checkpoint import Checkpoint
-from modelstate.checkpoint.mapped import check_map_option
 from modelstate.checkpoint.open import patterns_of
 from modelstate.errors import OptionError
 from modelstate.html.page import Kind, Page, Shown, area_chart
@@ -120,26 +119,8 @@ def options_of(
     given = (*names, dtype, device, transform, map, in_place, init_missing, read_once)
     if all(value is default for value, default in zip(given, _NOTHING_GIVEN, strict=True)):
         return Options()
-    if not isinstance(init_missing, bool):
-        raise OptionError(
-            "init_missing= must be a boolean",
-            expected="True or False",
-            found=repr(init_missing),
-            remedy="to initialise some tensors only, pass a rule: rules=[modelstate.rules.Fill(pattern)]",
-        )
-    if not isinstance(read_once, bool):
-        raise OptionError(
-            "read_once= says whether one rank reads for its replicas", expected="True or False", found=repr(read_once)
-        )
     if not (key is None or isinstance(key, str)):
         raise OptionError("key= must be a path", expected="a string such as 'model.encoder'", found=repr(key))
-    check_map_option(map)
-    if not (in_place is None or isinstance(in_place, bool)):
-        raise OptionError(
-            "in_place= says whether existing memory is read into directly",
-            expected="None, True or False",
-            found=repr(in_place),
-        )
     target = device_of(device)
     if target is not None and target.type == "meta":
         raise OptionError("a load cannot put tensors on the meta device", remedy="device='cpu', or leave it out")

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from modelstate.arguments import check_choice
+from modelstate.checkpoint.open import checked_call
 from modelstate.checkpoint.write import target_path
 from modelstate.errors import (
     ExportError,
@@ -62,6 +63,7 @@ _OPTIONS: dict[str, object] = {
 }
 
 
+@checked_call("ms.export")
 def export(
     model: nn.Module,
     args: tuple[object, ...],

@@ -14,6 +14,7 @@ from typing import Any, Literal, NamedTuple, Protocol, Self, TypeVar
 
 from modelstate.arguments import seconds_of
 from modelstate.background import AtExit, BackgroundTask
+from modelstate.checkpoint.open import checked_call
 from modelstate.errors import (
     AppError,
     AppReason,
@@ -74,6 +75,7 @@ class FollowEvent(NamedTuple):
     """The class and text of the error; empty without an error."""
 
 
+@checked_call("ms.follow")
 def follow(
     target: Live | Swappable,
     store: Store | str | os.PathLike[str],

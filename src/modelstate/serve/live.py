@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple, TypedDict, Unpack, overload
 import torch
 from torch import nn
 
-from modelstate.arguments import check_choice, check_integer, seconds_of
+from modelstate.arguments import check_choice, check_flag, check_integer, seconds_of
 from modelstate.checkpoint.checkpoint import Checkpoint
 from modelstate.errors import LiveTargetError, OptionError, SwapBusyError, VersionGoneError
 from modelstate.io.files import local_path
@@ -238,6 +238,7 @@ class Live:
     ) -> None:
         check_integer("keep_versions", keep_versions, least=0)
         check_integer("spare_bytes", spare_bytes, least=0, accepts_none=True)
+        check_flag("training", training)
         self._target = target_factory(target, names, training)
         self._pool, self._spare_bytes = MemoryPool(), spare_bytes
         self._keep_versions = keep_versions

@@ -15,11 +15,11 @@ import torch
 from torch import nn
 from torch.fx import GraphModule
 
+from modelstate.arguments import check_flag
 from modelstate.checkpoint.open import open_source
 from modelstate.errors import (
     LiveTargetError,
     MemoryBudgetError,
-    OptionError,
     PlanError,
     QuarantinedError,
     ReadFailedError,
@@ -70,8 +70,7 @@ class SwapOptions:
 
     def __post_init__(self) -> None:
         for name in ("exact", "check_finite", "verify"):
-            if not isinstance(getattr(self, name), bool):
-                raise OptionError(f"{name}= must be a bool", expected="True or False", found=repr(getattr(self, name)))
+            check_flag(name, getattr(self, name))
 
 
 @dataclass(frozen=True, slots=True, repr=False)

@@ -224,7 +224,7 @@ class NewStep:
         begin_seconds: float,
     ) -> None:
         self.name, self._access, self._index, self._record, self._objects = name, access, index, record, objects
-        self._shard_bytes, self._pin, self._begin_seconds = shard_bytes, bool(pin), begin_seconds
+        self._shard_bytes, self._pin, self._begin_seconds = shard_bytes, pin, begin_seconds
         self._final_name = name_of(record.step, 0)
         self._new: NewFiles | None = None
         self._before: Mapping[str, ObjectEntry] = {}

@@ -481,6 +481,7 @@ class Store(Shown):
 
         return self.index.first_usable(step, attempt, _ALONE)[0]
 
+    @checked_call("store.diff", is_method=True)
     def diff(
         self,
         a: Step,
@@ -555,6 +556,7 @@ class Store(Shown):
         """
         return next((entry.place.step for entry in reversed(self.index.by_age()) if entry.is_whole), None)
 
+    @checked_call("store.infos", is_method=True)
     def infos(self, *, by_age: bool = False) -> tuple[CheckpointInfo, ...]:
         """Returns a description of each checkpoint, damaged ones too, without reading tensors.
 
@@ -569,6 +571,7 @@ class Store(Shown):
         entries = self.index.read_all(self.index.steps())
         return tuple(entry.info for entry in (self.index.by_age(entries) if by_age else entries))
 
+    @checked_call("store.verify", is_method=True)
     def verify(self, step: int | None = None, *, progress: bool | None = None) -> dict[int | str, str]:
         """Reads checkpoints, one or all, and compares every byte with its digest.
 
@@ -599,6 +602,7 @@ class Store(Shown):
 
     # Pruning.
 
+    @checked_call("store.prune", is_method=True)
     def prune(self, keep: Keep | int | None = None, *, dry_run: bool = False) -> tuple[int, ...]:
         """Removes the checkpoints that `keep`, or the store's own rules, do not keep.
 
