@@ -13,6 +13,7 @@ from torch import nn
 import modelstate as ms
 from modelstate.arguments import check_integer, seconds_of
 from modelstate.errors import OptionError
+from modelstate.text_format import short_repr
 
 
 @pytest.mark.parametrize("value", [1, 5, None])
@@ -59,7 +60,7 @@ def test_times_that_are_accepted(value: object, options: dict[str, Any]) -> None
 def test_times_that_are_refused(value: object, options: dict[str, Any], expected: str) -> None:
     with pytest.raises(OptionError, match="timeout_seconds= must be a number of seconds") as caught:
         seconds_of("timeout_seconds", value, **options)
-    assert (caught.value.expected, caught.value.found) == (expected, repr(value))
+    assert (caught.value.expected, caught.value.found) == (expected, short_repr(value))
 
 
 _FLAGS: dict[str, Callable[[Any], object]] = {

@@ -1,11 +1,13 @@
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import modelstate as ms
 from modelstate.io.files import local_path
-from modelstate.text_format import as_given, columns, printable, size
+from modelstate.text_format import as_given, columns, printable, short_repr, size
 
 
 @pytest.mark.parametrize(
@@ -107,3 +109,54 @@ def test_columns_that_do_not_fit_are_left_out_and_named() -> None:
     ]  # it is empty
     narrow = columns(rows, right=(1, 3), width=5, optional=(3, 2)).splitlines()
     assert narrow == ["name    size", "weight  1000", "bias      10", "not shown: note, mean"]
+
+
+class Hostile:
+    """Its repr fails, and so does every comparison."""
+
+    def __repr__(self) -> str:
+        raise RuntimeError("no repr")
+
+    def __eq__(self, other: object) -> bool:
+        raise RuntimeError("no comparison")
+
+    __hash__ = object.__hash__
+
+
+def test_a_value_in_an_error_is_short_whatever_its_repr_is() -> None:
+    holds_itself: list[object] = []
+    holds_itself.append(holds_itself)
+    assert short_repr({"b": [1, "x"], "a": (2.5, None)}) == "{'a': (2.5, None), 'b': [1, 'x']}"
+    assert short_repr(holds_itself).startswith("[[[")
+    assert short_repr([Hostile()]) == "[<Hostile, whose repr raises RuntimeError>]"
+    assert short_repr(10**5000) == "<int, whose repr raises ValueError>"
+    for large in ("x" * 10**6, list(range(10**6)), {"k" * 10**6: 1}, [["y" * 10**6] * 9] * 9):
+        assert len(short_repr(large)) <= 200
+
+
+def test_an_argument_whose_repr_fails_is_refused_as_any_other() -> None:
+    calls: list[Callable[[Any], object]] = [
+        lambda value: ms.open({}, key=value),
+        lambda value: ms.load(torch.nn.Linear(1, 1), {}, allow_missing=value),
+        lambda value: ms.load(torch.nn.Linear(1, 1), {}, dtype=value),
+        lambda value: ms.load(torch.nn.Linear(1, 1), {}, device=value),
+        lambda value: ms.load(torch.nn.Linear(1, 1), {}, rules=value),
+        lambda value: ms.load(torch.nn.Linear(1, 1), {}, transform=value),
+        lambda value: ms.load(torch.nn.Linear(1, 1), {}, verify=value),
+        lambda value: ms.save({}, "x.pt", format=value),
+        lambda value: ms.save({}, "x.pt", shard_size_bytes=value),
+        lambda value: ms.save({}, value),
+        lambda value: ms.open(value),
+        lambda value: ms.Cache(value),
+        lambda value: ms.Store(value),
+        lambda value: ms.Keep(last=value),
+        lambda value: ms.Keep(best=1, metric=value),
+        lambda value: ms.Live(torch.nn.Linear(1, 1)).swap({}, mode=value),
+        lambda value: ms.diff({}, {}, max_memory_bytes=value),
+        lambda value: ms.Deadline(hours=value),
+        lambda value: ms.merge.Average(value),
+    ]
+    for call in calls:
+        for value in (Hostile(), [Hostile()]):
+            with pytest.raises(ms.ModelStateError):
+                call(value)

@@ -5,6 +5,7 @@ from numbers import Real
 from typing import TypeGuard
 
 from modelstate.errors import OptionError
+from modelstate.text_format import short_repr
 
 
 def is_number(value: object) -> TypeGuard[float]:
@@ -30,7 +31,7 @@ def check_integer(option: str, value: object, *, least: int, accepts_none: bool 
         raise OptionError(
             f"{option}= must be {'a number of bytes' if option.endswith('bytes') else 'an integer'} >= {least}",
             expected=f"an integer >= {least}{', or None' if accepts_none else ''}",
-            found=repr(value),
+            found=short_repr(value),
         )
 
 
@@ -63,7 +64,7 @@ def seconds_of(
     raise OptionError(
         f"{option}= must be a number of seconds",
         expected=f"a number {'>=' if accepts_zero else '>'} 0{limit}{', or None' if accepts_none else ''}",
-        found=repr(value),
+        found=short_repr(value),
     )
 
 
@@ -77,7 +78,7 @@ def check_flag(option: str, value: object, *, accepts_none: bool = False) -> Non
     raise OptionError(
         f"{option}= must be True or False",
         expected=f"True or False{', or None' if accepts_none else ''}",
-        found=repr(value),
+        found=short_repr(value),
         remedy=_FLAG_REMEDIES.get(option, ""),
     )
 
@@ -89,5 +90,7 @@ _FLAG_REMEDIES = {
 
 def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
     """Raises `OptionError` where the value of an argument is not one of the choices."""
-    if value not in choices:
-        raise OptionError(f"{name}= has an unknown value", expected=" or ".join(map(repr, choices)), found=repr(value))
+    if not (isinstance(value, str) and value in choices):
+        raise OptionError(
+            f"{name}= has an unknown value", expected=" or ".join(map(repr, choices)), found=short_repr(value)
+        )

@@ -1,7 +1,8 @@
-"""Formats sizes, counts, durations and untrusted text for messages and tables."""
+"""Formats sizes, counts, durations, values and untrusted text for messages and tables."""
 
 import os
 import re
+import reprlib
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
@@ -73,6 +74,36 @@ def as_given(text: str) -> str:
 def excerpt(data: bytes) -> str:
     """Bytes for a message, as text where they are text."""
     return printable(data.decode(errors="backslashreplace"))
+
+
+def safe_repr(value: object) -> str:
+    """The repr of a value; where its class fails to return one, the class and the error."""
+    try:
+        return repr(value)
+    except Exception as error:
+        return f"<{type(value).__qualname__}, whose repr raises {type(error).__name__}>"
+
+
+class _ShortRepr(reprlib.Repr):
+    """Shows the first items of large containers, and does not fail for values whose class does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxstring = self.maxother = self.maxlong = _SHORT
+
+    def repr_instance(self, x: object, level: int) -> str:
+        return shorten(safe_repr(x), _SHORT)
+
+
+_SHORT = 200
+
+
+def short_repr(value: object) -> str:
+    """The repr of a value that a caller gave or a file holds, in at most 200 characters, for the text of an error."""
+    try:
+        return shorten(_ShortRepr().repr(value), _SHORT)
+    except Exception:  # an integer of too many digits, or a class with the name of a container
+        return shorten(safe_repr(value), _SHORT)
 
 
 def in_a_line(text: str) -> str:

@@ -51,7 +51,7 @@ from modelstate.spec import (
     under_names,
 )
 from modelstate.tensor_spec import TensorSpec, spec_of, specs_of
-from modelstate.text_format import size
+from modelstate.text_format import short_repr, size
 from modelstate.torch_compat.values import is_tensor, version_metadata
 
 if TYPE_CHECKING:
@@ -715,7 +715,7 @@ def _copied(tensor: torch.Tensor) -> torch.Tensor:
 
 def _below(flat: FlatTree, key: str, where: str, decode: Callable[[object], object]) -> FlatTree:
     if not isinstance(key, str):
-        raise OptionError("key= is a dotted path", where=where, expected="a str", found=repr(key))
+        raise OptionError("key= is a dotted path", where=where, expected="a str", found=short_repr(key))
     if not key:
         return flat
     prefix, cut = key + ".", len(key) + 1

@@ -13,7 +13,7 @@ from modelstate.errors import CombineError, OptionError
 from modelstate.formats.sharded import merged_metadata
 from modelstate.formats.tree import FlatTree, is_container, items_of, same_value, subtree
 from modelstate.spec import Combined, Stored, StoredTensor
-from modelstate.text_format import listed
+from modelstate.text_format import listed, short_repr
 from modelstate.torch_compat.plain import is_plain
 from modelstate.torch_compat.values import set_version_metadata, version_metadata
 
@@ -54,7 +54,7 @@ def combine(sources: Sequence[Checkpoint], how: object) -> Checkpoint:
             raise OptionError(
                 "combine= is not a way to combine checkpoints",
                 expected="ms.merge.Average(...), ms.merge.LoRA(...), or a function of a name and a list of tensors",
-                found=repr(how),
+                found=short_repr(how),
             )
         how = PerName(how)
     merged = how.merge(sources)

@@ -21,7 +21,7 @@ from modelstate.process import progress_bar
 from modelstate.remote.cache import Cache
 from modelstate.spec import Refused, StoredTensor
 from modelstate.tensor_spec import TensorSpec
-from modelstate.text_format import columns, count, printable, seconds, shorten, size
+from modelstate.text_format import columns, count, printable, safe_repr, seconds, shorten, size
 from modelstate.torch_compat.values import is_tensor, is_uninitialised
 
 if TYPE_CHECKING:
@@ -405,19 +405,11 @@ def plain_value(value: object, levels: int = _MOST_LEVELS) -> object:
     if isinstance(value, Mapping | Sequence | set | frozenset) and not levels:
         return "..."
     if isinstance(value, Mapping):
-        return {key if isinstance(key, str) else _repr(key): plain_value(v, levels - 1) for key, v in value.items()}
+        return {key if isinstance(key, str) else safe_repr(key): plain_value(v, levels - 1) for key, v in value.items()}
     is_whole = isinstance(value, bytes | bytearray | memoryview | range)
     if isinstance(value, Sequence | set | frozenset) and not is_whole:
         return [plain_value(item, levels - 1) for item in value]
-    return shorten(_repr(value), 1000)
-
-
-def _repr(value: object) -> str:
-    """The repr of a value; where its class fails to return one, the class and the error."""
-    try:
-        return repr(value)
-    except Exception as error:
-        return f"<{type(value).__qualname__}, whose repr raises {type(error).__name__}>"
+    return shorten(safe_repr(value), 1000)
 
 
 # The tree of the names.

@@ -34,6 +34,7 @@ from modelstate.remote.cache import Cache, check_cache
 from modelstate.remote.file import listing, opened, opened_once
 from modelstate.remote.location import is_remote, locate
 from modelstate.tensor_spec import TensorSpec
+from modelstate.text_format import short_repr
 
 if TYPE_CHECKING:
     from modelstate.checkpoint.combine import Combination, CombineFunction
@@ -110,7 +111,7 @@ def checked_call(
                 for name in kwargs.keys() & foreign.keys():
                     raise OptionError(
                         f"{function.__name__}() has no {name}=, which is torch's",
-                        found=f"{name}={kwargs[name]!r}",
+                        found=f"{name}={short_repr(kwargs[name])}",
                         remedy=foreign[name],
                     )
                 return function(*args, **kwargs)  # raises the `TypeError`
@@ -178,7 +179,7 @@ def patterns_of(option: str, patterns: object) -> tuple[str, ...]:
     raise OptionError(
         f"{option}= must be glob patterns of names",
         expected="a list of strings",
-        found=repr(patterns),
+        found=short_repr(patterns),
         remedy=remedy,
     )
 

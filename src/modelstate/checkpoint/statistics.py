@@ -40,7 +40,7 @@ from modelstate.io.engine import read_ranges
 from modelstate.io.tensors import read_tensor
 from modelstate.spec import Stored, bytes_key, pieces
 from modelstate.tensor_spec import TensorSpec
-from modelstate.text_format import columns, count, folded, listed, printable, seconds, size
+from modelstate.text_format import columns, count, folded, listed, printable, seconds, short_repr, size
 from modelstate.torch_compat.dtypes import short
 from modelstate.torch_compat.plain import has_its_memory, is_plain, remedies_for
 
@@ -199,7 +199,7 @@ class CheckpointStatistics(Shown):
             order = Sort(sort)
         except ValueError as error:
             raise OptionError(
-                "sort= is no order of rows", expected=", ".join(order.value for order in Sort), found=repr(sort)
+                "sort= is no order of rows", expected=", ".join(order.value for order in Sort), found=short_repr(sort)
             ) from error
         check_integer("depth", depth, least=0, accepts_none=True)
         # Without a depth, each tensor has a row, and each part that it consists of has one below it.

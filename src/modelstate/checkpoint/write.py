@@ -32,7 +32,7 @@ from modelstate.process import progress_bar
 from modelstate.remote.location import is_remote, locate, redacted_url
 from modelstate.remote.upload import check_writable, head
 from modelstate.spec import Encoded, Refused, Stored, bytes_key
-from modelstate.text_format import as_given, count, printable, seconds, size
+from modelstate.text_format import as_given, count, printable, seconds, short_repr, size
 from modelstate.torch_compat.dtypes import Overflows
 from modelstate.torch_compat.plain import is_quantized
 from modelstate.torch_compat.private import sparse_values
@@ -275,10 +275,10 @@ class SaveOptions:
         """
         schema, extra = self.schema, self.extra
         if schema is not None and (not isinstance(schema, str) or not schema):
-            raise OptionError("schema= is a text", expected='such as "2.0"', found=repr(schema))
+            raise OptionError("schema= is a text", expected='such as "2.0"', found=short_repr(schema))
         check_integer("shard_size_bytes", self.shard_size_bytes, least=1, accepts_none=True)
         if extra is not None and not (isinstance(extra, Mapping) and all(isinstance(key, str) for key in extra)):
-            raise OptionError("extra= has values under names", expected="a mapping", found=repr(extra)[:80])
+            raise OptionError("extra= has values under names", expected="a mapping", found=short_repr(extra))
         seconds_of("lock_timeout_seconds", self.lock_timeout_seconds)
         format = format_of(where, self.format)
         if format == "torch" and (self.shard_size_bytes, extra, schema) != (None, None, None):
@@ -359,8 +359,8 @@ def format_of(path: str, format: object) -> str:
     unknown suffix.
     """
     known = tuple(dict.fromkeys(SUFFIXES.values()))
-    if format is not None and format not in known:
-        raise OptionError("format= is unknown", expected=" or ".join(map(repr, known)), found=repr(format)[:80])
+    if format is not None and not (isinstance(format, str) and format in known):
+        raise OptionError("format= is unknown", expected=" or ".join(map(repr, known)), found=short_repr(format))
     name = os.path.basename(path)
     suffix = name if name.lower() in SUFFIXES else os.path.splitext(name)[1]  # a file may be named just ".pt"
     by_suffix = SUFFIXES.get(suffix.lower())
@@ -390,7 +390,7 @@ def target_path(path: object) -> str:
     """The absolute path of a file that is going to be written. Raises `SaveTargetError`."""
     given = os.fspath(path) if isinstance(path, str | os.PathLike) else path
     if not isinstance(given, str):
-        raise SaveTargetError("a file is saved to a path", expected="a str or a pathlib.Path", found=repr(path)[:80])
+        raise SaveTargetError("a file is saved to a path", expected="a str or a pathlib.Path", found=short_repr(path))
     is_bucket = is_remote(given) and given.count("/") < 3
     if given.endswith(os.sep) or is_bucket:
         raise SaveTargetError(

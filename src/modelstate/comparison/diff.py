@@ -43,7 +43,7 @@ from modelstate.rules.schema import Schema, apply_rules, check_rules
 from modelstate.spec import StoredTensor, bytes_key, dtype_name, own_bytes
 from modelstate.suggestion.suggest import suggest_between
 from modelstate.tensor_spec import TensorSpec
-from modelstate.text_format import count, listed, printable
+from modelstate.text_format import count, listed, printable, short_repr
 from modelstate.torch_compat.plain import is_plain, remedies_for, same_place
 
 Key = str | tuple[str | None, str | None] | None
@@ -137,7 +137,9 @@ def diff(
 def _opened(source: Any, key: object, allow: Sequence[object], skip_forbidden: bool, cache: Cache | None) -> Checkpoint:
     if not (key is None or isinstance(key, str)):
         raise OptionError(
-            "key= must be a path, or a pair of paths", expected='"model_state", or ("model", None)', found=repr(key)
+            "key= must be a path, or a pair of paths",
+            expected='"model_state", or ("model", None)',
+            found=short_repr(key),
         )
     given = source.state_dict() if isinstance(source, nn.Module) else source
     return open_checkpoint(given, key=key, allow=allow, skip_forbidden=skip_forbidden, cache=cache)

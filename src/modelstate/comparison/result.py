@@ -14,7 +14,18 @@ from modelstate.comparison.difference import Difference
 from modelstate.errors import OptionError
 from modelstate.html.page import Kind, Page, Shown, bar_chart, heat_chart
 from modelstate.tensor_spec import TensorSpec
-from modelstate.text_format import as_given, columns, count, folded, listed, printable, seconds, shorten, size
+from modelstate.text_format import (
+    as_given,
+    columns,
+    count,
+    folded,
+    listed,
+    printable,
+    seconds,
+    short_repr,
+    shorten,
+    size,
+)
 from modelstate.torch_compat.dtypes import short
 
 _TEXT_WIDTH = 72
@@ -163,7 +174,9 @@ class Diff(Shown):
             mapping and mapping: equal
         """
         if top is not None and top < 0:
-            raise OptionError("top= must be a number of rows", expected="an integer >= 0, or None", found=repr(top))
+            raise OptionError(
+                "top= must be a number of rows", expected="an integer >= 0, or None", found=short_repr(top)
+            )
         found = "equal" if self.is_equal else ", ".join(self._counts())
         parts = ["\n".join([printable(f"{as_given(self.a)} and {as_given(self.b)}: {found}"), self._cost()])]
         parts += [self._rules()] if self.guessed_rules else []

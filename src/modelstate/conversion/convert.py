@@ -17,6 +17,7 @@ from modelstate.loading.report import LoadReport
 from modelstate.planning.plan import device_of, is_device
 from modelstate.problems import model_errors
 from modelstate.process import gc_paused
+from modelstate.text_format import short_repr
 from modelstate.torch_compat.dtypes import dtype_named, floating_dtype
 from modelstate.torch_compat.modules import modules_of, unwrapped
 from modelstate.transaction.optimizers import check_optimizers, following_state, left_behind, other_optimizers, placed
@@ -132,7 +133,7 @@ def _target(
         raise OptionError(
             "transform= must be a function of a name and a tensor",
             expected="a function that can be called as transform(name, tensor)",
-            found=repr(transform),
+            found=short_repr(transform),
         )
     if dtype is None and device is None and transform is None:
         raise OptionError("nothing to convert to", expected="dtype=, device= or transform=", found="none of them")

@@ -16,6 +16,7 @@ from torch import nn
 from modelstate.errors import ModelStateError, PlacementError, TransformError
 from modelstate.planning.assignment import COPYABLE, Placement
 from modelstate.planning.plan import Step
+from modelstate.text_format import short_repr
 from modelstate.torch_compat.dtypes import short
 from modelstate.torch_compat.plain import has_dispatch, has_its_memory, is_plain, same_values
 from modelstate.torch_compat.private import can_set_data, payload_of, slots_of_class, sparse_values, write_count
@@ -193,7 +194,7 @@ class ByFunction(Target):
                 "the function returned no tensor; nothing has been changed",
                 where=name,
                 expected="a torch.Tensor, or modelstate.conversion.UNCHANGED",
-                found=repr(new)[:80],
+                found=short_repr(new),
                 remedy="let it return a tensor for every name that it is called with",
             )
         return new

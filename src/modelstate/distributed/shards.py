@@ -15,6 +15,7 @@ import torch
 from modelstate.errors import ShardingError
 from modelstate.rules.expression import Source, concatenated, region
 from modelstate.spec import Box
+from modelstate.text_format import short_repr
 from modelstate.torch_compat.sharding import Split, is_split, local_tensor, split_indices
 
 
@@ -120,13 +121,13 @@ def _local_shard(
                 if placement.is_partial()
                 else "the layout of a DTensor is unknown",
                 expected="Shard or Replicate for each dimension of the mesh",
-                found=repr(placement),
+                found=short_repr(placement),
             )
         if not -len(shape) <= placement.dim < len(shape):
             raise ShardingError(
                 "a DTensor is split in a dimension that it does not have",
                 expected=f"a dimension of the shape {tuple(shape)}",
-                found=repr(placement),
+                found=short_repr(placement),
             )
         splits.setdefault(placement.dim % len(shape), []).append(Split(placement, count, index))
     return LocalShard(shape, tuple(_runs(size, tuple(splits.get(dim, ()))) for dim, size in enumerate(shape)))

@@ -49,7 +49,7 @@ from modelstate.io.files import SourceFile
 from modelstate.io.memory import TENSOR_ALIGN_BYTES
 from modelstate.remote.upload import ObjectWriter
 from modelstate.spec import StoredTensors, TensorColumns
-from modelstate.text_format import excerpt, is_unicode, listed, printable, quote
+from modelstate.text_format import excerpt, is_unicode, listed, printable, quote, short_repr
 
 if TYPE_CHECKING:
     import torch
@@ -458,7 +458,7 @@ def _unknown_dtype(name: str, kind: str, path: str) -> OpenError:
         f"the dtype of {quote(name)} is unknown",
         where=path,
         expected=f"one of {', '.join(sorted(DTYPES))}",
-        found=repr(kind[:40]),
+        found=short_repr(kind),
         remedy=f"a newer version may read it; otherwise the file is damaged: {CUT_SHORT}",
     )
 

@@ -37,6 +37,7 @@ from modelstate.formats.unpickle import (
     damaged,
 )
 from modelstate.spec import Refused, StoredTensor
+from modelstate.text_format import short_repr
 from modelstate.torch_compat.dtypes import QUANTIZED
 from modelstate.torch_compat.private import wrapper_subclass
 
@@ -108,7 +109,7 @@ class TorchGlobals:
                     "what is allowed must have a name",
                     where="allow",
                     expected="classes, functions, or their qualified names as text",
-                    found=repr(entry)[:100],
+                    found=short_repr(entry),
                 )
 
     def find(self, name: str) -> object:

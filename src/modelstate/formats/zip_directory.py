@@ -18,6 +18,7 @@ from modelstate.errors import (
 )
 from modelstate.io.files import SourceFile
 from modelstate.spec import GAP_BYTES, ByteRange
+from modelstate.text_format import short_repr
 
 _END = struct.Struct("<4s4H2IH")
 _END64_LOCATOR = struct.Struct("<4sIQI")
@@ -179,7 +180,7 @@ class ZipDirectory:
                 raise UnsafePathError(
                     "a record of the archive has a name that leads out of it",
                     where=self.file.path,
-                    found=repr(name[:200]),
+                    found=short_repr(name),
                     remedy="do not trust this file, and do not unpack it",
                 )
 

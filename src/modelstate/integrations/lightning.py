@@ -16,6 +16,7 @@ from modelstate.formats.recognise import Format, recognise
 from modelstate.io import system
 from modelstate.io.atomic import make_directory, sync_directory, write_errors
 from modelstate.io.files import SourceFile, local_path
+from modelstate.text_format import short_repr
 
 try:
     from lightning.pytorch.plugins.io import CheckpointIO, TorchCheckpointIO
@@ -64,7 +65,7 @@ class StoreCheckpointIO(CheckpointIO):  # type: ignore[misc]
         It raises what `modelstate.save` raises.
         """
         if storage_options is not None:
-            raise OptionError("storage_options= means nothing to a local file", found=repr(storage_options)[:80])
+            raise OptionError("storage_options= means nothing to a local file", found=short_repr(storage_options))
         where = local_path(os.fspath(path))
         with write_errors(where):
             make_directory(os.path.dirname(where))
@@ -134,7 +135,7 @@ def _placement(map_location: object) -> Callable[[torch.Tensor], torch.Tensor]:
     if isinstance(map_location, str | torch.device):
         return lambda tensor: tensor.to(map_location)
     if not callable(map_location):
-        raise OptionError("map_location= says where tensors belong", found=repr(map_location)[:80])
+        raise OptionError("map_location= says where tensors belong", found=short_repr(map_location))
 
     def place(tensor: torch.Tensor) -> torch.Tensor:
         storage = map_location(tensor.untyped_storage(), "cpu")

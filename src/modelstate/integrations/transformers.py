@@ -30,6 +30,7 @@ from modelstate.store.directory import Step, warn_caller
 from modelstate.store.record import read_record
 from modelstate.store.resumable import LoopSaver
 from modelstate.store.store import Store
+from modelstate.text_format import short_repr
 
 try:
     from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -79,7 +80,9 @@ class StoreCallback(TrainerCallback):  # type: ignore[misc]
         background: bool = False,
     ) -> None:
         if not isinstance(store, Store):
-            raise OptionError("a StoreCallback saves to a store", expected="a modelstate.Store", found=repr(store)[:80])
+            raise OptionError(
+                "a StoreCallback saves to a store", expected="a modelstate.Store", found=short_repr(store)
+            )
         if taken := sorted(set(objects or {}) & set(_OWN_NAMES)):
             raise OptionError("objects= has names that mean something else here", found=", ".join(taken))
         self.store, self.deadline, self.background = store, deadline, background

@@ -19,7 +19,7 @@ from modelstate.io.files import read_whole
 from modelstate.planning.plan import LoadPlan, Step
 from modelstate.rules.expression import leaves, read_bytes
 from modelstate.spec import StoredTensor, pieces
-from modelstate.text_format import columns, count, listed, size
+from modelstate.text_format import columns, count, listed, short_repr, size
 
 _STYLES = ("colwise", "rowwise", "replicate")
 _MOST_RANKS = 1 << 16
@@ -170,7 +170,7 @@ def plan_for_mesh(
         raise OptionError(
             "mesh= is not the shape of a mesh",
             expected=f"1 to {most} positive integers {'for FSDP' if parallel is None else 'for tensor parallelism'}",
-            found=repr(mesh),
+            found=short_repr(mesh),
         )
     if math.prod(mesh) > _MOST_RANKS:
         raise OptionError("mesh= has too many ranks", expected=f"at most {_MOST_RANKS:,}", found=f"{math.prod(mesh):,}")
@@ -245,7 +245,7 @@ def _styles(model: nn.Module, parallel: Mapping[str, str]) -> dict[str, str]:
         raise OptionError(
             "parallel= is not a mapping from patterns of paths to styles",
             expected="such as {'layers.*.q': 'colwise'}",
-            found=repr(parallel),
+            found=short_repr(parallel),
         )
     if unknown := [f"{pattern}: {style!r}" for pattern, style in parallel.items() if style not in _STYLES]:
         raise OptionError(

@@ -16,7 +16,7 @@ from modelstate.checkpoint.reduction import kind_of
 from modelstate.errors import CombineError, OptionError
 from modelstate.formats.tree import FlatTree
 from modelstate.spec import Allocate, Blocks, Combined, Fill, Stored, bytes_key
-from modelstate.text_format import listed
+from modelstate.text_format import listed, short_repr
 from modelstate.torch_compat.plain import same_values
 
 _CHUNK_BYTES = 1 << 19
@@ -85,7 +85,7 @@ class Average(Combination):
                 raise OptionError(
                     "the weights of an average are not numbers",
                     expected="one for each checkpoint",
-                    found=repr(self.weights)[:200],
+                    found=short_repr(self.weights),
                 ) from error
             if not all(abs(number) <= _LARGEST_WEIGHT for number in numbers):  # also False for NaN
                 raise CombineError("the weights of an average must be finite in float32", found=list(numbers))
@@ -93,7 +93,9 @@ class Average(Combination):
         is_index = isinstance(self.others, int) and not isinstance(self.others, bool)
         if not is_index and self.others not in ("equal", "first", "last"):
             raise OptionError(
-                "others= names no checkpoint", expected='"equal", "first", "last" or an index', found=repr(self.others)
+                "others= names no checkpoint",
+                expected='"equal", "first", "last" or an index',
+                found=short_repr(self.others),
             )
 
     def merge(self, sources: Sequence[Checkpoint]) -> Merged:

@@ -25,7 +25,7 @@ from modelstate.io.files import read_whole
 from modelstate.io.memory import aligned
 from modelstate.planning.matching import _MATRIX, _PREFIX, adapter_names
 from modelstate.spec import Allocate, Blocks, Combined, Fill, Stored, block_elements, bytes_key
-from modelstate.text_format import listed
+from modelstate.text_format import listed, short_repr
 
 CONFIG_NAME = "adapter_config.json"
 _T = TypeVar("_T")
@@ -78,13 +78,13 @@ class LoRA(Combination):
             is_path = isinstance(alpha, str | os.PathLike)
             raise OptionError(
                 "alpha= is not a finite number",
-                found=repr(alpha)[:80],
+                found=short_repr(alpha),
                 remedy="adapters are sources: ms.open([base, adapter], combine=ms.merge.LoRA())" if is_path else "",
             )
         if rank is not None and (isinstance(rank, bool) or not isinstance(rank, int) or rank < 1):
-            raise OptionError("rank= is not a positive integer", found=repr(rank)[:80])
+            raise OptionError("rank= is not a positive integer", found=short_repr(rank))
         if not isinstance(self.rslora, bool | None):
-            raise OptionError("rslora= is neither True nor False", found=repr(self.rslora))
+            raise OptionError("rslora= is neither True nor False", found=short_repr(self.rslora))
         values = flips.values() if isinstance(flips, Mapping) else [flips]
         if not all(isinstance(value, bool | None) for value in values) or (
             isinstance(flips, Mapping) and None in values
@@ -92,7 +92,7 @@ class LoRA(Combination):
             raise OptionError(
                 "fan_in_fan_out= is neither True nor False",
                 expected="one, or one for each pattern",
-                found=repr(flips),
+                found=short_repr(flips),
             )
 
     def merge(self, sources: Sequence[Checkpoint]) -> Merged:

@@ -17,6 +17,7 @@ from torch import nn
 
 from modelstate.errors import BufferNameError, OptionError
 from modelstate.planning.recorder import KEEPS_NAMES
+from modelstate.text_format import short_repr
 from modelstate.torch_compat.modules import (
     is_initialised,
     non_persistent_buffers,
@@ -82,13 +83,13 @@ def _check(module: nn.Module, name: str) -> None:
     if not is_initialised(module):
         raise OptionError("the module is not initialised", where=where, remedy="call super().__init__() before")
     if not isinstance(name, str):
-        raise OptionError("the name of a buffer is text", where=where, expected="str", found=repr(name))
+        raise OptionError("the name of a buffer is text", where=where, expected="str", found=short_repr(name))
     if not name.isidentifier() or keyword.iskeyword(name):
         raise BufferNameError(
             "no name that an attribute can have",
             where=where,
             expected="letters, digits and underscores, as 'running_table'",
-            found=repr(name),
+            found=short_repr(name),
             remedy="register it on the submodule that is meant" if "." in name else "choose another name",
         )
     if name in own_buffers(module):

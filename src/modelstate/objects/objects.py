@@ -22,7 +22,7 @@ from modelstate.objects.loaders import load_state, own_generator, state_of
 from modelstate.objects.optimizer_state import optimizer_state
 from modelstate.objects.parts import Kind, Part
 from modelstate.planning.recorder import IS_CONTAINER
-from modelstate.text_format import listed
+from modelstate.text_format import listed, short_repr
 from modelstate.torch_compat.modules import modules_of as modules_within
 from modelstate.torch_compat.modules import own_modules, tensors_of, unwrapped
 from modelstate.torch_compat.sharding import reshard
@@ -217,7 +217,7 @@ def _check_name(name: object, prefix: str) -> None:
             "not a name for an object: files are called by it",
             where=prefix.rstrip("."),
             expected="printable text without a dot or a slash, as 'optimizer'",
-            found=repr(name),
+            found=short_repr(name),
         )
 
 

@@ -39,7 +39,7 @@ from modelstate.rules.expression import Read, values_of
 from modelstate.rules.optimizer import apply_to_optimizer
 from modelstate.rules.rule import Rule
 from modelstate.rules.schema import Schema, check_rules, renaming, way_back
-from modelstate.text_format import listed
+from modelstate.text_format import listed, short_repr
 from modelstate.torch_compat.plain import is_sharded
 from modelstate.torch_compat.sharding import dtensor_like, local_tensor
 from modelstate.transaction.optimizers import check_optimizers
@@ -390,7 +390,7 @@ def _state_and_groups(state: object) -> tuple[dict[str, Any], list[dict[str, Any
     groups = [dict(group) for group in saved_groups]
     for name, values in state["state"].items():
         if not isinstance(values, Mapping):
-            raise OptimizerStateError("not the state of a parameter", where=name, found=repr(values)[:80])
+            raise OptimizerStateError("not the state of a parameter", where=name, found=short_repr(values))
     if all(isinstance(name, str) for group in groups for name in group["params"]):
         return {str(name): dict(values) for name, values in state["state"].items()}, groups
     names: dict[int, str] = {}

@@ -54,6 +54,7 @@ from modelstate.problems import Missing, OptimizerMisfit, OtherNames, Unexpected
 from modelstate.remote.cache import Cache
 from modelstate.rules.rule import Rule, Scoped
 from modelstate.rules.schema import Schema, check_rules
+from modelstate.text_format import short_repr
 from modelstate.transaction.transaction import Transaction, exclusive
 
 Source = str | os.PathLike[str] | Mapping[str, object] | Checkpoint
@@ -119,7 +120,7 @@ class Restored(Mapping[str, Any], Shown):
             raise KeyNotFoundError(
                 "no plain value of this name was restored",
                 expected=", ".join(map(repr, self.plain)) or "no names: none was asked for",
-                found=repr(path),
+                found=short_repr(path),
                 remedy="restore changes models and other objects in place: use the objects that were passed to it",
             ) from None
 
@@ -320,7 +321,7 @@ def restore_objects(
             raise OptionError(
                 "in_place= of a restore says whether all values are read before the first one changes",
                 expected="None or False",
-                found=repr(in_place),
+                found=short_repr(in_place),
                 remedy="leave it out: values whose read cannot fail are read in place; in_place=True is an option of "
                 "modelstate.load",
             )
@@ -379,7 +380,7 @@ def _check_parts(saved: Mapping[str, Part]) -> None:
     wrong = [path for path, part in saved.items() if not isinstance(part, Part) or part.kind not in tuple(Kind)]
     if wrong:
         raise OptionError(
-            "not the state of an object", where=wrong[0], expected="a Part", found=repr(saved[wrong[0]])[:200]
+            "not the state of an object", where=wrong[0], expected="a Part", found=short_repr(saved[wrong[0]])
         )
 
 
@@ -437,7 +438,7 @@ def _rules(rules: RulesOf, checkpoints: Mapping[str, Checkpoint]) -> tuple[Rule,
             raise OptionError(
                 "rules for a path that is not a restored module",
                 expected=f"one of {', '.join(checkpoints) or 'none'}",
-                found=repr(path),
+                found=short_repr(path),
             )
         if isinstance(of_module, Schema):
             of_module = of_module.rules_for(checkpoints[path])

@@ -14,7 +14,7 @@ from torch import nn
 from modelstate.arguments import check_flag
 from modelstate.codec.codec import decode, encode
 from modelstate.errors import ObjectStateError, OptionError
-from modelstate.text_format import printable
+from modelstate.text_format import printable, short_repr
 from modelstate.transaction.transaction import Transaction
 
 _VERSION = 1
@@ -67,7 +67,7 @@ class RNG:
 
     def __init__(self, generators: Mapping[str, object] | None = None, *, cuda: bool = True) -> None:
         if not isinstance(generators, Mapping | None) or not all(type(name) is str for name in generators or ()):
-            raise OptionError("generators= has generators by names", expected="a dict", found=repr(generators))
+            raise OptionError("generators= has generators by names", expected="a dict", found=short_repr(generators))
         check_flag("cuda", cuda)
         self._global = {
             "python": _Generator(random.getstate, random.setstate, _check_python),
@@ -115,7 +115,7 @@ class RNG:
             raise _refused([], message, found=keys or "an empty mapping")
         version = state_dict["version"]
         if type(version) is not int or version != _VERSION:
-            raise _refused([], "a state of a version that is not known here", found=printable(repr(version))[:80])
+            raise _refused([], "a state of a version that is not known here", found=short_repr(version))
         problems: list[str] = []
         pairs = [
             *_paired(self._global, {name: state_dict[name] for name in _GLOBAL}, "", problems),

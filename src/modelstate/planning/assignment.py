@@ -17,6 +17,7 @@ from modelstate.planning.sharded import ShardedSlot
 from modelstate.planning.transforms import Bound, Transform
 from modelstate.rules.expression import Derived, PlacedTensor, Source, placed_tensors
 from modelstate.spec import ByteRange, Combined, StoredComposite, StoredTensor, contiguous_stride, overlapping
+from modelstate.text_format import short_repr
 from modelstate.torch_compat.dtypes import Overflows, nonfinite
 from modelstate.torch_compat.plain import has_its_memory, is_dense, is_plain, is_plain_memory
 from modelstate.torch_compat.private import payload_of, storage_id, storage_owners
@@ -410,7 +411,7 @@ def called(transform: Transform, name: str, value: torch.Tensor, shape: Sequence
             "the transform returned something that cannot be loaded; nothing has been changed",
             where=name,
             expected=f"a tensor of shape {tuple(shape)}",
-            found=f"shape {tuple(result.shape)} on {result.device}" if is_tensor else repr(result)[:80],
+            found=f"shape {tuple(result.shape)} on {result.device}" if is_tensor else short_repr(result),
             remedy="have it return a tensor of this shape with values; to change shapes, use rules=",
         )
     return result

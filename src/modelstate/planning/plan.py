@@ -23,7 +23,7 @@ from modelstate.rules.expression import Source
 from modelstate.rules.rule import Rule
 from modelstate.rules.schema import Applied, Schema, check_rules
 from modelstate.spec import StoredTensor, TensorColumns
-from modelstate.text_format import printable, size
+from modelstate.text_format import printable, short_repr, size
 from modelstate.torch_compat.dtypes import floating_dtype, short
 from modelstate.torch_compat.modules import unwrapped
 from modelstate.transaction.slots import SlotSignatures
@@ -70,7 +70,9 @@ def device_of(device: Any) -> torch.device | None:
         return None if device is None else torch.empty(0, device=device).device
     except (RuntimeError, AssertionError, TypeError, ValueError) as error:
         raise OptionError(
-            "this machine has no such device", found=f"{device!r}: {error}", remedy="device='cpu', or leave it out"
+            "this machine has no such device",
+            found=f"{short_repr(device)}: {error}",
+            remedy="device='cpu', or leave it out",
         ) from error
 
 
@@ -120,7 +122,7 @@ def options_of(
     if all(value is default for value, default in zip(given, _NOTHING_GIVEN, strict=True)):
         return Options()
     if not (key is None or isinstance(key, str)):
-        raise OptionError("key= must be a path", expected="a string such as 'model.encoder'", found=repr(key))
+        raise OptionError("key= must be a path", expected="a string such as 'model.encoder'", found=short_repr(key))
     target = device_of(device)
     if target is not None and target.type == "meta":
         raise OptionError("a load cannot put tensors on the meta device", remedy="device='cpu', or leave it out")
@@ -148,19 +150,19 @@ def _transforms(given: Any) -> AnyTransform | Pairs | None:
                 raise OptionError(
                     "the keys of transform= must be glob patterns",
                     expected="a string such as '*.mlp.*'",
-                    found=repr(pattern),
+                    found=short_repr(pattern),
                 )
             if transform is not None and not callable(transform):
                 raise OptionError(
                     "the values of transform= must be functions",
                     where=repr(pattern),
                     expected="a function of name and tensor, or None",
-                    found=repr(transform),
+                    found=short_repr(transform),
                 )
         return pairs or None
     if given is not None and not callable(given):
         expected = "a function of name and tensor, or a mapping from patterns to such functions"
-        raise OptionError("transform= must be a function", expected=expected, found=repr(given))
+        raise OptionError("transform= must be a function", expected=expected, found=short_repr(given))
     transform_function: AnyTransform | None = given
     return transform_function
 

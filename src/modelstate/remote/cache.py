@@ -22,6 +22,7 @@ import xxhash
 
 from modelstate.arguments import check_integer
 from modelstate.errors import CacheWarning, OptionError
+from modelstate.text_format import short_repr
 
 BLOCK_BYTES = 1 << 20
 """The unit in which files are kept and requested."""
@@ -63,7 +64,7 @@ class Cache:
 
     def __init__(self, directory: str | os.PathLike[str], *, max_bytes: int = 64 << 30) -> None:
         if not isinstance(directory, str | os.PathLike):
-            raise OptionError("a cache is a directory", expected="a path", found=repr(directory))
+            raise OptionError("a cache is a directory", expected="a path", found=short_repr(directory))
         check_integer("max_bytes", max_bytes, least=_LEAST_BYTES)
         self.directory, self.max_bytes = Path(os.path.abspath(os.path.expanduser(directory))), max_bytes
         self._blocks = self.directory / _LAYOUT
@@ -183,7 +184,7 @@ def check_cache(cache: object) -> None:
     """Raises `OptionError` for an argument `cache=` that is given, and not a cache."""
     if not isinstance(cache, Cache):
         raise OptionError(
-            "cache= must be a modelstate.Cache", found=repr(cache), remedy="cache=modelstate.Cache(directory)"
+            "cache= must be a modelstate.Cache", found=short_repr(cache), remedy="cache=modelstate.Cache(directory)"
         )
 
 

@@ -20,6 +20,7 @@ from modelstate.rules.rule import (
     same_stars,
     template,
 )
+from modelstate.text_format import short_repr
 from modelstate.torch_compat.dtypes import short
 
 
@@ -249,7 +250,7 @@ class Fill(CodeRepr):
     def __post_init__(self) -> None:
         Template(self.pattern)
         if not (self.value is None or isinstance(self.value, (int, float, complex, torch.Tensor))):
-            raise RuleError("a Fill takes a number or a tensor", where=repr(self.pattern), found=repr(self.value))
+            raise RuleError("a Fill takes a number or a tensor", where=repr(self.pattern), found=short_repr(self.value))
 
     def rename(self, name: str) -> str | None:
         return None

@@ -17,6 +17,7 @@ from modelstate.errors import ModelStateError, RuleError
 from modelstate.problems import BadRule, CyclicRules, NameClash, NeedsModel, Problem
 from modelstate.rules.expression import Read, Source, values_of, why_not_plain
 from modelstate.spec import StoredTensor
+from modelstate.text_format import short_repr
 from modelstate.torch_compat.plain import same_values
 
 
@@ -328,7 +329,7 @@ class Template:
     def __post_init__(self) -> None:
         if not isinstance(self.text, str) or not self.text:
             raise RuleError(
-                "a rule applies to names", expected="a name, with * for any part of it", found=repr(self.text)
+                "a rule applies to names", expected="a name, with * for any part of it", found=short_repr(self.text)
             )
         first, *others = map(re.escape, self.text.split("*"))
         # Atomic groups, (?>...), keep the first place of each piece: where the others do not fit behind it, they fit
@@ -453,5 +454,5 @@ def check_sizes(rule: object, name: str, sizes: object, least: int) -> tuple[int
         or isinstance(sizes, str)
         or not all(isinstance(size, int) and size >= least for size in sizes)
     ):
-        raise RuleError(f"{name}= takes sizes", where=type(rule).__name__, expected="integers", found=repr(sizes))
+        raise RuleError(f"{name}= takes sizes", where=type(rule).__name__, expected="integers", found=short_repr(sizes))
     return tuple(sizes)

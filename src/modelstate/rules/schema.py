@@ -29,6 +29,7 @@ from modelstate.rules.rule import (
 )
 from modelstate.spec import Stored
 from modelstate.tensor_spec import TensorSpec
+from modelstate.text_format import short_repr
 
 
 class Rules(tuple[Rule, ...]):
@@ -181,7 +182,7 @@ def _flat(rules: Iterable[object]) -> Iterator[Rule]:
             raise OptionError(
                 "not a rule",
                 expected="a rule or a list of rules, such as [ms.rules.Rename('old.*', 'new.*')]",
-                found=repr(rule),
+                found=short_repr(rule),
             )
         else:
             yield rule
@@ -314,7 +315,7 @@ class Schema:
         self.migrations = tuple(migrations)
         for migration in self.migrations:
             if not isinstance(migration, Migration):
-                raise OptionError("not a migration", expected="Migration(version, rules)", found=repr(migration))
+                raise OptionError("not a migration", expected="Migration(version, rules)", found=short_repr(migration))
         self.versions = (_check_version(first), *(migration.version for migration in self.migrations))
         """All versions, the oldest first."""
         if len(set(self.versions)) < len(self.versions):
@@ -323,7 +324,9 @@ class Schema:
         for version, predicate in self.recognise.items():
             self._index(version)
             if not callable(predicate):
-                raise OptionError("recognise= takes functions of a checkpoint", where=version, found=repr(predicate))
+                raise OptionError(
+                    "recognise= takes functions of a checkpoint", where=version, found=short_repr(predicate)
+                )
 
     def __repr__(self) -> str:
         return f"Schema({self.versions[0]!r}, [{', '.join(map(repr, self.migrations))}])"
@@ -481,7 +484,10 @@ class Schema:
     def _index(self, version: str, where: str = "") -> int:
         if version not in self.versions:
             raise SchemaError(
-                "not a version of this schema", where=where, expected=", ".join(self.versions), found=repr(version)
+                "not a version of this schema",
+                where=where,
+                expected=", ".join(self.versions),
+                found=short_repr(version),
             )
         return self.versions.index(version)
 
@@ -495,5 +501,5 @@ class _NameOnly:
 
 def _check_version(version: object) -> str:
     if not isinstance(version, str) or not version:
-        raise OptionError("a version is text", expected='text such as "2.0"', found=repr(version))
+        raise OptionError("a version is text", expected='text such as "2.0"', found=short_repr(version))
     return version

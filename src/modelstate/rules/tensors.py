@@ -35,6 +35,7 @@ from modelstate.rules.rule import (
     same_stars,
     template,
 )
+from modelstate.text_format import short_repr
 from modelstate.torch_compat.dtypes import cast_between, dtype_named
 from modelstate.torch_compat.plain import is_plain_memory
 
@@ -156,7 +157,7 @@ class Cast(_TensorRule):
             if isinstance(dtype, str):
                 object.__setattr__(self, name, dtype_named(dtype) or dtype)
             if not isinstance(getattr(self, name), torch.dtype) and (dtype is not None or name == "dtype"):
-                raise RuleError("a Cast takes dtypes", where=self, found=repr(dtype))
+                raise RuleError("a Cast takes dtypes", where=self, found=short_repr(dtype))
 
     def change(self, source: Source) -> Source:
         if self.before is not None and source.dtype != self.before:
@@ -200,7 +201,9 @@ class Apply(_TensorRule):
         super().__post_init__()
         if not callable(self.fn) or not (self.inverse is None or callable(self.inverse)):
             raise RuleError(
-                "an Apply takes functions", where=repr(self.pattern), found=f"{self.fn!r}, {self.inverse!r}"
+                "an Apply takes functions",
+                where=repr(self.pattern),
+                found=f"{short_repr(self.fn)}, {short_repr(self.inverse)}",
             )
 
     def apply_to(self, context: RuleContext, name: str, entry: Entry) -> None:
@@ -408,15 +411,15 @@ class Concat(CodeRepr):
 
 def _set_names(rule: Split | Concat, argument: str, names: object) -> None:
     if isinstance(names, str) or not isinstance(names, Sequence) or not names:
-        raise RuleError(f"{argument}= takes several names", where=type(rule).__name__, found=repr(names))
+        raise RuleError(f"{argument}= takes several names", where=type(rule).__name__, found=short_repr(names))
     if len(set(names)) != len(names):
-        raise RuleError(f"{argument}= has a name twice", where=type(rule).__name__, found=repr(names))
+        raise RuleError(f"{argument}= has a name twice", where=type(rule).__name__, found=short_repr(names))
     object.__setattr__(rule, argument, tuple(names))
 
 
 def _set_sizes(rule: Split | Concat, count: int) -> None:
     if not isinstance(rule.dim, int):
-        raise RuleError("dim= is a number", where=rule, found=repr(rule.dim))
+        raise RuleError("dim= is a number", where=rule, found=short_repr(rule.dim))
     if rule.sizes is None:
         return
     sizes = check_sizes(rule, "sizes", rule.sizes, least=0)

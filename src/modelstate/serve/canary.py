@@ -8,6 +8,7 @@ import torch
 
 from modelstate.errors import CanaryError, OptionError
 from modelstate.serve.targets import Program, buffer_restorer
+from modelstate.text_format import short_repr
 from modelstate.torch_compat.private import flatten, unflatten
 
 _T = TypeVar("_T")
@@ -53,7 +54,7 @@ class Canary:
             is_number = isinstance(value, int | float) and not isinstance(value, bool)
             if value is not None and not (is_number and value >= 0):
                 raise OptionError(
-                    f"{name}= must be a tolerance", expected="a number from 0, or None", found=repr(value)
+                    f"{name}= must be a tolerance", expected="a number from 0, or None", found=short_repr(value)
                 )
         if not isinstance(self.args, tuple | list) or not isinstance(self.kwargs, Mapping):
             raise OptionError(
@@ -107,7 +108,7 @@ class Canary:
             elif _kind(value) != _kind(expected):
                 raise CanaryError("the answer has another type", expected=_kind(expected), found=_kind(value))
             elif self._is_bounded and isinstance(value, str | bytes) and value != expected:
-                raise CanaryError("the answer is another text", expected=repr(expected), found=repr(value))
+                raise CanaryError("the answer is another text", expected=repr(expected), found=short_repr(value))
 
     def _compare_tensors(self, value: torch.Tensor, expected: torch.Tensor) -> None:
         if (value.shape, value.dtype, value.layout) != (expected.shape, expected.dtype, expected.layout):

@@ -35,7 +35,7 @@ from modelstate.serve.live import Live
 from modelstate.store.directory import ages
 from modelstate.store.retention import CheckpointInfo
 from modelstate.store.store import Store
-from modelstate.text_format import in_a_line
+from modelstate.text_format import in_a_line, short_repr
 
 _T = TypeVar("_T")
 _MAX_EVENTS = 1000
@@ -130,11 +130,13 @@ def follow(
     if isinstance(target, Live) and isinstance(canary, Canary):
         canary._prepared(target)
     if type(object) is not str or not object:
-        raise OptionError("object= must be the name of an object", expected="text, such as 'model'", found=repr(object))
+        raise OptionError(
+            "object= must be the name of an object", expected="text, such as 'model'", found=short_repr(object)
+        )
     poll_seconds = seconds_of("poll_seconds", poll_seconds, accepts_zero=False, most=threading.TIMEOUT_MAX)
     for name, callback in (("on_error", on_error), ("on_swap", on_swap)):
         if callback is not None and not callable(callback):
-            raise OptionError(f"{name}= must be callable", expected="a function, or None", found=repr(callback))
+            raise OptionError(f"{name}= must be callable", expected="a function, or None", found=short_repr(callback))
     # A separate instance: a store that also saves in the background would raise errors of its saves here.
     own_store = Store(store.directory, cache=store.index.cache) if isinstance(store, Store) else Store(store)
     following = Following(
@@ -502,7 +504,7 @@ def selection(text: object) -> Selection:
     raise OptionError(
         "select= has an unknown value",
         expected='"latest", "best:METRIC" for the lowest, or "best:METRIC:max" for the highest',
-        found=repr(text),
+        found=short_repr(text),
     )
 
 

@@ -29,6 +29,7 @@ from modelstate.errors import (
     VersionGoneError,
 )
 from modelstate.serve.targets import BufferDigests, Program
+from modelstate.text_format import short_repr
 
 T = TypeVar("T")
 
@@ -302,14 +303,14 @@ def _method_of(program: Program, name: str) -> Callable[..., object]:
         raise OptionError(
             "this is not a method that requests can call",
             expected="a public method that the module's own class defines",
-            found=repr(name),
+            found=short_repr(name),
             remedy="call the version itself for forward(); methods of nn.Module change the module",
         )
     module = program.module
     if module is None:
         raise LiveTargetError(
             "an exported or compiled program has no methods, only its call",
-            found=repr(name),
+            found=short_repr(name),
             remedy="serve the module: modelstate.Live(module)",
         )
     method = getattr(module, name)

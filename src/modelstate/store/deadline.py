@@ -12,6 +12,7 @@ from typing import Literal, Self
 
 from modelstate.arguments import is_number
 from modelstate.errors import OptionError
+from modelstate.text_format import short_repr
 
 _Handler = Callable[[int, FrameType | None], object] | int | None
 _HOUR_SECONDS = 3600
@@ -72,13 +73,15 @@ class Deadline:
         signals: Iterable[int] = (signal.SIGTERM, signal.SIGUSR1),
     ) -> None:
         if hours is not None and not (is_number(hours) and 0 < hours * _HOUR_SECONDS < math.inf):
-            raise OptionError("hours= is the time of the job", expected="hours, above 0, or None", found=repr(hours))
+            raise OptionError(
+                "hours= is the time of the job", expected="hours, above 0, or None", found=short_repr(hours)
+            )
         self._total_seconds = math.inf if hours is None else hours * _HOUR_SECONDS
         if margin_seconds != "auto" and not (is_number(margin_seconds) and 0 <= margin_seconds < self._total_seconds):
             raise OptionError(
                 "margin_seconds= is the time that is left when the loop ends",
                 expected=f"seconds, from 0, less than {self._total_seconds:g}, or 'auto'",
-                found=repr(margin_seconds),
+                found=short_repr(margin_seconds),
             )
         self._margin_seconds = None if margin_seconds == "auto" else float(margin_seconds)
         self._signals = _checked_signals(signals)
@@ -273,7 +276,7 @@ _entered: list[Deadline] = []
 
 def _checked_seconds(given: float) -> float:
     if not (is_number(given) and 0 <= given < math.inf):
-        raise OptionError("this is no time that something took", expected="seconds, from 0", found=repr(given))
+        raise OptionError("this is no time that something took", expected="seconds, from 0", found=short_repr(given))
     return float(given)
 
 
@@ -284,12 +287,12 @@ def _name(number: int) -> str:
 def _checked_signals(given: Iterable[int]) -> tuple[int, ...]:
     expected = "several of signal.valid_signals() that ask for an end, as (signal.SIGTERM,)"
     if isinstance(given, str | bytes) or not isinstance(given, Iterable):
-        raise OptionError("signals= has several signals", expected=expected, found=repr(given))
+        raise OptionError("signals= has several signals", expected=expected, found=short_repr(given))
     numbers = tuple(dict.fromkeys(given))
     never = {getattr(signal, name) for name in _NOT_CAUGHT if hasattr(signal, name)}
     for number in numbers:
         if not isinstance(number, int) or number not in signal.valid_signals() or number in never:
-            raise OptionError("a signal that cannot be waited for", expected=expected, found=repr(number))
+            raise OptionError("a signal that cannot be waited for", expected=expected, found=short_repr(number))
     return numbers
 
 
@@ -304,7 +307,7 @@ def _elapsed_seconds(since: object) -> float:
         raise OptionError(
             "since= is where the time begins",
             expected="'process', 'now', or a Unix time in seconds that is over",
-            found=repr(since),
+            found=short_repr(since),
         )
     return now - since
 

@@ -43,6 +43,7 @@ from modelstate.store.bucket import Bucket
 from modelstate.store.medium import STORE_FILE, LocalMedium, Medium, Place
 from modelstate.store.record import ALL, FileRecord, Record, damaged, read_record, read_small, unreadable
 from modelstate.store.retention import CheckpointInfo, Keep, check_metric, kept
+from modelstate.text_format import short_repr
 
 if TYPE_CHECKING:
     from modelstate.checkpoint.checkpoint import Checkpoint
@@ -160,7 +161,7 @@ class StepEntry:
                 "there is no such object with tensors in the checkpoint",
                 where=self.place.path,
                 expected=", ".join(path for path, other in entries.items() if other.index) or "none has any",
-                found=repr(name),
+                found=short_repr(name),
                 remedy="give the name of one of these objects",
             )
         verified = saved.verify(self.place.files, cache) if verify else None
@@ -298,7 +299,7 @@ class StepIndex:
     def step(self, step: object, revisions: Iterable[StepEntry] | None = None) -> StepEntry:
         """Returns one step, as `steps` does. Raises `StepNotFoundError`, and `OptionError` for another type."""
         if type(step) is not int:
-            raise OptionError("step= is the number of a step", expected="an int", found=repr(step))
+            raise OptionError("step= is the number of a step", expected="an int", found=short_repr(step))
         entries = self.steps(revisions)
         for entry in entries:
             if entry.place.step == step:

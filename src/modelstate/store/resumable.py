@@ -41,6 +41,7 @@ from modelstate.store.directory import warn_caller
 from modelstate.store.retention import CheckpointInfo, Keep, check_metric, metric_value
 from modelstate.store.saving import PendingSave, SavedStep
 from modelstate.store.store import RestoredStep, Store
+from modelstate.text_format import short_repr
 
 _logger = logging.getLogger(__name__)
 _RESTORE_OPTIONS = tuple(inspect.signature(Store.restore).parameters)[2:]
@@ -463,7 +464,7 @@ def resumable(
         is_path = not isinstance(store, Store)
         if not is_path and keep is not None:
             remedy = "give it to the Store: keep=..."
-            raise OptionError("keep= is for the path of a store", found=repr(keep), remedy=remedy)
+            raise OptionError("keep= is for the path of a store", found=short_repr(keep), remedy=remedy)
         store = store if isinstance(store, Store) else Store(store, keep=keep)
         if any(loop.store.directory == store.directory and loop._is_in_step() for loop in _loops.in_step()):
             raise OptionError(
@@ -504,7 +505,7 @@ def _check_options(steps: int, save_every: int, deadline: Deadline | None, resto
     for name, value in (("steps", steps), ("save_every", save_every)):
         check_integer(name, value, least=1)
     if deadline is not None and not isinstance(deadline, Deadline):
-        raise OptionError("deadline= says when to end", expected="a modelstate.Deadline", found=repr(deadline))
+        raise OptionError("deadline= says when to end", expected="a modelstate.Deadline", found=short_repr(deadline))
     for name in restoring:  # now, not when there is something to restore
         if name not in _RESTORE_OPTIONS:
             raise OptionError(

@@ -9,20 +9,20 @@ from typing import Literal, TypeVar
 from modelstate.arguments import check_choice, check_integer, is_number
 from modelstate.errors import OptionError
 from modelstate.html.page import Kind, Page, bar_chart
-from modelstate.text_format import as_given, size
+from modelstate.text_format import as_given, short_repr, size
 
 
 def metric_value(name: object, value: object) -> float:
     """Returns the value of a metric as a float. Raises `OptionError` for a name or a value that cannot be saved."""
     if type(name) is not str or not name.isprintable():
-        raise OptionError("the name of a metric is printable text", expected='such as "loss"', found=repr(name)[:200])
+        raise OptionError("the name of a metric is printable text", expected='such as "loss"', found=short_repr(name))
     try:
         if is_number(value):
             return float(value)
     except (ValueError, OverflowError):
         pass  # an int that is too large for a float
     shape = getattr(value, "shape", None)
-    found = repr(value)[:200] if shape is None else f"a {type(value).__name__} of shape {list(shape)}"
+    found = short_repr(value) if shape is None else f"a {type(value).__name__} of shape {list(shape)}"
     if shape is None:
         remedy = "math.nan stands for a value that is not known yet" if value is None else ""
     elif any(length != 1 for length in shape):
@@ -76,13 +76,15 @@ class CheckpointInfo:
 
     def __post_init__(self) -> None:
         if type(self.step) is not int:
-            raise OptionError("the step of a checkpoint is a number", expected="int", found=repr(self.step))
+            raise OptionError("the step of a checkpoint is a number", expected="int", found=short_repr(self.step))
         if not is_number(self.time) or not math.isfinite(self.time):
-            raise OptionError("the time of a checkpoint is in seconds", expected="a number", found=repr(self.time))
+            raise OptionError(
+                "the time of a checkpoint is in seconds", expected="a number", found=short_repr(self.time)
+            )
         object.__setattr__(self, "metrics", dict(self.metrics))
         if not all(type(name) is str and is_number(value) for name, value in self.metrics.items()):
             raise OptionError(
-                "metrics are numbers by their names", expected="dict[str, float]", found=repr(self.metrics)
+                "metrics are numbers by their names", expected="dict[str, float]", found=short_repr(self.metrics)
             )
 
 
@@ -152,9 +154,11 @@ class Keep:
             check_integer(name, getattr(self, name), least=1, accepts_none=True)
         hours = self.every_hours
         if hours is not None and not (is_number(hours) and 1 <= hours * _HOUR_SECONDS < math.inf):
-            raise OptionError("every_hours= is a time", expected="hours, from 1/3600", found=repr(hours))
+            raise OptionError("every_hours= is a time", expected="hours, from 1/3600", found=short_repr(hours))
         if self.metric is not None and type(self.metric) is not str:
-            raise OptionError("metric= is the name of a metric", expected="text, as 'loss'", found=repr(self.metric))
+            raise OptionError(
+                "metric= is the name of a metric", expected="text, as 'loss'", found=short_repr(self.metric)
+            )
         if (self.best is None) is not (self.metric is None):
             raise OptionError(
                 "best= and metric= go together",
@@ -174,7 +178,7 @@ def as_keep(keep: Keep | int | None) -> Keep | None:
         raise OptionError(
             "keep= says which checkpoints stay",
             expected="a modelstate.Keep, a number of checkpoints, or None",
-            found=repr(keep),
+            found=short_repr(keep),
         )
     return Keep(last=keep)
 

@@ -41,7 +41,7 @@ from modelstate.store.record import RECORD_FILE, Record, next_logical_time, note
 from modelstate.store.retention import CheckpointInfo, Keep, as_keep, infos_page, metric_value
 from modelstate.store.saving import NewStep, PendingSave, SavedStep, SpreadFile, Staging, encode_objects
 from modelstate.store.spread import SpreadWriter
-from modelstate.text_format import as_given, size
+from modelstate.text_format import as_given, short_repr, size
 from modelstate.version import __version__
 
 if TYPE_CHECKING:
@@ -713,7 +713,7 @@ def _writer(agreement: Agreement, directory: str) -> CollectiveWriter | None:
 def _directory(given: object) -> str:
     text = os.fspath(given) if isinstance(given, str | os.PathLike) else given
     if not isinstance(text, str):
-        raise SaveTargetError("a store is a directory", expected="a str or a pathlib.Path", found=repr(given)[:80])
+        raise SaveTargetError("a store is a directory", expected="a str or a pathlib.Path", found=short_repr(given))
     try:
         if is_remote(text):
             location = locate(text.rstrip("/"))
@@ -736,10 +736,10 @@ def _directory(given: object) -> str:
 def _check_save(step: object, metrics: object, when_busy: object) -> dict[str, float]:
     """Checks the arguments of `Store.save`, and returns the metrics as floats. Raises `OptionError`."""
     if type(step) is not int or not 0 <= step < 10**18:
-        raise OptionError("step= is the number of a step", expected="an int, 0 or more", found=repr(step))
+        raise OptionError("step= is the number of a step", expected="an int, 0 or more", found=short_repr(step))
     check_choice("when_busy", when_busy, ("wait", "skip"))
     if not isinstance(metrics, Mapping | None):
         raise OptionError(
-            "metrics= has numbers under names", expected='such as {"loss": 0.5}', found=repr(metrics)[:200]
+            "metrics= has numbers under names", expected='such as {"loss": 0.5}', found=short_repr(metrics)
         )
     return {name: metric_value(name, value) for name, value in (metrics or {}).items()}

@@ -15,6 +15,7 @@ from typing import Any
 
 from modelstate.errors import OptionError
 from modelstate.io import system
+from modelstate.text_format import short_repr
 
 READ_CALLS = ("open", "stat", "fstat", "pread", "preadv", "preadv_cached", "mmap")
 _VECTORED_CALLS = ("preadv", "preadv_cached", "pwritev")
@@ -53,14 +54,16 @@ class Faults:
         before: Callable[[Request], object] | None = None,
     ) -> None:
         if at is not None and (not isinstance(at, int) or isinstance(at, bool) or at < 1):
-            raise OptionError("at= is the number of a request", expected="1 or more, or None", found=repr(at))
+            raise OptionError("at= is the number of a request", expected="1 or more, or None", found=short_repr(at))
         if short is not None and (not isinstance(short, int) or isinstance(short, bool) or short < 0):
-            raise OptionError("short= is a number of bytes", expected="0 or more, or None", found=repr(short))
+            raise OptionError("short= is a number of bytes", expected="0 or more, or None", found=short_repr(short))
         is_class = isinstance(error, type) and issubclass(error, BaseException)
         if not (error is None or is_class or isinstance(error, BaseException)):
-            raise OptionError("error= is raised", expected="an exception, or None", found=repr(error))
+            raise OptionError("error= is raised", expected="an exception, or None", found=short_repr(error))
         if before is not None and not callable(before):
-            raise OptionError("before= is called with a request", expected="a function, or None", found=repr(before))
+            raise OptionError(
+                "before= is called with a request", expected="a function, or None", found=short_repr(before)
+            )
         self.requests = []
         self._at, self._error, self._short, self._before = at, error, short, before
         self._lock = threading.Lock()

@@ -18,6 +18,7 @@ from functools import cache
 import torch
 
 from modelstate.errors import OptionError
+from modelstate.text_format import short_repr
 
 _WITHOUT_LIMITS = tuple(filter(None, [getattr(torch, "float4_e2m1fn_x2", None)]))
 """Dtypes of which torch does not say what they can represent."""
@@ -96,7 +97,7 @@ def floating_dtype(
     raise OptionError(
         f"dtype= must be a {kinds} dtype",
         expected='such as torch.bfloat16, or a name: "bfloat16" or "bf16"; or None',
-        found=repr(given),
+        found=short_repr(given),
         remedy=f"for other casts: {other_casts}" if isinstance(dtype, torch.dtype) else "",
     )
 
