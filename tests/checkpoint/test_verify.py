@@ -40,7 +40,7 @@ def test_a_sound_file_is_verified(checkpoint: Checkpoint) -> None:
 
 def test_damage_is_named(path: str, checkpoint: Checkpoint) -> None:
     damaged = damage(path, checkpoint, "model_state.0.weight", "model_state.1.bias")
-    with pytest.raises(ChecksumError, match="3 tensors are not what their checksums say") as caught:
+    with pytest.raises(ChecksumError, match=r"tensors that are not what their checksums say \(3\)") as caught:
         damaged.verify()
     assert caught.value.found == "model_state.0.weight, model_state.tied, model_state.1.bias"
     assert caught.value.where == path
@@ -50,7 +50,7 @@ def test_damage_is_named(path: str, checkpoint: Checkpoint) -> None:
 def test_much_damage_is_summed_up(tmp_path: Path) -> None:
     path = saved(tmp_path / "x.pt", {f"w{i}": WEIGHT + i for i in range(12)})
     damaged = damage(path, open_checkpoint(path), *(f"w{i}" for i in range(10)))
-    with pytest.raises(ChecksumError, match="10 tensors") as caught:
+    with pytest.raises(ChecksumError, match=r"say \(10\)") as caught:
         damaged.verify()
     assert caught.value.found == ", ".join(f"w{i}" for i in range(8)) + ", ..."
 

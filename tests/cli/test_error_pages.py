@@ -43,6 +43,9 @@ def test_every_class_and_every_page_is_found() -> None:
         ("WrongShap", "size-mismatch"),
         ("misssing-keys", "missing-keys"),
         ("ForbidenGlobal", "forbidden-global"),
+        ('Missing key(s) in state_dict: "encoder.scale".', "missing-keys"),
+        ('Unexpected key(s) in state_dict: "encoder.scale".', "unexpected-keys"),
+        ('Missing key(s) in state_dict: "a.w". Unexpected key(s) in state_dict: "b.w".', "other-names"),
         (
             "size mismatch for layers.3.weight: copying a param with shape torch.Size([7, 5]) from checkpoint, "
             "the shape in current model is torch.Size([7, 6]).",

@@ -12,6 +12,7 @@ from click.testing import CliRunner, Result
 from safetensors.torch import save_file
 from torch import nn
 
+import modelstate as ms
 from modelstate import errors
 from modelstate import problems as causes
 from modelstate.cli.main import app
@@ -215,6 +216,23 @@ torch.save({{"model": made.tiny().state_dict(), "settings": made.Settings()}}, "
         assert run(*command, "--allow", f"{module}.Settings").exit_code == 0
         assert without == "--skip-forbidden"
         assert run(*command, without).exit_code == 0
+
+
+def test_a_command_without_the_option_proposes_another_command() -> None:
+    torch.save(nn.Linear(2, 2), "whole.pt")
+    (line,) = proposed(run("cp", "whole.pt", "copy.pt").stderr)
+    command, _, _ = line.partition(",")
+    assert command == "modelstate convert SOURCE PATH --skip-forbidden"
+    assert run("convert", "whole.pt", "copy.pt", "--skip-forbidden").exit_code == 0
+
+
+def test_a_store_in_the_place_of_a_file() -> None:
+    ms.Store("runs").save(1, {"model": nn.Linear(2, 2)})
+    for command in (("inspect", "runs"), ("load", "FACTORIES:tiny", "runs"), ("convert", "runs", "out.pt")):
+        (line,) = proposed(run(*command).stderr)
+        assert line.startswith("modelstate store restore DIR PATH writes one object")
+    assert run("store", "restore", "runs", "model.pt").exit_code == 0
+    assert run("inspect", "model.pt").exit_code == 0
 
 
 def test_what_must_not_be_trusted_is_not_proposed(project: Path) -> None:

@@ -32,7 +32,7 @@ def test_a_wrapped_state_dict_beside_another_one_is_not_passed_over(tmp_path: Pa
 def test_what_else_a_checkpoint_holds_is_noted(tmp_path: Path) -> None:
     module = nn.Linear(2, 2)
     torch.save({"model": module.state_dict(), "moments": {"a": torch.ones(1)}}, tmp_path / "x.pt")
-    assert "1 tensors of other parts" in ms.load(module, tmp_path / "x.pt").notes[0]
+    assert "1 tensor of other parts" in ms.load(module, tmp_path / "x.pt").notes[0]
 
 
 def test_values_that_an_override_swallows() -> None:

@@ -96,7 +96,7 @@ class Disjoint(Combination):
         twice = [f"{name!r} in {_places(indices)}" for name, indices in holders.items() if len(indices) > 1]
         if twice:
             raise CombineError(
-                f"{len(twice)} names are in more than one checkpoint",
+                f"names that are in more than one checkpoint ({len(twice):,})",
                 where=where(sources),
                 found=listed(twice),
                 remedy="say by combine= what is to become of them: ms.merge.Average(), ms.merge.LoRA(), or a function "
@@ -204,7 +204,7 @@ def check_values(sources: Sequence[Checkpoint], *, in_all: bool = False) -> None
             differing.append(f"{name!r} in {_places(indices)}")
     if differing:
         raise CombineError(
-            f"{len(differing)} values that are not tensors differ",
+            f"values that are not tensors differ ({len(differing):,})",
             where=where(sources),
             expected="the same in all checkpoints" + ("" if in_all else " that have them"),
             found=listed(differing),

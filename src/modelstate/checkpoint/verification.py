@@ -85,7 +85,7 @@ class DigestCheck:
         ]
         if damaged:
             raise ChecksumError(
-                f"{len(damaged)} tensors are not what their checksums say",
+                f"tensors that are not what their checksums say ({len(damaged):,})",
                 where=self.source,
                 found=", ".join(damaged[:8]) + (", ..." if len(damaged) > 8 else ""),
                 remedy="the file is damaged, or was saved with checksums switched off: get it again from its source",

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 import click
 
 import modelstate as ms
-from modelstate.text_format import printable_lines
+from modelstate.text_format import in_a_line, printable_lines
 
 if TYPE_CHECKING:
     import torch
@@ -317,6 +317,8 @@ def _both_sides(text: str) -> tuple[str, str]:
 
 
 def _one_line(error: BaseException) -> str:
+    if isinstance(error, ms.ModelStateError):
+        return in_a_line(str(error))
     return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 

@@ -76,9 +76,8 @@ def find(query: str) -> Match:
     containing = tuple(page for page in pages().values() if words and words in _words(page.text))
     if containing or is_name:
         return Match(containing)
-    shares = {_share(page.title, query): page for page in pages().values()}
-    most = max(shares, default=0)
-    return Match((shares[most],), guess=True) if most > 0.5 else Match(())
+    nearest = max(pages().values(), key=lambda page: _nearness(page, query))
+    return Match((nearest,), guess=True) if _nearness(nearest, query)[0] > 0.5 else Match(())
 
 
 def _defined(module: ModuleType) -> Iterator[type]:
@@ -93,7 +92,23 @@ def _words(text: str) -> str:
     return " ".join(text.lower().split())
 
 
-def _share(title: str, query: str) -> float:
-    """Returns the share of the title's words in the query, because texts of errors differ in names and numbers."""
-    in_title, in_query = (set(re.findall(r"[a-z]{3,}", text.lower())) for text in (title, query))
-    return len(in_title & in_query) / len(in_title)
+def _nearness(page: Page, query: str) -> tuple[float, int, int, bool]:
+    """Returns how near a page is to the text of an error.
+
+    First comes the share of the title's words in the query, because texts of errors differ in names and numbers. Words
+    in quotes are such names: they decide between titles that are the same without them.
+    """
+    (quoted, words), (quoted_in_query, in_query) = map(_quoted_and_other_words, (page.title, query))
+    if len(words) < _FEW_WORDS:
+        words, in_query = words | quoted, in_query | quoted_in_query
+    shared = len(words & in_query)
+    return shared / len(words), shared, len(quoted & quoted_in_query), bool(page.classes)
+
+
+_FEW_WORDS = 3
+
+
+def _quoted_and_other_words(text: str) -> tuple[set[str], set[str]]:
+    other = re.sub(r'"[^"]*"', " ", text.lower())
+    quoted = " ".join(re.findall(r'"[^"]*"', text.lower()))
+    return set(re.findall(r"[a-z]{3,}", quoted)), set(re.findall(r"[a-z]{3,}", other))

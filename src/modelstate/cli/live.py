@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from modelstate.serve.follow import FollowEvent
 
 TOKEN = "MODELSTATE_TOKEN"
+_SECONDS = click.FloatRange(min=0, min_open=True)
 _WAIT_SECONDS = 0.2
 _END_SECONDS = 1.0
 """The time for the thread to give up what it does. The app finishes a running swap."""
@@ -38,10 +39,10 @@ def live() -> None:
     help="latest; best:METRIC for the lowest, best:METRIC:max for the highest.",
 )
 @click.option("--object", "name", metavar="NAME", default="model", help="The object that has the weights.")
-@click.option("--poll", metavar="SECONDS", type=float, default=5.0, help="Time between two polls.")
+@click.option("--poll", metavar="SECONDS", type=_SECONDS, default=5.0, help="Time between two polls.")
 @click.option("--once", is_flag=True, help="Poll once, and exit.")
 @click.option("--token-file", metavar="FILE", help=f"A file with the app's token; without it, it is that of {TOKEN}.")
-@click.option("--timeout", metavar="SECONDS", type=float, default=300.0, help="The most that a swap may take.")
+@click.option("--timeout", metavar="SECONDS", type=_SECONDS, default=300.0, help="The most that a swap may take.")
 @options.as_json
 @options.debug
 def follow(
@@ -87,7 +88,8 @@ def follow(
                 background=False,
             )
         except (ms.errors.OptionError, ms.errors.SaveTargetError) as error:
-            raise click.BadParameter(f"{error.what}: {error.found or error.where}") from error
+            expected = f"; give {error.expected}" if error.expected else ""
+            raise click.BadParameter(f"{error.what}: {error.found or error.where}{expected}") from error
         if once:
             _poll_once(following, store)
         else:

@@ -8,6 +8,8 @@ import shlex
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import click
+
 from modelstate import errors
 from modelstate import problems as causes
 from modelstate.problems import SUGGEST, Problem, grouped
@@ -26,9 +28,12 @@ def of_error(error: BaseException, debug: bool = False) -> list[str]:
     if isinstance(error, errors.PlanError):
         return of_problems(error.problems)
     if isinstance(error, errors.ForbiddenGlobalError) and error.allow:
-        return [f"{' '.join(option('--allow', name) for name in error.allow)} if you trust them", "--skip-forbidden"]
+        allowing = " ".join(option("--allow", name) for name in error.allow)
+        return [f"{allowing} if you trust them", _skipping_forbidden()]
     if isinstance(error, errors.ForbiddenGlobalError) and "skip_forbidden" in error.remedy:
-        return ["--skip-forbidden"]
+        return [_skipping_forbidden()]
+    if isinstance(error, errors.SourceNotFoundError) and "modelstate store ls" in error.remedy:
+        return ["modelstate store restore DIR PATH writes one object of it as a file; give the path of this file"]
     if isinstance(error, errors.AmbiguousCheckpointError) and error.candidates and "key=" in error.remedy:
         return [option("--key", next((key for key, _ in error.candidates if key), "KEY"))]
     if isinstance(error, errors.KeyNotFoundError) and "iterate" in error.remedy:
@@ -41,7 +46,7 @@ def of_error(error: BaseException, debug: bool = False) -> list[str]:
         return ["--skip-forbidden, without the --allow of it"]
     if isinstance(error, errors.PlacementError):
         return [_IN_PYTHON]
-    if isinstance(error, errors.MemoryBudgetError):
+    if isinstance(error, errors.MemoryBudgetError) and _has("--max-memory"):
         return ["--max-memory of as many bytes, or leave it out"]
     if isinstance(error, errors.RuleError) and causes.NeedsModel.remedy in str(error):
         return ["--model MODEL: the function that builds the model, as to `modelstate plan`"]
@@ -52,6 +57,19 @@ def of_error(error: BaseException, debug: bool = False) -> list[str]:
     if isinstance(error, errors.ModelCodeError) and not debug:
         return ["--debug shows the traceback of the cause"]
     return []
+
+
+def _skipping_forbidden() -> str:
+    """What leaves out forbidden objects: an option, or another command where the present one does not have it."""
+    if _has("--skip-forbidden"):
+        return "--skip-forbidden"
+    return "modelstate convert SOURCE PATH --skip-forbidden, which writes the tensors alone"
+
+
+def _has(name: str) -> bool:
+    """Whether the command that runs has the option; True outside of a command."""
+    context = click.get_current_context(silent=True)
+    return context is None or any(name in parameter.opts for parameter in context.command.params)
 
 
 def of_problems(problems: Sequence[Problem]) -> list[str]:

@@ -255,10 +255,10 @@ def compare_steps(
 
 @store.command()
 @_directory
-@click.option("--keep-last", metavar="N", type=int, help="Keep the last N.")
-@click.option("--every-steps", metavar="N", type=int, help="Keep the first of each N steps.")
+@click.option("--keep-last", metavar="N", type=click.IntRange(min=1), help="Keep the last N.")
+@click.option("--every-steps", metavar="N", type=click.IntRange(min=1), help="Keep the first of each N steps.")
 @click.option("--every-hours", metavar="H", type=float, help="Keep the first of each H hours.")
-@click.option("--best", metavar="N", type=int, help="Keep the N with the best metric.")
+@click.option("--best", metavar="N", type=click.IntRange(min=1), help="Keep the N with the best metric.")
 @click.option("--metric", metavar="NAME", help="The metric by which --best chooses the step.")
 @click.option("--max", "maximize", is_flag=True, help="The highest metric is the best, not the lowest.")
 @click.option("--dry-run", is_flag=True, help="Print what would be removed, and remove nothing.")
@@ -283,6 +283,8 @@ def prune(
     with reported(debug):
         if keep_last is every_steps is every_hours is best is None:
             raise click.BadParameter("say what is kept: --keep-last, --every-steps, --every-hours or --best")
+        if (best is None) is not (metric is None):
+            raise click.BadParameter("--best and --metric go together, such as --best 3 --metric loss")
         try:
             keep = ms.Keep(
                 last=keep_last,

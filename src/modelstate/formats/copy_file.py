@@ -128,7 +128,7 @@ class StreamedDigests:
         damaged = [storage for storage, value in self._values.items() if value != self._checksums[storage].value]
         if damaged:
             raise ChecksumError(
-                f"{len(damaged)} parts of the file are not what their checksums say; nothing has been copied",
+                f"parts of the file that are not what their checksums say ({len(damaged):,}); nothing has been copied",
                 where=damaged[0].path,
                 found=", ".join(f"bytes {part.start} to {part.start + part.nbytes}" for part in damaged[:4]),
                 remedy="the file is damaged: get it again from where it came; `modelstate verify` names the tensors",

@@ -346,7 +346,7 @@ def _check_names(index_path: str, weight_map: Mapping[str, str], trees: Mapping[
     ]
     if twice:
         raise DamagedFileError(
-            f"{len(twice)} names are in more than one shard",
+            f"names that are in more than one shard ({len(twice):,})",
             where=index_path,
             found=listed(twice, 5),
             remedy="shards of two checkpoints may be mixed here: download or write them again, elsewhere",

@@ -15,7 +15,7 @@ from torch import nn
 
 from modelstate.distributed.shards import LocalShard, runs_of_all
 from modelstate.errors import OptionError
-from modelstate.io.files import read_whole
+from modelstate.io.files import local_path, read_whole
 from modelstate.planning.plan import LoadPlan, Step
 from modelstate.rules.expression import leaves, read_bytes
 from modelstate.spec import StoredTensor, pieces
@@ -342,7 +342,7 @@ def read_parallel(path: str | os.PathLike[str]) -> dict[str, str]:
     """
     expected = 'lines such as "model.layers.*.q_proj" = "colwise"'
     try:
-        patterns = tomllib.loads(read_whole(os.fspath(path), _MOST_FILE_BYTES, "patterns").decode())
+        patterns = tomllib.loads(read_whole(local_path(os.fspath(path)), _MOST_FILE_BYTES, "patterns").decode())
     except (ValueError, RecursionError) as error:  # the latter of brackets within brackets
         raise OptionError(
             "the file of tensor parallelism is not TOML", where=path, expected=expected, found=str(error)

@@ -154,7 +154,7 @@ class LoRA(Combination):
                 deltas.setdefault(delta.name, []).append(delta)
         if problems:
             raise CombineError(
-                f"{len(problems)} tensors of adapters do not fit the base",
+                f"tensors of adapters that do not fit the base ({len(problems):,})",
                 where=base.source,
                 found=listed(problems, most=12, between="; "),
                 remedy="open the base that the adapter was trained for; its names may need the prefix of a wrapper",

@@ -33,6 +33,7 @@ from modelstate.rules.rule import Entries, Entry, Rule, Value, Wanted, as_code, 
 from modelstate.rules.schema import Applied, apply_rules, renaming, way_back
 from modelstate.rules.transformers_mapping import from_transformers, is_transformers_model, notes_of
 from modelstate.spec import Refused, Stored, StoredTensor, StoredTensors
+from modelstate.text_format import count
 from modelstate.torch_compat.modules import named_modules_of
 from modelstate.transaction.slots import HIDDEN, Slots
 
@@ -187,7 +188,7 @@ def match(checkpoint: Checkpoint, asked: Options, view: ModelSchemaView) -> Matc
     slots = view.slots
     part, options = select_part(checkpoint, asked, lambda: {*slots.by_name, *slots.extra, *slots.lazy})
     rest = 0 if part is checkpoint or options.key is not None else len(checkpoint) - len(part)
-    notes = [f"{rest} tensors of other parts of the checkpoint are not loaded"] if rest else []
+    notes = [f"not loaded: {count(rest, 'tensor')} of other parts of the checkpoint"] if rest else []
     applied, names, fits_in_part = Applied(entries_of(part)), slots.by_name.keys(), False
     if options.rules:
         applied = apply_rules(options.rules, applied.entries, part.read, view.before)

@@ -23,7 +23,7 @@ from modelstate.rules.expression import Source
 from modelstate.rules.rule import Rule
 from modelstate.rules.schema import Applied, Schema, check_rules
 from modelstate.spec import StoredTensor, TensorColumns
-from modelstate.text_format import printable, short_repr, size
+from modelstate.text_format import count, printable, short_repr, size
 from modelstate.torch_compat.dtypes import floating_dtype, short
 from modelstate.torch_compat.modules import unwrapped
 from modelstate.transaction.slots import SlotSignatures
@@ -426,7 +426,7 @@ class LoadPlan(LazySteps, Shown):
 
     def __repr__(self) -> str:
         """A summary in one line."""
-        problems = f"{len(self.problems)} problems" if self.problems else "ok"
+        problems = count(len(self.problems), "problem") if self.problems else "ok"
         filled = f"{self.source} into {self.target}: {len(self.steps)} of {self.slots} slots filled"
         return f"<{type(self).__name__}: {filled}, {size(self.bytes)} to read, {problems}>"
 
@@ -443,7 +443,7 @@ class LoadPlan(LazySteps, Shown):
 
     def _page(self) -> Page:
         facts = (
-            ("Result", "can be loaded" if self.ok else f"{len(self.problems):,} problems"),
+            ("Result", "can be loaded" if self.ok else count(len(self.problems), "problem")),
             ("Slots", f"{len(self.steps):,} of {self.slots:,} filled"),
             ("To read", size(self.bytes)),
             ("Memory beyond the final tensors", size(self.peak_memory_bytes)),
@@ -505,11 +505,11 @@ def placements(steps: tuple[Step, ...]) -> list[str]:
         if step.route not in (None, ReadRoute.IN_MEMORY):
             read[step.route] += step.nbytes
     lines = [
-        f"{placement}: {count} tensors, {size(sizes[placement, why])}: {why}"
+        f"{placement}: {count(number, 'tensor')}, {size(sizes[placement, why])}: {why}"
         if placement != "call"
-        else f"{placement}: {count} extra states: {why}"
-        for (placement, why), count in ways.most_common()
+        else f"{placement}: {count(number, 'extra state')}: {why}"
+        for (placement, why), number in ways.most_common()
     ]
     if read:
         lines.append("bytes: " + ", ".join(f"{size(nbytes)} {route}" for route, nbytes in read.most_common()))
-    return lines + [f"cast: {count} tensors from {cast}" for cast, count in casts.most_common()]
+    return lines + [f"cast: {count(number, 'tensor')} from {cast}" for cast, number in casts.most_common()]
