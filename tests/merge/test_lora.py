@@ -264,7 +264,7 @@ def test_an_adapter_that_does_not_fit(tensors: dict[str, torch.Tensor], said: st
 
 
 def test_every_misfit_in_one_error() -> None:
-    with pytest.raises(CombineError, match="3 tensors"):
+    with pytest.raises(CombineError, match=r"the base \(3\)"):
         ms.open([BASE, matrices("x") | matrices("y"), matrices("lin", out=5)], combine=ms.merge.LoRA(alpha=1))
 
 
@@ -316,7 +316,7 @@ def test_the_wrong_base_is_told_soon(monkeypatch: pytest.MonkeyPatch) -> None:
     searches = list[str]()
     monkeypatch.setattr(lora, "get_close_matches", lambda name, *_, **__: searches.append(name) or [])
     adapters = [tensor for index in range(50) for tensor in matrices(f"layers.{index}").items()]
-    with pytest.raises(CombineError, match="50 tensors"):
+    with pytest.raises(CombineError, match=r"the base \(50\)"):
         ms.open([BASE, dict(adapters)], combine=ms.merge.LoRA(alpha=1))
     assert 0 < len(searches) < 10
 
