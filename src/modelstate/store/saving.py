@@ -33,7 +33,8 @@ from modelstate.objects.parts import Kind
 from modelstate.objects.per_rank import gathered
 from modelstate.process import stopped_by, unstoppable
 from modelstate.spec import contiguous_stride
-from modelstate.store.directory import StepEntry, StepIndex, WriteAccess
+from modelstate.store.access import WriteAccess
+from modelstate.store.directory import StepEntry, StepIndex
 from modelstate.store.medium import NewFiles, name_of
 from modelstate.store.record import MAX_RECORD_BYTES, FileRecord, ObjectEntry, Record
 from modelstate.store.retention import Keep

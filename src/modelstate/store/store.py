@@ -35,7 +35,8 @@ from modelstate.objects.restore import Restored, RulesOf, restore_objects
 from modelstate.remote.cache import Cache, check_cache
 from modelstate.remote.location import is_remote, locate
 from modelstate.remote.upload import check_writable
-from modelstate.store.directory import Step, StepEntry, StepIndex, WriteAccess, not_shared, store_file_problem
+from modelstate.store.access import WriteAccess
+from modelstate.store.directory import Step, StepEntry, StepIndex, not_shared, store_file_problem
 from modelstate.store.medium import STORE_FILE, unfinished_name
 from modelstate.store.record import RECORD_FILE, Record, next_logical_time, note_restored
 from modelstate.store.retention import CheckpointInfo, Keep, as_keep, infos_page, metric_value
