@@ -368,6 +368,16 @@ def test_options_of_another_optimizer() -> None:
     assert "build the optimizer that was saved: torch.optim.SGD" in caught.value.remedy
 
 
+def test_the_option_of_a_scheduler_of_averages(tmp_path: Path) -> None:
+    model = Separate()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    torch.optim.swa_utils.SWALR(optimizer, swa_lr=0.02)
+    ms.save({"model": model, "optimizer": optimizer}, tmp_path / "run.safetensors")
+    fresh = torch.optim.SGD(model.parameters(), lr=0.1)
+    ms.restore({"model": model, "optimizer": fresh}, tmp_path / "run.safetensors")
+    assert fresh.param_groups[0]["swa_lr"] == 0.02
+
+
 class Counting(torch.optim.Optimizer):
     """Keeps the number of steps, and a sum, among the options of a group, as Prodigy and the optimizers of apex do."""
 

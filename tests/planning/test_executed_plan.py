@@ -257,6 +257,15 @@ def test_a_view_with_other_bytes_than_its_values_is_refused(
     assert not values.any()
 
 
+def test_a_model_whose_memory_was_freed_is_refused(tmp_path: Path) -> None:
+    model, other = nn.Linear(2, 2), nn.Linear(2, 2)
+    ms.save(model, tmp_path / "model.safetensors")
+    plan = ms.plan(model, tmp_path / "model.safetensors")
+    other.weight.untyped_storage().resize_(0)
+    with pytest.raises(errors.StalePlanError, match="without its memory"):
+        ms.load(other, plan)
+
+
 @MODELS
 def test_values_gradients_and_requires_grad_may_change(cls: type[Tied]) -> None:
     model = cls()
