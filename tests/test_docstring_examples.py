@@ -36,6 +36,10 @@ live = ms.Live(model)
 ms.save(model, "step-2000.safetensors")
 torch.save(model.state_dict(), "checkpoint.pt")
 """
+WRITER = f"""
+model.__class__ = type("Writer", (nn.Linear,), {{"generate": lambda self, x: self(x)}})
+{LIVE}prompt = x
+"""
 STORE = """
 store = ms.Store("checkpoints")
 objects = {"model": model, "optimizer": optimizer}
@@ -106,8 +110,8 @@ SETUPS = {
     "RNG.load_state_dict": "state = ms.RNG().state_dict()\n",
     "Live": LIVE,
     "Live.history": f"{LIVE}live.swap('step-2000.safetensors')\n",
-    "Live.method": f"{LIVE}model.__class__.generate = lambda self, x: self(x)\nprompt = x\n",
-    "Live.pin": f"{LIVE}model.__class__.generate = lambda self, x: self(x)\nprompt = x\n",
+    "Live.method": WRITER,
+    "Live.pin": WRITER,
     "Canary": LIVE,
     "Store": STORE,
     "Store.diff": TWO_STEPS,

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch import nn
@@ -78,7 +78,11 @@ plain = st.recursive(
 @given(plain, st.dictionaries(st.text(min_size=1, max_size=3), plain, max_size=3))
 def test_values_come_back_as_they_were(tmp_path_factory: Any, value: Any, values: dict[str, Any]) -> None:
     store = ms.Store(tmp_path_factory.mktemp("store"))
-    store.save(0, {"value": value, "held": Held(**values)})
+    try:
+        store.save(0, {"value": value, "held": Held(**values)})
+    except errors.UnsavableError as error:
+        assume("two values have this name" not in str(error))  # of the keys 0 and "0", say
+        raise
     held = Held()
     restored = store.restore({"value": None, "held": held})
     assert restored["value"] == value
