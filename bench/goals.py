@@ -528,7 +528,7 @@ ROWS: dict[str, tuple[str, str, Callable[[Found], Reached]]] = {
         "at most 20 µs more for a module; nothing more than `ExportedProgram.module()`",
         request,
     ),
-    "frozen": ("a checkpoint of which 90% has not changed", "at least 5x as fast as a full one", frozen),
+    "frozen": ("a checkpoint with 90% of its bytes unchanged", "at least 5x as fast as a full one", frozen),
 }
 
 

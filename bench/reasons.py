@@ -5,8 +5,8 @@ from collections.abc import Callable
 from bench import limits, live, saving
 
 Fastest = Callable[..., str]
-"""Returns a time in words. Its arguments are the key of a table, the name of a row (or how the names of several rows
-begin, of which the fastest counts), and a stage."""
+"""Returns a time in words. Its arguments are the key of a table, the name of a row, and a stage. In place of a name,
+the beginning of several names selects the fastest of their rows."""
 
 
 def _mapped(fastest: Fastest) -> str:

@@ -1,4 +1,4 @@
-"""A tensor that is None for the first epochs, in a training run that is killed and resumed.
+"""A training run that is killed and resumed, with a tensor that gets its value only after some epochs.
 
 At first, a classifier learns from its features alone. At epoch 12 it chooses prototypes among the features, and from
 then on it also learns from the distances to them. The prototypes are chosen once: the weights that are learned after

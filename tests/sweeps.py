@@ -1,5 +1,6 @@
 """Sweeps over the places where something can fail visit a sample of them, and with MODELSTATE_EXHAUSTIVE=1 all."""
 
+import dis
 import os
 import random
 import sys
@@ -51,7 +52,7 @@ class Instructions:
 
 @contextmanager
 def at_instruction(
-    number: int, is_counted: Callable[[CodeType], bool], act: Callable[[], object]
+    number: int, is_counted: Callable[[CodeType], bool], act: Callable[[], object], *, as_signal: bool = False
 ) -> Iterator[Instructions]:
     """Calls `act` within the block, before the instruction of this number; 0 only counts. `sys.settrace` does it.
 
@@ -59,13 +60,18 @@ def at_instruction(
         number: From 1 on, in the order in which the instructions run in this thread.
         is_counted: Whether the instructions of a function count.
         act: May raise, such as `KeyboardInterrupt`.
+        as_signal: Only instructions count before which Python calls the handlers of signals: after calls, and where
+            functions and loops begin.
     """
-    found = Instructions()
+    found, previous = Instructions(), ""
 
     def step(frame: FrameType, event: str, _: object) -> Any:
+        nonlocal previous
         if event == "opcode":
-            found.count += 1
-            if found.count == number:
+            is_place = not as_signal or previous.startswith(("CALL", "RESUME", "JUMP_BACKWARD"))
+            previous = dis.opname[frame.f_code.co_code[frame.f_lasti]]
+            found.count += is_place
+            if is_place and found.count == number:
                 act()
         return step
 

@@ -5,16 +5,14 @@ is what another thread, a signal or a finalizer can do, and does not depend on c
 """
 
 import atexit
-import dis
 import gc
 import itertools
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from itertools import takewhile
 from pathlib import Path
-from types import CodeType, FrameType
+from types import CodeType
 from typing import Any
 
 import pytest
@@ -39,6 +37,7 @@ from modelstate.spec import ByteRange, LazyMapping
 from modelstate.store.directory import StepIndex
 from modelstate.torch_compat import modules
 from tests.io.test_forks import in_child
+from tests.sweeps import at_instruction
 
 SOON = 60.0
 
@@ -61,31 +60,9 @@ def before_each_instruction(
 
     def round_of(at: int) -> bool:
         """Whether there is an instruction of this number."""
-        count, previous = 0, ""
-
-        def step(frame: FrameType, event: str, _: object) -> Any:
-            nonlocal count, previous
-            if event == "opcode":
-                is_place = not as_signal or previous.startswith(("CALL", "RESUME", "JUMP_BACKWARD"))
-                previous = dis.opname[frame.f_code.co_code[frame.f_lasti]]
-                count += is_place
-                if is_place and count == at:
-                    between()
-            return step
-
-        def enter(frame: FrameType, event: str, _: object) -> Any:
-            if frame.f_code not in codes:
-                return None
-            frame.f_trace_opcodes, frame.f_trace_lines = True, False
-            return step
-
-        before = sys.gettrace()
-        sys.settrace(enter)
-        try:
+        with at_instruction(at, codes.__contains__, between, as_signal=as_signal) as found:
             call()
-        finally:
-            sys.settrace(before)
-        return count >= at
+        return found.count >= at
 
     round_of(0)  # from Python 3.12 on, the first function of a process that is traced so has no such events
     assert sum(1 for _ in takewhile(round_of, itertools.count(1))) > 3

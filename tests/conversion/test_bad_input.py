@@ -197,7 +197,7 @@ ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
     "a device of no kind": ({"device": object()}, "object"),
     "a device as text, as a dtype": ({"dtype": "cuda:0"}, "to do: ms.convert(model, device='cuda:0')"),
     "nothing": ({}, "nothing to convert to"),
-    "a function that is none": ({"transform": "double"}, "double"),
+    "a text instead of a function": ({"transform": "double"}, "double"),
     "empty and a function": ({"transform": torch.zeros_like, "empty": True}, "transform="),
     "an optimizer that is none": ({"dtype": torch.float64, "optimizers": [nn.Linear(1, 1)]}, "Linear"),
     "a lone optimizer that is none": ({"dtype": torch.float64, "optimizers": 3}, "int"),

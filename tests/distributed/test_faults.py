@@ -230,7 +230,7 @@ def _interrupted_at_the_commit(folder: Path) -> tuple[str, bool]:
     """The error of a rank with Ctrl-C behind the vote that decides, and whether the rank has loaded."""
     path = folder / "whole" / "model.safetensors"
     net = models.sharded("fsdp")
-    fault = _before_call(loading, "_commit", 1, lambda: signal.raise_signal(signal.SIGINT))
+    fault = _before_call(loading, "commit_values", 1, lambda: signal.raise_signal(signal.SIGINT))
     error = ""
     try:
         with fault if dist.get_rank() == FAULTY else nullcontext():
@@ -321,9 +321,7 @@ def _fail_in_place(folder: Path) -> Result:
     def fail() -> None:
         raise OSError(errno.EIO, "bad sector")
 
-    return _attempt(
-        lambda net: ms.load(net, path, in_place=True), lambda: _before_call(loading, "_read_in_place", 1, fail)
-    )
+    return _attempt(lambda net: ms.load(net, path, in_place=True), lambda: _before_call(loading, "overwrite", 1, fail))
 
 
 @pytest.mark.slow

@@ -73,7 +73,7 @@ def in_random_layouts(chance: random.Random, wholes: Mapping[str, torch.Tensor])
 
 
 def differing(net: nn.Module, wholes: Mapping[str, torch.Tensor]) -> list[str]:
-    """The names of the tensors of which this rank holds something else than its part."""
+    """The names of the tensors whose local part on this rank is wrong."""
     wrong = []
     for name, tensor in net.named_buffers():
         expected, found = wholes[name], models.local(tensor)

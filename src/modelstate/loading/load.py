@@ -3,8 +3,8 @@
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Mapping, Set
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, overload
@@ -23,8 +23,7 @@ from modelstate.checkpoint.open import (
 )
 from modelstate.checkpoint.open import open as open_checkpoint
 from modelstate.distributed.agreement import NOTHING_CHANGED, TIMEOUT_SECONDS, Agreement, agreement_of
-from modelstate.errors import MemoryBudgetError, ModelStateError, OptionError, PlacementError, ReadFailedError
-from modelstate.io.held import HeldFiles, held_files, why_not_held
+from modelstate.errors import OptionError
 from modelstate.io.memory import fresh_tensors
 from modelstate.io.prefetch import LEAST_BYTES, look_ahead
 from modelstate.loading.background import LOAD_AGAIN, LoadHandle, StagedLoad
@@ -39,17 +38,23 @@ from modelstate.loading.collective import (
     rank_reports,
     shared_generator,
 )
+from modelstate.loading.commit import (
+    commit_values,
+    held_for_commit,
+    leased,
+    overwrite,
+    place_fallible,
+    stage_unleased,
+)
 from modelstate.loading.place import Place
 from modelstate.loading.replicas import broadcast, connect, notes_on_shared, shared_reads, to_read_here
 from modelstate.loading.report import LoadReport
 from modelstate.loading.stage import (
-    Progress,
     bring_in,
     leased_reads,
     limit_memory,
     prefault_async,
     prefetch_range,
-    read_in_place,
     stage,
 )
 from modelstate.loading.staging import Inspect, Staging
@@ -63,12 +68,11 @@ from modelstate.process import deferred_signals, gc_paused, progress_bar
 from modelstate.remote.cache import Cache
 from modelstate.rules.rule import Rule
 from modelstate.rules.schema import Schema
-from modelstate.torch_compat.plain import is_dense, is_plain
+from modelstate.torch_compat.plain import is_plain
 from modelstate.torch_compat.sharding import refresh_shards, reshard
 from modelstate.transaction.optimizers import check_optimizers, following_state, placed
 from modelstate.transaction.references import lost_references
 from modelstate.transaction.slots import slots_of
-from modelstate.transaction.swap_tensors import give_memory_to_all
 from modelstate.transaction.transaction import Transaction, exclusive
 
 if TYPE_CHECKING:
@@ -503,7 +507,7 @@ def _execute(
         effect = "values that are read in place are overwritten" if staging.options.in_place else NOTHING_CHANGED
         with phase(LAST_CHECKS, decides=True, effect=effect):
             new_state = following_state(optimizers, _final_values(planned), before) if optimizers else []
-            _place_fallible(transaction, staging.options, planned)
+            place_fallible(transaction, staging.options, planned)
             if any(assignment.sharded is not None for assignment in assignments):
                 transaction.register_undo(refresh_shards(preparation.slots.modules.values()))
             is_mapped = any(item.placement.mapped for item in planned)
@@ -514,17 +518,17 @@ def _execute(
                 for maps in {preparation.incoming.maps, *(table.maps for table in preparation.tables if table.maps)}:
                     maps.check_unchanged()
             if staging.options.in_place:
-                _read_in_place(staging, planned, advance)
+                overwrite(staging, planned, advance)
             if then is not None:
                 then(preparation.initialised)
-            waiting = _leased(planned)
-            files = held.enter_context(_held_for_commit(staging, waiting, planned, advance)) if waiting else None
+            waiting = leased(planned)
+            files = held.enter_context(held_for_commit(staging, waiting, planned, advance)) if waiting else None
             read = None if files is None else leased_reads(staging, waiting, files)
             if agreement is not None:  # a rank that is interrupted behind the vote would not commit, and others would
                 held.enter_context(deferred_signals())
         with phase(COMMIT, effect="all other ranks have loaded"):
             last = [partial(state.__setitem__, *item) for state, *item in new_state]
-            _commit(transaction, waiting, planned, files, read, last)
+            commit_values(transaction, waiting, planned, files, read, last)
         ranks, reread_bytes = ((), 0) if agreement is None else rank_reports(preparation, staging, agreement)
     if is_mapped and load_options.prefault is None and staged is None:
         notes += prefault_async(staging, planned)
@@ -601,7 +605,7 @@ def prepare(
         agreement = None if load_options is None else load_options.agreement
         staging.shared = shared_reads(preparation.assignments, agreement or agreement_of(transaction.root))
         preparation.notes += notes_on_shared(staging.shared)
-    _stage_unleased(matched.part, preparation.planned, in_use)
+    stage_unleased(matched.part, preparation.planned, in_use)
     return preparation, staging
 
 
@@ -632,190 +636,3 @@ def _final_values(planned: Iterable[Planned]) -> dict[torch.Tensor, torch.Tensor
         elif item.final is not None and is_plain(item.final):
             finals[item.slot_tensor] = item.final
     return finals
-
-
-def _read_in_place(staging: Staging, planned: Iterable[Planned], advance: Callable[[int], None]) -> None:
-    try:
-        read_in_place(staging, planned, advance)
-    except ReadFailedError as error:
-        raise ReadFailedError(
-            "reading failed while the model was read in place: its values are partly overwritten",
-            where=error.where,
-            found=error,
-            remedy="load again, or load without in_place=True, which keeps the old values until all is read",
-        ) from error
-    except MemoryBudgetError as error:
-        raise MemoryBudgetError(
-            "memory was lacking while the model was read in place: its values may be partly overwritten",
-            expected=error.expected,
-            found=error.found,
-            remedy="free some memory, and load again",
-        ) from error
-    except Exception as error:  # of torch: what was read could not be cast or copied
-        raise PlacementError(
-            "values could not be put in their places while the model was read in place: its values are partly "
-            "overwritten",
-            found=f"{type(error).__name__}: {error}",
-            remedy="load again without in_place=True, which keeps the old values until all is read and cast",
-        ) from error
-
-
-# The end of a load: values get into their slots.
-
-
-_LEAST_LEASED_BYTES = 1 << 20
-"""Fewer bytes are staged: it takes no longer than to hold their files."""
-
-
-def _place_fallible(transaction: Transaction, options: Options, planned: Iterable[Planned]) -> None:
-    """Gives memory to slots on meta, and places values that may run code of a tensor subclass: all can be undone."""
-    for item in planned:
-        if isinstance(item, PlainTable) and item.final is not None and item.placement.name == "swap":
-            try:
-                give_memory_to_all(item.params, item.final, transaction.register_undo)
-            except Exception as error:
-                rows = zip(item.slots, item.final, strict=True)
-                slot, value = next((slot, value) for slot, value in rows if not value.is_meta)
-                raise _placement_error(slot.name, slot.tensor, value, error) from error
-    # What planning has checked holds as long as no code of a user has run.
-    is_as_planned = not (transaction.armed or options.transform or options.rules)
-    for write in transaction.writes:
-        if not isinstance(write, Place) or write.done or write.assignment.placement.direct:
-            continue
-        if write.target.is_meta or not ((is_as_planned and write.assignment.is_checked_copy) or write.cannot_fail):
-            try:
-                write.run(transaction)
-            except ModelStateError:
-                raise
-            except Exception as error:
-                raise _placement_error(write.assignment.name, write.target, write.value, error) from error
-            write.done = True
-
-
-def _placement_error(name: str, target: torch.Tensor, value: torch.Tensor, error: Exception) -> PlacementError:
-    return PlacementError(
-        "a value cannot be put in its place; nothing has been changed",
-        where=name,
-        expected=f"{type(target).__name__}, {target.dtype}",
-        found=f"{type(value).__name__}, {value.dtype}: {error}",
-        remedy=_placement_remedy(target),
-    )
-
-
-def _placement_remedy(target: torch.Tensor) -> str:
-    if target.is_inference():
-        return "load under torch.inference_mode(), as the model was built, or build the model outside of it"
-    if target.layout is torch.strided and is_plain(target) and not is_dense(target):
-        return "if its elements share memory (expand), give each its own: tensor.data = tensor.data.clone()"
-    return "give the tensor subclass a module_load handler, or convert the value with transform="
-
-
-def _leased(planned: Iterable[Planned]) -> list[Planned]:
-    """Returns what is read at the commit, from files that are held."""
-    return [item for item in planned if item.placement.leased and item.final is None]
-
-
-def _stage_unleased(checkpoint: Checkpoint, planned: Iterable[Planned], in_use: str) -> None:
-    """Has values staged that are planned to be read at the commit, where it is known that their files cannot be held.
-
-    `in_use` is another reason to stage them; empty without one.
-    """
-    waiting = _leased(planned)
-    if sum(item.nbytes for item in waiting) < _LEAST_LEASED_BYTES:
-        reason = "they are small"
-    else:
-        extents = [extent for item in waiting for extent in item.extents]
-        reason = why_not_held(extents, checkpoint.fingerprints) or in_use
-    for item in waiting if reason else ():
-        item.stage_instead(reason)
-
-
-@contextmanager
-def _held_for_commit(
-    staging: Staging, waiting: Sequence[Planned], planned: Sequence[Planned], advance: Progress
-) -> Iterator[HeldFiles | None]:
-    """Holds the files that are read at the commit. Where they cannot be held, their values are staged now.
-
-    Args:
-        staging: How the values are read.
-        waiting: What is read at the commit.
-        planned: Everything that the load reads.
-        advance: Called with numbers of bytes that are done.
-
-    Yields:
-        The files; None where they cannot be held.
-
-    Raises:
-        ReadFailedError: A file cannot be read, or has changed.
-        MemoryBudgetError: The values have to be staged, and need too much memory.
-    """
-    # Progress may be shown in a way that fails, so it comes before the commit.
-    extents = [extent for item in waiting for extent in item.extents]
-    with held_files(extents, staging.checkpoint.fingerprints, lambda _: advance(0), staging.look) as files:
-        if not files.refusal:
-            advance(sum(item.nbytes for item in waiting))
-            yield files
-            return
-    for item in waiting:
-        item.stage_instead(files.refusal)
-    if staging.max_memory_bytes is not None:
-        limit_memory(staging, planned, staging.max_memory_bytes)
-    stage(staging, planned, advance)
-    yield None
-
-
-def _commit(
-    transaction: Transaction,
-    waiting: Sequence[Planned],
-    planned: Sequence[Planned],
-    files: HeldFiles | None,
-    read: Callable[[], list[Exception]] | None,
-    last: Sequence[Callable[[], None]],
-) -> None:
-    """Commits, and reads what is read at the commit.
-
-    Args:
-        transaction: The transaction of the load.
-        waiting: What is read at the commit, if files are held.
-        planned: Everything that the load reads.
-        files: The files that `_held_for_commit` holds.
-        read: Reads from the files, and returns the errors.
-        last: Called at the end of the commit; they must not raise.
-
-    Raises:
-        ReadFailedError: After the commit, where a read failed that should not have: with the names of the tensors.
-        PlacementError: The same for what was read, and could not be cast or copied.
-    """
-    errors = list[Exception]()
-    tables = (item for item in planned if isinstance(item, PlainTable) and item.placement.staged)
-    staged = [(table.params, table.final) for table in tables if table.final is not None]
-
-    @torch.no_grad()
-    def first() -> None:
-        if read is not None:
-            errors.extend(read())
-        for params, values in staged:
-            for param, value in zip(params, values, strict=True):
-                param.copy_(value)
-
-    transaction.commit(*last, first=first if read is not None or staged else None)
-    if errors and files is not None:
-        names = [name for item in waiting for name in item.names_in(files.failed)]
-        names = names or [name for item in waiting for name in item.names_in(item.extents)]
-        more = f" and {len(names) - 8} more" if len(names) > 8 else ""
-        error_of_torch = next((error for error in errors if not isinstance(error, OSError)), None)
-        if error_of_torch is not None:
-            raise PlacementError(
-                "values that had been read could not be put in their places: these tensors may be old or damaged, and "
-                "all others are loaded",
-                where=", ".join(names[:8]) + more,
-                found=f"{type(error_of_torch).__name__}: {error_of_torch}",
-                remedy="load again with in_place=False, which keeps the old values until all is read and cast",
-            ) from error_of_torch
-        raise ReadFailedError(
-            "bytes that had just been read could not be read again: the values of these tensors are old or damaged, "
-            "and all other tensors are loaded",
-            where=", ".join(names[:8]) + more,
-            found=errors[0],
-            remedy="load again from a file that can be read; in_place=False keeps the old values until all is read",
-        ) from errors[0]
