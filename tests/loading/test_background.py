@@ -92,6 +92,7 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor:
 
 def test_what_was_brought_in_is_what_is_put_in_place(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is read again in `result`, but for what costs nothing."""
+    from modelstate.loading import commit as commit_module
     from modelstate.loading import load as load_module
 
     module, again = made("materialised"), []
@@ -103,7 +104,8 @@ def test_what_was_brought_in_is_what_is_put_in_place(path: Path, monkeypatch: py
         again.extend(assignment.name for assignment in assignments if assignment.final is None)
         real(staging, assignments, progress)
 
-    monkeypatch.setattr(load_module, "stage", spied)
+    for user in (load_module, commit_module):
+        monkeypatch.setattr(user, "stage", spied)
     assert len(handle.result().steps) == 7
     assert again == []
 
