@@ -10,6 +10,7 @@ import os
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from enum import Enum
@@ -174,7 +175,10 @@ class BackgroundTask(Generic[_Result]):
         if self.error is not None:
             self._is_reported = True
             _tasks.discard(self)
-            raise self.error
+            try:
+                raise self.error
+            finally:
+                del self  # the traceback refers to this frame: the error would refer to itself
         if not self._results:
             is_own = self._pid == os.getpid()
             raise self.cancelled_error(
@@ -245,6 +249,7 @@ class BackgroundTask(Generic[_Result]):
             pass
         except BaseException as error:
             self.error = error
+            _clear_frames(error)
         finally:
             self._work = None  # releases what the function refers to
             if self.error is not None or self.is_cancelled:
@@ -257,6 +262,7 @@ class BackgroundTask(Generic[_Result]):
             if self.is_cancelled:
                 self._discard()  # `cancel` may have come after the first test
             self._running_thread = None
+            del self  # the traceback of the error refers to this frame
 
     def _report(self) -> None:
         """Prints that the task has failed, or has not ended, unless its error was raised."""
@@ -265,6 +271,22 @@ class BackgroundTask(Generic[_Result]):
             reason = self.error or "the program ended before that"
             print(f"modelstate: {self._failure}: {reason}", file=sys.stderr, flush=True)
         _tasks.discard(self)
+
+
+def _clear_frames(error: BaseException) -> None:
+    """Clears the local variables in the tracebacks of an error and of its causes; their lines stay.
+
+    A task keeps its error. The variables would keep alive what the function has worked with: the memory that it has
+    filled, and the lock of a store.
+    """
+    waiting: list[BaseException | None] = [error]
+    cleared: set[int] = set()
+    while waiting:
+        cause = waiting.pop()
+        if cause is not None and id(cause) not in cleared:
+            cleared.add(id(cause))
+            traceback.clear_frames(cause.__traceback__)
+            waiting += (cause.__cause__, cause.__context__)
 
 
 _tasks: "set[BackgroundTask[Any]]" = set()

@@ -6,8 +6,10 @@ import os
 import signal
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -533,6 +535,47 @@ def test_a_store_that_is_forgotten_finishes(tmp_path: Path) -> None:
     del pending
     gc.collect()
     ms.Store(tmp_path).save(2, training.objects)  # it has given the lock back
+
+
+@pytest.mark.parametrize("call", ["mkdir", "pwritev"])  # in the thread of the save, and in the threads that it starts
+@pytest.mark.parametrize("raised_by", ["nothing", "wait", "result", "save"])
+def test_a_store_that_is_dropped_after_an_error_unlocks_without_a_collection(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, raised_by: str
+) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(errno.EIO, "the disk is gone")
+
+    store = ms.Store(tmp_path)
+    store.check({})
+    gc.disable()
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(system, call, fail)
+            pending = store.save(1, {"state": torch.ones(1 << 20)}, background=True)
+            assert pending is not None
+            pending.wait()
+        calls = {
+            "nothing": lambda: None,
+            "wait": store.wait,
+            "result": pending.result,
+            "save": partial(store.save, 2, {}),
+        }
+        try:
+            calls[raised_by]()
+        except errors.WriteFailedError as error:
+            lines = [frame.name for frame in traceback.extract_tb(error.__traceback__)]
+            causes = [frame.name for frame in traceback.extract_tb(error.__cause__.__traceback__)]
+            assert {"result", "_run", "save", "_write"} <= set(lines)
+            assert causes[-1] == "fail"
+        else:
+            assert raised_by == "nothing"
+        del store, pending, calls
+        for thread in threading.enumerate():
+            if thread.name == "modelstate-save":
+                thread.join()  # the save has ended, and its thread may not have yet
+        ms.Store(tmp_path).save(3, {"value": 1})
+    finally:
+        gc.enable()
 
 
 def test_a_commit_is_not_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -354,6 +354,7 @@ class Store(Shown):
         finally:
             if pending.done and self._pending is pending:
                 self._pending = None
+            del pending  # it has the error, whose traceback refers to this frame
 
     # Restoring.
 
