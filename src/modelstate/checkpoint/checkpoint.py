@@ -337,12 +337,6 @@ class Checkpoint(Mapping[str, TensorSpec], Shown):
         read_ranges(requests, fingerprints=self.fingerprints)
         return known
 
-    def _encoded(self) -> Iterator[tuple[str, Encoded]]:
-        """The values that are decoded when they are accessed, with the paths that they are at or below."""
-        for values in (self.flat.values, self.contents.metadata):
-            for path, value in values.items():
-                yield from ((path, leaf) for _, leaf in leaves(value) if isinstance(leaf, Encoded))
-
     @property
     def containers(self) -> tuple[str, ...]:
         """The paths of the dicts that contain tensors, which `key=` accepts; the empty path is the whole state."""
@@ -533,10 +527,11 @@ class Checkpoint(Mapping[str, TensorSpec], Shown):
         for name, storage in self._storages():
             if storage.nbytes:
                 names_of.setdefault(storage, []).append(name)
-        for place, value in self._encoded():
-            for stored in referred_to(value):
-                if stored.storage.nbytes:
-                    names_of.setdefault(stored.storage, []).append(place)
+        for place, value in (*self.flat.values.items(), *self.contents.metadata.items()):
+            for leaf in (leaf for _, leaf in leaves(value) if isinstance(leaf, Encoded)):
+                for stored in referred_to(leaf):
+                    if stored.storage.nbytes:
+                        names_of.setdefault(stored.storage, []).append(place)
         checksums = self.checksums
         if not self.key:
             for storage in checksums:

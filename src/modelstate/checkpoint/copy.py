@@ -104,8 +104,7 @@ def copy(
     checkpoint = open_checkpoint(source, allow=allow)
     fingerprints = checkpoint.fingerprints
     names = _names(checkpoint.files)
-    targets = _targets(names, os.fspath(path))
-    _check_targets(targets, overwrite)
+    targets = _targets(names, os.fspath(path), overwrite)
     digests = {path: StreamedDigests(path, checkpoint.checksums) for path in checkpoint.files}
     written: list[str] = []
     is_last = False
@@ -154,15 +153,13 @@ def _names(files: Sequence[str]) -> list[str]:
     return [path[len(directory) + 1 :] for path in files]
 
 
-def _targets(names: Sequence[str], given: str) -> list[str]:
+def _targets(names: Sequence[str], given: str, overwrite: bool) -> list[str]:
+    """The paths of the copies. Raises where something is there that is not replaced, or not replaceable as a whole."""
+    has_index = len(names) > 1
     is_there = not locate(given).key if is_remote(given) else os.path.isdir(given)
-    is_directory = len(names) > 1 or given.endswith("/") or is_there
-    return [target_path(f"{given.rstrip('/')}/{name}") for name in names] if is_directory else [target_path(given)]
-
-
-def _check_targets(targets: Sequence[str], overwrite: bool) -> None:
-    """Raises where something is there that is not replaced, or that cannot be replaced as a whole."""
-    first, has_index = targets[0], len(targets) > 1
+    is_directory = has_index or given.endswith("/") or is_there
+    targets = [target_path(f"{given.rstrip('/')}/{name}") for name in names] if is_directory else [target_path(given)]
+    first = targets[0]
     replaced = [path for path in targets if _is_there(path)]
     # Of a file and an index of the same name, readers prefer the file.
     other = first.removesuffix(INDEX_SUFFIX) if has_index else f"{first}{INDEX_SUFFIX}"
@@ -182,6 +179,7 @@ def _check_targets(targets: Sequence[str], overwrite: bool) -> None:
         )
     if has_index and replaced:
         _check_other_indexes(first, replaced)
+    return targets
 
 
 def _check_other_indexes(target: str, replaced: Sequence[str]) -> None:

@@ -6,7 +6,7 @@ import inspect
 import os
 import stat
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial, wraps
 from types import MappingProxyType
@@ -77,7 +77,12 @@ def checked_call(
 
     def decorate(function: Callable[_P, _R]) -> Callable[_P, _R]:
         signature = inspect.signature(function)
-        flags = {name: kind != "bool" for name, kind in _annotations(signature) if kind in ("bool", "bool | None")}
+        flags = {}
+        for name, parameter in signature.parameters.items():
+            kind = parameter.annotation
+            kind = kind if isinstance(kind, str) else inspect.formatannotation(kind)
+            if kind in ("bool", "bool | None"):
+                flags[name] = kind != "bool"
 
         @wraps(function)
         def checked(*args: _P.args, **kwargs: _P.kwargs) -> _R:
@@ -119,13 +124,6 @@ def checked_call(
         return checked
 
     return decorate
-
-
-def _annotations(signature: inspect.Signature) -> Iterator[tuple[str, str]]:
-    """Yields the names of parameters with the source text of their annotations."""
-    for parameter in signature.parameters.values():
-        kind = parameter.annotation
-        yield parameter.name, kind if isinstance(kind, str) else inspect.formatannotation(kind)
 
 
 def _argument_text(name: str, value: object) -> str:

@@ -352,7 +352,7 @@ def restore(
         index = _index(directory)
         make_parents(path)
         while True:
-            save = index.whole_save(step, _report_skipped, progress=None)
+            save = index.whole_save(step, lambda _, text: click.echo(in_a_line(text), err=True), progress=None)
             if save is None:
                 raise ms.errors.StepNotFoundError(
                     "there is no checkpoint that is whole",
@@ -368,7 +368,3 @@ def restore(
                     raise
                 # The step was deleted while it was read: the next one is tried.
         click.echo(report.to_json() if as_json else f"step {save.place.step}: {report}")
-
-
-def _report_skipped(_: int, sentence: str) -> None:
-    click.echo(in_a_line(sentence), err=True)

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from threading import RLock
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -52,6 +52,7 @@ from modelstate.torch_compat.modules import modules_of, tensors_of
 from modelstate.torch_compat.plain import is_sharded
 from modelstate.torch_compat.sharding import ranks_of_meshes
 
+_R = TypeVar("_R")
 TIMEOUT_SECONDS = 1800.0
 """How long a rank waits for the others by default: as long as the collectives of torch."""
 _NUMBERS = 2 + 2 * 3
@@ -258,15 +259,13 @@ class Agreement:
         """
         if not self.is_collective:
             return [text]
-        data, texts = text.encode(), [""] * len(self.ranks)
+        data = text.encode()
 
-        def exchange(connections: Connections) -> None:
+        def exchange(connections: Connections) -> list[bytes]:
             (longest,) = connections.maximum([len(data)], self.timeout_seconds)
-            if longest:
-                texts[:] = (other.decode() for other in connections.gathered(data, longest, self.timeout_seconds))
+            return connections.gathered(data, longest, self.timeout_seconds) if longest else [b""] * len(self.ranks)
 
-        self._use_connections(self.ranks, exchange, name)
-        return texts
+        return [other.decode() for other in self._use_connections(self.ranks, exchange, name)]
 
     def maximum(self, name: str, numbers: Sequence[int]) -> list[int]:
         """Returns the largest of the numbers of all ranks, for each place; none where the ranks have not equally many.
@@ -280,26 +279,20 @@ class Agreement:
         """
         if not self.is_collective:
             return [*numbers]
-        result: list[int] = []
 
-        def reduce(connections: Connections) -> None:
+        def reduce(connections: Connections) -> list[int]:
             longest, shortest = connections.maximum([len(numbers), -len(numbers)], self.timeout_seconds)
-            if longest == -shortest:
-                result[:] = connections.maximum(numbers, self.timeout_seconds)
+            return connections.maximum(numbers, self.timeout_seconds) if longest == -shortest else []
 
-        self._use_connections(self.ranks, reduce, name)
-        return result
+        return self._use_connections(self.ranks, reduce, name)
 
     def exchanged(self, numbers: Sequence[int]) -> dict[int, list[int]]:
         """Returns the numbers of each rank, as many as this rank has; those of this rank alone where one is lost."""
-        gathered: list[bytes] = []
-        longest = 21 * len(numbers) + 2  # of numbers with 64 bits, as JSON
-
-        def gather(connections: Connections) -> None:
-            gathered[:] = connections.gathered(json.dumps([*numbers]).encode(), longest, self.timeout_seconds)
-
+        data, longest = json.dumps([*numbers]).encode(), 21 * len(numbers) + 2  # of numbers with 64 bits
         try:
-            self._use_connections(self.ranks, gather)
+            gathered = self._use_connections(
+                self.ranks, lambda made: made.gathered(data, longest, self.timeout_seconds)
+            )
         except ModelStateError:
             return {dist.get_rank(): [*numbers]}
         return {rank: json.loads(text) for rank, text in zip(self.ranks, gathered, strict=True)}
@@ -375,12 +368,12 @@ class Agreement:
         )
         return output
 
-    def _use_connections(self, ranks: tuple[int, ...], use: "Callable[[Connections], None]", name: str = "") -> None:
-        """Uses the connections. `name` is for an error, where this rank is in no phase."""
+    def _use_connections(self, ranks: tuple[int, ...], use: Callable[[Connections], _R], name: str = "") -> _R:
+        """Returns what `use` returns for the connections. `name` is for an error, where this rank is in no phase."""
         try:
             connections = connections_of(ranks, self.timeout_seconds, self._channel)
             connections.of_all = made_connections().get((self.ranks, self._channel))
-            use(connections)
+            return use(connections)
         except Exception as cause:
             error_of_torch = without_frames(cause)
             phase = self._phase or _Phase(name, NOTHING_CHANGED, False)
@@ -565,7 +558,11 @@ def agreement_of(
         )
     meshes = ranks_of_meshes(sharded)
     rank, of_mesh = dist.get_rank(), max(meshes, key=len, default=())
-    ranks = of_mesh if process_group is None else _ranks_of(process_group)
+    if process_group is None:
+        ranks = of_mesh
+    else:  # torch gives another object to a rank that is not in the group
+        is_group = isinstance(process_group, dist.ProcessGroup)
+        ranks = tuple(dist.get_process_group_ranks(process_group)) if is_group else ()
     all_of_meshes = {rank for mesh in meshes for rank in mesh}
     # The ranks that wait for this one where it raises: without an argument they are those of the mesh.
     waiting = Agreement(tuple(sorted(of_mesh)) if rank in of_mesh else (), TIMEOUT_SECONDS, call=call)
@@ -589,12 +586,6 @@ def agreement_of(
     with agreement.before("planning"):
         agreement.timeout_seconds = seconds_of("timeout_seconds", timeout_seconds, accepts_zero=False)
     return agreement
-
-
-def _ranks_of(process_group: Any) -> tuple[int, ...]:
-    """Returns the ranks of a group; none for another object, which torch gives a rank that is not in the group."""
-    is_group = isinstance(process_group, dist.ProcessGroup)
-    return tuple(dist.get_process_group_ranks(process_group)) if is_group else ()
 
 
 # Reports of ranks.

@@ -301,7 +301,7 @@ def _save(state: Mapping[object, object], output: Output, path: str) -> None:
     # tensors are left out where the other values are plain, too.
     failure = _load_error(output.path if outline is None else _saved(outline))
     if failure is not None:
-        refused = {name: type(value) for name, value in _values_in(state) if not _is_loadable(value)}
+        refused = {name: type(value) for name, value in _values_in(state) if _load_error(_saved(value)) is not None}
         if not refused and isinstance(failure, OSError | RuntimeError):
             raise UnsavableError(
                 "torch.load cannot read the file that was written",
@@ -332,10 +332,6 @@ def _saved(value: object) -> io.BytesIO:
     torch.save(value, buffer)
     buffer.seek(0)
     return buffer
-
-
-def _is_loadable(value: object) -> bool:
-    return _load_error(_saved(value)) is None
 
 
 _NOTHING_ELSE = (bool, int, float, str)
