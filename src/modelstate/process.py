@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from itertools import takewhile
 from queue import Empty, SimpleQueue
 from types import FrameType
@@ -575,8 +575,7 @@ _HANDLED: list[int] = sorted({int(number) for number in signal.valid_signals()} 
 _BAR_DELAY_SECONDS = 0.5
 
 
-@contextmanager
-def progress_bar(wanted: bool | None, total_bytes: int, what: str) -> Iterator[Callable[[int], None]]:
+def progress_bar(wanted: bool | None, total_bytes: int, what: str) -> AbstractContextManager[Callable[[int], None]]:
     """A block with a progress bar on stderr, whose value is a function that adds a number of bytes to it.
 
     The bar shows bytes, bytes per second and the time left.
@@ -586,10 +585,13 @@ def progress_bar(wanted: bool | None, total_bytes: int, what: str) -> Iterator[C
         total_bytes: The number of bytes in all.
         what: The activity, such as "loading".
     """
-    if wanted is False or (wanted is None and not is_terminal(sys.stderr)):
-        yield lambda _: None
-        return
-    shown_from = time.monotonic() + (_BAR_DELAY_SECONDS if wanted is None else 0.0)
+    is_shown = is_terminal(sys.stderr) if wanted is None else wanted
+    return _shown_bar(wanted is None, total_bytes, what) if is_shown else nullcontext(lambda _: None)
+
+
+@contextmanager
+def _shown_bar(is_delayed: bool, total_bytes: int, what: str) -> Iterator[Callable[[int], None]]:
+    shown_from = time.monotonic() + (_BAR_DELAY_SECONDS if is_delayed else 0.0)
     done, bar = 0, None
 
     def advance(nbytes: int) -> None:
@@ -601,7 +603,7 @@ def progress_bar(wanted: bool | None, total_bytes: int, what: str) -> Iterator[C
             bar.update(bar.task_ids[0], completed=done)
 
     try:
-        if wanted:
+        if not is_delayed:
             advance(0)
         yield advance
     finally:
