@@ -21,10 +21,10 @@ from modelstate.formats.tree import is_container, items_of, same_value
 from modelstate.objects.loaders import load_state, own_generator, state_of
 from modelstate.objects.optimizer_state import optimizer_state
 from modelstate.objects.parts import Kind, Part
-from modelstate.planning.recorder import IS_CONTAINER
+from modelstate.planning.recorder import ModuleContainer
 from modelstate.text_format import listed, short_repr
 from modelstate.torch_compat.modules import modules_of as modules_within
-from modelstate.torch_compat.modules import own_modules, tensors_of, unwrapped
+from modelstate.torch_compat.modules import tensors_of, unwrapped
 from modelstate.torch_compat.sharding import reshard
 from modelstate.torch_compat.values import set_version_metadata
 from modelstate.transaction.transaction import Transaction
@@ -115,7 +115,7 @@ def restore_order(targets: Mapping[str, Target]) -> list[tuple[str, Target]]:
     return sorted(targets.items(), key=lambda item: (_ORDER.index(item[1].kind), item[1].is_restored_last))
 
 
-def modules_of(targets: Mapping[str, Target]) -> "ModuleContainer":
+def modules_of(targets: Mapping[str, Target]) -> ModuleContainer:
     """Returns all modules among the targets as submodules of one container."""
     return ModuleContainer({path: target.obj for path, target in targets.items() if target.kind is Kind.MODULE})
 
@@ -249,28 +249,6 @@ def holds_stateful(value: object, depth: int = 0) -> bool:
     if not isinstance(value, Mapping) or depth > _MAX_DEPTH:
         return False
     return any(_kind(item) not in (None, Kind.GENERATOR) or holds_stateful(item, depth + 1) for item in value.values())
-
-
-class ModuleContainer(nn.Module):
-    """Modules under dotted paths of any spelling, so that several modules are loaded as one.
-
-    Unlike `nn.ModuleDict`, a key may be the name of a method, such as "forward". Loading code of the modules, such as
-    hooks, sees the names that a load of the module alone has.
-    """
-
-    def __init__(self, modules: Mapping[str, nn.Module]) -> None:
-        super().__init__()
-        for path, module in modules.items():
-            *parents, key = path.split(".")
-            container: nn.Module | None = self
-            for name in parents:
-                assert container is not None
-                container = own_modules(container).setdefault(name, ModuleContainer({}))
-            assert container is not None
-            own_modules(container)[key] = module
-
-
-setattr(ModuleContainer, IS_CONTAINER, True)
 
 
 def combined_checkpoint(checkpoints: Mapping[str, Checkpoint]) -> Checkpoint:

@@ -34,7 +34,6 @@ from modelstate.loading.load import load_then
 from modelstate.loading.report import LoadReport
 from modelstate.objects.loaders import load_state, own_generator, rewind
 from modelstate.objects.objects import (
-    ModuleContainer,
     Target,
     check_owners,
     combined_checkpoint,
@@ -50,6 +49,7 @@ from modelstate.objects.parts import KEPT, Kind, Part
 from modelstate.objects.recorded_memory import Recorded, into_recorded_memory
 from modelstate.planning.matching import Patterns
 from modelstate.planning.plan import options_of
+from modelstate.planning.recorder import ModuleContainer
 from modelstate.problems import Missing, OptimizerMisfit, OtherNames, Unexpected, WrongShape, plan_error
 from modelstate.remote.cache import Cache
 from modelstate.rules.rule import Rule, Scoped

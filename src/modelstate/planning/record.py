@@ -19,7 +19,7 @@ from modelstate.planning.matching import Patterns, adapter_names, one_prefix, pr
 from modelstate.planning.plain_table import PlainTable, bound_tables
 from modelstate.planning.plan import LoadPlan, Step
 from modelstate.planning.preparation import Preparation
-from modelstate.planning.recorder import IncompatibleKeys, is_container, walk
+from modelstate.planning.recorder import IncompatibleKeys, ModuleContainer, walk
 from modelstate.problems import (
     Complaint,
     IdlePattern,
@@ -40,7 +40,6 @@ from modelstate.text_format import listed
 from modelstate.torch_compat.dtypes import short
 from modelstate.torch_compat.modules import (
     needs_protocol,
-    overrides_load_state_dict,
     overrides_loading,
     runs_loading_code,
 )
@@ -94,9 +93,9 @@ def record(preparation: Preparation) -> None:
 
 def _notes_of_overrides(model: nn.Module) -> list[str]:
     """Notes the methods that `model.load_state_dict` would call and the protocol does not."""
-    if is_container(model):
+    if isinstance(model, ModuleContainer):
         return [note for child in model.children() for note in _notes_of_overrides(child)]
-    if not overrides_load_state_dict(model):
+    if getattr(model.load_state_dict, "__func__", None) is nn.Module.load_state_dict:
         return []
     name = type(model).__name__
     return [

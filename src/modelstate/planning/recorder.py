@@ -200,10 +200,30 @@ def _visit(
             if len(state_dict) != count or name not in parts:
                 parts, _ = _by_child(state_dict, prefix, own_modules(module))
                 count = len(state_dict)
-            visit = _visit_alone if is_container(module) and not is_container(child) else _visit
+            is_alone = isinstance(module, ModuleContainer) and not isinstance(child, ModuleContainer)
+            visit = _visit_alone if is_alone else _visit
             visit(recording, child, parts[name], f"{prefix}{name}.", versions, assign)
     if hooks := load_post_hooks(module):
         _run_post_hooks(recording, module, hooks)
+
+
+class ModuleContainer(nn.Module):
+    """Modules under dotted paths of any spelling, so that several modules are loaded as one.
+
+    Unlike `nn.ModuleDict`, a key may be the name of a method, such as "forward". Loading code of the modules, such as
+    hooks, sees the names that a load of the module alone has.
+    """
+
+    def __init__(self, modules: Mapping[str, nn.Module]) -> None:
+        super().__init__()
+        for path, module in modules.items():
+            *parents, key = path.split(".")
+            container: nn.Module | None = self
+            for name in parents:
+                assert container is not None
+                container = own_modules(container).setdefault(name, ModuleContainer({}))
+            assert container is not None
+            own_modules(container)[key] = module
 
 
 def _visit_alone(
@@ -353,15 +373,6 @@ class _Overriding:
         if overrides is None:
             overrides = self._classes[cls] = overrides_loading(module)
         return overrides
-
-
-IS_CONTAINER = "modelstate_is_container"
-"""An attribute that marks a class of modules that only hold modules which are loaded together, each as on its own."""
-
-
-def is_container(module: nn.Module) -> bool:
-    """Whether a module only holds others that are loaded together with it, each as on its own."""
-    return hasattr(type(module), IS_CONTAINER)
 
 
 KEEPS_NAMES = "modelstate_keeps_names"

@@ -148,11 +148,6 @@ def overrides_loading(module: torch.nn.Module) -> bool:
     return getattr(getattr(function, "__code__", None), "co_filename", "") not in _STOCK_OR_REPLACED
 
 
-def overrides_load_state_dict(module: torch.nn.Module) -> bool:
-    """Whether `load_state_dict` of a module is not torch's own."""
-    return getattr(module.load_state_dict, "__func__", None) is not torch.nn.Module.load_state_dict
-
-
 def load_pre_hooks(module: torch.nn.Module) -> list[Callable[..., object]]:
     """The module's own pre-hooks of `load_state_dict`, in their order, without those of FSDP2."""
     return [hook for hook in module._load_state_dict_pre_hooks.values() if not is_hook_of_fsdp(hook)]
