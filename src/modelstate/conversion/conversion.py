@@ -50,7 +50,6 @@ from modelstate.torch_compat.private import (
     storage_id,
     storage_owners,
     use_count,
-    with_more_owners,
 )
 from modelstate.transaction.references import Holders, holders_of, lost_references
 from modelstate.transaction.slots import BUFFER, PARAMETER, Slot, sharing, slots_of
@@ -432,7 +431,7 @@ class Conversion:
         The search looks at every object of the process. Modules with an `_apply` of their own are checked one by one,
         so its result is kept from one to the next, unless the number of owners of a tensor has changed.
         """
-        held = with_more_owners(tensors)
+        held = [tensor for tensor in tensors if use_count(tensor) > 1]
         if any(self._owners.get(id(tensor)) != use_count(tensor) for tensor in held):
             all_tensors = {id(tensor): tensor for tensor in (*held, *(slot.tensor for slot in self.slots.tensors))}
             computed = {id(vars(module).get(name)) for module in self.modules for name in computed_attributes(module)}

@@ -82,11 +82,8 @@ def _registered(size: int, device: torch.device) -> _Mapping | None:
         linux.madvise(first, -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE, advice)
 
     @contextmanager
-    def worker() -> Iterator[Callable[[int], None]]:
-        def populate(at: int) -> None:
-            linux.madvise(first + at, min(_PIECE_BYTES, nbytes - at), linux.Advice.POPULATE_WRITE)
-
-        yield populate
+    def worker() -> Iterator[Callable[[int], object]]:
+        yield lambda at: linux.madvise(first + at, min(_PIECE_BYTES, nbytes - at), linux.Advice.POPULATE_WRITE)
 
     pieces = range(0, nbytes, _PIECE_BYTES)
     for_each(pieces, worker, min(read_threads(), len(pieces)))

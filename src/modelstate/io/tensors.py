@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Protocol, TypeGuard
+from typing import Protocol
 
 import torch
 
@@ -190,7 +190,9 @@ class _ComputedTensor:
         self.build, self.out = stored.build, out.detach().view(-1)
         self.step = block_elements(stored.shape, self.build.unit)
         parts = [
-            part if _is_run(part) else read_whole(part).detach().cpu().resolve_conj().resolve_neg().contiguous()
+            part
+            if isinstance(part, StoredTensor) and part.is_contiguous and part.nbytes > 0
+            else read_whole(part).detach().cpu().resolve_conj().resolve_neg().contiguous()
             for part in stored.parts
         ]
         count = len(parts) - self.build.whole
@@ -230,7 +232,3 @@ class _ComputedTensor:
             fill(out, values, first)
 
         return block
-
-
-def _is_run(part: Stored) -> TypeGuard[StoredTensor]:
-    return isinstance(part, StoredTensor) and part.is_contiguous and part.nbytes > 0

@@ -20,7 +20,6 @@ from modelstate.rules.expression import leaves, read_bytes
 from modelstate.spec import ByteRange, StoredTensor, pieces
 from modelstate.text_format import count
 from modelstate.torch_compat.plain import is_plain, is_sharded
-from modelstate.torch_compat.sharding import layout_of
 
 PLANNING, READING, SHARING = "planning", "reading", "sending values to replicas"
 LAST_CHECKS, COMMIT = "the last checks", "the commit"
@@ -128,8 +127,9 @@ def shared_generator(preparation: Preparation, agreement: Agreement) -> Iterator
 
 def _slots(preparation: Preparation) -> Iterator[object]:
     for slot in preparation.slots_before.tensors:
-        layout = layout_of(slot.tensor) if is_sharded(slot.tensor) else ""
-        yield slot.names, slot.kind, tuple(slot.tensor.shape), slot.tensor.dtype, layout
+        tensor: Any = slot.tensor
+        layout = f"{tensor.placements!r} on {tuple(tensor.device_mesh.shape)}" if is_sharded(tensor) else ""
+        yield slot.names, slot.kind, tuple(tensor.shape), tensor.dtype, layout
     if preparation.options.read_once:
         # Which values one rank reads for others depends on where they go, and whether they may be maps.
         for assignment in preparation.assignments:

@@ -52,7 +52,11 @@ class Place(Write):
         if transaction is None:
             param.copy_(final)
         elif assignment.sharded is not None and (param.is_meta or not _keeps_memory(assignment) or not is_plain(final)):
-            _rewrap(assignment.sharded.tensor, final, transaction)
+            # The DTensor stays the same object. In inference mode it would become one that cannot be trained.
+            held = assignment.sharded.tensor
+            with torch.inference_mode(final.is_inference()), torch.no_grad():
+                transaction.save_metadata(held)
+                transaction.register_undo(become(held, dtensor_like(held, final), _converted_grad(held, final)))
         elif param.is_meta and not assignment.placement.by_handler and is_plain(final):
             transaction.register_undo(give_memory(param, final))
         else:
@@ -99,14 +103,6 @@ def _by_handler(name: str, param: torch.Tensor, value: torch.Tensor, transaction
             f"its class would no longer be {type(param).__name__}: no handler converts a plain tensor to this class"
         )
     _take_over(name, param, new, transaction)
-
-
-def _rewrap(tensor: torch.Tensor, local: torch.Tensor, transaction: Transaction) -> None:
-    """Gives a DTensor another local tensor, of any dtype and device. It stays the same object."""
-    # Outside inference mode, where the DTensor would become an inference tensor, which cannot be trained.
-    with torch.inference_mode(local.is_inference()), torch.no_grad():
-        transaction.save_metadata(tensor)
-        transaction.register_undo(become(tensor, dtensor_like(tensor, local), _converted_grad(tensor, local)))
 
 
 def _freeze(param: torch.Tensor, transaction: Transaction | None) -> None:

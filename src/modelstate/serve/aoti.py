@@ -25,8 +25,6 @@ from modelstate.torch_compat.private import (
     aoti_embedded_constants,
     aoti_loader,
     aoti_metadata,
-    aoti_refresh_constants,
-    aoti_set_constants,
     flatten,
     keyword_order,
     structure_of,
@@ -174,10 +172,11 @@ class Runner:
             for name, shell in self._shells.items():
                 value = constants[name]
                 shell.set_(value.untyped_storage(), value.storage_offset(), value.shape, value.stride())
-            if not is_first:
-                aoti_refresh_constants(self._library)
-            elif self.names:
-                aoti_set_constants(self._library, self._shells)
+            # Without a copy: the library uses the memory of the shells, and only looks up its addresses after a change.
+            if is_first and self.names:
+                self._library.load_constants(self._shells, False, True, True)
+            elif not is_first:
+                self._library.load_constants({}, False, False, True)
 
     def release(self) -> None:
         """Releases the tensors. `run` must not be called until `use` has set others.

@@ -40,7 +40,6 @@ from modelstate.torch_compat.private import (
     guards_of_compiling,
     require_aoti,
     unflatten,
-    written_inputs,
 )
 
 if TYPE_CHECKING:
@@ -224,7 +223,7 @@ def _compiled(
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            written = written_inputs(program)
+            written = [*program.run_decompositions({}).graph_signature.user_inputs_to_mutate.values()]
             files = aoti_compile(program, {**options, **_OPTIONS})
     except Exception as error:
         missing = "Cxx" in type(error).__name__ or "C++ compiler" in str(error)

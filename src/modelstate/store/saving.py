@@ -518,12 +518,6 @@ class Linkable:
         """Whether there is a tensor of this name, dtype and shape."""
         return self.layouts.get(name) == dtype_and_shape(tensor)
 
-    def as_spread(self, key: str) -> Iterator[SpreadFile]:
-        """Yields the files, for the object at a path that several ranks write."""
-        for path, names in self.files.items():
-            digests = {name: self.digests.get(name, "") for name in names}
-            yield SpreadFile(key, names, self.records[path].nbytes, name=os.path.basename(path), digests=digests)
-
 
 def _linkable(entry: ObjectEntry | None, directory: str, index: StepIndex) -> Linkable | None:
     """Returns the files of an object in the checkpoint before, which are in a directory.

@@ -173,11 +173,13 @@ def _compared_with_the_disk(
     def look() -> list[Key]:
         if new is not None:
             linkable.update(new.linkable())
-        for path, before in linkable.items():
-            tensors = objects[path].state.tensors
-            for file in before.as_spread(path):
-                if all(name in tensors and before.is_alike(name, tensors[name]) for name in file.tensors):
-                    files.append(file)
+        for key, before in linkable.items():
+            tensors = objects[key].state.tensors
+            for path, names in before.files.items():
+                if all(name in tensors and before.is_alike(name, tensors[name]) for name in names):
+                    digests = {name: before.digests.get(name, "") for name in names}
+                    nbytes = before.records[path].nbytes
+                    files.append(SpreadFile(key, names, nbytes, name=os.path.basename(path), digests=digests))
         return [(file.key, smallest(file)) for file in files]
 
     def same(keys: Sequence[Sequence[str]]) -> set[Key]:

@@ -173,14 +173,9 @@ def has_forward_hooks(module: torch.nn.Module) -> bool:
     return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
-def forward_pre_hooks(module: torch.nn.Module) -> list[Callable[..., object]]:
-    """The module's own pre-hooks of its forward pass."""
-    return list(module._forward_pre_hooks.values())
-
-
 def computed_attributes(module: torch.nn.Module) -> set[str]:
     """The attributes that pre-hooks set before each call, such as those of `weight_norm` and pruning."""
-    hooks = forward_pre_hooks(module)
+    hooks = module._forward_pre_hooks.values()
     names = [getattr(hook, attribute, None) for hook in hooks for attribute in ("name", "_tensor_name")]
     return {name for name in names if isinstance(name, str)}
 

@@ -9,7 +9,7 @@ import re
 import sys
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import IO, TYPE_CHECKING, Any
 
@@ -28,11 +28,6 @@ without_subclasses: Any = torch._C.DisableTorchFunctionSubclass
 def use_count(tensor: torch.Tensor) -> int:
     """How many owners the tensor has in torch's core; 1 where only Python holds it, more for views and graphs."""
     return int(tensor._use_count())  # type: ignore[attr-defined]
-
-
-def with_more_owners(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Returns the tensors whose `use_count` is above 1."""
-    return [tensor for tensor in tensors if tensor._use_count() > 1]  # type: ignore[attr-defined]
 
 
 def has_gradient_node(tensor: torch.Tensor) -> bool:
@@ -292,16 +287,6 @@ def aoti_metadata(path: str, model: str) -> dict[str, str]:
     return dict(loader.load_metadata_from_package(path, model))
 
 
-def aoti_set_constants(loader: Any, constants: Mapping[str, torch.Tensor]) -> None:
-    """Replaces all constants of a library by these tensors, without a copy. The library never releases them."""
-    loader.load_constants(dict(constants), False, True, True)
-
-
-def aoti_refresh_constants(loader: Any) -> None:
-    """Makes a library look up the addresses of its constants again, after their memory has been replaced."""
-    loader.load_constants({}, False, False, True)
-
-
 def aoti_embedded_constants(library: str) -> dict[str, torch.Tensor]:
     """Copies of the constants that a library embeds."""
     runner = torch._C._aoti.AOTIModelContainerRunnerCpu(library, 1)
@@ -364,11 +349,6 @@ def leaf_paths(spec: TreeSpec, arguments: Sequence[str]) -> list[tuple[str, str]
     args, named = pytree.tree_unflatten([*range(spec.num_leaves)], spec)
     given = [*zip(arguments, args, strict=True), *named.items()]
     return [(name, pytree.keystr(path)) for name, value in given for path, _ in pytree.tree_leaves_with_path(value)]
-
-
-def written_inputs(program: ExportedProgram) -> list[str]:
-    """The names of the inputs that a program writes to."""
-    return [*program.run_decompositions({}).graph_signature.user_inputs_to_mutate.values()]
 
 
 def wrapper_subclass(

@@ -100,12 +100,6 @@ def replicas_of(tensor: torch.Tensor) -> tuple[int, ...]:
     return tuple(sorted(int(rank) for rank in held.device_mesh.mesh[index].flatten()))
 
 
-def layout_of(tensor: torch.Tensor) -> str:
-    """Returns the placements of a DTensor and the shape of its mesh, as text that is the same on all ranks."""
-    held: Any = tensor
-    return f"{list(held.placements)!r} on {tuple(held.device_mesh.shape)}"
-
-
 def mesh_device_type(tensor: torch.Tensor) -> str:
     """Returns the type of the devices of a DTensor's mesh."""
     mesh: Any = tensor.device_mesh  # type: ignore[attr-defined]

@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from modelstate.formats.tree import EXTRA_STATE
+from modelstate.spec import span
 from modelstate.torch_compat.dtypes import short
 from modelstate.torch_compat.modules import module_tables, non_persistent_buffers, own_modules
 from modelstate.torch_compat.plain import extent, is_plain, is_sharded, same_place, same_values
@@ -342,8 +343,11 @@ def _addresses_of(tensors: Sequence[torch.Tensor]) -> tuple[Addressed, Addressed
     Both are 0 for tensors without elements in memory: empty ones, and those on meta.
     """
     starts = np.array([tensor.data_ptr() for tensor in tensors], np.uint64)
-    sizes = np.array([tensor.nbytes if tensor.is_contiguous() else span_bytes(tensor) for tensor in tensors], np.uint64)
-    return starts, sizes
+    sizes = [
+        tensor.nbytes if tensor.is_contiguous() else span(tensor.size(), tensor.stride()) * tensor.itemsize
+        for tensor in tensors
+    ]
+    return starts, np.array(sizes, np.uint64)
 
 
 def _overlapping(starts: Addressed, sizes: Addressed, tensors: Sequence[torch.Tensor]) -> list[list[int]]:
@@ -367,12 +371,6 @@ def _overlapping(starts: Addressed, sizes: Addressed, tensors: Sequence[torch.Te
             run = [index]
         last[device] = run, max(end, run_end)
     return [sorted(group) for group in groups]
-
-
-def span_bytes(tensor: torch.Tensor) -> int:
-    """Returns the bytes from the first element of a tensor to behind the last, with those between the elements."""
-    first, end = extent(tensor)
-    return (end - first) * tensor.itemsize
 
 
 def clash(a: torch.Tensor, a_value: torch.Tensor, b: torch.Tensor, b_value: torch.Tensor) -> bool:
