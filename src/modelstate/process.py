@@ -230,27 +230,23 @@ def call_apart(function: Callable[[], _Item]) -> _Item:
     return outcome.result()
 
 
-def may_leave() -> bool:
-    """Whether `leaving` has an effect in this thread."""
-    return _siblings.value is not None
-
-
 @contextmanager
-def leaving() -> Iterator[None]:
+def leaving() -> Iterator[bool]:
     """Within the block, the caller of `parallel_for` does not wait for this thread where its work is to end.
 
     For calls that wait for another machine and cannot be interrupted. They must not use memory of the caller. Raises
     `Stopped` at the end of the block where the caller has gone on. Has no effect in other threads, nor within itself.
+    Yields whether this is a thread of `parallel_for`.
     """
     this, siblings = threading.current_thread(), _siblings.value
     if siblings is None or this in siblings[1]:
-        yield
+        yield siblings is not None
         return
     running, left = siblings
     left.add(this)
     running.pop()
     try:
-        yield
+        yield True
     finally:
         running.append(None)  # before it reads the event, as when the thread begins
         left.discard(this)

@@ -264,26 +264,26 @@ class _Serializer:
         return owner
 
     def check(self) -> None:
-        if self._wrong:
-            raise UnsavableError(
-                f"{len(self._wrong)} of {self.state.names} tensors cannot be stored in a safetensors file",
-                where=self._where,
-                found=listed_problems(self._wrong),
-                remedy="; ".join(remedies_for(self._refused))
-                or (
-                    "load values into them first, or leave them out"
-                    if all("on the meta device" in problem for problem in self._wrong.values())
-                    else "convert them, leave them out, or give them other names"
-                )
-                + ("; ms.save to a path that ends in .pt keeps them" if self._torch_keeps_all() else ""),
-            )
-        check_repeated(self.state.tensors, self._where)
-
-    def _torch_keeps_all(self) -> bool:
-        """Whether a file of `torch.save` can hold what safetensors cannot: other dtypes, layouts and names."""
-        return len(self._refused) == len(self._wrong) and all(
-            isinstance(tensor, LazyTensor) or (isinstance(tensor, torch.Tensor) and is_plain_or_sparse(tensor))
-            for tensor in self._refused
+        if not self._wrong:
+            check_repeated(self.state.tensors, self._where)
+            return
+        remedy = "; ".join(remedies_for(self._refused))
+        if not remedy:
+            if all("on the meta device" in problem for problem in self._wrong.values()):
+                remedy = "load values into them first, or leave them out"
+            else:
+                remedy = "convert them, leave them out, or give them other names"
+            # A file of `torch.save` holds what safetensors cannot: other dtypes, layouts and names.
+            if len(self._refused) == len(self._wrong) and all(
+                isinstance(tensor, LazyTensor) or (isinstance(tensor, torch.Tensor) and is_plain_or_sparse(tensor))
+                for tensor in self._refused
+            ):
+                remedy += "; ms.save to a path that ends in .pt keeps them"
+        raise UnsavableError(
+            f"{len(self._wrong)} of {self.state.names} tensors cannot be stored in a safetensors file",
+            where=self._where,
+            found=listed_problems(self._wrong),
+            remedy=remedy,
         )
 
     def _put(self, tensor: torch.Tensor) -> str:

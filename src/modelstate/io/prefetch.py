@@ -84,11 +84,6 @@ def _merged(ranges: Iterable[ByteRange]) -> list[ByteRange]:
     return spans
 
 
-def are_cached(fingerprints: Mapping[str, FileFingerprint]) -> bool:
-    """Whether at least half of each file is in the page cache, or the kernel does not say."""
-    return not _cold_ranges([ByteRange(path, 0, known.nbytes) for path, known in fingerprints.items()], fingerprints)
-
-
 def files_to_read_uncached(ranges: Iterable[ByteRange], fingerprints: Mapping[str, FileFingerprint]) -> frozenset[str]:
     """The files that are faster to read with O_DIRECT: those that support it, and have most of their ranges on disk."""
     spans = _merged(ranges)

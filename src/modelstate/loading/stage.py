@@ -21,8 +21,8 @@ from modelstate.io.memory import HeapTrim, aligned, fresh_tensors
 from modelstate.io.prefetch import (
     LEAST_BYTES,
     Shown,
-    are_cached,
     files_to_read_uncached,
+    is_cold,
     most_to_read,
     prefault,
     read_ahead,
@@ -88,7 +88,7 @@ def prefetch_range(staging: Staging, planned: Sequence[Planned]) -> list[str]:
         return []
     if sum(fingerprint.nbytes for fingerprint in checkpoint.fingerprints.values()) < LEAST_BYTES:
         return []
-    if are_cached(checkpoint.fingerprints):
+    if not any(is_cold(ByteRange(path, 0, file.nbytes), file) for path, file in checkpoint.fingerprints.items()):
         staging.strategy = replace(staging.strategy, cached=True)
         return []
     notes = []

@@ -26,7 +26,6 @@ from modelstate.process import (
     fork_safe_lock,
     is_stopped,
     leaving,
-    may_leave,
     try_start,
     unstoppable,
     wait_for,
@@ -101,11 +100,8 @@ def chunks(stream: BytesStream) -> Iterator[Any]:
     """Yields the parts of a body as they arrive."""
     while True:
         try:
-            if may_leave():
-                with leaving():
-                    chunk = next(stream)
-            else:
-                chunk = call(stream.__anext__)
+            with leaving() as may_leave:
+                chunk = next(stream) if may_leave else call(stream.__anext__)
         except (StopIteration, StopAsyncIteration):
             return
         yield chunk
