@@ -45,25 +45,42 @@ def small_functions(trees: dict[Path, ast.Module]) -> Iterator[tuple[str, bool]]
     """
     mentions: Counter[str] = Counter()
     calls: Counter[str] = Counter()
-    definitions: Counter[str] = Counter()
-    for tree in trees.values():
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
-                mentions[node.id] += 1
-            elif isinstance(node, ast.Attribute):
-                mentions[node.attr] += 1
-            elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name | ast.Attribute):
-                calls[node.func.id if isinstance(node.func, ast.Name) else node.func.attr] += 1
-            elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                definitions[node.name] += 1
+    methods: Counter[str] = Counter()
+    inherited: set[str] = set()
+    mentioned_in: dict[str, Path] = {}
     for path, tree in trees.items():
-        is_seam = path.is_relative_to(SOURCE / "torch_compat")
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name | ast.Attribute):
+                calls[node.func.id if isinstance(node.func, ast.Name) else node.func.attr] += 1
+            elif isinstance(node, ast.ClassDef):
+                methods.update(item.name for item in node.body if isinstance(item, ast.FunctionDef))
+            elif isinstance(node, ast.Attribute) and ast.unparse(node.value) == "super()":
+                inherited.add(node.attr)
+            elif isinstance(node, ast.Attribute) or (isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)):
+                name = node.attr if isinstance(node, ast.Attribute) else node.id
+                mentions[name] += 1
+                mentioned_in[name] = path
+    for path, tree in trees.items():
         for node in ast.walk(tree):
             if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or node.decorator_list:
                 continue
-            if mentions[node.name] == 1 and body_lines(node) < 5 and not node.name.startswith("__"):
-                is_movable = calls[node.name] == 1 and definitions[node.name] == 1 and not is_seam
-                yield f"{path.relative_to(SOURCE)}:{node.lineno} {node.name}", is_movable
+            name = node.name
+            if mentions[name] != 1 or body_lines(node) >= 5 or name.startswith("__"):
+                continue
+            if methods[name] > 1 or name in inherited:
+                continue  # which of the methods runs is not known at the call
+            if mentioned_in[name] != path and is_seam(path, node):
+                continue
+            yield f"{path.relative_to(SOURCE)}:{node.lineno} {name}", calls[name] == 1
+
+
+def is_seam(path: Path, function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    """Whether a function of `torch_compat` uses a private name of torch, so that its body can stand in no other room."""
+    if not path.is_relative_to(SOURCE / "torch_compat"):
+        return False
+    attributes = [node.attr for node in ast.walk(function) if isinstance(node, ast.Attribute)]
+    imports = [ast.unparse(node) for node in ast.walk(function) if isinstance(node, ast.ImportFrom)]
+    return any(name.startswith("_") for name in attributes) or any("._" in text or " _" in text for text in imports)
 
 
 def any_annotations(trees: dict[Path, ast.Module]) -> Iterator[str]:

@@ -5,14 +5,14 @@ import gc
 import mmap
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
 import torch
 
 from modelstate.io import memory
-from modelstate.io.pinned import pinned_memory, spare_pinned_memory
+from modelstate.io.pinned import pinned_memory
 from modelstate.loading import set_spare_bytes
 
 DEVICE = torch.device("cuda", 0)
@@ -79,12 +79,10 @@ def test_nothing_is_registered_for_no_bytes(runtime: Runtime) -> None:
     assert not runtime.registered
 
 
-@pytest.mark.parametrize("allocate", [pinned_memory, spare_pinned_memory])
-def test_a_forked_process_has_memory_of_its_own_there(
-    allocate: Callable[[int, torch.device], torch.Tensor], runtime: Runtime
-) -> None:
+@pytest.mark.parametrize("spare", [False, True])
+def test_a_forked_process_has_memory_of_its_own_there(spare: bool, runtime: Runtime) -> None:
     """Otherwise the kernel would give the addresses to what the process allocates, and take that away in the end."""
-    tensor = allocate(64 << 20, DEVICE).fill_(1)
+    tensor = pinned_memory(64 << 20, DEVICE, spare=spare).fill_(1)
     pointer = ctypes.c_ubyte.from_address(tensor.data_ptr())
     child = os.fork()
     if not child:
@@ -109,12 +107,12 @@ def test_an_interrupt_leaves_nothing_registered(runtime: Runtime) -> None:
 
 
 def test_it_is_lent_again_and_given_back(runtime: Runtime) -> None:
-    first = spare_pinned_memory(4 << 20, DEVICE)
+    first = pinned_memory(4 << 20, DEVICE, spare=True)
     address = first.data_ptr()
-    second = spare_pinned_memory(4 << 20, DEVICE)
+    second = pinned_memory(4 << 20, DEVICE, spare=True)
     assert second.data_ptr() != address
     del first
-    assert spare_pinned_memory(4 << 20, DEVICE).data_ptr() == address
+    assert pinned_memory(4 << 20, DEVICE, spare=True).data_ptr() == address
     assert len(runtime.registered) == 2
     try:
         set_spare_bytes(0)
@@ -125,13 +123,13 @@ def test_it_is_lent_again_and_given_back(runtime: Runtime) -> None:
 
 def test_as_much_is_kept_as_is_said(runtime: Runtime) -> None:
     """The buffers of 16 threads, which read from a server, are 128 MiB."""
-    address = spare_pinned_memory(128 << 20, DEVICE).data_ptr()
-    assert spare_pinned_memory(128 << 20, DEVICE).data_ptr() == address
+    address = pinned_memory(128 << 20, DEVICE, spare=True).data_ptr()
+    assert pinned_memory(128 << 20, DEVICE, spare=True).data_ptr() == address
     assert len(runtime.registered) == 1
 
 
 def test_where_nothing_can_be_registered_torch_allocates_it(runtime: Runtime) -> None:
     runtime.fails = True
-    for allocate in (pinned_memory, spare_pinned_memory):
-        assert allocate(1 << 20, DEVICE).fill_(1).sum() == 1 << 20
+    for spare in (False, True):
+        assert pinned_memory(1 << 20, DEVICE, spare=spare).fill_(1).sum() == 1 << 20
     assert not runtime.registered

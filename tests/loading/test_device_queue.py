@@ -56,7 +56,7 @@ def queued(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     monkeypatch.setattr(torch.cuda, "current_stream", Stream)
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
     monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
-    monkeypatch.setattr(stream, "spare_pinned_memory", lambda nbytes, _: torch.empty(nbytes, dtype=torch.uint8))
+    monkeypatch.setattr(stream, "pinned_memory", lambda nbytes, _, spare: torch.empty(nbytes, dtype=torch.uint8))
     monkeypatch.setattr(stream.StreamBuffers, "__init__", with_queue)
     monkeypatch.setattr(stream.CudaQueue, "run", noted)
     return used
@@ -212,7 +212,7 @@ def test_the_memory_that_is_reported_is_what_was_asked_for(path: Path, monkeypat
     asked: list[int] = []
     reserve = stream.CudaQueue.reserve
 
-    def pinned(nbytes: int, _: object) -> torch.Tensor:
+    def pinned(nbytes: int, _: object, spare: bool) -> torch.Tensor:
         asked.append(nbytes)
         return torch.empty(nbytes, dtype=torch.uint8)
 
@@ -220,7 +220,7 @@ def test_the_memory_that_is_reported_is_what_was_asked_for(path: Path, monkeypat
         asked.append(reserve(queue, nbytes))
         return asked[-1]
 
-    monkeypatch.setattr(stream, "spare_pinned_memory", pinned)
+    monkeypatch.setattr(stream, "pinned_memory", pinned)
     monkeypatch.setattr(stream.CudaQueue, "reserve", reserved)
     report = ms.load(network(2, torch.bfloat16), path, dtype=torch.bfloat16)
     assert len(asked) == 2

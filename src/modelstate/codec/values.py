@@ -25,7 +25,7 @@ from torch import nn
 
 from modelstate.codec.walk import MAX_BITS, REGISTER, Collisions, Decoder, Encoder, Kind, Tree, Walk, check_bits
 from modelstate.errors import UnknownClassError
-from modelstate.torch_compat.plain import own_copy
+from modelstate.torch_compat.plain import byte_tensor, own_copy
 from modelstate.torch_compat.values import set_version_metadata
 
 if TYPE_CHECKING:
@@ -184,12 +184,8 @@ def _dtype(tree: Tree, decoder: Decoder) -> np.dtype[np.generic]:
 def _encode_array(value: Array, encoder: Encoder) -> Tree:
     order: Literal["C", "F"] = "F" if value.flags.f_contiguous and not value.flags.c_contiguous else "C"
     dtype = _encode_dtype(value.dtype, encoder)
-
-    def raw_bytes() -> torch.Tensor:
-        data = bytearray(value.tobytes(order))
-        return torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8, device="cpu")
-
-    return {"dtype": dtype, "shape": list(value.shape), "order": order, "data": encoder.state_of(value, raw_bytes)}
+    data = encoder.state_of(value, lambda: byte_tensor(value.tobytes(order)))
+    return {"dtype": dtype, "shape": list(value.shape), "order": order, "data": data}
 
 
 def _array(tree: Tree, decoder: Decoder) -> object:

@@ -49,7 +49,7 @@ from modelstate.errors import (
 from modelstate.problems import Problem, explain
 from modelstate.process import Stopped
 from modelstate.torch_compat.modules import modules_of, tensors_of
-from modelstate.torch_compat.plain import is_sharded
+from modelstate.torch_compat.plain import byte_tensor, is_sharded
 from modelstate.torch_compat.sharding import ranks_of_meshes
 
 _R = TypeVar("_R")
@@ -324,20 +324,16 @@ class Agreement:
         """
         if not self.is_collective:
             return function()
-        data, error = bytearray(b"null"), None
+        data, error = b"null", None
         if self.is_first:
             try:
-                data = bytearray(json.dumps(function()).encode())
+                data = json.dumps(function()).encode()
             except Exception as raised:  # the other ranks wait
                 error = raised
         with self.meeting():
             length = torch.tensor([len(data)], device="cpu")
             self.broadcast(length, self.ranks, self.ranks[0])
-            text = (
-                torch.frombuffer(data, dtype=torch.uint8)
-                if self.is_first
-                else torch.empty(int(length), dtype=torch.uint8, device="cpu")
-            )
+            text = byte_tensor(data if self.is_first else bytes(int(length)))
             self.broadcast(text, self.ranks, self.ranks[0])
         if error is not None:
             raise error

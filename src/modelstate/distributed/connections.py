@@ -19,6 +19,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
+from modelstate.torch_compat.plain import byte_tensor
 from modelstate.torch_compat.sharding import (
     all_gather,
     all_reduce_maximum,
@@ -94,7 +95,7 @@ class Connections:
         """Returns the texts of all ranks, none longer than `longest`."""
         tensor = torch.zeros(8 + longest, dtype=torch.uint8, device="cpu")
         data = len(text).to_bytes(8, "little") + text
-        tensor[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        tensor[: len(data)] = byte_tensor(data)
         tensors = [torch.empty_like(tensor) for _ in range(self._size)]
         all_gather(self._group, tensors, tensor, timeout_seconds, self.is_abandoned)
         found = [tensor.numpy().tobytes() for tensor in tensors]

@@ -35,7 +35,7 @@ from modelstate.io.engine import memory_at
 from modelstate.process import cached_attribute
 from modelstate.remote.location import is_remote
 from modelstate.text_format import count
-from modelstate.torch_compat.plain import in_a_row, why_not_plain
+from modelstate.torch_compat.plain import byte_tensor, in_a_row, why_not_plain
 from modelstate.torch_compat.private import storage_id
 from modelstate.torch_compat.sharding import local_tensor
 from modelstate.version import __version__
@@ -441,10 +441,8 @@ class CollectiveWriter:
 
     def _on_first(self, text: str, nbytes: Mapping[int, int]) -> str:
         """Returns on the first rank the ASCII texts of all ranks, whose lengths it has; on the others nothing."""
-        data = bytearray(text.encode())
-        own = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8, device="cpu")
         counts = [nbytes[rank] if self._agreement.is_first else 0 for rank in self._ranks]
-        received = self._agreement.exchange([[own], *([] for _ in self._ranks[1:])], counts)
+        received = self._agreement.exchange([[byte_tensor(text.encode())], *([] for _ in self._ranks[1:])], counts)
         return bytes(memory_at(received.data_ptr(), received.numel())).decode() if received.numel() else ""
 
 

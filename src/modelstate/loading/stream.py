@@ -15,7 +15,7 @@ from modelstate.io.blocks import Block, Buffers, Consume, Part, Wait, Wanted, in
 from modelstate.io.engine import BUFFER_BYTES, common_align_bytes
 from modelstate.io.held import HeldFiles
 from modelstate.io.memory import aligned, fresh_tensors
-from modelstate.io.pinned import spare_pinned_memory
+from modelstate.io.pinned import pinned_memory
 from modelstate.loading.staging import Staging
 from modelstate.planning.assignment import Assignment, after_remaking, remade, transform_errors
 from modelstate.planning.plain_table import PlainTable
@@ -193,7 +193,7 @@ class StreamBuffers(Buffers):
         for device in self.queues:
             with suppress(RuntimeError):  # a limit on pinned memory; copies from other memory only take longer
                 step = aligned(nbytes)
-                memory = spare_pinned_memory(count * step, device)
+                memory = pinned_memory(count * step, device, spare=True)
                 return [memory[at : at + nbytes] for at in range(0, count * step, step)]
         return super()._make(count, nbytes)
 

@@ -25,6 +25,7 @@ from modelstate.formats.manifest import digest
 from modelstate.objects.objects import Target, object_code
 from modelstate.objects.parts import KEPT, Kind, Part
 from modelstate.text_format import size
+from modelstate.torch_compat.plain import byte_tensor
 
 _MAX_TEXT_BYTES = 64_000_000
 """The most bytes of the states of one rank that differ from those of others: they are sent as text."""
@@ -115,7 +116,6 @@ def _tree(text: str) -> object:
 
     def leaf(index: str | int) -> torch.Tensor:
         dtype, shape, data = tensors[int(index)]
-        values = torch.frombuffer(bytearray(b64decode(data)) or bytearray(8), dtype=torch.uint8)
-        return values[: len(b64decode(data))].view(getattr(torch, dtype)).reshape(shape)
+        return byte_tensor(b64decode(data)).view(getattr(torch, dtype)).reshape(shape)
 
     return decode(encoded, leaf=leaf)

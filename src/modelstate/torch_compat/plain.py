@@ -264,6 +264,13 @@ def _by_memory(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
+def byte_tensor(data: bytes) -> torch.Tensor:
+    """The bytes as a tensor of `uint8`, in memory of its own."""
+    if not data:
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
 def own_copy(tensor: torch.Tensor) -> torch.Tensor:
     """The values in memory that nobody else has."""
     with torch.inference_mode(False), torch.no_grad():
