@@ -55,6 +55,45 @@ class Own:
         self._modules.clear()
 """
 
+MUST_BE_FUNCTIONS = """
+class First:
+    def shared(self):
+        return 1
+
+class Second(First):
+    def shared(self):
+        return 2
+
+    def close(self):
+        super().close()
+
+def public():
+    \"\"\"Is called by users.
+
+    Examples:
+        >>> public()
+    \"\"\"
+    return 3
+
+def caller(item):
+    item.close()
+    return item.shared() + public() + private_name(item) + public_name(item) + in_its_file(item)
+
+def in_its_file(item):
+    return 4
+"""
+OF_TORCH_COMPAT = """
+def private_name(module):
+    from torch._C import something
+    return something(module) + called_here(module)
+
+def public_name(module):
+    return module.training
+
+def called_here(module):
+    return module._version
+"""
+
 
 def test_the_structure_is_counted() -> None:
     measure = tool("measure_code")
@@ -69,6 +108,16 @@ def test_the_structure_is_counted() -> None:
     assert {name: [use.split(maxsplit=1)[1] for use in uses] for name, uses in private.items()} == {
         "a.py": ["from torch._C import something", "module._parameters", "self._modules"]
     }
+
+
+def test_what_must_be_a_function_is_not_small() -> None:
+    measure = tool("measure_code")
+    trees = {
+        measure.SOURCE / "a.py": ast.parse(MUST_BE_FUNCTIONS),
+        measure.SOURCE / "torch_compat" / "b.py": ast.parse(OF_TORCH_COMPAT),
+    }
+    small = [text.split()[-1] for text, _ in measure.small_functions(trees)]
+    assert small == ["in_its_file", "public_name", "called_here"]
 
 
 def test_the_table_is_that_of_the_source(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

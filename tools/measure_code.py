@@ -2,10 +2,12 @@
 
     python tools/measure_code.py [--list small|inline|any|private] [FOLDER]
 
-- small: functions with one caller in the source and a body of fewer than 5 lines.
+- small: functions with one caller in the source and a body of fewer than 5 lines. Left out are functions that must be
+  functions: methods that several classes have or that override one of a library, of which one call runs any; public
+  functions, which have an example in their docstring; and functions of `torch_compat` that other rooms call for a
+  private name of torch.
 - inline: those of them whose body could stand at the caller. Left out are functions that are passed as values (sort
-  keys, callbacks, entries of a table), methods that several classes have, and `torch_compat`, which has a function for
-  each private name of torch.
+  keys, callbacks, entries of a table).
 - any: annotations that are, or contain, `Any`.
 - private: attributes and imports of torch whose names begin with an underscore, by file.
 """
@@ -39,9 +41,10 @@ def body_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
 
 
 def small_functions(trees: dict[Path, ast.Module]) -> Iterator[tuple[str, bool]]:
-    """Functions with one mention besides their definition, and a body of fewer than 5 lines; no special methods.
+    """Functions with one mention besides their definition, and a body of fewer than 5 lines.
 
-    Each comes with whether its body could stand at the caller.
+    Special methods are left out, and what else must be a function. Each comes with whether its body could stand at the
+    caller.
     """
     mentions: Counter[str] = Counter()
     calls: Counter[str] = Counter()
@@ -54,7 +57,7 @@ def small_functions(trees: dict[Path, ast.Module]) -> Iterator[tuple[str, bool]]
                 calls[node.func.id if isinstance(node.func, ast.Name) else node.func.attr] += 1
             elif isinstance(node, ast.ClassDef):
                 methods.update(item.name for item in node.body if isinstance(item, ast.FunctionDef))
-            elif isinstance(node, ast.Attribute) and ast.unparse(node.value) == "super()":
+            elif isinstance(node, ast.Attribute) and is_super(node.value):
                 inherited.add(node.attr)
             elif isinstance(node, ast.Attribute) or (isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)):
                 name = node.attr if isinstance(node, ast.Attribute) else node.id
@@ -67,15 +70,18 @@ def small_functions(trees: dict[Path, ast.Module]) -> Iterator[tuple[str, bool]]
             name = node.name
             if mentions[name] != 1 or body_lines(node) >= 5 or name.startswith("__"):
                 continue
-            if methods[name] > 1 or name in inherited:
-                continue  # which of the methods runs is not known at the call
-            if mentioned_in[name] != path and is_seam(path, node):
-                continue
-            yield f"{path.relative_to(SOURCE)}:{node.lineno} {name}", calls[name] == 1
+            is_one_of_several = methods[name] > 1 or name in inherited
+            is_public = ">>>" in (ast.get_docstring(node) or "")
+            if not (is_one_of_several or is_public or (mentioned_in[name] != path and is_seam(path, node))):
+                yield f"{path.relative_to(SOURCE)}:{node.lineno} {name}", calls[name] == 1
+
+
+def is_super(value: ast.expr) -> bool:
+    return isinstance(value, ast.Call) and isinstance(value.func, ast.Name) and value.func.id == "super"
 
 
 def is_seam(path: Path, function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
-    """Whether a function of `torch_compat` uses a private name of torch, so that its body can stand in no other room."""
+    """Whether a function of `torch_compat` uses a private name of torch: its body can stand in no other room."""
     if not path.is_relative_to(SOURCE / "torch_compat"):
         return False
     attributes = [node.attr for node in ast.walk(function) if isinstance(node, ast.Attribute)]
