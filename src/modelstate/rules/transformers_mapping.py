@@ -279,7 +279,7 @@ class _Conversion:
             yield before + pattern + after, _only(tensors)
 
     def chunk(self, operation: Operation, state: State) -> State:
-        tensor, targets = _single(state)[1], list(self.targets)
+        tensor, targets = _single(state), list(self.targets)
         if operation.num_shards_attribute is not None:
             count = getattr(self.mapping.config.get_text_config(), operation.num_shards_attribute)
             targets = [targets[0].replace("*", str(index)) for index in range(count)]
@@ -288,7 +288,7 @@ class _Conversion:
         return {target: [_rows(tensor, operation.dim, at * size, size)] for at, target in enumerate(targets)}
 
     def split(self, operation: Operation, state: State) -> State:
-        tensor, start, result = _single(state)[1], 0, State()
+        tensor, start, result = _single(state), 0, State()
         for target in self.targets:
             size = self.mapping.shapes[self.target.replace(self.targets[0], target)][operation.dim]
             result[target] = [_rows(tensor, operation.dim, start, size)]
@@ -303,10 +303,10 @@ class _Conversion:
 
     def merge(self, operation: Operation, state: State) -> State:
         result = {pattern: [_joined(tensors, operation.dim, stacks=True)] for pattern, tensors in state.items()}
-        return result if len(result) > 1 else {_single_name(self.targets): [_single(result)[1]]}
+        return result if len(result) > 1 else {_single_name(self.targets): [_single(result)]}
 
     def transpose(self, operation: Operation, state: State) -> State:
-        tensor = _single(state)[1]
+        tensor = _single(state)
         target = _single_name(self.targets if len(self.targets) == 1 else self.sources)
         if operation.check_dims and tuple(tensor.shape) == self.mapping.shapes[self.target]:
             return {target: [tensor]}
@@ -325,14 +325,14 @@ class _Conversion:
         return result
 
     def interleave(self, operation: Operation, state: State) -> State:
-        return {self.targets[0]: [_interleaved(_single(state)[1], operation.dim, 1, operation.inverse)]}
+        return {self.targets[0]: [_interleaved(_single(state), operation.dim, 1, operation.inverse)]}
 
     def flatten(self, operation: Operation, state: State) -> State:
-        tensor = _single(state)[1]
+        tensor = _single(state)
         return {_single_name(self.targets): [reshaped(tensor, (tensor.shape[0], math.prod(tensor.shape[1:])))]}
 
     def unflatten(self, operation: Operation, state: State) -> State:
-        tensor = _single(state)[1]
+        tensor = _single(state)
         shape = (tensor.shape[0], operation.in_channels, *operation.kernel_size)
         return {_single_name(self.targets): [reshaped(tensor, shape)]}
 
@@ -375,12 +375,12 @@ def _only(tensors: Sequence[Source]) -> Source:
     return tensors[0]
 
 
-def _single(state: State) -> tuple[str, Source]:
-    """Returns the single tensor of a state, with its pattern."""
+def _single(state: State) -> Source:
+    """Returns the single tensor of a state."""
     if len(state) != 1:
         raise ValueError(f"expected one tensor, not those of {', '.join(state)}")
-    ((pattern, tensors),) = state.items()
-    return pattern, _only(tensors)
+    (tensors,) = state.values()
+    return _only(tensors)
 
 
 def _rows(tensor: Source, dim: int, start: int, size: int) -> Source:
