@@ -5,8 +5,10 @@ that dies, and ranks that are discarded, are replaced by new ones at the next ca
 """
 
 import datetime
+import faulthandler
 import importlib
 import os
+import signal
 import tempfile
 import time
 import traceback
@@ -14,6 +16,7 @@ import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -26,6 +29,8 @@ GROUP_TIMEOUT_SECONDS = 30.0
 """Of the collectives of torch: a test that makes ranks wait for a rank that is gone must not wait for minutes."""
 GRACE_SECONDS = 1.0
 """What the other ranks get to end after one has failed in a call that must succeed."""
+STACKS_SECONDS = 1.0
+"""What ranks that did not end get to write where they are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +69,8 @@ class Ranks:
         self._processes: list[Any] = []
         self._connections: list[Connection] = []
         self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._stacks = ""
+        """Where the ranks of the last call were that did not end."""
 
     def run(self, function: Callable[..., Any], *arguments: Any, timeout: float = 120) -> list[Outcome]:
         """Calls a function on every rank, and returns the outcomes in the order of the ranks.
@@ -82,7 +89,7 @@ class Ranks:
         outcomes = self._run(function, arguments, timeout, until_failure=False)
         missing = [rank for rank in range(self._size) if rank not in outcomes]
         if missing:
-            raise TimeoutError(f"ranks {missing} did not end {function.__qualname__} in {timeout} s")
+            raise TimeoutError(f"ranks {missing} did not end {function.__qualname__} in {timeout} s{self._stacks}")
         return [outcomes[rank] for rank in range(self._size)]
 
     def until_failure(self, function: Callable[..., Any], *arguments: Any, timeout: float = 120) -> dict[int, Outcome]:
@@ -99,7 +106,7 @@ class Ranks:
             outcome = outcomes.get(rank)
             assert outcome is None or not outcome.died, f"rank {rank} died"
             assert outcome is None or outcome.failure is None, f"rank {rank}:\n{outcome.failure.traceback}"
-        assert len(outcomes) == self._size, f"only ranks {sorted(outcomes)} ended in {timeout} s"
+        assert len(outcomes) == self._size, f"only ranks {sorted(outcomes)} ended in {timeout} s{self._stacks}"
         return [outcomes[rank].value for rank in range(self._size)]
 
     def _run(
@@ -127,8 +134,20 @@ class Ranks:
             if until_failure and any(outcome.failure or outcome.died for outcome in outcomes.values()):
                 end = min(end, time.monotonic() + GRACE_SECONDS)
         if len(outcomes) < self._size or any(outcome.died for outcome in outcomes.values()):
+            self._stacks = self._stacks_of(rank for rank in range(self._size) if rank not in outcomes)
             self.discard()
         return outcomes
+
+    def _stacks_of(self, ranks: Iterable[int]) -> str:
+        """Has ranks that did not end write the stacks of their threads, and returns them."""
+        assert self._folder is not None
+        files = {rank: _stacks_file(self._folder.name, rank) for rank in ranks}
+        for rank, file in files.items():
+            if file.exists() and self._processes[rank].is_alive():
+                os.kill(self._processes[rank].pid, signal.SIGUSR1)
+        if files:
+            time.sleep(STACKS_SECONDS)
+        return "".join(f"\nrank {rank}:\n{file.read_text()}" for rank, file in files.items() if file.exists())
 
     def kill(self) -> None:
         """Kills the processes. May be called by another thread while a call runs."""
@@ -161,11 +180,16 @@ class Ranks:
             self._connections.append(ours)
 
 
+def _stacks_file(folder: str, rank: int) -> Path:
+    return Path(folder, f"stacks-{rank}")
+
+
 def _serve(connection: Connection, rank: int, size: int, folder: str, backend: str) -> None:
     """Runs the calls that come through a connection, until it is closed."""
     as_process_of_its_own()
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), OMP_NUM_THREADS="1")
     warnings.simplefilter("ignore")
+    faulthandler.register(signal.SIGUSR1, _stacks_file(folder, rank).open("w"))
     timeout = datetime.timedelta(seconds=GROUP_TIMEOUT_SECONDS)
     dist.init_process_group(backend, f"file://{folder}/store", timeout=timeout, rank=rank, world_size=size)
     while True:

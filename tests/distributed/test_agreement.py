@@ -24,7 +24,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import modelstate as ms
 from modelstate import errors
 from modelstate.distributed import connections as connections_module
-from modelstate.distributed.agreement import Agreement, Digest, agreement_of
+from modelstate.distributed.agreement import Agreement, agreement_of
+from modelstate.distributed.reports import Digest
 from modelstate.problems import Missing, WrongShape, plan_error
 from modelstate.torch_compat import sharding
 from tests.distributed import models
@@ -208,6 +209,31 @@ def test_a_rank_that_is_killed(ranks: Ranks, phase: str) -> None:
     assert all(f"did not end {phase}" in text for text in texts)
 
 
+def killed_after_the_commit() -> list[str]:
+    """Rank 2 dies when the others exchange reports of a call. The next one begins later on one of them."""
+    ranks = agreement(60)
+    with ranks.taking_part():
+        with ranks.phase("planning"):
+            pass
+        if dist.get_rank() == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        reported = sorted(ranks.exchanged([dist.get_rank()]))
+    time.sleep(2.0 * (dist.get_rank() == 3))
+    begun = agreement_of((), dist.group.WORLD, 60)
+
+    def next_call() -> None:
+        with begun.taking_part(), begun.phase("planning"):
+            pass
+
+    return [str(reported), end_of(next_call)]
+
+
+def test_a_rank_that_is_killed_between_two_calls(ranks: Ranks) -> None:
+    outcomes = ranks.run(killed_after_the_commit, timeout=30)
+    for rank in (0, 1, 3):
+        assert outcomes[rank].value == [f"[{rank}]", "RankLostError"]
+
+
 def lost_before_the_first_vote(connecting: bool) -> list[str]:
     """Rank 2 dies before the ranks meet, or when they have met. Returns the error, and what the others do then."""
 
@@ -250,13 +276,13 @@ def interrupted_in_the_wait() -> str:
             return "committed"
     except KeyboardInterrupt:
         return "interrupted"
-    except errors.RankLostError as error:
-        return str(error.found)
+    except errors.DistributedError as error:
+        return error.what.split("\n")[-1]
 
 
 def test_an_interrupt_in_the_wait_for_a_rank_ends_the_wait_of_the_others(ranks: Ranks) -> None:
-    stopped = "RuntimeError: another rank has stopped waiting for the ranks 0"
-    assert ranks.values(interrupted_in_the_wait, timeout=30) == ["", "interrupted", stopped, stopped]
+    reason = "rank 1: KeyboardInterrupt"
+    assert ranks.values(interrupted_in_the_wait, timeout=30) == ["", "interrupted", reason, reason]
 
 
 def raised_between_votes(kind: type[BaseException], rank: int) -> tuple[str, str]:
@@ -281,6 +307,66 @@ def test_an_error_between_two_votes_ends_the_wait_of_the_others(ranks: Ranks, ki
     outcomes = ranks.values(raised_between_votes, kind, 1, timeout=30)
     names = ["DistributedError", kind.__name__, "DistributedError", "DistributedError"]
     assert outcomes == [(name, "committed") for name in names]
+
+
+def end_of(call: Callable[[], object]) -> str:
+    """The name of the error of a call."""
+    try:
+        call()
+    except BaseException as error:
+        return type(error).__name__
+    return "committed"
+
+
+def interrupted_call(when: str, is_connected: bool) -> list[str]:
+    """The ends of three calls: rank 1 is interrupted in the second, which rank 3 begins when rank 1 has ended it."""
+    key = f"interrupted {when}, {is_connected=}"
+    ranks, interrupted = Agreement(range(4), 20, channel=key), sharding.default_store()
+
+    def interrupt_at(place: str) -> None:
+        if when == place and dist.get_rank() == 1:
+            raise KeyboardInterrupt
+
+    def first_call() -> None:
+        with ranks.taking_part(), ranks.phase("planning"):
+            pass
+
+    def second_call() -> None:
+        with ranks.taking_part():
+            interrupt_at("before the first vote")
+            with ranks.phase("planning"):
+                interrupt_at("within the first phase")
+            with ranks.phase("committing"):
+                pass
+            interrupt_at("after the last vote")
+
+    ends = [end_of(first_call)] if is_connected else []
+    if dist.get_rank() == 3 and when != "after the last vote":
+        interrupted.wait([key])
+        connections_module.drop_abandoned(ranks.ranks)
+    ends.append(end_of(second_call))
+    if dist.get_rank() == 1:
+        interrupted.set(key, "")
+    dist.barrier()
+    connections_module.drop_abandoned(ranks.ranks)
+    return [*ends, end_of(first_call)]
+
+
+@pytest.mark.parametrize(
+    ("when", "is_connected"),
+    [
+        ("before the first vote", True),
+        ("before the first vote", False),
+        ("within the first phase", True),
+        ("after the last vote", True),
+        ("after the last vote", False),
+    ],
+)
+def test_ranks_that_begin_a_call_which_another_one_has_ended(ranks: Ranks, when: str, is_connected: bool) -> None:
+    others = "committed" if when == "after the last vote" else "DistributedError"
+    before = ["committed"] if is_connected else []
+    wanted = [[*before, end, "committed"] for end in (others, "KeyboardInterrupt", others, others)]
+    assert ranks.values(interrupted_call, when, is_connected, timeout=40) == wanted
 
 
 def first_without_an_answer() -> tuple[str, str]:

@@ -14,40 +14,29 @@ The votes go over connections of their own (`modelstate.distributed.connections`
 import json
 import sys
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict, dataclass
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import dataclass
 from threading import RLock
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from modelstate import errors, problems
 from modelstate.arguments import seconds_of
 from modelstate.distributed.connections import (
+    AbandonedError,
     Connections,
+    abandon_before,
     connections_of,
     drop_abandoned,
     made_connections,
-    number_of,
     ranks_text,
     without_frames,
 )
-from modelstate.errors import (
-    BackgroundCancelledError,
-    DistributedError,
-    ModelBusyError,
-    ModelStateError,
-    PlanError,
-    ProcessGroupError,
-    RankLostError,
-    RanksDifferError,
-)
-from modelstate.problems import Problem, explain
-from modelstate.process import Stopped
+from modelstate.distributed.reports import Digest, Report, difference_of, error_of, report_of
+from modelstate.errors import ModelBusyError, ModelStateError, ProcessGroupError, RankLostError
 from modelstate.torch_compat.modules import modules_of, tensors_of
 from modelstate.torch_compat.plain import byte_tensor, is_sharded
 from modelstate.torch_compat.sharding import ranks_of_meshes
@@ -62,23 +51,6 @@ _WITHOUT_RANKS = ("modelstate.restore", "modelstate.resumable")
 """Calls that have no `process_group=` and no `timeout_seconds=`."""
 _held: dict[tuple[tuple[int, ...], str], AbstractContextManager[object]] = {}
 """The locks of calls, by their ranks and channel: votes of two calls that overlap would be taken for one call."""
-
-
-@dataclass(frozen=True, slots=True)
-class Digest:
-    """A part of a load that must be equal on all ranks."""
-
-    what: str
-    """The name of the part: "the model"."""
-    text: str
-    """What the rank has, for the error."""
-    number: int
-    """A number of 62 bits that depends on the whole of it."""
-
-    @classmethod
-    def of(cls, what: str, text: str, parts: Iterable[object]) -> "Digest":
-        """Returns the digest of the texts of `parts`."""
-        return cls(what, text, number_of(parts))
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,8 +86,10 @@ class Agreement:
         self.call, self._channel = call, channel
         self._phase: _Phase | None = None
         """The phase whose block this rank is in."""
+        self._votes_before: int | None = None
+        """The votes before the call that this rank is in."""
         self._has_failed = False
-        """Whether the last vote has failed, so that all ranks raise."""
+        """Whether all ranks raise: the last vote has failed, or the connections are lost."""
         self.seconds: dict[str, float] = {}
         """The time of each phase on this rank, without the time that it waited for others."""
 
@@ -155,14 +129,19 @@ class Agreement:
         this rank changes. Any other `ModelStateError` between two votes follows from what all ranks know, so all ranks
         raise it.
         """
-        self._has_failed = False
+        outer, self._has_failed = self._votes_before, False
+        if outer is None and self.is_collective:
+            connections = made_connections().get((self.ranks, self._channel))
+            self._votes_before = 0 if connections is None else connections.votes
         try:
             yield
         except BaseException as error:
             is_of_this_rank = not isinstance(error, ModelStateError) or isinstance(error, ModelBusyError)
-            if self.is_collective and not self._has_failed and is_of_this_rank:
+            if self.is_collective and is_of_this_rank:
                 self.abandon(error)
             raise
+        finally:
+            self._votes_before = outer
 
     @contextmanager
     def meeting(self) -> Iterator[None]:
@@ -200,13 +179,17 @@ class Agreement:
     def _vote(self, phase: _Phase, digests: Callable[[], Sequence[Digest]] | None) -> Iterator[None]:
         own: Sequence[Digest] = ()
         started = time.perf_counter()
+        self._has_failed = False
         try:
             # Before the block, so that the death of a rank within the block shows at once.
             connections_of(self.ranks, self.timeout_seconds, self._channel)
         except Exception as cause:
             error_of_torch = without_frames(cause)
             raise self._lost(phase, error_of_torch) from error_of_torch
-        outer, self._phase, self._has_failed = self._phase, phase, False
+        except BaseException as interrupt:
+            self.abandon(interrupt)
+            raise
+        outer, self._phase = self._phase, phase
         try:
             try:
                 yield
@@ -288,14 +271,15 @@ class Agreement:
 
     def exchanged(self, numbers: Sequence[int]) -> dict[int, list[int]]:
         """Returns the numbers of each rank, as many as this rank has; those of this rank alone where one is lost."""
-        data, longest = json.dumps([*numbers]).encode(), 21 * len(numbers) + 2  # of numbers with 64 bits
-        try:
-            gathered = self._use_connections(
-                self.ranks, lambda made: made.gathered(data, longest, self.timeout_seconds)
-            )
-        except ModelStateError:
-            return {dist.get_rank(): [*numbers]}
-        return {rank: json.loads(text) for rank, text in zip(self.ranks, gathered, strict=True)}
+        connections = made_connections().get((self.ranks, self._channel))
+        own = json.dumps([*numbers]).encode()
+        longest = 21 * len(numbers) + 2  # of numbers with 64 bits, as JSON
+        if connections is not None:
+            # After an error the connections stay as they are, so that the next vote fails, too.
+            with suppress(Exception):
+                gathered = connections.gathered(own, longest, self.timeout_seconds)
+                return {rank: json.loads(text) for rank, text in zip(self.ranks, gathered, strict=True)}
+        return {dist.get_rank(): [*numbers]}
 
     def connect(self, ranks: tuple[int, ...]) -> None:
         """Connects ranks before a phase, so that the death of one shows at once in a broadcast.
@@ -367,30 +351,37 @@ class Agreement:
     def _use_connections(self, ranks: tuple[int, ...], use: Callable[[Connections], _R], name: str = "") -> _R:
         """Returns what `use` returns for the connections. `name` is for an error, where this rank is in no phase."""
         try:
-            connections = connections_of(ranks, self.timeout_seconds, self._channel)
-            connections.of_all = made_connections().get((self.ranks, self._channel))
-            return use(connections)
+            return use(connections_of(self.ranks, self.timeout_seconds, self._channel).of(ranks, self.timeout_seconds))
         except Exception as cause:
             error_of_torch = without_frames(cause)
             phase = self._phase or _Phase(name, NOTHING_CHANGED, False)
             raise self._lost(phase, error_of_torch, ranks) from error_of_torch
         except BaseException as interrupt:
-            if of_some := made_connections().get((ranks, self._channel)):
-                of_some.abandon()
             self.abandon(interrupt)
             raise
 
     def abandon(self, error: BaseException) -> None:
-        """Closes the connections for an error, which the other ranks raise, too: they wait for this one no longer."""
+        """Closes the connections for an error, which the other ranks raise, too: they wait for this one no longer.
+
+        Does nothing where they raise already.
+        """
+        if not self._has_failed:
+            self._close(json.dumps([dist.get_rank(), report_of(error)]))
+
+    def _close(self, reason: str = "") -> None:
+        """Closes the connections, and has the next call make new ones. Ranks that miss this one find the reason."""
+        self._has_failed = True
         if connections := made_connections().pop((self.ranks, self._channel), None):
-            connections.abandon(json.dumps([dist.get_rank(), _report(error, ())]))
+            connections.abandon(reason, connections.votes if self._votes_before is None else self._votes_before)
+        elif reason:
+            abandon_before(self.ranks, self._channel, reason)
 
     def _end(self, phase: "_Phase", error: BaseException | None, own: Sequence[Digest]) -> None:
         """Votes. Returns where all ranks have ended the phase, and where `error` says it all."""
-        report = json.dumps(_report(error, own)).encode()
+        report = json.dumps(report_of(error, own)).encode()
         numbers = [error is not None, len(report), *(sign * digest.number for digest in own for sign in (1, -1))]
         numbers += [0] * (_NUMBERS - len(numbers))
-        reports: list[dict[str, Any]] = []
+        reports: list[Report] = []
         lost: Exception | None = None
         connections = made_connections().get((self.ranks, self._channel))
         try:
@@ -420,9 +411,10 @@ class Agreement:
             if error is None:
                 raise lost_rank from lost
             error.add_note(f"{lost_rank.what}: {lost_rank.found}")
-        elif reports:
+        elif reports and connections is not None:
             self._has_failed = True
-            self._raise(phase, error, reports)
+            connections.forget_some()
+            self._raise(phase, error, dict(zip(self.ranks, reports, strict=True)))
 
     def _leave(self, phase: "_Phase", interrupt: BaseException) -> None:
         """Ends the phase for an interrupt, without the other ranks: one of them may be waiting for a server."""
@@ -436,85 +428,44 @@ class Agreement:
 
         Where another rank has abandoned them for an error, it is that one.
         """
-        reason = ""
-        of_all = made_connections().get((self.ranks, self._channel))
-        if connections := made_connections().pop((ranks or self.ranks, self._channel), None):
-            reason = connections.reason() or (of_all.reason() if of_all is not None else "")
-            connections.abandon()
+        connections = made_connections().get((self.ranks, self._channel))
+        if isinstance(cause, AbandonedError):
+            reason = cause.reason
+        else:
+            reason = "" if connections is None else connections.reason()
+        error: ModelStateError
         if reason:
             rank, report = json.loads(reason)
-            return self._error_of(phase, {rank: report})
-        return RankLostError(
-            f"a rank did not end {phase.name}; {phase.effect}",
-            where=f"rank {dist.get_rank()} of the ranks {ranks_text(self.ranks)}",
-            expected=f"all of them within {self.timeout_seconds:g} seconds",
-            found=str(cause).split("\n")[0],
-            remedy="see the log of the rank that is missing"
-            + ("" if self.call in _WITHOUT_RANKS else f"; if it needs more time: {self.call}(timeout_seconds=)"),
-        )
+            error = error_of({rank: report}, phase.name, phase.effect, len(self.ranks))
+        else:
+            error = RankLostError(
+                f"a rank did not end {phase.name}; {phase.effect}",
+                where=f"rank {dist.get_rank()} of the ranks {ranks_text(self.ranks)}",
+                expected=f"all of them within {self.timeout_seconds:g} seconds",
+                found=str(cause).split("\n")[0],
+                remedy="see the log of the rank that is missing"
+                + ("" if self.call in _WITHOUT_RANKS else f"; if it needs more time: {self.call}(timeout_seconds=)"),
+            )
+        if ranks not in ((), self.ranks):
+            if connections is not None:
+                connections.forget_some()
+        elif connections is None or isinstance(cause, AbandonedError | TimeoutError):
+            self._close()
+        else:
+            self._close(json.dumps([dist.get_rank(), report_of(error)]))
+        return error
 
-    def _raise(self, phase: "_Phase", error: BaseException | None, reports: Sequence[Mapping[str, Any]]) -> None:
+    def _raise(self, phase: "_Phase", error: BaseException | None, reports: Mapping[int, Report]) -> None:
         """Raises what the reports of all ranks say together. Returns where `error` is the same on all ranks."""
-        failed = {rank: report for rank, report in zip(self.ranks, reports, strict=True) if "error" in report}
+        failed = {rank: report for rank, report in reports.items() if "error" in report}
         if not failed:
-            self._raise_difference(reports)
+            raise difference_of(reports, self.call)
         if error is not None and not isinstance(error, ModelStateError):
             return  # an interrupt, or an error of a library: the others say where it came from
         is_same = len({json.dumps(report) for report in failed.values()}) == 1
         if error is not None and is_same and len(failed) == len(self.ranks):
             return
-        raise self._error_of(phase, failed) from error
-
-    def _error_of(self, phase: "_Phase", failed: Mapping[int, Mapping[str, Any]]) -> ModelStateError:
-        """Returns what the reports of the ranks that have failed say together."""
-        groups: dict[str, list[int]] = defaultdict(list)
-        for rank, report in failed.items():
-            groups[json.dumps(report)].append(rank)
-        first = next(iter(failed.values()))
-        kind = getattr(errors, first["error"], DistributedError)
-        texts = []
-        found: list[Problem] = []
-        for text, ranks in groups.items():
-            report, where = json.loads(text), f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks_text(ranks)}"
-            new = [_problem(*entry) for entry in report["problems"]]
-            found += [problem for problem in new if problem not in found]
-            texts.append(f"{where}: {report['what']}" if not new else f"{where}:\n{explain(new)}")
-        common = [name for name in _FIELDS if len({report[name] for report in failed.values()}) == 1]
-        fields = {name: first[name] for name in common}
-        where = first["where"] if len(groups) == 1 else ""
-        what = f"{phase.name} failed on {len(failed)} of {len(self.ranks)} ranks; {phase.effect}"
-        more = {"problems": found} if issubclass(kind, PlanError) else {"names": first["names"]}
-        error: ModelStateError = kind("\n".join([what, *texts]), where=where, **fields, **more)
-        return error
-
-    def _raise_difference(self, reports: Sequence[Mapping[str, Any]]) -> NoReturn:
-        values: dict[str, dict[int, list[int]]] = {}
-        texts: dict[tuple[str, int], str] = {}
-        for rank, report in zip(self.ranks, reports, strict=True):
-            for what, text, number in report["digests"]:
-                values.setdefault(what, {}).setdefault(number, []).append(rank)
-                texts[what, number] = text
-        differing = {what: found for what, found in values.items() if len(found) > 1}
-        if not differing:  # ranks within other calls, or in other phases of them, send other parts
-            calls: dict[str, list[int]] = defaultdict(list)
-            for rank, report in zip(self.ranks, reports, strict=True):
-                calls[", ".join(what for what, _, _ in report["digests"]) or "nothing"].append(rank)
-            raise RanksDifferError(
-                f"the ranks are not in the same call: this one is in {self.call}; nothing has been changed",
-                expected="the same calls in the same order on all ranks of the mesh",
-                found="; ".join(f"ranks {ranks_text(ranks)} compare {text}" for text, ranks in calls.items()),
-                remedy="call modelstate's functions in the same order on every rank, and in one thread at a time",
-            )
-        raise RanksDifferError(
-            f"the ranks call {self.call} differently: {' and '.join(differing)} differ; nothing has been changed",
-            expected="the same on all ranks of the mesh",
-            found="; ".join(
-                f"ranks {ranks_text(ranks)}: {texts[what, number]}"
-                for what, found in differing.items()
-                for number, ranks in found.items()
-            ),
-            remedy=f"call {self.call} with the same model and the same other arguments on every rank",
-        )
+        raise error_of(failed, phase.name, phase.effect, len(self.ranks)) from error
 
 
 def agreement_of(
@@ -582,38 +533,3 @@ def agreement_of(
     with agreement.before("planning"):
         agreement.timeout_seconds = seconds_of("timeout_seconds", timeout_seconds, accepts_zero=False)
     return agreement
-
-
-# Reports of ranks.
-
-_FIELDS = ("expected", "found", "remedy")
-"""The fields of an error that stay where they are equal on all ranks."""
-
-
-def _report(error: BaseException | None, digests: Sequence[Digest]) -> dict[str, Any]:
-    """What a rank has to say, as JSON values."""
-    if error is None:
-        return {"digests": [[digest.what, digest.text, digest.number] for digest in digests]}
-    if isinstance(error, Stopped):
-        error = BackgroundCancelledError("this rank has cancelled it", remedy="repeat the call")
-    if not isinstance(error, ModelStateError) or not error.has_fields:
-        text = " ".join(f"{type(error).__name__}: {error}".split())
-        blank = dict.fromkeys(("where", *_FIELDS), "")
-        return {"error": "DistributedError", "what": text, **blank, "names": [], "problems": []}
-    own: Any = error
-    return {
-        "error": type(error).__name__,
-        **{name: getattr(own, name) for name in ("what", "where", *_FIELDS)},
-        "names": list(own.names),
-        "problems": [[type(problem).__name__, asdict(problem)] for problem in getattr(own, "problems", ())],
-    }
-
-
-def _problem(name: str, fields: Mapping[str, Any]) -> Problem:
-    """Returns a problem of another rank."""
-    kind: type[Problem] = getattr(problems, name)
-    return kind(**{key: _frozen(value) for key, value in fields.items()})
-
-
-def _frozen(value: Any) -> Any:
-    return tuple(map(_frozen, value)) if isinstance(value, list) else value

@@ -11,6 +11,7 @@ import atexit
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from functools import lru_cache
 from hashlib import blake2b
 from typing import Any
 from uuid import uuid4
@@ -33,26 +34,56 @@ CONNECT_SECONDS = 60.0
 """How long ranks that have met may take to connect, and a second more for each of them."""
 
 
-class Connections:
-    """Gloo connections between some ranks on a channel, and their keys in the store."""
+class AbandonedError(RuntimeError):
+    """Another rank has abandoned the connections that this one waits for.
 
-    def __init__(self, ranks: tuple[int, ...], timeout_seconds: float, channel: str) -> None:
+    Args:
+        text: What this rank has seen.
+        reason: Why the other one has abandoned them; empty where it does not say.
+    """
+
+    def __init__(self, text: str, reason: str) -> None:
+        super().__init__(text)
+        self.reason = reason
+
+
+class Connections:
+    """Gloo connections between some ranks on a channel, and their keys in the store.
+
+    Args:
+        ranks: The ranks.
+        channel: The name of the connections. Two threads need different ones.
+        of_all: The connections of all ranks of a call, for those of some of them, which end with them.
+
+    Raises:
+        AbandonedError: Another rank has ended the call before this one began it.
+    """
+
+    def __init__(self, ranks: tuple[int, ...], channel: str, of_all: "Connections | None" = None) -> None:
         self.store = default_store()
-        self._key = f"modelstate/{number_of([channel, *ranks]):x}"
-        self._generation = self._enter()
-        store = dist.PrefixStore(f"{self._key}/{self._generation}", self.store)
-        self.of_all: Connections | None = None
-        """Those of all ranks of the agreement, for connections of some of them."""
-        self._size = len(ranks)
+        self._ranks, self._channel, self._of_all = ranks, channel, of_all
+        self._of_some: dict[tuple[int, ...], Connections] = {}
+        self._group: Any = None
         self._decisions = 0
-        try:
-            self._meet(store, ranks, timeout_seconds)
-            timeout_seconds = min(timeout_seconds, CONNECT_SECONDS + len(ranks))
-            self._group = gloo_group(store, ranks.index(dist.get_rank()), self._size, timeout_seconds)
-            self.maximum([0], timeout_seconds)  # all ranks are connected to each other when it returns
-        except BaseException:
-            self.abandon()
-            raise
+        self.votes = 0
+        """The calls of `maximum` that have succeeded, which are as many on all ranks."""
+        self._generation = self._enter()
+
+    def connect(self, timeout_seconds: float) -> None:
+        """Waits for the other ranks, and connects this one to them.
+
+        Raises:
+            AbandonedError: Another rank has stopped waiting.
+            TimeoutError: A rank does not come.
+            RuntimeError: Torch cannot connect the ranks.
+        """
+        store = dist.PrefixStore(f"{_key_of(self._ranks, self._channel)}/{self._generation}", self.store)
+        self._meet(store, timeout_seconds)
+        size = len(self._ranks)
+        timeout_seconds = min(timeout_seconds, CONNECT_SECONDS + size)
+        self._group = gloo_group(store, self._ranks.index(dist.get_rank()), size, timeout_seconds)
+        self.maximum([0], timeout_seconds)  # all ranks are connected to each other when it returns
+        self.votes = 0
 
     def _enter(self) -> int:
         """Returns the number of connections that these ranks have abandoned, which the store keeps for late ranks.
@@ -60,19 +91,22 @@ class Connections:
         A store can be older than the process group: a mesh of an earlier group keeps it alive. Connections that this
         rank has entered before are those of an earlier group, and are abandoned.
         """
-        own = uuid4().hex
+        own, rank = uuid4().hex, dist.get_rank()
         while True:
-            generation = self._compare_set("generation", "", "0")
-            if self._compare_set(f"{generation}/here/{dist.get_rank()}", "", own) == own:
-                return int(generation)
-            self._compare_set("generation", generation, str(int(generation) + 1))
+            generation = int(self._compare_set("generation", "", "0"))
+            reason = _reason(self.store, self._ranks, self._channel, generation - 1)
+            if reason and self._compare_set(f"{generation - 1}/here/{rank}", "", own) == own:
+                raise AbandonedError("another rank has ended the call before this one began it", reason[1])
+            if self._compare_set(f"{generation}/here/{rank}", "", own) == own:
+                return generation
+            self._compare_set("generation", str(generation), str(generation + 1))
 
-    def _meet(self, store: Any, ranks: tuple[int, ...], timeout_seconds: float) -> None:
-        """Waits until all ranks are here. Raises `RuntimeError` where one does not come, or another one has given up.
+    def _meet(self, store: Any, timeout_seconds: float) -> None:
+        """Waits until all ranks are here.
 
         The last rank sets the key that the others wait for, so that no rank waits for a key of each other rank.
         """
-        if store.add("here", 1) == len(ranks):
+        if store.add("here", 1) == len(self._ranks):
             store.set("all", "")
         started = time.monotonic()
         # `store.wait` would block the other threads that use the store.
@@ -80,15 +114,35 @@ class Connections:
             waited_seconds = time.monotonic() - started
             is_abandoned = self.is_abandoned()
             if is_abandoned or waited_seconds > timeout_seconds:
-                missing = [rank for rank in ranks if not store.check([f"here/{rank}"])]
-                what = "another rank has stopped waiting for" if is_abandoned else "nothing from"
-                raise RuntimeError(f"{what} the ranks {ranks_text(missing)}")
+                missing = ranks_text([rank for rank in self._ranks if not store.check([f"here/{rank}"])])
+                if is_abandoned:
+                    raise AbandonedError(f"another rank has stopped waiting for the ranks {missing}", self.reason())
+                raise TimeoutError(f"nothing from the ranks {missing}")
             time.sleep(min(max(waited_seconds / 5, 0.001), 0.5))
+
+    def of(self, ranks: tuple[int, ...], timeout_seconds: float) -> "Connections":
+        """Returns the connections between some of the ranks, which are made at the first call.
+
+        Raises what the constructor and `connect` raise.
+        """
+        if ranks == self._ranks:
+            return self
+        if ranks not in self._of_some:
+            self._of_some[ranks] = Connections(ranks, self._channel, self)
+            self._of_some[ranks].connect(timeout_seconds)
+        return self._of_some[ranks]
+
+    def forget_some(self) -> None:
+        """Closes the connections between some of the ranks. All ranks do: on one of them they may be lost."""
+        for connections in self._of_some.values():
+            connections.abandon()
+        self._of_some.clear()
 
     def maximum(self, numbers: Sequence[int], timeout_seconds: float) -> list[int]:
         """Returns the largest of the numbers of all ranks, for each place. Raises what torch raises."""
         tensor = torch.tensor(numbers, dtype=torch.int64, device="cpu")
         all_reduce_maximum(self._group, tensor, timeout_seconds, self.is_abandoned)
+        self.votes += 1
         return [int(number) for number in tensor.tolist()]
 
     def gathered(self, text: bytes, longest: int, timeout_seconds: float) -> list[bytes]:
@@ -96,7 +150,7 @@ class Connections:
         tensor = torch.zeros(8 + longest, dtype=torch.uint8, device="cpu")
         data = len(text).to_bytes(8, "little") + text
         tensor[: len(data)] = byte_tensor(data)
-        tensors = [torch.empty_like(tensor) for _ in range(self._size)]
+        tensors = [torch.empty_like(tensor) for _ in self._ranks]
         all_gather(self._group, tensors, tensor, timeout_seconds, self.is_abandoned)
         found = [tensor.numpy().tobytes() for tensor in tensors]
         return [data[8 : 8 + int.from_bytes(data[:8], "little")] for data in found]
@@ -124,37 +178,84 @@ class Connections:
             return self._compare_set(key, "", proposal) == "commit"
         return commit
 
-    def abandon(self, reason: str = "") -> None:
+    def abandon(self, reason: str = "", votes: int = 0) -> None:
         """Closes the connections, so that ranks which wait for this one end, and has the next load make new ones.
 
-        The other ranks find the reason of the first rank that gives one.
+        The other ranks find the reason of the first rank that gives one, with the votes before the call that it ends.
         """
-        with suppress(Exception):
-            if reason:
-                self._compare_set(f"{self._generation}/reason", "", reason)
-            self._compare_set("generation", str(self._generation), str(self._generation + 1))
+        _abandon(self.store, self._ranks, self._channel, self._generation, reason, votes)
+        self.forget_some()
         self._group = None
 
     def reason(self) -> str:
-        """Returns why another rank has abandoned these connections; empty where it does not say."""
-        key = f"{self._key}/{self._generation}/reason"
-        with suppress(Exception):
-            return self.store.get(key).decode() if self.store.check([key]) else ""
-        return ""
+        """Returns why another rank has abandoned the connections of all ranks; empty if it does not say."""
+        if self._of_all is not None:
+            return self._of_all.reason()
+        found = _reason(self.store, self._ranks, self._channel, self._generation)
+        return "" if found is None else found[1]
 
     def is_abandoned(self) -> bool:
         """Whether another rank has abandoned these connections, or those of all ranks. Asks the store."""
         if self._compare_set("generation", "", "0") != str(self._generation):
             return True
-        return self.of_all not in (None, self) and self.of_all.is_abandoned()
+        return self._of_all is not None and self._of_all.is_abandoned()
+
+    def missed_call(self) -> bool:
+        """Whether another rank has abandoned the connections, with a reason, in a call that this one has yet to begin.
+
+        Where this rank has voted since, it has ended that call.
+        """
+        reason = _reason(self.store, self._ranks, self._channel, self._generation)
+        return reason is not None and reason[0] == self.votes
 
     def _compare_set(self, key: str, expected: str, desired: str) -> str:
-        found: bytes = self.store.compare_set(f"{self._key}/{key}", expected, desired)
-        return found.decode()
+        return _compare_set(self.store, f"{_key_of(self._ranks, self._channel)}/{key}", expected, desired)
 
 
-def without_frames(error: BaseException) -> Exception:
+def abandon_before(ranks: tuple[int, ...], channel: str, reason: str) -> None:
+    """Has ranks that wait for this one to make connections with them end, now or when they begin the call."""
+    with suppress(Exception):
+        store, key = default_store(), _key_of(ranks, channel)
+        generation = int(_compare_set(store, f"{key}/generation", "", "0"))
+        _compare_set(store, f"{key}/{generation}/here/{dist.get_rank()}", "", uuid4().hex)
+        _abandon(store, ranks, channel, generation, reason, 0)
+
+
+def _abandon(store: Any, ranks: tuple[int, ...], channel: str, generation: int, reason: str, votes: int) -> None:
+    with suppress(Exception):  # the rank that has the store may be gone
+        key = _key_of(ranks, channel)
+        # A rank that only waited for too long has abandoned them first: then the ranks that it missed may come yet.
+        if reason and _compare_set(store, f"{key}/generation", "", "0") == str(generation):
+            _compare_set(store, f"{key}/{generation}/reason", "", f"{votes} {reason}")
+        _compare_set(store, f"{key}/generation", str(generation), str(generation + 1))
+
+
+def _reason(store: Any, ranks: tuple[int, ...], channel: str, generation: int) -> tuple[int, str] | None:
+    """Returns why a rank has abandoned connections, and the votes before the call that it ended; None if unknown."""
+    key = f"{_key_of(ranks, channel)}/{generation}/reason"
+    with suppress(Exception):
+        if generation >= 0 and store.check([key]):
+            votes, _, reason = store.get(key).decode().partition(" ")
+            return int(votes), reason
+    return None
+
+
+def _compare_set(store: Any, key: str, expected: str, desired: str) -> str:
+    found: bytes = store.compare_set(key, expected, desired)
+    return found.decode()
+
+
+@lru_cache
+def _key_of(ranks: tuple[int, ...], channel: str) -> str:
+    return f"modelstate/{number_of([channel, *ranks]):x}"
+
+
+def without_frames(error: Exception) -> Exception:
     """Returns an error with the same text. The frames of the original refer to the group, which could not be closed."""
+    if isinstance(error, AbandonedError):
+        return AbandonedError(str(error), error.reason)
+    if isinstance(error, TimeoutError):
+        return TimeoutError(str(error))
     return RuntimeError(f"{type(error).__name__}: {error}")
 
 
@@ -173,22 +274,28 @@ def made_connections() -> _Made:
 
 
 def connections_of(ranks: tuple[int, ...], timeout_seconds: float, channel: str) -> Connections:
-    """Returns the connections between these ranks, which are made at the first call. Raises what torch raises."""
+    """Returns the connections between these ranks, which are made at the first call.
+
+    Raises what the constructor and `connect` raise. Where ranks cannot be connected, the caller abandons them.
+    """
     made = made_connections()
     connections = made.get((ranks, channel))
     if connections is None:
-        connections = made[ranks, channel] = Connections(ranks, timeout_seconds, channel)
+        connections = made[ranks, channel] = Connections(ranks, channel)
+        connections.connect(timeout_seconds)
     return connections
 
 
 def drop_abandoned(ranks: tuple[int, ...]) -> None:
     """Forgets the connections between these ranks that another rank has given up when this one did not take part.
 
+    They are kept where it has said why, in the call that this rank begins now: its first vote raises that.
     Other threads may make and forget connections on their channels meanwhile.
     """
     made = made_connections()
     for key, connections in made.copy().items():
-        if key[0] == ranks and connections.is_abandoned() and made.get(key) is connections:
+        is_of_these = key[0] == ranks and connections.is_abandoned() and not connections.missed_call()
+        if is_of_these and made.get(key) is connections:
             made.pop(key, None)
 
 

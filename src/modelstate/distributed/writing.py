@@ -20,9 +20,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from modelstate.distributed.agreement import Agreement, Digest
+from modelstate.distributed.agreement import Agreement
 from modelstate.distributed.connections import number_of
 from modelstate.distributed.parts import Mesh, Part, Parts, common_range, parts_of, replicated
+from modelstate.distributed.reports import Digest
 from modelstate.distributed.shards import shard_of
 from modelstate.errors import RanksDifferError
 from modelstate.formats.block_writer import LazyTensor, Uncached, past_page_cache, write_blocks

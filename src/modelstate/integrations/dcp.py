@@ -32,8 +32,9 @@ from modelstate.checkpoint.checkpoint import Checkpoint
 from modelstate.checkpoint.open import Source, is_path
 from modelstate.checkpoint.open import open as open_checkpoint
 from modelstate.checkpoint.write import SaveOptions
-from modelstate.distributed.agreement import TIMEOUT_SECONDS, Agreement, Digest, agreement_of
+from modelstate.distributed.agreement import TIMEOUT_SECONDS, Agreement, agreement_of
 from modelstate.distributed.connections import number_of
+from modelstate.distributed.reports import Digest
 from modelstate.errors import OptionError, ProcessGroupError, RanksDifferError
 from modelstate.formats.block_writer import write_blocks
 from modelstate.formats.dcp import with_positions

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from modelstate.checkpoint.checkpoint import Checkpoint
-from modelstate.distributed.agreement import Agreement, Digest, agreement_of
+from modelstate.distributed.agreement import Agreement, agreement_of
+from modelstate.distributed.reports import Digest
 from modelstate.io.engine import Request, read_ranges
 from modelstate.loading.replicas import to_read_here
 from modelstate.loading.report import RankReport

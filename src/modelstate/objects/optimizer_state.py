@@ -16,7 +16,8 @@ import torch
 from torch import nn
 
 from modelstate.checkpoint.open import checked_call, is_module, patterns_of
-from modelstate.distributed.agreement import TIMEOUT_SECONDS, Digest, agreement_of
+from modelstate.distributed.agreement import TIMEOUT_SECONDS, agreement_of
+from modelstate.distributed.reports import Digest
 from modelstate.errors import OptimizerStateError, OptionError
 from modelstate.formats.tree import same_value
 from modelstate.loading.collective import before_call, described, text_of

@@ -18,8 +18,9 @@ from dataclasses import replace
 import torch
 
 from modelstate.codec.codec import decode, encode
-from modelstate.distributed.agreement import Agreement, Digest
+from modelstate.distributed.agreement import Agreement
 from modelstate.distributed.connections import number_of
+from modelstate.distributed.reports import Digest
 from modelstate.errors import ObjectStateError, UnsavableError
 from modelstate.formats.manifest import digest
 from modelstate.objects.objects import Target, object_code

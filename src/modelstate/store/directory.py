@@ -465,7 +465,7 @@ class StepIndex:
         """
         if not agreement.is_collective:
             return entry.usable_record, self.read_parts(entry, verify, progress=progress)
-        from modelstate.distributed.agreement import Digest
+        from modelstate.distributed.reports import Digest
 
         place = entry.place
 

@@ -22,7 +22,8 @@ from typing import Any, Self
 
 from modelstate.arguments import check_integer
 from modelstate.checkpoint.open import checked_call, is_objects
-from modelstate.distributed.agreement import Agreement, Digest, agreement_of
+from modelstate.distributed.agreement import Agreement, agreement_of
+from modelstate.distributed.reports import Digest
 from modelstate.errors import (
     OptionError,
     ReadFailedError,

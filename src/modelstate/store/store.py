@@ -16,7 +16,8 @@ from modelstate.checkpoint.checkpoint import Checkpoint
 from modelstate.checkpoint.open import check_budget_option, checked_call, is_objects, patterns_of
 from modelstate.comparison.diff import diff as diff_checkpoints
 from modelstate.comparison.result import Diff
-from modelstate.distributed.agreement import TIMEOUT_SECONDS, Agreement, Digest, agreement_of
+from modelstate.distributed.agreement import TIMEOUT_SECONDS, Agreement, agreement_of
+from modelstate.distributed.reports import Digest
 from modelstate.distributed.uploading import writer_of
 from modelstate.distributed.writing import CollectiveWriter
 from modelstate.errors import (

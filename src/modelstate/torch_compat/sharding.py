@@ -186,7 +186,9 @@ FIRST_CHECK_SECONDS, CHECK_SECONDS = 0.25, 5.0
 
 
 def _wait(group: Any, work: Any, timeout_seconds: float, is_abandoned: IsAbandoned) -> None:
-    """Waits for a collective of a group. Raises `RuntimeError` where a rank is missing for too long.
+    """Waits for a collective of a group.
+
+    Raises `TimeoutError` where a rank is missing for too long, and `RuntimeError` where connections are lost.
 
     gloo can miss that the connection to another rank has been closed, and would wait until the timeout. In a thread
     whose work is to end, it raises `Stopped`.
@@ -200,8 +202,10 @@ def _wait(group: Any, work: Any, timeout_seconds: float, is_abandoned: IsAbandon
             try:
                 work.wait(datetime.timedelta(seconds=max(wait_seconds, 0.001)))
                 return
-            except RuntimeError:
-                if work.is_completed() or time.monotonic() >= end:
+            except RuntimeError as error:
+                if time.monotonic() >= end - FIRST_CHECK_SECONDS and (work.is_completed() or time.monotonic() >= end):
+                    raise TimeoutError(str(error)) from None
+                if work.is_completed():
                     raise
             check_stopped()
             if time.monotonic() >= next_check:
