@@ -12,8 +12,7 @@ import modelstate as ms
 from modelstate import errors, problems
 from modelstate.loading.place import Place
 from modelstate.loading.staging import Staging
-from modelstate.planning.matching import ModelSchemaView, match
-from modelstate.planning.plan import Options
+from modelstate.planning.matching import ModelSchemaView, Options, match
 from modelstate.planning.preparation import Preparation
 from modelstate.planning.record import record
 from modelstate.transaction.slots import slots_of

@@ -11,7 +11,7 @@ from torch import nn
 
 import modelstate as ms
 from modelstate.errors import PlanError
-from modelstate.planning.matching import Shape, one_prefix, wrapper_rule
+from modelstate.planning.differences import Shape, nearest, one_prefix, wrapper_rule
 from modelstate.problems import Missing, OtherDimensions, OtherNames, Unexpected, explain
 from modelstate.rules.known import WRAPPERS
 from modelstate.rules.rule import Rule
@@ -425,3 +425,14 @@ def test_what_is_loaded_or_proposed_is_what_was_meant(renaming: tuple[dict[str, 
     check([])
     planned = ms.plan(module_of(list(names)), file)
     check([pasted(problem) for problem in planned.problems if isinstance(problem, OtherNames | OtherDimensions)])
+
+
+# The nearest name.
+
+
+def test_the_nearest_name() -> None:
+    assert nearest("layer.wieght", ["layer.bias", "layer.weight"]) == "layer.weight"
+    assert nearest("layer.weight", ["something.else"]) == ""
+    assert nearest("a", []) == ""
+    assert nearest("name7", [f"name{i}" for i in range(2000)]) == "name7"
+    assert nearest("name7", [f"name{i}" for i in range(2001)]) == ""

@@ -10,7 +10,7 @@ import torch
 
 import modelstate as ms
 from modelstate.errors import AmbiguousCheckpointError
-from modelstate.planning.matching import matching_part, nearest
+from modelstate.planning.matching import matching_part
 from modelstate.rules.rule import Rule
 from modelstate.rules.schema import renaming
 
@@ -31,17 +31,6 @@ def calls_of(function: Callable[[], object]) -> int:
     finally:
         sys.setprofile(None)
     return count
-
-
-# The nearest name.
-
-
-def test_the_nearest_name() -> None:
-    assert nearest("layer.wieght", ["layer.bias", "layer.weight"]) == "layer.weight"
-    assert nearest("layer.weight", ["something.else"]) == ""
-    assert nearest("a", []) == ""
-    assert nearest("name7", [f"name{i}" for i in range(2000)]) == "name7"
-    assert nearest("name7", [f"name{i}" for i in range(2001)]) == ""
 
 
 # The part of a checkpoint that is meant.

@@ -13,8 +13,8 @@ from torch import nn
 import modelstate as ms
 from modelstate.checkpoint.mapped import Maps
 from modelstate.checkpoint.open import open as open_checkpoint
+from modelstate.planning.matching import Options
 from modelstate.planning.plain_table import PlainTable, plain_tables
-from modelstate.planning.plan import Options
 from modelstate.spec import StoredTensors
 from modelstate.transaction.slots import slots_of
 

@@ -15,8 +15,7 @@ from torch import nn
 import modelstate as ms
 from modelstate import errors, problems
 from modelstate.planning import record
-from modelstate.planning.matching import ModelSchemaView, match
-from modelstate.planning.plan import Options
+from modelstate.planning.matching import ModelSchemaView, Options, match
 from modelstate.planning.preparation import Preparation
 from modelstate.torch_compat.dtypes import Overflows
 from modelstate.transaction.slots import slots_of

@@ -26,8 +26,7 @@ from modelstate.checkpoint.write import (
 from modelstate.formats.block_writer import storages_of, whole
 from modelstate.formats.writing import check_both
 from modelstate.io.atomic import LOCK_TIMEOUT_SECONDS
-from modelstate.planning.matching import DecodeFailure, ModelSchemaView, entries_of, renamed_versions
-from modelstate.planning.plan import check_model
+from modelstate.planning.matching import DecodeFailure, ModelSchemaView, check_model, entries_of, renamed_versions
 from modelstate.remote.cache import Cache
 from modelstate.rules.expression import Derived, values_of
 from modelstate.rules.expression import Source as DerivedSource

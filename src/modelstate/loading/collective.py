@@ -15,7 +15,7 @@ from modelstate.io.engine import Request, read_ranges
 from modelstate.loading.replicas import to_read_here
 from modelstate.loading.report import RankReport
 from modelstate.loading.staging import Staging
-from modelstate.planning.plan import MatchedCheckpoint, Options
+from modelstate.planning.matching import MatchedCheckpoint, Options
 from modelstate.planning.preparation import Preparation
 from modelstate.rules.expression import leaves, read_bytes
 from modelstate.spec import ByteRange, StoredTensor, pieces

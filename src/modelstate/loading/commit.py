@@ -11,8 +11,8 @@ from modelstate.io.held import HeldFiles, held_files, why_not_held
 from modelstate.loading.place import Place
 from modelstate.loading.stage import Progress, limit_memory, read_in_place, stage
 from modelstate.loading.staging import Staging
+from modelstate.planning.matching import Options
 from modelstate.planning.plain_table import PlainTable, Planned
-from modelstate.planning.plan import Options
 from modelstate.torch_compat.plain import is_dense, is_plain
 from modelstate.transaction.swap_tensors import give_memory_to_all
 from modelstate.transaction.transaction import Transaction

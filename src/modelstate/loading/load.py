@@ -59,9 +59,9 @@ from modelstate.loading.stage import (
 )
 from modelstate.loading.staging import Inspect, Staging
 from modelstate.planning.assignment import DEVICES_READ_INTO, Assignment
-from modelstate.planning.matching import ModelSchemaView, match
+from modelstate.planning.matching import AnyTransform, ModelSchemaView, Options, check_model, match, options_of
 from modelstate.planning.plain_table import PlainTable, Planned
-from modelstate.planning.plan import AnyTransform, LoadPlan, Options, check_model, options_of
+from modelstate.planning.plan import LoadPlan
 from modelstate.planning.preparation import Preparation
 from modelstate.planning.record import bind, record
 from modelstate.process import deferred_signals, gc_paused, progress_bar

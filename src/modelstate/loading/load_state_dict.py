@@ -11,7 +11,7 @@ from torch import nn
 
 from modelstate.checkpoint.open import checked_call, is_module, is_source
 from modelstate.planning.assignment import copy_cannot_fail
-from modelstate.planning.plan import check_model
+from modelstate.planning.matching import check_model
 from modelstate.planning.recorder import IncompatibleKeys, Owner, walk
 from modelstate.process import gc_paused
 from modelstate.torch_compat.modules import IncompatibleKeys as ReturnedKeys

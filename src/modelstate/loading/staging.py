@@ -11,7 +11,7 @@ from modelstate.io.engine import ReadStrategy
 from modelstate.io.memory import Layout, MemoryTracker, spare_tensors
 from modelstate.io.prefetch import CacheLook
 from modelstate.loading.replicas import SharedRead
-from modelstate.planning.plan import Options
+from modelstate.planning.matching import Options
 from modelstate.process import cached_attribute
 from modelstate.torch_compat.dtypes import Overflows
 from modelstate.transaction.slots import Addresses, slots_of

@@ -23,7 +23,7 @@ from modelstate.errors import CombineError, OpenError, OptionError, ReadFailedEr
 from modelstate.formats.tree import FlatTree
 from modelstate.io.files import read_whole
 from modelstate.io.memory import aligned
-from modelstate.planning.matching import _MATRIX, _PREFIX, adapter_names
+from modelstate.planning.differences import LORA_MATRIX, PEFT_PREFIX, adapter_names
 from modelstate.spec import Allocate, Blocks, Combined, Fill, Stored, block_elements, bytes_key
 from modelstate.text_format import listed, short_repr
 
@@ -124,7 +124,7 @@ class LoRA(Combination):
         for index, adapter in enumerate(sources[1:], 1):
             if not len(adapter):
                 raise CombineError("an adapter has no tensors", where=label(sources, index))
-            if not any(name.startswith(_PREFIX) or _MATRIX.match(name) for name in adapter):
+            if not any(name.startswith(PEFT_PREFIX) or LORA_MATRIX.match(name) for name in adapter):
                 raise CombineError(
                     "this checkpoint is not an adapter: it has no LoRA matrices",
                     where=label(sources, index),
@@ -253,8 +253,8 @@ class _AdapterReader:
         adapters: set[str] = set()
         duplicates: list[tuple[str, str]] = []
         for full in self.adapter:
-            name = full.removeprefix(_PREFIX)
-            match = _MATRIX.match(name)
+            name = full.removeprefix(PEFT_PREFIX)
+            match = LORA_MATRIX.match(name)
             if match is None:
                 self._replacement(full, name.replace(".base_layer.", "."))
                 continue
@@ -356,7 +356,7 @@ class _AdapterReader:
         if len(plain) > 1 or plain != {name}:
             # The same tensor may be there by its plain name too.
             name = next((candidate for candidate in sorted(plain) if candidate in self.base), _SAVED.sub("", name))
-            if _PREFIX + name in self.adapter or name in self.replaced:
+            if PEFT_PREFIX + name in self.adapter or name in self.replaced:
                 return
         module = f".{name.rpartition('.')[0]}."
         is_saved = any(f".{saved}." in module for saved in self.config.modules_to_save)

@@ -32,8 +32,8 @@ from modelstate.objects.optimizer_class import (
     other_class,
 )
 from modelstate.objects.recorded_memory import Recorded, into_recorded_memory, recorded_by_graphs
-from modelstate.planning.matching import Patterns, wrapper_rule
-from modelstate.planning.plan import check_model
+from modelstate.planning.differences import wrapper_rule
+from modelstate.planning.matching import Patterns, check_model
 from modelstate.planning.sharded import ShardedSlot, sharded_slot
 from modelstate.process import deferred_signals
 from modelstate.rules.expression import Read, values_of

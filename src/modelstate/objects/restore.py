@@ -47,8 +47,7 @@ from modelstate.objects.objects import (
 from modelstate.objects.optimizer_state import OptimizerPlan, check_keep_options, misfit, plan_by_name, remedy_of
 from modelstate.objects.parts import KEPT, Kind, Part
 from modelstate.objects.recorded_memory import Recorded, into_recorded_memory
-from modelstate.planning.matching import Patterns
-from modelstate.planning.plan import options_of
+from modelstate.planning.matching import Patterns, options_of
 from modelstate.planning.recorder import ModuleContainer
 from modelstate.problems import Missing, OptimizerMisfit, OtherNames, Unexpected, WrongShape, plan_error
 from modelstate.remote.cache import Cache

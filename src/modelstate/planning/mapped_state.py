@@ -11,9 +11,9 @@ from modelstate.checkpoint.mapped import Maps
 from modelstate.formats.tree import is_container, paths_of_containers
 from modelstate.io.engine import read_ranges
 from modelstate.io.tensors import same_bytes
+from modelstate.planning.differences import prefixes
 from modelstate.planning.initialise import Initialiser
-from modelstate.planning.matching import StoredEntries, prefixes
-from modelstate.planning.plan import MatchedCheckpoint
+from modelstate.planning.matching import MatchedCheckpoint, StoredEntries
 from modelstate.planning.recorder import NestedValue
 from modelstate.rules.expression import Derived, Source, Unchanged, values_of
 from modelstate.rules.rule import Entry, Value

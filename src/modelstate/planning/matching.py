@@ -1,16 +1,12 @@
-"""`match`: the part of a checkpoint that is loaded, by the names of the model; and how the names of both sides differ.
+"""`match`: what a load takes of a checkpoint. `Options`: the checked arguments of a load that decide about its plan.
 
-Names prove two kinds of differences. A wrapper (DataParallel, `torch.compile`, FSDP) adds its name to the names of all
-tensors below it: `wrapper_rule` removes or adds such names without a rule of the user. Any other prefix that all names
-of one side have is only proposed, by `one_prefix`. All other differences are left to `modelstate.suggest`, which
-compares more than names and reports its confidence.
+The part of the checkpoint that is loaded is selected by the names of the model. `differences.py` says how the names of
+both sides differ.
 """
 
-import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, KeysView, Mapping, Sequence
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -20,34 +16,158 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from modelstate.checkpoint.checkpoint import Checkpoint
-from modelstate.errors import AmbiguousCheckpointError, CodecError
+from modelstate.checkpoint.open import patterns_of
+from modelstate.errors import AmbiguousCheckpointError, CodecError, OptionError
+from modelstate.planning.differences import Rewrapped, prefixes, without_wrappers, wrapper_rule
 from modelstate.planning.initialise import Initialisers
-from modelstate.planning.plan import MatchedCheckpoint, Options
-from modelstate.planning.recorder import loads_names_itself
-from modelstate.problems import IdlePattern, OtherNames, Problem
+from modelstate.planning.transforms import ModuleTransform, Pairs, Transform
+from modelstate.problems import IdlePattern, Problem
 from modelstate.process import cached_attribute
 from modelstate.rules.expression import Derived, to_be_computed
-from modelstate.rules.known import WRAPPERS
-from modelstate.rules.names import Prefix, Rename
-from modelstate.rules.rule import Entries, Entry, Rule, Value, Wanted, as_code, describe
-from modelstate.rules.schema import Applied, apply_rules, renaming, way_back
+from modelstate.rules.rule import Entries, Entry, Rule, Value, Wanted, describe
+from modelstate.rules.schema import Applied, Schema, apply_rules, check_rules, renaming, way_back
 from modelstate.rules.transformers_mapping import from_transformers, is_transformers_model, notes_of
 from modelstate.spec import Refused, Stored, StoredTensor, StoredTensors
-from modelstate.text_format import count
-from modelstate.torch_compat.modules import named_modules_of
+from modelstate.text_format import count, short_repr
+from modelstate.torch_compat.dtypes import floating_dtype
+from modelstate.torch_compat.modules import unwrapped
 from modelstate.transaction.slots import HIDDEN, Slots
 
-_MATRIX = re.compile(r"(?P<module>.+)\.lora_(?P<kind>embedding_A|embedding_B|A|B)(?:\.(?P<rest>.+))?$")
+AnyTransform = Transform | ModuleTransform
+_CPU = torch.device("cpu")
 
 
-_PREFIX = "base_model.model."
+@dataclass(frozen=True, slots=True)
+class Options:
+    """The arguments of `modelstate.load` that decide about the plan."""
+
+    key: str | None = None
+    rules: tuple[Rule, ...] = ()
+    schema: Schema | None = None
+    """The schema that gives the rules when the checkpoint is known."""
+    allow_missing: tuple[str, ...] = ()
+    allow_unexpected: tuple[str, ...] = ()
+    dtype: torch.dtype | None = None
+    device: torch.device | None = None
+    device_of_meta: Callable[[torch.Tensor], torch.device] | None = None
+    """Gives the device of each tensor on meta, after a load without `device`; without it that is the CPU."""
+    transform: AnyTransform | Pairs | None = None
+    map: bool | None = None
+    in_place: bool | None = None
+    init_missing: bool = False
+    read_once: bool = False
+    of_use: frozenset[str] = frozenset()
+    """Patterns of `allow_missing` and `allow_unexpected` that match elsewhere, and may match nothing in this load."""
+
+    def device_after(self, tensor: torch.Tensor) -> torch.device:
+        """Returns the device of a tensor of the model after the load."""
+        if self.device is not None or not tensor.is_meta:
+            return self.device or tensor.device
+        return _CPU if self.device_of_meta is None else self.device_of_meta(tensor)
 
 
-_MOST_HEADS = 12
-_MOST_CANDIDATES = 4
-"""A name that is the end of more names than this is not evidence of a prefix."""
+def device_of(device: Any) -> torch.device | None:
+    """Returns the device with its index. Raises `OptionError` for an invalid device, or a device that is missing."""
+    try:
+        # An empty tensor resolves "cuda" to the current device, and fails where there is none.
+        return None if device is None else torch.empty(0, device=device).device
+    except (RuntimeError, AssertionError, TypeError, ValueError) as error:
+        raise OptionError(
+            "this machine has no such device",
+            found=f"{short_repr(device)}: {error}",
+            remedy="device='cpu', or leave it out",
+        ) from error
 
-Shape = tuple[int, ...] | None
+
+def is_device(text: str) -> bool:
+    """Whether a text names a kind of device that torch knows, such as "cuda:0", whether or not this machine has it."""
+    try:
+        torch.device(text)
+    except RuntimeError:
+        return False
+    return True
+
+
+def check_model(model: object) -> nn.Module:
+    """Returns the model without wrappers of `torch.compile` and data parallelism. Raises `OptionError`."""
+    if isinstance(model, nn.Module):
+        return unwrapped(model)
+    if isinstance(model, type) and issubclass(model, nn.Module):
+        raise OptionError(
+            "this is a class, not a model",
+            expected=f"an instance: {model.__name__}(...)",
+            found=f"the class {model.__qualname__}",
+            remedy=f"with ms.skeleton(): model = {model.__name__}(...), with its arguments; then pass the model",
+        )
+    raise OptionError("not a model", expected="torch.nn.Module", found=type(model).__name__)
+
+
+_NOTHING_GIVEN = (None, (), (), (), None, None, None, None, None, False, False)
+"""The defaults of the arguments of `options_of`, in their order."""
+
+
+def options_of(
+    key: str | None = None,
+    rules: Rule | Iterable[Rule] | Schema = (),
+    allow_missing: Iterable[str] = (),
+    allow_unexpected: Iterable[str] = (),
+    dtype: torch.dtype | str | None = None,
+    device: torch.device | str | None = None,
+    transform: AnyTransform | Mapping[str, AnyTransform | None] | None = None,
+    map: bool | None = None,
+    in_place: bool | None = None,
+    init_missing: bool = False,
+    read_once: bool = False,
+) -> Options:
+    """Returns the checked options of a load. Raises `OptionError`."""
+    names = key, rules, allow_missing, allow_unexpected
+    given = (*names, dtype, device, transform, map, in_place, init_missing, read_once)
+    if all(value is default for value, default in zip(given, _NOTHING_GIVEN, strict=True)):
+        return Options()
+    if not (key is None or isinstance(key, str)):
+        raise OptionError("key= must be a path", expected="a string such as 'model.encoder'", found=short_repr(key))
+    target = device_of(device)
+    if target is not None and target.type == "meta":
+        raise OptionError("a load cannot put tensors on the meta device", remedy="device='cpu', or leave it out")
+    return Options(
+        key=key,
+        rules=() if isinstance(rules, Schema) else check_rules(rules),
+        schema=rules if isinstance(rules, Schema) else None,
+        allow_missing=patterns_of("allow_missing", allow_missing),
+        allow_unexpected=patterns_of("allow_unexpected", allow_unexpected),
+        dtype=floating_dtype(dtype),
+        device=target,
+        transform=_transforms(transform),
+        map=map,
+        in_place=in_place,
+        init_missing=init_missing,
+        read_once=read_once,
+    )
+
+
+def _transforms(given: Any) -> AnyTransform | Pairs | None:
+    if isinstance(given, Mapping):
+        pairs = tuple(given.items())
+        for pattern, transform in pairs:
+            if not isinstance(pattern, str):
+                raise OptionError(
+                    "the keys of transform= must be glob patterns",
+                    expected="a string such as '*.mlp.*'",
+                    found=short_repr(pattern),
+                )
+            if transform is not None and not callable(transform):
+                raise OptionError(
+                    "the values of transform= must be functions",
+                    where=repr(pattern),
+                    expected="a function of name and tensor, or None",
+                    found=short_repr(transform),
+                )
+        return pairs or None
+    if given is not None and not callable(given):
+        expected = "a function of name and tensor, or a mapping from patterns to such functions"
+        raise OptionError("transform= must be a function", expected=expected, found=short_repr(given))
+    transform_function: AnyTransform | None = given
+    return transform_function
 
 
 @dataclass(eq=False)
@@ -144,6 +264,30 @@ def entries_of(checkpoint: Checkpoint, *, with_refused: bool = True) -> Entries:
     return entries
 
 
+@dataclass(frozen=True, slots=True)
+class MatchedCheckpoint:
+    """The part of a checkpoint that is loaded, by the names of the model. Created by `match`."""
+
+    asked: Options
+    """The options of the load, as they were given."""
+    part: Checkpoint
+    options: Options
+    """The options of the load, with the rules that a schema or the model gives."""
+    applied: Applied
+    """The entries after all rules, including the rule for wrappers."""
+    before_wrappers: Mapping[str, str]
+    """From names of the model to the names that a user's rules see, where the rule for wrappers changes the name."""
+    versions: Mapping[str, dict[str, Any]] | None
+    """The versions of modules, by their paths in the model; None where the checkpoint has no versions."""
+    notes: tuple[str, ...]
+    fits_in_part: bool
+    """Whether transformers' conversion mapping makes only some names fit."""
+
+    def name_for_rules(self, name: str) -> str:
+        """Returns the name that a user's further rules see for a name of the model; empty for an unknown name."""
+        return self.before_wrappers.get(name, name) if name in self.applied.entries else ""
+
+
 def renamed_versions(
     versions: Mapping[str, dict[str, Any]], applied: Applied, rules: Sequence[Rule]
 ) -> dict[str, dict[str, Any]]:
@@ -238,7 +382,7 @@ def _applied_mapping(
     return mapped, replace(options, rules=rules), "", fits_in_part
 
 
-def _rewrapped(applied: Applied, rule: "Rewrapped") -> tuple[Applied, dict[str, str]]:
+def _rewrapped(applied: Applied, rule: Rewrapped) -> tuple[Applied, dict[str, str]]:
     """Returns the entries by their names after the rule for wrappers, and a map from these names to the old names."""
     renamed: dict[str, Entry] = {}
     before: dict[str, str] = {}
@@ -350,195 +494,6 @@ def _matches(
     return counts
 
 
-# Wrappers.
-
-
-def prefixes(name: str) -> Iterator[str]:
-    """Yields all prefixes of a dotted name that end with a dot."""
-    at = name.find(".")
-    while at >= 0:
-        yield name[: at + 1]
-        at = name.find(".", at + 1)
-
-
-def without_wrappers(name: str) -> str:
-    """Returns a name without the parts that wrappers add."""
-    *path, last = name.split(".")
-    return ".".join([*(part for part in path if part not in WRAPPERS), last])
-
-
-@dataclass(frozen=True, repr=False)
-class Rewrapped:
-    """Removes or adds the names of wrappers at certain modules."""
-
-    modules: Mapping[str, str]
-    """From prefixes of the checkpoint's names to prefixes of the model's names, such as "module." to ""."""
-
-    def __repr__(self) -> str:
-        return (
-            f"Rewrapped({dict(self.modules)!r})"
-            if len(self.modules) <= 2
-            else f"Rewrapped({len(self.modules)} modules)"
-        )
-
-    def rename(self, name: str) -> str | None:
-        for prefix in (*reversed([*prefixes(name)]), ""):
-            put = self.modules.get(prefix)
-            if put is not None:
-                return put + name[len(prefix) :]
-        return None
-
-    def reverse(self) -> "Rewrapped":
-        return Rewrapped({put: prefix for prefix, put in self.modules.items()})
-
-    def note(self, count: int) -> str:
-        """Returns a note for the report, for the number of names that the rule has changed."""
-        taken, put = (
-            {part for prefix in side for part in prefix.split(".") if part in WRAPPERS}
-            for side in (self.modules, self.modules.values())
-        )
-        what = [f"without {', '.join(sorted(taken - put))}"] if taken - put else []
-        what += [f"with {', '.join(sorted(put - taken))}"] if put - taken else []
-        return f"{count} names of the checkpoint are read {' and '.join(what) or 'with wrappers in other places'}"
-
-
-def wrapper_rule(
-    given: Collection[str], wanted: Collection[str], model: nn.Module | None = None, kept_names: Collection[str] = ()
-) -> Rewrapped | None:
-    """Returns the rule for names that differ from the model's names only in wrappers.
-
-    Returns None where all names fit without a rule, or where the rule would be uncertain: two names of one side are
-    equal without wrappers; some names below a module go through a wrapper and others do not; or code of the model loads
-    the names at such a module.
-
-    Args:
-        given: The names of the checkpoint.
-        wanted: The names of the model.
-        model: The model, whose loading code is examined.
-        kept_names: Further names, which the rule does not change.
-    """
-    if all(name in wanted for name in given) or not any(map(_has_wrapper, (*given, *wanted))):
-        return None
-    sources = {without_wrappers(name): name for name in (*kept_names, *given)}
-    targets = {without_wrappers(name): name for name in wanted}
-    if len(sources) < len(given) + len(kept_names) or len(targets) < len(wanted):
-        return None
-    kept = set(kept_names)
-    pairs = {name: targets[bare] for bare, name in sources.items() if bare in targets and name not in kept}
-    modules: dict[str, str] = {}
-    chains: tuple[dict[str, str], dict[str, str]] = {}, {}
-    for source, target in pairs.items():
-        for (bare, before, chain), (_, put_before, put_chain) in zip(_places(source), _places(target), strict=True):
-            if chains[0].setdefault(bare, chain) != chain or chains[1].setdefault(bare, put_chain) != put_chain:
-                return None
-            if chain != put_chain:
-                modules[before + chain] = put_before + put_chain
-    left, lacking = set(given).difference(pairs), set(wanted).difference(pairs.values())
-    # A wrapper of the model has all names of its place below it: a module with other names beside it is none.
-    for side, names in zip(chains, (filter(_has_wrapper, left), lacking), strict=True):
-        if any(side.get(bare, chain) != chain for name in names for bare, _, chain in _places(name)):
-            return None  # a name without a counterpart goes through a wrapper, and the others do not, or vice versa
-    if left and lacking and any(map(_has_wrapper, modules.values())):
-        return None  # a name that fits by chance would become one of a module that the checkpoint has elsewhere
-    rule = Rewrapped(modules)
-    if not modules or any((rule.rename(source) or source) != target for source, target in pairs.items()):
-        return None
-    return None if model is not None and _loads_itself(model, modules.values()) else rule
-
-
-def _has_wrapper(name: str) -> bool:
-    return any(wrapper in name for wrapper in WRAPPERS)
-
-
-def _places(name: str) -> Iterator[tuple[str, str, str]]:
-    """Yields for each module on the path of a name: its path without wrappers, its prefix, and its wrappers."""
-    bare = before = chain = ""
-    *path, _ = name.split(".")
-    for part in path:
-        if part in WRAPPERS:
-            chain += f"{part}."
-            continue
-        yield bare, before, chain
-        bare, before, chain = f"{bare}{part}.", f"{before}{chain}{part}.", ""
-    yield bare, before, chain
-
-
-def _loads_itself(model: nn.Module, places: Iterable[str]) -> bool:
-    """Whether a module at or above one of these prefixes may change the meaning of names while it loads."""
-    modules = named_modules_of(model)
-    above = {prefix[:-1] for place in places for prefix in prefixes(place)} | {""}
-    return any(path in modules and loads_names_itself(modules[path]) for path in above)
-
-
-# One prefix.
-
-
-def one_prefix(
-    missing: Mapping[str, Shape],
-    unexpected: Mapping[str, Shape],
-    *,
-    fitting: Collection[str] = (),
-    optional: Collection[str] = (),
-) -> tuple[OtherNames | None, dict[str, str]]:
-    """Returns a problem with the rule for the one prefix by which all missing and unexpected names differ.
-
-    The rule is certain. Every unexpected name is the prefix and a missing name, or every missing name is the prefix and
-    an unexpected name; no name is left on either side, except for missing names that are `optional`. There is no rule
-    where most shapes differ, and none where a part of the prefix leads to a `fitting` name, as from "a.a.w" to "a.w":
-    all names may then have an additional "a.". The rule does not change `fitting` names. The second result is the
-    pairs, from missing to unexpected names; it is empty without a problem.
-    """
-    required = missing.keys() - set(optional)
-    candidates = [
-        (prefix, strips, pairs)
-        for prefix, strips in _candidates(required, missing, unexpected)
-        for pairs in [_paired(prefix, strips, missing, unexpected)]
-        if len(pairs) == len(unexpected) and required <= pairs.keys()
-    ]
-    if len(candidates) != 1:
-        return None, {}
-    ((prefix, strips, pairs),) = candidates
-    longer = pairs.values() if strips else pairs.keys()
-    if any(name[len(part) :] in fitting for name in longer for part in prefixes(name) if len(part) < len(prefix)):
-        return None, {}
-    if 2 * sum(missing[name] == unexpected[source] for name, source in pairs.items()) <= len(pairs):
-        return None, {}
-    start, put = (rf"^{re.escape(prefix)}", "") if strips else ("^", prefix.replace("\\", r"\\"))
-    rests = [name if strips else source for name, source in pairs.items()]
-    for rule in (Prefix(strip=prefix) if strips else Prefix(add=prefix), *_narrowed(start, rests, put)):
-        right = all(rule.rename(source) == name for name, source in pairs.items())
-        if right and all(rule.rename(name) is None for name in fitting):
-            difference = f"the prefix {prefix!r} of the {'checkpoint' if strips else 'model'}"
-            return OtherNames(next(iter(pairs)), len(pairs), difference, as_code(rule)), pairs
-    return None, {}
-
-
-def _candidates(required: Collection[str], missing: Iterable[str], unexpected: Iterable[str]) -> list[tuple[str, bool]]:
-    """Returns the prefixes that are possible for the longest name, and whether a rule would strip them."""
-    candidates: list[tuple[str, bool]] = []
-    for strips, names, others in ((True, required, unexpected), (False, unexpected, missing)):
-        last = max(names, key=len, default="")
-        candidates += [(other[: -len(last)], strips) for other in others if last and other.endswith(f".{last}")]
-    return candidates if len(candidates) <= _MOST_CANDIDATES else []
-
-
-def _paired(prefix: str, strips: bool, missing: Iterable[str], unexpected: Collection[str]) -> dict[str, str]:
-    """Returns a map from missing names to the unexpected names that differ by the prefix."""
-    starting = missing if strips else (name for name in missing if name.startswith(prefix))
-    pairs = {name: prefix + name if strips else name[len(prefix) :] for name in starting}
-    return {name: source for name, source in pairs.items() if source in unexpected}
-
-
-def _narrowed(start: str, rests: Iterable[str], replacement: str) -> tuple[Rule, ...]:
-    """Returns rules for only the names that continue after `start` as these do."""
-    rules: list[Rule] = []
-    for parts in ({rest.partition(".")[0] for rest in rests}, set(rests)):
-        if parts and len(parts) <= _MOST_HEADS:
-            choice = "|".join(sorted(map(re.escape, parts)))
-            rules.append(Rename(re.compile(rf"{start}(?=(?:{choice})(?:\.|$))"), replacement))
-    return tuple(rules)
-
-
 class Patterns:
     """Glob patterns that allow names, and the patterns that have matched."""
 
@@ -557,18 +512,3 @@ class Patterns:
 
     def idle(self) -> list[Problem]:
         return [IdlePattern(pattern, option=self.option) for pattern in self.patterns if pattern not in self.used]
-
-
-def nearest(name: str, names: Collection[str]) -> str:
-    """Returns the most similar name; empty if none is similar, or there are too many names to compare."""
-    if len(names) > 2000:
-        return ""
-    matches = get_close_matches(name, names, n=1, cutoff=0.75)
-    return matches[0] if matches else ""
-
-
-def adapter_names(names: Iterable[str]) -> list[str]:
-    """Returns the names that belong to an adapter of peft; empty if no name is the name of a LoRA matrix."""
-    given = list(names)
-    matrices = {name for name in given if ".lora_" in name and _MATRIX.match(name)}
-    return [name for name in given if name in matrices or name.startswith(_PREFIX)] if matrices else []

@@ -27,7 +27,8 @@ from modelstate.planning.assignment import (
     ReadRoute,
     staged_because,
 )
-from modelstate.planning.plan import Options, StepTable
+from modelstate.planning.matching import Options
+from modelstate.planning.plan import StepTable
 from modelstate.process import cached_attribute
 from modelstate.spec import ByteRange, StoredTensors, TensorColumns, overlapping
 from modelstate.torch_compat.dtypes import cast_between, short

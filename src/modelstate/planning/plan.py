@@ -1,194 +1,22 @@
-"""`Options`: the checked arguments of a load that decide about its plan. `LoadPlan`: its frozen steps and its problems.
-
-A plan can be printed, saved as JSON, and executed.
-"""
+"""`LoadPlan`: the frozen steps of a load, and its problems. It can be printed, saved as JSON, and executed."""
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
 
-from modelstate.checkpoint.checkpoint import Checkpoint
-from modelstate.checkpoint.open import patterns_of
-from modelstate.errors import OptionError
 from modelstate.html.page import Kind, Page, Shown, area_chart
 from modelstate.planning.assignment import Placement, ReadRoute
-from modelstate.planning.transforms import ModuleTransform, Pairs, Transform
+from modelstate.planning.matching import MatchedCheckpoint, Options
 from modelstate.problems import Problem, explain
 from modelstate.rules.expression import Source
-from modelstate.rules.rule import Rule
-from modelstate.rules.schema import Applied, Schema, check_rules
 from modelstate.spec import StoredTensor, TensorColumns
-from modelstate.text_format import count, printable, short_repr, size
-from modelstate.torch_compat.dtypes import floating_dtype, short
-from modelstate.torch_compat.modules import unwrapped
+from modelstate.text_format import count, printable, size
+from modelstate.torch_compat.dtypes import short
 from modelstate.transaction.slots import SlotSignatures
-
-AnyTransform = Transform | ModuleTransform
-
-
-_CPU = torch.device("cpu")
-
-
-@dataclass(frozen=True, slots=True)
-class Options:
-    """The arguments of `modelstate.load` that decide about the plan."""
-
-    key: str | None = None
-    rules: tuple[Rule, ...] = ()
-    schema: Schema | None = None
-    """The schema that gives the rules when the checkpoint is known."""
-    allow_missing: tuple[str, ...] = ()
-    allow_unexpected: tuple[str, ...] = ()
-    dtype: torch.dtype | None = None
-    device: torch.device | None = None
-    device_of_meta: Callable[[torch.Tensor], torch.device] | None = None
-    """Gives the device of each tensor on meta, after a load without `device`; without it that is the CPU."""
-    transform: AnyTransform | Pairs | None = None
-    map: bool | None = None
-    in_place: bool | None = None
-    init_missing: bool = False
-    read_once: bool = False
-    of_use: frozenset[str] = frozenset()
-    """Patterns of `allow_missing` and `allow_unexpected` that match elsewhere, and may match nothing in this load."""
-
-    def device_after(self, tensor: torch.Tensor) -> torch.device:
-        """Returns the device of a tensor of the model after the load."""
-        if self.device is not None or not tensor.is_meta:
-            return self.device or tensor.device
-        return _CPU if self.device_of_meta is None else self.device_of_meta(tensor)
-
-
-def device_of(device: Any) -> torch.device | None:
-    """Returns the device with its index. Raises `OptionError` for an invalid device, or a device that is missing."""
-    try:
-        # An empty tensor resolves "cuda" to the current device, and fails where there is none.
-        return None if device is None else torch.empty(0, device=device).device
-    except (RuntimeError, AssertionError, TypeError, ValueError) as error:
-        raise OptionError(
-            "this machine has no such device",
-            found=f"{short_repr(device)}: {error}",
-            remedy="device='cpu', or leave it out",
-        ) from error
-
-
-def is_device(text: str) -> bool:
-    """Whether a text names a kind of device that torch knows, such as "cuda:0", whether or not this machine has it."""
-    try:
-        torch.device(text)
-    except RuntimeError:
-        return False
-    return True
-
-
-def check_model(model: object) -> nn.Module:
-    """Returns the model without wrappers of `torch.compile` and data parallelism. Raises `OptionError`."""
-    if isinstance(model, nn.Module):
-        return unwrapped(model)
-    if isinstance(model, type) and issubclass(model, nn.Module):
-        raise OptionError(
-            "this is a class, not a model",
-            expected=f"an instance: {model.__name__}(...)",
-            found=f"the class {model.__qualname__}",
-            remedy=f"with ms.skeleton(): model = {model.__name__}(...), with its arguments; then pass the model",
-        )
-    raise OptionError("not a model", expected="torch.nn.Module", found=type(model).__name__)
-
-
-_NOTHING_GIVEN = (None, (), (), (), None, None, None, None, None, False, False)
-"""The defaults of the arguments of `options_of`, in their order."""
-
-
-def options_of(
-    key: str | None = None,
-    rules: Rule | Iterable[Rule] | Schema = (),
-    allow_missing: Iterable[str] = (),
-    allow_unexpected: Iterable[str] = (),
-    dtype: torch.dtype | str | None = None,
-    device: torch.device | str | None = None,
-    transform: AnyTransform | Mapping[str, AnyTransform | None] | None = None,
-    map: bool | None = None,
-    in_place: bool | None = None,
-    init_missing: bool = False,
-    read_once: bool = False,
-) -> Options:
-    """Returns the checked options of a load. Raises `OptionError`."""
-    names = key, rules, allow_missing, allow_unexpected
-    given = (*names, dtype, device, transform, map, in_place, init_missing, read_once)
-    if all(value is default for value, default in zip(given, _NOTHING_GIVEN, strict=True)):
-        return Options()
-    if not (key is None or isinstance(key, str)):
-        raise OptionError("key= must be a path", expected="a string such as 'model.encoder'", found=short_repr(key))
-    target = device_of(device)
-    if target is not None and target.type == "meta":
-        raise OptionError("a load cannot put tensors on the meta device", remedy="device='cpu', or leave it out")
-    return Options(
-        key=key,
-        rules=() if isinstance(rules, Schema) else check_rules(rules),
-        schema=rules if isinstance(rules, Schema) else None,
-        allow_missing=patterns_of("allow_missing", allow_missing),
-        allow_unexpected=patterns_of("allow_unexpected", allow_unexpected),
-        dtype=floating_dtype(dtype),
-        device=target,
-        transform=_transforms(transform),
-        map=map,
-        in_place=in_place,
-        init_missing=init_missing,
-        read_once=read_once,
-    )
-
-
-def _transforms(given: Any) -> AnyTransform | Pairs | None:
-    if isinstance(given, Mapping):
-        pairs = tuple(given.items())
-        for pattern, transform in pairs:
-            if not isinstance(pattern, str):
-                raise OptionError(
-                    "the keys of transform= must be glob patterns",
-                    expected="a string such as '*.mlp.*'",
-                    found=short_repr(pattern),
-                )
-            if transform is not None and not callable(transform):
-                raise OptionError(
-                    "the values of transform= must be functions",
-                    where=repr(pattern),
-                    expected="a function of name and tensor, or None",
-                    found=short_repr(transform),
-                )
-        return pairs or None
-    if given is not None and not callable(given):
-        expected = "a function of name and tensor, or a mapping from patterns to such functions"
-        raise OptionError("transform= must be a function", expected=expected, found=short_repr(given))
-    transform_function: AnyTransform | None = given
-    return transform_function
-
-
-@dataclass(frozen=True, slots=True)
-class MatchedCheckpoint:
-    """The part of a checkpoint that is loaded, by the names of the model. Created by `match`."""
-
-    asked: Options
-    """The options of the load, as they were given."""
-    part: Checkpoint
-    options: Options
-    """The options of the load, with the rules that a schema or the model gives."""
-    applied: Applied
-    """The entries after all rules, including the rule for wrappers."""
-    before_wrappers: Mapping[str, str]
-    """From names of the model to the names that a user's rules see, where the rule for wrappers changes the name."""
-    versions: Mapping[str, dict[str, Any]] | None
-    """The versions of modules, by their paths in the model; None where the checkpoint has no versions."""
-    notes: tuple[str, ...]
-    fits_in_part: bool
-    """Whether transformers' conversion mapping makes only some names fit."""
-
-    def name_for_rules(self, name: str) -> str:
-        """Returns the name that a user's further rules see for a name of the model; empty for an unknown name."""
-        return self.before_wrappers.get(name, name) if name in self.applied.entries else ""
 
 
 class Step(NamedTuple):

@@ -21,10 +21,10 @@ from modelstate.planning.assignment import (
     choose,
 )
 from modelstate.planning.mapped_state import MappedState
-from modelstate.planning.matching import DecodeFailure, ModelSchemaView, StoredEntries
+from modelstate.planning.matching import DecodeFailure, MatchedCheckpoint, ModelSchemaView, StoredEntries
 from modelstate.planning.memory import peak_bytes
 from modelstate.planning.plain_table import PlainTable, Planned, plain_tables
-from modelstate.planning.plan import Binding, LoadPlan, MatchedCheckpoint, Step
+from modelstate.planning.plan import Binding, LoadPlan, Step
 from modelstate.planning.recorder import Owner
 from modelstate.planning.sharded import LocalSlot, ShardedSlot, sharded_slot
 from modelstate.planning.transforms import (

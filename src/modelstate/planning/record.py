@@ -15,7 +15,8 @@ from torch.nn.parameter import is_lazy
 from modelstate.checkpoint.checkpoint import Checkpoint
 from modelstate.errors import ModelStateError, StalePlanError
 from modelstate.planning.assignment import Assignment
-from modelstate.planning.matching import Patterns, adapter_names, one_prefix, prefixes
+from modelstate.planning.differences import adapter_names, one_prefix, prefixes
+from modelstate.planning.matching import Patterns
 from modelstate.planning.plain_table import PlainTable, bound_tables
 from modelstate.planning.plan import LoadPlan, Step
 from modelstate.planning.preparation import Preparation

@@ -15,7 +15,7 @@ from torch import nn
 
 from modelstate.errors import ModelCodeError, NameMapError
 from modelstate.formats.tree import same_value
-from modelstate.planning.matching import nearest
+from modelstate.planning.differences import nearest
 from modelstate.problems import NameClash
 from modelstate.rules.rule import Entry, RuleContext
 from modelstate.serve.meta_clone import runtime_state

@@ -27,9 +27,9 @@ from modelstate.errors import (
 )
 from modelstate.loading.load import Source, load_then, prepare
 from modelstate.planning.assignment import Assignment
-from modelstate.planning.matching import select_part, wrapper_rule
+from modelstate.planning.differences import wrapper_rule
+from modelstate.planning.matching import Options, options_of, select_part
 from modelstate.planning.plain_table import PlainTable, Planned
-from modelstate.planning.plan import Options, options_of
 from modelstate.planning.preparation import Preparation
 from modelstate.problems import (
     BufferConflict,
@@ -173,9 +173,8 @@ class SwapSource:
         selection = options_of(rules=options.rules)
         self.part, selection = select_part(open_source(source), selection, lambda: target.names)
         self.source, self._has_rules, rules = self.part.source, bool(selection.rules), selection.rules
-        names = set(map(renaming(rules), self.part))
-        wrappers = wrapper_rule(names, target.names)
-        if wrappers is not None:
+        names = set(map(renaming(rules), self.part) if rules else self.part)
+        if not names <= target.names and (wrappers := wrapper_rule(names, target.names)) is not None:
             rules = (*rules, wrappers)
             names = set(map(renaming(rules), self.part))
         self._skeleton, own_rules, without_hooks = target.read_plan(names)

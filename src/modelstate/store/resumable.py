@@ -36,7 +36,7 @@ from modelstate.errors import (
 from modelstate.objects.loaders import checked_iterators, left_loader_problem
 from modelstate.objects.objects import targets_of, tensors_within
 from modelstate.objects.parts import Kind
-from modelstate.planning.matching import nearest
+from modelstate.planning.differences import nearest
 from modelstate.store.deadline import Deadline, now_seconds
 from modelstate.store.directory import warn_caller
 from modelstate.store.retention import CheckpointInfo, Keep, check_metric, metric_value

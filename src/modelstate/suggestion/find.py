@@ -5,7 +5,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from modelstate.planning.matching import prefixes, without_wrappers
+from modelstate.planning.differences import prefixes, without_wrappers
 from modelstate.suggestion.pairing import Orientation, Pairing, Unit, buckets, match, order_is_clear, orientation, units
 from modelstate.suggestion.skeletons import Leaf, Level, Skeleton, by_convention, in_context
 from modelstate.suggestion.words import INTERLEAVED, PARTS, contradict, of_path, shared
