@@ -315,13 +315,9 @@ def load(
         1.0
     """
     started = time.perf_counter()
-    agreement: Agreement | None = None
-    # A program without DTensors has not imported their module, and its loads are of one rank.
-    if "torch.distributed.tensor" in sys.modules or process_group is not None or timeout_seconds != TIMEOUT_SECONDS:
-        # A module that is passed as the source is an error, of all its ranks.
-        given = next((value for value in (model, source) if isinstance(value, nn.Module)), ())
-        ranks = agreement_of(given, process_group, timeout_seconds)
-        agreement = ranks if ranks.is_collective else None
+    # A module that is passed as the source is an error, of all its ranks.
+    given = next((value for value in (model, source) if isinstance(value, nn.Module)), ())
+    agreement = _ranks_of(given, process_group, timeout_seconds)
     with nullcontext() if agreement is None else agreement.before(PLANNING):
         model = check_model(model)
         checked_optimizers = () if optimizers == () else check_optimizers(optimizers, model)
@@ -367,6 +363,19 @@ def load(
     return LoadHandle(staged, progress, commit)
 
 
+def _ranks_of(
+    tensors: nn.Module | tuple[()],
+    process_group: "ProcessGroup | None" = None,
+    timeout_seconds: float = TIMEOUT_SECONDS,
+) -> Agreement | None:
+    """Returns the ranks that load these tensors together; None for a load on one rank."""
+    # A program without DTensors has not imported their module, and its loads are of one rank.
+    if "torch.distributed.tensor" in sys.modules or process_group is not None or timeout_seconds != TIMEOUT_SECONDS:
+        agreement = agreement_of(tensors, process_group, timeout_seconds)
+        return agreement if agreement.is_collective else None
+    return None
+
+
 @dataclass(frozen=True, slots=True)
 class _LoadOptions:
     """The options of a load that do not change its plan."""
@@ -407,13 +416,14 @@ def load_then(
     """
     if max_memory_bytes is not None:
         check_budget_option(max_memory_bytes)
-    agreement = agreement or agreement_of(transaction.root)
+    if agreement is None:
+        agreement = _ranks_of(transaction.root)
+    elif not agreement.is_collective:
+        agreement = None
     load_options = _LoadOptions(
-        *(tuple(optimizers), verify, progress, max_memory_bytes, None),
-        agreement if agreement.is_collective else None,
-        time.perf_counter(),
+        *(tuple(optimizers), verify, progress, max_memory_bytes, None, agreement), time.perf_counter()
     )
-    with agreement.held(), gc_paused():
+    with nullcontext() if agreement is None else agreement.held(), gc_paused():
         return _execute(
             *(transaction, checkpoint, options, load_options),
             then=then,
