@@ -214,7 +214,11 @@ def fresh_tensors(like: Sequence[Layout]) -> list[torch.Tensor]:
             tensors.append(torch.empty(shape, dtype=dtype, device="cpu"))
             continue
         if arena is None or nbytes > left:
-            free, left = 0, _arena_bytes(sizes, index)
+            free, left = 0, nbytes
+            for more in islice(sizes, index + 1, None):
+                if left + more > _ARENA_BYTES:
+                    break
+                left += more
             arena = _mapping(left)
         flat = torch.frombuffer(arena, dtype=dtype, count=count, offset=free)
         free, left = free + nbytes, left - nbytes
@@ -301,16 +305,6 @@ def new_mapping(nbytes: int) -> mmap.mmap:
             found=error,
             remedy="map=True on a skeleton and in_place=True elsewhere need the least",
         ) from error
-
-
-def _arena_bytes(sizes: Sequence[int], start: int) -> int:
-    """The size of an arena for as many of the next tensors as may share one."""
-    total = 0
-    for nbytes in islice(sizes, start, None):
-        if total and total + nbytes > _ARENA_BYTES:
-            break
-        total += nbytes
-    return total
 
 
 # Filling memory by userfaultfd.

@@ -173,11 +173,14 @@ def _stage_table(staging: Staging, table: PlainTable, progress: Progress) -> Non
         progress(table.nbytes)
         return
     staging.held.take(table.staged_bytes)
+    shapes = map(torch.Size, table.columns.shapes)  # not those of the slots, which may change meanwhile
     if table.device.type == "cpu":
-        memory = (staging.temporary if table.placement.staged else fresh_tensors)(table.layouts)
+        layouts = [(shape, None, dtype) for shape, dtype in zip(shapes, table.dtypes, strict=True)]
+        memory = (staging.temporary if table.placement.staged else fresh_tensors)(layouts)
     else:
+        rows = zip(shapes, table.dtypes, strict=True)
         with torch.inference_mode(False):
-            memory = [torch.empty(size, dtype=dtype, device=table.device) for size, _, dtype in table.layouts]
+            memory = [torch.empty(shape, dtype=dtype, device=table.device) for shape, dtype in rows]
     _read_table(staging, table, memory, progress, is_fresh=staging.strategy.cached)
     table.final = memory
 

@@ -13,7 +13,6 @@ import numpy as np
 import torch
 
 from modelstate.checkpoint.mapped import UNALIGNED, Maps
-from modelstate.io.memory import Layout
 from modelstate.planning.assignment import (
     COPYABLE,
     DEVICES_READ_INTO,
@@ -85,11 +84,6 @@ class PlainTable:
         itemsize = self.stored_dtype.itemsize
         rows = zip(self.columns.nbytes, self.dtypes, strict=True)
         return sum(nbytes // itemsize * dtype.itemsize for nbytes, dtype in rows)
-
-    @property
-    def layouts(self) -> list[Layout]:
-        """Shape, stride and dtype of memory for the values. The slots are not asked: they may change meanwhile."""
-        return [(torch.Size(shape), None, dtype) for shape, dtype in zip(self.columns.shapes, self.dtypes, strict=True)]
 
     @property
     def stored_dtype(self) -> torch.dtype:
