@@ -299,9 +299,9 @@ def _save(state: Mapping[object, object], output: Output, path: str) -> None:
     outline = _outline(state)
     # torch.load maps the file, so it reads no tensor. To make each tensor would take as long as to save it, so plain
     # tensors are left out where the other values are plain, too.
-    failure = _load_error(output.path if outline is None else _saved(outline))
+    failure = _load_error(output.path if outline is None else pickled(outline))
     if failure is not None:
-        refused = {name: type(value) for name, value in _values_in(state) if _load_error(_saved(value)) is not None}
+        refused = {name: type(value) for name, value in _values_in(state) if _load_error(pickled(value)) is not None}
         if not refused and isinstance(failure, OSError | RuntimeError):
             raise UnsavableError(
                 "torch.load cannot read the file that was written",
@@ -327,7 +327,8 @@ def _load_error(source: str | io.BytesIO) -> Exception | None:
     return None
 
 
-def _saved(value: object) -> io.BytesIO:
+def pickled(value: object) -> io.BytesIO:
+    """Returns a file in memory that `torch.save` has written."""
     buffer = io.BytesIO()
     torch.save(value, buffer)
     buffer.seek(0)

@@ -7,7 +7,6 @@
 >>> dcp.save(state_dict, storage_writer=ms.dcp.Writer("run.safetensors"))
 """
 
-import io
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -38,6 +37,7 @@ from modelstate.distributed.reports import Digest
 from modelstate.errors import OptionError, ProcessGroupError, RanksDifferError
 from modelstate.formats.block_writer import write_blocks
 from modelstate.formats.dcp import with_positions
+from modelstate.formats.torch_zip import pickled
 from modelstate.io.atomic import make_directory, write_errors
 from modelstate.io.engine import Request, read_ranges
 from modelstate.io.files import local_path
@@ -203,7 +203,7 @@ class Reader(StorageReader):
             planner.commit_tensor(item, target)
         for item in plan.items:
             if item.type is LoadItemType.BYTE_IO:
-                planner.load_bytes(item, _pickled(self._values[item.storage_index.fqn]))
+                planner.load_bytes(item, pickled(self._values[item.storage_index.fqn]))
         done: Future[None] = Future()
         done.set_result(None)
         return done
@@ -415,7 +415,7 @@ def _with_values_of_all(
     with agreement.phase("describing the state"):
         values = {path: value for path, value in state.items() if not isinstance(value, torch.Tensor)}
         own = values, _Layout.of_all(state)
-        _pickled(own)  # what cannot be sent is an error here, and not in the gather, where the others would wait
+        pickled(own)  # what cannot be sent is an error here, and not in the gather, where the others would wait
     with agreement.phase("planning"):
         of_ranks = [own] * len(agreement.ranks)
         dist.all_gather_object(of_ranks, own, group)  # raises on a rank that cannot unpickle what another one has sent
@@ -508,11 +508,3 @@ def _leaves(name: str, value: object) -> Iterator[tuple[str, object]]:
 
 def _is_leaf(value: object) -> bool:
     return not isinstance(value, Mapping) and not (isinstance(value, list) and not all(map(_is_leaf, value)))
-
-
-def _pickled(value: object) -> io.BytesIO:
-    """Returns a value in the form that DCP's planner reads."""
-    buffer = io.BytesIO()
-    torch.save(value, buffer)
-    buffer.seek(0)
-    return buffer
