@@ -123,7 +123,12 @@ def wrapper_rule(
     rule = Rewrapped(modules)
     if not modules or any((rule.rename(source) or source) != target for source, target in pairs.items()):
         return None
-    return None if model is not None and _loads_itself(model, modules.values()) else rule
+    if model is not None:
+        of_model = named_modules_of(model)
+        above = {prefix[:-1] for place in modules.values() for prefix in prefixes(place)} | {""}
+        if any(path in of_model and loads_names_itself(of_model[path]) for path in above):
+            return None  # a module at or above a wrapper may change the meaning of names while it loads
+    return rule
 
 
 def _has_wrapper(name: str) -> bool:
@@ -141,13 +146,6 @@ def _places(name: str) -> Iterator[tuple[str, str, str]]:
         yield bare, before, chain
         bare, before, chain = f"{bare}{part}.", f"{before}{chain}{part}.", ""
     yield bare, before, chain
-
-
-def _loads_itself(model: nn.Module, places: Iterable[str]) -> bool:
-    """Whether a module at or above one of these prefixes may change the meaning of names while it loads."""
-    modules = named_modules_of(model)
-    above = {prefix[:-1] for place in places for prefix in prefixes(place)} | {""}
-    return any(path in modules and loads_names_itself(modules[path]) for path in above)
 
 
 # One prefix.

@@ -85,7 +85,7 @@ class Skeleton:
     constant: tuple[str, ...]
     """The constant numbers within words: norm1 alone is not ln_2 alone."""
 
-    def profile(self, flipped: bool = False) -> Profile:
+    def profile(self, flipped: bool) -> Profile:
         return tuple(
             sorted(
                 (ranks, leaf.shape[::-1] if flipped else leaf.shape, leaf.kind) for ranks, leaf in self.leaves.items()
