@@ -76,8 +76,9 @@ def find(query: str) -> Match:
     containing = tuple(page for page in pages().values() if words and words in _words(page.text))
     if containing or is_name:
         return Match(containing)
-    nearest = max(pages().values(), key=lambda page: _nearness(page, query))
-    return Match((nearest,), guess=True) if _nearness(nearest, query)[0] > 0.5 else Match(())
+    of_query = _quoted_and_other_words(query)
+    nearest = max(pages().values(), key=lambda page: _nearness(page, *of_query))
+    return Match((nearest,), guess=True) if _nearness(nearest, *of_query)[0] > 0.5 else Match(())
 
 
 def _defined(module: ModuleType) -> Iterator[type]:
@@ -92,13 +93,13 @@ def _words(text: str) -> str:
     return " ".join(text.lower().split())
 
 
-def _nearness(page: Page, query: str) -> tuple[float, int, int, bool]:
-    """Returns how near a page is to the text of an error.
+def _nearness(page: Page, quoted_in_query: set[str], in_query: set[str]) -> tuple[float, int, int, bool]:
+    """Returns how near a page is to the text of an error, by the words of the text: those in quotes, and the others.
 
     First comes the share of the title's words in the query, because texts of errors differ in names and numbers. Words
     in quotes are such names: they decide between titles that are the same without them.
     """
-    (quoted, words), (quoted_in_query, in_query) = map(_quoted_and_other_words, (page.title, query))
+    quoted, words = _quoted_and_other_words(page.title)
     if len(words) < _FEW_WORDS:
         words, in_query = words | quoted, in_query | quoted_in_query
     shared = len(words & in_query)

@@ -23,7 +23,7 @@ from modelstate.errors import (
     SourceTypeError,
     UnknownFormatError,
 )
-from modelstate.process import leaving, parallel_for
+from modelstate.process import cached_attribute, leaving, parallel_for
 from modelstate.remote import requests
 from modelstate.remote.cache import BLOCK_BYTES, Cache
 from modelstate.remote.hub import files_of
@@ -153,14 +153,15 @@ class RemoteFile:
         end = offset + sum(map(len, buffers))
         if self._pinned is not None:
             end = min(end, self._pinned.nbytes)
-            if self.cache is not None and (version := self._version_name()):
-                return self._read_cached(self.cache, version, buffers, offset, end)
+            if self.cache is not None and self._version_name:
+                return self._read_cached(self.cache, self._version_name, buffers, offset, end)
         done = 0
         for chunk in self._received(offset, end):
             _scatter(buffers, done, chunk)
             done += len(chunk)
         return done
 
+    @cached_attribute
     def _version_name(self) -> str:
         """The name of this version in a cache; empty where nothing tells its bytes from those of another one."""
         url, (nbytes, modified_ns, tag) = self.location.url, self.version

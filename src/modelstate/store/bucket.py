@@ -83,7 +83,6 @@ class Bucket:
         self._last_serial = 0
         self._listed = _Listing({}, {}, {}, frozenset())
         self._cleared_for = ""
-        self._pins: frozenset[int] = frozenset()
 
     def at(self, name: str) -> Location:
         return self._root.below(name)
@@ -134,7 +133,6 @@ class Bucket:
         listed = self.listing()
         if not listed.claims:
             self.check_no_object()
-        self._pins = listed.pins
         every = []
         for serial, candidates in listed.steps.items():
             name = self.name_of(listed, serial)
@@ -154,7 +152,7 @@ class Bucket:
         return path.rpartition(".")[2] in os.path.basename(source).split(".")  # the nonce of the save
 
     def is_pinned(self, place: Place) -> bool:
-        return place.revision in self._pins
+        return self.has_pin(place.revision)
 
     def has_pin(self, serial: int) -> bool:
         """Whether the last listing has a pin for a serial number."""
