@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable, Iterator, KeysView, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, TypeGuard, TypeVar
 
 from modelstate.errors import DamagedFileError
 from modelstate.process import cached_attribute
@@ -242,6 +242,11 @@ class Runs:
         path, start, _ = self.extent
         for offsets in product(*(range(0, count * step, step) for count, step in self.dims)):
             yield ByteRange(path, start + sum(offsets), self.run_bytes)
+
+
+def is_run(stored: object) -> TypeGuard[StoredTensor]:
+    """Whether a tensor is stored as one run of bytes: its elements in their order, and at least one."""
+    return isinstance(stored, StoredTensor) and stored.is_contiguous and stored.nbytes > 0
 
 
 class _Unfrozen:

@@ -47,6 +47,7 @@ from modelstate.spec import (
     StoredTensors,
     bytes_key,
     dtype_name,
+    is_run,
     pieces,
     under_names,
 )
@@ -326,9 +327,7 @@ class Checkpoint(Mapping[str, TensorSpec], Shown):
         requests = []
         for name in names:
             stored = self.stored(name)
-            if not (isinstance(stored, StoredTensor) and stored.is_contiguous and stored.nbytes):
-                continue
-            if not may_map or self._maps.is_remote(stored.extent.path):
+            if is_run(stored) and (not may_map or self._maps.is_remote(stored.extent.path)):
                 key = bytes_key(stored, name)
                 if key not in known:
                     with torch.inference_mode(False):  # otherwise the tensor could never be trained

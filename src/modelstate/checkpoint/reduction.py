@@ -39,6 +39,7 @@ from modelstate.spec import (
     StoredComposite,
     StoredTensor,
     box_of,
+    is_run,
     own_bytes,
     slices_of,
 )
@@ -105,7 +106,7 @@ def operand_of(stored: Stored, read: Callable[[Stored], torch.Tensor]) -> Operan
             return Region(own_bytes(part) + _dense_bytes(part), lambda: read(part))
         return Region(own_bytes(stored) + _dense_bytes(stored), lambda: read(stored)[tuple(slices)])
 
-    extent = stored.extent if isinstance(stored, StoredTensor) and stored.is_contiguous and stored.nbytes else None
+    extent = stored.extent if is_run(stored) else None
     memory = None
     if isinstance(stored, torch.Tensor) and is_plain_memory(stored):
         memory = stored.detach().as_strided((stored.numel(),), (1,))

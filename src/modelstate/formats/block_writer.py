@@ -29,7 +29,7 @@ from modelstate.io.linux import O_DIRECT
 from modelstate.io.memory import empty_cpu
 from modelstate.io.tensors import ReadAll, elements, read_tensor
 from modelstate.remote.upload import ObjectWriter
-from modelstate.spec import Assemble, Stored, StoredComposite, StoredTensor, own_bytes, pieces
+from modelstate.spec import Assemble, Stored, StoredComposite, StoredTensor, is_run, own_bytes, pieces
 from modelstate.text_format import size
 from modelstate.torch_compat.plain import in_a_row, is_plain_memory
 
@@ -139,7 +139,7 @@ def lazy_tensor(
     """
     to = stored.dtype if dtype is None else dtype
     shape = tuple(stored.shape)
-    if isinstance(stored, StoredTensor) and stored.is_contiguous and stored.nbytes:
+    if is_run(stored):
         piece = min(BLOCK_BYTES, math.prod(shape) * to.itemsize)
         read = piece // to.itemsize * stored.dtype.itemsize
         taken = read + (piece if dtype else 0)

@@ -50,7 +50,7 @@ from modelstate.rules.expression import Source as TensorSource
 from modelstate.rules.expression import region, values_of
 from modelstate.rules.rule import Rule, Value
 from modelstate.rules.schema import Schema, apply_rules, check_rules
-from modelstate.spec import Refused, StoredTensor
+from modelstate.spec import Refused, is_run
 from modelstate.torch_compat.dtypes import cast_between, short
 from modelstate.torch_compat.plain import is_plain_memory, is_sharded
 from modelstate.torch_compat.private import storage_id
@@ -192,8 +192,7 @@ class Reader(StorageReader):
             raise plan_error(_TARGET, self._checkpoint.source, list(dict.fromkeys(problems)), {WrongDtype: remedy})
         requests = []
         for _, target, source in regions:
-            is_run = isinstance(source, StoredTensor) and source.is_contiguous and source.nbytes > 0
-            if isinstance(source, StoredTensor) and is_run and is_plain_memory(target) and source.dtype == target.dtype:
+            if is_run(source) and is_plain_memory(target) and source.dtype == target.dtype:
                 torch.autograd.graph.increment_version(target)
                 requests.append(Request(source.extent, target.data_ptr()))
             else:

@@ -24,6 +24,7 @@ from modelstate.spec import (
     StoredComposite,
     StoredTensor,
     block_elements,
+    is_run,
 )
 from modelstate.torch_compat.plain import has_its_memory
 
@@ -190,9 +191,7 @@ class _ComputedTensor:
         self.build, self.out = stored.build, out.detach().view(-1)
         self.step = block_elements(stored.shape, self.build.unit)
         parts = [
-            part
-            if isinstance(part, StoredTensor) and part.is_contiguous and part.nbytes > 0
-            else read_whole(part).detach().cpu().resolve_conj().resolve_neg().contiguous()
+            part if is_run(part) else read_whole(part).detach().cpu().resolve_conj().resolve_neg().contiguous()
             for part in stored.parts
         ]
         count = len(parts) - self.build.whole

@@ -16,7 +16,7 @@ from modelstate.io.memory import Layout, fresh_tensors
 from modelstate.planning.sharded import ShardedSlot
 from modelstate.planning.transforms import Bound, Transform
 from modelstate.rules.expression import Derived, PlacedTensor, Source, placed_tensors
-from modelstate.spec import ByteRange, Combined, StoredComposite, StoredTensor, contiguous_stride, overlapping
+from modelstate.spec import ByteRange, Combined, StoredComposite, StoredTensor, contiguous_stride, is_run, overlapping
 from modelstate.text_format import short_repr
 from modelstate.torch_compat.dtypes import Overflows, nonfinite
 from modelstate.torch_compat.plain import has_its_memory, is_dense, is_plain, is_plain_memory
@@ -227,10 +227,9 @@ class Assignment:
 
     def __post_init__(self) -> None:
         stored, param = self.stored, self.param
-        self.is_run_of_bytes = False
+        self.is_run_of_bytes = is_run(stored)
         if isinstance(stored, StoredTensor):
             self.nbytes = stored.nbytes
-            self.is_run_of_bytes = stored.is_contiguous and stored.nbytes > 0
             if not stored.is_contiguous:
                 self.placed = placed_tensors(stored)
         elif isinstance(stored, (StoredComposite, Derived)):

@@ -58,7 +58,7 @@ from modelstate.problems import (
 )
 from modelstate.process import cached_attribute
 from modelstate.rules.expression import Derived, Source, lacks_values, placed_tensors, read_bytes
-from modelstate.spec import GAP_BYTES, ByteRange, Described, StoredComposite, StoredTensor
+from modelstate.spec import GAP_BYTES, ByteRange, Described, StoredComposite, StoredTensor, is_run
 from modelstate.text_format import count, size
 from modelstate.torch_compat.dtypes import Overflows, cast_between, short
 from modelstate.torch_compat.plain import (
@@ -411,18 +411,18 @@ class Preparation:
         None stands for bytes of files that are read, cast or combined block by block, without a call of other code.
         """
         if self.options.in_place is None:
-            is_run = isinstance(stored, StoredTensor) and stored.is_contiguous and stored.nbytes > 0
+            by_blocks = is_run(stored)
             if (
-                not is_run
+                not by_blocks
                 and device == _CPU
                 and isinstance(stored, Described | Derived)
                 and stored.dtype == param.dtype
             ):
                 in_blocks = stored.read_in_blocks if isinstance(stored, Derived) else None
-                is_run = in_blocks is not None or bool(placed_tensors(stored))
+                by_blocks = in_blocks is not None or bool(placed_tensors(stored))
             is_strided = param.layout is torch.strided  # compressed sparse tensors raise in is_contiguous
             in_order = is_strided and param.is_contiguous() and not (param.is_conj() or param.is_neg())
-            return None if is_run and device.type in DEVICES_READ_INTO and not param.is_meta and in_order else False
+            return None if by_blocks and device.type in DEVICES_READ_INTO and not param.is_meta and in_order else False
         if not self.options.in_place:
             return False
         if isinstance(stored, Derived):
