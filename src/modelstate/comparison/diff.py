@@ -36,11 +36,11 @@ from modelstate.io.files import FileFingerprint
 from modelstate.io.tensors import read_tensor
 from modelstate.planning.matching import DecodeFailure, entries_of, matching_part
 from modelstate.remote.cache import Cache
-from modelstate.rules.expression import Derived, lacks_values, leaves, region, values_of
+from modelstate.rules.expression import Derived, lacks_values, leaves, memory_bytes, region, values_of
 from modelstate.rules.expression import Source as TensorSource
 from modelstate.rules.rule import Entries, Rule, Value, as_code
 from modelstate.rules.schema import Schema, apply_rules, check_rules
-from modelstate.spec import StoredTensor, bytes_key, dtype_name, own_bytes
+from modelstate.spec import StoredTensor, bytes_key, dtype_name
 from modelstate.suggestion.suggest import suggest_between
 from modelstate.tensor_spec import TensorSpec
 from modelstate.text_format import count, listed, printable, short_repr
@@ -434,8 +434,7 @@ def _operand(source: TensorSource, checkpoint: Checkpoint) -> Operand:
 
     def of_region(slices: Sequence[slice]) -> Region:
         part = region(source, slices)
-        needed = part.result_bytes + part.scratch_bytes if isinstance(part, Derived) else own_bytes(part)
-        return Region(needed, partial(values_of, part, read))
+        return Region(memory_bytes(part), partial(values_of, part, read))
 
     return Operand(source.dtype, tuple(source.shape), of_region)
 

@@ -82,10 +82,10 @@ class Derived:
             return max(
                 part.scratch_bytes
                 if isinstance(part, Derived) and isinstance(part.change, Concatenation)
-                else _memory_bytes(part)
+                else memory_bytes(part)
                 for part in self.parts
             )
-        needed = sum(map(_memory_bytes, self.parts))
+        needed = sum(map(memory_bytes, self.parts))
         return needed - self.result_bytes if isinstance(self.change, Unchanged) else needed
 
     @property
@@ -190,8 +190,8 @@ def _read_into(out: torch.Tensor, source: Source, read: Read, on_cast: OnCast | 
         start += part.shape[dim]
 
 
-def _memory_bytes(source: Source) -> int:
-    """Memory that computing the values needs, including the values."""
+def memory_bytes(source: Source) -> int:
+    """Returns the memory that computing the values needs, including the values."""
     return source.result_bytes + source.scratch_bytes if isinstance(source, Derived) else own_bytes(source)
 
 
