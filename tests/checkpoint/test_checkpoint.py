@@ -121,7 +121,7 @@ def test_a_part_of_values_alone(checkpoint: Checkpoint) -> None:
 @pytest.mark.parametrize("key", ["model", "model_state.0.weight", "step", "model_state.", ".model_state", " "])
 def test_a_key_that_selects_nothing(path: str, key: str) -> None:
     with pytest.raises(
-        KeyNotFoundError, match=r"one of 'model_state' \(8 tensors\), 'optimizer' \(1 tensors\)"
+        KeyNotFoundError, match=r"one of 'model_state' \(8 tensors\), 'optimizer' \(1 tensor\)"
     ) as caught:
         open_checkpoint(path, key=key)
     assert isinstance(caught.value, KeyError)

@@ -52,7 +52,7 @@ def test_much_damage_is_summed_up(tmp_path: Path) -> None:
     damaged = damage(path, open_checkpoint(path), *(f"w{i}" for i in range(10)))
     with pytest.raises(ChecksumError, match=r"say \(10\)") as caught:
         damaged.verify()
-    assert caught.value.found == ", ".join(f"w{i}" for i in range(8)) + ", ..."
+    assert caught.value.found == ", ".join(f"w{i}" for i in range(8)) + ", and 2 more"
 
 
 def test_damage_behind_the_bytes_that_a_tensor_uses(tmp_path: Path) -> None:
@@ -138,7 +138,7 @@ def test_what_has_no_checksum_is_named(tmp_path: Path) -> None:
     (tmp_path / "x.index.json").write_text(index_text({"a": "a.pt"} | {f"b{i}": "b.safetensors" for i in range(5)}))
     with pytest.raises(ChecksumError) as caught:
         open_checkpoint(tmp_path / "x.index.json").verify()
-    assert caught.value.found == "none for b0, b1, b2, ..."
+    assert caught.value.found == "none for b0, b1, b2, and 2 more"
 
 
 def without_seal(path: Path) -> None:

@@ -52,7 +52,7 @@ from modelstate.spec import (
     under_names,
 )
 from modelstate.tensor_spec import TensorSpec, spec_of, specs_of
-from modelstate.text_format import short_repr, size
+from modelstate.text_format import count, listed, short_repr, size
 from modelstate.torch_compat.values import is_tensor, version_metadata
 
 if TYPE_CHECKING:
@@ -267,7 +267,7 @@ class Checkpoint(Mapping[str, TensorSpec], Shown):
             except KeyNotFoundError:
                 head, _, tail = path.rpartition(".")
                 path, rest = head, f"{tail}.{rest}" if rest else tail
-        saved = node.versions if isinstance(node, StoredTensors) else version_metadata(node)
+        saved = version_metadata(node)
         if saved is None:
             return None
         within = {str(k): dict(v) for k, v in saved.items() if isinstance(v, Mapping)}
@@ -538,12 +538,11 @@ class Checkpoint(Mapping[str, TensorSpec], Shown):
                     names_of.setdefault(storage, ["a value that is not a tensor"])
         without = [names[0] for storage, names in names_of.items() if storage not in checksums]
         if without or not (names_of or self.contents.is_sealed):
-            listed = ", ".join(without[:3]) + (", ..." if len(without) > 3 else "")
             raise ChecksumError(
                 "there is nothing to verify the tensors against",
                 where=self.source,
                 expected="a checksum for every tensor",
-                found=f"none for {listed}" if checksums else f"{self.format}, which keeps none",
+                found=f"none for {listed(without, 3)}" if checksums else f"{self.format}, which keeps none",
                 remedy="modelstate.save(modelstate.open(path), new_path) writes a file that keeps checksums of what is "
                 "here now; a load without verify=True asks for none",
             )
@@ -722,12 +721,12 @@ def _below(flat: FlatTree, key: str, where: str, decode: Callable[[object], obje
         part.values = _values_below(flat, key, where, decode)
     if not part.tensors and not part.values:
         counts = Counter(name.split(".", 1)[0] for name in flat.tensors if "." in name)
-        listed = ", ".join(f"{k!r} ({n} tensors)" for k, n in counts.most_common(8))
+        parts = listed((f"{k!r} ({count(n, 'tensor')})" for k, n in counts.most_common()), 8)
         raise KeyNotFoundError(
             f"nothing in the checkpoint is under {key!r}",
             where=where,
-            expected=f"one of {listed}" if listed else "",
-            remedy="give one of these as key=, or none" if listed else "leave key= out: the checkpoint has no parts",
+            expected=f"one of {parts}" if parts else "",
+            remedy="give one of these as key=, or none" if parts else "leave key= out: the checkpoint has no parts",
         )
     return part
 

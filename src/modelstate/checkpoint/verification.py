@@ -14,6 +14,7 @@ from modelstate.formats.manifest import ALGORITHM
 from modelstate.io.engine import RangeFile, for_each, open_files, read_fully, threads_for
 from modelstate.io.files import FileFingerprint
 from modelstate.spec import GAP_BYTES, ByteRange, Checksum
+from modelstate.text_format import listed
 
 _CHUNK_BYTES = 256 << 10
 """The size of the buffer of each thread that verifies checksums."""
@@ -87,7 +88,7 @@ class DigestCheck:
             raise ChecksumError(
                 f"tensors that are not what their checksums say ({len(damaged):,})",
                 where=self.source,
-                found=", ".join(damaged[:8]) + (", ..." if len(damaged) > 8 else ""),
+                found=listed(damaged, 8),
                 remedy="the file is damaged, or was saved with checksums switched off: get it again from its source",
             )
         return sum(storage.nbytes for storage in computed)

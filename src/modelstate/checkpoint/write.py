@@ -32,7 +32,7 @@ from modelstate.process import progress_bar
 from modelstate.remote.location import is_remote, locate, redacted_url
 from modelstate.remote.upload import check_writable, head
 from modelstate.spec import Encoded, Refused, Stored, bytes_key
-from modelstate.text_format import as_given, count, printable, seconds, short_repr, size
+from modelstate.text_format import as_given, count, listed, printable, seconds, short_repr, size
 from modelstate.torch_compat.dtypes import Overflows
 from modelstate.torch_compat.plain import is_quantized
 from modelstate.torch_compat.private import sparse_values
@@ -153,8 +153,8 @@ class LazyStateBuilder:
     def notes(self) -> list[str]:
         """Notes for the report, about tensors that are not cast."""
         return [
-            f"{'1 tensor' if len(paths) == 1 else f'{len(paths)} tensors'} of the class {name} "
-            f"{'is' if len(paths) == 1 else 'are'} not cast: {', '.join(paths[:3])}{', ...' if len(paths) > 3 else ''}"
+            f"{count(len(paths), 'tensor')} of the class {name} {'is' if len(paths) == 1 else 'are'} not cast: "
+            f"{listed(paths, 3)}"
             for name, paths in self._uncast.items()
         ]
 

@@ -466,9 +466,7 @@ class _Coverage:
             self._note([assignment.name for assignment in self.preparation.moves], f"only moved to {device}")
 
     def _note(self, names: Collection[str], what: str) -> None:
-        ordered = sorted(names)
-        shown = ", ".join(ordered[:4]) + (", ..." if len(ordered) > 4 else "")
-        self.preparation.notes.append(f"{len(ordered)} {what}: {shown}")
+        self.preparation.notes.append(f"{len(names)} {what}: {listed(sorted(names), 4)}")
 
 
 def _shape(value: object) -> tuple[int, ...] | None:

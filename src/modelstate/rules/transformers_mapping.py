@@ -18,6 +18,7 @@ from modelstate.errors import OptionError, PackageError
 from modelstate.rules.expression import Source, concatenated, region, reshaped, transposed
 from modelstate.rules.rule import CodeRepr, Rule, RuleContext, describe, irreversible
 from modelstate.rules.schema import Applied, Rules
+from modelstate.text_format import listed
 from modelstate.transaction.slots import HIDDEN, slots_of
 
 State = dict[str, list[Source]]
@@ -118,8 +119,8 @@ def notes_of(rules: Iterable[Rule], applied: Applied) -> list[str]:
             if any(rule.startswith(repr(mapping)) for rule in entry.rules)
         ]
         if names:
-            listed = ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
-            notes.append(f"{len(names)} renamed or converted as transformers does it for {mapping.model}: {listed}")
+            what = f"{len(names)} renamed or converted as transformers does it for {mapping.model}"
+            notes.append(f"{what}: {listed(names, 4)}")
     return notes
 
 
