@@ -131,6 +131,11 @@ def test_shards_without_their_index(tmp_path: Path) -> None:
     with pytest.raises(DamagedFileError, match="not the index") as raised:
         open_checkpoint(tmp_path)
     assert "model-00001-of-00002.safetensors" in raised.value.found
+    for number in range(2, 7):
+        save_file(STATE, tmp_path / f"model-{number:05}-of-00009.safetensors")
+    with pytest.raises(DamagedFileError) as raised:
+        open_checkpoint(tmp_path)
+    assert raised.value.found.endswith(", and 3 more")
 
 
 def test_a_directory_that_lacks_a_shard(tmp_path: Path) -> None:
@@ -155,6 +160,10 @@ def test_a_directory_without_a_checkpoint(tmp_path: Path) -> None:
         open_checkpoint(tmp_path)
     assert raised.value.found == "checkpoint-500/, config.json"
     assert raised.value.remedy.endswith("give one of checkpoint-500")
+    for number in range(7):
+        (tmp_path / f"checkpoint-{number}").mkdir()
+    with pytest.raises(SourceNotFoundError, match="give one of .*, and 2 more"):
+        open_checkpoint(tmp_path)
     assert isinstance(raised.value, FileNotFoundError)
 
 

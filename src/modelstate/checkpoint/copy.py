@@ -20,7 +20,7 @@ from modelstate.process import progress_bar
 from modelstate.remote.location import is_remote, locate
 from modelstate.remote.requests import cleanup
 from modelstate.remote.upload import head, is_absent, listing, remove
-from modelstate.text_format import as_given, count, seconds, size
+from modelstate.text_format import as_given, count, listed, seconds, size
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +174,7 @@ def _targets(names: Sequence[str], given: str, overwrite: bool) -> list[str]:
         raise SaveTargetError(
             "the checkpoint that is there has files of the same names, so it cannot be replaced as a whole",
             where=first,
-            found=", ".join([*replaced, *preferred][:5]),
+            found=listed([*replaced, *preferred], 5),
             remedy="copy to another directory, or remove the one that is there first",
         )
     if has_index and replaced:
@@ -194,7 +194,7 @@ def _check_other_indexes(target: str, replaced: Sequence[str]) -> None:
                 raise SaveTargetError(
                     "a shard of another checkpoint would be replaced",
                     where=f"{directory}/{name}",
-                    found=", ".join(replaced[:5]),
+                    found=listed(replaced, 5),
                     remedy="copy to another directory, or remove the checkpoint that is there first",
                 )
 

@@ -102,7 +102,7 @@ def find_in(directory: str) -> str:
             "the directory holds shards, and not the index that says what is in them",
             where=directory,
             expected="a file *.index.json",
-            found=", ".join(candidate.name for candidate in candidates[:4]),
+            found=listed((candidate.name for candidate in candidates), 4),
             remedy="download or copy the index too; shards of torch.distributed.checkpoint need consolidating first",
         )
     candidates = [candidate for candidate in candidates if candidate.stem == MODEL] or candidates
@@ -190,7 +190,7 @@ def _refuse_other_tools(directory: str, names: list[str]) -> None:
             raise UnknownFormatError(
                 f"this is a checkpoint of {tool}, which is not read here",
                 where=directory,
-                found=", ".join(names[:6]),
+                found=listed(names),
                 remedy=remedy,
             )
 
@@ -204,7 +204,7 @@ def _nothing(directory: str, entries: Mapping[str, _Kind]) -> SourceNotFoundErro
             "Store.verify read all objects; `modelstate store ls` lists the steps"
         )
     elif below:
-        remedy = f"subdirectories are not searched: give one of {', '.join(below[:6])}"
+        remedy = f"subdirectories are not searched: give one of {listed(below)}"
     else:
         remedy = "finish the download or the copy, or give the path of the file to see what it is"
     return SourceNotFoundError(

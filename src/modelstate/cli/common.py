@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 import click
 
 import modelstate as ms
-from modelstate.text_format import in_a_line, printable_lines
+from modelstate.text_format import in_a_line, listed, printable_lines
 
 if TYPE_CHECKING:
     import torch
@@ -141,8 +141,8 @@ def _named(spec: str, what: str, debug: bool) -> object:
         return attrgetter(attribute)(module)
     except AttributeError as error:
         known = [name for name, value in vars(module).items() if name[0] != "_" and not inspect.ismodule(value)]
-        listed = f"; it has {', '.join(known[:8])}" if known else ""
-        raise click.BadParameter(f"module {module_name!r} has no {attribute!r}{listed}") from error
+        others = f"; it has {listed(known, 8)}" if known else ""
+        raise click.BadParameter(f"module {module_name!r} has no {attribute!r}{others}") from error
 
 
 def build_model(spec: str, factory: Callable[[], object], *, skeleton: bool) -> torch.nn.Module:

@@ -21,6 +21,7 @@ from modelstate.process import prefetch_one
 from modelstate.remote.location import is_remote, locate
 from modelstate.remote.upload import PART_BYTES, new_object
 from modelstate.spec import ByteRange, Checksum
+from modelstate.text_format import listed
 
 _WINDOW_BYTES = 16 << 20
 """What is read at once, by all connections; the next window is read while one is written."""
@@ -130,6 +131,6 @@ class StreamedDigests:
             raise ChecksumError(
                 f"parts of the file that are not what their checksums say ({len(damaged):,}); nothing has been copied",
                 where=damaged[0].path,
-                found=", ".join(f"bytes {part.start} to {part.start + part.nbytes}" for part in damaged[:4]),
+                found=listed((f"bytes {part.start} to {part.start + part.nbytes}" for part in damaged), 4),
                 remedy="the file is damaged: get it again from where it came; `modelstate verify` names the tensors",
             )

@@ -40,7 +40,7 @@ from modelstate.io import system
 from modelstate.io.atomic import LOCK_TIMEOUT_SECONDS, Output, unfinished_file, write_errors
 from modelstate.io.files import SourceFile
 from modelstate.spec import ByteRange, Checksum, LazyMapping, Refused
-from modelstate.text_format import excerpt
+from modelstate.text_format import excerpt, listed
 from modelstate.torch_compat.plain import remedies_for, why_not_plain
 from modelstate.torch_compat.values import set_version_metadata, version_metadata
 
@@ -150,7 +150,7 @@ def _prefix(directory: ZipDirectory) -> str:
         f"{kind}, not a checkpoint",
         where=directory.file.path,
         expected="a file that torch.save wrote",
-        found=", ".join(list(records)[:5]) or "no records",
+        found=listed(records, 5) or "no records",
         remedy=remedy,
     )
 

@@ -13,6 +13,7 @@ from modelstate.loading.stage import Progress, limit_memory, read_in_place, stag
 from modelstate.loading.staging import Staging
 from modelstate.planning.matching import Options
 from modelstate.planning.plain_table import PlainTable, Planned
+from modelstate.text_format import listed
 from modelstate.torch_compat.plain import is_dense, is_plain
 from modelstate.transaction.swap_tensors import give_memory_to_all
 from modelstate.transaction.transaction import Transaction
@@ -187,20 +188,19 @@ def commit_values(
     if errors and files is not None:
         names = [name for item in waiting for name in item.names_in(files.failed)]
         names = names or [name for item in waiting for name in item.names_in(item.extents)]
-        more = f" and {len(names) - 8} more" if len(names) > 8 else ""
         error_of_torch = next((error for error in errors if not isinstance(error, OSError)), None)
         if error_of_torch is not None:
             raise PlacementError(
                 "values that had been read could not be put in their places: these tensors may be old or damaged, and "
                 "all others are loaded",
-                where=", ".join(names[:8]) + more,
+                where=listed(names, 8),
                 found=f"{type(error_of_torch).__name__}: {error_of_torch}",
                 remedy="load again with in_place=False, which keeps the old values until all is read and cast",
             ) from error_of_torch
         raise ReadFailedError(
             "bytes that had just been read could not be read again: the values of these tensors are old or damaged, "
             "and all other tensors are loaded",
-            where=", ".join(names[:8]) + more,
+            where=listed(names, 8),
             found=errors[0],
             remedy="load again from a file that can be read; in_place=False keeps the old values until all is read",
         ) from errors[0]

@@ -53,7 +53,7 @@ from modelstate.problems import Missing, OptimizerMisfit, OtherNames, Unexpected
 from modelstate.remote.cache import Cache
 from modelstate.rules.rule import Rule, Scoped
 from modelstate.rules.schema import Schema, check_rules
-from modelstate.text_format import short_repr
+from modelstate.text_format import listed, short_repr
 from modelstate.transaction.transaction import Transaction, exclusive
 
 Source = str | os.PathLike[str] | Mapping[str, object] | Checkpoint
@@ -572,7 +572,7 @@ class _Restoring:
         suggested = ", ".join(f"{path!r}: {_suggest_code(path, checkpoints[path], source_name)}" for path in renamed)
         return plan_error(
             ", ".join(checkpoints),
-            ", ".join(sources[:3]),
+            listed(sources, 3),
             [*error.problems, *problems],
             {OptimizerMisfit: "; ".join(remedies)},
             *([f"work out rules: rules={{{suggested}}}"] if suggested else []),

@@ -28,7 +28,7 @@ from modelstate.spec import Stored, bytes_key
 from modelstate.suggestion.find import LONGEST_NAME, Ambiguous, Findings, find
 from modelstate.suggestion.generalise import covering, families, rename_rules
 from modelstate.suggestion.skeletons import Leaf, kind_of
-from modelstate.text_format import folded, printable
+from modelstate.text_format import folded, listed, printable
 from modelstate.torch_compat.modules import unwrapped
 from modelstate.transaction.slots import BUFFER, HIDDEN, Slot, Slots, slots_of
 
@@ -115,7 +115,7 @@ class Suggestion(list[Rule], Shown):
         if self.ambiguous:
             lines.append("# alike, and the names do not say which is which:")
         for group in self.ambiguous:
-            names, candidates = (", ".join(_grouped(side)[:_SHOWN]) for side in (group.names, group.candidates))
+            names, candidates = (listed(_grouped(side), _SHOWN) for side in (group.names, group.candidates))
             lines.append(f"#   {printable(names)}  from one of  {printable(candidates)}")
         return lines
 

@@ -28,6 +28,7 @@ from torch.overrides import TorchFunctionMode
 
 from modelstate.errors import ModelBusyError, RollbackError
 from modelstate.process import deferred_signals, fork_safe_lock
+from modelstate.text_format import listed
 from modelstate.torch_compat.modules import modules_of, own_buffers, own_parameters
 from modelstate.torch_compat.plain import has_dispatch
 from modelstate.torch_compat.private import (
@@ -173,7 +174,7 @@ class Transaction:
                 "changes that code of %s may have made to objects of these classes are not undone, because reading "
                 "their attributes raises: %s",
                 type(self.root).__name__,
-                ", ".join(unreadable[:8]),
+                listed(unreadable, 8),
             )
         if failures:
             raise RollbackError(
