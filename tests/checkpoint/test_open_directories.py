@@ -162,7 +162,7 @@ def test_a_directory_without_a_checkpoint(tmp_path: Path) -> None:
     assert raised.value.remedy.endswith("give one of checkpoint-500")
     for number in range(7):
         (tmp_path / f"checkpoint-{number}").mkdir()
-    with pytest.raises(SourceNotFoundError, match="give one of .*, and 2 more"):
+    with pytest.raises(SourceNotFoundError, match=r"give one of .*, and 2 more"):
         open_checkpoint(tmp_path)
     assert isinstance(raised.value, FileNotFoundError)
 

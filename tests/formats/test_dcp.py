@@ -376,6 +376,18 @@ class Custom:
         Custom.made += 1
 
 
+def test_the_remedy_allows_all_classes_of_the_metadata(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    classes = [type(f"Custom{number}", (), {"__module__": __name__}) for number in range(12)]
+    for cls in classes:
+        monkeypatch.setattr(sys.modules[__name__], cls.__name__, cls, raising=False)
+    values = [cls() for cls in classes]
+    directory = write(tmp_path / "x", {}, change=lambda metadata: setattr(metadata, "storage_meta", values))
+    with pytest.raises(errors.ForbiddenGlobalError) as raised:
+        ms.open(directory)
+    quoted = ", ".join(sorted(f'"{__name__}.{cls.__name__}"' for cls in classes))
+    assert f"allow=[{quoted}]" in raised.value.remedy
+
+
 def test_other_classes_are_named_and_may_be_allowed(tmp_path: Path) -> None:
     directory = write(
         tmp_path / "x",

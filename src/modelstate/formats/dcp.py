@@ -172,7 +172,7 @@ def _damaged(what: str, found: object = "") -> DamagedFileError:
 def _forbidden(names: TorchGlobals) -> ForbiddenGlobalError:
     refused = sorted(names.refused)
     never = [name for name in refused if is_never(name)]
-    quoted = ", ".join(f'"{name}"' for name in refused[:10])
+    quoted = ", ".join(f'"{name}"' for name in refused)
     return ForbiddenGlobalError(
         "the metadata asks for classes or functions that are not allowed",
         refused=[(name, "") for name in refused],

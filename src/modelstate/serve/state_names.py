@@ -345,14 +345,13 @@ class _Groups:
         lost = [name for key, group in self._groups.items() if not self._saved[key] for name in group]
         if not self._computed and not lost:
             return
-        lines = [f"{name} is {reason}" for name, reason in self._computed[:_LISTED]]
-        if lost:
-            lines.append(f"no entry is {listed(lost, _LISTED)} unchanged")
+        computed = listed((f"{name} is {reason}" for name, reason in self._computed), _LISTED, "; ")
+        absent = f"no entry is {listed(lost, _LISTED)} unchanged" if lost else ""
         raise NameMapError(
             "state-dict hooks split, fuse, compute or leave out tensors, which a map of names cannot express",
             where=where,
             expected="each tensor of the module, unchanged, under a name of the state dict",
-            found="; ".join(lines),
+            found="; ".join(filter(None, (computed, absent))),
             remedy="keep the module's code: modelstate.serve.runtime_state(module, checkpoint) follows its hooks",
             names=(*(name for name, _ in self._computed), *lost),
         )

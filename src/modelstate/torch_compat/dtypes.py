@@ -18,7 +18,7 @@ from functools import cache
 import torch
 
 from modelstate.errors import OptionError
-from modelstate.text_format import short_repr
+from modelstate.text_format import listed, short_repr
 
 _WITHOUT_LIMITS = tuple(filter(None, [getattr(torch, "float4_e2m1fn_x2", None)]))
 """Dtypes of which torch does not say what they can represent."""
@@ -188,11 +188,10 @@ class Overflows:
         notes = []
         for cause in sorted({cause for cause, _ in self.counts}):
             named = sorted((name, count) for (by, name), count in self.counts.items() if by == cause)
-            shown = [f"{name} ({count:,})" for name, count in named[:_SHOWN]]
-            more = f", and {len(named) - _SHOWN} more" if len(named) > _SHOWN else ""
+            shown = listed((f"{name} ({count:,})" for name, count in named), _SHOWN)
             total = sum(count for _, count in named)
             found = _FOUND.get(cause, f"finite values became infinite or NaN by {cause}")
-            notes.append(f"{found}, {total:,} in all: {', '.join(shown)}{more}")
+            notes.append(f"{found}, {total:,} in all: {shown}")
         return notes
 
 
