@@ -11,7 +11,6 @@ everything before the first attribute is set.
 """
 
 import inspect
-import itertools
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
@@ -33,6 +32,7 @@ from modelstate.objects import attributes
 from modelstate.planning.preparation import CHECK_EXTRA_STATE
 from modelstate.planning.recorder import KEEPS_NAMES, recording_of
 from modelstate.process import ThreadValue
+from modelstate.text_format import listed
 from modelstate.torch_compat.modules import load_from_state_dict, load_pre_hooks
 
 FORMAT = 1
@@ -139,7 +139,7 @@ def _declare(cls: type[nn.Module], declaration: "Declaration") -> None:
         raise OptionError(
             "the class has declared extra state already",
             where=existing.name,
-            found=listed(existing.declaration.names),
+            found=_quoted(existing.declaration.names),
             remedy="name all attributes in one declaration",
         )
     declaration.check_class(cls)
@@ -147,7 +147,9 @@ def _declare(cls: type[nn.Module], declaration: "Declaration") -> None:
         layer = base.__dict__.get(_LAYER)
         if isinstance(layer, Layer) and (twice := [n for n in declaration.names if n in layer.declaration.names]):
             raise OptionError(
-                "a base class has declared this already", where=cls.__qualname__, found=f"{listed(twice)}: {layer.name}"
+                "a base class has declared this already",
+                where=cls.__qualname__,
+                found=f"{_quoted(twice)}: {layer.name}",
             )
     layer = Layer(cls, declaration)
     for name, method in zip(METHODS, _methods(layer), strict=True):
@@ -202,7 +204,7 @@ class Declaration:
         if not isinstance(self.defaults, Mapping):
             _refuse("defaults= maps names to values", self.defaults)
         if unknown := [name for name in self.defaults if name not in self.names]:
-            _refuse("a default is for a name that is declared", unknown, f"the names are {listed(self.names)}")
+            _refuse("a default is for a name that is declared", unknown, f"the names are {_quoted(self.names)}")
         # A copy, so that a later change of the argument does not change the declaration.
         try:
             object.__setattr__(self, "defaults", deepcopy(dict(self.defaults)))
@@ -220,7 +222,7 @@ class Declaration:
             if not name.isidentifier() or name.startswith("__"):
                 _refuse("this cannot be the name of an attribute", repr(name))
         if twice := sorted({name for name in self.names if self.names.count(name) > 1}):
-            _refuse("an attribute is named twice", listed(twice))
+            _refuse("an attribute is named twice", _quoted(twice))
 
     def check_class(self, cls: object) -> None:
         """Raises `OptionError` where this class cannot have the declaration."""
@@ -376,7 +378,7 @@ class Layer:
         if problems := [f"{key!r} is {_kind(value.get(key))}" for key, is_wrong in wrong.items() if is_wrong]:
             raise _bad_format(self.name, "a format, a class, a version and values", ", ".join(problems))
         if unknown := [str(key) for key in value if key not in _KEYS]:
-            raise _bad_format(self.name, f"the keys {listed(sorted(_KEYS))}", f"also {listed(unknown)}")
+            raise _bad_format(self.name, f"the keys {_quoted(sorted(_KEYS))}", f"also {_quoted(unknown)}")
 
     def _values(self, module: nn.Module, saved: object) -> dict[str, object]:
         """Returns the values of this layer's names, upgraded and completed with defaults."""
@@ -391,13 +393,13 @@ class Layer:
             missing = [n for n in declaration.names if n not in values and n not in declaration.defaults]
         unknown = [name for name in values if name not in declaration.names]
         if missing or unknown:
-            problems = [f"lacks {listed(missing)}"] * bool(missing)
-            problems += [f"has {listed(unknown)}, which nothing declares"] * bool(unknown)
+            problems = [f"lacks {_quoted(missing)}"] * bool(missing)
+            problems += [f"has {_quoted(unknown)}, which nothing declares"] * bool(unknown)
             raise ExtraStateError(
                 f"{source} {' and '.join(problems)}",
                 names=[*missing, *unknown],
                 where=self.name,
-                expected=listed(declaration.names),
+                expected=_quoted(declaration.names),
                 remedy="raise version= and give an upgrade=, or defaults={name: value} for names that came later"
                 if saved is not _ABSENT
                 else "optional=True, or defaults={name: value}",
@@ -529,15 +531,14 @@ def _check_upgrade(function: object, option: str) -> None:
 # Messages.
 
 
-def listed(names: Collection[str]) -> str:
+def _quoted(names: Collection[str]) -> str:
     """Returns names for a message, the first few of them in full."""
-    shown = [f"{name!r:.60}" for name in itertools.islice(names, _MAX_SHOWN)]
-    return ", ".join(shown) + (f" and {len(names) - _MAX_SHOWN} more" if len(names) > _MAX_SHOWN else "") or "none"
+    return listed((f"{name!r:.60}" for name in names), _MAX_SHOWN) or "none"
 
 
 def _kind(value: object) -> str:
     if isinstance(value, Mapping):
-        return f"a {type(value).__name__} with the keys {listed([str(key) for key in value])}"
+        return f"a {type(value).__name__} with the keys {_quoted([str(key) for key in value])}"
     if value is None or isinstance(value, bool | int | float | str):
         return f"{value!r:.60}"
     return f"a {type(value).__name__}"
