@@ -20,7 +20,7 @@ from modelstate.errors import (
     SkippedCheckpointError,
     SwapBusyError,
 )
-from modelstate.serve.app import ServingApp
+from modelstate.serve.app import ServingApp, _closed_after
 from tests.serve.models import linear
 from tests.serve.serving import TOKEN, Answer, App, serving
 from tests.serve.stores import X, damage, save
@@ -210,6 +210,21 @@ def test_an_app_that_answers_byte_by_byte(
         app = ServingApp(f"http://127.0.0.1:{server.getsockname()[1]}", TOKEN, timeout_seconds=0.5)
         with raises(reason, match="TimeoutError: the answer was not complete in time"):
             app.swap(path)
+
+
+def test_an_interrupt_comes_through_where_the_answer_is_late() -> None:
+    here, there = socket.socketpair()
+
+    def interrupted() -> None:
+        with _closed_after(here, 0.01):
+            is_open = True
+            while is_open:
+                with suppress(TimeoutError):
+                    is_open = bool(here.recv(1))  # empty when the time is over
+            raise KeyboardInterrupt
+
+    with here, there, pytest.raises(KeyboardInterrupt):
+        interrupted()
 
 
 def test_numbers_beyond_those_of_a_float(app: App, path: str) -> None:

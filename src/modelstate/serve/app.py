@@ -248,12 +248,17 @@ def _closed_after(connected: socket.socket, seconds: float) -> Iterator[None]:
     timer = threading.Timer(seconds, end_reads)
     timer.daemon = True
     timer.start()
+    late = "the answer was not complete in time"
     try:
         yield
+    except Exception as error:  # an interrupt, and the end of the thread, come through
+        if is_late.is_set():
+            raise TimeoutError(late) from error
+        raise
     finally:
         timer.cancel()
-        if is_late.is_set():
-            raise TimeoutError("the answer was not complete in time")
+    if is_late.is_set():
+        raise TimeoutError(late)
 
 
 class _File(NamedTuple):
