@@ -312,7 +312,7 @@ def _overwriting_writer(path: str, head: bytes) -> str:
 
 
 UNALIGNED = "read into memory, not mapped: its elements are not at multiples of their size, as memory needs them"
-_MAPS_IT = "map=True maps it all the same"
+_MAPS_IT = "map=True, in Python, maps it all the same"
 _HEAD_BYTES = 64
 _WRITABLE = 0o222
 """A file without these bits can be written to only by changing its mode, or as root."""

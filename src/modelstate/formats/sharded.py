@@ -49,7 +49,7 @@ from modelstate.io.files import FileFingerprint, SourceFile, remedy_for_limit
 from modelstate.remote.file import forget, open_all
 from modelstate.remote.location import beside, is_remote
 from modelstate.spec import Described, LazyMapping, StoredTensor, StoredTensors
-from modelstate.text_format import listed, quote
+from modelstate.text_format import count, listed, quote
 from modelstate.torch_compat.values import set_version_metadata, version_metadata
 
 if TYPE_CHECKING:
@@ -354,9 +354,9 @@ def _check_names(index_path: str, weight_map: Mapping[str, str], trees: Mapping[
     lacking = [f"{quote(name)} in {quote(shard)}" for name, shard in weight_map.items() if holders.get(name) != [shard]]
     unnamed = [f"{quote(name)} in {quote(shards[0])}" for name, shards in holders.items() if name not in weight_map]
     if lacking or unnamed:
+        of_index = f"{count(len(lacking), 'tensor')} of the index not in the shard"
         raise DamagedFileError(
-            "the shards do not hold what the index says: "
-            f"{len(lacking)} tensors are not in their shard, {len(unnamed)} are not in the index",
+            f"the shards do not hold what the index says: {of_index}, {len(unnamed):,} of the shards not in the index",
             where=index_path,
             expected=listed(lacking, 5),
             found=listed(unnamed, 5),

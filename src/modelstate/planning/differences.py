@@ -18,6 +18,7 @@ from modelstate.problems import OtherNames
 from modelstate.rules.known import WRAPPERS
 from modelstate.rules.names import Prefix, Rename
 from modelstate.rules.rule import Rule, as_code
+from modelstate.text_format import count
 from modelstate.torch_compat.modules import named_modules_of
 
 Shape = tuple[int, ...] | None
@@ -71,7 +72,7 @@ class Rewrapped:
     def reverse(self) -> "Rewrapped":
         return Rewrapped({put: prefix for prefix, put in self.modules.items()})
 
-    def note(self, count: int) -> str:
+    def note(self, names: int) -> str:
         """Returns a note for the report, for the number of names that the rule has changed."""
         taken, put = (
             {part for prefix in side for part in prefix.split(".") if part in WRAPPERS}
@@ -79,7 +80,8 @@ class Rewrapped:
         )
         what = [f"without {', '.join(sorted(taken - put))}"] if taken - put else []
         what += [f"with {', '.join(sorted(put - taken))}"] if put - taken else []
-        return f"{count} names of the checkpoint are read {' and '.join(what) or 'with wrappers in other places'}"
+        are_read = f"{count(names, 'name')} of the checkpoint {'is' if names == 1 else 'are'} read"
+        return f"{are_read} {' and '.join(what) or 'with wrappers in other places'}"
 
 
 def wrapper_rule(

@@ -209,7 +209,8 @@ class Preparation:
 
     def note_on_mapping(self) -> str:
         """Notes tensors that are read although the plan maps them: another process has opened the file for writing."""
-        return f"{self.not_mapped} tensors are read into memory; when the plan was made, the file could be mapped"
+        are_read = f"{count(self.not_mapped, 'tensor')} {'is' if self.not_mapped == 1 else 'are'} read into memory"
+        return f"{are_read}; when the plan was made, the file could be mapped"
 
     def take_plain(self) -> Collection[str]:
         """Takes plain values all at once, and returns their names. Called where a load runs no code of the model."""
