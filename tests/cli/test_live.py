@@ -143,11 +143,20 @@ class TestCommandLine:
         assert "MODELSTATE_TOKEN" in done.stderr
 
     @pytest.mark.parametrize(
-        "options", [("--select", "newest"), ("--poll", "0"), ("--timeout", "0"), ("--object", ""), ("--poll", "soon")]
+        ("option", "value", "text"),
+        [
+            ("--select", "newest", "--select has an unknown value: 'newest'; give"),
+            ("--object", "", "--object must be the name of an object"),
+            *[
+                (option, value, f"Invalid value for '{option}': '{value}' is not a number of seconds")
+                for option, value in (("--poll", "0"), ("--poll", "soon"), ("--poll", "nan"), ("--timeout", "inf"))
+            ],
+        ],
     )
-    def test_what_is_wrong(self, app: App, store: ms.Store, options: tuple[str, str]) -> None:
-        done = once(store, app.url, *options)
+    def test_what_is_wrong(self, app: App, store: ms.Store, option: str, value: str, text: str) -> None:
+        done = once(store, app.url, option, value)
         assert (done.exit_code, done.stdout, app.asked) == (2, "", [])
+        assert text in done.stderr
 
     def test_no_url_and_no_directory(self, app: App, store: ms.Store, tmp_path: Path) -> None:
         assert once(store, "localhost:8000").exit_code == 2

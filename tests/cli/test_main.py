@@ -238,9 +238,12 @@ class TestPlan:
             (["--mesh", "0"], "not the shape of a device mesh"),
             (["--parallel", "tiny.safetensors"], "give fsdp, or a TOML file"),
             (["--mesh", "2", "--parallel", "none.toml"], "give fsdp, or a TOML file"),
+            (["--mesh", "2x2x2"], "--mesh is not the shape of a mesh: (2, 2, 2); give 1 to 2 positive integers"),
+            (["--mesh", "2", "--parallel", "other.toml"], "patterns of --parallel match no module: other.*"),
         ],
     )
     def test_a_wrong_mesh(self, options: list[str], text: str) -> None:
+        Path("other.toml").write_text('"other.*" = "colwise"')
         done = run("plan", "ZOO:tiny", "tiny.safetensors", *options)
         assert done.exit_code == 2
         assert text in " ".join(done.stderr.replace("│", " ").split())

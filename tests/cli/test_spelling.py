@@ -314,6 +314,8 @@ def test_code_of_the_model_does_not_decide_the_exit_code(factory: str, command: 
     assert done.exit_code == 1
     assert done.stderr.startswith("error: ")
     assert "SystemExit" in done.stderr
+    assert "--debug" in done.stderr
+    assert "--debug" not in run(command, f"FACTORIES:{factory}", "tiny.safetensors", "--debug").stderr
 
 
 def test_what_a_model_prints_is_not_in_the_output() -> None:
@@ -338,13 +340,13 @@ def test_a_device_that_is_not_here() -> None:
         (("--device", "meta"), "meta device"),
         (("--device", "nowhere"), "not a device"),
         (("--rename", "("), "PATTERN=REPLACEMENT"),
-        (("--rename", "a.*=b"), "as many *"),
+        (("--rename", "a.*=b"), "--rename: 'a.*' and 'b': the wildcards of a rule do not correspond; give as many *"),
         (("--rename", "a=a"), "changes nothing"),
         (("--rename-regex", "(=x"), "regular expression"),
         (("--rename-regex", r"a=\9"), "regular expression"),
-        (("--ignore", ""), "names"),
-        (("--strip-prefix", ""), "changes nothing"),
-        (("--add-prefix", ""), "changes nothing"),
+        (("--ignore", ""), "--ignore '': give at least one character"),
+        (("--strip-prefix", ""), "--strip-prefix '': give at least one character"),
+        (("--add-prefix", ""), "--add-prefix '': give at least one character"),
     ],
 )
 def test_a_wrong_command_line_exits_2(option: tuple[str, str], says: str) -> None:

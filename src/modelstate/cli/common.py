@@ -36,6 +36,7 @@ USAGE = 2
 INTERRUPTED = 130
 """Exit code for an interrupt (Ctrl-C), as in a shell: 1 would say that problems were found."""
 
+_MOST_SECONDS = 100_000_000
 WITH_VALUES = "--no-skeleton builds the model with values in its parameters"
 
 
@@ -58,11 +59,7 @@ def reported(debug: bool, exit_code: int = PROBLEMS) -> Iterator[None]:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         raise click.exceptions.Exit(INTERRUPTED) from None
-    except SystemExit as error:
-        # Raised by the model's code, which does not decide about the exit code.
-        _say(error, debug, kind=True)
-        raise click.exceptions.Exit(exit_code) from None
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # the code of the model does not decide about the exit code
         _say(error, debug, kind=True)
         if not debug:
             print("  to do: run it again with --debug to see where this came from", file=sys.stderr)
@@ -76,6 +73,8 @@ def _say(error: BaseException, debug: bool, kind: bool = False) -> None:
     if debug:
         traceback.print_exception(error)
     text = str(error) or type(error).__name__
+    if isinstance(error, ms.errors.OptionError):
+        text = spelling.in_options(text)
     text = printable_lines(text + spelling.as_text(spelling.of_error(error, debug)))
     print(f"error: {type(error).__name__}: {text}" if kind else f"error: {text}", file=sys.stderr)
 
@@ -175,7 +174,9 @@ def _factory_remedy(factory: Callable[[], object], error: BaseException, skeleto
     # torch raises no class of its own for operations that need values.
     if skeleton and "meta" in f"{error} {error.__cause__}":
         return f"it reads the values of its parameters, which have none yet: {WITH_VALUES}"
-    where = "--debug shows where"
+    context = click.get_current_context(silent=True)
+    is_debugging = context is not None and context.params.get("debug")
+    where = "the traceback above shows where" if is_debugging else "--debug shows where"
     return f"{where}; {WITH_VALUES}" if skeleton else where
 
 
@@ -200,6 +201,17 @@ def parse_size(text: str) -> int:
     if nbytes < 1:
         raise click.BadParameter(f"{text!r} is not a number of bytes: give 512MB, 5GB, 5GiB, ...")
     return nbytes
+
+
+def parse_seconds(text: str | float) -> float:
+    """Returns a time above 0 and of at most 100,000,000 seconds. Raises `click.BadParameter`."""
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds <= _MOST_SECONDS:  # NaN is neither
+        raise click.BadParameter(f"{text!r} is not a number of seconds: give 0.5, 30, ..., up to {_MOST_SECONDS:,}")
+    return seconds
 
 
 def parse_mesh(text: str) -> tuple[int, ...]:
@@ -281,19 +293,29 @@ def parse_rules(
 
     Raises `click.BadParameter`.
     """
-    try:
-        rules: list[Rule] = [ms.rules.Prefix(strip=prefix) for prefix in strip or ()]
-        rules += [ms.rules.Prefix(add=add)] if add is not None else []
-        rules += [ms.rules.Rename(*_both_sides(text)) for text in rename or ()]
-        rules += [
-            ms.rules.Rename(re.compile(pattern), replacement)
-            for pattern, replacement in map(_both_sides, rename_regex or ())
-        ]
-        rules += [ms.rules.Ignore(pattern) for pattern in ignore or ()]
-    except re.error as error:
-        raise click.BadParameter(f"not a regular expression: {error}") from error
-    except ms.errors.RuleError as error:
-        raise click.BadParameter(str(error)) from error
+
+    def regex_rename(text: str) -> Rule:
+        pattern, replacement = _both_sides(text)
+        return ms.rules.Rename(re.compile(pattern), replacement)
+
+    options: list[tuple[str, Sequence[str], Callable[[str], Rule]]] = [
+        ("--strip-prefix", strip or (), lambda prefix: ms.rules.Prefix(strip=prefix)),
+        ("--add-prefix", () if add is None else (add,), lambda prefix: ms.rules.Prefix(add=prefix)),
+        ("--rename", rename or (), lambda text: ms.rules.Rename(*_both_sides(text))),
+        ("--rename-regex", rename_regex or (), regex_rename),
+        ("--ignore", ignore or (), ms.rules.Ignore),
+    ]
+    rules: list[Rule] = []
+    for option, values, rule in options:
+        for text in values:
+            if not text:
+                raise click.BadParameter(f"{option} '': give at least one character of a name")
+            try:
+                rules.append(rule(text))
+            except re.error as error:
+                raise click.BadParameter(f"{option} {text!r}: not a regular expression: {error}") from error
+            except ms.errors.RuleError as error:
+                raise click.BadParameter(f"{option}: {usage_text(error)}") from error
     if named is None:
         return tuple(rules)
     from modelstate.rules.schema import check_rules
@@ -314,6 +336,16 @@ def _both_sides(text: str) -> tuple[str, str]:
     if not equals:
         raise click.BadParameter(f"{text!r} is not PATTERN=REPLACEMENT, such as encoder.*=model.encoder.*")
     return pattern, replacement
+
+
+def usage_text(error: ms.ModelStateError) -> str:
+    """Returns an error of an argument in one line, with the option of the command that runs."""
+    from modelstate.cli import spelling
+
+    where = f"{error.where}: " if error.where else ""
+    found = f": {error.found}" if error.found else ""
+    expected = f"; give {error.expected}" if error.expected else ""
+    return spelling.in_options(in_a_line(f"{where}{error.what}{found}{expected}"))
 
 
 def _one_line(error: BaseException) -> str:
@@ -350,11 +382,14 @@ def local_target(path: str) -> str:
     try:
         return local_path(path)
     except ms.errors.SourceTypeError as error:
+        from modelstate.remote.location import is_remote
+
+        is_url = is_remote(path)
         raise ms.errors.SaveTargetError(
-            "this file is written on this machine only",
+            "this file is written on this machine only" if is_url else "no file can be written here",
             where=error.where,
             found=error.what,
-            remedy="give the path of a file; write there, and copy it to its place",
+            remedy="give the path of a file" + ("; write there, and copy it to its place" if is_url else ""),
         ) from error
 
 

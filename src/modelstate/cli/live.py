@@ -12,13 +12,12 @@ import click
 
 import modelstate as ms
 from modelstate.cli import options
-from modelstate.cli.common import PROBLEMS, reported
+from modelstate.cli.common import PROBLEMS, parse_seconds, reported, usage_text
 
 if TYPE_CHECKING:
     from modelstate.serve.follow import FollowEvent
 
 TOKEN = "MODELSTATE_TOKEN"
-_SECONDS = click.FloatRange(min=0, min_open=True)
 _WAIT_SECONDS = 0.2
 _END_SECONDS = 1.0
 """The time for the thread to give up what it does. The app finishes a running swap."""
@@ -39,10 +38,10 @@ def live() -> None:
     help="latest; best:METRIC for the lowest, best:METRIC:max for the highest.",
 )
 @click.option("--object", "name", metavar="NAME", default="model", help="The object that has the weights.")
-@click.option("--poll", metavar="SECONDS", type=_SECONDS, default=5.0, help="Time between two polls.")
+@click.option("--poll", metavar="SECONDS", type=parse_seconds, default=5.0, help="Time between two polls.")
 @click.option("--once", is_flag=True, help="Poll once, and exit.")
 @click.option("--token-file", metavar="FILE", help=f"A file with the app's token; without it, it is that of {TOKEN}.")
-@click.option("--timeout", metavar="SECONDS", type=_SECONDS, default=300.0, help="The most that a swap may take.")
+@click.option("--timeout", metavar="SECONDS", type=parse_seconds, default=300.0, help="The most that a swap may take.")
 @options.as_json
 @options.debug
 def follow(
@@ -88,8 +87,7 @@ def follow(
                 background=False,
             )
         except (ms.errors.OptionError, ms.errors.SaveTargetError) as error:
-            expected = f"; give {error.expected}" if error.expected else ""
-            raise click.BadParameter(f"{error.what}: {error.found or error.where}{expected}") from error
+            raise click.BadParameter(usage_text(error)) from error
         if once:
             _poll_once(following, store)
         else:

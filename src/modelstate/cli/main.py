@@ -25,6 +25,7 @@ from modelstate.cli.common import (
     parse_parallel,
     reported,
     terminal_width,
+    usage_text,
     user_code,
     write_page,
 )
@@ -297,7 +298,10 @@ def plan(
             return load_plan
         from modelstate.loading.mesh_plan import plan_for_mesh
 
-        return plan_for_mesh(load_plan, model, mesh, parallel or None)
+        try:
+            return plan_for_mesh(load_plan, model, mesh, parallel or None)
+        except ms.errors.OptionError as error:
+            raise click.BadParameter(usage_text(error)) from error
 
     result = request.run(planned, checkpoint)
     problems = result.problems if isinstance(result, ms.LoadPlan) else ()

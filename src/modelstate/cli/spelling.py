@@ -4,6 +4,7 @@ The translation uses the classes and fields of errors, so that it does not depen
 """
 
 import ast
+import re
 import shlex
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -20,6 +21,9 @@ _LORA_IN_PYTHON = (
     "an adapter is merged in Python: "
     "modelstate.load(model, modelstate.open([BASE, ADAPTER], combine=modelstate.merge.LoRA()))"
 )
+_ARGUMENT = re.compile(r"\b([a-z]\w*)=(?=[\s:;,]|$)")
+"""The name of an argument in the text of an error, without a value."""
+_UNIT = re.compile("_(seconds|bytes)$")
 _IN_PYTHON = "a transform is given in Python: modelstate.load(model, source, transform=...)"
 
 
@@ -50,6 +54,10 @@ def of_error(error: BaseException, debug: bool = False) -> list[str]:
         return ["--max-memory of as many bytes, or leave it out"]
     if isinstance(error, errors.RuleError) and causes.NeedsModel.remedy in str(error):
         return ["--model MODEL: the function that builds the model, as to `modelstate plan`"]
+    if isinstance(error, errors.DamagedCheckpointError) and "store.restore(" in error.remedy:
+        return [
+            "another step" + (", or leave out --step: the newest one that is whole is taken" if _has("--step") else "")
+        ]
     if isinstance(error, errors.TargetExistsError):
         return ["another path, or --overwrite to replace it"]
     if isinstance(error, errors.ChecksumError) and "modelstate.save" in error.remedy:
@@ -70,6 +78,18 @@ def _has(name: str) -> bool:
     """Whether the command that runs has the option; True outside of a command."""
     context = click.get_current_context(silent=True)
     return context is None or any(name in parameter.opts for parameter in context.command.params)
+
+
+def in_options(text: str) -> str:
+    """Names the options of the command that runs in place of arguments: `poll_seconds=` becomes `--poll`."""
+    context = click.get_current_context(silent=True)
+    known = set[str]() if context is None else {name for parameter in context.command.params for name in parameter.opts}
+
+    def in_command(match: re.Match[str]) -> str:
+        names = [f"--{name.replace('_', '-')}" for name in (match[1], _UNIT.sub("", match[1]))]
+        return next((name for name in names if name in known), match[0])
+
+    return _ARGUMENT.sub(in_command, text)
 
 
 def of_problems(problems: Sequence[Problem]) -> list[str]:
