@@ -1,5 +1,6 @@
 """`modelstate store`, `convert` and `verify`: what they print, and their exit codes."""
 
+import errno
 import json
 import os
 import shutil
@@ -84,6 +85,25 @@ class TestLs:
         assert done.exit_code == 1
         assert [line.split()[0] for line in done.stdout.splitlines() if "damaged" in line] == ["20"]
 
+    def test_one_of_a_newer_version_is_not_called_damaged(self) -> None:
+        record = Path("run/step-000000020/checkpoint.json")
+        record.write_text(json.dumps(json.loads(record.read_text()) | {"format": 99}))
+        os.rename("run/step-000000030", "run/step-000000040")
+        listed = run("store", "ls", "run")
+        assert listed.exit_code == 1
+        assert ["newer version" in line for line in listed.stdout.splitlines()] == [False, False, True, False]
+        assert "other store" in listed.stdout.splitlines()[3]
+        assert [one["problem"] for one in json.loads(run("store", "ls", "run", "--json").stdout)] == [
+            None,
+            "newer version",
+            "other store",
+        ]
+        for step, words in ((20, "written by a newer version"), (40, "from another store, or under another step")):
+            restored = run("store", "restore", "run", "m.safetensors", "--step", str(step))
+            assert restored.exit_code == 1
+            assert words in restored.stderr
+            assert "damaged" not in listed.stdout + restored.stderr
+
     @pytest.mark.parametrize("command", ["ls", "verify", "prune", "restore"])
     @pytest.mark.parametrize(("directory", "says"), [("nothing", "no such directory"), (".", "not a store")])
     def test_no_store(self, command: str, directory: str, says: str, tmp_path: Path) -> None:
@@ -106,6 +126,18 @@ class TestLs:
             assert done.exit_code == 1
             assert words in done.stderr, path
         assert "modelstate inspect file" in run("store", command, "file", *more).stderr
+
+    def test_one_that_cannot_be_read(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def refused(path: str) -> list[str]:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
+
+        os.mkdir("locked")
+        monkeypatch.setattr(os, "listdir", refused)
+        for directory in ("run", "locked"):
+            done = run("store", "ls", directory)
+            assert (done.exit_code, done.stdout) == (1, "")
+            assert f"error: {directory}: the store cannot be read" in done.stderr
+            assert "ask the owner of the directory for the permissions" in done.stderr
 
     def test_an_empty_one(self) -> None:
         with ms.Store("empty") as store:
@@ -286,6 +318,7 @@ class TestRestore:
         done = run("store", "restore", "run", "model.safetensors", "--step", "30")
         assert done.exit_code == 1
         assert "bias" in done.stderr
+        assert "leave out --step" in done.stderr
         assert Path("model.safetensors").read_bytes() == before
 
     @pytest.mark.parametrize("name", ["model-*.safetensors", "checkpoint.json"])

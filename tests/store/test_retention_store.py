@@ -137,6 +137,38 @@ def test_a_pin_that_cannot_be_read_keeps_its_checkpoint(
     assert store.steps() == (3, 4)
 
 
+@pytest.mark.parametrize("name", ["state-", "state.safetensors.index.json"])
+@pytest.mark.parametrize("error", [errno.EACCES, errno.EIO])
+def test_tensors_that_cannot_be_read_for_now_are_not_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: int, name: str
+) -> None:
+    saved(tmp_path, 1, 2).close()
+    store, real = ms.Store(tmp_path), system.open
+
+    def fails(path: object, *args: object, **named: object) -> object:
+        if f"step-000000002/{name}" in str(path):
+            raise OSError(error, os.strerror(error))
+        return real(path, *args, **named)  # type: ignore[arg-type]
+
+    uses: list[Callable[[], object]] = [
+        lambda: store.restore({"state": None}, 2),
+        lambda: store.open("state", 2, verify=True),
+        lambda: store.index.whole_save(2, lambda *_: None),
+    ]
+    with monkeypatch.context() as patched:
+        patched.setattr(system, "open", fails)
+        for use in uses:
+            with pytest.raises(ReadFailedError, match=r"step-000000002.*cannot be (read|opened)"):
+                use()
+        with pytest.warns(ms.errors.DamagedCheckpointWarning, match="cannot be"):
+            assert store.restore({"state": None}).step == 1
+        assert set(store.verify()) == {1, 2}
+        with pytest.raises(TargetExistsError):
+            store.save(2, {"state": {"w": torch.zeros(9)}})
+        assert store.prune(1) == ()
+    assert store.verify() == {1: "", 2: ""}
+
+
 @pytest.mark.parametrize("call", ["open", "stat"])
 @pytest.mark.parametrize("error", [errno.EMFILE, errno.EIO, errno.ESTALE, errno.EACCES])
 def test_a_checkpoint_that_cannot_be_read_for_now_stays(
@@ -156,7 +188,10 @@ def test_a_checkpoint_that_cannot_be_read_for_now_stays(
 
     with monkeypatch.context() as patched:
         patched.setattr(owner, call, fails)
-        assert [(info.step, info.intact) for info in store.infos()] == [(1, False), (3, True)]
+        assert [(info.step, info.intact, info.state) for info in store.infos()] == [
+            (1, False, "not readable"),
+            (3, True, ""),
+        ]
         with pytest.raises(ReadFailedError, match="cannot be read"):
             store.restore({"state": None}, 1)
         assert store.save(4, {"state": {"w": torch.zeros(9)}}, metrics={"loss": 4.0}).pruned == ()

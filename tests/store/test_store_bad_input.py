@@ -409,7 +409,7 @@ def test_what_has_the_name_of_a_step_and_is_none(tmp_path: Path, kind: str) -> N
     store = ms.Store(tmp_path, keep=1)
     assert (store.steps(), store.latest()) == ((1,), 1)
     assert [(info.step, info.intact) for info in store.infos()] == [(1, True), (2, False)]
-    assert "cannot be read" in store.verify()[2]
+    assert "checkpoint.json" in store.verify()[2]
     with pytest.raises(errors.DamagedCheckpointError):
         store.restore({"value": None}, 2)
     with pytest.warns(errors.DamagedCheckpointWarning):

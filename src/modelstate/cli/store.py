@@ -18,6 +18,7 @@ from modelstate.cli.common import (
     make_parents,
     parse_format,
     reported,
+    usage_text,
     write_page,
 )
 from modelstate.cli.diff import show
@@ -66,7 +67,8 @@ def _index(path: str, cache: ms.Cache | None = None) -> StepIndex:
 
     `cache` keeps what is read of a bucket.
 
-    Raises `SourceTypeError` for a file and a URL of another place, and `SourceNotFoundError` where there is no store.
+    Raises `SourceTypeError` for a file and a URL of another place, `SourceNotFoundError` where there is no store, and
+    `ReadFailedError` for a directory that cannot be read.
     """
     from modelstate.io.files import local_path, not_found
     from modelstate.remote.location import is_remote, locate
@@ -101,14 +103,15 @@ def _index(path: str, cache: ms.Cache | None = None) -> StepIndex:
             expected="the directory of a modelstate.Store",
             remedy=f"modelstate inspect {shlex.quote(path)} shows what is in a file",
         )
-    if not is_store(path):
+    index = StepIndex(directory)
+    if not is_store(path) and not index.all_revisions():  # which raises where the directory cannot be read
         raise ms.errors.SourceNotFoundError(
             "this is not a store of checkpoints",
             where=directory,
             expected=f"{STORE_FILE}, as modelstate.Store writes it",
             remedy="modelstate inspect shows other checkpoints",
         )
-    return StepIndex(directory)
+    return index
 
 
 @store.command("ls")
@@ -119,7 +122,7 @@ def _index(path: str, cache: ms.Cache | None = None) -> StepIndex:
 def list_steps(directory: str, as_json: bool, html: str | None, debug: bool) -> None:
     """Show the checkpoints of a store.
 
-    No tensor is read. Exit code 1 if one is known to be damaged.
+    No tensor is read. Exit code 1 if one is known to be damaged, not readable, or of a newer version or another store.
     """
     with reported(debug):
         from modelstate.store.retention import infos_page
@@ -147,6 +150,7 @@ def _fields(info: ms.store.CheckpointInfo) -> dict[str, object]:
         "metrics": metrics,
         "pinned": info.pinned,
         "intact": info.intact,
+        "problem": None if info.intact else info.problem,
         "bytes": info.nbytes,
         "path": info.path,
     }
@@ -202,15 +206,15 @@ def verify_steps(directory: str, step: int | None = None, *, cache: ms.Cache | N
             break
         for number in infos if step is None else (step,):
             try:
-                _, problem = index.read_last_save(number, progress=None)
+                _, error = index.read_last_save(number, progress=None)
             except ms.errors.StepNotFoundError:
                 if step is not None:
                     raise
                 click.echo(f"step {number}: taken away meanwhile", err=as_json)
                 continue
             read += 1
-            problems += bool(problem)
-            say(number, infos[number].nbytes if number in infos else 0, problem)
+            problems += error is not None
+            say(number, infos[number].nbytes if number in infos else 0, "" if error is None else str(error))
     if problems:
         raise click.exceptions.Exit(PROBLEMS)
 
@@ -295,7 +299,7 @@ def prune(
                 mode="max" if maximize else "min",
             )
         except ms.errors.OptionError as error:
-            raise click.BadParameter(str(error)) from error
+            raise click.BadParameter(usage_text(error)) from error
         _index(directory)
         with ms.Store(directory) as opened:
             infos = opened.infos()
@@ -357,7 +361,7 @@ def restore(
                 raise ms.errors.StepNotFoundError(
                     "there is no checkpoint that is whole",
                     where=index.directory,
-                    remedy=f"modelstate store verify {shlex.quote(directory)} says what is damaged",
+                    remedy=f"modelstate store verify {shlex.quote(directory)} says what is wrong with each of them",
                 )
             try:
                 with save.open_object(name) as checkpoint:

@@ -122,6 +122,8 @@ class StoreCallback(TrainerCallback):  # type: ignore[misc]
             OptionError: The Trainer does not have this callback, or `resume_from_checkpoint` is given.
             StepNotFoundError: There is no such step, or none that is whole.
             DamagedCheckpointError: The step is not what was saved.
+            NewerManifestError: A newer version of modelstate wrote the step.
+            ReadFailedError: The step cannot be read now.
 
         It raises what `Store.restore` and `Store.save` raise. An I/O error, or a directory that does not exist any
         more, in a save in the background is a `SaveFailedWarning`, and the next save writes everything. The last save

@@ -172,12 +172,12 @@ class StepEntry:
         """The public description of the checkpoint."""
         step, path = self.place.step, self.place.path
         record = self.record
-        pinned, intact = self.is_pinned, self.is_whole
+        pinned, intact, problem = self.is_pinned, self.is_whole, self._problem
         if record is None:
             seconds = 0.0
             with suppress(OSError):
                 seconds = os.stat(path).st_mtime
-            return CheckpointInfo(step, seconds, pinned=pinned, intact=intact, path=path)
+            return CheckpointInfo(step, seconds, pinned=pinned, intact=intact, path=path, problem=problem)
         return CheckpointInfo(
             step,
             record.time,
@@ -189,7 +189,17 @@ class StepEntry:
             serial=record.serial,
             store=record.store,
             logical_time=record.logical_time,
+            problem=problem,
         )
+
+    @property
+    def _problem(self) -> str:
+        """`CheckpointInfo.problem`."""
+        if self.is_unreadable:
+            return "not readable"
+        if self.is_foreign:
+            return "other store"
+        return "newer version" if isinstance(self.error, NewerManifestError) else "damaged"
 
 
 def medium_of(directory: str) -> Medium:
@@ -337,8 +347,11 @@ class StepIndex:
         except WriteFailedError as error:  # of a bucket
             raise ReadFailedError(error.what, where=self.directory, found=error.found, remedy=error.remedy) from error
         except OSError as error:
+            remedy = remedy_for_limit(error)
+            if isinstance(error, PermissionError):
+                remedy = "ask the owner of the directory for the permissions to list and to search it"
             raise ReadFailedError(
-                "the store cannot be read", where=self.directory, found=error, remedy=remedy_for_limit(error)
+                "the store cannot be read", where=self.directory, found=error, remedy=remedy
             ) from error
 
     def _name(self, places: Iterable[Place]) -> str:
@@ -524,10 +537,11 @@ class StepIndex:
             parts[path] = Part(saved.kind, tree, saved.ranks)
         return parts
 
-    def problem_of(self, entry: StepEntry, progress: bool | None = False) -> str | None:
-        """Reads all of a checkpoint. Returns what is wrong with it, or empty text; None where it was removed.
+    def problem_of(self, entry: StepEntry, progress: bool | None = False) -> ModelStateError | None:
+        """Reads all of a checkpoint. Returns the error for which it cannot be used; None where it is whole.
 
-        `progress` says whether a progress bar is shown, as in `modelstate.verify`.
+        `progress` says whether a progress bar is shown, as in `modelstate.verify`. Raises `StepNotFoundError` where the
+        checkpoint was removed or replaced meanwhile.
         """
         try:
             if entry.error is not None:
@@ -537,23 +551,25 @@ class StepIndex:
                     saved.verify(entry.place.files, self.cache, on_read=advance)
         except (ModelStateError, OSError) as error:
             if entry.is_gone:
-                return None
-            if isinstance(error, ModelStateError):
-                self._note_damage(entry, error)
-            return str(error)
+                raise StepNotFoundError(
+                    "the checkpoint was removed or replaced while it was read", where=entry.place.path
+                ) from error
+            if not isinstance(error, ModelStateError):
+                return unreadable(entry.place.path, error)
+            self._note_damage(entry, error)
+            return error
         self.note_whole(entry.place.path)
-        return ""
+        return None
 
-    def read_last_save(self, step: int, progress: bool | None) -> tuple[StepEntry, str]:
-        """Reads all of the last save of a step. Returns it with what is wrong with it, which is empty for nothing.
+    def read_last_save(self, step: int, progress: bool | None) -> tuple[StepEntry, ModelStateError | None]:
+        """Reads all of the last save of a step. Returns it with the error for which it cannot be used, or None.
 
         Raises `StepNotFoundError` where the step does not exist, or is removed while it is read.
         """
         while True:
             entry = self.saves(step)[0]
-            if (problem := self.problem_of(entry, progress)) is not None:
-                return entry, problem
-            # The step was replaced or removed while it was read.
+            with suppress(StepNotFoundError):  # the step was replaced or removed while it was read
+                return entry, self.problem_of(entry, progress)
 
     def whole_save(
         self, step: int | None, passed_over: Callable[[int, str], None], progress: bool | None = False
@@ -569,31 +585,28 @@ class StepIndex:
             The save; None where none is whole.
 
         Raises:
-            StepNotFoundError: The step does not exist.
-            DamagedCheckpointError: The step is not what was saved.
+            StepNotFoundError: The given step does not exist.
+            DamagedCheckpointError: The given step is not what was saved.
+            NewerManifestError: A newer version of modelstate wrote the given step.
+            ReadFailedError: The given step cannot be read now.
         """
         if step is not None:
             entry, problem = self.read_last_save(step, progress)
-            if problem:
-                raise DamagedCheckpointError(
-                    "the checkpoint is damaged; nothing has been changed",
-                    where=f"{self.directory}, step {step}",
-                    found=" ".join(problem.split()),
-                    remedy="leave the step out: the newest one that is whole is taken",
-                )
+            if problem is not None:
+                raise problem
             return entry
         while True:
-            skipped: dict[int, str] = {}
-            for save in (*self.saves(), None):  # None stands for no save that is whole
-                problem_or_gone = "" if save is None else self.problem_of(save, progress)
-                if problem_or_gone is None:
-                    break  # it was replaced or removed while it was read: list the store again
-                if save is not None and problem_or_gone:
-                    skipped.setdefault(save.place.step, problem_or_gone)
-                    continue
-                for number, sentence in _passed_over(skipped, save):
+            with suppress(StepNotFoundError):  # a save was replaced or removed while it was read: list the store again
+                skipped: dict[int, ModelStateError] = {}
+                whole: StepEntry | None = None
+                for save in self.saves():
+                    if (problem := self.problem_of(save, progress)) is None:
+                        whole = save
+                        break
+                    skipped.setdefault(save.place.step, problem)
+                for number, sentence in _passed_over(skipped, whole):
                     passed_over(number, sentence)
-                return save
+                return whole
 
     def steps_to_prune(self, keep: Keep | None) -> list[int]:
         """Returns the steps that no rule keeps.
@@ -603,10 +616,10 @@ class StepIndex:
         """
         if keep is None:
             return []
-        unreadable: set[int] = set()
+        not_readable: set[int] = set()
         while True:
             listed = self.read_all(self.by_age())
-            readable = (entry for entry in listed if entry.place.step not in unreadable)
+            readable = (entry for entry in listed if entry.place.step not in not_readable)
             entries = [entry for entry in readable if entry.is_damaged or entry.is_whole]
             infos = [entry.info for entry in entries]
             kept_steps = kept(infos, keep)
@@ -616,11 +629,11 @@ class StepIndex:
             newest = next((entry for entry in reversed(entries) if entry.is_whole), None)
             if not to_prune or newest is None or self._key(newest.place.path) in self._whole:
                 return to_prune
-            problem = self.problem_of(newest)
-            if problem == "":
-                return to_prune
-            if problem is not None and self._key(newest.place.path) not in self._damage:
-                unreadable.add(newest.place.step)
+            with suppress(StepNotFoundError):  # it was replaced or removed while it was read
+                if self.problem_of(newest) is None:
+                    return to_prune
+                if self._key(newest.place.path) not in self._damage:
+                    not_readable.add(newest.place.step)
 
     def prune(self, keep: Keep | None) -> tuple[int, ...]:
         """Removes the steps that no rule keeps, and returns them. Raises `OSError`.

@@ -79,16 +79,17 @@ class ObjectEntry:
     """The number of ranks whose states it has, as a list; 0 where there is one state for all of them."""
 
     def open(self, directory: str, cache: Cache | None = None) -> Checkpoint:
-        """Opens an object that has tensors. Raises `DamagedCheckpointError` and `NewerManifestError`.
+        """Opens an object that has tensors. `cache` keeps what is read of a bucket.
 
-        `cache` keeps what is read of a bucket.
+        Raises `DamagedCheckpointError`, `NewerManifestError`, and `ReadFailedError` where a file cannot be read, which
+        may be for now only.
         """
         try:
             return open_checkpoint(os.path.join(directory, self.index), cache=cache)
         except NewerManifestError:
             raise
         except (OpenError, ChecksumError) as error:
-            raise damaged(directory, short(error)) from error
+            raise _unusable(directory, error) from error
 
     def verify(
         self,
@@ -103,7 +104,7 @@ class ObjectEntry:
 
         Returns the open checkpoint, which refuses to read files that change later; None for an object without tensors.
 
-        Raises `DamagedCheckpointError`, and `ReadFailedError` for a disk that cannot be read.
+        Raises as `open`.
         """
         if not self.index:
             return None  # the state is in the record, which is sealed
@@ -112,7 +113,7 @@ class ObjectEntry:
             try:
                 head = file.read_head(os.path.join(directory, name))
             except OpenError as error:
-                raise damaged(directory, short(error)) from error
+                raise _unusable(directory, error) from error
             if head is None:
                 raise damaged(directory, f"{name}: what it says of its tensors is not what was written")
         try:
@@ -210,10 +211,10 @@ def read_record(directory: str) -> Record:
     path = os.path.join(directory, RECORD_FILE)
     try:
         data = read_small(path, MAX_RECORD_BYTES, RECORD_FILE)
-    except (SourceAccessError, ReadFailedError) as error:
+    except ReadFailedError as error:
         raise unreadable(directory, short(error)) from error
     except OpenError as error:
-        raise damaged(directory, f"{RECORD_FILE} cannot be read: {error.what}, {error.found}".rstrip(" ,")) from error
+        raise _unusable(directory, error) from error
     try:
         content = json.loads(data)
     except (ValueError, RecursionError) as error:
@@ -306,6 +307,14 @@ def unreadable(where: str, found: object) -> ReadFailedError:
     )
 
 
+def _unusable(where: str, error: OpenError | ChecksumError) -> ModelStateError:
+    """Returns the error for a checkpoint with a file that cannot be opened.
+
+    A missing permission, or credentials that have expired, say nothing about the content of the file.
+    """
+    return (unreadable if isinstance(error, SourceAccessError) else damaged)(where, short(error))
+
+
 def read_small(path: str, most_bytes: int, what: str) -> bytes:
     """Returns the content of a small file of a store. Raises `OpenError` and `ReadFailedError`."""
     if "://" not in path or not is_remote(path):
@@ -324,5 +333,6 @@ def read_small(path: str, most_bytes: int, what: str) -> bytes:
 
 def short(error: ModelStateError) -> str:
     """Returns the text of an error in one line, for an error that has it as its reason."""
-    place = f"{os.path.basename(str(error.where))}: " if error.where else ""
+    name = os.path.basename(error.where)
+    place = f"{name}: " if name and not error.what.startswith(name) else ""
     return f"{place}{error.what}" + (f": {error.found}" if error.found else "")

@@ -55,7 +55,7 @@ class CheckpointInfo:
     pinned: bool = False
     """Whether it stays whatever the rules say."""
     intact: bool = True
-    """Whether no damage is known."""
+    """Whether nothing is known for which it cannot be used."""
     nbytes: int = 0
     """The size of its files."""
     path: str = ""
@@ -67,11 +67,14 @@ class CheckpointInfo:
     logical_time: int = 0
     """A number that is higher than those of the checkpoints, of any store, that the same thread had saved or restored
     before, whatever the clock said; 0 where it is unknown."""
+    problem: str = "damaged"
+    """Why it is not intact: "damaged"; "not readable", perhaps for now only; "newer version", which wrote it; or "other
+    store", also where it was saved as another step. Without a meaning where it is intact."""
 
     @property
     def state(self) -> str:
-        """ "damaged", "pinned", both, or nothing."""
-        marks = {"damaged": not self.intact, "pinned": self.pinned}
+        """`problem` where it is not intact, "pinned", both, or nothing."""
+        marks = {self.problem: not self.intact, "pinned": self.pinned}
         return ", ".join(mark for mark, applies in marks.items() if applies)
 
     def __post_init__(self) -> None:

@@ -25,6 +25,7 @@ from modelstate.errors import (
     OptionError,
     SaveTargetError,
     SourceTypeError,
+    StepNotFoundError,
 )
 from modelstate.html.page import Page, Shown
 from modelstate.io.atomic import write_errors
@@ -404,6 +405,7 @@ class Store(Shown):
             StepNotFoundError: There is no such checkpoint, or none that is whole.
             DamagedCheckpointError: The checkpoint is not what was saved, or is of another store or step.
             NewerManifestError: A newer version of modelstate wrote it.
+            ReadFailedError: It cannot be read now: an I/O error, or a missing permission.
             RanksDifferError: The ranks see different checkpoints, or have different arguments.
             RankLostError: A rank did not take part in time.
 
@@ -473,6 +475,7 @@ class Store(Shown):
             StepNotFoundError: There is no such checkpoint, or it has no such object with tensors.
             DamagedCheckpointError: The checkpoint is not what was saved, or is of another store or step.
             NewerManifestError: A newer version of modelstate wrote it.
+            ReadFailedError: It cannot be read now: an I/O error, or a missing permission.
 
         Examples:
             >>> ms.load(model, store.open("model", 1000))
@@ -511,6 +514,7 @@ class Store(Shown):
             StepNotFoundError: There is no such checkpoint.
             DamagedCheckpointError: A checkpoint is not what was saved, or is of another store or step.
             NewerManifestError: A newer version of modelstate wrote it.
+            ReadFailedError: It cannot be read now: an I/O error, or a missing permission.
 
         It raises what `modelstate.diff` raises, too.
 
@@ -599,8 +603,9 @@ class Store(Shown):
         if step is None and (problem := store_file_problem(self.directory)):
             problems[STORE_FILE] = problem
         for number in sorted(last_saves):
-            if (of_step := self.index.problem_of(last_saves[number], progress)) is not None:
-                problems[number] = of_step
+            with suppress(StepNotFoundError):  # it was replaced or removed while it was read
+                problem_of_step = self.index.problem_of(last_saves[number], progress)
+                problems[number] = "" if problem_of_step is None else str(problem_of_step)
         return problems
 
     # Pruning.
