@@ -234,6 +234,40 @@ def test_a_rank_that_is_killed_between_two_calls(ranks: Ranks) -> None:
         assert outcomes[rank].value == [f"[{rank}]", "RankLostError"]
 
 
+def lost_in_the_last_vote() -> list[str]:
+    """The ends of calls. Rank 0 loses the connections in the last vote of one, which the others have seen succeed."""
+    ranks = Agreement(range(4), 60, channel="last vote")
+
+    def call() -> None:
+        with ranks.taking_part():
+            with ranks.phase("planning"):
+                pass
+            connections = connections_module.connections_of(ranks.ranks, 60, "last vote")
+            maximum: Any = connections.maximum
+
+            def broken(*arguments: Any) -> None:
+                maximum(*arguments)
+                raise RuntimeError("connection closed by peer")
+
+            is_broken = len(ends) == 0 and dist.get_rank() == 0
+            losing = mock.patch.object(connections, "maximum", broken) if is_broken else nullcontext()
+            with losing, ranks.phase("the last checks"):
+                pass
+
+    ends: list[str] = []
+    for without in (None, 0, None):
+        if dist.get_rank() != without:
+            connections_module.drop_abandoned(ranks.ranks)
+            ends.append(end_of(call))
+        dist.barrier()
+    return ends
+
+
+def test_a_rank_that_is_lost_in_the_last_vote_ends_the_next_call_of_the_others(ranks: Ranks) -> None:
+    others = ["committed", "RankLostError", "committed"]
+    assert ranks.values(lost_in_the_last_vote, timeout=30) == [["RankLostError", "committed"], others, others, others]
+
+
 def lost_before_the_first_vote(connecting: bool) -> list[str]:
     """Rank 2 dies before the ranks meet, or when they have met. Returns the error, and what the others do then."""
 

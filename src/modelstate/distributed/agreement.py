@@ -26,6 +26,7 @@ from torch import nn
 
 from modelstate.arguments import seconds_of
 from modelstate.distributed.connections import (
+    ANY_CALL,
     AbandonedError,
     Connections,
     abandon_before,
@@ -366,13 +367,13 @@ class Agreement:
         Does nothing where they raise already.
         """
         if not self._has_failed:
-            self._close(json.dumps([dist.get_rank(), report_of(error)]))
+            self._close(json.dumps([dist.get_rank(), report_of(error)]), self._votes_before)
 
-    def _close(self, reason: str = "") -> None:
-        """Closes the connections, and has the next call make new ones. Ranks that miss this one find the reason."""
+    def _close(self, reason: str = "", votes: int | None = None) -> None:
+        """Closes the connections, and has the next call make new ones. Ranks that come later find the reason."""
         self._has_failed = True
         if connections := made_connections().pop((self.ranks, self._channel), None):
-            connections.abandon(reason, connections.votes if self._votes_before is None else self._votes_before)
+            connections.abandon(reason, connections.votes if votes is None else votes)
         elif reason:
             abandon_before(self.ranks, self._channel, reason)
 
@@ -452,7 +453,7 @@ class Agreement:
         elif connections is None or isinstance(cause, AbandonedError | TimeoutError):
             self._close()
         else:
-            self._close(json.dumps([dist.get_rank(), report_of(error)]))
+            self._close(json.dumps([dist.get_rank(), report_of(error)]), ANY_CALL)  # a rank is gone for all calls
         return error
 
     def _raise(self, phase: "_Phase", error: BaseException | None, reports: Mapping[int, Report]) -> None:

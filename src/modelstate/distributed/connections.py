@@ -30,6 +30,8 @@ from modelstate.torch_compat.sharding import (
     gloo_group,
 )
 
+ANY_CALL = -1
+"""In the place of the votes before a call: whichever a rank begins."""
 CONNECT_SECONDS = 60.0
 """How long ranks that have met may take to connect, and a second more for each of them."""
 
@@ -178,10 +180,11 @@ class Connections:
             return self._compare_set(key, "", proposal) == "commit"
         return commit
 
-    def abandon(self, reason: str = "", votes: int = 0) -> None:
+    def abandon(self, reason: str = "", votes: int = ANY_CALL) -> None:
         """Closes the connections, so that ranks which wait for this one end, and has the next load make new ones.
 
-        The other ranks find the reason of the first rank that gives one, with the votes before the call that it ends.
+        The other ranks find the reason of the first rank that gives one, with the votes before the call that it ends:
+        `ANY_CALL` where the reason ends the next call, too, of a rank that has ended this one.
         """
         _abandon(self.store, self._ranks, self._channel, self._generation, reason, votes)
         self.forget_some()
@@ -200,13 +203,13 @@ class Connections:
             return True
         return self._of_all is not None and self._of_all.is_abandoned()
 
-    def missed_call(self) -> bool:
-        """Whether another rank has abandoned the connections, with a reason, in a call that this one has yet to begin.
+    def ends_next_call(self) -> bool:
+        """Whether another rank has abandoned the connections for a reason that ends the call that this one begins.
 
-        Where this rank has voted since, it has ended that call.
+        Where this rank has voted in the call that the other one has ended, it has ended that call, too.
         """
         reason = _reason(self.store, self._ranks, self._channel, self._generation)
-        return reason is not None and reason[0] == self.votes
+        return reason is not None and reason[0] in (self.votes, ANY_CALL)
 
     def _compare_set(self, key: str, expected: str, desired: str) -> str:
         return _compare_set(self.store, f"{_key_of(self._ranks, self._channel)}/{key}", expected, desired)
@@ -289,12 +292,12 @@ def connections_of(ranks: tuple[int, ...], timeout_seconds: float, channel: str)
 def drop_abandoned(ranks: tuple[int, ...]) -> None:
     """Forgets the connections between these ranks that another rank has given up when this one did not take part.
 
-    They are kept where it has said why, in the call that this rank begins now: its first vote raises that.
+    They are kept where it has said why, and that ends the call that this rank begins now: its first vote raises it.
     Other threads may make and forget connections on their channels meanwhile.
     """
     made = made_connections()
     for key, connections in made.copy().items():
-        is_of_these = key[0] == ranks and connections.is_abandoned() and not connections.missed_call()
+        is_of_these = key[0] == ranks and connections.is_abandoned() and not connections.ends_next_call()
         if is_of_these and made.get(key) is connections:
             made.pop(key, None)
 
