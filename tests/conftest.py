@@ -15,7 +15,6 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from modelstate.errors import ModelStateError
-from modelstate.store import deadline, resumable
 from tests.real_files import FILES, path_of
 
 # The compiler of torch: no vector instructions, which it would try out in every process, and little optimization.
@@ -83,6 +82,16 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return True if WHOLE_FILE_IS_SLOW.search(collection_path.read_text()) else None
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None]:
+    """Collects tests without collections of garbage: what is imported stays, and they look at all of it again."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """With several workers, each of two begins with files of slow tests, so that both end at about the same time.
 
@@ -109,6 +118,9 @@ def no_collection_of_what_was_there_before() -> None:
 @pytest.fixture(autouse=True)
 def no_signal_of_another_test() -> None:
     """A signal, and the end of a loop, are for all that comes later in a process, which is other tests here."""
+    # Not above: the process that starts the workers would import torch, which takes seconds, before it starts them.
+    from modelstate.store import deadline, resumable
+
     deadline._came.clear()
     resumable._loops.last_stop = -math.inf
 
