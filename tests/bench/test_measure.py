@@ -114,7 +114,7 @@ def test_what_fails_is_said_at_once_and_nothing_goes_on_running(tmp_path: Path) 
         tmp_path / "waits",
         f"""
 import os, subprocess
-sleeping = subprocess.Popen(["sleep", "60"])
+sleeping = subprocess.Popen(["sleep", "600"])
 open({str(ids)!r}, "w").write(f"{{os.getpid()}} {{sleeping.pid}}")
 stages = Stages()
 sleeping.wait()
@@ -124,10 +124,8 @@ sleeping.wait()
         tmp_path, f"import os\nwhile not os.path.exists({str(ids)!r}): time.sleep(0.01)\nsys.exit('no luck')"
     )
     paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    begun = time.monotonic()
-    with pytest.raises(MeasurementError, match="no luck"):
-        run_together([[waits], [fails]], environment={"PYTHONPATH": paths})
-    assert time.monotonic() - begun < 50  # not until the one that waits has ended
+    with pytest.raises(MeasurementError, match="no luck"):  # and not that the one that waits took too long
+        run_together([[waits], [fails]], environment={"PYTHONPATH": paths}, timeout_seconds=60)
     assert all(has_ended(int(pid)) for pid in ids.read_text().split())
 
 
