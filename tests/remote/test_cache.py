@@ -1,7 +1,6 @@
 """`cache=`: what is read of a server once is read from the disk afterwards, unless it has changed or is damaged."""
 
 import os
-import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -15,7 +14,7 @@ from torch import nn
 import modelstate as ms
 from modelstate.cli.main import app
 from modelstate.testing import FaultProxy, fault_proxy
-from tests.programs import CONTEXT
+from tests.programs import CONTEXT, run_program
 from tests.remote.servers import FileServer, http_server
 
 pytest.importorskip("obstore")
@@ -265,7 +264,7 @@ os.setgid(65534)
 os.setuid(65534)
 ms.load(model, {url_of(proxy)!r}, cache=ms.Cache({str(cache.directory)!r}))
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    done = run_program(code)
     assert done.returncode == 0, done.stderr
     assert "CacheWarning" in done.stderr
 

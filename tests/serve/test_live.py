@@ -20,6 +20,7 @@ from modelstate.errors import (
     VersionGoneError,
 )
 from tests.serve.models import Constant, Decoder, Everything, linear, randomised, weights_of
+from tests.serve.packages import linear_package
 from tests.serve.targets import AOTI, KINDS, target_of
 
 X = torch.randn(3, 4, generator=torch.Generator().manual_seed(1))
@@ -27,11 +28,16 @@ every_kind = pytest.mark.parametrize("kind", KINDS)
 every_mode = pytest.mark.parametrize("mode", ["available", "in_place"])
 
 
+def linear_target(kind: str) -> Any:
+    """What is served of `linear(1)`; its package is that of many tests."""
+    return linear_package() if kind == "aoti" else target_of(kind, linear(1), X)
+
+
 @pytest.mark.slow
 @every_mode
 @every_kind
 def test_new_weights_serve(kind: str, mode: Any, tmp_path: Path) -> None:
-    live = ms.Live(target_of(kind, linear(1), X))
+    live = ms.Live(linear_target(kind))
     assert (live.version, live.kind) == (1, kind)
     assert torch.equal(live(X), linear(1)(X))
     ms.save(linear(2), tmp_path / "two.safetensors")
@@ -57,7 +63,7 @@ def test_new_weights_serve(kind: str, mode: Any, tmp_path: Path) -> None:
 @every_kind
 def test_nothing_of_the_source_is_kept(kind: str, tmp_path: Path) -> None:
     """Neither tensors that are trained on nor a file that is overwritten in place reach what serves."""
-    live, state = ms.Live(target_of(kind, linear(1), X)), linear(2).state_dict()
+    live, state = ms.Live(linear_target(kind)), linear(2).state_dict()
     live.swap(state)
     state["weight"].zero_()
     assert torch.equal(live(X), linear(2)(X))
@@ -70,7 +76,7 @@ def test_nothing_of_the_source_is_kept(kind: str, tmp_path: Path) -> None:
 
 @every_kind
 def test_a_pin_keeps_its_version(kind: str) -> None:
-    live = ms.Live(target_of(kind, linear(1), X))
+    live = ms.Live(linear_target(kind))
     with live.pin() as v:
         report = live.swap(linear(2).state_dict())
         assert not report.drained
@@ -86,7 +92,7 @@ def test_a_pin_keeps_its_version(kind: str) -> None:
 
 @every_kind
 def test_rollback_is_one_flip(kind: str) -> None:
-    live = ms.Live(target_of(kind, linear(1), X), keep_versions=2)
+    live = ms.Live(linear_target(kind), keep_versions=2)
     for k in (2, 3, 4):
         live.swap(linear(k).state_dict())
     assert live.rollback() == live.version == 3
