@@ -212,7 +212,7 @@ def test_what_is_staged_beside_it(folder: Path) -> None:
     path, memory = folder / "x.safetensors", net.conv.weight.data_ptr()
     net.load_state_dict({name: torch.full_like(one, 1.0) for name, one in net.state_dict().items()})
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("modelstate.loading.commit._LEAST_LEASED_BYTES", 0)
+        patch.setattr("modelstate.planning.plain_table._LEAST_LEASED_BYTES", 0)
         report = ms.load(net, path, transform={"changed.*": lambda _, tensor: tensor})
     staged = "into the existing memory, after all reads"
     by_name = {step.name: step.why for step in report.steps}

@@ -50,7 +50,7 @@ def dtype(request: pytest.FixtureRequest) -> torch.dtype:
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     if not can_lease(tmp_path):
         pytest.skip("the file system of the temporary directory has no leases")
-    monkeypatch.setattr("modelstate.loading.commit._LEAST_LEASED_BYTES", 0)
+    monkeypatch.setattr("modelstate.planning.plain_table._LEAST_LEASED_BYTES", 0)
     monkeypatch.setattr(spec, "_BLOCK_ELEMENTS", 200)
     torch.manual_seed(0)
     return tmp_path

@@ -5,9 +5,8 @@ from contextlib import contextmanager
 
 import torch
 
-from modelstate.checkpoint.checkpoint import Checkpoint
 from modelstate.errors import MemoryBudgetError, ModelStateError, PlacementError, ReadFailedError
-from modelstate.io.held import HeldFiles, held_files, why_not_held
+from modelstate.io.held import HeldFiles, held_files
 from modelstate.loading.place import Place
 from modelstate.loading.stage import Progress, limit_memory, read_in_place, stage
 from modelstate.loading.staging import Staging
@@ -17,9 +16,6 @@ from modelstate.text_format import listed
 from modelstate.torch_compat.plain import is_dense, is_plain
 from modelstate.transaction.swap_tensors import give_memory_to_all
 from modelstate.transaction.transaction import Transaction
-
-_LEAST_LEASED_BYTES = 1 << 20
-"""Fewer bytes are staged: it takes no longer than to hold their files."""
 
 
 def overwrite(staging: Staging, planned: Iterable[Planned], advance: Progress) -> None:
@@ -94,26 +90,6 @@ def _placement_remedy(target: torch.Tensor) -> str:
     if target.layout is torch.strided and is_plain(target) and not is_dense(target):
         return "if its elements share memory (expand), give each its own: tensor.data = tensor.data.clone()"
     return "give the tensor subclass a module_load handler, or convert the value with transform="
-
-
-def leased(planned: Iterable[Planned]) -> list[Planned]:
-    """Returns what is read at the commit, from files that are held."""
-    return [item for item in planned if item.placement.leased and item.final is None]
-
-
-def stage_unleased(checkpoint: Checkpoint, planned: Iterable[Planned], in_use: str) -> None:
-    """Has values staged that are planned to be read at the commit, where it is known that their files cannot be held.
-
-    `in_use` is another reason to stage them; empty without one.
-    """
-    waiting = leased(planned)
-    if sum(item.nbytes for item in waiting) < _LEAST_LEASED_BYTES:
-        reason = "they are small"
-    else:
-        extents = [extent for item in waiting for extent in item.extents]
-        reason = why_not_held(extents, checkpoint.fingerprints) or in_use
-    for item in waiting if reason else ():
-        item.stage_instead(reason)
 
 
 @contextmanager

@@ -41,10 +41,8 @@ from modelstate.loading.collective import (
 from modelstate.loading.commit import (
     commit_values,
     held_for_commit,
-    leased,
     overwrite,
     place_fallible,
-    stage_unleased,
 )
 from modelstate.loading.place import Place
 from modelstate.loading.replicas import broadcast, connect, notes_on_shared, shared_reads, to_read_here
@@ -60,7 +58,7 @@ from modelstate.loading.stage import (
 from modelstate.loading.staging import Inspect, Staging
 from modelstate.planning.assignment import DEVICES_READ_INTO, Assignment
 from modelstate.planning.matching import AnyTransform, ModelSchemaView, Options, check_model, match, options_of
-from modelstate.planning.plain_table import PlainTable, Planned
+from modelstate.planning.plain_table import PlainTable, Planned, stage_unleased
 from modelstate.planning.plan import LoadPlan
 from modelstate.planning.preparation import Preparation
 from modelstate.planning.record import bind, record
@@ -531,7 +529,7 @@ def _execute(
                 overwrite(staging, planned, advance)
             if then is not None:
                 then(preparation.initialised)
-            waiting = leased(planned)
+            waiting = [item for item in planned if item.placement.leased and item.final is None]
             files = held.enter_context(held_for_commit(staging, waiting, planned, advance)) if waiting else None
             read = None if files is None else leased_reads(staging, waiting, files)
             if agreement is not None:  # a rank that is interrupted behind the vote would not commit, and others would
@@ -615,7 +613,7 @@ def prepare(
         agreement = None if load_options is None else load_options.agreement
         staging.shared = shared_reads(preparation.assignments, agreement or agreement_of(transaction.root))
         preparation.notes += notes_on_shared(staging.shared)
-    stage_unleased(matched.part, preparation.planned, in_use)
+    stage_unleased(preparation.planned, matched.part.fingerprints, in_use)
     return preparation, staging
 
 

@@ -13,6 +13,8 @@ import numpy as np
 import torch
 
 from modelstate.checkpoint.mapped import UNALIGNED, Maps
+from modelstate.io.files import FileFingerprint
+from modelstate.io.held import why_not_held
 from modelstate.planning.assignment import (
     COPYABLE,
     DEVICES_READ_INTO,
@@ -137,6 +139,26 @@ class PlainTable:
 
 Planned = Assignment | PlainTable
 """What a load reads."""
+_LEAST_LEASED_BYTES = 1 << 20
+"""Fewer bytes are staged: it takes no longer than to hold their files."""
+
+
+def stage_unleased(planned: Iterable[Planned], fingerprints: Mapping[str, FileFingerprint], in_use: str) -> None:
+    """Has values staged that are planned to be read at the commit, where it is known that their files cannot be held.
+
+    Args:
+        planned: What a load reads.
+        fingerprints: The files, by path.
+        in_use: Another reason to stage them; empty without one.
+    """
+    waiting = [item for item in planned if item.placement.leased and item.final is None]
+    if sum(item.nbytes for item in waiting) < _LEAST_LEASED_BYTES:
+        reason = "they are small"
+    else:
+        extents = [extent for item in waiting for extent in item.extents]
+        reason = why_not_held(extents, fingerprints) or in_use
+    for item in waiting if reason else ():
+        item.stage_instead(reason)
 
 
 @dataclass(slots=True)
