@@ -106,6 +106,25 @@ CALLS: dict[str, Callable[[int, Path], Callable[[], object]]] = {
     "a Rename of every name": lambda n, _: load(
         model(n), state(n, "old."), rules=[ms.rules.Rename(f"old.{name}", name) for name in names(n)]
     ),
+    "a Copy of every name": lambda n, _: load(
+        nn.ModuleDict({"a": model(n), "b": model(n)}),
+        state(n, "a."),
+        rules=[ms.rules.Copy(f"a.{name}", f"b.{name}") for name in names(n)],
+    ),
+    "a Same of every name": lambda n, _: load(
+        model(n), state(n) | state(n, "old."), rules=[ms.rules.Same(name, f"old.{name}") for name in names(n)]
+    ),
+    "a Fill of every name": lambda n, _: load(model(n), {}, rules=[ms.rules.Fill(name, 0.5) for name in names(n)]),
+    "a Split of every tensor": lambda n, _: load(
+        nn.ModuleDict({"a": model(n), "b": model(n)}),
+        {name: torch.ones(4) for name in names(n)},
+        rules=[ms.rules.Split(name, [f"a.{name}", f"b.{name}"]) for name in names(n)],
+    ),
+    "a Concat of every pair": lambda n, _: load(
+        model(n),
+        {name: torch.ones(1) for prefix in ("a.", "b.") for name in names(n, prefix)},
+        rules=[ms.rules.Concat([f"a.{name}", f"b.{name}"], name) for name in names(n)],
+    ),
     "an optimizer with a Rename of every name": lambda n, _: optimizer_load(n),
     "a Concat of all tensors": lambda n, _: joined(n),
     "one tensor under all names": lambda n, _: load(tied(n), state(n)),

@@ -15,9 +15,10 @@ from torch import nn
 import modelstate as ms
 from modelstate.errors import OptionError, RuleError
 from modelstate.problems import CyclicRules, NameClash
-from modelstate.rules.names import Ignore, Prefix, Rename
-from modelstate.rules.rule import Rule, Template
-from modelstate.rules.schema import check_rules, renaming
+from modelstate.rules.names import Copy, Fill, Ignore, Prefix, Rename, Same
+from modelstate.rules.rule import Entry, Rule, Template
+from modelstate.rules.schema import apply_rules, check_rules, in_memory, renaming
+from modelstate.rules.tensors import Concat, Split
 from tests.rules.naming import applied, renamed
 
 NAMES = {name: getattr(ms.rules, name) for name in ms.rules.__all__}
@@ -158,6 +159,11 @@ literal_names = st.sampled_from(["a", "b", "c", "d"])
 literal_rules = st.one_of(
     st.tuples(literal_names, literal_names).filter(lambda pair: pair[0] != pair[1]).map(lambda pair: Rename(*pair)),
     st.builds(Ignore, literal_names),
+    st.builds(Copy, literal_names, literal_names),
+    st.builds(Same, literal_names, literal_names),
+    st.builds(Split, literal_names, st.lists(literal_names, min_size=1, max_size=3, unique=True)),
+    st.builds(Concat, st.lists(literal_names, min_size=1, max_size=3, unique=True), literal_names),
+    st.builds(Fill, literal_names, st.just(torch.ones(6))),
     st.just(Prefix(strip="a", add="c")),
 )
 
@@ -171,11 +177,12 @@ def from_elsewhere(rule: Any) -> Rule:
 @pytest.mark.slow
 @given(st.lists(literal_rules, max_size=6), st.permutations("abcde"), st.integers(0, 5))
 def test_rules_for_single_names_do_what_rules_for_all_names_do(rules: list[Rule], names: list[str], count: int) -> None:
-    others = [from_elsewhere(rule) for rule in rules]
-    result, expected = applied(rules, names[:count]), applied(others, names[:count])
-    assert list(result.entries.items()) == list(expected.entries.items())
-    assert (result.idle, result.problems) == (expected.idle, expected.problems)
-    assert list(map(renaming(rules), names)) == list(map(renaming(others), names))
+    entries = {name: Entry(torch.zeros(6), (name,)) for name in names[:count]}
+    result, expected = (apply_rules(each, entries, in_memory) for each in (rules, map(from_elsewhere, rules)))
+    assert repr(result.entries) == repr(expected.entries)
+    assert result.idle == expected.idle
+    assert sorted(map(repr, result.problems)) == sorted(map(repr, expected.problems))
+    assert list(map(renaming(rules), names)) == list(map(renaming(map(from_elsewhere, rules)), names))
 
 
 def test_an_order_that_matters() -> None:

@@ -196,6 +196,9 @@ class _Before:
     def lacking(self, entries: Entries) -> Iterator[str]:
         return (name for name in self._names if name not in entries)
 
+    def __contains__(self, name: object) -> bool:
+        return name in self._names
+
     def shape_and_dtype(self, name: str) -> tuple[tuple[int, ...], torch.dtype] | None:
         slot = self._view.slots.by_name.get(self._names.get(name, ""))
         if slot is None or torch.nn.parameter.is_lazy(slot.tensor):

@@ -148,7 +148,7 @@ class Ignore(PatternRule):
 
 
 @dataclass(frozen=True, repr=False)
-class Copy(CodeRepr):
+class Copy(PatternRule):
     """Gives the entries that match `pattern` a second name: the weight of an embedding that a head was tied to.
 
     Args:
@@ -182,7 +182,7 @@ class Copy(CodeRepr):
 
 
 @dataclass(frozen=True, repr=False)
-class Same(CodeRepr):
+class Same(PatternRule):
     """Leaves out the entries that match `other`, which must be equal to those that match `pattern`, bit for bit.
 
     Args:
@@ -201,6 +201,9 @@ class Same(CodeRepr):
 
     def __post_init__(self) -> None:
         same_stars(self.pattern, self.other)
+
+    def _read_patterns(self) -> tuple[str, ...]:
+        return (self.pattern, self.other)
 
     def rename(self, name: str) -> str | None:
         return None
@@ -224,7 +227,7 @@ class Same(CodeRepr):
 
 
 @dataclass(frozen=True, repr=False, eq=False)
-class Fill(CodeRepr):
+class Fill(PatternRule):
     """Gives a value to what the model has and the checkpoint lacks.
 
     Args:
@@ -269,7 +272,11 @@ class Fill(CodeRepr):
             context.mark_used()
             context.problems.append(NeedsModel(self.pattern, repr(self)))
             return None
-        for name in [name for name in wanted.lacking(context.entries) if template.match(name) is not None]:
+        if not template.stars:
+            names = [self.pattern] if self.pattern in wanted else []
+        else:
+            names = [name for name in wanted.lacking(context.entries) if template.match(name) is not None]
+        for name in names:
             self._fill(context, wanted, name)
         return None
 

@@ -88,6 +88,9 @@ class Wanted(Protocol):
     def lacking(self, entries: Entries) -> Iterator[str]:
         """Yields the names of the model that are not among the entries."""
 
+    def __contains__(self, name: object) -> bool:
+        """Whether the model has this name."""
+
     def shape_and_dtype(self, name: str) -> tuple[tuple[int, ...], torch.dtype] | None:
         """Returns shape and dtype of the model's tensor; None if it has no tensor of this name."""
 
@@ -126,29 +129,31 @@ class RuleContext:
         self.entries = self._results
 
     def run_in_place(self, rules: Iterable[Rule]) -> None:
-        """Applies rules that have a literal name, in time that does not depend on the number of other entries."""
-        places: list[NamedEntry | None] = list(self.entries.items())
-        place_of: dict[str | None, int] = {name: place for place, name in enumerate(self.entries)}
-        for rule in rules:
-            place = place_of.pop(literal_name(rule), None)
-            found = None if place is None else places[place]
-            self.entries = dict([found] if found else [])
+        """Applies rules that have literal names, in time that does not depend on the number of other entries."""
+        entries = dict(self.entries)
+        count = len(entries)
+        # The places sort as `run` would order the entries: a result is behind its input, before earlier results there.
+        places: dict[str, tuple[int, ...]] = {name: (index,) for index, name in enumerate(entries)}
+        for number, rule in enumerate(rules):
+            names = sorted(places.keys() & literal_names(rule), key=places.__getitem__)
+            inputs = {name: (entries.pop(name), places.pop(name)) for name in names}
+            self.entries = {name: entry for name, (entry, _) in inputs.items()}
             self.run(rule)
-            if place is None:
-                continue
-            places[place] = None
-            for changed in self.entries.items():  # one, or none
-                places[place] = changed
-                other = place_of.setdefault(changed[0], place)
-                if other != place:  # the first of the two places keeps its entry
-                    first, last = sorted((place, other))
-                    place_of[changed[0]] = first
-                    sources = (
-                        source for named in (places[first], places[last]) if named for source in named[1].sources
-                    )
-                    self.problems.append(NameClash(changed[0], tuple(sources)))
-                    places[last] = None
-        self.entries = dict(filter(None, places))
+            last = inputs[names[0]][1] if names else (count + number,)
+            for index, (name, entry) in enumerate(self.entries.items()):
+                before = inputs.get(name)
+                if before is not None and before[0] is entry:
+                    place = last = before[1]
+                else:
+                    place = (*last, -number, index)
+                other_place = places.setdefault(name, place)
+                other = entries.setdefault(name, entry)
+                if other is not entry:  # the first of the two keeps its place
+                    is_first = other_place < place
+                    first, second = (other, entry) if is_first else (entry, other)
+                    entries[name], places[name] = first, min(place, other_place)
+                    self.problems.append(NameClash(name, (*first.sources, *second.sources)))
+        self.entries = {name: entries[name] for name in sorted(entries, key=places.__getitem__)}
 
     @property
     def text(self) -> str:
@@ -305,6 +310,9 @@ class _WantedBelow:
         cut = len(self.prefix)
         return (name[cut:] for name in self.wanted.lacking(prefixed) if name.startswith(self.prefix))
 
+    def __contains__(self, name: object) -> bool:
+        return f"{self.prefix}{name}" in self.wanted
+
     def shape_and_dtype(self, name: str) -> tuple[tuple[int, ...], torch.dtype] | None:
         return self.wanted.shape_and_dtype(self.prefix + name)
 
@@ -396,19 +404,26 @@ class CodeRepr:
 
 
 class PatternRule(CodeRepr):
-    """A rule that renames, changes or leaves out each entry whose name matches its pattern, and no other entry."""
+    """A rule that looks at the entries whose names match its patterns, and at no other entry."""
 
-    pattern: str | re.Pattern[str]
+    def _read_patterns(self) -> tuple[str | re.Pattern[str], ...]:
+        """Returns the patterns of the names that the rule looks at."""
+        return (self.pattern,)  # type: ignore[attr-defined]
 
 
-def literal_name(rule: object) -> str | None:
-    """Returns the only name that a `PatternRule` applies to; None for a pattern, and for any other rule.
+def literal_names(rule: object) -> tuple[str, ...]:
+    """Returns the only names that a `PatternRule` looks at; none for one with a wildcard, and for any other rule.
 
-    A subclass from elsewhere may apply to other names.
+    A subclass from elsewhere may look at other names.
     """
     if not isinstance(rule, PatternRule) or not _is_built_in(rule):
-        return None
-    return None if isinstance(rule.pattern, re.Pattern) or "*" in rule.pattern else rule.pattern
+        return ()
+    patterns = rule._read_patterns()
+    return tuple(pattern for pattern in patterns if isinstance(pattern, str)) if all(map(_is_literal, patterns)) else ()
+
+
+def _is_literal(pattern: str | re.Pattern[str]) -> bool:
+    return isinstance(pattern, str) and "*" not in pattern
 
 
 def _value_as_code(value: object) -> str:

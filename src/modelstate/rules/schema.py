@@ -4,7 +4,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from itertools import groupby
 from typing import Any, NoReturn, cast
 
@@ -14,6 +14,7 @@ from modelstate.checkpoint.checkpoint import Checkpoint
 from modelstate.errors import ModelStateError, OptionError, RuleError, SchemaError
 from modelstate.problems import IdlePattern, Problem, explain
 from modelstate.rules.expression import values_of
+from modelstate.rules.names import Fill
 from modelstate.rules.rule import (
     CodeRepr,
     Entries,
@@ -24,7 +25,7 @@ from modelstate.rules.rule import (
     Wanted,
     describe,
     irreversible,
-    literal_name,
+    literal_names,
     new_name,
 )
 from modelstate.spec import Stored
@@ -154,11 +155,13 @@ def apply_rules(
     rules = tuple(rules)
     context = RuleContext(entries, read)
     applied = 0
-    for is_literal, group in groupby(rules, _is_literal):
+    for (is_literal, _), group in groupby(rules, lambda rule: (_is_literal(rule), isinstance(rule, Fill))):
         if is_literal:
-            literal = list(group)
-            context.run_in_place(literal)
-            applied += len(literal)
+            together = list(group)
+            applied += len(together)
+            # A Fill renames nothing: what the model wants after the last one of a group is the same before each one.
+            context.find_wanted = None if wanted is None else cache(partial(wanted, rules[applied:]))
+            context.run_in_place(together)
             continue
         for rule in group:
             applied += 1
@@ -189,7 +192,7 @@ def _flat(rules: Iterable[object]) -> Iterator[Rule]:
 
 
 def _is_literal(rule: Rule) -> bool:
-    return literal_name(rule) is not None
+    return bool(literal_names(rule))
 
 
 def renaming(rules: Iterable[Rule]) -> Callable[[str], str]:
@@ -217,10 +220,10 @@ def _literal_renames(rules: Iterable[Rule]) -> dict[str, list[tuple[int, str]]]:
     """Returns the new names by literal name, each with the position of its rule."""
     renames: dict[str, list[tuple[int, str]]] = {}
     for position, rule in enumerate(rules):
-        name = literal_name(rule) or ""
-        renamed = new_name(rule, name)
-        if renamed is not None and renamed != name:
-            renames.setdefault(name, []).append((position, renamed))
+        for name in literal_names(rule):
+            renamed = new_name(rule, name)
+            if renamed is not None and renamed != name:
+                renames.setdefault(name, []).append((position, renamed))
     return renames
 
 

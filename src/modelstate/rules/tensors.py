@@ -21,7 +21,6 @@ from modelstate.rules.expression import (
     transposed,
 )
 from modelstate.rules.rule import (
-    CodeRepr,
     Entry,
     NamedEntry,
     PatternRule,
@@ -255,7 +254,7 @@ def _own_copy(values: torch.Tensor) -> torch.Tensor:
 
 
 @dataclass(frozen=True, repr=False)
-class Split(CodeRepr):
+class Split(PatternRule):
     """Cuts a tensor into several along one dimension: a fused QKV into three. Reads only the parts that are used.
 
     Args:
@@ -317,7 +316,7 @@ class Split(CodeRepr):
 
 
 @dataclass(frozen=True, repr=False)
-class Concat(CodeRepr):
+class Concat(PatternRule):
     """Joins several tensors into one along one dimension: separate Q, K and V into a fused QKV.
 
     Args:
@@ -342,6 +341,9 @@ class Concat(CodeRepr):
         _set_names(self, "patterns", self.patterns)
         same_stars(self.into, *self.patterns)
         _set_sizes(self, len(self.patterns))
+
+    def _read_patterns(self) -> tuple[str, ...]:
+        return self.patterns
 
     def rename(self, name: str) -> str | None:
         for pattern in self.patterns:
