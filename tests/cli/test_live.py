@@ -113,7 +113,7 @@ class TestOnce:
         assert "the directory of the store does not exist" in done.stderr
         (tmp_path / "empty").mkdir()
         done = once(tmp_path / "empty", app.url)
-        assert (done.exit_code, "has no checkpoint to take" in done.stderr) == (1, True)
+        assert (done.exit_code, "no checkpoint for --select latest" in done.stderr) == (1, True)
         assert sorted(os.listdir(tmp_path)) == ["empty"]
 
 

@@ -421,6 +421,30 @@ def test_in_a_pipe_that_closes_early(project: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("command", "code", "out", "err"),
+    [
+        ("inspect nothing.pt 2>&-", 1, "", ""),
+        ("explain >/dev/full", 1, "", "error: the output cannot be written: "),
+        ("load ZOO:tiny $'caf\\xe9.safetensors'", 0, r"caf\udce9.safetensors into Sequential", ""),
+    ],
+)
+def test_streams_that_do_not_take_all_text(project: Path, command: str, code: int, out: str, err: str) -> None:
+    save_file(tiny().state_dict(), project / "named.safetensors")
+    os.rename("named.safetensors", os.fsdecode(b"caf\xe9.safetensors"))
+    done = subprocess.run(
+        ["bash", "-c", f"{sys.executable} -m modelstate {command.replace('ZOO', os.environ['ZOO'])}"],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "PYTHONIOENCODING": "utf-8:strict"},
+    )
+    assert (done.returncode, done.stdout[: len(out)], done.stderr[: len(err)]) == (code, out, err)
+    assert bool(done.stdout) == bool(out)
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.slow
 def test_no_colours_and_no_wrapping_in_a_pipe(project: Path) -> None:
     name = "a_very_long_name" * 20
     save_file({name: torch.zeros(3), f"{name}.b.c": torch.zeros(3)}, project / "long.safetensors")

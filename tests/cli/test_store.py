@@ -272,11 +272,21 @@ class TestPrune:
         assert done.exit_code == 0, done.output
         assert ms.Store("run").steps() == (10, 30)
         assert run("store", "prune", "run", "--every-steps", "1000").exit_code == 0
+        done = run("store", "prune", "run", "--best", "1", "--metric", "accuracy")
+        assert (done.exit_code, "on the command line: --metric of a metric" in done.stderr) == (1, True)
 
-    @pytest.mark.parametrize("options", [[], ["--best", "1"], ["--keep-last", "-1"], ["--every-hours", "0"]])
-    def test_a_wrong_command_line(self, options: list[str]) -> None:
+    @pytest.mark.parametrize(
+        ("options", "text"),
+        [
+            ([], "say what is kept"),
+            (["--best", "1"], "--best and --metric go together"),
+            (["--keep-last", "-1"], "--keep-last"),
+            (["--every-hours", "nan"], "--every-hours is a time: nan; give hours"),
+        ],
+    )
+    def test_a_wrong_command_line(self, options: list[str], text: str) -> None:
         done = run("store", "prune", "run", *options)
-        assert done.exit_code == 2
+        assert (done.exit_code, text in done.stderr) == (2, True)
         assert ms.Store("run").steps() == (10, 20, 30)
 
     def test_while_somebody_else_writes(self) -> None:

@@ -37,7 +37,7 @@ def get(
     """
     with reported(debug):
         if not path.endswith(".npy"):
-            raise click.BadParameter(f"{path}: give a path that ends with .npy")
+            raise click.BadParameter(f"{path!r}: give a path that ends with .npy")
         import numpy as np
         import torch
 

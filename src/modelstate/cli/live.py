@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import sys
 from typing import TYPE_CHECKING
@@ -89,15 +90,16 @@ def follow(
         except (ms.errors.OptionError, ms.errors.SaveTargetError) as error:
             raise click.BadParameter(usage_text(error)) from error
         if once:
-            _poll_once(following, store)
+            _poll_once(following, store, select)
         else:
             _poll_until_signal(following)
 
 
-def _poll_once(following: ms.serve.Following, store: str) -> None:
+def _poll_once(following: ms.serve.Following, store: str, select: str) -> None:
     events = following.poll()
     if not events:
-        print(f"error: {store} has no checkpoint to take", file=sys.stderr)
+        print(f"error: {store}: no checkpoint for --select {shlex.quote(select)}", file=sys.stderr)
+        print(f"  to do: modelstate store ls {shlex.quote(store)} shows the steps and their metrics", file=sys.stderr)
     if [event.action for event in events] != ["swapped"]:
         raise click.exceptions.Exit(PROBLEMS)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import sys
 from collections.abc import Callable, Sequence
@@ -15,6 +16,7 @@ import modelstate as ms
 from modelstate.cli import options
 from modelstate.cli.common import (
     PROBLEMS,
+    USAGE,
     WITH_VALUES,
     build_model,
     make_parents,
@@ -491,7 +493,16 @@ def _show_pages(pages: Sequence[Page], as_json: bool) -> None:
 
 def main() -> None:
     """Runs the `modelstate` command."""
-    if sys.stdout is None:  # closed by the shell
+    if sys.stderr is None:  # closed by the shell: `print` would take standard output
+        sys.stderr = io.StringIO()
+    if sys.stdout is None:
         print("error: standard output is closed\n  to do: direct it to /dev/null", file=sys.stderr)
-        sys.exit(2)
-    app(prog_name="modelstate")
+        sys.exit(USAGE)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a name of a file need not be text
+    try:
+        app(prog_name="modelstate")
+    except OSError as error:  # of the output of a page, a help text or a script
+        print(f"error: the output cannot be written: {error}", file=sys.stderr)
+        print("  to do: free space on the disk that it goes to, or direct it to another place", file=sys.stderr)
+        sys.exit(PROBLEMS)

@@ -58,6 +58,8 @@ def of_error(error: BaseException, debug: bool = False) -> list[str]:
         return [
             "another step" + (", or leave out --step: the newest one that is whole is taken" if _has("--step") else "")
         ]
+    if isinstance(error, errors.OptionError) and "metrics=" in error.expected:
+        return ["--metric of a metric that the checkpoints have, or another rule than --best"]
     if isinstance(error, errors.TargetExistsError):
         return ["another path, or --overwrite to replace it"]
     if isinstance(error, errors.ChecksumError) and "modelstate.save" in error.remedy:
