@@ -99,7 +99,8 @@ class BackgroundTask(Generic[_Result]):
             BackgroundCancelledError: No thread can be started, and the task would run until it is cancelled.
         """
         try:
-            self._ended.clear()
+            # An interrupt within `clear` could leave its lock acquired, and `set` would wait for it below.
+            self._ended = threading.Event()
             _tasks.add(self)
             is_endless = self._at_exit is AtExit.CANCEL_LAST
             if is_endless or threading.main_thread().is_alive():  # else the end of the program waits for no new task

@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 
 import pytest
@@ -21,6 +21,8 @@ from safetensors.torch import save_file
 from torch import nn
 
 import modelstate as ms
+from modelstate.io import lease
+from tests.sweeps import at_instruction, interrupt
 
 SIZE = 1024
 
@@ -405,6 +407,27 @@ def test_no_descriptor_is_left_for_a_lease(folder: Path, monkeypatch: pytest.Mon
     assert model.weight[0, 0].item() == 2
     saved(path, value=3.0)  # which waits for no lease
     assert model.weight[0, 0].item() == 2
+
+
+def test_no_lease_is_left_by_an_interrupt(folder: Path) -> None:
+    path = saved(folder / "w.safetensors", size=8)
+
+    def count_of(at: int) -> int:
+        descriptor, other = os.open(path, os.O_RDONLY), os.open(path, os.O_RDONLY)
+        mapped = mmap.mmap(other, 0, mmap.MAP_PRIVATE)
+        is_counted = at_instruction(at, lambda code: code.co_filename == lease.__file__, interrupt, as_signal=True)
+        with is_counted as found, suppress(KeyboardInterrupt):
+            assert lease.hold(str(path), descriptor, mapped) == ""
+        del mapped
+        for own in (descriptor, other):
+            os.close(own)
+        os.close(os.open(path, os.O_WRONLY | os.O_NONBLOCK))  # which raises where it had to wait for a lease
+        return found.count
+
+    places = count_of(0)
+    assert places > 5
+    for at in range(1, places + 1):
+        count_of(at)
 
 
 def test_shared_memory_file_system(folder: Path) -> None:

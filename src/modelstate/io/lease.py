@@ -99,11 +99,14 @@ def hold(path: str, descriptor: int, mapped: mmap.mmap) -> str:
         if failed := _take(descriptor, _watcher):
             return _reason(failed)
         try:
-            own = os.dup(descriptor)
+            lease = Lease(path, os.dup(descriptor), mapped)
+            _leases[id(lease)] = lease
         except OSError as error:  # no more files can be opened: the caller ends the lease, since it closes its own
             return _reason(error.errno or errno.EMFILE)
-        lease = Lease(path, own, mapped)
-        _leases[id(lease)] = lease
+        except BaseException:  # an interrupt, after which a second descriptor may be open that nothing refers to
+            with suppress(OSError):
+                fcntl.fcntl(descriptor, fcntl.F_SETLEASE, fcntl.F_UNLCK)
+            raise
     return ""
 
 
