@@ -166,11 +166,22 @@ def test_what_appears_meanwhile_is_not_overwritten(tmp_path: Path) -> None:
     assert names(tmp_path) == ["x"]
 
 
-def test_without_links_a_rename_will_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("number", [errno.EPERM, errno.EMLINK, errno.EXDEV])
+def test_without_links_and_syncs_of_directories_a_rename_will_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    fsync = system.fsync
+
     def fail(*args: Any, **named: Any) -> None:
-        raise OSError(errno.EPERM, "no links here")
+        raise OSError(number, "no links here")
+
+    def sync_files(descriptor: int) -> None:
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EBADF, "no syncs of directories here")
+        fsync(descriptor)
 
     monkeypatch.setattr(system, "link", fail)
+    monkeypatch.setattr(system, "fsync", sync_files)
     put(tmp_path / "x", b"new", overwrite=False)
     assert (tmp_path / "x").read_bytes() == b"new"
     put(tmp_path / "x", b"newer")

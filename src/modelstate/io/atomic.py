@@ -34,7 +34,7 @@ from modelstate.io import linux, system
 from modelstate.io.lock import descriptors_to_close
 from modelstate.text_format import printable
 
-_NO_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS)
+_NO_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EBADF)
 """The errors of a file system that cannot sync a directory."""
 _NO_PREALLOCATION = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.ENODEV)
 _UNTOUCHED = "what was there before is untouched"
@@ -56,7 +56,9 @@ _REMEDIES = {
 
 SUFFIX = ".unfinished"
 _BEGINNING_BYTES = 200
-_NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK)
+_NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK, errno.EXDEV)
+"""The errors of a file system that makes no second name of a file: it has no hard links, the file has the most that it
+may have, or, with `EXDEV`, the file counts for another quota than its directory."""
 LOCK_TIMEOUT_SECONDS = 60.0
 """How long a save waits for the lock of the directory, which other saves hold for a few file operations."""
 _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL, errno.EBADF)
