@@ -1,6 +1,7 @@
 """`Live` over exported programs: names, inputs, state that the graph writes."""
 
 import math
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -186,6 +187,21 @@ def test_a_program_that_was_saved_and_loaded(tmp_path: Any) -> None:
     live = ms.Live(program, names=ms.serve.NameMap.of(trained))
     live.swap(trained.state_dict())
     assert torch.allclose(live(X), trained(X))
+
+
+@pytest.mark.slow
+def test_a_program_that_is_replaced_while_it_is_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, real = tmp_path / "program.pt2", torch.export.load
+    torch.export.save(exported(Decoder()), path)
+    shutil.copy(path, tmp_path / "new.pt2")
+
+    def load(file: Any) -> torch.export.ExportedProgram:
+        (tmp_path / "new.pt2").rename(path)
+        return real(file)
+
+    monkeypatch.setattr(torch.export, "load", load)
+    with pytest.raises(LiveTargetError, match="replaced, or changed, while it was opened"):
+        ms.Live(path)
 
 
 def test_the_program_itself_is_not_changed() -> None:

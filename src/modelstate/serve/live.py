@@ -174,6 +174,7 @@ def _target_of_file(path: str, names: NameMap | nn.Module | None, training: bool
     if names is None and file.manifest is not None:
         names = file.manifest.names
     program = file.program()
+    file.check_unchanged()
     check_graph_mode(program, training, path)
     return ExportedTarget(program, names, path)
 

@@ -327,7 +327,6 @@ def read_program_file(path: str) -> ProgramFile:
         ReadFailedError: reading failed.
     """
     with _opened(path) as archive:
-        stamp = current_fingerprints([path])[path]
         root = _root(archive)
         record = f"{root}extra/{NAME}"
         manifest = None
@@ -338,6 +337,7 @@ def read_program_file(path: str) -> ProgramFile:
                 raise _unreadable(path, error) from error
             manifest = Manifest.from_json(text, path)
         records = {name.removeprefix(root) for name in archive.records}
+        stamp = archive.file.fingerprint
     models = {name.removeprefix(_LIBRARIES).split("/")[0] for name in records if name.startswith(_LIBRARIES)}
     if len(models) > 1:
         raise _unsupported(path, f"several models: {', '.join(sorted(models))}")
