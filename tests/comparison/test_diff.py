@@ -620,6 +620,16 @@ def test_a_quantized_tensor_of_torch_is_not_equal_to_its_floats() -> None:
     assert (tensor.status, tensor.difference.max_abs) == (Status.CHANGED, 1.0)
 
 
+def test_a_module_whose_own_state_dict_raises() -> None:
+    def fail(*_: object) -> None:
+        raise ValueError("no state")
+
+    model = nn.Linear(2, 2)
+    model.register_state_dict_post_hook(fail)
+    with pytest.raises(ms.errors.ModelCodeError, match="Linear: the module's own state_dict raised ValueError"):
+        ms.diff(model, nn.Linear(2, 2))
+
+
 def test_a_negative_number_of_rows_is_refused() -> None:
     with pytest.raises(OptionError, match="top="):
         ms.diff({"w": torch.ones(2)}, {"w": torch.zeros(2)}).text(top=-1)

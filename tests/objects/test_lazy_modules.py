@@ -67,6 +67,12 @@ def test_a_file_has_what_is_initialised_and_says_what_is_not(tmp_path: Path) -> 
     assert weight.shape == (4, 5)
 
 
+def test_a_file_of_torch_save_cannot_have_them(tmp_path: Path) -> None:
+    with pytest.raises(ms.errors.UnsavableError, match=r"0\.weight.*UninitializedParameter(.|\n)*\.safetensors"):
+        ms.save(partly(), tmp_path / "a.pt")
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize("made", [nn.UninitializedParameter, nn.UninitializedBuffer])
 @pytest.mark.parametrize("requires_grad", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float64])

@@ -12,6 +12,7 @@ from time import perf_counter
 from typing import Any
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from modelstate.arguments import check_integer, seconds_of
 from modelstate.checkpoint.checkpoint import Checkpoint
@@ -301,7 +302,9 @@ def write_state(
     attached = source.attached if options.extra is None else options.extra
     if options.format == "torch":
         written = [leaf for _, leaf in leaves(source.state) if isinstance(leaf, torch.Tensor | LazyTensor)]
-        nbytes = sum(tensor.numel() * tensor.itemsize for tensor in written)  # sparse tensors have no `nbytes`
+        # A lazy module of torch has tensors without a shape.
+        sized = (tensor for tensor in written if isinstance(tensor, LazyTensor) or not is_lazy(tensor))
+        nbytes = sum(tensor.numel() * tensor.itemsize for tensor in sized)  # sparse tensors have no `nbytes`
         with progress_bar(options.progress, nbytes, "writing") as advance:
             write = partial(
                 write_torch_file,

@@ -44,6 +44,7 @@ from modelstate.spec import StoredTensor, bytes_key, dtype_name
 from modelstate.suggestion.suggest import suggest_between
 from modelstate.tensor_spec import TensorSpec
 from modelstate.text_format import count, listed, printable, short_repr
+from modelstate.torch_compat.modules import state_dict_of
 from modelstate.torch_compat.plain import is_plain, remedies_for, same_place
 
 Key = str | tuple[str | None, str | None] | None
@@ -98,6 +99,7 @@ def diff(
         RuleError: The rules cannot be applied.
         ReadFailedError: A file cannot be read, or has changed meanwhile.
         MemoryBudgetError: The budget is too small.
+        ModelCodeError: A module's own `state_dict` raised.
         OptionError: An argument is not valid.
 
     Examples:
@@ -141,7 +143,7 @@ def _opened(source: Any, key: object, allow: Sequence[object], skip_forbidden: b
             expected='"model_state", or ("model", None)',
             found=short_repr(key),
         )
-    given = source.state_dict() if isinstance(source, nn.Module) else source
+    given = state_dict_of(source) if isinstance(source, nn.Module) else source
     return open_checkpoint(given, key=key, allow=allow, skip_forbidden=skip_forbidden, cache=cache)
 
 

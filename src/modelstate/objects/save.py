@@ -16,12 +16,12 @@ from modelstate.checkpoint.write import SaveOptions, SaveReport, StateToWrite, s
 from modelstate.distributed.agreement import TIMEOUT_SECONDS, Agreement, agreement_of
 from modelstate.distributed.uploading import writer_of
 from modelstate.distributed.writing import PLANNING
-from modelstate.errors import ModelCodeError, ModelStateError, SaveTargetError, UnsavableError
+from modelstate.errors import SaveTargetError, UnsavableError
 from modelstate.formats.writing import check_both
 from modelstate.io.atomic import LOCK_TIMEOUT_SECONDS
 from modelstate.objects.objects import capture, holds_stateful, targets_of, tensors_within
 from modelstate.problems import GATHER
-from modelstate.torch_compat.modules import unwrapped
+from modelstate.torch_compat.modules import state_dict_of, unwrapped
 
 
 def _agreement(
@@ -146,7 +146,7 @@ def save_with(
 def _tree_of(state: object) -> Mapping[Any, object]:
     if isinstance(state, Mapping) and holds_stateful(state):
         return _nested({path: part.tree for path, part in capture(targets_of(state)).items()})
-    tree = _state_dict(unwrapped(state)) if isinstance(state, nn.Module) else state
+    tree = state_dict_of(unwrapped(state)) if isinstance(state, nn.Module) else state
     if isinstance(tree, Mapping):
         return tree
     is_class = isinstance(state, type)
@@ -162,17 +162,6 @@ def _tree_of(state: object) -> Mapping[Any, object]:
         found=f"{cls.__module__}.{cls.__qualname__}",
         remedy=remedy,
     )
-
-
-def _state_dict(module: nn.Module) -> object:
-    try:
-        return module.state_dict()
-    except ModelStateError:
-        raise
-    except Exception as error:
-        what = f"the module's own state_dict raised {type(error).__name__}"
-        remedy = "see the traceback of the cause"
-        raise ModelCodeError(what, where=type(module).__qualname__, found=error, remedy=remedy) from error
 
 
 def _nested(by_path: Mapping[str, object]) -> dict[str, object]:

@@ -13,13 +13,14 @@ from typing import TypeVar
 import torch
 from torch import nn
 
-from modelstate.errors import ModelCodeError, NameMapError
+from modelstate.errors import NameMapError
 from modelstate.formats.tree import same_value
 from modelstate.planning.differences import nearest
 from modelstate.problems import NameClash
 from modelstate.rules.rule import Entry, RuleContext
 from modelstate.serve.meta_clone import runtime_state
 from modelstate.text_format import listed
+from modelstate.torch_compat.modules import state_dict_of
 from modelstate.torch_compat.private import storage_id
 
 
@@ -97,15 +98,7 @@ class NameMap:
             >>> names = modelstate.serve.NameMap.of(module)
         """
         state = runtime_state(module)
-        try:
-            saved = module.state_dict(keep_vars=True)
-        except Exception as error:
-            raise ModelCodeError(
-                "state_dict() of the module raised",
-                where=type(module).__name__,
-                found=f"{type(error).__name__}: {error}",
-                remedy="see the traceback of the cause",
-            ) from error
+        saved = state_dict_of(module, keep_vars=True)
         groups = _Groups(state)
         extra = [name for name, value in saved.items() if not isinstance(value, torch.Tensor)]
         for name, value in saved.items():
