@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
@@ -33,7 +33,6 @@ from modelstate.io.atomic import (
     unfinished_file,
     write_errors,
 )
-from modelstate.io.lock import is_at
 from modelstate.remote.location import Location, is_remote, locate
 
 if TYPE_CHECKING:
@@ -287,12 +286,17 @@ def _planned(state: SerializedState, path: str, schema: str | None, entries: Map
 def _removed_on_error(output: Output, index: str) -> Iterator[list[str]]:
     """Yields a list for the paths of shards, which are removed when the block raises.
 
-    They stay if `output` has become the index that names them: an interrupt may arrive when the save is complete.
+    They stay if `output` has become the index that names them: an interrupt may arrive when the save is complete, also
+    while this block and that of `output` are left, in any order.
     """
     paths: list[str] = []
+    status = os.fstat(output.descriptor)  # now: the descriptor may be closed before the paths are removed
     try:
         yield paths
     except BaseException:
-        if not is_at(output.descriptor, index):
+        is_saved = False
+        with suppress(OSError):
+            is_saved = os.path.samestat(status, os.lstat(index))
+        if not is_saved:
             remove_all(path for path in paths if os.path.lexists(path))
         raise
