@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -19,7 +20,9 @@ from typing import Any
 import pytest
 
 from modelstate.errors import LockedError, WriteFailedError
+from modelstate.io import lock
 from modelstate.io.lock import LOCK_FILE, WriterLock
+from tests.sweeps import at_instruction, interrupt
 
 HOLD = """
 import sys
@@ -227,6 +230,26 @@ def test_an_object_that_nobody_has_gives_it_back(directory: Path) -> None:
 
 
 @pytest.mark.slow
+def test_an_interrupt_leaves_no_lock(directory: Path) -> None:
+    def count_of(at: int) -> int:
+        counted = (lock.__file__, weakref.__file__)
+        is_counted = at_instruction(at, lambda code: code.co_filename in counted, interrupt, as_signal=True)
+        own = WriterLock(directory)
+        with is_counted as found, suppress(KeyboardInterrupt):
+            own.acquire()
+        assert own.held == (not at)
+        own.release()
+        other = WriterLock(directory)
+        other.acquire()  # while the first object is alive
+        other.release()
+        return found.count
+
+    places = count_of(0)
+    assert places > 20
+    for at in range(1, places + 1):
+        count_of(at)
+
+
 def test_a_forked_child_does_not_have_it(directory: Path) -> None:
     mine = WriterLock(directory)
     mine.acquire()

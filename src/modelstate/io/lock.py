@@ -65,7 +65,7 @@ class WriterLock:
         self.directory = os.fspath(directory)
         self._file = self._at = -1
         """The descriptors of the lock file and of the directory: while it is open, no other one gets the inode."""
-        self._finalizer: weakref.finalize[[int, int, int], WriterLock] | None = None
+        self._finalizer: weakref.finalize[[list[int], int], WriterLock] | None = None
         self._pid = 0
 
     @property
@@ -80,19 +80,20 @@ class WriterLock:
             LockedError: Another writer holds the lock; the error names it and since when.
             WriteFailedError: The directory cannot be written to, or its file system has no locks.
         """
+        opened, pid = list[int](), os.getpid()
         try:
-            directory = os.open(self.directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        except OSError as error:
-            raise self._no_access(error) from error
-        try:
-            file = self._lock_file(directory)
+            try:
+                opened.append(os.open(self.directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
+            except OSError as error:
+                raise self._no_access(error) from error
+            opened.append(self._lock_file(opened[0]))
+            descriptors_to_close.add(opened[0])
+            finalizer = weakref.finalize(self, _release, opened, pid)
+            finalizer.atexit = False  # the end of the process releases it, after everything else
+            (self._at, self._file), self._pid, self._finalizer = opened, pid, finalizer
         except BaseException:
-            os.close(directory)
+            _release(opened, pid)
             raise
-        self._file, self._at, self._pid = file, directory, os.getpid()
-        descriptors_to_close.add(directory)
-        self._finalizer = weakref.finalize(self, _release, file, directory, self._pid)
-        self._finalizer.atexit = False  # the end of the process releases it, after everything else
 
     def release(self) -> None:
         """Releases the lock. Does nothing where this object does not hold it."""
@@ -225,14 +226,17 @@ def is_at(descriptor: int, path: str) -> bool:
         return False
 
 
-def _release(file: int, directory: int, pid: int) -> None:
+def _release(opened: list[int], pid: int) -> None:
+    """Unlocks and closes what a lock has opened: the directory, and then the lock file. Another call does nothing."""
     if os.getpid() != pid:
         return  # a forked child has closed its copies already
-    with suppress(OSError):  # a disk that fails
-        os.ftruncate(file, 0)
-    with suppress(OSError):
-        fcntl.flock(file, fcntl.LOCK_UN)
-    for descriptor in (file, directory):
+    if len(opened) > 1:
+        with suppress(OSError):  # a disk that fails
+            os.ftruncate(opened[1], 0)
+        with suppress(OSError):
+            fcntl.flock(opened[1], fcntl.LOCK_UN)
+    while opened:
+        descriptor = opened.pop()
         descriptors_to_close.discard(descriptor)
         with suppress(OSError):
             os.close(descriptor)
