@@ -360,19 +360,25 @@ def locked_directory(directory: str, timeout_seconds: float) -> Iterator[None]:
     Raises `LockedError` where the lock is not free in time: any process that can read the directory can hold
     it.
     """
-    descriptor, pid = system.open_to_write(directory or ".", os.O_RDONLY), os.getpid()
+    descriptor = system.open_to_write(directory or ".", os.O_RDONLY)
     try:
         descriptors_to_close.add(descriptor)
         with _ignore_missing_locks():
             _lock(descriptor, directory or ".", timeout_seconds)
         yield
     finally:
-        if os.getpid() == pid:  # a forked child has closed its copy already
-            with suppress(OSError):
+        if descriptor in descriptors_to_close:  # a forked child has closed its copy already
+            # No interrupt keeps a step from following the one before: a lock that stays refuses every later save.
+            try:
                 fcntl.flock(descriptor, fcntl.LOCK_UN)
-            descriptors_to_close.discard(descriptor)
-            with suppress(OSError):  # no data depends on it
-                system.close(descriptor)
+            except OSError:
+                pass
+            finally:
+                try:
+                    descriptors_to_close.discard(descriptor)
+                finally:
+                    with suppress(OSError):  # no data depends on it
+                        system.close(descriptor)
 
 
 def _lock(descriptor: int, directory: str, timeout_seconds: float) -> None:
