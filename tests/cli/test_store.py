@@ -139,6 +139,14 @@ class TestLs:
             assert f"error: {directory}: the store cannot be read" in done.stderr
             assert "ask the owner of the directory for the permissions" in done.stderr
 
+    def test_a_bucket_without_credentials(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        pytest.importorskip("obstore")
+        for name in [name for name in os.environ if name.startswith("AZURE_")]:
+            monkeypatch.delenv(name)
+        done = run("store", "ls", "az://container/run")
+        assert (done.exit_code, done.stdout, done.stderr.count("to do:")) == (1, "", 1)
+        assert done.stderr.startswith("error: az://container/run: there are no credentials for az://")
+
     def test_an_empty_one(self) -> None:
         with ms.Store("empty") as store:
             store.prune(1)  # which writes store.json

@@ -302,8 +302,14 @@ def test_all_damaged(tmp_path: Path) -> None:
     store = ms.Store(tmp_path)
     for step in (1, 2):
         flip(Path(store.save(step, {"value": step}).path) / "checkpoint.json", 60)
-    with pytest.raises(errors.StepNotFoundError, match="no checkpoint of the store can be used"):
+    with pytest.raises(errors.StepNotFoundError, match="no checkpoint of the store can be used") as raised:
         store.restore({"value": None})
+    assert [text in raised.value.found for text in ("step 1: ", "step 2: ", "\n", "to do:")] == [
+        True,
+        True,
+        False,
+        False,
+    ]
     assert store.prune(1) == ()
 
 

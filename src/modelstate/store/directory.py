@@ -26,7 +26,6 @@ from modelstate.errors import (
     ReadFailedError,
     SourceNotFoundError,
     StepNotFoundError,
-    WriteFailedError,
 )
 from modelstate.formats.manifest import OPEN_SEAL, SEAL, check_seal, sealed
 from modelstate.io.engine import for_each
@@ -39,7 +38,7 @@ from modelstate.store.bucket import Bucket
 from modelstate.store.medium import STORE_FILE, LocalMedium, Medium, Place
 from modelstate.store.record import ALL, FileRecord, Record, damaged, read_record, read_small, unreadable
 from modelstate.store.retention import CheckpointInfo, Keep, check_metric, kept
-from modelstate.text_format import short_repr
+from modelstate.text_format import in_a_line, short_repr
 
 if TYPE_CHECKING:
     from modelstate.checkpoint.checkpoint import Checkpoint
@@ -344,9 +343,11 @@ class StepIndex:
             return self.medium.places()
         except FileNotFoundError:
             return []
-        except WriteFailedError as error:  # of a bucket
-            raise ReadFailedError(error.what, where=self.directory, found=error.found, remedy=error.remedy) from error
         except OSError as error:
+            if isinstance(error, ModelStateError):  # of a bucket
+                raise ReadFailedError(
+                    error.what, where=self.directory, found=error.found, remedy=error.remedy
+                ) from error
             remedy = remedy_for_limit(error)
             if isinstance(error, PermissionError):
                 remedy = "ask the owner of the directory for the permissions to list and to search it"
@@ -443,7 +444,7 @@ class StepIndex:
                 raise StepNotFoundError(
                     "no checkpoint of the store can be used" if skipped else "there is no checkpoint in the store",
                     where=self.directory,
-                    found="; ".join(f"step {number}: {problem}" for number, problem in skipped.items())
+                    found="; ".join(f"step {number}: {in_a_line(str(problem))}" for number, problem in skipped.items())
                     or self._emptiness(),
                     remedy="look at the disk, or at a copy of the store" if skipped else _CHECK_PATH,
                 )
