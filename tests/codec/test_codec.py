@@ -19,6 +19,7 @@ def test_values_come_back(name: str, way: Callable[[Any], Any]) -> None:
     assert same(way(EXAMPLES[name]), EXAMPLES[name])
 
 
+@pytest.mark.slow
 @every_way
 @settings(max_examples=70, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(ANY_VALUE)

@@ -101,6 +101,7 @@ def test_texts_that_are_no_manifest(path: Path, text: str) -> None:
         ms.open(path)
 
 
+@pytest.mark.slow
 def test_a_long_key_is_in_few_paths(path: Path) -> None:
     below: dict[str, Any] = {f"v{number}": [] for number in range(4000)}
     state = {"k" * 200_000: {"w": torch.ones(1), **below}}

@@ -55,6 +55,7 @@ def overlap(sources: list[ByteRange]) -> bool:
 # The plan.
 
 
+@pytest.mark.slow
 @given(st.lists(ranges, max_size=12), limits["batch_bytes"], limits["gap_bytes"])
 def test_every_byte_of_every_request_is_read_once(sources: list[ByteRange], batch_bytes: int, gap_bytes: int) -> None:
     requests = requests_for(sources)
@@ -63,6 +64,7 @@ def test_every_byte_of_every_request_is_read_once(sources: list[ByteRange], batc
     assert sorted(bytes_of(batches)) == sorted(wanted)
 
 
+@pytest.mark.slow
 @given(st.lists(ranges, max_size=12), limits["batch_bytes"], limits["gap_bytes"])
 def test_batches_keep_their_limits(sources: list[ByteRange], batch_bytes: int, gap_bytes: int) -> None:
     batches = coalesce(requests_for(sources), batch_bytes=batch_bytes, gap_bytes=gap_bytes)

@@ -122,6 +122,7 @@ def test_a_skeleton_and_what_becomes_infinite(path: Path, queued: list[object]) 
     assert any("1 in all: 202.bias (1)" in note for note in report.notes), report.notes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("in_place", [None, False])
 def test_each_read_that_fails_changes_nothing(in_place: bool | None, path: Path) -> None:
     old, new = network(2, torch.bfloat16).state_dict(), network(1, torch.float32).bfloat16().state_dict()

@@ -491,6 +491,7 @@ class Two(nn.Module):
         self.cast, self.other = nn.Linear(2048, 1024, bias=False), nn.Linear(1024, 2048, bias=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["columns", "sums"])
 def test_buffers_of_casts_are_gone_before_other_reads_have_theirs(form: str, folder: Path) -> None:
     state = {"cast.weight": torch.full((1024, 2048), 2.0).half()}

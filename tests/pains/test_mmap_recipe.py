@@ -62,6 +62,7 @@ def test_the_same_state(
     assert all(step.mapped is map for step in report.steps)
 
 
+@pytest.mark.slow
 def test_the_simple_snippet_in_one_pass(path: Path) -> None:
     """The tutorial's second snippet, into a model that has memory."""
     state_dict = torch.load(path)

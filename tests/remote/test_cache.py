@@ -54,6 +54,7 @@ def blocks_of(cache: ms.Cache) -> list[Path]:
     return sorted(path for path in cache.directory.rglob("*") if path.is_file())
 
 
+@pytest.mark.slow
 def test_a_second_load_asks_for_the_version_alone(proxy: FaultProxy, cache: ms.Cache) -> None:
     nbytes = sum(parameter.nbytes for parameter in make_model().parameters())
     check_load(proxy, cache)
@@ -74,6 +75,7 @@ def test_a_load_that_casts_requests_each_block_once(files: tuple[Path, str], cac
     assert proxy.downloaded_bytes <= 1.02 * (files[0] / "large.safetensors").stat().st_size + HEADER_BYTES
 
 
+@pytest.mark.slow
 def test_each_function_that_opens_takes_a_cache(proxy: FaultProxy, cache: ms.Cache, files: tuple[Path, str]) -> None:
     check_load(proxy, cache)
     proxy.reset()
@@ -104,6 +106,7 @@ def test_another_version_is_read_anew(proxy: FaultProxy, cache: ms.Cache, files:
     assert torch.equal(before.tensor("1.weight"), make_model()[1].weight)  # the blocks of its version are there
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "damaged", [lambda block: b"", lambda block: block[:-1] + bytes([block[-1] ^ 1]), lambda block: block + b"x"]
 )
@@ -117,6 +120,7 @@ def test_a_damaged_block_is_read_again(proxy: FaultProxy, cache: ms.Cache, damag
     assert {path: path.read_bytes() for path in blocks_of(cache)} == whole
 
 
+@pytest.mark.slow
 def test_the_oldest_blocks_make_room(proxy: FaultProxy, tmp_path: Path) -> None:
     small = ms.Cache(tmp_path / "cache", max_bytes=3 * BLOCK_BYTES)
     (tmp_path / "cache").mkdir()
@@ -163,6 +167,7 @@ def test_a_directory_that_cannot_be_written_is_no_error(proxy: FaultProxy, tmp_p
     assert len(caught) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="limits of file sizes are of POSIX")
 def test_a_full_disk_is_no_error(proxy: FaultProxy, cache: ms.Cache) -> None:
     import resource
@@ -301,6 +306,7 @@ def test_each_checkpoint_keeps_the_cache_it_was_opened_with(proxy: FaultProxy, c
     assert sum(path.stat().st_size for path in blocks_of(cache)) >= 4 * BLOCK_BYTES
 
 
+@pytest.mark.slow
 def test_caches_of_one_directory_keep_to_their_own_sizes(proxy: FaultProxy, cache: ms.Cache) -> None:
     first, small = ms.open(url_of(proxy), cache=cache), ms.Cache(cache.directory, max_bytes=2 * BLOCK_BYTES)
     ms.open(url_of(proxy), cache=small)
@@ -313,6 +319,7 @@ def test_caches_of_one_directory_keep_to_their_own_sizes(proxy: FaultProxy, cach
     assert sum(path.stat().st_size for path in blocks_of(cache)) <= small.max_bytes
 
 
+@pytest.mark.slow
 def test_a_block_in_the_place_of_another_one_is_requested_again(proxy: FaultProxy, cache: ms.Cache) -> None:
     check_load(proxy, cache)
     first, second = blocks_of(cache)[1:3]
@@ -341,6 +348,7 @@ def test_blocks_that_threads_write_at_once_keep_to_the_size(tmp_path: Path) -> N
         assert sum(path.stat().st_size for path in blocks_of(cache)) <= cache.max_bytes
 
 
+@pytest.mark.slow
 def test_a_load_without_a_cache_uses_none(proxy: FaultProxy, cache: ms.Cache) -> None:
     check_load(proxy, cache)
     proxy.reset()

@@ -129,6 +129,7 @@ def test_a_run(url: str, names: Callable[[], list[str]]) -> None:
     assert sum(name.startswith("step-") for name in names()) == 2
 
 
+@pytest.mark.slow
 def test_the_pin_of_a_save_that_failed_is_not_that_of_the_next_one(url: str, proxy: FaultProxy) -> None:
     def refuse(request: HttpRequest) -> Fault | None:
         is_claim = request.method == "PUT" and "/claim-" in request.target
@@ -147,6 +148,7 @@ def test_the_pin_of_a_save_that_failed_is_not_that_of_the_next_one(url: str, pro
         assert save(store, 4).pruned == ()
 
 
+@pytest.mark.slow
 def test_a_record_that_the_server_does_not_send_for_now_is_not_pruned(url: str, proxy: FaultProxy) -> None:
     with ms.Store(url, keep=ms.Keep(last=1, best=1, metric="loss")) as store:
         for step in (1, 2, 3):

@@ -324,6 +324,7 @@ def chains(draw: st.DrawFn) -> tuple[ms.rules.Rules, dict[str, torch.Tensor]]:
     return ms.rules.Rules(rules), state
 
 
+@pytest.mark.slow
 @given(chains())
 @settings(suppress_health_check=[HealthCheck.too_slow])
 def test_a_chain_and_then_its_reverse_change_nothing(chain: tuple[ms.rules.Rules, dict[str, torch.Tensor]]) -> None:
@@ -332,6 +333,7 @@ def test_a_chain_and_then_its_reverse_change_nothing(chain: tuple[ms.rules.Rules
     assert equal(rules.reverse().apply(there), state)
 
 
+@pytest.mark.slow
 @given(chains())
 @settings(suppress_health_check=[HealthCheck.too_slow])
 def test_a_chain_of_rules_is_one_rule_after_the_other(chain: tuple[ms.rules.Rules, dict[str, torch.Tensor]]) -> None:
@@ -342,6 +344,7 @@ def test_a_chain_of_rules_is_one_rule_after_the_other(chain: tuple[ms.rules.Rule
     assert equal(rules.apply(state), now)
 
 
+@pytest.mark.slow
 @given(chains())
 @settings(suppress_health_check=[HealthCheck.too_slow])
 def test_a_load_by_rules_gives_what_the_rules_give(chain: tuple[ms.rules.Rules, dict[str, torch.Tensor]]) -> None:

@@ -133,6 +133,7 @@ def test_the_module_itself_may_be_a_part() -> None:
     assert list(slots_of(module[0]).by_name) == ["weight", "bias"]
 
 
+@pytest.mark.slow
 @given(
     st.lists(st.tuples(st.integers(0, 40), st.integers(0, 9), st.integers(1, 3), st.sampled_from("bhi")), max_size=12)
 )
