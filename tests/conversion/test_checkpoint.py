@@ -28,6 +28,7 @@ from modelstate.errors import (
     TargetExistsError,
 )
 from modelstate.formats.manifest import BLOCK_BYTES
+from modelstate.testing import faulty_reads
 from tests.formats.dcp_files import halves
 from tests.formats.dcp_files import write as write_dcp
 from tests.formats.files import same
@@ -118,6 +119,17 @@ def test_a_cast_is_that_of_torch(tmp_path: Path) -> None:
     for name, tensor in state.items():
         assert same(found[name], tensor.bfloat16() if tensor.is_floating_point() else tensor), name
     assert ms.open(tmp_path / "a.safetensors").verify() == sum(tensor.nbytes for tensor in found.values())
+
+
+@pytest.mark.parametrize("format", ["safetensors", "torch"])
+def test_small_tensors_are_read_together(tmp_path: Path, format: str) -> None:
+    state = {f"t{index}": torch.full((3,), index / 2, dtype=DTYPES[index % 3]) for index in range(400)}
+    save_file({**state, "large": torch.ones(BLOCK_BYTES)}, tmp_path / "a.safetensors")
+    with faulty_reads() as faults:
+        ms.convert_checkpoint(tmp_path / "a.safetensors", tmp_path / "b", dtype=torch.bfloat16, format=format)
+    assert 0 < sum(request.call == "preadv" for request in faults.requests) < 40
+    found = ms.open(tmp_path / "b")
+    assert all(same(found.tensor(name), tensor.bfloat16()) for name, tensor in state.items())
 
 
 @pytest.mark.slow

@@ -27,7 +27,7 @@ from modelstate.io.atomic import Output
 from modelstate.io.engine import ALIGN_BYTES, UNSUPPORTED, Buffer, for_each, memory_at, read_threads
 from modelstate.io.linux import O_DIRECT
 from modelstate.io.memory import empty_cpu
-from modelstate.io.tensors import ReadAll, elements, read_tensor
+from modelstate.io.tensors import ReadAll, elements, read_tensor, runs
 from modelstate.remote.upload import ObjectWriter
 from modelstate.spec import Assemble, Stored, StoredComposite, StoredTensor, is_run, own_bytes, pieces
 from modelstate.text_format import size
@@ -35,6 +35,9 @@ from modelstate.torch_compat.plain import in_a_row, is_plain_memory
 
 LEAST_BYTES = 64 << 20
 """A smaller file stays in the page cache, where it takes little room."""
+
+TOGETHER_BYTES = 64 << 10
+"""The memory of tensors that are read together where each tensor needs less."""
 
 
 class Uncached:
@@ -107,6 +110,8 @@ class LazyTensor:
     """The memory for computing a piece, including the piece."""
     storages: Mapping[object, int]
     """The sizes of the storages that the tensor is computed from, by a key that identifies the storage."""
+    run: "Run | None" = field(default=None, kw_only=True)
+    """Where the elements are contiguous in a file, so that those of several small tensors can be read at once."""
 
     def numel(self) -> int:
         return math.prod(self.shape)
@@ -123,6 +128,15 @@ class LazyTensor:
     def parts(self) -> tuple[int, ...]:
         """The bytes of the parts that get digests of their own; empty where blocks are cut from the begin on."""
         return ()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Run:
+    """The elements of a lazy tensor that is contiguous in a file."""
+
+    stored: StoredTensor
+    read_all: ReadAll
+    on_cast: OnCast
 
 
 def lazy_tensor(
@@ -144,7 +158,8 @@ def lazy_tensor(
         read = piece // to.itemsize * stored.dtype.itemsize
         taken = read + (piece if dtype else 0)
         make = partial(_cast, lambda first, end: elements(stored, first, end - first, read_all), to, on_cast)
-        return LazyTensor(to, shape, key, make, True, taken, storages_of(stored))
+        run = Run(stored, read_all, on_cast)
+        return LazyTensor(to, shape, key, make, True, taken, storages_of(stored), run=run)
     row = math.prod(shape[1:])
     is_in_chunks = isinstance(stored, StoredComposite) and isinstance(stored.build, Assemble)
     if isinstance(stored, StoredComposite) and is_in_chunks and 0 < row * stored.dtype.itemsize <= BLOCK_BYTES:
@@ -226,13 +241,27 @@ def _piece_of_chunks(stored: StoredComposite, row: int, read_all: ReadAll, first
 def _cast(read: Make, dtype: torch.dtype, on_cast: OnCast, first: int, end: int) -> torch.Tensor:
     """Reads elements of a tensor, and casts them where they have another dtype."""
     with torch.inference_mode(False), torch.no_grad():
-        tensor = read(first, end)
-        if tensor.dtype == dtype:
-            return tensor
-        # In memory that returns to the system when it is freed, since very many are created one after the other.
-        cast = empty_cpu(tensor.shape, dtype).copy_(tensor)
-        on_cast(tensor, cast)
-        return cast
+        return _converted(read(first, end), dtype, on_cast)
+
+
+def _read_together(tensors: Sequence[LazyTensor]) -> list[torch.Tensor]:
+    """Reads all elements of tensors whose runs are read in the same way, and casts them to the dtypes to write."""
+    given = [tensor.run for tensor in tensors if tensor.run is not None]
+    with torch.inference_mode(False), torch.no_grad():
+        values = runs([run.stored for run in given], given[0].read_all)
+        return [
+            _converted(value, tensor.dtype, run.on_cast)
+            for value, tensor, run in zip(values, tensors, given, strict=True)
+        ]
+
+
+def _converted(tensor: torch.Tensor, dtype: torch.dtype, on_cast: OnCast) -> torch.Tensor:
+    if tensor.dtype == dtype:
+        return tensor
+    # In memory that returns to the system when it is freed, since very many are created one after the other.
+    cast = empty_cpu(tensor.shape, dtype).copy_(tensor)
+    on_cast(tensor, cast)
+    return cast
 
 
 @dataclass(slots=True)
@@ -246,16 +275,21 @@ class _Job:
     nbytes: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _LazyJob:
-    """Values that one thread computes and then writes: a whole tensor, or one block of it."""
+    """Values that one thread computes and then writes: a whole tensor, one block of it, or several small tensors."""
 
     start: int
-    number: int
+    numbers: list[int]
+    """Indices of the tensors, which are contiguous in the file."""
     block: int
     first: int
     end: int
-    """The elements of the tensor, from `first` to before `end`."""
+    """The elements of a single tensor, from `first` to before `end`."""
+    nbytes: int
+    memory_bytes: int
+    read_all: ReadAll | None
+    """Reads the tensors, where others may be read together with them."""
 
 
 def write_blocks(
@@ -293,14 +327,19 @@ def write_blocks(
             if isinstance(job, _Job):
                 _write(job, digests, output, buffer)
                 return
-            tensor = tensors[job.number]
+            tensor = tensors[job.numbers[0]]
             if isinstance(tensor, torch.Tensor):
-                values = in_a_row(tensor, job.first, job.end)
+                values = [in_a_row(tensor, job.first, job.end)]
+            elif len(job.numbers) > 1:
+                together = (tensors[number] for number in job.numbers)
+                values = _read_together([lazy for lazy in together if isinstance(lazy, LazyTensor)])
             else:
-                values = in_a_row(tensor.make(job.first, job.end))
-            for part in _jobs([job.start], [values]):
+                values = [in_a_row(tensor.make(job.first, job.end))]
+            for part in _jobs([*accumulate((value.nbytes for value in values[:-1]), initial=job.start)], values):
                 assert isinstance(part, _Job)
-                part.blocks = [(job.number, job.block + which, at, nbytes) for _, which, at, nbytes in part.blocks]
+                part.blocks = [
+                    (job.numbers[index], job.block + which, at, nbytes) for index, which, at, nbytes in part.blocks
+                ]
                 _write(part, digests, output, buffer)
 
         yield write
@@ -309,10 +348,7 @@ def write_blocks(
     jobs = _jobs(starts, tensors)
 
     def on_done(job: _Job | _LazyJob, _: float) -> None:
-        if isinstance(job, _Job):
-            on_written(job.nbytes)
-        else:
-            on_written((job.end - job.first) * tensors[job.number].itemsize)
+        on_written(job.nbytes)
 
     for_each(jobs, worker, min(threads or read_threads(), len(jobs)), on_done, with_torch=True)
     return ["".join(blocks) for blocks in digests]
@@ -322,17 +358,37 @@ def _jobs(starts: Sequence[int], tensors: Sequence[torch.Tensor | LazyTensor]) -
     """The work of the threads: blocks that are written from where they are, and values to be computed or copied."""
     jobs: list[_Job | _LazyJob] = []
     job = _Job(0)
+    # Tensors that are read together need no more memory than the largest one, or little.
+    needs = (tensor.memory_bytes for tensor in tensors if isinstance(tensor, LazyTensor))
+    most_bytes = max(min(max(needs, default=0), BLOCK_BYTES), TOGETHER_BYTES)
     for number, (start, tensor) in enumerate(zip(starts, tensors, strict=True)):
         nbytes = tensor.nbytes
         if not nbytes:
             continue
         if not isinstance(tensor, torch.Tensor) or not is_plain_memory(tensor):
+            last, run = jobs[-1] if jobs else None, tensor.run if isinstance(tensor, LazyTensor) else None
+            taken = tensor.memory_bytes if isinstance(tensor, LazyTensor) else 0
+            if (
+                run is not None
+                and isinstance(last, _LazyJob)
+                and last.read_all is run.read_all
+                and last.start + last.nbytes == start
+                and last.memory_bytes + taken <= most_bytes
+                and last.nbytes + nbytes <= BLOCK_BYTES
+            ):
+                last.numbers.append(number)
+                last.nbytes += nbytes
+                last.memory_bytes += taken
+                continue
             count = tensor.numel()
             is_whole = isinstance(tensor, LazyTensor) and not tensor.in_pieces
             step = count if is_whole else BLOCK_BYTES // tensor.itemsize
             for block, first in enumerate(range(0, count, step)):
                 at = start + first * tensor.itemsize
-                jobs.append(_LazyJob(at, number, block, first, min(first + step, count)))
+                end = min(first + step, count)
+                read_all = run.read_all if run is not None and end - first == count else None
+                size_bytes = (end - first) * tensor.itemsize
+                jobs.append(_LazyJob(at, [number], block, first, end, size_bytes, taken, read_all))
             job = _Job(start + nbytes)
             continue
         address = tensor.data_ptr()

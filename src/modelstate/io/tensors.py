@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import accumulate
 from typing import Protocol
 
 import torch
@@ -76,6 +77,23 @@ def elements(stored: StoredTensor, start: int, count: int, read_all: ReadAll) ->
     itemsize, extent = stored.dtype.itemsize, stored.extent
     source = ByteRange(extent.path, extent.start + start * itemsize, count * itemsize)
     return _read_strided(StoredTensor.whole(stored.dtype, (count,), source), read_all)
+
+
+def runs(tensors: Sequence[StoredTensor], read_all: ReadAll) -> list[torch.Tensor]:
+    """Reads the elements of contiguous tensors with one call of `read_all`, into memory that they share.
+
+    Raises what `read_all` raises.
+    """
+    starts = [*accumulate((aligned(stored.nbytes) for stored in tensors), initial=0)]
+    memory = empty_cpu((starts[-1],), torch.uint8)
+    sources = [ByteRange(stored.extent.path, stored.extent.start, stored.nbytes) for stored in tensors]
+    read_all([Request(source, memory.data_ptr() + start) for source, start in zip(sources, starts, strict=False)])
+    return [
+        torch.empty(0, dtype=stored.dtype, device="cpu").set_(
+            memory.untyped_storage(), start // stored.dtype.itemsize, (stored.nbytes // stored.dtype.itemsize,), (1,)
+        )
+        for stored, start in zip(tensors, starts, strict=False)
+    ]
 
 
 def same_bytes(first: ByteRange, second: ByteRange, read_all: ReadAll) -> bool:
