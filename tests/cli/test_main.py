@@ -425,7 +425,9 @@ def test_in_a_pipe_that_closes_early(project: Path) -> None:
     ("command", "code", "out", "err"),
     [
         ("inspect nothing.pt 2>&-", 1, "", ""),
-        ("explain >/dev/full", 1, "", "error: the output cannot be written: "),
+        ("explain >/dev/full", 1, "", "error: standard output: the output cannot be written"),
+        ("diff tiny.safetensors tiny.safetensors >/dev/full", 2, "", "error: standard output: the output cannot be"),
+        ("store --help >/dev/full", 1, "", "error: standard output: the output cannot be written"),
         ("load ZOO:tiny $'caf\\xe9.safetensors'", 0, r"caf\udce9.safetensors into Sequential", ""),
     ],
 )

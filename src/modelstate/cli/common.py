@@ -79,6 +79,21 @@ def _say(error: BaseException, debug: bool, kind: bool = False) -> None:
     print(f"error: {type(error).__name__}: {text}" if kind else f"error: {text}", file=sys.stderr)
 
 
+def echo(text: object, *, err: bool = False) -> None:
+    """Prints to the standard output, or to the standard error. Raises `WriteFailedError`, as for a full disk."""
+    try:
+        click.echo(text, err=err)
+    except BrokenPipeError:  # the reader has enough
+        raise
+    except OSError as error:
+        raise ms.errors.WriteFailedError(
+            "the output cannot be written",
+            where="standard error" if err else "standard output",
+            found=error,
+            remedy="free space on the disk that it goes to, or direct it to another place",
+        ) from error
+
+
 def _working_directory() -> str:
     """The working directory; empty where it has been removed."""
     try:

@@ -13,6 +13,7 @@ from modelstate.cli import options
 from modelstate.cli.common import (
     PROBLEMS,
     USAGE,
+    echo,
     reported,
     terminal_width,
     user_code,
@@ -111,7 +112,7 @@ def _remedies(a: str, keys: Sequence[str]) -> Iterator[None]:
 
 def show(result: Diff, as_json: bool, top: int | None, fold: bool, html: str | None) -> None:
     """Prints the differences, writes their page, and exits with 1 if there are any."""
-    click.echo(result.to_json() if as_json else result.text(top=top, fold=fold, width=terminal_width()))
+    echo(result.to_json() if as_json else result.text(top=top, fold=fold, width=terminal_width()))
     write_page(html, result)
     if not result.is_equal:
         raise click.exceptions.Exit(PROBLEMS)

@@ -9,7 +9,7 @@ import click
 
 import modelstate as ms
 from modelstate.cli import options
-from modelstate.cli.common import local_target, make_parents, reported, user_code
+from modelstate.cli.common import echo, local_target, make_parents, reported, user_code
 
 
 @click.command()
@@ -73,7 +73,7 @@ def get(
             output.append(array.tobytes())
         if as_json:
             fields = {"path": path, "name": name, "shape": list(tensor.shape), "dtype": short(dtype)}
-            click.echo(json.dumps({**fields, "written_dtype": short(tensor.dtype), "bytes": array.nbytes}, indent=1))
+            echo(json.dumps({**fields, "written_dtype": short(tensor.dtype), "bytes": array.nbytes}, indent=1))
             return
         cast = f", written as {short(tensor.dtype)}" if tensor.dtype != dtype else ""
-        click.echo(f"{path}: {list(tensor.shape)} {short(dtype)}{cast}")
+        echo(f"{path}: {list(tensor.shape)} {short(dtype)}{cast}")

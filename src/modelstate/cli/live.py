@@ -13,7 +13,7 @@ import click
 
 import modelstate as ms
 from modelstate.cli import options
-from modelstate.cli.common import PROBLEMS, parse_seconds, reported, usage_text
+from modelstate.cli.common import PROBLEMS, echo, parse_seconds, reported, usage_text
 
 if TYPE_CHECKING:
     from modelstate.serve.follow import FollowEvent
@@ -69,9 +69,9 @@ def follow(
 
     def print_swap(event: FollowEvent) -> None:
         if as_json:
-            click.echo(json.dumps({"step": event.step, "version": event.version, "source": event.source}))
+            echo(json.dumps({"step": event.step, "version": event.version, "source": event.source}))
         else:
-            click.echo(f"step {event.step}: version {event.version} serves, from {event.source}")
+            echo(f"step {event.step}: version {event.version} serves, from {event.source}")
         sys.stdout.flush()
 
     with reported(debug):

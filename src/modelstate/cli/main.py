@@ -19,6 +19,7 @@ from modelstate.cli.common import (
     USAGE,
     WITH_VALUES,
     build_model,
+    echo,
     make_parents,
     model_factory,
     parse_device,
@@ -139,18 +140,16 @@ def inspect(
         if stats and (inspection.tensors or not inspection.left_out):
             found = inspection.stats(only=filter)
             write_page(html, found)
-            click.echo(
+            echo(
                 found.to_json()
                 if as_json
                 else found.text(depth=depth, sort=sort, fold=not no_fold, width=terminal_width())
             )
         else:
             write_page(html, inspection)
-            click.echo(inspection.to_json() if as_json else inspection)
+            echo(inspection.to_json() if as_json else inspection)
         if not inspection.tensors and (names := inspection.left_out):
-            click.echo(
-                f"error: no tensor was found; objects of these classes were left out: {listed(names, 8)}", err=True
-            )
+            echo(f"error: no tensor was found; objects of these classes were left out: {listed(names, 8)}", err=True)
             raise click.exceptions.Exit(PROBLEMS)
 
 
@@ -314,7 +313,7 @@ def plan(
         from modelstate.cli import spelling
 
         remedies = spelling.as_text(spelling.of_problems(problems))
-    click.echo(result.to_json() if as_json else printable_lines(f"{rules}{result}{remedies}"))
+    echo(result.to_json() if as_json else printable_lines(f"{rules}{result}{remedies}"))
     if problems:
         raise click.exceptions.Exit(PROBLEMS)
 
@@ -331,7 +330,7 @@ def load(request: Request, checkpoint: ms.Checkpoint, as_json: bool, html: str |
     request.options["verify"] = verify
     report = request.run(ms.load, checkpoint)
     write_page(html, report)
-    click.echo(report.to_json() if as_json else str(report))
+    echo(report.to_json() if as_json else str(report))
 
 
 @app.command()
@@ -359,7 +358,7 @@ def suggest(
         request = Request(model, model_factory(model, debug), not no_skeleton, {"key": key})
         with _open(source, opening) as checkpoint:
             suggestion = request.run(ms.suggest, checkpoint)
-        click.echo(suggestion.to_json() if as_json else str(suggestion))
+        echo(suggestion.to_json() if as_json else str(suggestion))
         if not suggestion.complete:
             raise click.exceptions.Exit(PROBLEMS)
 
@@ -419,7 +418,7 @@ def convert(
         with _open(source, opening) as checkpoint, user_code():
             make_parents(path)
             report = ms.convert_checkpoint(checkpoint, path, key=key, **parsed)
-        click.echo(report.to_json() if as_json else str(report))
+        echo(report.to_json() if as_json else str(report))
 
 
 @app.command()
@@ -437,7 +436,7 @@ def cp(source: str, path: str, overwrite: bool, allow: tuple[str, ...], as_json:
     """
     with reported(debug):
         report = ms.copy(source, path, overwrite=overwrite, allow=allow)
-        click.echo(report.to_json() if as_json else str(report))
+        echo(report.to_json() if as_json else str(report))
 
 
 @app.command()
@@ -453,7 +452,7 @@ def verify(source: str, opening: options.Opening, as_json: bool, debug: bool) ->
             return
         with user_code():
             result = ms.verify(source, **opening)
-        click.echo(result.to_json() if as_json else result)
+        echo(result.to_json() if as_json else result)
 
 
 @app.command()
@@ -470,25 +469,26 @@ def explain(name: str | None, as_json: bool) -> None:
     """
     from modelstate.cli.error_pages import find, pages
 
-    if name is None:
-        _show_pages([*pages().values()], as_json)
-        return
-    result = find(name)
-    if not result.pages:
-        raise click.BadParameter(f"there is no page about {name!r}: modelstate explain lists all of them")
-    if result.guess:
-        click.echo(f"there is no page about {name!r}; the nearest is {result.pages[0].name}", err=True)
-    _show_pages(result.pages, as_json)
+    with reported(debug=False):
+        if name is None:
+            _show_pages([*pages().values()], as_json)
+            return
+        result = find(name)
+        if not result.pages:
+            raise click.BadParameter(f"there is no page about {name!r}: modelstate explain lists all of them")
+        if result.guess:
+            echo(f"there is no page about {name!r}; the nearest is {result.pages[0].name}", err=True)
+        _show_pages(result.pages, as_json)
 
 
 def _show_pages(pages: Sequence[Page], as_json: bool) -> None:
     """Prints one page, or the names and titles of several."""
     if as_json:
-        click.echo(json.dumps([asdict(page) for page in pages], indent=1))
+        echo(json.dumps([asdict(page) for page in pages], indent=1))
     elif len(pages) == 1:
-        click.echo(pages[0].text.rstrip())
+        echo(pages[0].text.rstrip())
     else:
-        click.echo(columns([[page.name, page.title] for page in pages]))
+        echo(columns([[page.name, page.title] for page in pages]))
 
 
 def main() -> None:
@@ -502,7 +502,6 @@ def main() -> None:
         sys.stdout.reconfigure(errors="backslashreplace")  # a name of a file need not be text
     try:
         app(prog_name="modelstate")
-    except OSError as error:  # of the output of a page, a help text or a script
-        print(f"error: the output cannot be written: {error}", file=sys.stderr)
-        print("  to do: free space on the disk that it goes to, or direct it to another place", file=sys.stderr)
+    except OSError as error:  # click prints help texts
+        print(f"error: standard output: the output cannot be written\n  found: {error}", file=sys.stderr)
         sys.exit(PROBLEMS)

@@ -15,6 +15,7 @@ from modelstate.cli import options
 from modelstate.cli.common import (
     PROBLEMS,
     USAGE,
+    echo,
     make_parents,
     parse_format,
     reported,
@@ -131,12 +132,12 @@ def list_steps(directory: str, as_json: bool, html: str | None, debug: bool) -> 
         infos = [entry.info for entry in index.read_all(index.steps())]
         write_page(html, infos_page(directory, infos))
         if as_json:
-            click.echo(json.dumps([_fields(info) for info in infos], indent=1))
+            echo(json.dumps([_fields(info) for info in infos], indent=1))
         elif infos:
             rows = [["step", "saved", "bytes", "", "metrics"], *map(_row, infos)]
-            click.echo(columns(rows, right=(0, 2)))
+            echo(columns(rows, right=(0, 2)))
         else:
-            click.echo("no checkpoints")
+            echo("no checkpoints")
         if not all(info.intact for info in infos):
             raise click.exceptions.Exit(PROBLEMS)
 
@@ -189,10 +190,10 @@ def verify_steps(directory: str, step: int | None = None, *, cache: ms.Cache | N
 
     def say(what: str | int, nbytes: int, problem: str) -> None:
         if as_json:
-            click.echo(json.dumps({"what": what, "bytes": nbytes, "problem": problem or None}))
+            echo(json.dumps({"what": what, "bytes": nbytes, "problem": problem or None}))
         else:
             name = f"step {what}" if isinstance(what, int) else what
-            click.echo(f"{name}: {in_a_line(problem) if problem else f'{size(nbytes)}, whole'}")
+            echo(f"{name}: {in_a_line(problem) if problem else f'{size(nbytes)}, whole'}")
 
     index = _index(directory, cache)
     read = problems = 0
@@ -202,7 +203,7 @@ def verify_steps(directory: str, step: int | None = None, *, cache: ms.Cache | N
     while not read:
         infos = {entry.place.step: entry.info for entry in index.read_all(index.steps())}
         if not infos and step is None:
-            click.echo("no checkpoints", err=as_json)
+            echo("no checkpoints", err=as_json)
             break
         for number in infos if step is None else (step,):
             try:
@@ -210,7 +211,7 @@ def verify_steps(directory: str, step: int | None = None, *, cache: ms.Cache | N
             except ms.errors.StepNotFoundError:
                 if step is not None:
                     raise
-                click.echo(f"step {number}: taken away meanwhile", err=as_json)
+                echo(f"step {number}: taken away meanwhile", err=as_json)
                 continue
             read += 1
             problems += error is not None
@@ -308,13 +309,13 @@ def prune(
         if as_json:
             kept = [info.step for info in infos if info.step not in gone]
             fields = {"removed": list(gone), "kept": kept, "bytes": freed, "dry_run": dry_run}
-            click.echo(json.dumps(fields, indent=1))
+            echo(json.dumps(fields, indent=1))
             return
         would = "would go" if dry_run else "taken away"
-        click.echo(f"{would}: {_listed(gone)}" if gone else "nothing to take away")
-        click.echo(f"kept: {_listed(info.step for info in infos if info.step not in gone)}")
+        echo(f"{would}: {_listed(gone)}" if gone else "nothing to take away")
+        echo(f"kept: {_listed(info.step for info in infos if info.step not in gone)}")
         if gone:
-            click.echo(f"{size(freed)} in their files; what others are linked to stays on the disk")
+            echo(f"{size(freed)} in their files; what others are linked to stays on the disk")
 
 
 def _listed(steps: Iterable[int]) -> str:
@@ -356,7 +357,7 @@ def restore(
         index = _index(directory)
         make_parents(path)
         while True:
-            save = index.whole_save(step, lambda _, text: click.echo(in_a_line(text), err=True), progress=None)
+            save = index.whole_save(step, lambda _, text: echo(in_a_line(text), err=True), progress=None)
             if save is None:
                 raise ms.errors.StepNotFoundError(
                     "there is no checkpoint that is whole",
@@ -371,4 +372,4 @@ def restore(
                 if step is not None or not save.is_gone:
                     raise
                 # The step was deleted while it was read: the next one is tried.
-        click.echo(report.to_json() if as_json else f"step {save.place.step}: {report}")
+        echo(report.to_json() if as_json else f"step {save.place.step}: {report}")
