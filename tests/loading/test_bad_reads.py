@@ -349,3 +349,38 @@ def test_a_limit_has_its_remedy_before_anything_is_open(
     with pytest.raises(ReadFailedError) as caught:
         calls[call]()
     assert "ulimit -n" in caught.value.remedy
+
+
+class Doubled(nn.Linear):
+    """Has loading code of its own, which computes with the value that it gets."""
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        state_dict[f"{prefix}weight"] = state_dict[f"{prefix}weight"] * 2
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+@pytest.mark.parametrize("number", [errno.ENODEV, errno.EACCES])
+@pytest.mark.parametrize("suffix", [".safetensors", ".pt"])
+def test_a_file_system_without_maps(tmp_path: Path, suffix: str, number: int) -> None:
+    def refuse(request: Request) -> None:
+        if request.call == "mmap":
+            raise OSError(number, os.strerror(number))
+
+    path, saved = tmp_path / f"x{suffix}", nn.Linear(4, 4)
+    ms.save(saved, path)
+    with faulty_reads(before=refuse):
+        for map in (None, True, False):
+            with ms.skeleton():
+                model = nn.Linear(4, 4)
+            report = ms.load(model, path, map=map)
+            assert torch.equal(model.weight, saved.weight)
+            assert not any(step.mapped for step in report.steps)
+            assert any("its file system has no maps" in note for note in report.notes) == (map is not False)
+        doubled, nested = Doubled(4, 4), nn.Sequential(nn.Linear(4, 4))
+        ms.load(doubled, path)
+        ms.load(nested, path, rules=[ms.rules.Prefix(add="0.")])
+        assert torch.equal(doubled.weight, saved.weight * 2)
+        assert torch.equal(nested[0].weight, saved.weight)
+        checkpoint = ms.open(path)
+        assert torch.equal(checkpoint.tensor("weight"), saved.weight)
+        assert torch.equal(checkpoint.value(map=True)["bias"], saved.bias)

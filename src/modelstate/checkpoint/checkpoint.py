@@ -317,7 +317,7 @@ class Checkpoint(Mapping[str, TensorSpec], Shown):
         return rebuild(node, read)
 
     def _read_at_once(self, names: Iterable[str], may_map: bool) -> dict[object, torch.Tensor]:
-        """Reads the contiguous tensors in parallel; where files may be mapped, those of remote files, which cannot.
+        """Reads the contiguous tensors in parallel; with `may_map`, only those of files that cannot be mapped.
 
         Returns them by the key of their bytes.
         """
@@ -327,7 +327,7 @@ class Checkpoint(Mapping[str, TensorSpec], Shown):
         requests = []
         for name in names:
             stored = self.stored(name)
-            if is_run(stored) and (not may_map or self._maps.is_remote(stored.extent.path)):
+            if is_run(stored) and (not may_map or not self._maps.is_mappable(stored.extent.path)):
                 key = bytes_key(stored, name)
                 if key not in known:
                     with torch.inference_mode(False):  # otherwise the tensor could never be trained

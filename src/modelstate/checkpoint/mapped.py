@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import sys
@@ -50,6 +51,7 @@ class Maps:
             weakref.WeakValueDictionary()
         )
         self._may_show: dict[tuple[str, bool | None, int], bool] = {}
+        self._mappable: dict[str, bool] = {}
         self._notes: dict[str, list[str]] = {}
 
     def tensor(self, stored: Stored) -> torch.Tensor:
@@ -72,7 +74,7 @@ class Maps:
             return stored.detach()
         if stored.nbytes == 0:
             return torch.empty_strided(stored.shape, stored.stride, dtype=stored.dtype, device="cpu")
-        if self.is_remote(stored.extent.path):
+        if not self.is_mappable(stored.extent.path):
             return self.read(stored)
         region, dtype = stored.extent, stored.dtype
         key = region, dtype.itemsize
@@ -128,7 +130,7 @@ class Maps:
             with torch.inference_mode(False):
                 return self.tensor_for_user(stored, asked)
         if isinstance(stored, StoredTensor) and stored.nbytes:
-            if asked is not False and not self.is_remote(stored.extent.path):
+            if asked is not False and self.is_mappable(stored.extent.path):
                 self._map(stored.extent)
                 path = stored.extent.path
                 shared = asked is None and self._in_use(stored) is not None
@@ -184,6 +186,24 @@ class Maps:
         known = self._fingerprints.get(path)
         return known is not None and known.is_remote
 
+    def is_mappable(self, path: str) -> bool:
+        """Whether a file of the checkpoint can be mapped: it is on this machine, and its file system has maps.
+
+        Raises `ReadFailedError` where mapping it fails for another reason.
+        """
+        known = self._mappable.get(path)
+        if known is None:
+            known = not self.is_remote(path)
+            if known:
+                try:
+                    self._map(ByteRange(path, 0, 0))
+                except ReadFailedError:
+                    known = self._mappable.get(path)  # set by `_map` where there are no maps
+                    if known is None:
+                        raise
+            self._mappable[path] = known
+        return known
+
     def may_show(self, extent: ByteRange, asked: bool | None, changed_ns: int = 0) -> bool:
         """Whether tensors that are kept may be mapped from this file, which is then protected while its map lives.
 
@@ -202,6 +222,9 @@ class Maps:
             return False
         known = self._may_show.get((path, asked, changed_ns))
         if known is None:
+            if extent.nbytes and not self.is_mappable(path):
+                self.note("read into memory, not mapped: its file system has no maps, or the system refuses them", path)
+                return False
             if extent.nbytes:
                 self._map(extent)
             elif path not in self._maps:
@@ -276,9 +299,10 @@ class Maps:
             try:
                 mapped = system.mmap(descriptor, 0, mmap.MAP_PRIVATE | MAP_NORESERVE)
             except (OSError, ValueError) as error:
-                remedy = remedy_for_limit(error, "pass map=False, which reads it")
+                if isinstance(error, OSError) and error.errno in _NO_MAPS:
+                    self._mappable[region.path] = False
                 raise ReadFailedError(
-                    "the file cannot be mapped", where=region.path, found=error, remedy=remedy
+                    "the file cannot be mapped", where=region.path, found=error, remedy=remedy_for_limit(error)
                 ) from error
             finally:
                 os.close(descriptor)
@@ -313,6 +337,8 @@ def _overwriting_writer(path: str, head: bytes) -> str:
 
 UNALIGNED = "read into memory, not mapped: its elements are not at multiples of their size, as memory needs them"
 _MAPS_IT = "map=True, in Python, maps it all the same"
+_NO_MAPS = (errno.ENODEV, errno.ENOTSUP, errno.ENOSYS, errno.EACCES, errno.EPERM)
+"""The errors of a file system that has no maps, and of a system that does not permit them."""
 _HEAD_BYTES = 64
 _WRITABLE = 0o222
 """A file without these bits can be written to only by changing its mode, or as root."""

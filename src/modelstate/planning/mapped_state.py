@@ -210,12 +210,12 @@ class MappedState(Mapping[str, Any]):
         return same_values(self.with_values(first), self.with_values(second))
 
     def _cannot_be_mapped(self, content: object) -> TypeGuard[StoredTensor | StoredComposite]:
-        """Whether the bytes of a tensor cannot be shown as a map: they are not aligned, or not on this machine."""
+        """Whether the bytes of a tensor cannot be shown as a map: they are not aligned, or their file has no maps."""
         if isinstance(content, StoredComposite):
             return isinstance(content.build, Assemble) and any(
-                self.maps.is_remote(part.extent.path) for part in content.parts
+                not self.maps.is_mappable(part.extent.path) for part in content.parts
             )
-        if not isinstance(content, StoredTensor) or not content.is_contiguous:
-            return isinstance(content, StoredTensor) and content.nbytes > 0 and self.maps.is_remote(content.extent.path)
-        path, start, nbytes = content.extent
-        return bool(start % content.dtype.itemsize) or (nbytes > 0 and self.maps.is_remote(path))
+        if not isinstance(content, StoredTensor) or not content.nbytes:
+            return False
+        is_aligned = not content.is_contiguous or content.extent.start % content.dtype.itemsize == 0
+        return not is_aligned or not self.maps.is_mappable(content.extent.path)
