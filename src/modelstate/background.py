@@ -6,6 +6,7 @@ forked while it runs, and the end of the program.
 
 import atexit
 import contextvars
+import copy
 import os
 import sys
 import threading
@@ -176,10 +177,7 @@ class BackgroundTask(Generic[_Result]):
         if self.error is not None:
             self._is_reported = True
             _tasks.discard(self)
-            try:
-                raise self.error
-            finally:
-                del self  # the traceback refers to this frame: the error would refer to itself
+            raise _copied(self.error)
         if not self._results:
             is_own = self._pid == os.getpid()
             raise self.cancelled_error(
@@ -272,6 +270,23 @@ class BackgroundTask(Generic[_Result]):
             reason = self.error or "the program ended before that"
             print(f"modelstate: {self._failure}: {reason}", file=sys.stderr, flush=True)
         _tasks.discard(self)
+
+
+def _copied(error: BaseException) -> BaseException:
+    """Returns a copy of an error with its traceback and its causes; the error itself where it cannot be copied.
+
+    The frames of the caller are added to the traceback of an error that is raised. They often have the task in a
+    variable, which has the error: a cycle, which keeps everything in these frames until a collection.
+    """
+    try:
+        copied = copy.copy(error)
+    except Exception:  # of the constructor of its class
+        return error
+    if type(copied) is not type(error):
+        return error
+    copied.__cause__, copied.__context__ = error.__cause__, error.__context__
+    copied.__suppress_context__ = error.__suppress_context__
+    return copied.with_traceback(error.__traceback__)
 
 
 def _clear_frames(error: BaseException) -> None:

@@ -545,10 +545,9 @@ def test_a_store_that_is_dropped_after_an_error_unlocks_without_a_collection(
     def fail(*_: object) -> None:
         raise OSError(errno.EIO, "the disk is gone")
 
-    store = ms.Store(tmp_path)
-    store.check({})
-    gc.disable()
-    try:
+    def use() -> None:
+        store = ms.Store(tmp_path)
+        store.check({})
         with monkeypatch.context() as patch:
             patch.setattr(system, call, fail)
             pending = store.save(1, {"state": torch.ones(1 << 20)}, background=True)
@@ -569,7 +568,10 @@ def test_a_store_that_is_dropped_after_an_error_unlocks_without_a_collection(
             assert causes[-1] == "fail"
         else:
             assert raised_by == "nothing"
-        del store, pending, calls
+
+    gc.disable()
+    try:
+        use()
         for thread in threading.enumerate():
             if thread.name == "modelstate-save":
                 thread.join()  # the save has ended, and its thread may not have yet

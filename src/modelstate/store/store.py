@@ -356,7 +356,6 @@ class Store(Shown):
         finally:
             if pending.done and self._pending is pending:
                 self._pending = None
-            del pending  # it has the error, whose traceback refers to this frame
 
     # Restoring.
 
