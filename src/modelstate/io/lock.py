@@ -63,8 +63,8 @@ class WriterLock:
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
         self.directory = os.fspath(directory)
-        self._file = self._at = -1
-        """The descriptors of the lock file and of the directory: while it is open, no other one gets the inode."""
+        self._opened = list[int]()
+        """The descriptors of the directory, whose inode no other one gets while it is open, and of the lock file."""
         self._finalizer: weakref.finalize[[list[int], int], WriterLock] | None = None
         self._pid = 0
 
@@ -90,7 +90,7 @@ class WriterLock:
             descriptors_to_close.add(opened[0])
             finalizer = weakref.finalize(self, _release, opened, pid)
             finalizer.atexit = False  # the end of the process releases it, after everything else
-            (self._at, self._file), self._pid, self._finalizer = opened, pid, finalizer
+            self._opened, self._pid, self._finalizer = opened, pid, finalizer
         except BaseException:
             _release(opened, pid)
             raise
@@ -98,7 +98,12 @@ class WriterLock:
     def release(self) -> None:
         """Releases the lock. Does nothing where this object does not hold it."""
         if self._finalizer is not None:
-            self._finalizer()
+            try:
+                self._finalizer()
+            except BaseException:
+                _release(self._opened, self._pid)  # an interrupt may have broken off the first attempt
+                self._finalizer = None
+                raise
 
     def confirm(self) -> None:
         """Checks that this object still holds the lock of the directory at its path.
@@ -110,7 +115,7 @@ class WriterLock:
         if not self.held:
             raise self._locked("this object does not have it, or it is the copy in a forked process")
         self.check_directory()
-        if not is_at(self._file, self._path):
+        if not is_at(self._opened[1], self._path):
             raise self._locked(f"{LOCK_FILE} has been removed or replaced")
 
     def check_directory(self) -> None:
@@ -118,7 +123,7 @@ class WriterLock:
         if not self.held:
             return
         try:
-            check_directory(self.directory, os.fstat(self._at))
+            check_directory(self.directory, os.fstat(self._opened[0]))
         except StoreMovedError:
             raise
         except OSError as error:
@@ -230,16 +235,21 @@ def _release(opened: list[int], pid: int) -> None:
     """Unlocks and closes what a lock has opened: the directory, and then the lock file. Another call does nothing."""
     if os.getpid() != pid:
         return  # a forked child has closed its copies already
-    if len(opened) > 1:
-        with suppress(OSError):  # a disk that fails
-            os.ftruncate(opened[1], 0)
-        with suppress(OSError):
-            fcntl.flock(opened[1], fcntl.LOCK_UN)
-    while opened:
-        descriptor = opened.pop()
-        descriptors_to_close.discard(descriptor)
-        with suppress(OSError):
-            os.close(descriptor)
+    try:
+        if len(opened) > 1:
+            with suppress(OSError):  # a disk that fails
+                os.ftruncate(opened[1], 0)
+    finally:  # also where an interrupt comes meanwhile: nothing else would release the lock
+        try:
+            if len(opened) > 1:
+                with suppress(OSError):
+                    fcntl.flock(opened[1], fcntl.LOCK_UN)
+        finally:
+            while opened:
+                descriptor = opened.pop()
+                descriptors_to_close.discard(descriptor)
+                with suppress(OSError):
+                    os.close(descriptor)
 
 
 _THIS_PROCESS = "this process"
