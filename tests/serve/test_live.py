@@ -318,6 +318,23 @@ def test_modules_of_which_no_second_one_can_be_made() -> None:
         ms.Live(module)
 
 
+def test_modules_that_are_nested_too_deeply_to_be_copied() -> None:
+    module: nn.Module = linear(1)
+    for _ in range(300):
+        module = nn.Sequential(module)
+    before = sys.getrecursionlimit()
+    try:
+        sys.setrecursionlimit(1000)  # Python's own: torch's compiler raises it
+        with pytest.raises(LiveTargetError, match=r"sys\.setrecursionlimit\(10_000\)"):
+            ms.Live(module)
+        sys.setrecursionlimit(10_000)
+        live = ms.Live(module)
+        live.swap({name: torch.full_like(value, 2) for name, value in module.state_dict().items()})
+        assert torch.equal(live(X), linear(2)(X))
+    finally:
+        sys.setrecursionlimit(before)
+
+
 @pytest.mark.parametrize(
     "options",
     [

@@ -83,6 +83,8 @@ class LazyStateBuilder:
         self.overflows = Overflows()
         self._in_memory: dict[int, torch.Tensor] = {}
         """Tensors that are read at once, by the ids of the stored tensors."""
+        self._castable: set[torch.dtype] = set()
+        """Dtypes that torch can cast to the dtype that is asked for."""
         self._uncast: dict[str, list[str]] = {}
         """The names of tensors that are not cast, by the names of their classes."""
 
@@ -168,10 +170,12 @@ class LazyStateBuilder:
         to = self._cast
         if to is None or tensor.dtype == to or not tensor.dtype.is_floating_point or kind_of(tensor) != "strided":
             return None
-        try:
-            torch.zeros(tensor.dtype.itemsize, dtype=torch.uint8, device="cpu").view(tensor.dtype).to(to)
-        except (RuntimeError, NotImplementedError) as error:
-            raise self._no_cast(tensor.dtype, path, error) from error
+        if tensor.dtype not in self._castable:
+            try:
+                torch.zeros(tensor.dtype.itemsize, dtype=torch.uint8, device="cpu").view(tensor.dtype).to(to)
+            except (RuntimeError, NotImplementedError) as error:
+                raise self._no_cast(tensor.dtype, path, error) from error
+            self._castable.add(tensor.dtype)
         return to
 
 

@@ -71,11 +71,14 @@ def meta_clone(module: nn.Module) -> nn.Module:
     try:
         clone = copy.deepcopy(module, memo)
     except Exception as error:
+        remedy = "define __deepcopy__ on the class in the message above, or remove the attribute from the module"
+        if isinstance(error, RecursionError):
+            remedy = "if its modules are nested deeply, allow more levels first, as with sys.setrecursionlimit(10_000)"
         raise LiveTargetError(
             "the module cannot be copied, so it cannot have a second version",
             where=type(module).__name__,
             found=f"{type(error).__name__}: {error}",
-            remedy="define __deepcopy__ on the class in the message above, or remove the attribute from the module",
+            remedy=remedy,
         ) from error
     del tensors
     return clone
