@@ -84,11 +84,12 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None]:
-    """Collects tests without collections of garbage: what is imported stays, and they look at all of it again."""
+    """Collects tests without collections of garbage: what is imported stays, and they pass over all of it again."""
     gc.disable()
     try:
         return (yield)
     finally:
+        gc.freeze()
         gc.enable()
 
 
