@@ -368,7 +368,7 @@ SLOW = """
         time.sleep(0.1)
         return read(*arguments)
 
-    system.preadv, engine.BATCH_BYTES, engine._FILL_BYTES = slowly, 4096, 4096
+    system.preadv, engine.BATCH_BYTES, engine._MOST_BATCH_BYTES = slowly, 4096, 4096
     handle = ms.load(nn.Linear(2048, 2048), sys.argv[1], background=True)
     time.sleep(0.3)
     assert not handle.done

@@ -41,8 +41,11 @@ from modelstate.spec import GAP_BYTES, MOST_THREADS, ByteRange
 BATCH_BYTES = 4 << 20
 """The most that one call reads: large enough to amortise the call, small enough to share the work out evenly, and for
 what is checked right after the read to be in the processor's cache."""
-_FILL_BYTES = 16 << 20
-"""The most that one call fills of untouched memory: before and after it, threads wait for the memory map."""
+_MOST_BATCH_BYTES = 16 << 20
+"""The most that one call reads of a large read, and fills of untouched memory: the pages that a call copies follow each
+other, and before and after a call that fills, threads wait for the memory map."""
+_LEAST_BATCHES = 16
+"""The calls of each thread before they become larger than `BATCH_BYTES`, so that the threads end together."""
 _LEAST_REMOTE_BYTES, _MOST_REMOTE_BYTES = 1 << 20, 8 << 20
 """One request to a server for a part of a larger range: reading the least takes longer than the wait for the answer."""
 _REPLY_BYTES = 5 << 19
@@ -484,8 +487,8 @@ def read_ranges(
         is_fresh: Whether all destinations are private memory that no other code uses, and the files are in the page
             cache. Where the memory has not been touched, the kernel then creates its pages as copies of the file's
             (`UffdFiller`), if it supports that.
-        batch_bytes: The most that one call reads; by default `BATCH_BYTES`, and more of servers and where memory is
-            filled, as far as all threads have a share.
+        batch_bytes: The most that one call reads; by default `BATCH_BYTES`, and more of servers, where memory is filled
+            and where much is read, as far as all threads have a share.
         gap_bytes: The largest gap between two ranges of one call.
         held: Files that are read instead of those at the paths (`HeldFiles`). Then an error does not end the read:
             everything that can be read is there when the error is raised.
@@ -509,10 +512,13 @@ def read_ranges(
     filler = UffdFiller() if is_fresh and single and not linux.is_touched(single[0].address) else None
     if batch_bytes is None:
         batch_bytes = BATCH_BYTES
-        if remote or filler is not None:
-            least, most = (_LEAST_REMOTE_BYTES, _MOST_REMOTE_BYTES) if remote else (BATCH_BYTES, _FILL_BYTES)
-            share = sum(request.source.nbytes for request in single) // threads
-            batch_bytes = min(max(share, least), most)
+        share = sum(request.source.nbytes for request in single) // threads
+        if remote:
+            batch_bytes = min(max(share, _LEAST_REMOTE_BYTES), _MOST_REMOTE_BYTES)
+        elif filler is not None:
+            batch_bytes = min(max(share, BATCH_BYTES), _MOST_BATCH_BYTES)
+        elif on_piece is None:
+            batch_bytes = min(max(share // _LEAST_BATCHES, BATCH_BYTES), _MOST_BATCH_BYTES)
     batches = coalesce(single, batch_bytes=batch_bytes, gap_bytes=gap_bytes, align_bytes=align_bytes)
     items: list[Batch | Rows] = [*batches, *rows]
     threads = min(threads, len(items))
