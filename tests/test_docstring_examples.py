@@ -285,7 +285,11 @@ def test_the_example_runs_and_prints_what_it_shows(name: str, tmp_path: Path, mo
     exec(WORLD + setup_of(name), names)
     runner = doctest.DocTestRunner(ShownOutput(), optionflags=doctest.ELLIPSIS)
     shown: list[str] = []
-    runner.run(doctest.DocTestParser().get_doctest(EXAMPLES[name], names, name, name, 0), out=shown.append)
+    test = doctest.DocTestParser().get_doctest(EXAMPLES[name], names, name, name, 0)
+    runner.run(test, out=shown.append, clear_globs=False)
+    for value in test.globs.values():
+        if isinstance(value, modelstate.serve.Following):
+            value.stop()  # its thread would go on during other tests
     assert not shown, "".join(shown)
 
 

@@ -657,3 +657,27 @@ def test_an_error_of_another_library_before_a_phase_reaches_all_ranks(ranks: Ran
     outcomes = ranks.run(load_where_one_rank_has_no_memory)
     kinds = [outcome.failure.classes[0] for outcome in outcomes if outcome.failure]
     assert kinds == ["DistributedError", "MemoryError", "DistributedError", "DistributedError"]
+
+
+class Work:
+    """A collective that ends when a wait for it is over."""
+
+    def __init__(self, error: str) -> None:
+        self.error, self.waits = error, 0
+
+    def is_completed(self) -> bool:
+        return self.waits > 0
+
+    def wait(self, _: timedelta) -> None:
+        self.waits += 1
+        if self.waits == 1 or self.error:
+            raise RuntimeError("the wait was too short" if self.waits == 1 else self.error)
+
+
+@pytest.mark.parametrize("error", ["", "connection closed by peer"])
+def test_a_vote_that_ends_just_after_a_wait_for_it(error: str) -> None:
+    group = mock.Mock()
+    group.allreduce.return_value = Work(error)
+    raising = pytest.raises(RuntimeError, match=error) if error else nullcontext()
+    with raising:
+        sharding.all_reduce_maximum(group, torch.zeros(1), 60, lambda: False)

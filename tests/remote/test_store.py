@@ -206,7 +206,7 @@ def test_the_latest_step_takes_one_listing(url: str, proxy: FaultProxy) -> None:
     proxy.reset()
     assert ms.Store(url).latest() == 3
     assert ms.Store(url).steps() == (1, 2, 3)
-    assert (len(proxy.requests), listings(proxy)) == (2, 2)
+    assert (len(proxy.requests), listings(proxy)) == (2, 2), [str(request) for request in proxy.requests]
 
 
 @pytest.mark.slow

@@ -199,14 +199,18 @@ def _wait(group: Any, work: Any, timeout_seconds: float, is_abandoned: IsAbandon
         while True:
             left = end - time.monotonic()
             wait_seconds = min(left, next_check - time.monotonic(), FIRST_CHECK_SECONDS)
+            is_over = work.is_completed()  # then the error is its own, and not that of a wait that was too short
             try:
                 work.wait(datetime.timedelta(seconds=max(wait_seconds, 0.001)))
                 return
             except RuntimeError as error:
-                if time.monotonic() >= end - FIRST_CHECK_SECONDS and (work.is_completed() or time.monotonic() >= end):
+                now = time.monotonic()
+                if now >= end or (is_over and now >= end - FIRST_CHECK_SECONDS):
                     raise TimeoutError(str(error)) from None
-                if work.is_completed():
+                if is_over:
                     raise
+            if work.is_completed():
+                continue
             check_stopped()
             if time.monotonic() >= next_check:
                 if is_abandoned():
