@@ -2,10 +2,9 @@
 
     python tools/measure_code.py [--list small|inline|any|private] [FOLDER]
 
-- small: functions with one caller in the source and a body of fewer than 5 lines. Left out are functions that must be
-  functions: methods that several classes have or that override one of a library, of which one call runs any; public
-  functions, which have an example in their docstring; and functions of `torch_compat` that other rooms call for a
-  private name of torch.
+- small: functions with one caller in the source and a body of fewer than 5 lines. The count leaves out functions that
+  cannot be inlined: methods that several classes define, overrides of a library's methods, public functions (their
+  docstrings have an example), and functions of `torch_compat` that other rooms call to reach a private name of torch.
 - inline: those of them whose body could stand at the caller. Left out are functions that are passed as values (sort
   keys, callbacks, entries of a table).
 - any: annotations that are, or contain, `Any`.

@@ -14,7 +14,7 @@ from modelstate.store.retention import CheckpointInfo, Keep, kept
 
 def info(step: int, serial: int, loss: float | None = None, *, intact: bool = True, store: str = "a") -> CheckpointInfo:
     metrics = {} if loss is None else {"loss": loss}
-    return CheckpointInfo(step, 0.0, metrics, intact=intact, serial=serial, store=store)
+    return CheckpointInfo(step, 0.0, metrics, problem="" if intact else "damaged", serial=serial, store=store)
 
 
 def steps(text: str, infos: list[CheckpointInfo]) -> list[int]:

@@ -44,7 +44,11 @@ def histories(draw: st.DrawFn, ascending: bool = False) -> list[ms.store.Checkpo
         steps, times = sorted(steps), sorted(times)
     return [
         ms.store.CheckpointInfo(
-            step, 1.8e9 + time, draw(metrics), pinned=draw(st.integers(0, 9)) == 0, intact=draw(st.integers(0, 4)) > 0
+            step,
+            1.8e9 + time,
+            draw(metrics),
+            pinned=draw(st.integers(0, 9)) == 0,
+            problem=draw(st.sampled_from(("", "", "", "", "damaged"))),
         )
         for step, time in zip(steps, times, strict=True)
     ]
@@ -111,7 +115,7 @@ def test_damaged_ones_take_nobodys_place(history: list[ms.store.CheckpointInfo],
     stay = kept(history, keep)
     assert kept(intact, keep) == stay & {info.step for info in intact}
     if intact:
-        sound = [dataclasses.replace(info, intact=True) for info in history]
+        sound = [dataclasses.replace(info, problem="") for info in history]
         assert stay - kept(intact, keep) <= kept(sound, keep)
 
 
@@ -172,10 +176,10 @@ def test_a_run_that_went_back_keeps_what_it_has_just_written() -> None:
 
 
 def test_damaged_ones_go_when_they_would_have_gone() -> None:
-    saved = [*infos(1, 2), *infos(3, intact=False), *infos(4)]
+    saved = [*infos(1, 2), *infos(3, problem="damaged"), *infos(4)]
     assert kept(saved, 2) == {2, 3, 4}
     assert kept([*saved, *infos(5)], 2) == {4, 5}
-    assert kept(infos(1, 2, 3, intact=False), 1) == {1, 2, 3}
+    assert kept(infos(1, 2, 3, problem="damaged"), 1) == {1, 2, 3}
 
 
 @pytest.mark.parametrize(

@@ -151,7 +151,7 @@ def _fields(info: ms.store.CheckpointInfo) -> dict[str, object]:
         "metrics": metrics,
         "pinned": info.pinned,
         "intact": info.intact,
-        "problem": None if info.intact else info.problem,
+        "problem": info.problem or None,
         "bytes": info.nbytes,
         "path": info.path,
     }

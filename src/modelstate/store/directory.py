@@ -171,29 +171,30 @@ class StepEntry:
         """The public description of the checkpoint."""
         step, path = self.place.step, self.place.path
         record = self.record
-        pinned, intact, problem = self.is_pinned, self.is_whole, self._problem
+        pinned, problem = self.is_pinned, self._problem
         if record is None:
             seconds = 0.0
             with suppress(OSError):
                 seconds = os.stat(path).st_mtime
-            return CheckpointInfo(step, seconds, pinned=pinned, intact=intact, path=path, problem=problem)
+            return CheckpointInfo(step, seconds, pinned=pinned, problem=problem, path=path)
         return CheckpointInfo(
             step,
             record.time,
             record.metrics,
             pinned,
-            intact,
+            problem,
             nbytes=sum(file.nbytes for entry in record.entries.values() for file in entry.files.values()),
             path=path,
             serial=record.serial,
             store=record.store,
             logical_time=record.logical_time,
-            problem=problem,
         )
 
     @property
     def _problem(self) -> str:
         """`CheckpointInfo.problem`."""
+        if self.is_whole:
+            return ""
         if self.is_unreadable:
             return "not readable"
         if self.is_foreign:

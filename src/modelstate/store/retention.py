@@ -54,8 +54,9 @@ class CheckpointInfo:
     """Numbers that were saved with it, such as a validation loss."""
     pinned: bool = False
     """Whether it stays whatever the rules say."""
-    intact: bool = True
-    """Whether nothing is known for which it cannot be used."""
+    problem: str = ""
+    """Why it cannot be used: "damaged"; "not readable", perhaps for now only; "newer version", which wrote it; or
+    "other store", also where it was saved as another step. Empty where no problem is known."""
     nbytes: int = 0
     """The size of its files."""
     path: str = ""
@@ -67,15 +68,16 @@ class CheckpointInfo:
     logical_time: int = 0
     """A number that is higher than those of the checkpoints, of any store, that the same thread had saved or restored
     before, whatever the clock said; 0 where it is unknown."""
-    problem: str = "damaged"
-    """Why it is not intact: "damaged"; "not readable", perhaps for now only; "newer version", which wrote it; or "other
-    store", also where it was saved as another step. Without a meaning where it is intact."""
+
+    @property
+    def intact(self) -> bool:
+        """Whether no problem is known."""
+        return not self.problem
 
     @property
     def state(self) -> str:
-        """`problem` where it is not intact, "pinned", both, or nothing."""
-        marks = {self.problem: not self.intact, "pinned": self.pinned}
-        return ", ".join(mark for mark, applies in marks.items() if applies)
+        """The problem, "pinned", both, or nothing."""
+        return ", ".join(filter(None, (self.problem, "pinned" if self.pinned else "")))
 
     def __post_init__(self) -> None:
         if type(self.step) is not int:

@@ -9,7 +9,6 @@ import json
 import logging
 import os
 import time
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -32,7 +31,7 @@ from modelstate.io.pinned import pinned_memory
 from modelstate.objects.objects import Target, capture
 from modelstate.objects.parts import Kind
 from modelstate.objects.per_rank import gathered
-from modelstate.process import Stopped, stopped_by, unstoppable
+from modelstate.process import stopped_by, unstoppable
 from modelstate.spec import contiguous_stride
 from modelstate.store.access import WriteAccess
 from modelstate.store.directory import StepEntry, StepIndex
@@ -94,19 +93,8 @@ class PendingSave(BackgroundTask[SavedStep]):
         """Takes a function that writes; its argument raises where the save was cancelled."""
 
         def run(task: BackgroundTask[SavedStep]) -> SavedStep:
-            # The traceback of an error keeps these functions. Through them it would keep the task, and thus the error.
-            running = weakref.ref(task)
-
-            def is_cancelled() -> bool:
-                task = running()
-                return task is None or task.is_cancelled
-
-            def check() -> None:
-                if is_cancelled():
-                    raise Stopped
-
-            with stopped_by(is_cancelled):
-                return write(check)
+            with stopped_by(lambda: task.is_cancelled):
+                return write(task.check)
 
         super().__init__(
             run,
