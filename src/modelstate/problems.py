@@ -77,7 +77,7 @@ class Missing(Problem):
     """The methods of the model that initialise it, empty if there are none; None if they are not needed."""
 
     title: ClassVar = "names of the model that the checkpoint lacks"
-    remedy: ClassVar = "if the model is right without them: allow_missing=[pattern, ...]"
+    remedy: ClassVar = "to keep the model's own values for them: allow_missing=[pattern, ...]"
     page: ClassVar = "missing-keys"
 
     @classmethod
@@ -146,8 +146,8 @@ class WrongShape(Problem):
 
     title: ClassVar = "tensors of another shape"
     remedy: ClassVar = (
-        "build the model with the sizes of the checkpoint, or leave them out on both sides: "
-        "rules.Ignore and allow_missing"
+        "build the model with the sizes of the checkpoint; or, to keep the model's own values for them: "
+        "rules=[ms.rules.Ignore(pattern)], allow_missing=[pattern]"
     )
     page: ClassVar = "size-mismatch"
 
@@ -341,7 +341,9 @@ class TieConflict(Problem):
     others: tuple[str, ...] = ()
 
     title: ClassVar = "tied tensors with several different values"
-    remedy: ClassVar = "untie them in the model, or leave one value out: rules=[ms.rules.Ignore('its.name')]"
+    remedy: ClassVar = (
+        "untie them in the model, or leave out the value that is not needed, by its name: rules=[ms.rules.Ignore(name)]"
+    )
     page: ClassVar = "tied-values"
 
     def line(self) -> str:

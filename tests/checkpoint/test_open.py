@@ -304,11 +304,11 @@ def test_nothing_there(tmp_path: Path) -> None:
     assert f"did you mean {tmp_path}/model.safetensors?" in str(raised.value)
     assert isinstance(raised.value, FileNotFoundError)
     with pytest.raises(SourceNotFoundError) as raised:
-        open_checkpoint(tmp_path / "no" / "such" / "x.pt")
-    assert f"the directory {tmp_path} is there" in str(raised.value)
+        open_checkpoint(tmp_path / "missing" / "such" / "x.pt")
+    assert f"the directory {tmp_path} has no missing" in str(raised.value)
     with pytest.raises(SourceNotFoundError) as raised:
         open_checkpoint(tmp_path / "model.safetensors" / "x.pt")
-    assert f"the file {tmp_path}/model.safetensors is there" in str(raised.value)
+    assert f"{tmp_path}/model.safetensors is a file" in str(raised.value)
 
 
 def test_a_link_to_nothing(tmp_path: Path) -> None:

@@ -204,7 +204,7 @@ class TestWhileARunPrunes:
         done = run("store", "verify", "run")
         assert done.exit_code == 0, done.output
         lines = done.stdout.splitlines()
-        assert lines[:2] == ["step 10: taken away meanwhile", "step 20: taken away meanwhile"]
+        assert lines[:2] == ["step 10: removed meanwhile", "step 20: removed meanwhile"]
         assert lines[2].startswith("step 30: ")
         assert "whole" in lines[2]
 
@@ -269,9 +269,9 @@ class TestPrune:
         done = run("store", "prune", "run", "--keep-last", "1")
         assert (dry.exit_code, done.exit_code) == (0, 0)
         assert ms.Store("run").steps() == (10, 30)
-        assert dry.stdout.splitlines()[0] == "would go: 1 step: 20"
-        assert done.stdout.splitlines()[:2] == ["taken away: 1 step: 20", "kept: 2 steps: 10, 30"]
-        assert run("store", "prune", "run", "--keep-last", "1").stdout.startswith("nothing to take away\n")
+        assert dry.stdout.splitlines()[0] == "would be removed: 1 step: 20"
+        assert done.stdout.splitlines()[:2] == ["removed: 1 step: 20", "kept: 2 steps: 10, 30"]
+        assert run("store", "prune", "run", "--keep-last", "1").stdout.startswith("nothing to remove\n")
 
     def test_other_rules(self) -> None:
         with ms.Store("run") as store:

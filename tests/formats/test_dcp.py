@@ -646,7 +646,7 @@ def test_which_file_of_a_directory(tmp_path: Path) -> None:
 def test_a_save_that_was_not_finished(tmp_path: Path) -> None:
     directory = write(tmp_path / "x", {"a": halves(torch.ones(4))})
     (directory / ".metadata").unlink()
-    with pytest.raises(errors.UnknownFormatError, match="without its"):
+    with pytest.raises(errors.UnknownFormatError, match=r"without \.metadata"):
         ms.open(directory)
 
 

@@ -157,7 +157,7 @@ def test_places_where_no_file_can_be(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "pipe"):
         with pytest.raises(SaveTargetError):
             put(path, b"new")
-    with pytest.raises(WriteFailedError, match="make the directory first"):
+    with pytest.raises(WriteFailedError, match="create the directory first"):
         put(tmp_path / "no" / "x", b"new")
     with pytest.raises(WriteFailedError, match="in a directory"):
         put(tmp_path / "file" / "x", b"new")

@@ -274,6 +274,20 @@ def test_a_prefix_that_a_module_of_the_model_has_too_is_not_proposed() -> None:
     assert "model.model.head.weight to model.head.weight" in str(suggestion)
 
 
+def test_a_checkpoint_of_lightning_gets_the_rule_for_its_prefix() -> None:
+    model, trained = nn.Sequential(nn.Linear(2, 2)), nn.Sequential(nn.Linear(2, 2))
+    weights = {f"model.{name}": value for name, value in trained.state_dict().items()}
+    optimizer = torch.optim.Adam(trained.parameters())
+    trained(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    file = {"epoch": 1, "state_dict": weights, "optimizer_states": [optimizer.state_dict()]}
+    with pytest.raises(ms.PlanError) as raised:
+        ms.load(model, file)
+    (problem,) = raised.value.problems
+    ms.load(model, file, rules=[pasted(problem)])
+    assert torch.equal(model[0].weight, weights["model.0.weight"])
+
+
 def test_one_name_of_another_shape_goes_with_the_others() -> None:
     problem, pairs = one_prefix(LAYERS, under("model.", LAYERS) | {"model.layers.0.norm": (9,)})
     assert problem is not None

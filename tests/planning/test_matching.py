@@ -59,7 +59,10 @@ def key_of(tree: dict[str, Any], wanted: list[str] = NAMES, *rules: Rule) -> str
         ({"other": state(["x", "y"]), "another": state(["z"])}, ""),
         ({**state(NAMES), "old": state(NAMES[:2])}, ""),
         ({"model": state([f"module.{name}" for name in NAMES])}, "model"),
-        ({"model": state([f"net.{name}" for name in NAMES]), "ema": state(["x"])}, ""),
+        ({"model": state([f"net.{name}" for name in NAMES]), "ema": state(["x"])}, "model"),
+        ({"run": {"model": state([f"net.{name}" for name in NAMES])}, "epoch": 1}, "run.model"),
+        ({"model": state([f"net.{name}" for name in NAMES]), "ema": state([f"net.{name}" for name in NAMES])}, ""),
+        ({"model": state([f"net.{name}" for name in [*NAMES, "x"]])}, ""),
     ],
 )
 def test_the_part_with_the_names_of_the_model(tree: dict[str, Any], key: str) -> None:

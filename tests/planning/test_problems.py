@@ -187,7 +187,7 @@ def test_problems_are_explained_by_their_cause() -> None:
         "  names of the model that the checkpoint lacks (2):\n"
         "    a [2]\n"
         "    c [3]\n"
-        "    to do: if the model is right without them: allow_missing=[pattern, ...]\n"
+        "    to do: to keep the model's own values for them: allow_missing=[pattern, ...]\n"
         "    more: modelstate explain missing-keys\n"
         "  tensors of the source without values: on meta, or with their memory freed (1):\n"
         "    b\n"

@@ -443,7 +443,7 @@ def test_training_mode_is_refused_unless_it_is_meant(kind: str, tmp_path: Path) 
     assert ms.Live(module, training=True).version == 1
     part = nn.Sequential(module).eval()
     module.train()
-    with pytest.raises(LiveTargetError, match="training mode in 0"):
+    with pytest.raises(LiveTargetError, match="training mode in submodule 0"):
         ms.Live(part)
     module.eval()
     ms.Live(module)

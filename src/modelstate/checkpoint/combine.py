@@ -99,7 +99,7 @@ class Disjoint(Combination):
                 f"names that are in more than one checkpoint ({len(twice):,})",
                 where=where(sources),
                 found=listed(twice),
-                remedy="say by combine= what is to become of them: ms.merge.Average(), ms.merge.LoRA(), or a function "
+                remedy="choose how they are combined with combine=: ms.merge.Average(), ms.merge.LoRA(), or a function "
                 "of the name and the tensors",
             )
         tensors = {name: stored for source in sources for name, stored in source.flat.tensors.items()}

@@ -45,17 +45,29 @@ _INDEX = re.compile(r"\.(safetensors|bin)\.index\.json$")
 _OTHER_TOOLS = (
     (
         re.compile(r"__\d+\.metadata"),
-        "torch.distributed.checkpoint, each rank's by itself",
+        "torch.distributed.checkpoint with metadata of each rank, which modelstate does not read",
         "load it with torch.distributed.checkpoint on as many ranks, and save it with use_collectives=True",
     ),
     (
         re.compile(r".*\.distcp"),
-        "torch.distributed.checkpoint, without its .metadata",
-        "it is written last: take a checkpoint whose save was finished, or copy this one again",
+        "torch.distributed.checkpoint without .metadata: its save was not finished, or the copy is not complete",
+        "take a checkpoint whose save was finished, or copy this one again",
     ),
-    (re.compile(r"\.snapshot_metadata"), "torchsnapshot", "load it with torchsnapshot, then torch.save"),
-    (re.compile(r"saved_model\.pb"), "TensorFlow (SavedModel)", "load it with TensorFlow, save with safetensors"),
-    (re.compile(r"_CHECKPOINT_METADATA|manifest\.ocdbt"), "Orbax", "load it with Orbax, save with safetensors"),
+    (
+        re.compile(r"\.snapshot_metadata"),
+        "torchsnapshot, which modelstate does not read",
+        "load it with torchsnapshot, then torch.save",
+    ),
+    (
+        re.compile(r"saved_model\.pb"),
+        "TensorFlow (SavedModel), which modelstate does not read",
+        "load it with TensorFlow, save with safetensors",
+    ),
+    (
+        re.compile(r"_CHECKPOINT_METADATA|manifest\.ocdbt"),
+        "Orbax, which modelstate does not read",
+        "load it with Orbax, save with safetensors",
+    ),
 )
 
 
@@ -188,7 +200,7 @@ def _refuse_other_tools(directory: str, names: list[str]) -> None:
     for mark, tool, remedy in _OTHER_TOOLS:
         if any(map(mark.fullmatch, names)):
             raise UnknownFormatError(
-                f"this is a checkpoint of {tool}, which is not read here",
+                f"this is a checkpoint of {tool}",
                 where=directory,
                 found=listed(names),
                 remedy=remedy,

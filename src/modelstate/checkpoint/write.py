@@ -382,13 +382,13 @@ def format_of(path: str, format: object) -> str:
     if suffix and by_suffix is None and format is None:
         index = path.lower().endswith(INDEX_SUFFIX)
         raise SaveTargetError(
-            "the suffix of the path is that of no format which is written here",
+            "no format that modelstate writes has this suffix",
             where=path,
             expected=_LISTED,
             found=suffix,
             remedy=f"give {path[: -len(INDEX_SUFFIX)]!r} and shard_size_bytes=: the index is written beside the shards"
             if index
-            else "give a path with one of these suffixes, or say format='safetensors' or format='torch'",
+            else "give a path with one of these suffixes, or pass format='safetensors' or format='torch'",
         )
     return str(format or by_suffix or "safetensors")
 

@@ -146,6 +146,11 @@ def _casts(members: Sequence[causes.WrongDtype]) -> list[str]:
     return lines if len(floats) == len(members) else [*lines, _IN_PYTHON]
 
 
+def _untied(members: Sequence[causes.TieConflict]) -> list[str]:
+    names = [members[0].name, *members[0].others]
+    return [f"{' or '.join(option('--ignore', name) for name in names)}, for the value that is not needed"]
+
+
 def _initialised(members: Sequence[causes.Missing | causes.Uninitialised]) -> list[str]:
     can_initialise = all(member.initialiser for member in members)
     return ["--init-missing, to have the model initialise them"] if can_initialise else []
@@ -159,11 +164,13 @@ _PROBLEMS: dict[type[Problem], Callable[[Sequence[Any]], list[str]]] = {
     causes.NothingFits: lambda _: ["narrower patterns for --allow-missing and --allow-unexpected"],
     causes.OtherNames: _rules,
     causes.NameClash: lambda _: ["a narrower --strip-prefix, --add-prefix or --rename"],
-    causes.WrongShape: lambda _: ["--ignore PATTERN with --allow-missing PATTERN, to leave them out on both sides"],
+    causes.WrongShape: lambda _: [
+        "--ignore PATTERN with --allow-missing PATTERN, to keep the model's own values for them"
+    ],
     causes.WrongDtype: _casts,
     causes.QuantizedCast: lambda _: ["leave out --dtype"],
     causes.QuantizedIntoPlain: lambda _: ["leave out --no-skeleton, and name a function that builds the model"],
-    causes.TieConflict: lambda members: [option("--ignore", members[0].name)],
+    causes.TieConflict: _untied,
     causes.Uninitialised: lambda members: [
         *_initialised(members),
         "--no-skeleton, if the factory does not build on meta by itself",

@@ -30,8 +30,10 @@ if TYPE_CHECKING:
 
     from modelstate.store.directory import StepIndex
 
-_directory = click.argument("directory", metavar="DIR", help="The directory of a modelstate.Store.")
-_step = click.option("--step", metavar="STEP", type=int, help="The step that is meant.")
+_directory = click.argument(
+    "directory", metavar="DIR", help="A store: the directory of a modelstate.Store, or its URL in a bucket."
+)
+_step = click.option("--step", metavar="STEP", type=int, help="Only this step.")
 
 
 @click.group()
@@ -211,7 +213,7 @@ def verify_steps(directory: str, step: int | None = None, *, cache: ms.Cache | N
             except ms.errors.StepNotFoundError:
                 if step is not None:
                     raise
-                echo(f"step {number}: taken away meanwhile", err=as_json)
+                echo(f"step {number}: removed meanwhile", err=as_json)
                 continue
             read += 1
             problems += error is not None
@@ -311,11 +313,11 @@ def prune(
             fields = {"removed": list(gone), "kept": kept, "bytes": freed, "dry_run": dry_run}
             echo(json.dumps(fields, indent=1))
             return
-        would = "would go" if dry_run else "taken away"
-        echo(f"{would}: {_listed(gone)}" if gone else "nothing to take away")
+        removed = "would be removed" if dry_run else "removed"
+        echo(f"{removed}: {_listed(gone)}" if gone else "nothing to remove")
         echo(f"kept: {_listed(info.step for info in infos if info.step not in gone)}")
         if gone:
-            echo(f"{size(freed)} in their files; what others are linked to stays on the disk")
+            echo(f"{size(freed)} in their files; data that other steps share stays on the disk")
 
 
 def _listed(steps: Iterable[int]) -> str:

@@ -307,7 +307,7 @@ def _parse(text: str, where: str) -> dict[str, Any]:
         raise damaged(where, "no format version")
     if manifest["format"] > FORMAT:
         raise NewerManifestError(
-            "the file was written by a newer version of modelstate, and says what this one does not know",
+            "the file was written by a newer version of modelstate, in a format that this version does not know",
             where=where,
             expected=f"format {FORMAT} or older",
             found=f"format {manifest['format']}, by {str(manifest.get('writer', '?'))[:80]}",

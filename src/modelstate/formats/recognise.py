@@ -124,7 +124,7 @@ _KINDS = (
     (rb"\x04\x22\x4d\x18", "compressed with lz4", f"lz4 -d: {_UNPACK}"),
     (rb"7z\xbc\xaf\x27\x1c|Rar!\x1a\x07", "a 7z or RAR archive", _UNPACK),
     (rb".{257}ustar", "a tar archive", f"tar -xf: {_UNPACK}"),
-    (rb"\x80[\x02-\x05]", "a plain pickle, not one of torch.save", _UNPICKLE),
+    (rb"\x80[\x02-\x05]", "a plain pickle (not a file of torch.save)", _UNPICKLE),
     (rb"\((?:dp|lp)\d*\n|[\]}]q\0|c[\w.]+\n\w+\n", "a plain pickle of protocol 0 or 1", _UNPICKLE),
     (rb"PAR1|ARROW1|SQLite format 3\0", "a table or a database", _ELSEWHERE),
     (rb'model_checkpoint_path: "', "the text that names the newest TensorFlow checkpoint of a directory", _CONVERT),
@@ -164,7 +164,7 @@ def no_checkpoint(path: str, head: bytes) -> UnknownFormatError | TruncatedFileE
         )
     for signature, name, remedy in _KINDS:
         if re.match(signature, head, re.DOTALL):
-            what = f"this is {name}, which is not read here"
+            what = f"this is {name}, which modelstate does not read"
             return UnknownFormatError(what, where=path, found=excerpt(head[:16]), remedy=remedy)
     if text[:1] in (b"{", b"[") and _is_text(head):
         return _json(path, text)
@@ -194,7 +194,7 @@ def _by_its_end(path: str) -> UnknownFormatError | None:
     if end != _TF_TABLE_END and not _TF_DATA.search(path) and not of_graph:
         return None
     return UnknownFormatError(
-        "this is part of a TensorFlow checkpoint, which is not read here",
+        "this is part of a TensorFlow checkpoint, which modelstate does not read",
         where=path,
         found=excerpt(end),
         remedy=_CONVERT,
@@ -207,7 +207,7 @@ def tensorflow_prefix(path: str) -> UnknownFormatError | None:
     if f"{path}.index" not in parts:
         return None
     return UnknownFormatError(
-        "this is the prefix of a TensorFlow checkpoint, which is not read here",
+        "this is the prefix of a TensorFlow checkpoint, which modelstate does not read",
         where=path,
         found=", ".join(map(os.path.basename, parts)),
         remedy=_CONVERT,

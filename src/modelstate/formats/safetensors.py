@@ -459,7 +459,7 @@ def _unknown_dtype(name: str, kind: str, path: str) -> OpenError:
         where=path,
         expected=f"one of {', '.join(sorted(DTYPES))}",
         found=short_repr(kind),
-        remedy=f"a newer version may read it; otherwise the file is damaged: {CUT_SHORT}",
+        remedy=f"a newer version of modelstate may know it; or {CUT_SHORT}",
     )
 
 
@@ -519,12 +519,13 @@ NAMES = {f"torch.{dtype.torch_name}": name for name, dtype in DTYPES.items()}
 Tensors = list[tuple[str, "torch.Tensor | LazyTensor"]]
 Metadata = Callable[[Mapping[str, str]], Mapping[str, str]]
 """Makes the `__metadata__` of a file from the digests of its tensors by name; its length depends on no digest."""
+NOT_A_NAME = "not a name that the format has"
 
 
 def why_not(name: object, tensor: torch.Tensor | LazyTensor) -> str:
     """The reason why the format does not have a plain tensor under a name; empty if it has."""
     if not isinstance(name, str) or not (name.isascii() or is_unicode(name)) or name == METADATA_NAME:
-        return "not a name that the format has"
+        return NOT_A_NAME
     if str(tensor.dtype) not in NAMES:
         return f"{tensor.dtype}, which safetensors does not have"
     if NAMES[str(tensor.dtype)] == "F4" and not tensor.shape:

@@ -20,7 +20,7 @@ from modelstate.formats.manifest import (
     MAX_PATH_CHARACTERS,
     are_usual_versions,
 )
-from modelstate.formats.safetensors import listed_problems, why_not
+from modelstate.formats.safetensors import NOT_A_NAME, listed_problems, why_not
 from modelstate.formats.tree import EXTRA_STATE
 from modelstate.text_format import is_unicode, quote
 from modelstate.torch_compat.plain import is_plain_or_sparse, is_sharded, remedies_for, why_not_plain
@@ -236,7 +236,7 @@ class _Serializer:
 
     def _add_subclass(self, name: object, tensor: torch.Tensor) -> str:
         if not isinstance(name, str) or not is_unicode(name):
-            self._wrong[name] = "not a name that the format has"
+            self._wrong[name] = NOT_A_NAME
             return str(name)
         # `Module.state_dict` returns a new object for each subclass tensor: tensors are tied if their parts are.
         cls: Any = type(tensor.data if isinstance(tensor, torch.nn.Parameter) else tensor)
@@ -272,7 +272,12 @@ class _Serializer:
             if all("on the meta device" in problem for problem in self._wrong.values()):
                 remedy = "load values into them first, or leave them out"
             else:
-                remedy = "convert them, leave them out, or give them other names"
+                of_names = [problem in (_TWO_VALUES, NOT_A_NAME) for problem in self._wrong.values()]
+                remedy = " or ".join(
+                    ["convert them to tensors that the format has"] * (not all(of_names))
+                    + ["give them other names"] * any(of_names)
+                    + ["leave them out"]
+                )
             # A file of `torch.save` holds what safetensors cannot: other dtypes, layouts and names.
             if len(self._refused) == len(self._wrong) and all(
                 isinstance(tensor, LazyTensor) or (isinstance(tensor, torch.Tensor) and is_plain_or_sparse(tensor))

@@ -42,7 +42,7 @@ def read(file: SourceFile, *, allow: Sequence[object] = (), skip_forbidden: bool
     path = file.path
     if is_legacy_tar(file.read(0, min(file.nbytes, 512), "the beginning")):
         raise UnknownFormatError(
-            "a checkpoint of PyTorch before 0.2, which is not read here",
+            "a checkpoint of PyTorch before 0.2, which modelstate does not read",
             where=path,
             remedy="if you trust it, load it with torch.load(path, weights_only=False) and save it with torch.save",
         )

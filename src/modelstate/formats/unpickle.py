@@ -51,7 +51,7 @@ def check_protocol(data: bytes) -> None:
     """Raises `UnknownFormatError` for a pickle of `torch.save` in protocol 0 or 1, which do not begin with `PROTO`."""
     if data and not data.startswith(pickle.PROTO):
         raise UnknownFormatError(
-            "a pickle of protocol 0 or 1, which is not read here",
+            "a pickle of protocol 0 or 1, which modelstate does not read",
             expected="a pickle of protocol 2 to 5, as torch.save writes by default",
             found=f"a pickle that begins with {excerpt(data[:16])}",
             remedy="if you trust it: torch.save(torch.load(path, weights_only=False), new_path), which runs what the "

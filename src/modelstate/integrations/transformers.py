@@ -185,7 +185,7 @@ class StoreCallback(TrainerCallback):  # type: ignore[misc]
         info = next((info for info in self.store.infos() if info.step == self._restore), None)
         if info is None:
             raise StepNotFoundError(
-                "the checkpoint has been taken away", where=self.store.directory, found=f"step {self._restore}"
+                "the checkpoint has been removed", where=self.store.directory, found=f"step {self._restore}"
             )
         entry = read_record(info.path).entries.get(_STATE)
         if entry is None:

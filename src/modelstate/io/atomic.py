@@ -45,7 +45,7 @@ _REMEDIES = {
     errno.EFBIG: f"raise the limit of file sizes (ulimit -f), or write smaller files: shard_size_bytes=; {_UNTOUCHED}",
     errno.EMFILE: f"raise the limit of open files (ulimit -n), or close some; {_UNTOUCHED}",
     errno.EIO: f"look at the disk (dmesg), or write to another one; {_UNTOUCHED}",
-    errno.ENOENT: "make the directory first; if it is there, its file system takes no new files",
+    errno.ENOENT: "create the directory first; if it is there, its file system takes no new files",
     errno.ENOTDIR: "give a path in a directory",
     errno.EACCES: "ask for the permission to write to the directory, or write to another one",
     errno.EPERM: "ask for the permission to write to the directory, or write to another one",
@@ -198,9 +198,11 @@ def _set_mode(output: Output, mode: int) -> None:
 
 def check_target(path: str, *, overwrite: bool) -> None:
     """Raises `SaveTargetError` or `TargetExistsError` where no file can be put at the path."""
-    if os.path.isdir(path) or (os.path.exists(path) and not os.path.isfile(path)):
-        kind = "a directory" if os.path.isdir(path) else "no ordinary file"
-        raise SaveTargetError("a file cannot be put here", where=path, found=kind, remedy="give the path of a file")
+    is_dir = os.path.isdir(path)
+    if is_dir or (os.path.exists(path) and not os.path.isfile(path)):
+        kind = "a directory" if is_dir else "no ordinary file"
+        remedy = "give the path of a file" + (f", such as {os.path.join(path, 'model.safetensors')}" if is_dir else "")
+        raise SaveTargetError("a file cannot be put here", where=path, found=kind, remedy=remedy)
     if not overwrite and os.path.lexists(path):
         raise TargetExistsError("something is there already", where=path)
 

@@ -40,6 +40,8 @@ NOT_FOUND = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG)
 """The errors of the operating system that mean that there is no file at a path."""
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
+_FILE = re.compile(r"\.(safetensors|bin|pt|pth|ckpt|json)$")
+"""The end of the name of a file, which no repository has."""
 _REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _DOWNLOADS = {
     "s3": "aws s3 cp [--recursive] {url} .",
@@ -73,9 +75,9 @@ def local_path(path: str) -> str:
                 download = shlex.join(filter(None, words))
             can_be_read = is_remote(f"{scheme.lower()}://")
             raise SourceTypeError(
-                "a URL is not opened here",
+                "URLs of this kind are not opened",
                 where=shown,
-                expected="a path",
+                expected="a path, or a URL of s3://, gs://, az://, https://, http:// or hf://",
                 found=f"a URL of {scheme}://",
                 remedy=f"write {scheme.lower()}:// in lower case"
                 if can_be_read and not is_remote(path)
@@ -128,14 +130,12 @@ def not_found(path: str, given: str) -> SourceNotFoundError:
         remedy = f"the shell expands ~ and Python does not: {home}"
     elif close:
         remedy = "did you mean " + " or ".join(os.path.join(parent, name) for name in close) + "?"
-    elif _REPOSITORY.fullmatch(given) and not os.path.exists(os.path.dirname(path)):
+    elif _REPOSITORY.fullmatch(given) and not _FILE.search(given) and not os.path.exists(os.path.dirname(path)):
         remedy = f'if this is a repository of huggingface.co: modelstate.open("hf://{given}")'
     else:
         remedy = "check the path, and the directory that it is relative to"
-    there = "the directory" if os.path.isdir(parent) else "the file"
-    return SourceNotFoundError(
-        "there is no such file or directory", where=path, found=f"{there} {parent} is there", remedy=remedy
-    )
+    found = f"the directory {parent} has no {first_missing}" if os.path.isdir(parent) else f"{parent} is a file"
+    return SourceNotFoundError("there is no such file or directory", where=path, found=found, remedy=remedy)
 
 
 def no_access(path: str, error: Exception) -> SourceAccessError:

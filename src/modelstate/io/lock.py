@@ -26,7 +26,7 @@ _MAX_TEXT_BYTES = 4096
 _TRIES = 100
 _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 _REMEDIES = {
-    errno.ENOENT: "make the directory first; if it is there, its file system takes no new files",
+    errno.ENOENT: "create the directory first; if it is there, its file system takes no new files",
     errno.ENOTDIR: "give the path of a directory",
     errno.EACCES: "ask for the permission to write to the directory, or take another one",
     errno.EPERM: "ask for the permission to write to the directory, or take another one",

@@ -16,7 +16,7 @@ from modelstate.checkpoint.reduction import kind_of
 from modelstate.errors import CombineError, OptionError
 from modelstate.formats.tree import FlatTree
 from modelstate.spec import Allocate, Blocks, Combined, Fill, Stored, bytes_key
-from modelstate.text_format import listed, short_repr
+from modelstate.text_format import count, listed, short_repr
 from modelstate.torch_compat.plain import same_values
 
 _CHUNK_BYTES = 1 << 19
@@ -118,7 +118,7 @@ class Average(Combination):
         differences = list(_differences(sources))
         if differences:
             raise CombineError(
-                f"the checkpoints differ in {len(differences)} places, so they have no average",
+                f"the checkpoints differ in {count(len(differences), 'place')}, so they have no average",
                 where=where(sources),
                 expected="the same names, shapes and dtypes in all",
                 found=listed(differences, most=12, between="; "),

@@ -400,11 +400,12 @@ def _state_and_groups(state: object) -> tuple[dict[str, Any], list[dict[str, Any
         are_names = isinstance(param_names, list | tuple) and all(isinstance(name, str) for name in param_names)
         if param_names is None or not are_names or len(param_names) != len(group["params"]):
             raise OptimizerStateError(
-                "the state goes by the positions of the parameters, and nothing says their names",
-                expected="names: from modelstate.optimizer_state, or of an optimizer made of named_parameters()",
-                found="numbers",
-                remedy="build model and optimizer as they were, load it with optimizer.load_state_dict, and take "
-                "modelstate.optimizer_state(model, optimizer)",
+                "the state has the positions of the parameters, and not their names",
+                expected="the names: a result of modelstate.optimizer_state, or the state of an optimizer over "
+                "named_parameters()",
+                found="positions",
+                remedy="where model and optimizer are built as for the run that saved: "
+                "optimizer.load_state_dict(state); then take it by name: modelstate.optimizer_state(model, optimizer)",
             )
         names.update(zip(group["params"], param_names, strict=True))
         group["params"] = list(param_names)

@@ -389,13 +389,17 @@ def _check_matched(
     """Raises where the paths and kinds of the targets are not those of the saved parts, except for what is allowed."""
     lacking = [path for path in targets if path not in saved and path not in missing]
     excess = [path for path in saved if path not in targets and path not in unexpected]
-    also = f"; and there is no object for {', '.join(excess)}, which was saved" if excess else ""
+    also = f"; no object was given for {', '.join(excess)}" if excess else ""
     if lacking:
+        remedies = ["give them the names that were saved"] if excess else []
+        remedies += [f"leave them out, or allow_missing={lacking!r}"]
+        if [target.kind for target in targets.values()] == [Kind.MODULE] and not _names_objects(saved):
+            remedies += ["where the file has one module without a name: ms.load(model, source)"]
         raise ObjectStateError(
             "nothing was saved for these objects; nothing has been changed",
             expected=", ".join(lacking),
             found=(", ".join(saved) or "nothing") + also,
-            remedy=f"leave them out, or allow_missing={lacking!r}",
+            remedy="; ".join(remedies),
         )
     if excess:
         raise ObjectStateError(
@@ -413,6 +417,11 @@ def _check_matched(
             found=", ".join(f"{targets[path].kind} ({type(targets[path].obj).__name__})" for path in other_kind),
             remedy="give objects of the kinds that were saved; a plain value only asks for one that was saved as such",
         )
+
+
+def _names_objects(saved: Mapping[str, Part]) -> bool:
+    """Whether the kinds of the parts were saved. A file of `torch.save`, or of one module, does not have them."""
+    return any(part.kind is not Kind.STATEFUL for part in saved.values())
 
 
 def _rules(rules: RulesOf, checkpoints: Mapping[str, Checkpoint]) -> tuple[Rule, ...]:

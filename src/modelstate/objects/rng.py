@@ -107,7 +107,7 @@ class RNG:
         Examples:
             >>> ms.RNG().load_state_dict(state)
         """
-        message = "this is no state of random generators"
+        message = "this is not the state of random generators"
         if not isinstance(state_dict, Mapping):
             raise _refused([], message, found=f"a {type(state_dict).__qualname__}")
         if set(state_dict) != set(_FIELDS):

@@ -439,7 +439,8 @@ def matching_part(
         ends = {name[len(prefix) :] for name in wanted for prefix in prefixes(name)}
         counts = _matches(checkpoint, containers, ends, without_wrappers)
     if not counts:
-        return checkpoint
+        part = _part_behind_prefix(checkpoint, containers, set(wanted))
+        return checkpoint.select(part) if part else checkpoint
     best, most = max(counts.items(), key=lambda item: (item[1], exact[item[0]], len(item[0])))
     rivals = {
         key: count
@@ -460,6 +461,30 @@ def matching_part(
             candidates=tuple(rivals.items()),
         )
     return checkpoint.select(best) if best else checkpoint
+
+
+def _part_behind_prefix(checkpoint: Checkpoint, containers: Collection[str], wanted: set[str]) -> str:
+    """Returns the one container whose names are all a prefix and a name of the model; empty for none and for several.
+
+    A file of Lightning has such names: `model.` and a name, beside the states of optimizers. The part is selected so
+    that the problems propose the rule for the prefix.
+    """
+    names: dict[str, list[str]] = {}
+    for name in checkpoint:
+        for head in prefixes(name):
+            if head[:-1] in containers:
+                names.setdefault(head[:-1], []).append(name[len(head) :])
+    found = [
+        container
+        for container, inner in names.items()
+        if 2 * len(inner) > len(wanted)
+        and any(
+            all(name.startswith(prefix) and name[len(prefix) :] in wanted for name in inner)
+            for prefix in prefixes(inner[0])
+        )
+    ]
+    innermost = [key for key in found if not any(other.startswith(f"{key}.") for other in found)]
+    return innermost[0] if len(innermost) == 1 else ""
 
 
 def _part_of_arrays(checkpoint: Checkpoint, wanted: Collection[str]) -> Checkpoint:

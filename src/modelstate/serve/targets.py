@@ -400,7 +400,7 @@ def check_mode(module: nn.Module, training: object) -> None:
     if training:
         return
     found = [
-        path or "the module itself"
+        f"submodule {path}" if path else "the module itself"
         for path, submodule in module.named_modules()
         if submodule.training and not _is_mode_free(submodule)
     ]

@@ -181,7 +181,7 @@ class Transaction:
                 f"{len(failures)} changes could not be undone; all others have been",
                 where=type(self.root).__name__,
                 found=failures[0],
-                remedy="the error before this one says what went wrong first; make the model again",
+                remedy="the error before this one says what went wrong first; build the model again",
             ) from failures[0]
 
     def _undo_steps(self) -> Iterator[Callable[[], object]]:
