@@ -262,6 +262,14 @@ def test_the_remedy_for_what_only_torch_files_hold(tmp_path: Path, name: str, te
     assert torch.equal(ms.open(tmp_path / "x.pt").tensor(name).to_dense(), tensor.to_dense())
 
 
+def test_no_remedy_for_what_torch_files_do_not_hold_either(tmp_path: Path) -> None:
+    tensor = torch.empty(2, dtype=torch.uint4)
+    for suffix in ("safetensors", "pt"):
+        with pytest.raises(UnsavableError) as raised:
+            ms.save({"packed": tensor}, tmp_path / f"x.{suffix}")
+        assert ".pt keeps" not in str(raised.value)
+
+
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     "build",

@@ -31,17 +31,17 @@ def live() -> None:
 
 @live.command()
 @click.argument("store", help="The directory of a modelstate.Store.")
-@click.argument("url", help="Where the app is, as http://127.0.0.1:8000: it has /version and /swap.")
+@click.argument("url", help="The address of the app, such as http://127.0.0.1:8000; it answers /version and /swap.")
 @click.option(
     "--select",
     metavar="WHICH",
     default="latest",
     help="latest; best:METRIC for the lowest, best:METRIC:max for the highest.",
 )
-@click.option("--object", "name", metavar="NAME", default="model", help="The object that has the weights.")
+@click.option("--object", "name", metavar="NAME", default="model", help="The object with the weights.")
 @click.option("--poll", metavar="SECONDS", type=parse_seconds, default=5.0, help="Time between two polls.")
 @click.option("--once", is_flag=True, help="Poll once, and exit.")
-@click.option("--token-file", metavar="FILE", help=f"A file with the app's token; without it, it is that of {TOKEN}.")
+@click.option("--token-file", metavar="FILE", help=f"The file with the app's token; by default, the value of {TOKEN}.")
 @click.option("--timeout", metavar="SECONDS", type=parse_seconds, default=300.0, help="The most that a swap may take.")
 @options.as_json
 @options.debug
@@ -59,12 +59,12 @@ def follow(
 ) -> None:
     """Have an app serve each checkpoint that a store gets.
 
-    Each one is verified first. It goes on until a signal ends it. A checkpoint that is damaged, or that the app
-    refuses, is skipped and reported once. Exit codes: 0 a signal has ended it; 1 the app does not take the token, or
-    nothing from this directory; 2 the command line is wrong. With --once: 0 the app serves the checkpoint that was
-    wanted; 1 it does not, or one was skipped.
-    """
+    Each checkpoint is verified first. One that is damaged, or that the app refuses, is skipped and reported once. The
+    command runs until a signal ends it.
 
+    Exit codes: 0 a signal has ended it; 1 the app refuses the token, or every path in this directory; 2 the command
+    line is wrong. With --once: 0 the app serves the selected checkpoint; 1 it does not, or a checkpoint was skipped.
+    """
     from modelstate.serve.app import ServingApp
 
     def print_swap(event: FollowEvent) -> None:

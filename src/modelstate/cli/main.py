@@ -194,13 +194,13 @@ def _with_load_options(run: Callable[..., None]) -> Callable[..., None]:
         "--allow-missing",
         metavar="PATTERN",
         multiple=True,
-        help="Pattern of names that the file may lack and the model keeps its own of; may be repeated.",
+        help="Names that the file may lack, with * for any part; the model keeps its own values; may be repeated.",
     )
     @click.option(
         "--allow-unexpected",
         metavar="PATTERN",
         multiple=True,
-        help="Pattern of names to leave out; may be repeated.",
+        help="Names of the file that the model may lack, with * for any part; may be repeated.",
     )
     @click.option(
         "--init-missing",
@@ -276,7 +276,7 @@ def plan(
 ) -> None:
     """Show what a load would do, and every problem.
 
-    No tensor is read.
+    Tensors are read only where two values must be compared, or where the model's own code reads them.
     With --mesh, show what each rank of a device mesh would read and hold; no process group is needed.
     """
     if parallel and mesh is None:
@@ -323,9 +323,9 @@ def plan(
 @options.html
 @click.option("--verify", is_flag=True, help="Compare the bytes with their digests.")
 def load(request: Request, checkpoint: ms.Checkpoint, as_json: bool, html: str | None, verify: bool) -> None:
-    """Load a checkpoint into a model: a test that they fit.
+    """Load a checkpoint into a model, to test that they fit.
 
-    --json lists every tensor.
+    The report says what happened; --json lists every tensor. The loaded model is not kept.
     """
     request.options["verify"] = verify
     report = request.run(ms.load, checkpoint)
@@ -365,7 +365,7 @@ def suggest(
 
 @app.command()
 @options.source
-@click.argument("path", help="Where it is written to.")
+@click.argument("path", help="The file to write; its suffix selects the format.")
 @options.key
 @options.dtype
 @options.file_format
@@ -401,8 +401,8 @@ def convert(
     """Write a checkpoint as another file: format, dtype, names.
 
     It takes a few megabytes of memory.
-    A file that is there already is left as it is, unless --overwrite is given; the source may be overwritten too.
-    Directories on the way to PATH are made.
+    An existing file is not changed, unless --overwrite is given; then PATH can also be SOURCE.
+    Missing directories of PATH are created.
     """
     with reported(debug):
         parsed: dict[str, Any] = {
@@ -423,7 +423,7 @@ def convert(
 
 @app.command()
 @options.source
-@click.argument("path", help="A file, or a directory with / at its end.")
+@click.argument("path", help="A file, a directory with / at its end, or a URL of either in a bucket.")
 @options.overwrite
 @options.allow
 @options.as_json
@@ -432,7 +432,7 @@ def cp(source: str, path: str, overwrite: bool, allow: tuple[str, ...], as_json:
     """Copy the files of a checkpoint, from and to buckets too.
 
     They are copied byte for byte. Bytes with digests are compared on the way. All files are there at the end, or none.
-    A file that is there already is left as it is, unless --overwrite is given.
+    An existing file is not changed, unless --overwrite is given.
     """
     with reported(debug):
         report = ms.copy(source, path, overwrite=overwrite, allow=allow)
@@ -445,7 +445,10 @@ def cp(source: str, path: str, overwrite: bool, allow: tuple[str, ...], as_json:
 @options.as_json
 @options.debug
 def verify(source: str, opening: options.Opening, as_json: bool, debug: bool) -> None:
-    """Compare the bytes of a checkpoint or a store with their digests."""
+    """Compare the bytes of a checkpoint or a store with their digests.
+
+    SOURCE can be the directory of a modelstate.Store, or its URL: then all of its checkpoints are compared.
+    """
     with reported(debug):
         if is_store(source):
             verify_steps(source, cache=opening["cache"], as_json=as_json)

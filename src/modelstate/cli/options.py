@@ -35,18 +35,18 @@ max_memory = click.option(
     help="The most memory that tensors may take at once, such as 512MB.",
 )
 overwrite = click.option("--overwrite", is_flag=True, help="Replace what is there already.")
-source = click.argument("source", help="A checkpoint: a file, or a directory with one.")
-key = click.option("--key", metavar="KEY", help="The part of the checkpoint that is meant, such as model_state.")
+source = click.argument("source", help="A checkpoint: a file, a directory with one, or a URL.")
+key = click.option("--key", metavar="KEY", help="The part of the checkpoint to use, such as model_state.")
 allow = click.option(
     "--allow",
     metavar="NAME",
     multiple=True,
-    help="Class or function that the file may use, if you trust it: library.Class; may be repeated.",
+    help="Class or function that a pickle may use, such as library.Class, if you trust it; may be repeated.",
 )
 file_format = click.option(
     "--format",
     metavar="FORMAT",
-    help="safetensors, or torch for what torch.load reads, where the suffix of PATH says neither.",
+    help="safetensors, or torch for a file of torch.load; needed where the suffix of PATH says neither.",
 )
 no_skeleton = click.option(
     "--no-skeleton", is_flag=True, help="Build the model with values in its parameters; needs the memory."
@@ -81,7 +81,7 @@ def opening(run: Callable[..., None]) -> Callable[..., None]:
     """Gives a command the options of `modelstate.open`, as its argument `opening`."""
 
     @allow
-    @click.option("--skip-forbidden", is_flag=True, help="Leave out what the file may not use.")
+    @click.option("--skip-forbidden", is_flag=True, help="Leave out objects of classes that are not allowed.")
     @click.option(
         "--cache",
         metavar="DIR",
@@ -102,34 +102,32 @@ def rules(run: Callable[..., None]) -> Callable[..., None]:
         "--strip-prefix",
         metavar="PREFIX",
         multiple=True,
-        help="Prefix to take off the names of the file, such as module.; may be repeated.",
+        help="Prefix to remove from the names of the file, such as module.; may be repeated.",
     )
-    @click.option(
-        "--add-prefix", metavar="PREFIX", help="Prefix to put in front of the names of the file, such as encoder."
-    )
+    @click.option("--add-prefix", metavar="PREFIX", help="Prefix to add to the names of the file, such as encoder.")
     @click.option(
         "--rename",
         metavar="PATTERN=REPLACEMENT",
         multiple=True,
-        help="Names of the file, with * for any part of them, and what they become, such as old.*.w=new.*.weight; "
-        "may be repeated. The last = divides them.",
+        help="Names of the file, with * for any part, and their new names, such as old.*.w=new.*.weight; may be "
+        "repeated. The last = divides them.",
     )
     @click.option(
         "--rename-regex",
         metavar="PATTERN=REPLACEMENT",
         multiple=True,
-        help="Regular expression in names of the file, and what to put there, as re.sub does; may be repeated.",
+        help="Regular expression in names of the file, and its replacement, as in re.sub; may be repeated.",
     )
     @click.option(
         "--ignore",
         metavar="PATTERN",
         multiple=True,
-        help="Names of the file, after these changes, to leave out; may be repeated.",
+        help="Names of the file to leave out, by their new names, with * for any part; may be repeated.",
     )
     @click.option(
         "--rules",
         metavar="RULES",
-        help="package.module:name, a list of rules or a Schema; the options that change names come after it.",
+        help="package.module:name of a list of rules or a Schema; applied before the other options that change names.",
     )
     @wraps(run)
     def command(

@@ -224,8 +224,8 @@ def verify_steps(directory: str, step: int | None = None, *, cache: ms.Cache | N
 
 @store.command("diff")
 @_directory
-@click.argument("a", metavar="STEP", type=int, help="The first step.")
-@click.argument("b", metavar="STEP", type=int, help="The second step.")
+@click.argument("a", type=int, help="The first step.")
+@click.argument("b", type=int, help="The second step.")
 @options.only
 @options.top
 @options.show_all
@@ -251,7 +251,7 @@ def compare_steps(
 ) -> None:
     """Compare two checkpoints of a store, with all their objects.
 
-    It is shown as `modelstate diff` does.
+    The output is that of `modelstate diff`.
     Exit code 0 if both are equal, 1 if they differ, 2 if an error occurs or the command line is wrong.
     """
     with reported(debug, USAGE):
@@ -283,8 +283,9 @@ def prune(
     as_json: bool,
     debug: bool,
 ) -> None:
-    """Remove the checkpoints that no rule keeps.
+    """Remove the checkpoints that none of the given options keeps.
 
+    At least one of --keep-last, --every-steps, --every-hours and --best is needed.
     Pinned checkpoints and the newest intact one always stay.
     """
     with reported(debug):
@@ -350,8 +351,8 @@ def restore(
 ) -> None:
     """Write one object of a checkpoint as a file of its own.
 
-    By default the newest intact checkpoint is used. Its bytes are compared with their digests first. A file
-    that is there already is left as it is, unless --overwrite is given.
+    By default the newest intact checkpoint is used. Its bytes are compared with their digests first. An existing file
+    is not changed, unless --overwrite is given.
     """
     with reported(debug):
         writing: dict[str, Any] = {"dtype": dtype, "shard_size_bytes": shard_size}

@@ -154,7 +154,9 @@ def _tree_of(state: object) -> Mapping[Any, object]:
     remedy = ""
     if is_class and issubclass(cls, nn.Module):
         remedy = f"pass a module: {cls.__name__}(...)"
-    elif isinstance(tree, torch.Tensor | list | tuple) or (not is_class and hasattr(tree, "state_dict")):
+    elif isinstance(tree, list | tuple):
+        remedy = "pass a mapping: ms.save({'first': ..., 'second': ...}, path)"
+    elif isinstance(tree, torch.Tensor) or (not is_class and hasattr(tree, "state_dict")):
         remedy = f"give it a name: ms.save({{'{cls.__name__.lower()}': ...}}, path)"
     raise SaveTargetError(
         f"cannot save {'the class' if is_class else 'an object of type'} {cls.__name__}",

@@ -24,6 +24,10 @@ _WITHOUT_LIMITS = tuple(filter(None, [getattr(torch, "float4_e2m1fn_x2", None)])
 """Dtypes of which torch does not say what they can represent."""
 QUANTIZED = frozenset({torch.quint8, torch.qint8, torch.qint32, torch.quint4x2, torch.quint2x4})
 """The dtypes of torch's own quantized tensors."""
+UNSAVED = frozenset(
+    dtype for bits in range(1, 8) for kind in ("int", "uint") if (dtype := getattr(torch, f"{kind}{bits}", None))
+)
+"""Dtypes that `torch.save` does not save."""
 
 
 @cache

@@ -12,6 +12,7 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from modelstate.problems import GATHER, REAL
 from modelstate.spec import span
+from modelstate.torch_compat.dtypes import UNSAVED
 from modelstate.torch_compat.private import storage_id, without_subclasses
 
 _PLAIN = frozenset([torch.Tensor, nn.Parameter, nn.Buffer])
@@ -141,7 +142,9 @@ _SPARSE = {torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bs
 
 
 def is_plain_or_sparse(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is a plain one with values, of any dtype, or a sparse one: what a file of `torch.save` holds."""
+    """Whether a tensor is a plain one with values, or a sparse one, of a dtype that a file of `torch.save` holds."""
+    if tensor.dtype in UNSAVED:
+        return False
     if not why_not_plain(tensor):
         return True
     is_own_class = type(tensor) in (torch.Tensor, torch.nn.Parameter)
