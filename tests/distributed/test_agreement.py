@@ -52,11 +52,12 @@ def phases(do: Callable[[int], object] | None = None, digests: Sequence[int] = (
     names = ("the model", "the source", "the rules")
     parts = [Digest(name, f"{name} {number}", number) for name, number in zip(names, digests, strict=True)]
     ranks = agreement()
-    with ranks.phase("planning", lambda: parts):
-        if do is not None:
-            do(dist.get_rank())
-    with ranks.phase("reading", decides=True):
-        pass
+    with ranks.held():
+        with ranks.phase("planning", lambda: parts):
+            if do is not None:
+                do(dist.get_rank())
+        with ranks.phase("reading", decides=True):
+            pass
     return "committed"
 
 
@@ -118,6 +119,16 @@ def test_an_interrupt_of_one_rank_ends_the_others(ranks: Ranks) -> None:
     assert kinds == ["DistributedError", "KeyboardInterrupt", "DistributedError", "DistributedError"]
 
 
+def interrupted_votes(decides: bool) -> list[str]:
+    """The ends of calls and of the next ones. Only the last call may leave descriptors: those of a group."""
+    ends, descriptors = [], []
+    for _ in range(4):
+        ends.append(interrupted_vote(decides))
+        descriptors.append(len(os.listdir("/proc/self/fd")))
+    assert descriptors[-1] <= descriptors[0] + 4, descriptors
+    return ends
+
+
 def interrupted_vote(decides: bool) -> str:
     """Rank 1 is interrupted while it waits for the others at the end of a phase."""
 
@@ -127,12 +138,12 @@ def interrupted_vote(decides: bool) -> str:
     before = signal.signal(signal.SIGALRM, interrupt)
     ranks = agreement()
     try:
-        with mock.patch.object(sharding, "CHECK_SECONDS", 0.1):
+        with mock.patch.object(sharding, "CHECK_SECONDS", 0.1), ranks.held():
             with ranks.phase("reading", decides=decides):
                 if dist.get_rank() == 1:
                     signal.setitimer(signal.ITIMER_REAL, 0.05)
                 else:
-                    time.sleep(0.4)
+                    time.sleep(0.2)
             with ranks.phase("the commit"):
                 pass
     except (KeyboardInterrupt, errors.DistributedError) as error:
@@ -146,8 +157,8 @@ def interrupted_vote(decides: bool) -> str:
 
 @pytest.mark.parametrize("decides", [False, True])
 def test_an_interrupt_of_a_rank_that_waits_ends_the_others(ranks: Ranks, decides: bool) -> None:
-    others = "DistributedError committed"
-    assert ranks.values(interrupted_vote, decides) == [others, "KeyboardInterrupt committed", others, others]
+    others, interrupted = ["DistributedError committed"] * 4, ["KeyboardInterrupt committed"] * 4
+    assert ranks.values(interrupted_votes, decides) == [others, interrupted, others, others]
 
 
 def other_calls() -> None:
@@ -212,7 +223,7 @@ def test_a_rank_that_is_killed(ranks: Ranks, phase: str) -> None:
 def killed_after_the_commit() -> list[str]:
     """Rank 2 dies when the others exchange reports of a call. The next one begins later on one of them."""
     ranks = agreement(60)
-    with ranks.taking_part():
+    with ranks.held():
         with ranks.phase("planning"):
             pass
         if dist.get_rank() == 2:
@@ -222,7 +233,7 @@ def killed_after_the_commit() -> list[str]:
     begun = agreement_of((), dist.group.WORLD, 60)
 
     def next_call() -> None:
-        with begun.taking_part(), begun.phase("planning"):
+        with begun.held(), begun.phase("planning"):
             pass
 
     return [str(reported), end_of(next_call)]
@@ -239,7 +250,7 @@ def lost_in_the_last_vote() -> list[str]:
     ranks = Agreement(range(4), 60, channel="last vote")
 
     def call() -> None:
-        with ranks.taking_part():
+        with ranks.held():
             with ranks.phase("planning"):
                 pass
             connections = connections_module.connections_of(ranks.ranks, 60, "last vote")
@@ -257,7 +268,6 @@ def lost_in_the_last_vote() -> list[str]:
     ends: list[str] = []
     for without in (None, 0, None):
         if dist.get_rank() != without:
-            connections_module.drop_abandoned(ranks.ranks)
             ends.append(end_of(call))
         dist.barrier()
     return ends
@@ -319,16 +329,23 @@ def test_an_interrupt_in_the_wait_for_a_rank_ends_the_wait_of_the_others(ranks: 
     assert ranks.values(interrupted_in_the_wait, timeout=30) == ["", "interrupted", reason, reason]
 
 
-def raised_between_votes(kind: type[BaseException], rank: int) -> tuple[str, str]:
-    """The error of a call in which a rank raises between two votes, and the end of the next call."""
+def raised_between_votes(kind: type[BaseException], rank: int, is_noticed: bool) -> tuple[str, str]:
+    """The error of a call in which a rank raises between two votes, and the end of the next call.
+
+    The other ranks may notice it before their next vote.
+    """
     ranks, kind_of_error = agreement(60), ""
     try:
-        with ranks.taking_part():
+        with ranks.held():
             with ranks.phase("planning"):
                 pass
             if dist.get_rank() == rank:
                 raise kind("as asked")
-            with ranks.phase("reading"):
+            connections = connections_module.connections_of(ranks.ranks, 60, "")
+            while is_noticed and not connections.is_abandoned():
+                time.sleep(0.01)
+            within = agreement(60)  # a call within the call, as of the code of a model
+            with within.held(), within.phase("reading"):
                 pass
     except BaseException as error:
         kind_of_error = type(error).__name__
@@ -336,9 +353,11 @@ def raised_between_votes(kind: type[BaseException], rank: int) -> tuple[str, str
     return kind_of_error, phases()
 
 
-@pytest.mark.parametrize("kind", [MemoryError, KeyboardInterrupt])
-def test_an_error_between_two_votes_ends_the_wait_of_the_others(ranks: Ranks, kind: type[BaseException]) -> None:
-    outcomes = ranks.values(raised_between_votes, kind, 1, timeout=30)
+@pytest.mark.parametrize(("kind", "is_noticed"), [(MemoryError, False), (KeyboardInterrupt, True)])
+def test_an_error_between_two_votes_ends_the_wait_of_the_others(
+    ranks: Ranks, kind: type[BaseException], is_noticed: bool
+) -> None:
+    outcomes = ranks.values(raised_between_votes, kind, 1, is_noticed, timeout=30)
     names = ["DistributedError", kind.__name__, "DistributedError", "DistributedError"]
     assert outcomes == [(name, "committed") for name in names]
 
@@ -353,7 +372,10 @@ def end_of(call: Callable[[], object]) -> str:
 
 
 def interrupted_call(when: str, is_connected: bool) -> list[str]:
-    """The ends of three calls: rank 1 is interrupted in the second, which rank 3 begins when rank 1 has ended it."""
+    """The ends of three calls: rank 1 is interrupted in the second, which rank 3 begins when rank 1 has ended it.
+
+    Or all ranks are interrupted before its first vote.
+    """
     key = f"interrupted {when}, {is_connected=}"
     ranks, interrupted = Agreement(range(4), 20, channel=key), sharding.default_store()
 
@@ -362,12 +384,14 @@ def interrupted_call(when: str, is_connected: bool) -> list[str]:
             raise KeyboardInterrupt
 
     def first_call() -> None:
-        with ranks.taking_part(), ranks.phase("planning"):
+        with ranks.held(), ranks.phase("planning"):
             pass
 
     def second_call() -> None:
-        with ranks.taking_part():
+        with ranks.held():
             interrupt_at("before the first vote")
+            if when == "on all ranks":
+                raise KeyboardInterrupt
             with ranks.phase("planning"):
                 interrupt_at("within the first phase")
             with ranks.phase("committing"):
@@ -377,12 +401,10 @@ def interrupted_call(when: str, is_connected: bool) -> list[str]:
     ends = [end_of(first_call)] if is_connected else []
     if dist.get_rank() == 3 and when != "after the last vote":
         interrupted.wait([key])
-        connections_module.drop_abandoned(ranks.ranks)
     ends.append(end_of(second_call))
     if dist.get_rank() == 1:
         interrupted.set(key, "")
     dist.barrier()
-    connections_module.drop_abandoned(ranks.ranks)
     return [*ends, end_of(first_call)]
 
 
@@ -394,13 +416,73 @@ def interrupted_call(when: str, is_connected: bool) -> list[str]:
         ("within the first phase", True),
         ("after the last vote", True),
         ("after the last vote", False),
+        ("on all ranks", True),
+        ("on all ranks", False),
     ],
 )
 def test_ranks_that_begin_a_call_which_another_one_has_ended(ranks: Ranks, when: str, is_connected: bool) -> None:
-    others = "committed" if when == "after the last vote" else "DistributedError"
+    others = {"after the last vote": "committed", "on all ranks": "KeyboardInterrupt"}.get(when, "DistributedError")
     before = ["committed"] if is_connected else []
     wanted = [[*before, end, "committed"] for end in (others, "KeyboardInterrupt", others, others)]
     assert ranks.values(interrupted_call, when, is_connected, timeout=40) == wanted
+
+
+def interrupted_calls() -> list[str]:
+    """The errors of three calls. Rank 1 is interrupted in two of them, before rank 3 begins the first."""
+    interrupted, ends = sharding.default_store(), []
+    if dist.get_rank() == 3:
+        interrupted.wait(["two calls"])
+    for number in range(3):
+        ranks = Agreement(range(4), 20, channel="two calls")
+        try:
+            with ranks.held():
+                if dist.get_rank() == 1 and number < 2:
+                    raise KeyboardInterrupt(number)
+                with ranks.phase("planning", lambda number=number: [Digest("the call", "", number)]):
+                    ends.append("committed")
+        except (KeyboardInterrupt, errors.DistributedError) as error:
+            ends.append(str(getattr(error, "what", error))[-1])
+        if dist.get_rank() == 1 and number == 1:
+            interrupted.set("two calls", "")
+    return ends
+
+
+def test_a_rank_that_begins_two_calls_which_another_one_has_ended(ranks: Ranks) -> None:
+    assert ranks.values(interrupted_calls, timeout=40) == [["0", "1", "committed"]] * 4
+
+
+def connections_of_some() -> list[str]:
+    """The ends of calls of all ranks that connect ranks 0 to 2, of which rank 1 fails in the first.
+
+    A call of these three ranks has connections of its own, which stay.
+    """
+    some, here, ends = (0, 1, 2), dist.get_rank(), list[str]()
+
+    def call_of_some() -> None:
+        with Agreement(some, 20).phase("reading"):
+            pass
+
+    def call_of_all() -> None:
+        ranks = agreement(60)
+        with ranks.phase("reading"):
+            if here in some:
+                ranks.connect(some)
+
+    fails = mock.patch.object(connections_module.Connections, "connect", side_effect=MemoryError)
+    if here in some:
+        call_of_some()
+    phases()
+    own = connections_module.made_connections().get((some, ""))
+    for is_faulty in (True, False):
+        with fails if is_faulty and here == 1 else nullcontext():
+            ends.append(end_of(call_of_all))
+        dist.barrier()
+    assert own is None or not own.is_abandoned()
+    return ends
+
+
+def test_some_of_the_ranks_are_connected(ranks: Ranks) -> None:
+    assert ranks.values(connections_of_some, timeout=30) == [["RankLostError", "committed"]] * 4
 
 
 def first_without_an_answer() -> tuple[str, str]:
@@ -451,9 +533,11 @@ def groups() -> dict[str, object]:
     results["mesh"] = agreement_of(net).ranks
     results["plain"] = agreement_of(nn.Linear(2, 2)).ranks
     pair = dist.new_group([0, 1])
-    for name, group in (("world", dist.group.WORLD), ("pair", pair)):
+    calls = {"world": "modelstate.load", "pair": "modelstate.load", "pair of a store": "Store.save"}
+    for name, call in calls.items():
+        group = dist.group.WORLD if name == "world" else pair
         try:
-            results[name] = agreement_of(net, group).ranks  # type: ignore[arg-type]
+            results[name] = agreement_of(net, group, call=call).ranks
         except errors.ProcessGroupError as error:
             results[name] = str(error)
     return results
@@ -467,6 +551,8 @@ def test_the_ranks_are_those_of_the_mesh(ranks: Ranks) -> None:
         assert "ranks 0-1: a mesh of a DTensor has ranks that do not take part in" in str(found["pair"]), rank
         assert "meshes over the ranks 0-3\n" in str(found["pair"])
         assert "ranks 2-3: this rank is not among the ranks" in str(found["pair"])
+        assert "to do: modelstate.load(process_group=)" in str(found["pair"])
+        assert "to do: modelstate.Store(process_group=)" in str(found["pair of a store"])
 
 
 def test_dtensors_without_a_process_group() -> None:
@@ -520,32 +606,40 @@ def test_threads_vote_on_channels_of_their_own(ranks: Ranks) -> None:
     assert ranks.values(on_two_channels) == [expected] * 4
 
 
-def beginning_while_another_thread_begins() -> str:
-    """A call begins; meanwhile another thread opens a channel of its own and loses one."""
-    for channel in ("", "kept", "lost"):
-        with Agreement(range(4), 20, channel=channel).phase("reading"):
-            pass
-    is_abandoned, asked = connections_module.Connections.is_abandoned, []
+def interrupted_on_a_channel() -> list[str]:
+    """The error of a thread that is in a phase when rank 1 has ended its call, and this rank begins another one."""
+    ranks, ends = agreement(60).on_channel("of a thread"), list[str]()
+    is_in_phase, is_next_begun = threading.Event(), threading.Event()
 
-    def while_another_thread_begins(connections: connections_module.Connections) -> bool:
-        if len(asked) == 0:
-            asked.append(connections)
-            for number in range(2):
-                agreement().on_channel(f"opened meanwhile {number}")
-            del connections_module.made_connections()[(0, 1, 2, 3), "lost"]
-        return is_abandoned(connections)
+    def call() -> None:
+        with ranks.held():
+            with ranks.phase("planning"):
+                pass
+            if dist.get_rank() == 1:
+                raise KeyboardInterrupt
+            with ranks.phase("writing"):
+                is_in_phase.set()
+                is_next_begun.wait()
+                ranks.texts("writing", "")
 
-    with mock.patch.object(connections_module.Connections, "is_abandoned", while_another_thread_begins):
-        begun = agreement_of((), dist.group.WORLD, 20)
-    assert asked != []
-    with begun.phase("reading"):
-        pass
-    return "committed"
+    thread = threading.Thread(target=lambda: ends.append(end_of(call)))
+    thread.start()
+    if dist.get_rank() == 1:
+        thread.join()
+    else:
+        is_in_phase.wait()
+    dist.barrier()
+    ends.append(phases())
+    agreement_of((), dist.group.WORLD)
+    is_next_begun.set()
+    thread.join()
+    return ends
 
 
-def test_a_call_begins_while_another_thread_opens_a_channel(ranks: Ranks) -> None:
-    assert ranks.values(beginning_while_another_thread_begins) == ["committed"] * 4
-    assert ranks.values(good) == [["committed"] * 5] * 4
+def test_a_call_that_begins_leaves_the_connections_of_another_thread(ranks: Ranks) -> None:
+    others = ["committed", "DistributedError"]
+    wanted = [others, ["KeyboardInterrupt", "committed"], others, others]
+    assert ranks.values(interrupted_on_a_channel, timeout=30) == wanted
 
 
 VOTE_AND_END = """
@@ -570,9 +664,9 @@ dist.destroy_process_group()
 def abandoned_without_a_sign() -> str:
     """Rank 2 abandons the connections and keeps them open, as gloo does where it misses that a rank has died."""
     ranks = agreement(timeout_seconds=60)
-    with ranks.phase("planning"):
-        pass
-    with mock.patch.object(sharding, "CHECK_SECONDS", 0.2):
+    with mock.patch.object(sharding, "CHECK_SECONDS", 0.2), ranks.held():
+        with ranks.phase("planning"):
+            pass
         if dist.get_rank() == 2:
             connections = connections_module.made_connections().pop((ranks.ranks, ""))
             group = connections._group

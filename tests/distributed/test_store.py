@@ -547,6 +547,34 @@ def test_a_save_after_a_cancelled_one(ranks: Ranks, tmp_path: Path) -> None:
     assert ranks.values(save_after_a_cancelled_one, tmp_path, timeout=100) == [(2,)] * 4
 
 
+def save_whose_thread_does_not_start(folder: Path) -> tuple[str, tuple[int, ...]]:
+    """The error of a save in the background that rank 1 does not start, and the steps after another one."""
+
+    def interrupt(_: PendingSave) -> None:
+        raise KeyboardInterrupt
+
+    def save_and_wait() -> None:
+        try:
+            pending = store.save(1, objects, background=True)
+        except KeyboardInterrupt as error:
+            raise ms.errors.BackgroundCancelledError("interrupted") from error
+        assert pending is not None
+        pending.result()
+
+    objects, is_faulty = sharded_objects("fsdp", seed=1), dist.get_rank() == 1
+    with ms.Store(folder / "store", timeout_seconds=60) as store:
+        with mock.patch.object(PendingSave, "start", interrupt) if is_faulty else nullcontext():
+            kind = error_of(save_and_wait)[0]
+        store.save(2, objects, background=True)
+        store.wait()
+        return kind, store.steps()
+
+
+def test_a_save_that_one_rank_does_not_start_ends_on_the_others(ranks: Ranks, tmp_path: Path) -> None:
+    outcomes = ranks.values(save_whose_thread_does_not_start, tmp_path, timeout=30)
+    assert outcomes == [("BackgroundCancelledError" if rank == 1 else "DistributedError", (2,)) for rank in range(4)]
+
+
 def save_to_two_stores(folder: Path) -> list[tuple[int, ...]]:
     """The steps of two stores, whose threads write at the same time."""
     objects = sharded_objects("fsdp", seed=1)

@@ -16,7 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from threading import RLock
 from typing import Any, TypeVar
 
@@ -29,7 +29,6 @@ from modelstate.distributed.connections import (
     ANY_CALL,
     AbandonedError,
     Connections,
-    abandon_before,
     connections_of,
     drop_abandoned,
     made_connections,
@@ -37,7 +36,7 @@ from modelstate.distributed.connections import (
     without_frames,
 )
 from modelstate.distributed.reports import Digest, Report, difference_of, error_of, report_of
-from modelstate.errors import ModelBusyError, ModelStateError, ProcessGroupError, RankLostError
+from modelstate.errors import ModelBusyError, ModelStateError, OptionError, ProcessGroupError, RankLostError
 from modelstate.torch_compat.modules import modules_of, tensors_of
 from modelstate.torch_compat.plain import byte_tensor, is_sharded
 from modelstate.torch_compat.sharding import ranks_of_meshes
@@ -48,10 +47,29 @@ TIMEOUT_SECONDS = 1800.0
 _NUMBERS = 2 + 2 * 3
 """The numbers of a vote: whether it failed, the length of the report, and two for each of up to three digests."""
 NOTHING_CHANGED = "nothing has been changed"
-_WITHOUT_RANKS = ("modelstate.restore", "modelstate.resumable")
-"""Calls that have no `process_group=` and no `timeout_seconds=`."""
-_held: dict[tuple[tuple[int, ...], str], AbstractContextManager[object]] = {}
-"""The locks of calls, by their ranks and channel: votes of two calls that overlap would be taken for one call."""
+_TAKES_RANKS = {
+    "modelstate.restore": "",
+    "modelstate.resumable": "modelstate.Store",
+    **dict.fromkeys(("Store.save", "Store.check", "Store.restore"), "modelstate.Store"),
+    "dcp.save": "modelstate.dcp.Writer",
+}
+"""What takes the `process_group=` and the `timeout_seconds=` of a call, where it is not the call; empty for nothing."""
+
+
+@dataclass(slots=True)
+class _Turn:
+    """The call that this process is in, over the same ranks and channel. A call within it is part of it."""
+
+    lock: AbstractContextManager[object] = field(default_factory=RLock)
+    """Held by the thread of the call: votes of two calls that overlap would be taken for one call."""
+    votes_before: int | None = None
+    """The votes of the connections before the call; None where there is no call."""
+    has_failed: bool = False
+    """Whether all ranks raise: the last vote has failed, or the connections are lost."""
+
+
+_turns: dict[tuple[tuple[int, ...], str], _Turn] = {}
+"""By ranks and channel."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,10 +105,7 @@ class Agreement:
         self.call, self._channel = call, channel
         self._phase: _Phase | None = None
         """The phase whose block this rank is in."""
-        self._votes_before: int | None = None
-        """The votes before the call that this rank is in."""
-        self._has_failed = False
-        """Whether all ranks raise: the last vote has failed, or the connections are lost."""
+        self._turn = _turns.setdefault((self.ranks, channel), _Turn())
         self.seconds: dict[str, float] = {}
         """The time of each phase on this rank, without the time that it waited for others."""
 
@@ -105,44 +120,39 @@ class Agreement:
         return self.ranks.index(dist.get_rank()) if self.is_collective else 0
 
     def on_channel(self, channel: str) -> "Agreement":
-        """Returns the agreement of the same ranks over connections of their own, which are made now, as in a phase."""
-        other = Agreement(self.ranks, self.timeout_seconds, call=self.call, channel=channel)
-        with other.phase("connecting"):
-            return other
+        """Returns the agreement of the same ranks over connections of their own, for another thread."""
+        return Agreement(self.ranks, self.timeout_seconds, call=self.call, channel=channel)
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """As `taking_part`; calls in other threads of this process, over the same ranks, wait for the end of the block.
+        """The block of a call: all its phases. Calls in other threads, over the same ranks, wait for its end.
 
-        The calls of several threads run in the same order on all ranks, or their digests differ.
+        The calls of several threads run in the same order on all ranks, or their digests differ. A phase outside of
+        such a block is a call of its own.
+
+        Where the block raises between two votes, the other ranks wait for this one no longer. That is an interrupt, an
+        error that can occur anywhere, such as `MemoryError`, or a model that another thread of this rank changes. Any
+        other `ModelStateError` between two votes follows from what all ranks know, so all ranks raise it.
         """
-        lock: AbstractContextManager[object] = nullcontext()
-        if self.is_collective:
-            lock = _held.setdefault((self.ranks, self._channel), RLock())
-        with lock, self.taking_part():
+        if not self.is_collective:
             yield
-
-    @contextmanager
-    def taking_part(self) -> Iterator[None]:
-        """The block of a call: where it raises between two votes, the other ranks wait for this one no longer.
-
-        That is an interrupt, an error that can occur anywhere, such as `MemoryError`, or a model that another thread of
-        this rank changes. Any other `ModelStateError` between two votes follows from what all ranks know, so all ranks
-        raise it.
-        """
-        outer, self._has_failed = self._votes_before, False
-        if outer is None and self.is_collective:
-            connections = made_connections().get((self.ranks, self._channel))
-            self._votes_before = 0 if connections is None else connections.votes
-        try:
-            yield
-        except BaseException as error:
-            is_of_this_rank = not isinstance(error, ModelStateError) or isinstance(error, ModelBusyError)
-            if self.is_collective and is_of_this_rank:
-                self.abandon(error)
-            raise
-        finally:
-            self._votes_before = outer
+            return
+        turn = self._turn
+        with turn.lock:
+            is_outermost = turn.votes_before is None
+            try:
+                if is_outermost:
+                    drop_abandoned(self.ranks, self._channel)
+                    connections = made_connections().get((self.ranks, self._channel))
+                    turn.votes_before, turn.has_failed = 0 if connections is None else connections.votes, False
+                yield
+            except BaseException as error:
+                if not isinstance(error, ModelStateError) or isinstance(error, ModelBusyError):
+                    self.abandon(error)
+                raise
+            finally:
+                if is_outermost:
+                    turn.votes_before = None
 
     @contextmanager
     def meeting(self) -> Iterator[None]:
@@ -180,40 +190,38 @@ class Agreement:
     def _vote(self, phase: _Phase, digests: Callable[[], Sequence[Digest]] | None) -> Iterator[None]:
         own: Sequence[Digest] = ()
         started = time.perf_counter()
-        self._has_failed = False
-        try:
-            # Before the block, so that the death of a rank within the block shows at once.
-            connections_of(self.ranks, self.timeout_seconds, self._channel)
-        except Exception as cause:
-            error_of_torch = without_frames(cause)
-            raise self._lost(phase, error_of_torch) from error_of_torch
-        except BaseException as interrupt:
-            self.abandon(interrupt)
-            raise
-        outer, self._phase = self._phase, phase
-        try:
+        with self.held():
+            self._turn.has_failed = False
             try:
-                yield
-                own = digests() if digests is not None else ()
-                self.seconds[phase.name] = time.perf_counter() - started
-            finally:
-                self._phase = outer
-        except Exception as error:
-            self._end(phase, error, own)
-            raise
-        except BaseException as error:
-            self._leave(phase, error)
-            raise
-        self._end(phase, None, own)
+                # Before the block, so that the death of a rank within the block shows at once.
+                connections_of(self.ranks, self.timeout_seconds, self._channel)
+            except Exception as cause:
+                error_of_torch = without_frames(cause)
+                raise self._lost(phase, error_of_torch) from error_of_torch
+            outer, self._phase = self._phase, phase
+            try:
+                try:
+                    yield
+                    own = digests() if digests is not None else ()
+                    self.seconds[phase.name] = time.perf_counter() - started
+                finally:
+                    self._phase = outer
+            except Exception as error:
+                self._end(phase, error, own)
+                raise
+            except BaseException:
+                self._leave(phase)
+                raise
+            self._end(phase, None, own)
 
     @contextmanager
     def before(self, name: str) -> Iterator[None]:
         """A block before the phase of this name, where the other ranks wait: an error is an error on all of them."""
-        with self.taking_part():
+        with self.held():
             try:
                 yield
             except Exception:  # also one of torch, such as for a lack of memory
-                with self.held(), self.phase(name):
+                with self.phase(name):
                     raise
 
     def decided(self, name: str, choose: Callable[[], Any], *, effect: str = NOTHING_CHANGED) -> Any:
@@ -283,12 +291,13 @@ class Agreement:
         return {dist.get_rank(): [*numbers]}
 
     def connect(self, ranks: tuple[int, ...]) -> None:
-        """Connects ranks before a phase, so that the death of one shows at once in a broadcast.
+        """Connects ranks in a phase before a broadcast, so that the death of one shows at once in it.
 
         Raises:
             RankLostError: A rank does not take part in time.
         """
-        self._use_connections(ranks, lambda _: None)
+        with self.meeting():
+            self._use_connections(ranks, lambda _: None)
 
     def broadcast(self, tensor: torch.Tensor, ranks: tuple[int, ...], source: int) -> None:
         """Copies a tensor on the CPU from the rank `source` to the other `ranks`, in a phase.
@@ -351,31 +360,33 @@ class Agreement:
 
     def _use_connections(self, ranks: tuple[int, ...], use: Callable[[Connections], _R], name: str = "") -> _R:
         """Returns what `use` returns for the connections. `name` is for an error, where this rank is in no phase."""
-        try:
-            return use(connections_of(self.ranks, self.timeout_seconds, self._channel).of(ranks, self.timeout_seconds))
-        except Exception as cause:
-            error_of_torch = without_frames(cause)
-            phase = self._phase or _Phase(name, NOTHING_CHANGED, False)
-            raise self._lost(phase, error_of_torch, ranks) from error_of_torch
-        except BaseException as interrupt:
-            self.abandon(interrupt)
-            raise
+        with self.held():
+            try:
+                of_all = connections_of(self.ranks, self.timeout_seconds, self._channel)
+                return use(of_all.of(ranks, self.timeout_seconds))
+            except Exception as cause:
+                error_of_torch = without_frames(cause)
+                phase = self._phase or _Phase(name, NOTHING_CHANGED, False)
+                raise self._lost(phase, error_of_torch, ranks) from error_of_torch
 
     def abandon(self, error: BaseException) -> None:
         """Closes the connections for an error, which the other ranks raise, too: they wait for this one no longer.
 
         Does nothing where they raise already.
         """
-        if not self._has_failed:
-            self._close(json.dumps([dist.get_rank(), report_of(error)]), self._votes_before)
+        if not self._turn.has_failed:
+            self._close(json.dumps([dist.get_rank(), report_of(error)]), self._turn.votes_before)
 
     def _close(self, reason: str = "", votes: int | None = None) -> None:
         """Closes the connections, and has the next call make new ones. Ranks that come later find the reason."""
-        self._has_failed = True
-        if connections := made_connections().pop((self.ranks, self._channel), None):
+        connections = made_connections().pop((self.ranks, self._channel), None)
+        if connections is None and reason:
+            with suppress(Exception):  # another rank has ended the call already
+                connections = Connections(self.ranks, self._channel)
+        if connections is not None:
             connections.abandon(reason, connections.votes if votes is None else votes)
-        elif reason:
-            abandon_before(self.ranks, self._channel, reason)
+        turn = self._turn
+        turn.has_failed, turn.votes_before = True, None if turn.votes_before is None else 0  # of the next connections
 
     def _end(self, phase: "_Phase", error: BaseException | None, own: Sequence[Digest]) -> None:
         """Votes. Returns where all ranks have ended the phase, and where `error` says it all."""
@@ -396,8 +407,8 @@ class Agreement:
                 reports = [json.loads(text) for text in connections.gathered(report, longest, self.timeout_seconds)]
         except Exception as cause:
             lost = without_frames(cause)
-        except BaseException as interrupt:
-            self._leave(phase, interrupt)
+        except BaseException:
+            self._leave(phase)
             raise
         if (
             phase.decides
@@ -413,16 +424,15 @@ class Agreement:
                 raise lost_rank from lost
             error.add_note(f"{lost_rank.what}: {lost_rank.found}")
         elif reports and connections is not None:
-            self._has_failed = True
+            self._turn.has_failed = True
             connections.forget_some()
             self._raise(phase, error, dict(zip(self.ranks, reports, strict=True)))
 
-    def _leave(self, phase: "_Phase", interrupt: BaseException) -> None:
+    def _leave(self, phase: "_Phase") -> None:
         """Ends the phase for an interrupt, without the other ranks: one of them may be waiting for a server."""
         connections = made_connections().get((self.ranks, self._channel))
         if phase.decides and connections is not None:
             connections.decide(False)
-        self.abandon(interrupt)
 
     def _lost(self, phase: "_Phase", cause: Exception, ranks: tuple[int, ...] = ()) -> ModelStateError:
         """Returns the error for connections that broke or were not made. The next load makes new ones.
@@ -435,6 +445,7 @@ class Agreement:
         else:
             reason = "" if connections is None else connections.reason()
         error: ModelStateError
+        takes_ranks = _TAKES_RANKS.get(self.call, self.call)
         if reason:
             rank, report = json.loads(reason)
             error = error_of({rank: report}, phase.name, phase.effect, len(self.ranks))
@@ -445,7 +456,7 @@ class Agreement:
                 expected=f"all of them within {self.timeout_seconds:g} seconds",
                 found=str(cause).split("\n")[0],
                 remedy="see the log of the rank that is missing"
-                + ("" if self.call in _WITHOUT_RANKS else f"; if it needs more time: {self.call}(timeout_seconds=)"),
+                + (f"; if it needs more time: {takes_ranks}(timeout_seconds=)" if takes_ranks else ""),
             )
         if ranks not in ((), self.ranks):
             if connections is not None:
@@ -511,6 +522,7 @@ def agreement_of(
     else:  # torch gives another object to a rank that is not in the group
         is_group = isinstance(process_group, dist.ProcessGroup)
         ranks = tuple(dist.get_process_group_ranks(process_group)) if is_group else ()
+    takes_ranks = _TAKES_RANKS.get(call, call)
     all_of_meshes = {rank for mesh in meshes for rank in mesh}
     # The ranks that wait for this one where it raises: without an argument they are those of the mesh.
     waiting = Agreement(tuple(sorted(of_mesh)) if rank in of_mesh else (), TIMEOUT_SECONDS, call=call)
@@ -524,13 +536,14 @@ def agreement_of(
                 expected=f"meshes within the ranks {ranks_text(ranks)}"
                 + ("" if process_group else ", those of one mesh"),
                 found=f"meshes over the ranks {ranks_text(sorted(all_of_meshes))}",
-                remedy="make all meshes over the same ranks"
-                if call in _WITHOUT_RANKS
-                else f"{call}(process_group=) with a group that has all ranks of all meshes, such as group.WORLD",
+                remedy=f"{takes_ranks}(process_group=) with a group of all ranks of all meshes, such as group.WORLD"
+                if takes_ranks
+                else "make all meshes over the same ranks",
             )
-    ordered = tuple(sorted(ranks))
-    drop_abandoned(ordered)
-    agreement = Agreement(ordered, TIMEOUT_SECONDS, call=call)
-    with agreement.before("planning"):
+    agreement = Agreement(sorted(ranks), TIMEOUT_SECONDS, call=call)
+    try:
         agreement.timeout_seconds = seconds_of("timeout_seconds", timeout_seconds, accepts_zero=False)
+    except OptionError:
+        with agreement.before("planning"):
+            raise
     return agreement

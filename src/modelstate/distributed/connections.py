@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from functools import lru_cache
 from hashlib import blake2b
+from itertools import takewhile
 from typing import Any
 from uuid import uuid4
 from weakref import WeakKeyDictionary
@@ -62,8 +63,10 @@ class Connections:
     """
 
     def __init__(self, ranks: tuple[int, ...], channel: str, of_all: "Connections | None" = None) -> None:
-        self.store = default_store()
+        self._store = default_store()
         self._ranks, self._channel, self._of_all = ranks, channel, of_all
+        # Another key than that of a call of these ranks alone, whose connections are other ones.
+        self._key = _key_of(ranks, channel, () if of_all is None else of_all._ranks)
         self._of_some: dict[tuple[int, ...], Connections] = {}
         self._group: Any = None
         self._decisions = 0
@@ -79,7 +82,7 @@ class Connections:
             TimeoutError: A rank does not come.
             RuntimeError: Torch cannot connect the ranks.
         """
-        store = dist.PrefixStore(f"{_key_of(self._ranks, self._channel)}/{self._generation}", self.store)
+        store = dist.PrefixStore(f"{self._key}/{self._generation}", self._store)
         self._meet(store, timeout_seconds)
         size = len(self._ranks)
         timeout_seconds = min(timeout_seconds, CONNECT_SECONDS + size)
@@ -90,16 +93,24 @@ class Connections:
     def _enter(self) -> int:
         """Returns the number of connections that these ranks have abandoned, which the store keeps for late ranks.
 
+        A call that another rank has ended before this one has come is the one that this rank begins now; of several
+        such calls, it is the first.
+
         A store can be older than the process group: a mesh of an earlier group keeps it alive. Connections that this
         rank has entered before are those of an earlier group, and are abandoned.
         """
-        own, rank = uuid4().hex, dist.get_rank()
+        own, here = uuid4().hex, f"here/{dist.get_rank()}"
         while True:
             generation = int(self._compare_set("generation", "", "0"))
-            reason = _reason(self.store, self._ranks, self._channel, generation - 1)
-            if reason and self._compare_set(f"{generation - 1}/here/{rank}", "", own) == own:
-                raise AbandonedError("another rank has ended the call before this one began it", reason[1])
-            if self._compare_set(f"{generation}/here/{rank}", "", own) == own:
+            without = takewhile(
+                lambda earlier: not self._store.check([f"{self._key}/{earlier}/{here}"]), range(generation - 1, -1, -1)
+            )
+            ended = [(earlier, found[1]) for earlier in without if (found := self._reason_of(earlier)) is not None]
+            if ended:
+                first, reason = ended[-1]
+                self._compare_set(f"{first}/{here}", "", own)
+                raise AbandonedError("another rank has ended the call before this one began it", reason)
+            if self._compare_set(f"{generation}/{here}", "", own) == own:
                 return generation
             self._compare_set("generation", str(generation), str(generation + 1))
 
@@ -186,7 +197,12 @@ class Connections:
         The other ranks find the reason of the first rank that gives one, with the votes before the call that it ends:
         `ANY_CALL` where the reason ends the next call, too, of a rank that has ended this one.
         """
-        _abandon(self.store, self._ranks, self._channel, self._generation, reason, votes)
+        generation = str(self._generation)
+        with suppress(Exception):  # the rank that has the store may be gone
+            # A rank that only waited for too long has abandoned them first: then the ranks that it missed may come yet.
+            if reason and self._compare_set("generation", "", "0") == generation:
+                self._compare_set(f"{generation}/reason", "", f"{votes} {reason}")
+            self._compare_set("generation", generation, str(self._generation + 1))
         self.forget_some()
         self._group = None
 
@@ -194,7 +210,7 @@ class Connections:
         """Returns why another rank has abandoned the connections of all ranks; empty if it does not say."""
         if self._of_all is not None:
             return self._of_all.reason()
-        found = _reason(self.store, self._ranks, self._channel, self._generation)
+        found = self._reason_of(self._generation)
         return "" if found is None else found[1]
 
     def is_abandoned(self) -> bool:
@@ -208,49 +224,26 @@ class Connections:
 
         Where this rank has voted in the call that the other one has ended, it has ended that call, too.
         """
-        reason = _reason(self.store, self._ranks, self._channel, self._generation)
+        reason = self._reason_of(self._generation)
         return reason is not None and reason[0] in (self.votes, ANY_CALL)
 
+    def _reason_of(self, generation: int) -> tuple[int, str] | None:
+        """Returns the votes before the call that a rank has ended, and why; None if no rank has said so."""
+        key = f"{self._key}/{generation}/reason"
+        with suppress(Exception):
+            if self._store.check([key]):
+                votes, _, reason = self._store.get(key).decode().partition(" ")
+                return int(votes), reason
+        return None
+
     def _compare_set(self, key: str, expected: str, desired: str) -> str:
-        return _compare_set(self.store, f"{_key_of(self._ranks, self._channel)}/{key}", expected, desired)
-
-
-def abandon_before(ranks: tuple[int, ...], channel: str, reason: str) -> None:
-    """Has ranks that wait for this one to make connections with them end, now or when they begin the call."""
-    with suppress(Exception):
-        store, key = default_store(), _key_of(ranks, channel)
-        generation = int(_compare_set(store, f"{key}/generation", "", "0"))
-        _compare_set(store, f"{key}/{generation}/here/{dist.get_rank()}", "", uuid4().hex)
-        _abandon(store, ranks, channel, generation, reason, 0)
-
-
-def _abandon(store: Any, ranks: tuple[int, ...], channel: str, generation: int, reason: str, votes: int) -> None:
-    with suppress(Exception):  # the rank that has the store may be gone
-        key = _key_of(ranks, channel)
-        # A rank that only waited for too long has abandoned them first: then the ranks that it missed may come yet.
-        if reason and _compare_set(store, f"{key}/generation", "", "0") == str(generation):
-            _compare_set(store, f"{key}/{generation}/reason", "", f"{votes} {reason}")
-        _compare_set(store, f"{key}/generation", str(generation), str(generation + 1))
-
-
-def _reason(store: Any, ranks: tuple[int, ...], channel: str, generation: int) -> tuple[int, str] | None:
-    """Returns why a rank has abandoned connections, and the votes before the call that it ended; None if unknown."""
-    key = f"{_key_of(ranks, channel)}/{generation}/reason"
-    with suppress(Exception):
-        if generation >= 0 and store.check([key]):
-            votes, _, reason = store.get(key).decode().partition(" ")
-            return int(votes), reason
-    return None
-
-
-def _compare_set(store: Any, key: str, expected: str, desired: str) -> str:
-    found: bytes = store.compare_set(key, expected, desired)
-    return found.decode()
+        found: bytes = self._store.compare_set(f"{self._key}/{key}", expected, desired)
+        return found.decode()
 
 
 @lru_cache
-def _key_of(ranks: tuple[int, ...], channel: str) -> str:
-    return f"modelstate/{number_of([channel, *ranks]):x}"
+def _key_of(ranks: tuple[int, ...], channel: str, of_all: tuple[int, ...]) -> str:
+    return f"modelstate/{number_of([channel, ranks, of_all]):x}"
 
 
 def without_frames(error: Exception) -> Exception:
@@ -289,17 +282,15 @@ def connections_of(ranks: tuple[int, ...], timeout_seconds: float, channel: str)
     return connections
 
 
-def drop_abandoned(ranks: tuple[int, ...]) -> None:
-    """Forgets the connections between these ranks that another rank has given up when this one did not take part.
+def drop_abandoned(ranks: tuple[int, ...], channel: str) -> None:
+    """Forgets the connections that another rank has abandoned when this one did not take part, before a call.
 
     They are kept where it has said why, and that ends the call that this rank begins now: its first vote raises it.
-    Other threads may make and forget connections on their channels meanwhile.
     """
-    made = made_connections()
-    for key, connections in made.copy().items():
-        is_of_these = key[0] == ranks and connections.is_abandoned() and not connections.ends_next_call()
-        if is_of_these and made.get(key) is connections:
-            made.pop(key, None)
+    connections = made_connections().get((ranks, channel))
+    with suppress(Exception):  # the rank that has the store may be gone: the first vote raises it
+        if connections is not None and connections.is_abandoned() and not connections.ends_next_call():
+            made_connections().pop((ranks, channel))
 
 
 def number_of(parts: Iterable[object]) -> int:

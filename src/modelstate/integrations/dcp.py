@@ -314,15 +314,15 @@ class Writer(StorageWriter):
         agreement = agreement_of((), group, self._timeout_seconds, "dcp.save")
         if agreement.is_collective:  # the thread of dcp.async_save votes while the program may save or load
             agreement = agreement.on_channel("dcp.save")
-        with agreement.taking_part():
+        with agreement.held():
             with agreement.phase("planning"):
                 state = _state_of(planner)
             if group is not None:
                 state = _with_values_of_all(state, agreement, group)
             tree = _tree(state)
-        if group is None:  # DTensors still need the ranks of their mesh
-            agreement = agreement_of(tensors_within(tree, reshards=True), None, self._timeout_seconds, "dcp.save")
-        save_with(agreement, tree, self._target, self._options)
+            if group is None:  # DTensors still need the ranks of their mesh
+                agreement = agreement_of(tensors_within(tree, reshards=True), None, self._timeout_seconds, "dcp.save")
+            save_with(agreement, tree, self._target, self._options)
         done: Future[list[WriteResult]] = Future()
         done.set_result([])
         return done

@@ -479,25 +479,26 @@ def resumable(
             earlier._saver.collect()
             earlier.store.close()
     options = steps, save_every, background, deadline is not None
-    with agreement.phase("beginning", lambda: [Digest.of("the arguments", f"{steps=}, {save_every=}", options)]):
-        found = _reached(store, objects)
+    with agreement.held():
+        with agreement.phase("beginning", lambda: [Digest.of("the arguments", f"{steps=}, {save_every=}", options)]):
+            found = _reached(store, objects)
 
-    def begin() -> tuple[dict[str, object] | None, bool]:
-        return None if found is None else asdict(found), bool(store.infos())
+        def begin() -> tuple[dict[str, object] | None, bool]:
+            return None if found is None else asdict(found), bool(store.infos())
 
-    reached_fields, has_steps = agreement.decided("looking for the latest step", begin)
-    restored, reached = None, None if reached_fields is None else CheckpointInfo(**reached_fields)
-    if reached is None and has_steps:
-        restored = store.restore(objects, **restoring)
-        _log_resume(restored, store, steps)
-    before = restored or reached
-    if before is None or before.step < steps:
-        try:
-            store.check(objects)
-        except BaseException:
-            if is_path:
-                store.close()  # the traceback keeps the store alive, and with it the lock of the directory
-            raise
+        reached_fields, has_steps = agreement.decided("looking for the latest step", begin)
+        restored, reached = None, None if reached_fields is None else CheckpointInfo(**reached_fields)
+        if reached is None and has_steps:
+            restored = store.restore(objects, **restoring)
+            _log_resume(restored, store, steps)
+        before = restored or reached
+        if before is None or before.step < steps:
+            try:
+                store.check(objects)
+            except BaseException:
+                if is_path:
+                    store.close()  # the traceback keeps the store alive, and with it the lock of the directory
+                raise
     return Resumable(store, objects, steps, save_every, deadline, background, restored, reached, is_path)
 
 

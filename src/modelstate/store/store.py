@@ -4,7 +4,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, fields
 from functools import partial
 from typing import TYPE_CHECKING, Literal, Self, overload
@@ -232,7 +232,7 @@ class Store(Shown):
             place = self.directory if is_remote(self.directory) else "a directory"
             return _same(f"{place}, {step=}, {background=}, {pin=}, {overwrite=}, {when_busy=}")
 
-        with agreement.held():
+        with agreement.held(), ExitStack() as waiting:
             with agreement.phase("beginning", arguments):
                 targets = targets_of(objects)
                 checked_metrics = _check_save(step, metrics, when_busy)
@@ -251,6 +251,10 @@ class Store(Shown):
                     "naming the directory", lambda: (f"saving to {self.directory}", unfinished_name(step))
                 )
                 writing = agreement.on_channel(channel) if background else agreement
+                if background:
+                    with writing.phase("connecting"):
+                        pass
+                    waiting.enter_context(writing.meeting())  # the threads of the other ranks wait for that of this one
                 directory = os.path.join(self.directory, name)
                 writer = _writer(writing, directory)
                 encoded = encode_objects(targets, agreement, writer)

@@ -176,9 +176,14 @@ def gloo_group(store: Any, rank: int, size: int, timeout_seconds: float) -> Any:
     """Returns a gloo group over a store. Unlike `new_group`, only its own ranks take part in making it."""
     from torch._C._distributed_c10d import ProcessGroupGloo
 
+    for left in [left for left in _left if left[1].is_completed()]:
+        _left.remove(left)
+        ctypes.pythonapi.Py_DecRef(ctypes.py_object(left[0]))
     return ProcessGroupGloo(store, rank, size, datetime.timedelta(seconds=timeout_seconds))
 
 
+_left: list[tuple[Any, Any]] = []
+"""Groups, and the collectives of theirs that this process no longer waits for."""
 IsAbandoned = Callable[[], bool]
 """Whether another rank has abandoned the connections of a group. Asked while this rank waits."""
 FIRST_CHECK_SECONDS, CHECK_SECONDS = 0.25, 5.0
@@ -219,8 +224,10 @@ def _wait(group: Any, work: Any, timeout_seconds: float, is_abandoned: IsAbandon
                 next_check = time.monotonic() + pause
     except BaseException:  # also an interrupt
         if time.monotonic() < end and not work.is_completed():
-            # A thread of the group waits on, and the destructor of the group would wait for the thread.
+            # A thread of the group waits on, and the destructor of the group would wait for the thread: here, or where
+            # the interpreter ends. The next group that is made frees those whose threads wait no longer.
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+            _left.append((group, work))
         raise
 
 
