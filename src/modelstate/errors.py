@@ -415,7 +415,10 @@ class TargetExistsError(SaveError, FileExistsError, remedy="take another path, o
 
 
 class WriteFailedError(SaveError, OSError):
-    """An I/O error while a file was written, or a directory that cannot be written to. The previous file is intact."""
+    """An I/O error while a file was written, or a directory that cannot be written to.
+
+    The previous file is intact, unless the error says that the new one is in its place.
+    """
 
 
 class StoreError(ModelStateError, page="store"):

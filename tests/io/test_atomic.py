@@ -211,6 +211,37 @@ def test_without_links_and_syncs_of_directories_a_rename_will_do(
     assert names(tmp_path) == ["x"]
 
 
+@pytest.mark.parametrize("broken", ["link", "replace"])
+@pytest.mark.parametrize("is_there", [True, False])
+def test_the_error_says_which_file_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: str, is_there: bool
+) -> None:
+    """Where the sync of the directory fails, on a file system without links or one that refuses another rename."""
+    if is_there:
+        (tmp_path / "x").write_bytes(OLD)
+    sync, replace = system.fsync, system.replace
+
+    def fail(*_: Any) -> None:
+        raise OSError(errno.EPERM, "not here")
+
+    def sync_files(descriptor: int) -> None:
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            monkeypatch.setattr(system, broken, fail)
+            raise OSError(errno.EIO, "the disk fails")
+        sync(descriptor)
+
+    monkeypatch.setattr(system, "fsync", sync_files)
+    if broken == "link":
+        monkeypatch.setattr(system, "link", fail)
+    with pytest.raises(WriteFailedError, match="the disk fails") as caught:
+        put(tmp_path / "x", b"new")
+    monkeypatch.setattr(system, "replace", replace)
+    assert ("untouched" in str(caught.value)) != is_there
+    assert ("the new file is at the path" in str(caught.value)) == is_there
+    assert names(tmp_path) == ["x"] * is_there
+    assert not is_there or (tmp_path / "x").read_bytes() == b"new"
+
+
 def test_file_and_directory_are_synced_around_the_rename(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     done: list[str] = []
     fsync, replace = system.fsync, system.replace

@@ -142,7 +142,8 @@ def write_checkpoint(
     Raises:
         UnsavableError: The header would be larger than the format allows.
 
-    Also raises what `write_file` raises. The previous files are then untouched, and no other file is left.
+    Also raises what `write_file` raises. The previous files are then untouched, or the error says that they are not,
+    and no other file is left.
     """
     text = {**(metadata or {}), **SHARD_METADATA}
     total_bytes = state.nbytes

@@ -125,7 +125,7 @@ def atomic_file(path: str, *, overwrite: bool, lock_timeout_seconds: float = LOC
         TargetExistsError: Something is at the path, and `overwrite` is False.
         SaveTargetError: Something that is not a regular file is at the path.
         LockedError: The lock of the directory is not free in time.
-        WriteFailedError: An I/O error. What was at the path before is untouched.
+        WriteFailedError: An I/O error. What was at the path before is untouched, or the error says that it is not.
     """
     check_target(path, overwrite=overwrite)
     with write_errors(path), unfinished_file(path, existing_mode(path), lock_timeout_seconds) as output:
@@ -210,7 +210,10 @@ def check_target(path: str, *, overwrite: bool) -> None:
 def put_durably(unfinished: str, path: str, overwrite: bool, instead_of: str | None = None) -> None:
     """Renames a finished file to its target, and removes the file at `instead_of`.
 
-    Where this cannot be made durable, the previous files are put back. The caller holds the lock of the directory.
+    Where this cannot be made durable, the previous files are put back. On a file system without hard links the file
+    that was replaced cannot be: the new one stays. The caller holds the lock of the directory.
+
+    Raises `WriteFailedError` where the new file stays, and `OSError` or `TargetExistsError` where it does not.
     """
     directory, exists = os.path.dirname(path), os.path.lexists(path)
     stem = unfinished.removesuffix(SUFFIX)
@@ -224,15 +227,25 @@ def put_durably(unfinished: str, path: str, overwrite: bool, instead_of: str | N
             if instead_of is not None and moved is not None:
                 system.replace(instead_of, moved)
                 sync_directory(directory)
-        except BaseException:
-            with suppress(OSError):
+        except BaseException as error:
+            is_put_back = kept is not None or not exists
+            try:
                 if instead_of is not None and moved is not None and os.path.lexists(moved):
                     system.replace(moved, instead_of)
                 if kept is not None:
                     system.replace(kept, path)
                 elif not exists:
                     system.unlink(path)
-            raise
+            except OSError:
+                is_put_back = False
+            if is_put_back or not isinstance(error, OSError):
+                raise
+            raise WriteFailedError(
+                "the new file is at the path, and the system does not confirm that the disk has its name",
+                where=path,
+                found=error,
+                remedy="look at the disk (dmesg), and save again: a crash may bring back what was there before",
+            ) from error
     finally:
         remove_all(file for file in (kept, moved) if file is not None and os.path.lexists(file))
 
