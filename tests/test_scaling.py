@@ -74,10 +74,10 @@ def optimizer_load(number: int) -> Callable[[], object]:
     return lambda: ms.load_optimizer_state(renamed, own, saved, rules=rules)
 
 
-def failing(target: nn.Module, source: Any) -> Callable[[], object]:
+def failing(target: nn.Module, source: Any, **options: Any) -> Callable[[], object]:
     def call() -> None:
         with pytest.raises(ModelStateError) as caught:
-            ms.load(target, source)
+            ms.load(target, source, **options)
         str(caught.value)
 
     return call
@@ -135,6 +135,14 @@ CALLS: dict[str, Callable[[int, Path], Callable[[], object]]] = {
     "tensors that overlap their neighbours": lambda n, _: load(views(n, 1), state(n)),
     "a Split into maps of a file": split_into_meta,
     "values that loading code takes without a use": lambda n, _: taken(n),
+    "rules that fail, and as many that apply to nothing": lambda n, _: failing(
+        model(n),
+        state(n),
+        rules=[
+            *(ms.rules.Split(name, [f"a.{name}"], sizes=[9]) for name in names(n)),
+            *(ms.rules.Rename(name, f"new.{name}") for name in names(n, "old.")),
+        ],
+    ),
     "names that do not fit": lambda n, _: failing(model(n), state(n, "body.layers.") | state(n, "head.")),
 }
 

@@ -115,16 +115,20 @@ class RuleContext:
         self._read = read
         self._results: dict[str, Entry] = {}
         self._hits = 0
+        self._needs_model = False
+        """Whether a rule so far needs a model, which is not given."""
 
     def run(self, rule: Rule) -> None:
         """Applies one rule to all entries."""
         self.rule, self._text, self._results, self._hits = rule, "", {}, 0
+        earlier = len(self.problems)
         if hasattr(rule, "apply"):
             rule.apply(self)
         else:
             rename_all(rule, self)
         # After a rule that needs a model, later rules may lack its results, so they are not reported as idle.
-        if not self._hits and not any(isinstance(problem, NeedsModel) for problem in self.problems):
+        self._needs_model |= any(isinstance(problem, NeedsModel) for problem in self.problems[earlier:])
+        if not self._hits and not self._needs_model:
             self.idle.append(self.text)
         self.entries = self._results
 
