@@ -263,7 +263,7 @@ class Maps:
                 return False
             unprotected = hold(path, descriptor, mapped)
         finally:
-            os.close(descriptor)
+            descriptor.close()
         if writer:
             self.note(f"mapped: {writer} onto it in this process ends the process; save beside it and rename", path)
         elif not unprotected or not status.st_mode & _WRITABLE:
@@ -305,7 +305,7 @@ class Maps:
                     "the file cannot be mapped", where=region.path, found=error, remedy=remedy_for_limit(error)
                 ) from error
             finally:
-                os.close(descriptor)
+                descriptor.close()
             mapped = self._maps.setdefault(region.path, mapped)  # another thread may have mapped it meanwhile
         if region.start + region.nbytes > len(mapped):
             raise ReadFailedError(

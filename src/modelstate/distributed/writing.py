@@ -33,6 +33,7 @@ from modelstate.formats.writing import Files, Outputs
 from modelstate.io import system
 from modelstate.io.atomic import Output, write_errors
 from modelstate.io.engine import memory_at
+from modelstate.io.system import Descriptor
 from modelstate.process import cached_attribute
 from modelstate.remote.location import is_remote
 from modelstate.text_format import count
@@ -480,12 +481,12 @@ class _RankFile:
 @contextmanager
 def _opened(path: str) -> Iterator[Output]:
     """Opens a file that is there, and closes it."""
-    output = Output(system.open_to_write(path, os.O_RDWR), path)
+    output = Output(Descriptor.of(system.open_to_write, path, os.O_RDWR), path)
     try:
         yield output
     finally:
         with suppress(OSError):  # the sync has reported what is wrong
-            system.close(output.descriptor)
+            output.descriptor.close(system.close)
 
 
 def _check_visible(paths: Sequence[str], directory: str) -> None:

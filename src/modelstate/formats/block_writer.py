@@ -27,6 +27,7 @@ from modelstate.io.atomic import Output
 from modelstate.io.engine import ALIGN_BYTES, UNSUPPORTED, Buffer, for_each, memory_at, read_threads
 from modelstate.io.linux import O_DIRECT
 from modelstate.io.memory import empty_cpu
+from modelstate.io.system import Descriptor
 from modelstate.io.tensors import ReadAll, elements, read_tensor, runs
 from modelstate.remote.upload import ObjectWriter
 from modelstate.spec import Assemble, Stored, StoredComposite, StoredTensor, is_run, own_bytes, pieces
@@ -75,7 +76,7 @@ def past_page_cache(output: Output, nbytes: int) -> Iterator[Output | Uncached]:
     descriptor = None
     if O_DIRECT and nbytes >= LEAST_BYTES:
         with suppress(OSError):
-            descriptor = system.open_to_write(output.path, os.O_WRONLY | O_DIRECT)
+            descriptor = Descriptor.of(system.open_to_write, output.path, os.O_WRONLY | O_DIRECT)
     if descriptor is None:
         yield output
         return
@@ -84,7 +85,7 @@ def past_page_cache(output: Output, nbytes: int) -> Iterator[Output | Uncached]:
         yield Uncached(output, descriptor)
     finally:
         with suppress(OSError):  # the sync of the other descriptor reports what is wrong
-            system.close(descriptor)
+            descriptor.close(system.close)
 
 
 Make = Callable[[int, int], torch.Tensor]

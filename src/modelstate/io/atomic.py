@@ -32,6 +32,7 @@ from modelstate.errors import (
 )
 from modelstate.io import linux, system
 from modelstate.io.lock import descriptors_to_close
+from modelstate.io.system import Descriptor
 from modelstate.text_format import printable
 
 _NO_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EBADF)
@@ -67,7 +68,7 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL, errno.EBAD
 class Output:
     """An open file that any thread can write to at any offset."""
 
-    def __init__(self, descriptor: int, path: str) -> None:
+    def __init__(self, descriptor: Descriptor, path: str) -> None:
         self.descriptor, self.path = descriptor, path
         self.nbytes = 0
         """The end of the farthest write."""
@@ -162,7 +163,7 @@ def new_file(path: str, mode: int | None = None) -> Iterator[Output]:
     bits, and at no time more of them; otherwise it has those of new files.
     """
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL
-    output = Output(system.open_to_write(path, flags, 0o666 if mode is None else mode), path)
+    output = Output(Descriptor.of(system.open_to_write, path, flags, 0o666 if mode is None else mode), path)
     try:
         try:
             if mode is not None:
@@ -172,11 +173,12 @@ def new_file(path: str, mode: int | None = None) -> Iterator[Output]:
                 output.sync()
         finally:
             try:
-                system.close(output.descriptor)
+                output.descriptor.close(system.close)
             except OSError:
                 if not output.is_synced:  # a file that is synced cannot lose data any more
                     raise
     except BaseException:
+        output.descriptor.close()  # an interrupt may have broken off the first attempt
         remove_all([path])
         raise
 
@@ -298,7 +300,7 @@ def existing_mode(*paths: str) -> int | None:
 
 def sync_directory(path: str) -> None:
     """Makes the names of files in a directory durable."""
-    descriptor = system.open_to_write(path or ".", os.O_RDONLY)
+    descriptor = Descriptor.of(system.open_to_write, path or ".", os.O_RDONLY)
     try:
         system.fsync(descriptor)
     except OSError as error:
@@ -306,7 +308,7 @@ def sync_directory(path: str) -> None:
             raise
     finally:
         with suppress(OSError):  # the sync has already succeeded or failed
-            system.close(descriptor)
+            descriptor.close(system.close)
 
 
 def make_directory(path: str) -> None:
@@ -375,7 +377,7 @@ def locked_directory(directory: str, timeout_seconds: float) -> Iterator[None]:
     Raises `LockedError` where the lock is not free in time: any process that can read the directory can hold
     it.
     """
-    descriptor = system.open_to_write(directory or ".", os.O_RDONLY)
+    descriptor = Descriptor.of(system.open_to_write, directory or ".", os.O_RDONLY)
     try:
         descriptors_to_close.add(descriptor)
         with _ignore_missing_locks():
@@ -393,7 +395,7 @@ def locked_directory(directory: str, timeout_seconds: float) -> Iterator[None]:
                     descriptors_to_close.discard(descriptor)
                 finally:
                     with suppress(OSError):  # no data depends on it
-                        system.close(descriptor)
+                        descriptor.close(system.close)
 
 
 def _lock(descriptor: int, directory: str, timeout_seconds: float) -> None:
@@ -467,14 +469,14 @@ def _remove_if_dead(first: str, paths: list[str]) -> None:
     """Removes unfinished files if the lock on the first one is free; the first one is removed last."""
     descriptor = None
     if os.path.isfile(first) and not os.path.islink(first):  # else it is another name of a link, and has no writer
-        descriptor = os.open(first, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        descriptor = Descriptor.of(os.open, first, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         if descriptor is not None:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         remove_all([*(path for path in paths if path != first), first])
     finally:
         if descriptor is not None:
-            os.close(descriptor)
+            descriptor.close()
 
 
 def _beginning(name: str) -> str:

@@ -259,7 +259,7 @@ class LocalFile:
         check_unchanged(self.descriptor, self.path, self._fingerprint)
 
     def close(self) -> None:
-        os.close(self.descriptor)
+        self.descriptor.close()
 
 
 @contextmanager

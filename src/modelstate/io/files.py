@@ -25,6 +25,7 @@ from modelstate.errors import (
     TruncatedFileError,
 )
 from modelstate.io import system
+from modelstate.io.system import Descriptor
 from modelstate.remote.cache import Cache
 from modelstate.remote.file import RemoteFile, opened
 from modelstate.remote.location import is_remote, redacted_url
@@ -154,7 +155,7 @@ def no_access(path: str, error: Exception) -> SourceAccessError:
     )
 
 
-def open_regular(path: str, flags: int = 0) -> tuple[int, os.stat_result]:
+def open_regular(path: str, flags: int = 0) -> tuple[Descriptor, os.stat_result]:
     """Opens a regular file for reading. Every file that may come from an untrusted place is opened here.
 
     Opening a pipe waits for a writer, and reading a device may never end, so anything but a regular file is refused
@@ -165,7 +166,7 @@ def open_regular(path: str, flags: int = 0) -> tuple[int, os.stat_result]:
         flags: Flags of `os.open`, in addition to those for reading.
 
     Returns:
-        A descriptor, which the caller closes, and the status of the file.
+        A descriptor, and the status of the file.
 
     Raises:
         SourceTypeError: The path names a pipe, a socket, a device or a directory.
@@ -173,9 +174,10 @@ def open_regular(path: str, flags: int = 0) -> tuple[int, os.stat_result]:
     """
     flags |= os.O_RDONLY | os.O_CLOEXEC | os.O_NOCTTY
     try:
-        descriptor = system.open(path, flags | os.O_NONBLOCK)
+        descriptor = Descriptor.of(system.open, path, flags | os.O_NONBLOCK)
     except BlockingIOError:
-        descriptor = system.open(path, flags)  # a write lease of another process, which only regular files have
+        # A write lease of another process, which only regular files have.
+        descriptor = Descriptor.of(system.open, path, flags)
     except OSError as error:
         if error.errno in (errno.ENXIO, errno.ENODEV):  # a socket, or a device without a driver
             raise special_file(path, os.stat(path).st_mode) from error
@@ -187,7 +189,7 @@ def open_regular(path: str, flags: int = 0) -> tuple[int, os.stat_result]:
         os.set_blocking(descriptor, True)  # some file systems fetch archived data only for blocking reads
         return descriptor, status
     except BaseException:
-        os.close(descriptor)
+        descriptor.close()
         raise
 
 
@@ -254,7 +256,7 @@ def remedy_for_limit(
     return _LIMITS.get(error.errno or 0, otherwise) if isinstance(error, OSError) else otherwise
 
 
-def open_unchanged(path: str, expected: FileFingerprint | None, flags: int = 0) -> int:
+def open_unchanged(path: str, expected: FileFingerprint | None, flags: int = 0) -> Descriptor:
     """Opens the file for reading, with additional `flags`, and returns the descriptor.
 
     Raises `ReadFailedError` where the file does not match the expected fingerprint.
@@ -270,7 +272,7 @@ def open_unchanged(path: str, expected: FileFingerprint | None, flags: int = 0) 
         ) from error
     found = _fingerprint(status)
     if expected is not None and found != expected:
-        os.close(descriptor)
+        descriptor.close()
         raise _changed(path, expected, found, "the file has changed since it was opened")
     return descriptor
 
@@ -377,7 +379,7 @@ class SourceFile(AbstractContextManager["SourceFile"]):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._remote is None:
-            os.close(self._descriptor)
+            self._descriptor.close()
 
     def read(self, start: int, nbytes: int, what: str, most_bytes: int = MAX_STRUCTURE_BYTES) -> bytes:
         """Reads exactly `nbytes` bytes; `what` names them in errors.

@@ -72,7 +72,7 @@ class _Scratch:
 class HeldFile:
     """An open file with a read lease: a `RangeFile` of the engine."""
 
-    def __init__(self, path: str, descriptor: int, seconds: float, read_missing: _Read) -> None:
+    def __init__(self, path: str, descriptor: system.Descriptor, seconds: float, read_missing: _Read) -> None:
         self.path, self.descriptor = path, descriptor
         self.failed: list[ByteRange] = []
         """The ranges that could not be read. Their destinations are unchanged, or have bytes of another file."""

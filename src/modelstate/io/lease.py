@@ -39,6 +39,7 @@ from functools import partial
 
 from modelstate.io import system
 from modelstate.io.linux import IS_LINUX, MAP_NORESERVE, Advice, madvise
+from modelstate.io.system import Descriptor
 from modelstate.process import gc_paused
 from modelstate.text_format import size
 
@@ -64,11 +65,11 @@ class Lease:
 
     __slots__ = ("address", "descriptor", "for_child", "mapped", "nbytes", "path")
 
-    def __init__(self, path: str, descriptor: int, mapped: mmap.mmap) -> None:
+    def __init__(self, path: str, descriptor: Descriptor, mapped: mmap.mmap) -> None:
         self.path, self.descriptor = path, descriptor
         self.nbytes = len(mapped)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(mapped))
-        self.for_child = -1
+        self.for_child: Descriptor | None = None
         """While the process is being forked: the descriptor that holds the child's lease."""
         self.mapped = weakref.ref(mapped, self._gone)
 
@@ -99,11 +100,11 @@ def hold(path: str, descriptor: int, mapped: mmap.mmap) -> str:
         if failed := _take(descriptor, _watcher):
             return _reason(failed)
         try:
-            lease = Lease(path, os.dup(descriptor), mapped)
+            lease = Lease(path, Descriptor.of(os.dup, descriptor), mapped)
             _leases[id(lease)] = lease
         except OSError as error:  # no more files can be opened: the caller ends the lease, since it closes its own
             return _reason(error.errno or errno.EMFILE)
-        except BaseException:  # an interrupt, after which a second descriptor may be open that nothing refers to
+        except BaseException:  # an interrupt, whose traceback may refer to the second descriptor for a while
             with suppress(OSError):
                 fcntl.fcntl(descriptor, fcntl.F_SETLEASE, fcntl.F_UNLCK)
             raise
@@ -198,7 +199,7 @@ def _release(lease: Lease) -> None:
         release(lease.descriptor)
 
 
-def release(descriptor: int) -> None:
+def release(descriptor: Descriptor) -> None:
     """Ends a lease, and closes the descriptor."""
     try:
         # Closing alone would leave the lease to a copy of the descriptor that a child may have.
@@ -206,7 +207,7 @@ def release(descriptor: int) -> None:
     except OSError:
         pass  # the kernel has broken the lease already
     finally:
-        os.close(descriptor)
+        descriptor.close()
 
 
 # The watcher.
@@ -294,13 +295,12 @@ def _before_fork() -> None:
     for lease in list(_leases.values()):
         try:
             again = f"/proc/self/fd/{lease.descriptor}"
-            lease.for_child = system.open(again, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+            lease.for_child = Descriptor.of(system.open, again, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         except OSError as error:
             _log.warning("%s is not protected against overwriting in a forked process: %s", lease.path, error.strerror)
             continue
         if failed := _take(lease.for_child, _watcher):
-            os.close(lease.for_child)
-            lease.for_child = -1
+            lease.for_child = None
             if failed == errno.EAGAIN:  # a writer waits for the first lease
                 _answer(lease, time.monotonic() + safe_seconds())
 
@@ -309,9 +309,7 @@ def _after_fork_in_parent() -> None:
     global _fork_has_lock
     if _fork_has_lock:
         for lease in _leases.values():
-            if lease.for_child >= 0:
-                os.close(lease.for_child)
-                lease.for_child = -1
+            lease.for_child = None
         _fork_has_lock = False
         _lock.release()
     _release_dropped()
@@ -323,10 +321,11 @@ def _after_fork_in_child() -> None:
         _lock = _thread.allocate_lock()
         _lock.acquire()
     for lease in list(_leases.values()):
-        os.close(lease.descriptor)  # its lease is the parent's
-        lease.descriptor, lease.for_child = lease.for_child, -1
-        if lease.descriptor < 0:
+        lease.descriptor.close()  # its lease is the parent's
+        if lease.for_child is None:
             del _leases[id(lease)]
+        else:
+            lease.descriptor, lease.for_child = lease.for_child, None
     _watcher, _watcher_started, _fork_has_lock = 0, False, False
     if _leases and not _start_watcher():
         for lease in list(_leases.values()):

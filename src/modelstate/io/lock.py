@@ -17,8 +17,10 @@ import time
 import weakref
 from contextlib import suppress
 from datetime import datetime
+from functools import partial
 
 from modelstate.errors import LockedError, StoreMovedError, WriteFailedError
+from modelstate.io.system import Descriptor
 from modelstate.text_format import printable
 
 LOCK_FILE = ".lock"
@@ -38,7 +40,7 @@ _REMEDIES = {
 }
 _MOUNT = "mount it with locks (Lustre: -o flock; NFS: with lockd), or take a directory on another file system"
 
-descriptors_to_close: set[int] = set()
+descriptors_to_close: set[Descriptor] = set()
 """Descriptors of this process that hold a lock, or wait for one; a forked child closes them. No lock guards the set,
 since a signal handler may save in the middle of another save; each change is a single operation."""
 
@@ -46,7 +48,7 @@ since a signal handler may save in the middle of another save; each change is a 
 def _close_in_child() -> None:
     while descriptors_to_close:
         with suppress(OSError):
-            os.close(descriptors_to_close.pop())
+            descriptors_to_close.pop().close()
 
 
 os.register_at_fork(after_in_child=_close_in_child)
@@ -63,9 +65,9 @@ class WriterLock:
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
         self.directory = os.fspath(directory)
-        self._opened = list[int]()
+        self._opened = list[Descriptor]()
         """The descriptors of the directory, whose inode no other one gets while it is open, and of the lock file."""
-        self._finalizer: weakref.finalize[[list[int], int], WriterLock] | None = None
+        self._finalizer: weakref.finalize[[list[Descriptor], int], WriterLock] | None = None
         self._pid = 0
 
     @property
@@ -80,10 +82,11 @@ class WriterLock:
             LockedError: Another writer holds the lock; the error names it and since when.
             WriteFailedError: The directory cannot be written to, or its file system has no locks.
         """
-        opened, pid = list[int](), os.getpid()
+        opened, pid = list[Descriptor](), os.getpid()
         try:
             try:
-                opened.append(os.open(self.directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
+                flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+                opened.append(Descriptor.of(os.open, self.directory, flags))
             except OSError as error:
                 raise self._no_access(error) from error
             opened.append(self._lock_file(opened[0]))
@@ -133,16 +136,16 @@ class WriterLock:
     def _path(self) -> str:
         return os.path.join(self.directory, LOCK_FILE)
 
-    def _lock_file(self, directory: int) -> int:
+    def _lock_file(self, directory: int) -> Descriptor:
         """Opens and locks the lock file, and returns its descriptor."""
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
         for _ in range(_TRIES):
             try:
-                descriptor = os.open(LOCK_FILE, flags, 0o666, dir_fd=directory)
+                descriptor = Descriptor.of(partial(os.open, dir_fd=directory), LOCK_FILE, flags, 0o666)
             except OSError as error:
                 raise (self._not_a_file() if error.errno == errno.ENXIO else self._no_access(error)) from error
-            descriptors_to_close.add(descriptor)
             try:
+                descriptors_to_close.add(descriptor)
                 if not stat.S_ISREG(os.fstat(descriptor).st_mode):
                     raise self._not_a_file()
                 try:
@@ -159,10 +162,10 @@ class WriterLock:
                     return descriptor
             except BaseException:
                 descriptors_to_close.discard(descriptor)
-                os.close(descriptor)
+                descriptor.close()
                 raise
             descriptors_to_close.discard(descriptor)
-            os.close(descriptor)  # the file was removed or replaced between the two calls
+            descriptor.close()  # the file was removed or replaced between the two calls
         raise self._no_access(OSError(errno.ESTALE, os.strerror(errno.ESTALE)))
 
     def _locked(self, found: str) -> LockedError:
@@ -231,7 +234,7 @@ def is_at(descriptor: int, path: str) -> bool:
         return False
 
 
-def _release(opened: list[int], pid: int) -> None:
+def _release(opened: list[Descriptor], pid: int) -> None:
     """Unlocks and closes what a lock has opened: the directory, and then the lock file. Another call does nothing."""
     if os.getpid() != pid:
         return  # a forked child has closed its copies already
@@ -246,10 +249,10 @@ def _release(opened: list[int], pid: int) -> None:
                     fcntl.flock(opened[1], fcntl.LOCK_UN)
         finally:
             while opened:
-                descriptor = opened.pop()
-                descriptors_to_close.discard(descriptor)
+                descriptors_to_close.discard(opened[-1])
                 with suppress(OSError):
-                    os.close(descriptor)
+                    opened[-1].close()
+                opened.pop()
 
 
 _THIS_PROCESS = "this process"

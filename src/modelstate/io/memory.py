@@ -12,7 +12,6 @@ import ctypes
 import errno
 import math
 import mmap
-import os
 import sys
 import threading
 import weakref
@@ -26,6 +25,7 @@ from typing import TYPE_CHECKING
 from modelstate.arguments import check_integer
 from modelstate.errors import MemoryBudgetError
 from modelstate.io import linux, system
+from modelstate.io.system import Descriptor
 from modelstate.process import ThreadValue
 from modelstate.spec import contiguous_stride, span
 
@@ -334,16 +334,14 @@ class UffdFiller:
     def __init__(self) -> None:
         self._maps: dict[str, _Source | None] = {}
         self._lock = threading.Lock()
-        self._descriptor = -1
+        self._descriptor: int = -1
         self.is_able = True
         """False once a range could not be filled: then the others cannot be either."""
 
     def close(self) -> None:
         """Releases the descriptor and the maps."""
         self.is_able = False
-        descriptor, self._descriptor = self._descriptor, -1
-        if descriptor >= 0:
-            os.close(descriptor)
+        self._descriptor = -1  # which closes the one that was there
         self._maps.clear()
 
     def fill(self, descriptor: int, path: str, start: int, address: int, nbytes: int) -> tuple[int, int]:
@@ -423,10 +421,10 @@ class _Source:
             self._map.madvise(mmap.MADV_DONTNEED, first, start + nbytes - first)
 
 
-def _open_userfaultfd() -> int:
-    descriptor = system.userfaultfd()
+def _open_userfaultfd() -> Descriptor:
+    descriptor = Descriptor.of(system.userfaultfd)
     if not _ioctl(descriptor, _API, _Hello(_VERSION)):
-        os.close(descriptor)
+        descriptor.close()
         raise OSError(ctypes.get_errno(), "userfaultfd has another version")
     return descriptor
 

@@ -27,6 +27,7 @@ from modelstate.errors import ReadFailedError
 from modelstate.io import linux, system
 from modelstate.io.engine import LocalFile, can_read_uncached, for_each, open_files, read_fully, read_threads
 from modelstate.io.files import FileFingerprint, open_unchanged
+from modelstate.io.system import Descriptor
 from modelstate.process import run_detached, try_start
 from modelstate.spec import ByteRange
 
@@ -106,14 +107,11 @@ def _cold_ranges(ranges: Iterable[ByteRange], fingerprints: Mapping[str, FileFin
 def is_cold(span: ByteRange, fingerprint: FileFingerprint | None = None) -> bool:
     """Whether less than half of a range is in the page cache, by samples; False where the kernel does not say."""
     try:
-        descriptor = open_unchanged(span.path, fingerprint)
+        opened = open_unchanged(span.path, fingerprint)
     except ReadFailedError:
         return False  # the read itself reports it
-    try:
-        probes = list(_probes(span))
-        shares = [linux.cached_share(descriptor, start, nbytes) for start, nbytes in probes]
-    finally:
-        os.close(descriptor)
+    with opened as descriptor:
+        shares = [linux.cached_share(descriptor, start, nbytes) for start, nbytes in _probes(span)]
     known = [share for share in shares if share is not None]
     return bool(known) and sum(known) < len(known) / 2
 
@@ -317,7 +315,7 @@ def look_ahead(fingerprints: Mapping[str, FileFingerprint]) -> CacheLook | None:
     """Starts to look at files of this machine; None where a file is remote, or the user may not know."""
     if any(known.is_remote for known in fingerprints.values()):
         return None
-    descriptors: dict[str, int] = {}
+    descriptors: dict[str, Descriptor] = {}
     try:
         for path, known in fingerprints.items():
             descriptors[path] = open_unchanged(path, known)
@@ -328,7 +326,7 @@ def look_ahead(fingerprints: Mapping[str, FileFingerprint]) -> CacheLook | None:
         return None  # the read itself reports it
     finally:
         for descriptor in descriptors.values():
-            os.close(descriptor)
+            descriptor.close()
     look.begin()
     return look
 
@@ -344,15 +342,12 @@ def _split(spans: Iterable[ByteRange], most_bytes: int) -> list[ByteRange]:
 def _read_ahead(spans: list[ByteRange], total: int, fingerprints: Mapping[str, FileFingerprint]) -> None:
     with suppress(OSError, ReadFailedError):  # the read itself reports what is wrong
         for path, of_file in groupby(spans, lambda span: span.path):
-            descriptor = open_unchanged(path, fingerprints.get(path))
-            try:
+            with open_unchanged(path, fingerprints.get(path)) as descriptor:
                 for _, first, nbytes in of_file:
                     end = first + min(nbytes, total)
                     for start in range(first, end, _STEP_BYTES):
                         linux.will_need(descriptor, start, min(_STEP_BYTES, end - start))
                     total -= end - first
-            finally:
-                os.close(descriptor)
             if total <= 0:
                 return
 

@@ -1,6 +1,5 @@
 """Serves packages of AOTInductor: each version uses a loaded copy of the compiled library."""
 
-import os
 import tempfile
 import threading
 import weakref
@@ -203,7 +202,6 @@ class _Runners:
 
     def __init__(self, file: ProgramFile) -> None:
         self._file, self._descriptor = file, file.copied_library()
-        weakref.finalize(self, os.close, self._descriptor).atexit = False
         self._idle: list[Runner] = []
 
     def take(self) -> Runner:

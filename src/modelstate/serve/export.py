@@ -267,7 +267,7 @@ def _specialized_sizes(program: "ExportedProgram", names: list[str]) -> list[str
 def _write(output: Output, program: "ExportedProgram", files: list[object] | None, manifest: Manifest) -> None:
     """Writes the archive, which replaces the previous content of the file."""
     extra = {NAME: manifest.to_json()}
-    with open(os.dup(output.descriptor), "r+b") as file:
+    with open(output.descriptor, "r+b", closefd=False) as file:
         file.seek(0)
         file.truncate()
         if files is None:

@@ -26,6 +26,7 @@ from modelstate.formats.manifest import check_size
 from modelstate.formats.recognise import Format, recognise
 from modelstate.formats.zip_directory import ZipDirectory
 from modelstate.io.files import FileFingerprint, SourceFile, current_fingerprints, open_regular
+from modelstate.io.system import Descriptor
 from modelstate.serve.state_names import NameMap
 from modelstate.text_format import listed, size
 from modelstate.version import __version__
@@ -256,7 +257,7 @@ class ProgramFile:
         import torch.export
 
         try:
-            with os.fdopen(open_regular(self.path)[0], "rb") as file:
+            with open_regular(self.path)[0] as descriptor, open(descriptor, "rb", closefd=False) as file:
                 return torch.export.load(file)
         except Exception as error:
             raise _unreadable(self.path, error) from error
@@ -290,10 +291,10 @@ class ProgramFile:
             except Exception as error:
                 raise _unreadable(self.path, error) from error
 
-    def copied_library(self) -> int:
+    def copied_library(self) -> Descriptor:
         """Copies the compiled model, without separate weights, to a package that has no path.
 
-        Returns the descriptor of the copy, which the caller closes. Raises `OpenError` and `ReadFailedError`.
+        Returns the descriptor of the copy. Raises `OpenError` and `ReadFailedError`.
         """
         with _opened(self.path) as archive, tempfile.TemporaryFile() as copy:
             prefix = f"{_root(archive)}{_LIBRARIES}"
@@ -302,7 +303,7 @@ class ProgramFile:
                     if name.startswith(prefix):
                         with package.open(name, "w", force_zip64=True) as record:
                             record.writelines(_chunks(archive, name))
-            return os.dup(copy.fileno())
+            return Descriptor.of(os.dup, copy.fileno())
 
     def library(self, folder: str) -> str:
         """Unpacks the library of a package into a folder, and returns its path. Raises `LiveTargetError`."""
