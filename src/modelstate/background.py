@@ -84,7 +84,7 @@ class BackgroundTask(Generic[_Result]):
         """Released by `cancel`, to end a `sleep`: the garbage collector may call `cancel` within itself, which an
         `Event` does not allow."""
         self._wake.acquire()
-        self._thread = threading.Thread(
+        self._thread: threading.Thread | None = threading.Thread(
             target=partial(contextvars.copy_context().run, self._run),
             name=f"modelstate-{kind}",
             daemon=at_exit is not AtExit.FINISH,  # Python itself waits for other threads
@@ -99,6 +99,8 @@ class BackgroundTask(Generic[_Result]):
         Raises:
             BackgroundCancelledError: No thread can be started, and the task would run until it is cancelled.
         """
+        thread = self._thread
+        assert thread is not None
         try:
             # An interrupt within `clear` could leave its lock acquired, and `set` would wait for it below.
             self._ended = threading.Event()
@@ -106,7 +108,7 @@ class BackgroundTask(Generic[_Result]):
             is_endless = self._at_exit is AtExit.CANCEL_LAST
             if is_endless or threading.main_thread().is_alive():  # else the end of the program waits for no new task
                 _watch_exit()
-                if try_start(self._thread):
+                if try_start(thread):
                     return
             if is_endless:
                 raise BackgroundCancelledError(
@@ -115,10 +117,11 @@ class BackgroundTask(Generic[_Result]):
                     found="the system starts no more threads for this process",
                     remedy="raise the limit (`ulimit -u`, or pids.max of the container), or take background=False",
                 )
+            thread = self._thread = None  # it refers to the task
             self._run()
             if self.error is not None and not isinstance(self.error, Exception):
                 self._is_reported = True
-                raise self.error  # Ctrl-C, which has arrived in this thread
+                raise _copied(self.error)  # Ctrl-C, which has arrived in this thread
         except BaseException:
             if self._claim.acquire(blocking=False):
                 self._work = None
@@ -222,7 +225,7 @@ class BackgroundTask(Generic[_Result]):
             self._discard()
         elif wait and not self.is_current:
             self._ended.wait()
-            if self._thread.ident is not None:
+            if self._thread is not None and self._thread.ident is not None:
                 self._thread.join()
             return not self._results
         return was_running
@@ -248,7 +251,7 @@ class BackgroundTask(Generic[_Result]):
             pass
         except BaseException as error:
             self.error = error
-            _clear_frames(error)
+            _clear_frames(error, has_callers=self._thread is None)
         finally:
             self._work = None  # releases what the function refers to
             if self.error is not None or self.is_cancelled:
@@ -289,11 +292,12 @@ def _copied(error: BaseException) -> BaseException:
     return copied.with_traceback(error.__traceback__)
 
 
-def _clear_frames(error: BaseException) -> None:
+def _clear_frames(error: BaseException, has_callers: bool) -> None:
     """Clears the local variables in the tracebacks of an error and of its causes; their lines stay.
 
     A task keeps its error. The variables would keep alive what the function has worked with: the memory that it has
-    filled, and the lock of a store.
+    filled, and the lock of a store. With `has_callers` the function was called in a thread that goes on: each frame of
+    a traceback refers to its callers, whose variables cannot be cleared. So the lines become a note of the error.
     """
     waiting: list[BaseException | None] = [error]
     cleared: set[int] = set()
@@ -301,7 +305,11 @@ def _clear_frames(error: BaseException) -> None:
         cause = waiting.pop()
         if cause is not None and id(cause) not in cleared:
             cleared.add(id(cause))
-            traceback.clear_frames(cause.__traceback__)
+            if has_callers:
+                cause.add_note("".join(["raised at:\n", *traceback.format_tb(cause.__traceback__)]))
+                cause.__traceback__ = None
+            else:
+                traceback.clear_frames(cause.__traceback__)
             waiting += (cause.__cause__, cause.__context__)
 
 
