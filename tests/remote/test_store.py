@@ -210,6 +210,25 @@ def test_the_latest_step_takes_one_listing(url: str, proxy: FaultProxy) -> None:
 
 
 @pytest.mark.slow
+def test_no_request_follows_the_end_of_a_store(url: str, proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(buckets, "LEASE_SECONDS", 0.8)
+    is_renewing = threading.Event()
+
+    def slow(request: HttpRequest) -> None:
+        if request.method == "PUT" and "/lease-" in request.target and not is_renewing.is_set():
+            is_renewing.set()
+            time.sleep(0.1)
+
+    with ms.Store(url) as store:
+        save(store, 1)
+        proxy.fault = slow
+        assert is_renewing.wait(60)
+    proxy.reset()
+    time.sleep(0.2)
+    assert proxy.requests == []
+
+
+@pytest.mark.slow
 def test_many_small_tensors_take_few_requests(url: str, proxy: FaultProxy) -> None:
     """They lie next to each other, and are verified and read together."""
 
