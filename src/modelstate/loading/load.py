@@ -319,8 +319,9 @@ def load(
     with nullcontext() if agreement is None else agreement.before(PLANNING):
         model = check_model(model)
         checked_optimizers = () if optimizers == () else check_optimizers(optimizers, model)
-        if max_memory_bytes is not None:
-            check_budget_option(max_memory_bytes)
+        load_options = _LoadOptions(
+            checked_optimizers, verify, progress, max_memory_bytes, prefault, agreement, started
+        )
         options = options_of(
             *(key, rules, allow_missing, allow_unexpected, dtype, device, transform, map, in_place, init_missing),
             read_once,
@@ -330,20 +331,8 @@ def load(
                 raise OptionError("a plan has its own arguments", found="cache=", remedy="pass it to modelstate.plan")
             source = open_checkpoint(source, cache=cache)
         chosen = source.options if isinstance(source, LoadPlan) else options
-        if background and chosen.in_place:
-            raise OptionError(
-                "in_place=True overwrites memory that the program still uses",
-                where="background=True",
-                remedy="leave one of them out; without in_place=True the values are read into new memory",
-            )
-        if background and agreement is not None:
-            raise OptionError(
-                "a load on several ranks cannot go on in the background",
-                where="background=True",
-                found="a model with DTensors",
-                remedy="leave it out; the ranks load together",
-            )
-    load_options = _LoadOptions(checked_optimizers, verify, progress, max_memory_bytes, prefault, agreement, started)
+        if background:
+            _check_background(chosen, agreement)
     # A transform is the user's code. It may create reference cycles of tensors, which must be collected in time.
     paused_gc = gc_paused if chosen.transform is None else nullcontext[None]
     if not background:
@@ -359,6 +348,23 @@ def load(
             return _execute(transaction, staged.plan, Options(), replace(load_options, progress=False), staged)
 
     return LoadHandle(staged, progress, commit)
+
+
+def _check_background(options: Options, agreement: Agreement | None) -> None:
+    """Raises `OptionError` for a load that cannot go on in the background."""
+    if options.in_place:
+        raise OptionError(
+            "in_place=True overwrites memory that the program still uses",
+            where="background=True",
+            remedy="leave one of them out; without in_place=True the values are read into new memory",
+        )
+    if agreement is not None:
+        raise OptionError(
+            "a load on several ranks cannot go on in the background",
+            where="background=True",
+            found="a model with DTensors",
+            remedy="leave it out; the ranks load together",
+        )
 
 
 def _ranks_of(
@@ -387,6 +393,10 @@ class _LoadOptions:
     """The ranks that load together; None for a load on one rank."""
     started: float
 
+    def __post_init__(self) -> None:
+        if self.max_memory_bytes is not None:
+            check_budget_option(self.max_memory_bytes)
+
 
 def load_then(
     transaction: Transaction,
@@ -412,8 +422,6 @@ def load_then(
     values, if `runs_code` says that `then` runs such code. The argument of `then` is the names of the tensors that the
     model initialises. `then` registers an undo for each of its changes with the transaction.
     """
-    if max_memory_bytes is not None:
-        check_budget_option(max_memory_bytes)
     if agreement is None:
         agreement = _ranks_of(transaction.root)
     elif not agreement.is_collective:
