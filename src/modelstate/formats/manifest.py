@@ -12,8 +12,9 @@ first are optional:
 - `attached`: the encoded values that the caller saved beside the state.
 - `versions`: torch's `_metadata`.
 - `tree`: the containers of a state that is more than a flat dict of tensors. A node is the name of a tensor, or an
-  object with one of the keys `dict` (pairs of an encoded key and a node), `list`, `tuple` and `value` (encoded). A dict
-  may also have `ordered` and `versions`.
+  object with one of the keys `dict` (pairs of an encoded key and a node), `tensors`, `list`, `tuple` and `value`
+  (encoded). `tensors` has the keys of a dict in which each value is the tensor that is named by its path: by the keys
+  down to it, joined with dots. A dict of either kind may also have `ordered` and `versions`.
 
 Tensors of wrapper subclasses are created by their `__tensor_unflatten__`, which runs code of the class. So only classes
 are used that torch itself would load (`torch.serialization.get_safe_globals`) or that the caller allows; nothing is
@@ -181,11 +182,12 @@ class _Tree:
         """The length of all paths so far."""
 
     def node(self, tree: Any, at: str, depth: int = 0) -> Any:
-        """Restores a node; `at` is its place in the state, for messages."""
+        """Restores a node; `at` is its path in the state."""
         if type(tree) is str:
             return self._known[_names([tree], self._known, self._where)[0]]
-        kinds = [kind for kind in ("dict", "list", "tuple", "value") if type(tree) is dict and kind in tree]
-        extra = set(tree) - {"ordered", "versions"} if kinds == ["dict"] else set(tree if kinds else ())
+        kinds = [kind for kind in ("dict", "tensors", "list", "tuple", "value") if type(tree) is dict and kind in tree]
+        is_dict = kinds in (["dict"], ["tensors"])
+        extra = set(tree) - {"ordered", "versions"} if is_dict else set(tree if kinds else ())
         if len(kinds) != 1 or extra != set(kinds) or depth > _MAX_DEPTH:
             raise damaged(self._where, f"no node of a tree: {str(tree)[:80]}")
         (kind,) = kinds
@@ -196,27 +198,32 @@ class _Tree:
             )
         if type(tree[kind]) is not list:
             raise damaged(self._where, f"a {kind} whose content is not a list")
-        if kind != "dict":
-            items = [self.node(item, self._below(at, f"[{i}]"), depth + 1) for i, item in enumerate(tree[kind])]
+        if not is_dict:
+            items = [self.node(item, self._below(at, i, depth), depth + 1) for i, item in enumerate(tree[kind])]
             return items if kind == "list" else tuple(items)
-        return self._dict(tree, at, depth)
+        return self._dict(tree, kind, at, depth)
 
-    def _dict(self, tree: Mapping[str, Any], at: str, depth: int) -> dict[object, object]:
+    def _dict(self, tree: Mapping[str, Any], kind: str, at: str, depth: int) -> dict[object, object]:
         mapping: dict[object, object] = OrderedDict() if tree.get("ordered") or "versions" in tree else {}
-        collisions = Collisions(len(tree["dict"]), lambda what, **_: damaged(self._where, f"{what}, at {at[:80]}"))
-        for pair in tree["dict"]:
-            if type(pair) is not list or len(pair) != 2:
-                raise damaged(self._where, f"no pair of key and node: {str(pair)[:80]}")
-            key = self._key(pair[0])
+        collisions = Collisions(len(tree[kind]), lambda what, **_: damaged(self._where, f"{what}, at {at[:80]}"))
+        is_of_tensors = kind == "tensors"
+        for item in tree[kind]:
+            if type(item) not in (str, int) if is_of_tensors else type(item) is not list or len(item) != 2:
+                what = "key of a tensor" if is_of_tensors else "pair of key and node"
+                raise damaged(self._where, f"no {what}: {str(item)[:80]}")
+            key = item if is_of_tensors else self._key(item[0])
             collisions.add(key)
             if key in mapping:
                 raise damaged(self._where, f"a key stands twice: {str(key)[:80]}")
-            mapping[key] = self.node(pair[1], self._below(at, f".{key}" if at else str(key)), depth + 1)
+            below = self._below(at, key, depth)
+            mapping[key] = self.node(below if is_of_tensors else item[1], below, depth + 1)
         if "versions" in tree:
             set_version_metadata(mapping, _versions(tree["versions"], self._where))
         return mapping
 
-    def _below(self, at: str, step: str) -> str:
+    def _below(self, at: str, key: object, depth: int) -> str:
+        """The path of a value in the container at `at`, as the writer names tensors by it."""
+        step = f".{key}" if depth else str(key)
         self._characters += len(at) + len(step)
         if self._characters > MAX_PATH_CHARACTERS:
             raise damaged(self._where, "its keys stand for paths that are longer than any memory")

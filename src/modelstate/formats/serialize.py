@@ -189,11 +189,17 @@ class _Serializer:
                 "characters together",
             )
         self._open.add(id(value))
-        nodes = [(key, self.node(item, f"{path}.{key}" if depth else str(key), depth + 1)) for key, item in pairs]
+        names = [f"{path}.{key}" if depth else str(key) for key, _ in pairs]
+        nodes = [self.node(item, name, depth + 1) for name, (_, item) in zip(names, pairs, strict=True)]
         self._open.discard(id(value))
         if kind != "dict":
-            return {kind: [node for _, node in nodes]}
-        entry: dict[str, object] = {"dict": [[encode(key, self._at(path)), node] for key, node in nodes]}
+            return {kind: nodes}
+        keys = [encode(key, self._at(path)) for key, _ in pairs]
+        entry: dict[str, object]
+        if nodes == names and keys and {str, int}.issuperset(map(type, keys)):
+            entry = {"tensors": keys}
+        else:
+            entry = {"dict": [[key, node] for key, node in zip(keys, nodes, strict=True)]}
         if isinstance(value, OrderedDict):
             entry["ordered"] = True
         if (versions := self._versions(value)) is not None:
