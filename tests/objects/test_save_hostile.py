@@ -49,6 +49,7 @@ VALUES = [
     "x" * 5000,
 ]
 VALUES += [{"value": {"$nothing": 1}}, {"dict": [["a", "a"]]}, {"list": "a"}, {"tuple": ["a"]}, [0] * 2000]
+VALUES += [{"tensors": ["a"]}, {"tensors": ["gone"]}, {"tensors": [["a"]]}, {"tensors": "a", "ordered": 1}]
 
 
 def places(node: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
