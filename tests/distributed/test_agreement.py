@@ -27,6 +27,7 @@ from modelstate.distributed import connections as connections_module
 from modelstate.distributed.agreement import Agreement, agreement_of
 from modelstate.distributed.reports import Digest
 from modelstate.problems import Missing, WrongShape, plan_error
+from modelstate.process import Stopped, stopped_by
 from modelstate.torch_compat import sharding
 from tests.distributed import models
 from tests.distributed.ranks import Outcome, Ranks
@@ -136,7 +137,7 @@ def interrupted_vote(decides: bool) -> str:
         raise KeyboardInterrupt
 
     before = signal.signal(signal.SIGALRM, interrupt)
-    ranks = agreement()
+    ranks, ends = agreement(), list[str]()
     try:
         with mock.patch.object(sharding, "CHECK_SECONDS", 0.1), ranks.held():
             with ranks.phase("reading", decides=decides):
@@ -144,20 +145,23 @@ def interrupted_vote(decides: bool) -> str:
                     signal.setitimer(signal.ITIMER_REAL, 0.05)
                 else:
                     time.sleep(0.2)
+            ends.append("reading has ended")
             with ranks.phase("the commit"):
                 pass
     except (KeyboardInterrupt, errors.DistributedError) as error:
         dist.barrier()
-        return f"{type(error).__name__} {phases()}"
+        ends += [type(error).__name__, phases()]
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
-    return "ended"
+    return ", ".join(ends)
 
 
 @pytest.mark.parametrize("decides", [False, True])
 def test_an_interrupt_of_a_rank_that_waits_ends_the_others(ranks: Ranks, decides: bool) -> None:
-    others, interrupted = ["DistributedError committed"] * 4, ["KeyboardInterrupt committed"] * 4
+    # The vote tells the others that this rank has ended the phase, but what it decides they ask the store.
+    others = ["DistributedError, committed" if decides else "reading has ended, DistributedError, committed"] * 4
+    interrupted = ["KeyboardInterrupt, committed"] * 4
     assert ranks.values(interrupted_votes, decides) == [others, interrupted, others, others]
 
 
@@ -309,24 +313,32 @@ def test_a_rank_that_dies_before_the_first_vote(ranks: Ranks, connecting: bool) 
         assert later == "committed"  # the other ranks can go on with a mesh of their own
 
 
-def interrupted_in_the_wait() -> str:
-    """Rank 0 does not come, and rank 1 is interrupted while it waits for it."""
+def interrupted_in_the_wait(is_cancelled: bool) -> str:
+    """Rank 0 does not come, and rank 1 is interrupted, or cancelled, while it waits for it."""
     if dist.get_rank() == 0:
         return ""
+    stop = threading.Event()
     if dist.get_rank() == 1:
-        threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+        do = stop.set if is_cancelled else lambda: os.kill(os.getpid(), signal.SIGINT)
+        threading.Timer(0.3, do).start()
     try:
-        with Agreement(range(4), 60, channel="interrupted").phase("planning"):
+        with stopped_by(stop.is_set), Agreement(range(4), 60, channel=f"{is_cancelled=}").phase("planning"):
             return "committed"
-    except KeyboardInterrupt:
-        return "interrupted"
-    except errors.DistributedError as error:
+    except (KeyboardInterrupt, Stopped) as error:
+        return type(error).__name__
+    except errors.ModelStateError as error:
         return error.what.split("\n")[-1]
 
 
-def test_an_interrupt_in_the_wait_for_a_rank_ends_the_wait_of_the_others(ranks: Ranks) -> None:
-    reason = "rank 1: KeyboardInterrupt"
-    assert ranks.values(interrupted_in_the_wait, timeout=30) == ["", "interrupted", reason, reason]
+@pytest.mark.parametrize(
+    ("is_cancelled", "own", "others"),
+    [(False, "KeyboardInterrupt", "KeyboardInterrupt"), (True, "Stopped", "this rank has cancelled it")],
+)
+def test_an_interrupt_in_the_wait_for_a_rank_ends_the_wait_of_the_others(
+    ranks: Ranks, is_cancelled: bool, own: str, others: str
+) -> None:
+    reason = f"rank 1: {others}"
+    assert ranks.values(interrupted_in_the_wait, is_cancelled, timeout=30) == ["", own, reason, reason]
 
 
 def raised_between_votes(kind: type[BaseException], rank: int, is_noticed: bool) -> tuple[str, str]:
@@ -456,7 +468,7 @@ def connections_of_some() -> list[str]:
 
     A call of these three ranks has connections of its own, which stay.
     """
-    some, here, ends = (0, 1, 2), dist.get_rank(), list[str]()
+    some, here, ends, names_the_rank = (0, 1, 2), dist.get_rank(), list[str](), list[bool]()
 
     def call_of_some() -> None:
         with Agreement(some, 20).phase("reading"):
@@ -464,9 +476,13 @@ def connections_of_some() -> list[str]:
 
     def call_of_all() -> None:
         ranks = agreement(60)
-        with ranks.phase("reading"):
-            if here in some:
-                ranks.connect(some)
+        try:
+            with ranks.phase("reading"):
+                if here in some:
+                    ranks.connect(some)
+        except errors.RankLostError as error:
+            names_the_rank.append("rank 1: a rank did not end reading" in error.what)
+            raise
 
     fails = mock.patch.object(connections_module.Connections, "connect", side_effect=MemoryError)
     if here in some:
@@ -478,6 +494,7 @@ def connections_of_some() -> list[str]:
             ends.append(end_of(call_of_all))
         dist.barrier()
     assert own is None or not own.is_abandoned()
+    assert names_the_rank == [here != 1]
     return ends
 
 
@@ -575,6 +592,8 @@ def first_decides(fails: bool) -> object:
 
 def texts() -> list[list[str]]:
     of_all = [agreement().texts("saying", text) for text in ("", "b" * dist.get_rank())]
+    assert agreement().maximum("counting", [dist.get_rank(), -dist.get_rank()]) == [3, 0]
+    assert agreement().maximum("counting", [1] * dist.get_rank()) == []
     return [*of_all, Agreement((), 1).texts("saying", "alone")]
 
 

@@ -296,8 +296,7 @@ class Agreement:
         Raises:
             RankLostError: A rank does not take part in time.
         """
-        with self.meeting():
-            self._use_connections(ranks, lambda _: None)
+        self._use_connections(ranks, lambda _: None)
 
     def broadcast(self, tensor: torch.Tensor, ranks: tuple[int, ...], source: int) -> None:
         """Copies a tensor on the CPU from the rank `source` to the other `ranks`, in a phase.
@@ -367,7 +366,7 @@ class Agreement:
             except Exception as cause:
                 error_of_torch = without_frames(cause)
                 phase = self._phase or _Phase(name, NOTHING_CHANGED, False)
-                raise self._lost(phase, error_of_torch, ranks) from error_of_torch
+                raise self._lost(phase, error_of_torch) from error_of_torch
 
     def abandon(self, error: BaseException) -> None:
         """Closes the connections for an error, which the other ranks raise, too: they wait for this one no longer.
@@ -423,9 +422,8 @@ class Agreement:
             if error is None:
                 raise lost_rank from lost
             error.add_note(f"{lost_rank.what}: {lost_rank.found}")
-        elif reports and connections is not None:
+        elif reports:
             self._turn.has_failed = True
-            connections.forget_some()
             self._raise(phase, error, dict(zip(self.ranks, reports, strict=True)))
 
     def _leave(self, phase: "_Phase") -> None:
@@ -434,7 +432,7 @@ class Agreement:
         if phase.decides and connections is not None:
             connections.decide(False)
 
-    def _lost(self, phase: "_Phase", cause: Exception, ranks: tuple[int, ...] = ()) -> ModelStateError:
+    def _lost(self, phase: "_Phase", cause: Exception) -> ModelStateError:
         """Returns the error for connections that broke or were not made. The next load makes new ones.
 
         Where another rank has abandoned them for an error, it is that one.
@@ -458,10 +456,7 @@ class Agreement:
                 remedy="see the log of the rank that is missing"
                 + (f"; if it needs more time: {takes_ranks}(timeout_seconds=)" if takes_ranks else ""),
             )
-        if ranks not in ((), self.ranks):
-            if connections is not None:
-                connections.forget_some()
-        elif connections is None or isinstance(cause, AbandonedError | TimeoutError):
+        if connections is None or isinstance(cause, AbandonedError | TimeoutError):
             self._close()
         else:
             self._close(json.dumps([dist.get_rank(), report_of(error)]), ANY_CALL)  # a rank is gone for all calls

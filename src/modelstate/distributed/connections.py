@@ -21,6 +21,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
+from modelstate.process import check_stopped
 from modelstate.torch_compat.plain import byte_tensor
 from modelstate.torch_compat.sharding import (
     all_gather,
@@ -81,6 +82,8 @@ class Connections:
             AbandonedError: Another rank has stopped waiting.
             TimeoutError: A rank does not come.
             RuntimeError: Torch cannot connect the ranks.
+
+        In a thread whose work is to end, it raises `Stopped`.
         """
         store = dist.PrefixStore(f"{self._key}/{self._generation}", self._store)
         self._meet(store, timeout_seconds)
@@ -131,6 +134,7 @@ class Connections:
                 if is_abandoned:
                     raise AbandonedError(f"another rank has stopped waiting for the ranks {missing}", self.reason())
                 raise TimeoutError(f"nothing from the ranks {missing}")
+            check_stopped()
             time.sleep(min(max(waited_seconds / 5, 0.001), 0.5))
 
     def of(self, ranks: tuple[int, ...], timeout_seconds: float) -> "Connections":
@@ -144,12 +148,6 @@ class Connections:
             self._of_some[ranks] = Connections(ranks, self._channel, self)
             self._of_some[ranks].connect(timeout_seconds)
         return self._of_some[ranks]
-
-    def forget_some(self) -> None:
-        """Closes the connections between some of the ranks. All ranks do: on one of them they may be lost."""
-        for connections in self._of_some.values():
-            connections.abandon()
-        self._of_some.clear()
 
     def maximum(self, numbers: Sequence[int], timeout_seconds: float) -> list[int]:
         """Returns the largest of the numbers of all ranks, for each place. Raises what torch raises."""
@@ -203,7 +201,9 @@ class Connections:
             if reason and self._compare_set("generation", "", "0") == generation:
                 self._compare_set(f"{generation}/reason", "", f"{votes} {reason}")
             self._compare_set("generation", generation, str(self._generation + 1))
-        self.forget_some()
+        for connections in self._of_some.values():
+            connections.abandon()
+        self._of_some.clear()
         self._group = None
 
     def reason(self) -> str:
