@@ -223,7 +223,7 @@ def check_repeated(tensors: Mapping[str, torch.Tensor | LazyTensor], where: str)
             for name, tensor in tensors.items()
         }
         raise UnsavableError(
-            "the tensors show the bytes that are stored of them so often that a file of them would be far larger",
+            "expanded views would make the file far larger than the memory of the tensors",
             where=f"{where}: {max(times, key=lambda name: times[name])}",
             expected=f"at most {size(most)}: {REPEATED_TIMES} times what is stored, and {size(REPEATED_BYTES)}",
             found=f"{size(total)} of elements, and {size(stored)} stored",
