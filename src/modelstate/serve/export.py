@@ -126,6 +126,7 @@ def export(
     names, reason = _names(model)
     program = _exported(model, args, kwargs, dynamic_shapes, strict)
     extra = names.extra if names is not None else ()
+    trial = Trial(model, args, kwargs, kind)  # before the compiler, which takes longer
     files, inputs = (None, None) if kind == "exported" else _compiled(program, model, options or {})
 
     def manifest_with(verification: "ExportVerification") -> Manifest:
@@ -135,7 +136,7 @@ def export(
     with atomic_file(where, overwrite=overwrite) as output:
         preliminary = manifest_with(ExportVerification(frozenset(), ()))
         _write(output, program, files, preliminary)
-        manifest = manifest_with(verify_export(target_factory(output.path, None, training), model, args, kwargs))
+        manifest = manifest_with(trial.verify(target_factory(output.path, None, training)))
         if manifest != preliminary:
             _write(output, program, files, manifest)
     return manifest
@@ -337,75 +338,78 @@ class _Answer:
     """The structure of the outputs."""
 
 
-def verify_export(
-    target: Target, module: nn.Module, args: tuple[object, ...], named: Mapping[str, object]
-) -> ExportVerification:
-    """Compares the answers of module and program: with the original weights, each tensor changed alone, all changed.
+class Trial:
+    """Calls a module, and the program that is made of it, with the same inputs and with any weights.
 
     Args:
-        target: the program.
-        module: the module that was exported.
-        args: inputs of the calls.
-        named: inputs by keyword.
+        module: The module that is exported.
+        args: Inputs of the calls.
+        named: Inputs by keyword.
+        kind: What is made of the module.
 
     Raises:
-        ExportError: the answers differ, or do not follow a change of some weights; the answers of the module are
-            random; the module raises; or elements of a weight share memory.
+        ExportError: The module cannot be compared with a program: its answers are random, or elements of a weight
+            share memory.
     """
-    trial = _Trial(target, module, args, named)
-    state = runtime_state(module)
-    _check_own_elements(state, trial.where)
-    first = trial.of_module(state)
-    _check_random(trial, state, first, target.kind)
-    difference = _difference(trial.of_program(state), first)
-    if difference:
-        raise _answer_error(trial.where, difference, "the weights that it was made with")
-    unseen: list[str] = []
-    wrong: dict[str, str] = {}
-    changed: State = {}
-    for seed, group in enumerate(names_by_tensor(state)):
-        for value in perturbed_values(state[group[0]], seed):
-            perturbed = state | dict.fromkeys(group, value)
-            expected = trial.of_module_or_none(perturbed)
-            if expected is None:
-                continue
-            changed.update({name: changed.get(name, value) for name in group})
-            if not _is_visible(first, expected):
-                continue
-            difference = _difference(trial.of_program(perturbed), expected)
-            if difference:
-                wrong[group[0]] = difference
-            break
-        else:
-            unseen += group
-    if wrong:
-        raise ExportError(
-            "the program does not follow changes of its weights: they were compiled into it",
-            where=trial.where,
-            expected="the answer of the module with the changed tensor",
-            found=listed((f"{name}: {difference}" for name, difference in wrong.items()), 8, "; "),
-            remedy=_REMEDIES[target.kind],
-            names=list(wrong),
-        )
-    expected = trial.of_module_or_none(state | changed)
-    difference = "" if expected is None else _difference(trial.of_program(state | changed), expected)
-    if difference:
-        raise _answer_error(trial.where, difference, "random weights")
-    return ExportVerification(trial.mutable, tuple(unseen))
 
-
-class _Trial:
-    """Calls the module and the program with the same inputs and with any weights."""
-
-    def __init__(
-        self, target: Target, module: nn.Module, args: tuple[object, ...], named: Mapping[str, object]
-    ) -> None:
-        self._target, self._inputs = target, (args, dict(named))
-        self.where = type(module).__name__
+    def __init__(self, module: nn.Module, args: tuple[object, ...], named: Mapping[str, object], kind: str) -> None:
+        self._inputs, self._state = (args, dict(named)), runtime_state(module)
+        self._where = type(module).__name__
         self._skeleton = meta_clone(module)
-        self.mutable: frozenset[str] = frozenset()
+        self._mutable: frozenset[str] = frozenset()
+        _check_own_elements(self._state, self._where)
+        self._first = self._of_module(self._state)
+        # An exported program draws the same random numbers; what is compiled draws others.
+        if kind == "aoti" and _difference(self._of_module(self._state, seed=1), self._first):
+            raise ExportError(
+                "the answers of the module are random, so the compiled program cannot be verified",
+                where=self._where,
+                remedy="call module.eval() before it is exported, or export with kind='exported'",
+            )
 
-    def of_module(self, state: State, seed: int = 0) -> _Answer:
+    def verify(self, target: Target) -> ExportVerification:
+        """Compares the answers: with the original weights, with each tensor changed alone, and with all changed.
+
+        Raises:
+            ExportError: The answers of the program differ, or do not follow a change of some weights.
+        """
+        difference = _difference(self._of_program(target, self._state), self._first)
+        if difference:
+            raise _answer_error(self._where, difference, "the weights that it was made with")
+        unseen: list[str] = []
+        wrong: dict[str, str] = {}
+        changed: State = {}
+        for seed, group in enumerate(names_by_tensor(self._state)):
+            for value in perturbed_values(self._state[group[0]], seed):
+                perturbed = self._state | dict.fromkeys(group, value)
+                expected = self._of_module_or_none(perturbed)
+                if expected is None:
+                    continue
+                changed.update({name: changed.get(name, value) for name in group})
+                if not _is_visible(self._first, expected):
+                    continue
+                difference = _difference(self._of_program(target, perturbed), expected)
+                if difference:
+                    wrong[group[0]] = difference
+                break
+            else:
+                unseen += group
+        if wrong:
+            raise ExportError(
+                "the program does not follow changes of its weights: they were compiled into it",
+                where=self._where,
+                expected="the answer of the module with the changed tensor",
+                found=listed((f"{name}: {difference}" for name, difference in wrong.items()), 8, "; "),
+                remedy=_REMEDIES[target.kind],
+                names=list(wrong),
+            )
+        expected = self._of_module_or_none(self._state | changed)
+        difference = "" if expected is None else _difference(self._of_program(target, self._state | changed), expected)
+        if difference:
+            raise _answer_error(self._where, difference, "random weights")
+        return ExportVerification(self._mutable, tuple(unseen))
+
+    def _of_module(self, state: State, seed: int = 0) -> _Answer:
         """Returns the answer of the module with these weights. Raises what the module raises."""
         module = meta_clone(self._skeleton)
         for name, value in _copies(state).items():
@@ -421,25 +425,25 @@ class _Trial:
         for name, value in before.items():
             other = after.get(name)
             if other is None or value.shape != other.shape or not torch.equal(value, other):
-                self.mutable |= {name}
+                self._mutable |= {name}
         return answer
 
-    def of_module_or_none(self, state: State) -> _Answer | None:
+    def _of_module_or_none(self, state: State) -> _Answer | None:
         """Returns the answer of the module; None where it cannot be called with these weights."""
         try:
-            return self.of_module(state)
+            return self._of_module(state)
         except Exception:
             return None
 
-    def of_program(self, state: State) -> _Answer:
+    def _of_program(self, target: Target, state: State) -> _Answer:
         """Returns the answer of a version of the program. Raises `ExportError` where the program raises."""
-        program = self._target.program(state_module(_copies(state), meta=False))
+        program = target.program(state_module(_copies(state), meta=False))
         try:
             return self._answer(program, lambda: program.buffers, 0)
         except Exception as error:
             raise ExportError(
                 "the program raised where the module does not",
-                where=self.where,
+                where=self._where,
                 found=f"{type(error).__name__}: {error}",
                 remedy="export it with other options, or serve the module",
             ) from error
@@ -520,19 +524,6 @@ def _check_own_elements(state: State, where: str) -> None:
             where=where,
             found=listed(expanded, 8),
             remedy="use a copy with its own memory: nn.Parameter(value.detach().contiguous())",
-        )
-
-
-def _check_random(trial: _Trial, state: State, first: _Answer, kind: str) -> None:
-    """Raises `ExportError` where a compiled program would draw other random numbers than the module.
-
-    An exported program draws the same numbers.
-    """
-    if kind == "aoti" and _difference(trial.of_module(state, seed=1), first):
-        raise ExportError(
-            "the answers of the module are random, so the compiled program cannot be verified",
-            where=trial.where,
-            remedy="call module.eval() before it is exported, or export with kind='exported'",
         )
 
 
