@@ -240,7 +240,8 @@ class Live:
         check_integer("keep_versions", keep_versions, least=0)
         check_integer("spare_bytes", spare_bytes, least=0, accepts_none=True)
         check_flag("training", training)
-        self._target = target_factory(target, names, training)
+        with gc_paused():
+            self._target = target_factory(target, names, training)
         self._pool, self._spare_bytes = MemoryPool(), spare_bytes
         self._keep_versions = keep_versions
         self._kept: deque[Version] = deque()

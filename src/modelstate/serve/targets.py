@@ -27,6 +27,7 @@ from modelstate.torch_compat.modules import (
     compiled_module,
     has_compiled_call,
     has_forward_hooks,
+    module_tables,
     non_persistent_buffers,
     own_buffers,
     unwrapped,
@@ -64,7 +65,9 @@ class Program(ABC):
     @property
     def buffers(self) -> dict[str, torch.Tensor]:
         """All tensors that a request may change, by name. A tied one has an entry for each of its names."""
-        return {**dict(self.weights_module.named_buffers(remove_duplicate=False)), **self._hidden}
+        tables = module_tables(self.weights_module)
+        own = ((f"{prefix}{name}", buffer) for prefix, _, _, buffers in tables for name, buffer in buffers.items())
+        return {**{name: buffer for name, buffer in own if buffer is not None}, **self._hidden}
 
     @property
     def tensors(self) -> Iterator[torch.Tensor]:
@@ -263,9 +266,8 @@ def modified_buffers(program: Program, since: BufferDigests) -> dict[str, torch.
     for name, buffer in program.buffers.items():
         if since.get(name) != _digest(buffer):
             modified[name] = buffer
-    for path, module in program.weights_module.named_modules():
-        unset = [last for last, buffer in own_buffers(module).items() if buffer is None]
-        names = [f"{path}.{last}" if path else last for last in unset]
+    for prefix, _, _, buffers in module_tables(program.weights_module):
+        names = [f"{prefix}{last}" for last, buffer in buffers.items() if buffer is None]
         modified.update({name: None for name in names if name in since})
     return modified
 
