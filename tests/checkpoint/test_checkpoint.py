@@ -67,6 +67,8 @@ def test_a_name_that_is_not_there(checkpoint: Checkpoint, ask: Callable[[Checkpo
     assert isinstance(caught.value, KeyError)
     assert caught.value.found == "model_state.0.wieght"
     assert caught.value.where == checkpoint.source
+    with pytest.raises(KeyNotFoundError, match=r"did you mean 'model_state\.0\.weight' or 'model_state\.1\.weight'\?"):
+        ask(checkpoint, "weight")
     with pytest.raises(KeyNotFoundError, match="iterate over the checkpoint"):
         ask(checkpoint, "#")
 

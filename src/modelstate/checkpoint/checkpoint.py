@@ -6,6 +6,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, ItemsView, Iterable, Iterator, Mapping, Sequence, ValuesView
 from difflib import get_close_matches
+from itertools import islice
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from modelstate.arguments import check_flag
@@ -159,13 +160,16 @@ class Checkpoint(Mapping[str, TensorSpec], Shown):
         try:
             return tensors[name]
         except KeyError:
-            near = get_close_matches(str(name), tensors, n=1)
+            ending = (other for other in tensors if other.endswith(f".{name}"))
+            near = [*islice(ending, 3)] or get_close_matches(str(name), tensors, n=1)
             raise KeyNotFoundError(
                 "the checkpoint has no tensor of this name",
                 where=self.source,
                 found=name,
                 names=(str(name),),
-                remedy=f"did you mean {near[0]!r}?" if near else "iterate over the checkpoint to see its names",
+                remedy=f"did you mean {' or '.join(map(repr, near))}?"
+                if near
+                else "iterate over the checkpoint to see its names",
             ) from None
 
     def __hash__(self) -> int:
