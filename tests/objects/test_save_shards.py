@@ -9,7 +9,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import modelstate as ms
-from modelstate.errors import ChecksumError, TargetExistsError
+from modelstate.errors import ChecksumError, TargetExistsError, UnsavableError
+from modelstate.formats import safetensors, sharded
 from modelstate.testing import faulty_writes
 from tests.objects.saves import NAME, contents, save, version_at
 
@@ -48,6 +49,22 @@ def test_a_tensor_larger_than_a_shard(tmp_path: Path) -> None:
 def test_a_state_that_fits_is_one_file(tmp_path: Path) -> None:
     assert ms.save({"a": torch.ones(2)}, tmp_path / NAME, shard_size_bytes=8).files == (str(tmp_path / NAME),)
     assert ms.save({}, tmp_path / NAME, shard_size_bytes=1).files == (str(tmp_path / NAME),)
+
+
+def test_more_than_a_header_or_an_index_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the error proposes works: shards, where one header is too large for all tensors, and parts elsewhere."""
+    monkeypatch.setattr(safetensors, "MAX_HEADER_BYTES", 6000)
+    state = {"part": {f"w{n}": torch.full((1,), float(n)) for n in range(60)}}
+    with pytest.raises(UnsavableError, match="shard_size_bytes="):
+        ms.save(state, tmp_path / NAME)
+    ms.save(state, tmp_path / NAME, shard_size_bytes=80)
+    assert all(torch.equal(ms.open(tmp_path / NAME).tensor(f"part.w{n}"), torch.tensor([n * 1.0])) for n in range(60))
+    before = contents(tmp_path)
+    monkeypatch.setattr(sharded, "MAX_INDEX_BYTES", 6000)
+    for size in (None, 80):
+        with pytest.raises(UnsavableError, match="in files of their own"):
+            ms.save(state, tmp_path / NAME, shard_size_bytes=size)
+    assert contents(tmp_path) == before
 
 
 @pytest.mark.parametrize("sizes", [(30, 100, None, 70, 30)])

@@ -14,9 +14,10 @@ from torch import nn
 
 import modelstate as ms
 from modelstate import errors
-from modelstate.formats import manifest
+from modelstate.formats import manifest, sharded
 from modelstate.formats.manifest import OPEN_SEAL, SEAL, sealed
 from modelstate.io import lock
+from modelstate.store import saving
 from tests.store.common import Held, Training, contents, flip, litter, network, state
 
 
@@ -158,20 +159,25 @@ def test_a_value_that_nobody_would_read_again(tmp_path: Path) -> None:
     store.save(1, {"value": 1})
     was = contents(tmp_path)
     with pytest.raises(errors.UnsavableError):
-        store.save(2, {"held": Held(text="x" * 33_000_000)})
+        store.save(2, {"held": Held(text="x" * 65_000_000)})
     with pytest.raises(errors.UnsavableError):
-        store.save(2, {"held": Held(text="x" * 33_000_000, tensor=torch.ones(1))})
+        store.save(2, {"held": Held(text="x" * 65_000_000, tensor=torch.ones(1))})
     with pytest.raises(errors.UnsavableError):
         store.save(2, {str(number): "x" * 22_000_000 for number in range(3)})
     assert contents(tmp_path) == was
 
 
 @pytest.mark.parametrize("call", ["save", "check"])
-def test_more_digests_than_a_reader_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
-    monkeypatch.setattr(manifest, "MAX_BYTES", 2000)
+@pytest.mark.parametrize("limit", ["manifest", "index"])
+def test_more_digests_than_a_reader_takes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, limit: str
+) -> None:
+    module, name = (manifest, "MAX_BYTES") if limit == "manifest" else (sharded, "MAX_INDEX_BYTES")
+    monkeypatch.setattr(module, name, 2000)
+    monkeypatch.setattr(saving, "_LARGE_MANIFEST_BYTES", 200)
     objects = {"model": nn.ParameterList([nn.Parameter(torch.ones(1)) for _ in range(60)])}
     store = ms.Store(tmp_path)
-    with pytest.raises(errors.UnsavableError):
+    with pytest.raises(errors.UnsavableError, match="as several objects"):
         store.save(1, objects) if call == "save" else store.check(objects)
     assert store.steps() == ()
 

@@ -63,9 +63,9 @@ KEY = "modelstate"
 """The key of the manifest in the metadata."""
 FORMAT = 1
 """The version of the layout that is described here. A reader refuses a newer one."""
-MAX_BYTES = 32_000_000
+MAX_BYTES = 64_000_000
 MAX_PARTS = 4_000_000
-"""The limit of lists, objects and commas: each becomes an object in memory as soon as the text is parsed."""
+"""The limit of lists, objects, commas and colons: each becomes an object in memory as soon as the text is parsed."""
 MAX_PATH_CHARACTERS = 128_000_000
 """The limit of the paths of all values of a tree together: one long key is in the path of every value below it."""
 _MAX_DEPTH = 100
@@ -97,7 +97,7 @@ class ManifestState:
 
 def check_size(text: str) -> None:
     """Raises `ValueError` for a manifest that is too large to be parsed."""
-    parts = sum(text.count(char) for char in ",[{")
+    parts = sum(text.count(char) for char in ",[{:")
     if len(text) > MAX_BYTES or parts > MAX_PARTS:
         limits = f"at most {size(MAX_BYTES)} and {MAX_PARTS:,}"
         raise ValueError(f"values that are not tensors, of {size(len(text))} in {parts:,} parts; {limits} are read")

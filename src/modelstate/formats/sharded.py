@@ -57,7 +57,7 @@ if TYPE_CHECKING:
 
     from modelstate.formats.block_writer import LazyTensor
 
-MAX_INDEX_BYTES = 100_000_000
+MAX_INDEX_BYTES = 150_000_000
 MAX_NAMES = 1_000_000
 MAX_SHARDS = 100_000
 """The most files that one index may name: a hundred times the number of the largest models."""
@@ -428,11 +428,15 @@ def own_shards(path: str) -> re.Pattern[str]:
 
 
 def index_of(files: Mapping[str, Iterable[str]], total_bytes: int, manifest: str) -> bytes:
-    """The text of an index: the file of each tensor, and the manifest."""
+    """The text of an index: the file of each tensor, and the manifest. Raises `ValueError` where none would read it."""
     metadata = {SEAL: OPEN_SEAL, "total_size": str(total_bytes), KEY: manifest}
     weight_map = {name: file for file, names in files.items() for name in names}
     text = json.dumps({"metadata": metadata, WEIGHT_MAP: weight_map}, ensure_ascii=False, indent=1)
-    return sealed(text.encode() + b"\n")
+    data = text.encode() + b"\n"
+    if len(data) > MAX_INDEX_BYTES or len(weight_map) > MAX_NAMES:
+        limits = f"at most {MAX_INDEX_BYTES:,} bytes for {MAX_NAMES:,} tensors are read"
+        raise ValueError(f"an index of {len(data):,} bytes for {len(weight_map):,} tensors; {limits}")
+    return sealed(data)
 
 
 def old_files(path: str, but: Collection[str] = ()) -> list[str]:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from modelstate.errors import UnsavableError
 from modelstate.formats.manifest import KEY, check_size
-from modelstate.formats.safetensors import Layout, Written, layout, write
+from modelstate.formats.safetensors import Layout, Written, blank_digests, layout, write
 from modelstate.formats.sharded import INDEX_SUFFIX, SHARD_METADATA, Kind, in_shards, index_of, old_files, shard_names
 from modelstate.formats.uploading import Uploader, upload_checkpoint, upload_object
 from modelstate.io import system
@@ -36,6 +36,9 @@ from modelstate.io.atomic import (
 from modelstate.remote.location import Location, is_remote, locate
 
 if TYPE_CHECKING:
+    import torch
+
+    from modelstate.formats.block_writer import LazyTensor
     from modelstate.formats.serialize import OfShard, SerializedState
 
 Files = dict[str, int]
@@ -140,7 +143,7 @@ def write_checkpoint(
         The sizes of the files by path; for shards the index is first.
 
     Raises:
-        UnsavableError: The header would be larger than the format allows.
+        UnsavableError: The header, the manifest or the index would be larger than a reader takes.
 
     Also raises what `write_file` raises. The previous files are then untouched, or the error says that they are not,
     and no other file is left.
@@ -150,17 +153,17 @@ def write_checkpoint(
     index = path + INDEX_SUFFIX
     groups = [] if shard_bytes is None or total_bytes <= shard_bytes else in_shards(state.tensors, shard_bytes)
     with writer.planning():
-        planned = _planned(state, path, schema, text)
         uploader = None
         if is_remote(path):
             assert isinstance(writer, Uploader)
             uploader = writer
         if uploader is not None and state.tensors:
             groups = groups or uploader.shards(state.tensors)
-        layouts = [layout(group, lambda _: text) for group in groups] or [planned]
+        layouts = _layouts(state, groups, path, schema, text)
 
     def compared() -> Mapping[str, object]:
-        return {"overwrite": overwrite, "shard_size_bytes": shard_bytes, "other values": planned.metadata({})}
+        others = {**text, KEY: state.manifest(schema, {})}
+        return {"overwrite": overwrite, "shard_size_bytes": shard_bytes, "other values": others}
 
     if uploader is not None:
         return upload_checkpoint(path, layouts, groups, uploader, overwrite, compared, partial(state.manifest, schema))
@@ -266,20 +269,41 @@ def check_both(path: str, overwrite: bool) -> None:
     check_target(path + INDEX_SUFFIX, overwrite=overwrite)
 
 
-def _planned(state: SerializedState, path: str, schema: str | None, entries: Mapping[str, str]) -> Layout:
+def _layouts(
+    state: SerializedState,
+    groups: Sequence[Mapping[str, torch.Tensor | LazyTensor]],
+    path: str,
+    schema: str | None,
+    entries: Mapping[str, str],
+) -> list[Layout]:
+    """Plans the file of a state, or the shards for groups of its tensors. Raises `UnsavableError`."""
+
     def metadata(digests: Mapping[str, str]) -> dict[str, str]:
         text = state.manifest(schema, digests)
         check_size(text)
         return {**entries, KEY: text}
 
+    def check_index(groups: Sequence[Mapping[str, object]]) -> None:
+        names = shard_names(path, [""] * len(groups))
+        text = metadata(blank_digests(state.tensors))[KEY]
+        index_of(dict(zip(names, groups, strict=True)), state.nbytes, text)
+
     try:
-        return layout(state.tensors, metadata)
+        if not groups:
+            return [layout(state.tensors, metadata)]
+        check_index(groups)
+        return [layout(group, lambda _: entries) for group in groups]
     except ValueError as error:
+        remedy = "save the parts in files of their own; large values are better kept as tensors or arrays"
+        if not groups:
+            with suppress(ValueError):
+                check_index([state.tensors])
+                remedy = "take a shard_size_bytes= that makes several files, each of which has a header of its own"
         raise UnsavableError(
-            "this is more than the header of a safetensors file holds",
+            "this is more than the header or the index of safetensors files holds",
             where=path,
             found=error,
-            remedy="save the parts in files of their own; large values are better kept as tensors or arrays",
+            remedy=remedy,
         ) from error
 
 

@@ -24,6 +24,7 @@ from modelstate.errors import (
 )
 from modelstate.formats.manifest import OPEN_SEAL, SEAL, check_seal, digest, sealed
 from modelstate.formats.safetensors import MAX_HEADER_BYTES
+from modelstate.formats.sharded import MAX_INDEX_BYTES
 from modelstate.io.files import SourceFile, read_whole
 from modelstate.objects.parts import Kind
 from modelstate.process import ThreadValue
@@ -39,7 +40,7 @@ FORMAT = 1
 """The version of this layout. A reader refuses a newer one."""
 MAX_RECORD_BYTES = 64_000_000
 """The most bytes of a record. A reader refuses more."""
-_MAX_HEAD_BYTES = 8 + MAX_HEADER_BYTES
+_MAX_HEAD_BYTES = max(8 + MAX_HEADER_BYTES, MAX_INDEX_BYTES)
 """The most bytes of a header with its length, and of an index."""
 
 

@@ -24,7 +24,14 @@ from modelstate.formats.block_writer import LazyTensor, write_blocks
 from modelstate.formats.manifest import KEY, MAX_PARTS, check_size
 from modelstate.formats.safetensors import METADATA_NAME, blank_digests, dtype_and_shape, layout
 from modelstate.formats.serialize import SerializedState, serialize
-from modelstate.formats.sharded import INDEX_SUFFIX, SHARD_METADATA, SUFFIX, in_shards, index_of
+from modelstate.formats.sharded import (
+    INDEX_SUFFIX,
+    MAX_INDEX_BYTES,
+    SHARD_METADATA,
+    SUFFIX,
+    in_shards,
+    index_of,
+)
 from modelstate.io.engine import for_each, read_threads
 from modelstate.io.memory import empty_cpu
 from modelstate.io.pinned import pinned_memory
@@ -44,6 +51,11 @@ from modelstate.torch_compat.sharding import reshard
 _logger = logging.getLogger(__name__)
 _ALIGN = 64
 _BLOCK_BYTES = 4 << 20
+_LARGE_MANIFEST_BYTES = MAX_INDEX_BYTES // 10
+"""From here on a save computes the size of an index before it writes anything. An index is at most nine times as large
+as its manifest: that is in it, with a backslash for each quotation mark, and it has the name of each tensor, too."""
+_NAME_BYTES = 45
+"""What the name of a file has at the most in addition to the path of its object."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +150,10 @@ def encode_objects(
             is_module = part.kind is Kind.MODULE
             state = serialize(part.tree, path, as_tree=not is_module, of_shard=of_shard)
             with size_errors(path):
-                check_size(state.manifest(None, blank_digests(state.tensors)))
+                manifest = state.manifest(None, blank_digests(state.tensors))
+                check_size(manifest)
+                if len(manifest) > _LARGE_MANIFEST_BYTES:
+                    index_of({"-" * (len(path) + _NAME_BYTES): state.tensors}, state.nbytes, manifest)
             params = targets[path].obj.named_parameters(remove_duplicate=False) if is_module else ()
             frozen = {name for name, param in params if not param.requires_grad}
             is_spread = any(isinstance(tensor, ShardedTensor) for tensor in state.tensors.values())
@@ -163,7 +178,8 @@ def _unsavable(where: str, found: object) -> UnsavableError:
         "this is more than a checkpoint of a store holds",
         where=where,
         found=found,
-        remedy="large values are better kept as tensors or arrays; shard_size_bytes= makes more files",
+        remedy="keep large values as tensors or arrays, and save very many tensors as several objects: two optimizers "
+        "for half of the parameters each, say; where a header is too large, shard_size_bytes= makes more files",
     )
 
 
