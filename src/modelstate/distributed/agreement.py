@@ -371,9 +371,9 @@ class Agreement:
     def abandon(self, error: BaseException) -> None:
         """Closes the connections for an error, which the other ranks raise, too: they wait for this one no longer.
 
-        Does nothing where they raise already.
+        Does nothing where they raise already, and where there are none.
         """
-        if not self._turn.has_failed:
+        if self.is_collective and not self._turn.has_failed:
             self._close(json.dumps([dist.get_rank(), report_of(error)]), self._turn.votes_before)
 
     def _close(self, reason: str = "", votes: int | None = None) -> None:
