@@ -1,4 +1,4 @@
-"""Methods of torch's classes are replaced as long as something needs it, whatever ends that."""
+"""Replaced methods of torch's classes, which come back whatever ends the need for them; the tree of modules."""
 
 import os
 import threading
@@ -7,7 +7,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
+from torch import nn
 
+import modelstate as ms
+from modelstate.errors import OptionError
 from modelstate.torch_compat.modules import MethodOverride, Overrides
 
 
@@ -112,3 +115,19 @@ def test_threads_that_a_child_process_lacks_use_nothing(overrides: Overrides) ->
         if child == 0:
             os._exit(0 if Owner().name() == "stock" else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_a_module_that_contains_itself() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.ReLU()))
+    state = model.state_dict()
+    model[1].parent = model
+    with pytest.raises(OptionError, match=r"1\.parent(.|\n)*the model itself(.|\n)*set parent to a tuple"):
+        ms.load(model, state)
+    del model[1].parent
+    model[1].own = model[1]
+    with pytest.raises(OptionError, match=r"1\.own is 1"):
+        ms.identity(model)
+    del model[1].own
+    model[1].parent = (model,)
+    model.again = model[0]  # under two names, and not within itself
+    ms.load(model, {**state, "again.weight": state["0.weight"], "again.bias": state["0.bias"]})

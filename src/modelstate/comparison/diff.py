@@ -35,6 +35,7 @@ from modelstate.io.engine import read_ranges
 from modelstate.io.files import FileFingerprint
 from modelstate.io.tensors import read_tensor
 from modelstate.planning.matching import DecodeFailure, entries_of, matching_part
+from modelstate.process import gc_paused
 from modelstate.remote.cache import Cache
 from modelstate.rules.expression import Derived, lacks_values, leaves, memory_bytes, region, values_of
 from modelstate.rules.expression import Source as TensorSource
@@ -51,6 +52,7 @@ Key = str | tuple[str | None, str | None] | None
 
 
 @checked_call("ms.diff")
+@gc_paused()
 def diff(
     a: Source | nn.Module | Sequence[Source],
     b: Source | nn.Module | Sequence[Source],

@@ -20,6 +20,7 @@ from modelstate.checkpoint.open import open as open_checkpoint
 from modelstate.errors import AmbiguousCheckpointError, OptionError
 from modelstate.html.page import Page, Shown
 from modelstate.planning.matching import matching_part
+from modelstate.process import gc_paused
 from modelstate.rules.names import Rename
 from modelstate.rules.rule import Entry, Rule, Template, Value, as_code
 from modelstate.rules.schema import Applied, apply_rules
@@ -156,6 +157,7 @@ def _grouped(names: Sequence[str]) -> list[str]:
 
 
 @checked_call("ms.suggest", is_module, is_source)
+@gc_paused()
 def suggest(
     model: nn.Module,
     source: str | os.PathLike[str] | Mapping[str, object] | Checkpoint,

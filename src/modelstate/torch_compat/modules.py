@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from modelstate.errors import ModelCodeError, ModelStateError
+from modelstate.errors import ModelCodeError, ModelStateError, OptionError
 from modelstate.process import fork_safe_lock
 from modelstate.torch_compat.private import stock_apply
 from modelstate.torch_compat.sharding import is_hook_of_fsdp
@@ -64,16 +64,47 @@ class ModuleTables(NamedTuple):
 
 
 def module_tables(root: torch.nn.Module) -> list[ModuleTables]:
-    """Returns every module under each of its names, in the order of `state_dict`."""
+    """Returns every module under each of its names, in the order of `state_dict`.
+
+    Raises `OptionError` where a module contains itself, and so has names without end.
+    """
     found: list[ModuleTables] = []
-    stack = [("", root)]
+    seen: set[int] = set()
+    stack: list[tuple[str, torch.nn.Module, _Path | None]] = [("", root, None)]
     while stack:
-        prefix, module = stack.pop()
+        prefix, module, above = stack.pop()
         found.append(ModuleTables(prefix, module, module._parameters, module._buffers))
         if modules := module._modules:
-            children = [(f"{prefix}{name}.", child) for name, child in modules.items() if child is not None]
+            path = _Path(prefix, module, above)
+            if id(module) in seen:
+                _check_not_above(path)
+            seen.add(id(module))
+            children = [(f"{prefix}{name}.", child, path) for name, child in modules.items() if child is not None]
             stack.extend(reversed(children))
     return found
+
+
+class _Path(NamedTuple):
+    """A module with submodules under one of its names, and the modules that contain it."""
+
+    prefix: str
+    module: torch.nn.Module
+    above: "_Path | None"
+
+
+def _check_not_above(path: _Path) -> None:
+    above = path.above
+    while above is not None:
+        if above.module is path.module:
+            name = path.prefix.removesuffix(".")
+            raise OptionError(
+                "a module contains itself, so its tensors have names without end",
+                where=name,
+                expected="a tree of modules",
+                found=f"{name} is {above.prefix.removesuffix('.') or 'the model itself'}",
+                remedy=f"do not register it as a submodule: set {name.rpartition('.')[2]} to a tuple with the module",
+            )
+        above = above.above
 
 
 def modules_of(root: torch.nn.Module) -> list[torch.nn.Module]:
