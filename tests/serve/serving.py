@@ -1,15 +1,15 @@
 """A tiny app that serves over HTTP on loopback, as apps are expected to, and one that does what it is told to."""
 
 import json
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
 import modelstate as ms
+from tests.remote.servers import http_server
 from tests.serve.models import linear
 
 TOKEN = "a-token-of-the-tests"
@@ -98,14 +98,5 @@ def serving(directory: Path) -> Iterator[App]:
         def log_message(self, *_: object) -> None:
             pass
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.daemon_threads = True
-    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-    thread.start()
-    app.url = f"http://127.0.0.1:{server.server_address[1]}"
-    try:
+    with http_server(Handler) as app.url:
         yield app
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
