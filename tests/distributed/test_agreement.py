@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -213,6 +213,8 @@ def killed(phase: str) -> str:
     with ranks.phase("reading", decides=True):
         if phase == "reading" and dist.get_rank() == 2:
             os.kill(os.getpid(), signal.SIGKILL)
+        if phase == "reading" and dist.get_rank() == 3:
+            raise errors.ReadFailedError("a bad sector")
     return "committed"
 
 
@@ -220,8 +222,12 @@ def killed(phase: str) -> str:
 def test_a_rank_that_is_killed(ranks: Ranks, phase: str) -> None:
     outcomes = ranks.run(killed, phase)
     assert outcomes[2].died
-    texts = failures([outcome for outcome in outcomes if not outcome.died], errors.RankLostError)
+    texts = failures(outcomes[:2], errors.RankLostError)
     assert all(f"did not end {phase}" in text for text in texts)
+    last = outcomes[3].failure
+    assert last is not None
+    assert last.classes[0] == ("ReadFailedError" if phase == "reading" else "RankLostError")
+    assert f"a rank did not end {phase}" in last.traceback  # a note of its own error
 
 
 def killed_after_the_commit() -> list[str]:
@@ -349,6 +355,8 @@ def raised_between_votes(kind: type[BaseException], rank: int, is_noticed: bool)
     ranks, kind_of_error = agreement(60), ""
     try:
         with ranks.held():
+            with suppress(errors.ReadFailedError), ranks.phase("looking"):
+                raise errors.ReadFailedError("an error after which all ranks go on")
             with ranks.phase("planning"):
                 pass
             if dist.get_rank() == rank:
@@ -396,22 +404,27 @@ def interrupted_call(when: str, is_connected: bool) -> list[str]:
             raise KeyboardInterrupt
 
     def first_call() -> None:
-        with ranks.held(), ranks.phase("planning"):
-            pass
+        with ranks.held():
+            for name in ("planning", "committing"):
+                with ranks.phase(name):
+                    pass
 
     def second_call() -> None:
         with ranks.held():
             interrupt_at("before the first vote")
             if when == "on all ranks":
                 raise KeyboardInterrupt
+            if when == "after the last vote, over new connections":
+                ranks.abandon(MemoryError())
             with ranks.phase("planning"):
                 interrupt_at("within the first phase")
             with ranks.phase("committing"):
                 pass
             interrupt_at("after the last vote")
+            interrupt_at("after the last vote, over new connections")
 
     ends = [end_of(first_call)] if is_connected else []
-    if dist.get_rank() == 3 and when != "after the last vote":
+    if dist.get_rank() == 3 and not when.startswith("after the last vote"):
         interrupted.wait([key])
     ends.append(end_of(second_call))
     if dist.get_rank() == 1:
@@ -428,12 +441,15 @@ def interrupted_call(when: str, is_connected: bool) -> list[str]:
         ("within the first phase", True),
         ("after the last vote", True),
         ("after the last vote", False),
+        ("after the last vote, over new connections", True),
         ("on all ranks", True),
         ("on all ranks", False),
     ],
 )
 def test_ranks_that_begin_a_call_which_another_one_has_ended(ranks: Ranks, when: str, is_connected: bool) -> None:
-    others = {"after the last vote": "committed", "on all ranks": "KeyboardInterrupt"}.get(when, "DistributedError")
+    others = "committed" if when.startswith("after the last vote") else "DistributedError"
+    if when == "on all ranks":
+        others = "KeyboardInterrupt"
     before = ["committed"] if is_connected else []
     wanted = [[*before, end, "committed"] for end in (others, "KeyboardInterrupt", others, others)]
     assert ranks.values(interrupted_call, when, is_connected, timeout=40) == wanted
@@ -461,6 +477,39 @@ def interrupted_calls() -> list[str]:
 
 def test_a_rank_that_begins_two_calls_which_another_one_has_ended(ranks: Ranks) -> None:
     assert ranks.values(interrupted_calls, timeout=40) == [["0", "1", "committed"]] * 4
+
+
+def interrupted_after_a_timeout() -> list[str]:
+    """The ends of calls. Rank 1 is interrupted when ranks 0 and 2 wait no longer, and rank 3 begins its call then."""
+    key, ends, interrupted = "after a timeout", list[str](), sharding.default_store()
+
+    def call(timeout_seconds: float, before: Callable[[], object] = lambda: None) -> None:
+        ranks = Agreement(range(4), timeout_seconds, channel=key)
+        with ranks.held():
+            before()
+            with ranks.phase("planning"):
+                pass
+
+    def interrupt() -> None:
+        connections = connections_module.connections_of((0, 1, 2, 3), 20, key)
+        while not connections.is_abandoned():
+            time.sleep(0.01)
+        raise KeyboardInterrupt
+
+    ends.append(end_of(lambda: call(20)))
+    if dist.get_rank() == 1:
+        ends.append(end_of(lambda: call(20, interrupt)))
+        interrupted.set(key, "")
+    elif dist.get_rank() != 3:
+        ends.append(end_of(lambda: call(0.3)))
+    interrupted.wait([key])
+    return [*ends, end_of(lambda: call(20))]
+
+
+def test_an_interrupt_after_a_timeout_does_not_end_the_call_of_a_late_rank(ranks: Ranks) -> None:
+    lost, end = ["committed", "RankLostError", "committed"], ["committed", "committed"]
+    wanted = [lost, ["committed", "KeyboardInterrupt", "committed"], lost, end]
+    assert ranks.values(interrupted_after_a_timeout, timeout=40) == wanted
 
 
 def connections_of_some() -> list[str]:
