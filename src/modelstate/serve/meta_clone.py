@@ -232,7 +232,6 @@ _CALLED = frozenset(
 """Methods of every module that requests and loads call. Libraries wrap others too, such as `to` and `extra_repr`."""
 _UNUSED = {*dir(nn.Module), "_backward_hooks", "_backward_pre_hooks", "_non_persistent_buffers_set"} - _CALLED
 """Attributes of modules that neither requests nor loads use."""
-_SIMPLE = frozenset([bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size])
 _METHODS = (types.MethodType, types.BuiltinMethodType, types.MethodWrapperType)
 Reference = tuple[str, object]
 """The path of an object, and the object."""
