@@ -31,7 +31,7 @@ from tests.distributed import models
 from tests.distributed.ranks import WORLD_SIZE, Ranks
 from tests.distributed.test_save_sharded import in_every_layout
 from tests.remote import servers
-from tests.sweeps import EXHAUSTIVE, spread
+from tests.sweeps import EXHAUSTIVE
 
 pytest.importorskip("obstore")
 pytestmark = pytest.mark.slow
@@ -141,7 +141,9 @@ def manifest_of(index: bytes) -> Any:
 @pytest.mark.parametrize(
     ("kind", "shard_bytes"),
     # The other kinds are saved to files in `test_save_sharded`, which splits them in the same way.
-    [(kind, size) for size, most in ((None, 5), (300, 2)) for kind in spread([*models.SHARD], most)],
+    [(kind, size) for size in (None, 300) for kind in models.SHARD]
+    if EXHAUSTIVE
+    else [("fsdp", 300), ("fsdp+tp", None), ("empty", None), ("tied", None)],
 )
 def test_the_checkpoint_is_that_of_one_machine(
     kind: str, shard_bytes: int | None, ranks: Ranks, server: Server, tmp_path: Path
@@ -193,7 +195,7 @@ def save_every_layout(urls: list[str], path: str) -> None:
     connect(urls)
     state, whole = in_every_layout()
     whole["plain"] = state["plain"] = torch.arange(40.0).view(8, 5).T  # not contiguous
-    for piece_bytes in (8, 40, 1 << 20):
+    for piece_bytes in (8, 40, 1 << 20) if EXHAUSTIVE else (40, 1 << 20):
         with mock.patch.multiple(uploading, PIECE_BYTES=piece_bytes, ROUND_BYTES=4 * piece_bytes):
             ms.save(state, path)
         if dist.get_rank() == 0:  # the objects are the same for all ranks
@@ -260,7 +262,7 @@ def objects_of(value: int, kind: str = "fsdp") -> dict[str, Any]:
     """A sharded network with a frozen block, and AdamW. All elements that change have the same value."""
     net = models.sharded(kind)
     net.blocks[0].requires_grad_(False)
-    optimizer = torch.optim.AdamW((p for p in net.parameters() if p.requires_grad), lr=0.0)
+    optimizer = torch.optim.AdamW((p for p in net.parameters() if p.requires_grad), lr=0.0, fused=True)
     for parameter in net.parameters():
         parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
     optimizer.step()
@@ -298,7 +300,7 @@ def use_store(urls: list[str], path: str) -> list[tuple[int, int]]:
         saved = pending.result()
         sizes.append((saved.written_bytes, saved.linked_bytes))
         assert saved.pruned == (1,)
-        assert [restored(store, kind) for kind in ("fsdp", "hsdp", "shard1")] == [3, 3, 3]
+        assert [restored(store, kind) for kind in ("hsdp", "shard1")] == [3, 3]
     with ms.Store(path) as store:  # the digests do not depend on the layout
         saved = store.save(4, objects_of(4, "shard1"))
         sizes.append((saved.written_bytes, saved.linked_bytes))
@@ -338,8 +340,8 @@ def run_loop(urls: list[str], path: str, steps: int) -> tuple[int, int]:
 
 def test_a_loop_goes_on_where_it_was(ranks: Ranks, server: Server) -> None:
     path = f"s3://{server.bucket}/run"
-    assert ranks.values(run_loop, server.urls, path, 4) == [(0, 4)] * 4
-    assert ranks.values(run_loop, server.urls, path, 6) == [(4, 6)] * 4
+    assert ranks.values(run_loop, server.urls, path, 2) == [(0, 2)] * 4
+    assert ranks.values(run_loop, server.urls, path, 4) == [(2, 4)] * 4
 
 
 # Errors.
@@ -410,7 +412,7 @@ def without_leases(server: Server) -> set[str]:
 
 
 @pytest.mark.parametrize("how", ["file", "store"])
-@pytest.mark.parametrize("rank", [0, 1, 3])
+@pytest.mark.parametrize("rank", [0, 1, 3] if EXHAUSTIVE else [0, 3])
 def test_an_upload_that_fails_on_one_rank_is_an_error_on_all(how: str, rank: int, ranks: Ranks, server: Server) -> None:
     url = f"s3://{server.bucket}"
     assert ranks.values(save_value, server.urls, url, 1, how) == [("", "")] * 4
@@ -467,7 +469,7 @@ def stalling(stalled: Path) -> Callable[[HttpRequest], Fault | None]:
     return stall
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [0, 1] if EXHAUSTIVE else [0])
 def test_a_save_is_cancelled_while_the_server_stalls(rank: int, ranks: Ranks, server: Server, tmp_path: Path) -> None:
     url, stalled = f"s3://{server.bucket}", tmp_path / "stalled"
     ranks.values(save_first, server.urls, url)
@@ -484,7 +486,7 @@ def test_a_save_is_cancelled_while_the_server_stalls(rank: int, ranks: Ranks, se
     assert referenced(store) == {name for name in server.names() if name.startswith("run/data/")}
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [0, 1] if EXHAUSTIVE else [1])
 def test_a_rank_that_cancels_does_not_wait_for_the_server_of_another_one(
     rank: int, ranks: Ranks, server: Server, tmp_path: Path
 ) -> None:
@@ -533,7 +535,7 @@ def test_no_rank_uploads_in_vain_for_long(ranks: Ranks, server: Server) -> None:
 @pytest.mark.parametrize("how", ["race, file", "race, store"])
 def test_two_runs_race(how: str, ranks: Ranks, server: Server) -> None:
     """Two ranks save one state while the two others save another one: exactly one of the saves succeeds."""
-    for number in range(25 if EXHAUSTIVE else 2):
+    for number in range(25 if EXHAUSTIVE else 1):
         url = f"s3://{server.bucket}/{number}"
         found = [kind for kind, _ in ranks.values(save_value, server.urls, url, 0, how, False)]
         assert found[0] == found[1]
@@ -563,7 +565,7 @@ def test_kill_of_a_rank_at_each_request(
     points = [(rank, number) for rank, requests in enumerate(counts) for number in range(1, requests + 1)]
     assert min(counts) > 0
     if not EXHAUSTIVE:
-        points = [(0, 2), (0, counts[0] // 2), (0, counts[0] - 1), (1, 1), (2, counts[2])]
+        points = [(0, counts[0] // 2), (0, counts[0] - 1), (2, counts[2]) if how == "store" else (1, 1)]
     last, new = 2, 0
     for step, (rank, number) in enumerate(points, 3):
         pid = ranks.values(os.getpid)[rank]

@@ -77,8 +77,10 @@ def _load(kind: str, path: Path, meta: bool, read_once: bool = False) -> tuple[i
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("meta", [False, True], ids=["memory", "meta"])
-@pytest.mark.parametrize("kind", ["fsdp", "hsdp", "tp", "fsdp+tp", "replicated", "shard1"])
+@pytest.mark.parametrize(
+    ("kind", "meta"),
+    [("fsdp", False), ("hsdp", True), ("tp", True), ("fsdp+tp", False), ("replicated", False), ("shard1", True)],
+)
 def test_the_ranks_read_the_model_and_its_replicas(kind: str, meta: bool, ranks: Ranks, tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     ms.save(_plain(), path)

@@ -65,7 +65,7 @@ def _write(folder: Path) -> None:
 def _trained(kind: str) -> tuple[Net, torch.optim.Optimizer]:
     """A sharded network, and an optimizer with state."""
     net = models.sharded(kind)
-    optimizer = torch.optim.AdamW(net.parameters())
+    optimizer = torch.optim.AdamW(net.parameters(), fused=True)
     for parameter in net.parameters():
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()

@@ -48,13 +48,13 @@ SYSTEM_CALLS = {
     "writev": 50,
 }
 """Where `strace` kills: at each call of a name, or each 50th one. The last one is that of connections."""
-RANDOM_KILLS = 100 if EXHAUSTIVE else 3
+RANDOM_KILLS = 100 if EXHAUSTIVE else 2
 
 
 def objects_of(value: int) -> dict[str, Any]:
     """A sharded network and AdamW. All elements of their tensors have the same value."""
     net = models.sharded("fsdp")
-    optimizer = torch.optim.AdamW(net.parameters(), lr=0.0)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.0, fused=True)
     for parameter in net.parameters():
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()

@@ -108,7 +108,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("matrix")
 
 
-@pytest.mark.parametrize("form", sources.FORMATS)
-@pytest.mark.parametrize("kind", models.SHARD)
+@pytest.mark.parametrize(
+    ("kind", "form"),
+    [
+        (kind, form)
+        for kind in models.SHARD
+        for form in sources.FORMATS
+        # What a rank reads depends on the layout, and how it is read on the format.
+        if EXHAUSTIVE or form == "safetensors" or kind in ("fsdp+tp", "shard1", "empty", "tied")
+    ],
+)
 def test_each_rank_holds_its_part_of_the_whole_load(kind: str, form: str, ranks: Ranks, folder: Path) -> None:
     assert ranks.values(_compare, kind, form, folder) == [[]] * 4

@@ -364,7 +364,7 @@ def resumed_bits(folder: Path, kind: str, background: bool) -> list[str]:
     return wrong if numbers[0] == numbers[1] else [*wrong, "random numbers"]
 
 
-@pytest.mark.parametrize("kind", ["fsdp", "hsdp", "fsdp+tp", "tied"])
+@pytest.mark.parametrize("kind", ["fsdp", "fsdp+tp", "tied"])
 def test_a_resumed_run_equals_one_without_an_interruption(ranks: Ranks, tmp_path: Path, kind: str) -> None:
     assert ranks.values(resumed_bits, tmp_path, kind, kind == "fsdp") == [[]] * 4
 

@@ -13,11 +13,12 @@ import modelstate as ms
 from tests.distributed import models
 from tests.distributed.models import Net
 from tests.distributed.ranks import Ranks
+from tests.sweeps import EXHAUSTIVE
 
 pytestmark = pytest.mark.slow
 
 FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
-KINDS = ("fsdp", "hsdp", "uneven", "tied")
+KINDS = ("fsdp", "hsdp", "uneven", "tied") if EXHAUSTIVE else ("hsdp", "uneven")
 
 
 def _optimizer(net: Net) -> torch.optim.Optimizer:

@@ -172,7 +172,7 @@ def test_each_fault_at_each_request(
     large = state(6 * MB)
     ms.save(large, path, **options)
     points = [(fault, number) for number in range(1, len(proxy.requests) + 1) for fault in FAULTS]
-    succeeded, visited = list[int](), sample(points, kind=lambda point: 0, more=6)
+    succeeded, visited = list[int](), sample(points, kind=lambda point: 0, more=2)
     for fault, number in visited:
         for name in content():
             client.delete_object(Bucket=bucket, Key=name)

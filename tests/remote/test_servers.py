@@ -131,7 +131,7 @@ def test_each_fault_at_each_request(running: Running, overwrite: bool) -> None:
     ms.save(tensors, path, overwrite=overwrite)
     numbers = range(1, len(running.proxy.requests) + 1)
     faults = (Fault.UNAVAILABLE, Fault.RESET, Fault.CUT, Fault.LOST_REPLY)
-    for fault, number in sample([(fault, number) for number in numbers for fault in faults], lambda point: point[0], 0):
+    for fault, number in sample([(fault, number) for number in numbers for fault in faults], lambda point: 0, 3):
         before = {"a": torch.zeros(3)}
         if overwrite:
             ms.save(before, path)
