@@ -31,6 +31,7 @@ from modelstate.io.files import SourceFile
 from modelstate.spec import StoredTensor
 from tests.formats.files import entry, safetensors_bytes, same, value
 from tests.programs import run_program
+from tests.sweeps import examples
 
 A = entry("F32", [1], 0, 4)
 HEAD_BYTES = 4096
@@ -426,7 +427,7 @@ def in_order(tree: Mapping[str, StoredTensor]) -> list[torch.Tensor]:
 
 
 @pytest.mark.slow
-@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(600), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(position=st.integers(0, len(WHOLE) - 1), bit=st.integers(0, 7))
 @example(position=0, bit=3)
 @example(position=7, bit=7)
@@ -459,7 +460,7 @@ def test_a_flipped_bit(position: int, bit: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(450), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_a_changed_header(data: st.DataObject, tmp_path: Path) -> None:
     header = bytearray(WHOLE[8:BEGIN])
@@ -479,7 +480,7 @@ def test_a_changed_header(data: st.DataObject, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(450), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     content=st.binary(max_size=200).map(lambda rest: struct.pack("<Q", len(rest) // 2) + rest) | st.binary(max_size=60)
 )
@@ -602,7 +603,7 @@ HEADERS = st.lists(
 @example(header=f'{{"a": {{{USUAL}}}, "a": {{{USUAL}}}}}')
 @example(header=f'{{"a": {{"dtype": "F32", "shape": [1], "data_offsets": [0, {10**27}]}}}}')
 @example(header=f'{{"__metadata__": {{"x": "\\""}}, "a": {{{USUAL}}}}}')
-@settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(450), suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_the_fast_parser_reads_what_the_strict_one_reads(header: str, tmp_path: Path) -> None:
     path = tmp_path / "a.safetensors"
     data = header.encode()

@@ -75,10 +75,9 @@ def filled() -> nn.Module:
         (filled, {"in_place": False}),
         (filled, {"in_place": True}),
         (model, {"dtype": torch.bfloat16}),
-        (filled, {"dtype": torch.bfloat16}),
         (model, {"map": False, "background": True}),
     ],
-    ids=["memory of its own", "staged", "in place", "cast on meta", "cast", "background"],
+    ids=["memory of its own", "staged", "in place", "cast on meta", "background"],
 )
 def test_what_is_read_is_read_past_the_page_cache(
     build: Callable[[], nn.Module], options: dict[str, Any], cold: Path

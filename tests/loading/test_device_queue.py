@@ -75,9 +75,10 @@ def path(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("in_place", [None, False, True])
-@pytest.mark.parametrize("inference", [False, True])
-@pytest.mark.parametrize("max_memory_bytes", [None, 40_000_000])
-@pytest.mark.parametrize("is_direct", [False, True])
+@pytest.mark.parametrize(
+    ("is_direct", "inference", "max_memory_bytes"),
+    [(False, False, None), (False, True, 40_000_000), (True, False, 40_000_000), (True, True, None)],
+)
 def test_every_value_gets_where_it_belongs(
     is_direct: bool,
     max_memory_bytes: int | None,

@@ -97,7 +97,6 @@ def test_an_interrupt_at_every_call(tmp_path: Path, old: str, new: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 def test_an_interrupt_while_a_save_ends_its_blocks(tmp_path: Path) -> None:
     """Where it comes in `ExitStack.__exit__`, the blocks are left when the stack is freed, in the wrong order."""
 

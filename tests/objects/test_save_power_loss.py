@@ -7,8 +7,9 @@ import pytest
 from modelstate.io import system
 from tests.lossy_disk import LossyDisk, lossy_disk
 from tests.objects.saves import KINDS, NAME, PAIRS, save, version_at
+from tests.sweeps import EXHAUSTIVE
 
-SEEDS = range(4)
+SEEDS = range(4 if EXHAUSTIVE else 1)
 
 
 def recorded(directory: Path, old: str, new: str) -> LossyDisk:

@@ -15,7 +15,7 @@ from tests.store.killed import said, save_in_place, start
 
 pytestmark = pytest.mark.slow
 
-ROUNDS = 12
+ROUNDS = 6
 """As many as show that ours survives."""
 AT_MOST = 200
 """Where one of five kills does harm and one is enough, none of so many does by a chance of 10^-20."""

@@ -17,6 +17,7 @@ from modelstate import errors
 from modelstate.io import system
 from modelstate.testing import faulty_reads
 from tests.store.common import Training, contents, failing_call, litter
+from tests.sweeps import EXHAUSTIVE, sample
 
 CODES = {"ENOSPC": errno.ENOSPC, "EIO": errno.EIO, "EDQUOT": errno.EDQUOT, "EACCES": errno.EACCES}
 
@@ -47,8 +48,11 @@ def test_every_call_in_turn(tmp_path: Path, code: str, lasting: bool) -> None:
     for step in (0, 1):
         store.save(step, training.train().objects)
         bits[step] = training.bits()
+    with failing_call(0, Exception()) as clean:  # none of them
+        store.save(2, training.train().objects)
+    bits[2] = training.bits()
     failed = survived = 0
-    for number in range(1, 500):
+    for number, _ in sample([*enumerate(clean, 1)], lambda place: place[1], more=8):
         step = store.latest() or 0
         was = contents(tmp_path)
         training.train()
@@ -62,9 +66,7 @@ def test_every_call_in_turn(tmp_path: Path, code: str, lasting: bool) -> None:
         if done is None:
             assert os.strerror(CODES[code]) in said
         assert set(store.verify().values()) == {""}, calls[-1]
-        if len(calls) < number:
-            assert done
-            break
+        assert done or len(calls) >= number
         if done is None:
             failed += 1
             assert same(store, step, bits[step])
@@ -80,8 +82,8 @@ def test_every_call_in_turn(tmp_path: Path, code: str, lasting: bool) -> None:
         assert same(store, following, bits[following])
         assert not litter(tmp_path), calls[number - 1]
         assert len(store.steps()) == 2
-    assert failed > 20
-    assert survived > 3  # of links, and of what takes away old ones
+    assert failed > 10
+    assert survived  # of links, and of what takes away old ones
 
 
 def test_in_the_background(tmp_path: Path) -> None:
@@ -137,7 +139,7 @@ def test_the_directory_goes_at_every_call(tmp_path: Path, what: str) -> None:
 
     store.save(1, training.objects)
     refused = 0
-    for number in range(1, 500, 3):
+    for number in range(1, 500, 1 if EXHAUSTIVE else 5):
         step = store.latest() or 0
         training.train()
         with failing_call(number, take) as calls:

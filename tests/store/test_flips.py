@@ -14,7 +14,7 @@ from modelstate.cli.main import app
 from tests.store.killed import Job
 from tests.store.training import Run, state_of
 
-FLIPS = 150
+FLIPS = 60
 
 
 def flipped(path: Path, place: int, bit: int) -> None:

@@ -20,8 +20,7 @@ from tests.sweeps import EXHAUSTIVE
 
 pytestmark = pytest.mark.slow
 
-KILLS = 2
-"""Of a loop without worker processes. Another is killed once, as each of its processes starts workers, or compiles."""
+KILLS = 2 if EXHAUSTIVE else 1
 
 
 @pytest.mark.parametrize("name", LOOPS)
@@ -31,15 +30,14 @@ def test_a_run_that_is_killed_has_the_losses_of_one_that_is_not(tmp_path: Path, 
     *losses, end = messages(*start(run, None, name))
     assert end == "end"
     expected = dict(losses)
-    kills = KILLS if EXHAUSTIVE or not ("workers" in name or name == "compiled") else 1
     chance, resumed = random.Random(name), set[int]()
-    for number in range(kills + 1):
+    for number in range(KILLS + 1):
         process, report = start(run, str(tmp_path / "run"), name)
         coming, found = messages(process, report), list[Any]()
-        if number < kills:
+        if number < KILLS:
             found += itertools.islice(coming, chance.randrange(len(expected) // 6, len(expected) // 3))
-            # The only kill must not come before there is something to resume from.
-            while kills == 1 and not any(tmp_path.glob("run/*/step-*")) and (said := next(coming, None)) is not None:
+            # The kill must not come before there is something to resume from.
+            while not any(tmp_path.glob("run/*/step-*")) and (said := next(coming, None)) is not None:
                 found.append(said)
             time.sleep(chance.random() * 0.01)
             with suppress(ProcessLookupError):

@@ -44,7 +44,7 @@ def test_at_every_point(tmp_path: Path) -> None:
     with lossy_disk(tmp_path / "disk") as disk:
         saves(tmp_path / "disk", Job(), reported, disk.calls)
     everything = list(reported.values())
-    for point in {*spread(range(len(disk.calls)), 40), len(disk.calls)}:
+    for point in {*spread(range(len(disk.calls)), 20), len(disk.calls)}:
         newest = sum(after <= point for after in reported) - 1
         for keep in ("synced", "everything", *SEEDS):
             into: Any = tmp_path / f"{point}-{keep}"

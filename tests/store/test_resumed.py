@@ -11,7 +11,7 @@ from tests.store.resumed import run
 
 pytestmark = pytest.mark.slow
 
-STEPS, KILLS = 160, 5
+STEPS, KILLS = 100, 3
 
 
 def test_losses_are_those_of_a_run_without_interruption(tmp_path: Path) -> None:
