@@ -39,7 +39,7 @@ class Descriptor(ClosedDescriptor):
         """Closes the file with a call, which may be `system.close`. Another call of the method does nothing."""
         # No interrupt comes between the two. An object without `__del__` is freed without running Python code, in which
         # an interrupt would be lost.
-        self.__class__ = ClosedDescriptor  # type: ignore[assignment]
+        self.__class__ = self.__class__.__base__  # type: ignore[assignment]
         call(self)
 
     def __enter__(self) -> "Descriptor":
