@@ -418,6 +418,7 @@ def test_an_error_while_a_file_is_brought_in(path: Path) -> None:
 
 def test_what_does_not_fit_is_not_brought_in(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefetch, "most_to_read", lambda: SIZE - 1)
+    monkeypatch.setattr(prefetch, "LEAST_BYTES", 1)  # for less, the system is not asked
     evict(path)
     with faulty_reads() as faults:
         fits = bring_into_cache(whole(path), {})

@@ -135,7 +135,7 @@ def available_bytes() -> int:
 
 def _available_of_system() -> int:
     try:
-        with open("/proc/meminfo", encoding="ascii") as file:
+        with open("/proc/meminfo", encoding="utf-8") as file:
             fields = dict(line.split(":", 1) for line in file)
         return int(fields["MemAvailable"].split()[0]) << 10
     except (OSError, KeyError, ValueError):
@@ -190,7 +190,7 @@ def _left_in_group(directory: str, limit: str, used: str, prefix: str) -> int | 
 
 
 def _text(path: str) -> str:
-    with open(path, encoding="ascii") as file:
+    with open(path, encoding="utf-8") as file:  # Python has imported it already
         return file.read()
 
 

@@ -161,7 +161,9 @@ def bring_into_cache(
             missing = look.missing(wanted)
             if not missing:
                 return True
-        most, total = most_to_read(), sum(span.nbytes for span in wanted)
+        total, lacking = (sum(span.nbytes for span in spans) for spans in (wanted, missing))
+        # To ask the system for its memory takes longer than to read a few pages.
+        most = most_to_read() if lacking >= LEAST_BYTES else lacking
         for _ in range(_MOST_ROUNDS):
             if sum(span.nbytes for span in missing) > most:
                 return False
@@ -189,11 +191,12 @@ def _bring_in(
 
     @contextmanager
     def worker() -> Iterator[Callable[[ByteRange], None]]:
-        buffer = memoryview(bytearray(_READ_BYTES))
+        buffer = memoryview(bytearray(longest))
         yield lambda span: read_fully(files[span.path], [buffer[: span.nbytes]], span.start, span.nbytes)
 
-    threads = min(_threads(), -(-total // _READ_BYTES))
-    for_each(_split(missing, _READ_BYTES), worker, threads, lambda piece, _: on_read(piece.nbytes))
+    pieces, threads = _split(missing, _READ_BYTES), min(_threads(), -(-total // _READ_BYTES))
+    longest = max((piece.nbytes for piece in pieces), default=0)
+    for_each(pieces, worker, threads, lambda piece, _: on_read(piece.nbytes))
 
 
 def _may_know(descriptor: int) -> bool:

@@ -15,7 +15,7 @@ from torch.autograd.graph import increment_version
 
 from modelstate.errors import MemoryBudgetError, ModelStateError, PlacementError
 from modelstate.io import prefetch
-from modelstate.io.engine import ReadStrategy, Request, block_reads, read_ranges, read_threads
+from modelstate.io.engine import ReadStrategy, Request, Rows, block_reads, read_ranges, read_threads
 from modelstate.io.held import HeldFiles
 from modelstate.io.memory import HeapTrim, aligned, fresh_tensors
 from modelstate.io.prefetch import (
@@ -240,10 +240,7 @@ def leased_reads(staging: Staging, planned: Sequence[Planned], files: HeldFiles)
         *(table_read(staging, table, table.params, lambda _: None, held) for table in streamed),
         held.buffers.release,
         partial(_compute, staging, computed, params, lambda _: None, held=files),
-        partial(
-            _read, staging, [(assignment, assignment.param) for assignment in straight], lambda _: None, held=files
-        ),
-        *(partial(_read_table, staging, table, table.params, lambda _: None, held=files) for table in direct),
+        partial(_read_held, staging, straight, direct, files),
     ]
     held.buffers.reserve()
 
@@ -259,10 +256,30 @@ def leased_reads(staging: Staging, planned: Sequence[Planned], files: HeldFiles)
                 errors.append(error)
         for assignment in waiting:
             assignment.final = assignment.param
-        increment_version([item.param for item in straight])  # autograd has not seen the writes
         return errors
 
     return run
+
+
+def _read_held(
+    staging: Staging, assignments: Sequence[Assignment], tables: Sequence[PlainTable], files: HeldFiles
+) -> None:
+    """Reads values into their slots, all in one go: threads are started once. Raises `ReadFailedError`."""
+    started = time.perf_counter()
+    requests = [request for assignment in assignments for request in assignment.requests(assignment.param.data_ptr())]
+    for table in tables:
+        requests += _requests(table, table.params)
+    try:
+        with staging.held.during(placed_bytes(assignments)):
+            read_ranges(requests, fingerprints=staging.checkpoint.fingerprints, held=files)
+    finally:  # autograd has not seen the writes
+        increment_version(
+            [*(item.param for item in assignments), *(param for table in tables for param in table.params)]
+        )
+    items: list[Planned] = [*assignments, *tables]
+    seconds, total = time.perf_counter() - started, sum(item.nbytes for item in items)
+    for item in items:
+        item.seconds += seconds * item.nbytes / max(total, 1)
 
 
 def _compute(
@@ -591,11 +608,10 @@ def _read(
     *,
     alone: bool = False,
     is_fresh: bool = False,
-    held: HeldFiles | None = None,
     inspect: Inspect | None = None,
 ) -> None:
     started = time.perf_counter()
-    uncached = frozenset[str]() if alone or held is not None else staging.strategy.uncached
+    uncached = frozenset[str]() if alone else staging.strategy.uncached
     # Runs of a strided tensor go through the page cache: past it, neighbouring runs would read their pages again.
     runs, placed = _split(pairs, lambda pair: not (uncached and pair[0].placed))
     buffer_bytes = placed_bytes(assignment for assignment, _ in pairs)
@@ -611,7 +627,6 @@ def _read(
                 batch_bytes=staging.strategy.block_bytes if staging.strategy.remote else None,
                 uncached=past_cache,
                 is_fresh=is_fresh,
-                held=held,
                 on_piece=None
                 if inspect is None
                 else _piece_inspector([(assignment.param, tensor) for assignment, tensor in some], inspect),
@@ -628,34 +643,35 @@ def _read_table(
     progress: Progress,
     *,
     is_fresh: bool = False,
-    held: HeldFiles | None = None,
 ) -> None:
     """Reads the values of a table into tensors: memory of their own, or their slots."""
     if table.is_streamed:
         table_read(staging, table, targets, progress)()
         return
-    started, inspect = time.perf_counter(), staging.inspect if held is None else None
-    uncached = frozenset[str]() if held is not None else staging.strategy.uncached
-    columns = table.columns
-    sources = map(ByteRange, columns.paths, columns.starts, columns.nbytes)
+    started, inspect, uncached = time.perf_counter(), staging.inspect, staging.strategy.uncached
     try:
         buffer_bytes = staging.strategy.buffer_bytes if uncached or staging.strategy.remote else 0
         with staging.held.during(buffer_bytes) if buffer_bytes else nullcontext():
             read_ranges(
-                [*map(Request, sources, [target.data_ptr() for target in targets])],
+                _requests(table, targets),
                 fingerprints=staging.checkpoint.fingerprints,
                 on_read=progress,
                 threads=staging.strategy.threads if staging.strategy.remote else None,
                 batch_bytes=staging.strategy.block_bytes if staging.strategy.remote else None,
                 uncached=uncached,
                 is_fresh=is_fresh,
-                held=held,
                 on_piece=_piece_inspector(zip(table.params, targets, strict=True), inspect) if inspect else None,
             )
     finally:
         if table.placement.direct:
             increment_version(targets)  # autograd has not seen the writes
     table.seconds += time.perf_counter() - started
+
+
+def _requests(table: PlainTable, targets: Iterable[torch.Tensor]) -> list[Request | Rows]:
+    columns = table.columns
+    sources = map(ByteRange, columns.paths, columns.starts, columns.nbytes)
+    return [*map(Request, sources, [target.data_ptr() for target in targets])]
 
 
 def _piece_inspector(
