@@ -95,6 +95,12 @@ def points(numbers: Iterable[int]) -> list[tuple[Fault, int]]:
     return [(fault, number) for number in numbers for fault in (*FAULTS, Fault.STALE)]
 
 
+def requests_of(url: str, proxy: FaultProxy) -> list[HttpRequest]:
+    """The requests for the bucket of a test. A store that an earlier test has not closed renews its lease until it is
+    freed, and the proxy of that test may have had the same port."""
+    return [request for request in proxy.requests if url.split("/")[2] in request.target]
+
+
 def listings(proxy: FaultProxy) -> int:
     return sum("list-type" in request.target for request in proxy.requests)
 
@@ -206,7 +212,7 @@ def test_the_latest_step_takes_one_listing(url: str, proxy: FaultProxy) -> None:
     proxy.reset()
     assert ms.Store(url).latest() == 3
     assert ms.Store(url).steps() == (1, 2, 3)
-    assert (len(proxy.requests), listings(proxy)) == (2, 2), [str(request) for request in proxy.requests]
+    assert (len(requests_of(url, proxy)), listings(proxy)) == (2, 2)
 
 
 @pytest.mark.slow
@@ -226,7 +232,7 @@ def test_no_request_follows_the_end_of_a_store(url: str, proxy: FaultProxy, monk
         assert is_renewing.wait(60)
     proxy.reset()
     time.sleep(0.2)
-    assert proxy.requests == []
+    assert requests_of(url, proxy) == []
 
 
 @pytest.mark.slow
