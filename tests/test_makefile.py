@@ -69,10 +69,12 @@ def test_every_target_is_run_by_make_test_or_here() -> None:
     assert dependencies == {"test": "lint types pytest", "lint": "setup", "types": "setup", "pytest": "setup"}
 
 
+@pytest.mark.slow
 def test_help_names_every_target(checkout: Path) -> None:
     assert set(re.findall(r"make ([a-z-]+)", make(checkout, "help").stdout)) == targets() - {"help"}
 
 
+@pytest.mark.slow
 def test_the_demo_says_what_it_does(checkout: Path) -> None:
     """The demo itself runs in `tests/bench/test_demo.py`."""
     done = make(checkout, "demo", "--dry-run")
@@ -80,6 +82,7 @@ def test_the_demo_says_what_it_does(checkout: Path) -> None:
     assert commands_of(done)[-1].endswith("-m bench.demo")
 
 
+@pytest.mark.slow
 def test_a_first_demo_says_how_long_it_takes(checkout: Path) -> None:
     """With a Python whose pip does nothing: what is said, and in which order."""
     python = checkout / "python"
@@ -149,6 +152,7 @@ def test_servers_that_cannot_be_installed_are_named_and_skipped(checkout: Path) 
     assert "ministack is not installed: make test-remote" in done.stdout
 
 
+@pytest.mark.slow
 def test_the_benchmarks_are_given_their_options(checkout: Path) -> None:
     """They measure in `tests/bench/test_page.py`."""
     assert commands_of(make(checkout, "bench", "BENCH=--quick", "--dry-run"))[-1].endswith("-m bench --quick")
@@ -172,6 +176,7 @@ def test_the_documentation_is_built_without_a_warning(checkout: Path) -> None:
     assert (checkout / "dist" / "site" / "training_loops" / "index.html").exists()
 
 
+@pytest.mark.slow
 def test_clean_removes_what_was_made_and_nothing_else(checkout: Path) -> None:
     before = {path.relative_to(checkout) for path in checkout.rglob("*")}
     for name in (".venv/bin", "dist/site", ".mypy_cache", ".pytest_cache", ".ruff_cache", ".hypothesis"):

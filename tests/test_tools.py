@@ -120,6 +120,7 @@ def test_what_must_be_a_function_is_not_small() -> None:
     assert small == ["in_its_file", "public_name", "called_here"]
 
 
+@pytest.mark.slow
 def test_the_table_is_that_of_the_source(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     measure = tool("measure_code")
     monkeypatch.setattr(sys, "argv", ["measure_code.py"])
