@@ -4,6 +4,9 @@ A phase is a block. Where it ends, one all-reduce of a few numbers tells every r
 error, and with the same digests. Nothing is gathered in the good case. Otherwise the texts of the errors are gathered,
 and every rank raises them with the numbers of the ranks.
 
+The first collective of each call is such an all-reduce, with a digest of the name of the call. Gloo ends the process
+where ranks are in an all-reduce with different numbers of elements, and waits where they are in different collectives.
+
 The vote before the commit must not end differently on two ranks. An all-reduce alone cannot ensure that: where a rank
 dies within it, some ranks may have its result and others not. So each rank proposes what it has seen to the store of
 the default process group. The store keeps the first proposal, and all ranks follow it.
@@ -35,7 +38,7 @@ from modelstate.distributed.connections import (
     ranks_text,
     without_frames,
 )
-from modelstate.distributed.reports import Digest, Report, difference_of, error_of, report_of
+from modelstate.distributed.reports import THE_CALL, Digest, Report, difference_of, error_of, report_of
 from modelstate.errors import ModelBusyError, ModelStateError, OptionError, ProcessGroupError, RankLostError
 from modelstate.torch_compat.modules import modules_of, tensors_of
 from modelstate.torch_compat.plain import byte_tensor, is_sharded
@@ -44,8 +47,9 @@ from modelstate.torch_compat.sharding import ranks_of_meshes
 _R = TypeVar("_R")
 TIMEOUT_SECONDS = 1800.0
 """How long a rank waits for the others by default: as long as the collectives of torch."""
-_NUMBERS = 2 + 2 * 3
-"""The numbers of a vote: whether it failed, the length of the report, and two for each of up to three digests."""
+_NUMBERS = 3 + 2 * 4
+"""The numbers of a vote: whether it failed, the lengths of the report and of a text, and two for each of up to four
+digests."""
 NOTHING_CHANGED = "nothing has been changed"
 _TAKES_RANKS = {
     "modelstate.restore": "",
@@ -65,7 +69,7 @@ class _Turn:
     votes_before: int | None = None
     """The votes of the connections before the call; None where there is no call."""
     has_failed: bool = False
-    """Whether all ranks raise: the last vote has failed, or the connections are lost."""
+    """Whether all ranks raise since the last phase began: a vote has failed, or the connections are lost."""
 
 
 _turns: dict[tuple[tuple[int, ...], str], _Turn] = {}
@@ -248,13 +252,14 @@ class Agreement:
 
         Raises:
             RankLostError: A rank does not take part in time.
+            RanksDifferError: A rank is in another call.
         """
         if not self.is_collective:
             return [text]
         data = text.encode()
 
         def exchange(connections: Connections) -> list[bytes]:
-            (longest,) = connections.maximum([len(data)], self.timeout_seconds)
+            longest = self._compare(connections, _Phase(name, NOTHING_CHANGED, False), len(data))
             return connections.gathered(data, longest, self.timeout_seconds) if longest else [b""] * len(self.ranks)
 
         return [other.decode() for other in self._use_connections(self.ranks, exchange, name)]
@@ -314,9 +319,17 @@ class Agreement:
 
         Raises:
             RankLostError: A rank does not take part in time.
+            RanksDifferError: A rank is in another call.
         """
         if not self.is_collective:
             return function()
+
+        def compare(connections: Connections) -> None:
+            if connections.votes == self._turn.votes_before and self._phase is not None:
+                self._compare(connections, self._phase)
+
+        with self.meeting():
+            self._use_connections(self.ranks, compare)
         data, error = b"null", None
         if self.is_first:
             try:
@@ -363,6 +376,8 @@ class Agreement:
             try:
                 of_all = connections_of(self.ranks, self.timeout_seconds, self._channel)
                 return use(of_all.of(ranks, self.timeout_seconds))
+            except ModelStateError:  # of `_compare`
+                raise
             except Exception as cause:
                 error_of_torch = without_frames(cause)
                 phase = self._phase or _Phase(name, NOTHING_CHANGED, False)
@@ -389,21 +404,15 @@ class Agreement:
 
     def _end(self, phase: "_Phase", error: BaseException | None, own: Sequence[Digest]) -> None:
         """Votes. Returns where all ranks have ended the phase, and where `error` says it all."""
-        report = json.dumps(report_of(error, own)).encode()
-        numbers = [error is not None, len(report), *(sign * digest.number for digest in own for sign in (1, -1))]
-        numbers += [0] * (_NUMBERS - len(numbers))
+        if error is not None and self._turn.has_failed:
+            return  # it says why all ranks raise already
         reports: list[Report] = []
         lost: Exception | None = None
         connections = made_connections().get((self.ranks, self._channel))
         try:
             if connections is None:
-                if error is not None:
-                    return  # it says why they are lost
                 raise ConnectionError("the connections were lost before the end of the phase")
-            failed, longest, *pairs = connections.maximum(numbers, self.timeout_seconds)
-            differ = any(high != -low for high, low in zip(pairs[::2], pairs[1::2], strict=True))
-            if failed or differ:
-                reports = [json.loads(text) for text in connections.gathered(report, longest, self.timeout_seconds)]
+            reports, _ = self._reports(connections, phase, error, own)
         except Exception as cause:
             lost = without_frames(cause)
         except BaseException:
@@ -425,6 +434,39 @@ class Agreement:
         elif reports:
             self._turn.has_failed = True
             self._raise(phase, error, dict(zip(self.ranks, reports, strict=True)))
+
+    def _reports(
+        self,
+        connections: Connections,
+        phase: "_Phase",
+        error: BaseException | None,
+        own: Sequence[Digest],
+        length: int = 0,
+    ) -> tuple[list[Report], int]:
+        """Votes. Returns the reports of all ranks, none where all agree, and the largest of their `length`."""
+        digests = [Digest.of(THE_CALL, f"{self.call} ({phase.name})", (self.call, phase.name)), *own]
+        report = json.dumps(report_of(error, digests)).encode()
+        numbers = [error is not None, len(report), length]
+        numbers += (sign * digest.number for digest in digests if error is None for sign in (1, -1))
+        numbers += [0] * (_NUMBERS - len(numbers))
+        failed, longest_report, longest, *pairs = connections.maximum(numbers, self.timeout_seconds)
+        reports: list[Report] = []
+        if failed or any(high != -low for high, low in zip(pairs[::2], pairs[1::2], strict=True)):
+            gathered = connections.gathered(report, longest_report, self.timeout_seconds)
+            reports = [json.loads(text) for text in gathered]
+        return reports, longest
+
+    def _compare(self, connections: Connections, phase: "_Phase", length: int = 0) -> int:
+        """Votes where this rank ends no phase. Returns the largest `length` of all ranks.
+
+        Raises what the reports of the ranks say where they do not agree, which also ends the phase that this rank is
+        in: the others do not vote again.
+        """
+        reports, longest = self._reports(connections, phase, None, (), length)
+        if reports:
+            self._turn.has_failed = True
+            self._raise(phase, None, dict(zip(self.ranks, reports, strict=True)))
+        return longest
 
     def _leave(self, phase: "_Phase") -> None:
         """Ends the phase for an interrupt, without the other ranks: one of them may be waiting for a server."""

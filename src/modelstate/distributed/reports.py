@@ -24,6 +24,8 @@ from modelstate.process import Stopped
 
 Report = dict[str, Any]
 """What a rank has to say, as JSON values."""
+THE_CALL = "the call"
+"""The `Digest.what` of the name of the function that the ranks call."""
 _FIELDS = ("expected", "found", "remedy")
 """The fields of an error that stay where they are equal on all ranks."""
 
@@ -103,25 +105,24 @@ def difference_of(reports: Mapping[int, Report], call: str) -> RanksDifferError:
         for what, text, number in report["digests"]:
             values.setdefault(what, {}).setdefault(number, []).append(rank)
             texts[what, number] = text
-    differing = {what: found for what, found in values.items() if len(found) > 1}
-    if not differing:  # ranks within other calls, or in other phases of them, send other parts
-        calls: dict[str, list[int]] = defaultdict(list)
-        for rank, report in reports.items():
-            calls[", ".join(what for what, _, _ in report["digests"]) or "nothing"].append(rank)
+    # Other versions of modelstate may compare other parts.
+    differing = {what: found for what, found in values.items() if [len(reports)] != [*map(len, found.values())]}
+
+    def found(parts: Iterable[str]) -> str:
+        groups = ((part, number, ranks) for part in parts for number, ranks in differing[part].items())
+        return "; ".join(f"ranks {ranks_text(ranks)}: {texts[part, number]}" for part, number, ranks in groups)
+
+    if THE_CALL in differing:
         return RanksDifferError(
             f"the ranks are not in the same call: this one is in {call}; nothing has been changed",
             expected="the same calls in the same order on all ranks of the mesh",
-            found="; ".join(f"ranks {ranks_text(ranks)} compare {text}" for text, ranks in calls.items()),
+            found=found([THE_CALL]),
             remedy="call modelstate's functions in the same order on every rank, and in one thread at a time",
         )
     return RanksDifferError(
         f"the ranks call {call} differently: {' and '.join(differing)} differ; nothing has been changed",
         expected="the same on all ranks of the mesh",
-        found="; ".join(
-            f"ranks {ranks_text(ranks)}: {texts[what, number]}"
-            for what, found in differing.items()
-            for number, ranks in found.items()
-        ),
+        found=found(differing),
         remedy=f"call {call} with the same model and the same other arguments on every rank",
     )
 
