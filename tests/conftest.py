@@ -3,6 +3,7 @@
 import gc
 import math
 import os
+import random
 import re
 import shutil
 import signal
@@ -100,6 +101,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """
     if with_address := [item.nodeid for item in items if " at 0x" in item.nodeid]:
         raise pytest.UsageError(f"give ids= to the parameters of {', '.join(with_address)}")
+    _mark_slow_cases(items)
     if not hasattr(config, "workerinput"):
         return
     slow = {item.path for item in items if item.get_closest_marker("slow")}
@@ -107,6 +109,21 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     turns = [*paths[::2], *paths[1::2]]  # each worker gets one half of the tests first
     rank = {path: place for place, path in enumerate(turns)}
     items.sort(key=lambda item: rank[item.path])
+
+
+def _mark_slow_cases(items: list[pytest.Item]) -> None:
+    """Marks all cases of a test as slow, but for as many as its `slow_except` says, which are drawn."""
+    cases: dict[tuple[Path, str], list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("slow_except"):
+            cases.setdefault((item.path, item.nodeid.partition("[")[0]), []).append(item)
+    for found in cases.values():
+        mark = found[0].get_closest_marker("slow_except")
+        assert mark is not None
+        fast = set(random.Random(len(found)).sample(range(len(found)), min(mark.args[0], len(found))))
+        for index, item in enumerate(found):
+            if index not in fast:
+                item.add_marker("slow")
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -269,6 +269,7 @@ def setup_of(name: str) -> str:
     return SETUPS.get(name) or SETUPS.get(name.rpartition(".")[0], "")
 
 
+@pytest.mark.slow_except(40)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_the_example_runs_and_prints_what_it_shows(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

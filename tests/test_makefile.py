@@ -114,12 +114,13 @@ def test_fast_tests_leave_out_the_slow_ones(checkout: Path) -> None:
     folder = checkout / "tests" / "of_this_test"
     folder.mkdir()
     some = "import pytest\ndef test_one(): pass\n@pytest.mark.slow\ndef test_other(): assert False\n"
-    (folder / "test_some.py").write_text(some)
+    few = '@pytest.mark.slow_except(2)\n@pytest.mark.parametrize("case", range(9))\ndef test_few(case): pass\n'
+    (folder / "test_some.py").write_text(some + few)
     (folder / "test_all.py").write_text(
         "import pytest\npytestmark = pytest.mark.slow\nraise AssertionError('imported')"
     )
     done = make(checkout, "test-fast", f"TESTS={folder.relative_to(checkout)}", "JOBS=0")
-    assert "1 passed" in done.stdout
+    assert "3 passed, 8 deselected" in done.stdout
 
 
 @pytest.mark.slow

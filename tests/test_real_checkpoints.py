@@ -61,6 +61,7 @@ def test_opened_checkpoint_has_the_tensors_that_stock_tools_see(name: str, real_
             assert same_bits(checkpoint.tensor(key), value), key
 
 
+@pytest.mark.slow_except(11)
 @pytest.mark.parametrize("target", ["materialised", "in place", "skeleton", "skeleton with memory of its own"])
 @pytest.mark.parametrize("name", CASES)
 def test_loaded_model_computes_what_the_stock_load_computes(name: str, target: str, real_file: RealFile) -> None:

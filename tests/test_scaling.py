@@ -12,6 +12,8 @@ from torch import nn
 import modelstate as ms
 from modelstate.errors import ModelStateError
 
+pytestmark = pytest.mark.slow
+
 NUMBERS = 100, 200, 400
 
 

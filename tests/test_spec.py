@@ -21,6 +21,7 @@ from modelstate.spec import ByteRange, StoredTensor, StoredTensors, TensorColumn
 from modelstate.tensor_spec import specs_of
 
 
+@pytest.mark.slow
 @given(
     st.sampled_from([torch.float32, torch.bfloat16, torch.int64, torch.bool]),
     st.lists(st.integers(0, 4), max_size=4).map(tuple),
@@ -39,6 +40,7 @@ def test_the_short_way_to_a_whole_tensor_gives_the_same(dtype: torch.dtype, shap
             assert getattr(short, field.name) == getattr(full, field.name), field.name
 
 
+@pytest.mark.slow
 @given(st.dictionaries(st.sampled_from("abcdef"), st.integers(0, 3), max_size=5), st.permutations("abcdef"))
 def test_tables_of_tensors_are_mappings(sizes: dict[str, int], new_names: list[str]) -> None:
     described = {name: StoredTensor.whole("uint8", (size,), ByteRange(name, 8, size)) for name, size in sizes.items()}

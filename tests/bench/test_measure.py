@@ -67,6 +67,7 @@ stages.end("read")
     assert found.total_bytes > 95 * MEGABYTE
 
 
+@pytest.mark.slow
 def test_what_was_there_at_the_start_does_not_count(tmp_path: Path) -> None:
     code = f'big = bytearray(b"x") * (100 * {MEGABYTE})\nstages = Stages()\nstages.end("nothing")\n'
     found = run([program(tmp_path, code)])["nothing"]

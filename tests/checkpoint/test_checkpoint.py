@@ -463,6 +463,7 @@ def test_everything_can_be_read_into_memory(rich: Checkpoint) -> None:
 bounds = st.none() | st.integers(-6, 6)
 
 
+@pytest.mark.slow
 @given(start=bounds, stop=bounds, data=st.data())
 @settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_rows_are_counted_as_slices_count_them(

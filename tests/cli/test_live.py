@@ -43,6 +43,7 @@ def once(store: ms.Store | Path, url: str, *options: str) -> Result:
 
 
 class TestOnce:
+    @pytest.mark.slow
     def test_the_app_takes_the_newest(self, app: App, store: ms.Store) -> None:
         save(store, 1)
         path = save(store, 2)
@@ -54,18 +55,21 @@ class TestOnce:
         again = once(store, app.url)
         assert (again.exit_code, again.stdout, len(app.swaps)) == (0, done.stdout, 1)
 
+    @pytest.mark.slow
     def test_the_best(self, app: App, store: ms.Store) -> None:
         for step, accuracy in ((1, 0.5), (2, 0.9), (3, 0.7)):
             save(store, step, metrics={"accuracy": accuracy})
         assert once(store, app.url, "--select", "best:accuracy:max").stdout.startswith("step 2:")
         assert once(store, app.url, "--select", "best:accuracy").stdout.startswith("step 1:")
 
+    @pytest.mark.slow
     def test_another_object(self, app: App, store: ms.Store) -> None:
         store.save(1, {"model": nn.Linear(2, 2), "ema": linear(3)})
         assert once(store, app.url).exit_code == 1
         done = once(store, app.url, "--object", "ema")
         assert (done.exit_code, app.swaps[-1].endswith("ema.safetensors.index.json")) == (0, True)
 
+    @pytest.mark.slow
     def test_a_bad_one_is_skipped(self, app: App, store: ms.Store) -> None:
         save(store, 1)
         damage(save(store, 2))

@@ -206,6 +206,7 @@ def _places(tree: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
 _PLACES = [_places(tree) for _, tree in _TREES]
 
 
+@pytest.mark.slow
 @settings(max_examples=examples(300), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.data())
 def test_changed_trees_give_a_value_or_an_error(data: st.DataObject) -> None:

@@ -152,6 +152,7 @@ def test_keys_of_one_hash(kind: str, container: str) -> None:
     same_words(tree_of(KEYS[kind](3_000), container), many, "have the same hash")
 
 
+@pytest.mark.slow
 def test_many_small_groups_are_bounded_too() -> None:
     keys = [PRIME * n + h for h in range(300) for n in range(100)]
     same_words(tree_of(keys, "set"), set(keys), "have the same hash")

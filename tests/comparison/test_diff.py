@@ -280,6 +280,7 @@ class TestReading:
         assert ms.diff(a, b).is_equal
         assert not bytes_read
 
+    @pytest.mark.slow
     def test_every_byte_is_read_once(self, tmp_path: Path, bytes_read: list[int]) -> None:
         state = {f"w{index}": torch.randn(1 + 7 * index, 999) for index in range(30)}
         a = ms.open(written(tmp_path / "a.safetensors", state))

@@ -121,6 +121,7 @@ def test_a_cast_is_that_of_torch(tmp_path: Path) -> None:
     assert ms.open(tmp_path / "a.safetensors").verify() == sum(tensor.nbytes for tensor in found.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("format", ["safetensors", "torch"])
 def test_small_tensors_are_read_together(tmp_path: Path, format: str) -> None:
     state = {f"t{index}": torch.full((3,), index / 2, dtype=DTYPES[index % 3]) for index in range(400)}
@@ -286,6 +287,7 @@ SPARSE: dict[str, Any] = {
 }
 
 
+@pytest.mark.slow_except(8)
 @pytest.mark.parametrize("rules", [(), [ms.rules.Rename("weight", "w")]], ids=["as it is", "by rules"])
 @pytest.mark.parametrize("in_memory", [False, True])
 @pytest.mark.parametrize("kind", SPARSE)

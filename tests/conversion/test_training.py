@@ -168,6 +168,7 @@ def test_there_is_no_optimizer_that_was_forgotten() -> None:
     assert {"Adam foreach", "Adam fused", "Adam amsgrad", "Adam a tensor as lr", "LBFGS strong Wolfe"} <= {*VARIANTS}
 
 
+@pytest.mark.slow_except(12)
 @every_optimizer
 @pytest.mark.parametrize("to", [{"device": "cpu"}, {"dtype": torch.float32}], ids=["device", "dtype"])
 def test_a_conversion_to_what_it_is_changes_nothing(variant: str, to: dict[str, Any]) -> None:
@@ -192,6 +193,7 @@ def test_there_and_back_without_loss(variant: str) -> None:
     same_bits(one.train(), other)
 
 
+@pytest.mark.slow_except(8)
 @every_optimizer
 def test_there_and_back_with_loss(variant: str) -> None:
     one, other = training(variant).train(), training(variant).train()
@@ -229,6 +231,7 @@ def test_what_follows_and_what_stays(variant: str, dtype: torch.dtype) -> None:
     assert described(one.optimizer.param_groups[0] | {"params": None}) == contents
 
 
+@pytest.mark.slow_except(8)
 @every_optimizer
 def test_training_while_converted(variant: str) -> None:
     """It learns what it learns with new optimizers for the cast model, to which everything was carried by hand."""
@@ -241,6 +244,7 @@ def test_training_while_converted(variant: str) -> None:
         close(one.train(), other.train())
 
 
+@pytest.mark.slow_except(8)
 @every_optimizer
 def test_training_in_bfloat16(variant: str) -> None:
     name, options = VARIANTS[variant]

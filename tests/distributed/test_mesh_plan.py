@@ -54,6 +54,7 @@ def _held_bytes(kind: str) -> int:
     return sum(tensor.numel() * tensor.itemsize for tensor in local)
 
 
+@pytest.mark.slow_except(3)
 @pytest.mark.parametrize("kind", MESHES)
 def test_each_rank_holds_what_the_plan_says(kind: str, ranks: Ranks, tmp_path: Path) -> None:
     net = models.plain(kind)

@@ -55,6 +55,7 @@ def test_a_call_runs_on_all_ranks_and_a_group_is_used_again(ranks: Ranks) -> Non
     assert ranks.values(os.getpid)[0] == outcomes[0].value
 
 
+@pytest.mark.slow
 def test_ranks_that_die_are_replaced(ranks: Ranks) -> None:
     outcomes = ranks.run(_die_on, 1)
     assert [outcome.died for outcome in outcomes] == [False, True, False, False]

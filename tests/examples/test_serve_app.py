@@ -132,6 +132,7 @@ def test_a_swap_during_a_swap_is_refused_and_requests_go_on(slow: Slow, served: 
     client.close()
 
 
+@pytest.mark.slow
 def test_requests_beyond_those_that_may_wait_are_refused(slow: Slow, served: InThread) -> None:
     several = [Later(served.port, lambda client: client.embed(["a"])[1]) for _ in range(6)]
     client = Client(served.port)
@@ -175,6 +176,7 @@ def test_a_server_without_a_token_changes_no_weights(slow: Slow, tmp_path: Path)
     assert not slow.entered.acquire(blocking=False)
 
 
+@pytest.mark.slow
 def test_what_nobody_has_thought_of_is_an_error_without_particulars(slow: Slow, served: InThread) -> None:
     slow.error = ZeroDivisionError("a secret")
     slow.go.set()
@@ -192,6 +194,7 @@ def test_what_nobody_has_thought_of_is_an_error_without_particulars(slow: Slow, 
 SECRET = "root:x:0:0:root:/root:/bin/bash"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["model.safetensors", "x.safetensors", "model.safetensors.index.json", ".metadata"])
 @pytest.mark.parametrize("place", ["a link out", "a file"])
 def test_no_answer_quotes_a_file(
@@ -243,6 +246,7 @@ def test_slow_clients_do_not_keep_others_out(slow: Slow, served: InThread) -> No
 SLOW_BODY = b"POST /embed HTTP/1.1\r\nHost: a\r\nContent-Length: 100\r\n\r\n{"
 
 
+@pytest.mark.slow
 def test_a_connection_beyond_the_limit_gets_an_answer(slow: Slow, tmp_path: Path) -> None:
     """If all connections have sent a request, there is none that the server could close for a new one."""
     served = InThread(slow, tmp_path, Limits(waiting=2, connections=2))

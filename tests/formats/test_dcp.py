@@ -134,6 +134,7 @@ def trained(*names: str, **options: Any) -> tuple[torch.nn.Module, torch.optim.O
     return model, optimizer
 
 
+@pytest.mark.slow_except(3)
 @pytest.mark.parametrize("capturable", [False, True], ids=["groups in one piece", "groups with tensors"])
 @pytest.mark.parametrize("suffix", [".safetensors", ".pt"])
 @pytest.mark.parametrize("key", ["optim", None])
@@ -432,6 +433,7 @@ def test_subclasses_of_other_libraries(tmp_path: Path) -> None:
     assert torch.equal(ms.open(directory, allow=names).tensor("a"), tensor)
 
 
+@pytest.mark.slow
 def test_many_chunks(tmp_path: Path) -> None:
     tensor = torch.arange(1600.0).reshape(40, 40)
     chunks = {(row, column): tensor[row : row + 2, column : column + 2].clone()
@@ -725,6 +727,7 @@ def test_damaged_tensors_at_random(small: Path, at: float, bit: int, cut: bool) 
         path.write_bytes(whole)
 
 
+@pytest.mark.slow
 def test_each_flipped_bit_of_a_tensor_is_found(tmp_path: Path) -> None:
     directory = write(tmp_path / "x", {"model.a": halves(torch.arange(10.0))})
     stored = read_contents(directory).tree["model.a"]  # type: ignore[index]

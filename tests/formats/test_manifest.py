@@ -183,6 +183,7 @@ def test_any_manifest_gives_a_checkpoint_or_an_error(path: Path, manifest: dict[
         return
 
 
+@pytest.mark.slow
 def test_a_bit_that_flips_in_the_manifest_is_an_error_or_another_manifest(path: Path) -> None:
     saved(path)
     whole = path.read_bytes()

@@ -155,6 +155,7 @@ def test_names_come_in_the_order_of_the_bytes(tmp_path: Path) -> None:
     assert list(tree) == ["a", "c", "b"]
 
 
+@pytest.mark.slow
 @given(
     sizes=st.lists(st.integers(0, 3), min_size=1, max_size=6),
     order=st.randoms(use_true_random=False),
@@ -362,6 +363,7 @@ def test_messages_say_what_and_where(tmp_path: Path) -> None:
 # Truncated at every length.
 
 
+@pytest.mark.slow
 def test_cut_at_every_length(tmp_path: Path) -> None:
     whole = save({"first": torch.arange(4.0), "last": torch.arange(3)})
     header_end = 8 + int.from_bytes(whole[:8], "little")
@@ -390,6 +392,7 @@ def test_a_damaged_file_is_known_as_safetensors() -> None:
             assert recognise(bytes(damaged[:HEAD_BYTES])) is Format.SAFETENSORS, position
 
 
+@pytest.mark.slow_except(20)
 @pytest.mark.parametrize("name", MALFORMED)
 def test_malformed_files_are_known_as_safetensors(name: str) -> None:
     _, content = MALFORMED[name]

@@ -439,6 +439,7 @@ def test_a_damaged_index(data: st.DataObject, shards: Path) -> None:
     right_or_refused(damaged)
 
 
+@pytest.mark.slow_except(15)
 @pytest.mark.parametrize("end", range(0, 500, 7))
 def test_an_index_cut_short(end: int, shards: Path) -> None:
     text = index_text(truth()).encode()

@@ -248,6 +248,7 @@ def test_unsupported_tensors_are_named_with_their_place(tmp_path: Path, made: An
     assert caught.value.remedy
 
 
+@pytest.mark.slow
 def test_opening_reads_no_tensor_and_is_fast(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = saved(tmp_path / "x.pt", {f"blocks.{i}.weight": torch.ones(50, 50) for i in range(2000)})
     read: list[int] = []
@@ -521,6 +522,7 @@ def test_bytes_flipped_outside_of_the_tensors(sample: tuple[Path, bytes, Any, li
         assert_same(found, value)
 
 
+@pytest.mark.slow
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_cut_anywhere(sample: tuple[Path, bytes, Any, list[range]], data: st.DataObject) -> None:

@@ -47,6 +47,7 @@ def test_the_policy_allows_the_style_and_the_script_of_the_page_only() -> None:
     assert " style=" not in html  # the policy forbids it
 
 
+@pytest.mark.slow
 @given(st.lists(st.integers(1, 10**12), min_size=1, max_size=80))
 def test_areas_are_in_proportion_to_the_bytes_and_fill_the_chart(sizes: list[int]) -> None:
     chart = area_chart([(f"a.{i}" if i % 2 else f"b{i}.w", nbytes) for i, nbytes in enumerate(sizes)])

@@ -477,6 +477,7 @@ WRITES: dict[str, Any] = {
 }
 
 
+@pytest.mark.slow_except(12)
 @pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
 @pytest.mark.parametrize("mode", [0o600, 0o640, 0o664])
 @pytest.mark.parametrize("kind", ["file", "index", "link"])

@@ -188,6 +188,7 @@ def same(model: nn.Module, path: Path) -> bool:
     return all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
 
 
+@pytest.mark.slow
 def test_a_load_fills_its_memory(checkpoint: Path, counted: type[Counting]) -> None:
     model = skeleton()
     ms.load(model, checkpoint, map=False)
@@ -242,6 +243,7 @@ def test_a_file_that_changes_meanwhile(
     assert all(param.is_meta for param in model.parameters())
 
 
+@pytest.mark.slow
 def test_no_descriptor_and_no_map_is_left(checkpoint: Path, counted: type[Counting]) -> None:
     def held() -> tuple[int, int]:
         maps = Path("/proc/self/maps").read_text()

@@ -148,6 +148,7 @@ def test_no_write_of_another_thread_is_lost(folder: Path) -> None:
     assert model.weight[64:].eq(0).all()
 
 
+@pytest.mark.slow
 def test_serving_goes_on_while_the_file_is_overwritten_again_and_again(folder: Path) -> None:
     path, files = folder / "model.safetensors", [saved(folder / f"{i}", float(i)) for i in range(1, 3)]
     run("cp", files[0], path)
@@ -489,6 +490,7 @@ def test_handlers_and_signals_stay_the_users(folder: Path) -> None:
     assert handlers[0].raw[:8] == handlers[1].raw[:8]
 
 
+@pytest.mark.slow
 def test_the_memory_is_one_region(folder: Path) -> None:
     """The process may have 65,530 regions; what is replaced in pieces must not use them up."""
     path = saved(folder / "model.safetensors", size=4096)  # 67 MB, so many pieces

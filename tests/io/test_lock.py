@@ -256,6 +256,7 @@ def test_an_interrupt_leaves_no_lock(directory: Path, call: str) -> None:
         count_of(at)
 
 
+@pytest.mark.slow
 def test_a_forked_child_does_not_have_it(directory: Path) -> None:
     mine = WriterLock(directory)
     mine.acquire()
@@ -270,6 +271,7 @@ def test_a_forked_child_does_not_have_it(directory: Path) -> None:
     mine.release()
 
 
+@pytest.mark.slow
 def test_a_child_does_not_keep_the_lock_of_a_dead_parent(directory: Path) -> None:
     code = HOLD.replace("print(", "import os, time\nif os.fork() == 0:\n    time.sleep(20)\n    os._exit(0)\nprint(")
     parent = Holder(directory, code)

@@ -92,6 +92,7 @@ def test_what_is_read_is_read_past_the_page_cache(
     assert 4 * BUFFER_BYTES <= report.peak_memory_bytes <= 67_108_864 + 16 * (BUFFER_BYTES + (1 << 20))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{"in_place": True}, {"in_place": True, "dtype": torch.bfloat16}])
 def test_without_the_memory_for_it_the_file_is_read_ahead(options: dict[str, Any], cold: Path) -> None:
     module, budget = filled().to(options.get("dtype", torch.float32)), 1 << 20
@@ -101,6 +102,7 @@ def test_without_the_memory_for_it_the_file_is_read_ahead(options: dict[str, Any
     assert module[5].weight[3, 3] == 5
 
 
+@pytest.mark.slow
 def test_what_a_transform_gets_is_read_ahead(cold: Path) -> None:
     past_the_cache(cold)
     module = model()
@@ -112,6 +114,7 @@ def test_what_a_transform_gets_is_read_ahead(cold: Path) -> None:
     assert [layer.weight[9, 9].item() for layer in module] == [1, 2, 3, 4, 4, 5, 6, 7]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_way_past")
 def test_what_is_read_is_read_ahead(cold: Path) -> None:
     module = model()
@@ -135,6 +138,7 @@ def test_a_map_of_a_cold_file_is_brought_in_behind_the_load(cold: Path) -> None:
     assert module[5].weight[3, 3] == 5
 
 
+@pytest.mark.slow
 def test_a_map_of_a_warm_file_is_left_alone(cold: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cold.read_bytes()
     monkeypatch.setattr(prefetch, "prefault_async", lambda *_: pytest.fail("a thread for nothing"))
@@ -144,6 +148,7 @@ def test_a_map_of_a_warm_file_is_left_alone(cold: Path, monkeypatch: pytest.Monk
     assert module[5].weight[3, 3] == 5
 
 
+@pytest.mark.slow
 def test_nothing_is_brought_in_behind_a_load_that_failed(cold: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(name: str, _: torch.Tensor) -> torch.Tensor:
         raise ValueError(name)
@@ -153,12 +158,14 @@ def test_nothing_is_brought_in_behind_a_load_that_failed(cold: Path, monkeypatch
         ms.load(model(), cold, transform={"0.weight": fails})
 
 
+@pytest.mark.slow
 def test_a_map_can_be_left_to_who_uses_it(cold: Path) -> None:
     report = ms.load(model(), cold, prefault=False)
     assert report.notes == ()
     assert (share(cold) or 0) < 0.1  # nothing was read
 
 
+@pytest.mark.slow
 def test_a_map_can_be_waited_for(cold: Path) -> None:
     module = model()
     before = shown_bytes(cold)
@@ -180,6 +187,7 @@ def test_waiting_for_a_map_that_cannot_be_read_changes_nothing(cold: Path) -> No
     assert all(param.is_meta for param in module.parameters())
 
 
+@pytest.mark.slow
 def test_the_kernel_reads_what_it_was_asked_for(cold: Path) -> None:
     nbytes = cold.stat().st_size
     assert read_ahead([ByteRange(str(cold), 0, nbytes)], {}) == nbytes
@@ -189,6 +197,7 @@ def test_the_kernel_reads_what_it_was_asked_for(cold: Path) -> None:
     assert (share(cold) or 0) > 0.99  # and nobody has read a byte
 
 
+@pytest.mark.slow
 def test_what_is_warm_is_left_alone(cold: Path) -> None:
     cold.read_bytes()
     report = ms.load(model(), cold, map=False)
@@ -203,11 +212,13 @@ def test_only_what_is_wanted_is_asked_for(cold: Path) -> None:
     assert "25.2 MB of it are read ahead" in " ".join(report.notes)
 
 
+@pytest.mark.slow
 def test_a_plan_asks_for_nothing(cold: Path) -> None:
     ms.plan(model(), cold)
     assert (share(cold) or 0) < 0.1
 
 
+@pytest.mark.slow
 def test_a_kernel_before_6_5_is_asked_about_a_map(cold: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(linux, "_syscall", lambda *_: -1)
     assert share(cold) == 0.0
@@ -223,6 +234,7 @@ def test_a_kernel_before_6_5_is_asked_about_a_map(cold: Path, monkeypatch: pytes
     assert is_cold(ByteRange(str(cold), 0, cold.stat().st_size))
 
 
+@pytest.mark.slow
 def test_a_kernel_that_cannot_tell(cold: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(linux, "_syscall", None)
     assert share(cold) is None
@@ -230,6 +242,7 @@ def test_a_kernel_that_cannot_tell(cold: Path, monkeypatch: pytest.MonkeyPatch) 
     assert read_ahead([ByteRange(str(cold), 0, cold.stat().st_size)], {}) == 0
 
 
+@pytest.mark.slow
 def test_never_more_than_half_of_the_memory(cold: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(linux, "available_bytes", lambda: 40 << 20)
     assert read_ahead([ByteRange(str(cold), 0, cold.stat().st_size)], {}) == 20 << 20

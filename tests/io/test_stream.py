@@ -86,6 +86,7 @@ def streamed(path: str, threads: int, waits: bool = False, delay: float = 0.0) -
     return b"".join(found), names
 
 
+@pytest.mark.slow_except(2)
 @pytest.mark.parametrize("waits", [False, True])
 @pytest.mark.parametrize("threads", [1, 2, 5])
 def test_what_is_streamed_is_what_is_in_the_file(threads: int, waits: bool, path: str) -> None:

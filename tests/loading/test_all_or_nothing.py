@@ -151,6 +151,7 @@ FAILURES: dict[str, tuple[Callable[[nn.Module], None], dict[str, Any], type[Exce
 }
 
 
+@pytest.mark.slow_except(8)
 @pytest.mark.parametrize("in_place", [False, True], ids=["staged", "in place"])
 @pytest.mark.parametrize("case", FAILURES)
 def test_a_failure_of(case: str, in_place: bool, tmp_path: Path) -> None:

@@ -54,6 +54,7 @@ FORMS = ["torch", "legacy", "safetensors", "mapping"]
 CASES = [(way, form) for way in WAYS for form in FORMS if form == "torch" or way != "verified"]
 
 
+@pytest.mark.slow_except(15)
 @pytest.mark.parametrize("target", ["materialised", "skeleton", "mixed"])
 @pytest.mark.parametrize(("way", "form"), CASES)
 def test_the_result_is_that_of_a_load(way: str, target: str, form: str, tmp_path: Path) -> None:

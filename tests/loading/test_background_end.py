@@ -279,6 +279,7 @@ def test_an_interrupt_anywhere(path: Path) -> None:
     assert gc.isenabled()
 
 
+@pytest.mark.slow
 def test_an_interrupted_result_does_not_lock_the_handle(path: Path) -> None:
     module = made("materialised")
     lines = interrupted_at(0, ms.load(made("materialised"), path, background=True).result)

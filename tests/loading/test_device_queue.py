@@ -74,6 +74,7 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "x.safetensors"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("in_place", [None, False, True])
 @pytest.mark.parametrize(
     ("is_direct", "inference", "max_memory_bytes"),
@@ -109,6 +110,7 @@ def test_the_memory_on_the_device_is_free_before_other_reads(path: Path, monkeyp
     assert not any(queue._there.nbytes for queue in released)  # type: ignore[attr-defined]
 
 
+@pytest.mark.slow
 def test_a_skeleton_and_what_becomes_infinite(path: Path, queued: list[object]) -> None:
     state = dict(network(1, torch.float32).state_dict())
     state["0.weight"][7, 7], state["202.bias"][0] = 1e38, float("nan")  # in two blocks
@@ -142,6 +144,7 @@ def test_each_read_that_fails_changes_nothing(in_place: bool | None, path: Path)
     assert failed > 1
 
 
+@pytest.mark.slow
 def test_memory_of_a_model_on_two_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The reads share their buffers, and each device has memory for the largest block."""
     module = nn.Sequential(nn.Linear(4000, 4000, bias=False), nn.Linear(10, 10, bias=False))
@@ -159,6 +162,7 @@ def test_memory_of_a_model_on_two_devices(tmp_path: Path, monkeypatch: pytest.Mo
     assert peak_bytes([large, small], strategy) == (3 + 2) * block_bytes  # at most an eighth of 32,000,000 is pinned
 
 
+@pytest.mark.slow_except(2)
 @pytest.mark.parametrize("in_place", [None, False, True], ids=["default", "staged", "in place"])
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
 def test_nothing_is_queued_any_more_after_an_error(
@@ -193,6 +197,7 @@ def test_values_of_few_tensors_that_are_not_cast_need_no_copy_of_the_block() -> 
     assert not stream.goes_straight([run(1, torch.float32), run(1, torch.bfloat16)])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("error", [MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory")])
 def test_a_cast_that_could_not_be_looked_at_is_noted(
     error: Exception, path: Path, monkeypatch: pytest.MonkeyPatch

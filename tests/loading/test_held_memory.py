@@ -24,6 +24,7 @@ def reached(kind: Kind, source: Open, **more: Any) -> LoadReport:
     return ms.load(kind.build(), source(), **kind.options, **more)
 
 
+@pytest.mark.slow_except(12)
 @every_kind
 def test_no_load_holds_more_than_its_plan_says(kind: Kind, tmp_path: Path) -> None:
     source = kind.write(tmp_path)
@@ -33,6 +34,7 @@ def test_no_load_holds_more_than_its_plan_says(kind: Kind, tmp_path: Path) -> No
     assert (found > 0) == (most > 0)
 
 
+@pytest.mark.slow_except(8)
 @every_kind
 def test_nor_does_one_with_as_little_as_there_can_be(kind: Kind, tmp_path: Path) -> None:
     source = kind.write(tmp_path)
@@ -45,6 +47,7 @@ def test_nor_does_one_with_as_little_as_there_can_be(kind: Kind, tmp_path: Path)
     assert reached(kind, source, max_memory_bytes=least).peak_memory_bytes <= least
 
 
+@pytest.mark.slow_except(8)
 @every_kind
 def test_one_in_the_background_holds_as_much(kind: Kind, tmp_path: Path) -> None:
     source = kind.write(tmp_path)

@@ -180,6 +180,7 @@ class _Lookup(dict[str, Any]):
     """A mapping that is not quite a dict."""
 
 
+@pytest.mark.slow_except(60)
 @pytest.mark.parametrize("strict", [True, False], ids=["strict", "lenient"])
 @pytest.mark.parametrize("assign", [False, True], ids=["into", "assign"])
 @pytest.mark.parametrize("case", CASES)
@@ -187,6 +188,7 @@ def test_a_plain_model(case: str, assign: bool, strict: bool, swapping: bool) ->
     same_as_torch(Net, CASES[case], strict=strict, assign=assign)
 
 
+@pytest.mark.slow_except(30)
 @pytest.mark.parametrize("strict", [True, False], ids=["strict", "lenient"])
 @pytest.mark.parametrize("case", [case for case in CASES if case not in OF_BATCH_NORM])
 def test_a_model_whose_names_alone_decide(case: str, strict: bool, swapping: bool) -> None:

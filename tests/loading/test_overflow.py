@@ -82,6 +82,7 @@ def test_a_load(tmp_path: Path, load: Callable[[Any], ms.LoadReport], kind: str)
     assert NOTE in str(report)
 
 
+@pytest.mark.slow_except(3)
 @pytest.mark.parametrize("name", ["y.safetensors", "y.pt"])
 @pytest.mark.parametrize("options", [{}, {"rules": [ms.rules.Prefix(strip="net.")]}], ids=["", "rules"])
 @pytest.mark.parametrize("live", [False, True])
@@ -172,6 +173,7 @@ class ByModule(ms.loading.ModuleTransform):
 BY_FUNCTION = NOTE.replace("a cast", "transform=")
 
 
+@pytest.mark.slow_except(15)
 @pytest.mark.parametrize("function", FUNCTIONS.values(), ids=FUNCTIONS)
 @pytest.mark.parametrize("kind", ["x.safetensors", "x.pt", "mapping"])
 @pytest.mark.parametrize("way", ["tensors", "modules", "rows", "background", "after a rule"])
@@ -231,6 +233,7 @@ def test_the_result_of_a_function_in_every_dtype(dtype: torch.dtype) -> None:
     assert sum(found.counts.values()) == int((~result.to(torch.float64).isfinite()).sum())
 
 
+@pytest.mark.slow_except(20)
 @pytest.mark.parametrize("source", FLOATS, ids=str)
 @pytest.mark.parametrize("target", FLOATS, ids=str)
 def test_the_count_is_that_of_comparing_every_value(source: torch.dtype, target: torch.dtype) -> None:
@@ -247,6 +250,7 @@ def test_the_count_is_that_of_comparing_every_value(source: torch.dtype, target:
     assert can_overflow(source, target) or expected == 0
 
 
+@pytest.mark.slow_except(2)
 @pytest.mark.parametrize("times", [1, 2, 3])
 @pytest.mark.parametrize("error", [RuntimeError, MemoryError])
 def test_counts_are_exact_where_memory_is_lacking_for_a_moment(

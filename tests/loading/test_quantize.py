@@ -93,6 +93,7 @@ def _quantized(config: Callable[[], Any], dtype: torch.dtype) -> tuple[nn.Module
         pytest.skip(f"not here: {error}")
 
 
+@pytest.mark.slow_except(12)
 @every_config
 @with_dtypes("skeleton", ["float32", "its dtype", "quantized"], ["float32"])
 def test_what_was_saved_quantized_answers_the_same(
@@ -272,6 +273,7 @@ def loaded(path: Path, **options: Any) -> Net:
     return model
 
 
+@pytest.mark.slow_except(10)
 @every_config
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_it_is_what_torchao_makes_after_a_full_load(config: Callable[[], Any], dtype: torch.dtype, path: Path) -> None:
@@ -551,6 +553,7 @@ def _rows(kind: str) -> torch.Tensor:
     return rows
 
 
+@pytest.mark.slow_except(4)
 @with_dtypes("kind", ["normal", "wide", "ties", "one sign", "zeros"], ["wide", "ties"])
 @pytest.mark.parametrize(
     "name", ["int8 per channel", "int8 per group", "int8 and activations", "float8 per row", "intx, 4 bits per group"]

@@ -296,6 +296,7 @@ def test_sharded_modules(swap: bool) -> None:
 # Signals.
 
 
+@pytest.mark.slow
 def test_a_signal_in_the_middle_of_the_rollback_waits() -> None:
     """A hook that fails sends a signal off that arrives a little later, at all kinds of moments of the rollback."""
 

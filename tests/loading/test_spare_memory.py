@@ -64,6 +64,7 @@ def test_a_second_load_needs_no_new_memory(dtype: torch.dtype, files: list[Path]
     assert memory._spare.kept_bytes <= 2 * NBYTES
 
 
+@pytest.mark.slow
 def test_no_more_is_kept_than_was_asked_for(files: list[Path]) -> None:
     model = constant(-1)
     set_spare_bytes(NBYTES // 2)
@@ -77,6 +78,7 @@ def test_no_more_is_kept_than_was_asked_for(files: list[Path]) -> None:
     assert memory._spare.kept_bytes == 0
 
 
+@pytest.mark.slow
 def test_memory_that_the_model_gets_is_not_kept(files: list[Path]) -> None:
     """What a skeleton is loaded into belongs to the model."""
     with ms.skeleton():
@@ -89,6 +91,7 @@ def test_memory_that_the_model_gets_is_not_kept(files: list[Path]) -> None:
     assert all(bool((parameter == 0).all()) for parameter in model.parameters())
 
 
+@pytest.mark.slow
 def test_a_failed_load_leaves_its_memory_to_the_next(files: list[Path]) -> None:
     model = constant(-1)
     ms.load(model, files[0], in_place=False)
@@ -108,6 +111,7 @@ def test_what_is_no_size(nbytes: Any) -> None:
         set_spare_bytes(nbytes)
 
 
+@pytest.mark.slow
 def test_memory_of_a_load_in_the_background_is_not_kept(files: list[Path]) -> None:
     """Its values may wait for long."""
     model = constant(-1)

@@ -196,6 +196,7 @@ class Writing(ByRows):
         return ms.loading.RowsWriter(self.like(shape, dtype, module), write)
 
 
+@pytest.mark.slow_except(2)
 @pytest.mark.parametrize("rows", [1, 7, 100, 3999, 4000])
 def test_rows_that_are_written_by_the_transform(rows: int, path: Path) -> None:
     twice = Writing(rows)

@@ -202,6 +202,7 @@ def test_a_load_that_fails_lets_the_next_one_go_on() -> None:
     assert torch.equal(module.weight, torch.full((4,), 2.0))
 
 
+@pytest.mark.slow
 def test_a_model_that_two_threads_load_from_two_files(tmp_path: Path) -> None:
     module = nn.Sequential(*(nn.Linear(64, 64) for _ in range(40)))
     paths = [tmp_path / f"{value}.safetensors" for value in (1, 2)]

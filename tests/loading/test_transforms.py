@@ -284,6 +284,7 @@ def test_one_that_keeps_what_it_returns_or_returns_it_twice(path: Path) -> None:
         assert model.head.weight.sum() == 6 * 4 + 4
 
 
+@pytest.mark.slow_except(8)
 @pytest.mark.parametrize("options", [{}, {"in_place": True}, {"background": True}, {"dtype": torch.float64}])
 @pytest.mark.parametrize("wrap", [lambda t: t, lambda t: t[:], nn.Parameter])
 @pytest.mark.parametrize("make", [Net, skeleton])
@@ -306,6 +307,7 @@ def test_a_function_that_returns_one_buffer_again_and_again(make: Any, wrap: Any
         assert torch.equal(value, (expected * 2 if expected.is_floating_point() else expected).to(value.dtype)), name
 
 
+@pytest.mark.slow_except(8)
 @pytest.mark.parametrize("keep", [lambda t: t, lambda t: t.view(t.shape), lambda t: t.numpy()])
 @pytest.mark.parametrize("returned", [lambda t: t, lambda t: t * 2])
 @pytest.mark.parametrize("background", [False, True])

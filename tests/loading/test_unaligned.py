@@ -29,6 +29,7 @@ def state_of(*dtypes: torch.dtype) -> dict[str, torch.Tensor]:
     return {f"{index}": torch.arange(12.0).reshape(3, 4).to(dtype) for index, dtype in enumerate(dtypes)}
 
 
+@pytest.mark.slow
 @settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     blanks=st.integers(0, 15),

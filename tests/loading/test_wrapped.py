@@ -34,6 +34,7 @@ def assert_equal(one: nn.Module, other: nn.Module) -> None:
         assert torch.equal(value, other.state_dict()[name]), name
 
 
+@pytest.mark.slow
 @wrapped
 def test_load_and_plan(wrap: Wrap, tmp_path: Path) -> None:
     trained, inner = network(1), network()
@@ -106,6 +107,7 @@ def test_suggest(wrap: Wrap) -> None:
     assert_equal(inner, other)
 
 
+@pytest.mark.slow_except(2)
 @wrapped
 def test_live(wrap: Wrap) -> None:
     live = ms.Live(wrap(network().eval()))

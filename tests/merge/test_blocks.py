@@ -111,6 +111,7 @@ def wrong(net: nn.Module, merged: dict[str, torch.Tensor]) -> list[str]:
     return [name for name, value in net.state_dict().items() if not same(value, merged[name])]
 
 
+@pytest.mark.slow_except(6)
 @KINDS
 @pytest.mark.parametrize("in_place", [None, True, False])
 def test_values_are_computed_into_the_memory_that_is_there(

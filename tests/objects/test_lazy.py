@@ -108,6 +108,7 @@ def test_what_else_is_assigned() -> None:
 # Loading.
 
 
+@pytest.mark.slow_except(60)
 @every_load
 @pytest.mark.parametrize("there", STATES.values(), ids=[f"into {name}" for name in STATES])
 @pytest.mark.parametrize("value", STATES.values(), ids=[f"from {name}" for name in STATES])
@@ -296,6 +297,7 @@ def test_loading_within_inference_mode_makes_a_normal_tensor() -> None:
 # What modelstate's own loads add.
 
 
+@pytest.mark.slow_except(16)
 @ours_only
 @pytest.mark.parametrize("there", STATES.values(), ids=STATES)
 @pytest.mark.parametrize("value", STATES.values(), ids=STATES)

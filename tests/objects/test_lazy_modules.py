@@ -85,6 +85,7 @@ def test_what_is_said_of_one(tmp_path: Path, made: Any, requires_grad: bool, dty
     assert found.shape == (2,)
 
 
+@pytest.mark.slow_except(3)
 @pytest.mark.parametrize("make", [partly, wholly])
 @pytest.mark.parametrize("cls", [torch.optim.SGD, torch.optim.AdamW])
 @pytest.mark.parametrize("background", [True, False])

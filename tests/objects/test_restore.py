@@ -22,6 +22,7 @@ every_optimizer = pytest.mark.parametrize("optimizer", OPTIMIZERS)
 every_scheduler = pytest.mark.parametrize("scheduler", SCHEDULERS)
 
 
+@pytest.mark.slow_except(8)
 @every_optimizer
 @every_scheduler
 def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(optimizer: str, scheduler: str) -> None:

@@ -171,6 +171,7 @@ def test_a_file_system_without_preallocation_links_and_syncs_of_directories(tmp_
         assert not [name for name in contents(tmp_path) if name.startswith(".")]
 
 
+@pytest.mark.slow
 def test_a_directory_that_is_removed(tmp_path: Path) -> None:
     with faulty_writes() as clean:
         save(tmp_path, 1, "shards")

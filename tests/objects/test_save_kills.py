@@ -13,6 +13,8 @@ from tests.objects.saves import NAME, PAIRS, contents, save, version_at
 from tests.programs import CONTEXT, as_process_of_its_own, run_program
 from tests.sweeps import sample
 
+pytestmark = pytest.mark.slow
+
 
 def killed_at(number: int, directory: Path, version: int, kind: str) -> bool:
     """Whether a process that saves was killed before a call; it is a fork, in which one thread writes."""
@@ -56,7 +58,6 @@ kill_at_every_call(Path(directory), old, new)
 """
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("old", "new", "past_page_cache"), [*((old, new, False) for old, new in PAIRS), ("shards", "shards", True)]
 )
@@ -93,7 +94,6 @@ def save_versions(begin: Any, directory: Path, kinds: list[str], rounds: int, of
         save(directory, 2 * number + offset, kinds[number % len(kinds)])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kinds", [["file"], ["shards"], ["file", "shards", "more"]], ids=", ".join)
 def test_two_savers_at_once(tmp_path: Path, kinds: list[str]) -> None:
     rounds, begin = 40, CONTEXT.Barrier(2)

@@ -99,6 +99,7 @@ def test_other_threads_and_tensors_that_are_made(tmp_path: Path) -> None:
     assert all(torch.equal(found.tensor(name), one) for name, one in state.items())
 
 
+@pytest.mark.slow
 def test_the_page_cache_is_left_alone(tmp_path: Path) -> None:
     """A large save leaves no page of its file in the page cache. This includes pages that it writes only in part.
 
@@ -153,6 +154,7 @@ def test_a_write_that_comes_short_is_continued(tmp_path: Path, most: int, monkey
     assert version_at(tmp_path / NAME) == 2
 
 
+@pytest.mark.slow
 def test_every_call_may_fail(tmp_path: Path) -> None:
     error = OSError(errno.EIO, os.strerror(errno.EIO))
     found = sweep(tmp_path, lambda: save(tmp_path, 1, "file"), lambda: save(tmp_path, 2, "file"), error=error)

@@ -106,6 +106,7 @@ def test_stock_leaves_a_mixture(how: str, stock_fails: StockFails) -> None:
     stock_fails(f"{how}: the tensors that fit are overwritten", overwritten and described_module(net) != before)
 
 
+@pytest.mark.slow_except(8)
 @pytest.mark.parametrize("how", BROKEN)
 @pytest.mark.parametrize("load", OURS)
 def test_ours_leaves_everything_bit_for_bit(how: str, load: str, tmp_path: Path) -> None:

@@ -99,6 +99,7 @@ def path(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return tmp_path / "model.pt"
 
 
+@pytest.mark.slow_except(16)
 @pytest.mark.parametrize(("name", "order", "target"), CASES)
 @pytest.mark.parametrize("in_place", [False, True])
 def test_training(name: str, order: str, target: str, in_place: bool, path: Path) -> None:

@@ -53,6 +53,7 @@ def payload(tensor: Any) -> torch.Tensor:
     return tensor.elem if hasattr(tensor, "elem") else tensor.detach()
 
 
+@pytest.mark.slow_except(20)
 @pytest.mark.filterwarnings("ignore:.*no-op:UserWarning")
 @pytest.mark.parametrize("handler", HANDLERS)
 @pytest.mark.parametrize(("source", "target"), WAYS)

@@ -76,6 +76,7 @@ def source(request: pytest.FixtureRequest, tmp_path: Path, cls: type[Tied]) -> A
     return path
 
 
+@pytest.mark.slow_except(12)
 @pytest.mark.parametrize("kind", ["real", "skeleton"])
 @pytest.mark.parametrize(
     "options", [{}, {"dtype": "bf16"}, {"map": False}, {"in_place": True}, {"init_missing": True}], ids=str

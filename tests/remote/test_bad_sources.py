@@ -102,6 +102,7 @@ def test_each_answer_is_an_error_of_its_own(
     assert "word" not in str(raised.value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("status", "code", "cause", "remedy"),
     [

@@ -142,6 +142,7 @@ def test_blocks_in_use_stay_and_others_go(tmp_path: Path) -> None:
     assert len(blocks_of(cache)) <= 4
 
 
+@pytest.mark.slow
 def test_writes_at_once_leave_blocks(tmp_path: Path) -> None:
     block = bytes(BLOCK_BYTES)
     for turn in range(30):
@@ -160,6 +161,7 @@ def test_writes_at_once_leave_blocks(tmp_path: Path) -> None:
         assert 0 < len(blocks_of(cache)) <= 3
 
 
+@pytest.mark.slow
 def test_a_directory_that_cannot_be_written_is_no_error(proxy: FaultProxy, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.warns(ms.errors.CacheWarning, match="nothing more is kept") as caught:
@@ -218,6 +220,7 @@ def test_files_without_a_strong_etag_are_not_kept(tmp_path: Path, cache: ms.Cach
     assert not blocks_of(cache)
 
 
+@pytest.mark.slow
 def test_commands_take_the_directory(proxy: FaultProxy, files: tuple[Path, str], tmp_path: Path) -> None:
     cache = ["--cache", str(tmp_path / "cache")]
     local, copy = str(files[0] / "model.safetensors"), str(tmp_path / "copy.safetensors")
@@ -331,6 +334,7 @@ def test_a_block_in_the_place_of_another_one_is_requested_again(proxy: FaultProx
     assert 2 * BLOCK_BYTES <= proxy.downloaded_bytes <= 2 * BLOCK_BYTES + HEADER_BYTES
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
 def test_a_directory_that_cannot_be_made_gives_a_warning(proxy: FaultProxy) -> None:
     with pytest.warns(ms.errors.CacheWarning, match="cannot be made"):

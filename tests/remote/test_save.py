@@ -244,6 +244,7 @@ def test_an_object_that_begins_alike_is_not_taken_for_the_new_one(
     assert content() == {"x": old}
 
 
+@pytest.mark.slow
 def test_a_tensor_that_changes_meanwhile_is_not_saved(
     bucket: str, proxy: FaultProxy, content: Callable[[], dict[str, bytes]]
 ) -> None:

@@ -175,6 +175,7 @@ def test_a_record_that_the_server_does_not_send_for_now_is_not_pruned(url: str, 
         assert restored(store, 1) == 1
 
 
+@pytest.mark.slow
 def test_a_damaged_name_of_the_store_is_found_by_verify(url: str, bucket: str, s3_client: Callable[[], Any]) -> None:
     store = ms.Store(url)
     save(store, 1)
@@ -481,6 +482,7 @@ def test_each_fault_at_each_request_of_other_calls(
     record_property("faults", f"{index}, {errors} errors")
 
 
+@pytest.mark.slow
 def test_a_stale_listing_loses_no_step(url: str, proxy: FaultProxy) -> None:
     with ms.Store(url) as store:
         save(store, 1)
@@ -623,6 +625,7 @@ def test_resumable(url: str) -> None:
     assert seen == [0, 1, 2, 2, 3]
 
 
+@pytest.mark.slow
 def test_follow(url: str) -> None:
     live = ms.Live(network(0))
     following = ms.follow(live, url, background=False)

@@ -168,6 +168,7 @@ def test_channels_last_is_the_order_of_a_program_that_has_it(tmp_path: Path) -> 
         assert torch.equal(live(x), other(x))
 
 
+@pytest.mark.slow_except(8)
 @pytest.mark.parametrize(
     ("canary", "why"),
     [

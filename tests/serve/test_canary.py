@@ -143,6 +143,7 @@ def test_arguments_that_mean_nothing(options: dict[str, Any]) -> None:
         ms.Canary(**options)
 
 
+@pytest.mark.slow
 @given(st.floats(-100, 100, width=32), st.floats(-100, 100, width=32), st.floats(0, 10), st.floats(0, 2), st.booleans())
 def test_numbers_are_compared_as_tensors_are(old: float, new: float, atol: float, rtol: float, plain: bool) -> None:
     canary = ms.Canary(expected=old if plain else torch.tensor([old]), atol=atol, rtol=rtol)

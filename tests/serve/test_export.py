@@ -81,6 +81,7 @@ def test_others_read_the_exported_file(path: Path) -> None:
     assert torch.equal(torch.export.load(path).module()(X), module(X))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spelling", ["eager", "runtime"])
 @pytest.mark.parametrize("make", [Decoder, Nested])
 def test_the_map_of_names_comes_with_the_file(make: Any, spelling: str, path: Path) -> None:
@@ -91,6 +92,7 @@ def test_the_map_of_names_comes_with_the_file(make: Any, spelling: str, path: Pa
     assert torch.allclose(live(X), trained(X))
 
 
+@pytest.mark.slow
 def test_hooks_that_fuse_leave_no_map_and_a_reason(path: Path) -> None:
     said = ms.export(Fused().eval(), (X,), path)
     assert said.names is None
@@ -163,6 +165,7 @@ class Branches(nn.Linear):
         return x if x.sum() > 0 else -x
 
 
+@pytest.mark.slow
 def test_a_weight_that_was_folded_is_named_and_no_file_is_left(tmp_path: Path) -> None:
     with pytest.raises(ExportError, match="scale") as caught:
         ms.export(Folded().eval(), (X,), tmp_path / "a.pt2")
@@ -196,6 +199,7 @@ class Folding(nn.Module):
         return x * self.scale + self.bias
 
 
+@pytest.mark.slow
 @needs_aoti
 def test_random_answers_prove_nothing_of_a_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is said before the compiler runs, which may take minutes."""
@@ -276,6 +280,7 @@ TENSOR = {
 }
 
 
+@pytest.mark.slow_except(5)
 @pytest.mark.parametrize(
     ("change", "kind"),
     [
@@ -329,6 +334,7 @@ def test_an_exported_program_of_others(path: Path) -> None:
         ms.Live(path).swap(trained.state_dict())
 
 
+@pytest.mark.slow
 @given(
     st.sampled_from(
         [torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int64, torch.uint8, torch.bool]

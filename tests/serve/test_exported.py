@@ -22,6 +22,7 @@ def exported(module: nn.Module, *args: Any, **options: Any) -> torch.export.Expo
     return torch.export.export(module, args or (X,), **options)
 
 
+@pytest.mark.slow_except(6)
 @pytest.mark.parametrize("spelling", ["eager", "runtime"])
 @pytest.mark.parametrize("names", ["map", "module"])
 @pytest.mark.parametrize("make", [Decoder, lambda: Decoder(times=2), Nested, Fused, Halves])

@@ -74,6 +74,7 @@ BAD: dict[Callable[[ms.Store, int], None], type[ModelStateError] | None] = {
 }
 
 
+@pytest.mark.slow_except(8)
 @pytest.mark.parametrize("mode", ["available", "in_place"])
 @pytest.mark.parametrize("spoiled", BAD, ids=lambda spoiled: spoiled.__name__)
 def test_a_bad_one_is_skipped_and_reported_once(

@@ -235,6 +235,7 @@ FOLLOWED: dict[str, Callable[[], nn.Module]] = {
 }
 
 
+@pytest.mark.slow_except(8)
 @pytest.mark.parametrize("mode", ["available", "in_place"])
 @pytest.mark.parametrize("name", FOLLOWED)
 def test_what_a_copy_follows_serves_the_new_weights(name: str, mode: Any) -> None:

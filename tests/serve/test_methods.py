@@ -483,6 +483,7 @@ def test_a_compiled_module_is_looked_through() -> None:
         ms.Live(torch.compile(Dropping(), backend="eager"))
 
 
+@pytest.mark.slow
 def test_a_program_that_was_exported_in_training_mode_is_refused(tmp_path: Path) -> None:
     for make in (MODES["dropout"], MODES["batch norm"], MODES["own class"]):
         module, x = make(), torch.randn(3, 4)
@@ -503,6 +504,7 @@ def test_normalisation_without_statistics_serves_as_it_is() -> None:
     assert torch.allclose(live(x), module(x), atol=1e-5)
 
 
+@pytest.mark.slow
 def test_statistics_of_a_program_that_was_exported_in_training_mode(tmp_path: Path) -> None:
     module = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
     x = torch.randn(3, 4)

@@ -62,6 +62,7 @@ def test_a_checkpoint_that_does_not_fit_is_refused() -> None:
         ms.serve.runtime_state(Decoder(), state)
 
 
+@pytest.mark.slow_except(5)
 @pytest.mark.parametrize("mode", ["available", "in_place"])
 @pytest.mark.parametrize("target", ["eager", "compiled", "exported"])
 @pytest.mark.parametrize("make", [Decoder, Nested, Fused])

@@ -23,6 +23,7 @@ WAYS: dict[str, Callable[[ms.Store, Path], Any]] = {
 }
 
 
+@pytest.mark.slow_except(6)
 @pytest.mark.parametrize("kind", ["eager", "exported"])
 @pytest.mark.parametrize("mode", ["available", "in_place"])
 @pytest.mark.parametrize("way", WAYS)

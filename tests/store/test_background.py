@@ -441,6 +441,7 @@ def test_ctrl_c_in_a_save_that_blocks(tmp_path: Path) -> None:
     assert store.verify() == {1: "", 2: ""}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_ctrl_c_while_the_thread_is_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str) -> None:
     """Either it is written, all of it, or nothing is; and the memory that it was copied to is used again."""

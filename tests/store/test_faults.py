@@ -187,6 +187,7 @@ def test_a_disk_that_has_become_read_only(tmp_path: Path, code: int) -> None:
     store.save(2, training.objects)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*fork")
 def test_checkpoints_that_users_have_changed_are_replaced_and_removed() -> None:
     """They were made read-only, and a tokenizer was put into them."""

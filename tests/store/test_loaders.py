@@ -40,6 +40,7 @@ def epochs(path: Path, loader: Any, objects: dict[str, Any] | None = None, batch
     return [str(one.message) for one in found]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [DataLoader, StatefulDataLoader])
 def test_persistent_workers_that_start_in_a_step_are_a_warning(tmp_path: Path, kind: Any) -> None:
     (message,) = epochs(tmp_path, persistent(kind))
@@ -66,6 +67,7 @@ def test_what_the_warning_proposes_is_no_warning(tmp_path: Path) -> None:
     assert epochs(tmp_path / "started", started) == []
 
 
+@pytest.mark.slow
 def test_an_object_that_holds_the_loader_saves_its_state(tmp_path: Path) -> None:
     class Holder:
         def __init__(self) -> None:

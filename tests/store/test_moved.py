@@ -52,6 +52,7 @@ def directory(tmp_path: Path) -> Path:
     return tmp_path / "above" / "run"
 
 
+@pytest.mark.slow_except(4)
 @pytest.mark.parametrize("background", [True, False])
 @pytest.mark.parametrize("change", [*GONE, *REPLACED, become_a_file])
 def test_the_next_save_says_so_and_writes_nothing(

@@ -163,6 +163,7 @@ def test_where_the_disk_stays_full_the_last_save_raises(
     assert (done, store.steps()) == ([0, 1, 2, 3, 4], ())
 
 
+@pytest.mark.slow_except(3)
 @pytest.mark.parametrize("call", ["mkdir", "pwritev", "fsync", "replace"])
 @pytest.mark.parametrize("is_resumed", [False, True])
 def test_a_directory_that_cannot_be_written_is_found_out_before_the_first_step(
@@ -181,6 +182,7 @@ def test_a_directory_that_cannot_be_written_is_found_out_before_the_first_step(
     assert list(ms.resumable(tmp_path, objects(), steps=5, save_every=2)) == [*range(is_resumed, 5)]
 
 
+@pytest.mark.slow_except(3)
 @pytest.mark.parametrize("code", [errno.EIO, errno.ESTALE, errno.EACCES, errno.EMFILE])
 @pytest.mark.parametrize("call", ["listdir", "stat", "open"])
 def test_a_store_that_cannot_be_looked_at_for_a_while(
@@ -256,6 +258,7 @@ def test_options(tmp_path: Path) -> None:
     assert not any(path.name != "of" for path in tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_a_path_is_a_store_of_its_own(tmp_path: Path) -> None:
     losses, expected = dict[int, float](), uninterrupted(7)
     for leave_at in (4, None):

@@ -169,6 +169,7 @@ def test_tensors_that_cannot_be_read_for_now_are_not_damaged(
     assert store.verify() == {1: "", 2: ""}
 
 
+@pytest.mark.slow_except(3)
 @pytest.mark.parametrize("call", ["open", "stat"])
 @pytest.mark.parametrize("error", [errno.EMFILE, errno.EIO, errno.ESTALE, errno.EACCES])
 def test_a_checkpoint_that_cannot_be_read_for_now_stays(

@@ -217,6 +217,7 @@ def test_a_loop_that_was_left_does_not_go_on_behind_another_one(tmp_path: Path) 
     assert store.steps() == (1, 2, 3, 4, 5, 6, 7)
 
 
+@pytest.mark.slow_except(2)
 @pytest.mark.parametrize("is_shared", [True, False])
 @pytest.mark.parametrize(("before", "behind", "expected"), [(0, 0, 100), (200, 0, 200), (0, 300, 300)])
 def test_the_margin_is_the_longest_time_between_looks_of_any_loop(

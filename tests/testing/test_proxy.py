@@ -89,6 +89,7 @@ def test_a_stale_listing_is_the_one_before(proxy: FaultProxy, tmp_path: Path) ->
     assert get(proxy, "/list-type=") == b"new"
 
 
+@pytest.mark.slow
 def test_latency_and_bandwidth(proxy: FaultProxy) -> None:
     proxy.latency_seconds, proxy.bytes_per_second = 0.05, 10_000.0
     begin = time.monotonic()

@@ -42,6 +42,7 @@ def keeps_all_values(source: torch.dtype, target: torch.dtype) -> bool:
     )
 
 
+@pytest.mark.slow_except(16)
 @pytest.mark.parametrize(("source", "target"), pairs(SMALL), ids=str)
 def test_floats_of_one_and_two_bytes(source: torch.dtype, target: torch.dtype) -> None:
     assert cast_between(source, target) == ("lossless" if keeps_all_values(source, target) else "lossy")
@@ -72,6 +73,7 @@ def test_complex_numbers_are_as_their_parts(source: torch.dtype, target: torch.d
     assert cast_between(source, target) == cast_between(COMPLEX[source], COMPLEX[target])
 
 
+@pytest.mark.slow_except(16)
 @pytest.mark.parametrize(("source", "target"), list(itertools.permutations(INTEGERS, 2)), ids=str)
 def test_integers_by_their_ranges(source: torch.dtype, target: torch.dtype) -> None:
     (low, high), (least, most) = INTEGERS[source], INTEGERS[target]

@@ -250,6 +250,7 @@ def test_a_signal_within_commit_and_undo_is_deferred_to_their_end(function: str)
         assert whole(model) == before
 
 
+@pytest.mark.slow
 def test_an_interrupt_at_each_step_of_the_commit_keeps_all_or_nothing() -> None:
     outcomes = set()
     for step in steps_of(lambda: load(make_model(), commits=True), COMMIT):
