@@ -379,7 +379,7 @@ class ShardingError(DistributedError, ValueError):
 
 
 class ProcessGroupError(DistributedError, RuntimeError):
-    """The process group does not fit the model: there is none, or its ranks are not those of the mesh."""
+    """There is no process group, its ranks are not those of the mesh, or it was destroyed before the end of a call."""
 
 
 class RanksDifferError(DistributedError, ValueError):

@@ -28,6 +28,7 @@ from modelstate.distributed.agreement import Agreement, agreement_of
 from modelstate.distributed.reports import Digest
 from modelstate.problems import Missing, WrongShape, plan_error
 from modelstate.process import Stopped, stopped_by
+from modelstate.store.saving import NewStep
 from modelstate.torch_compat import sharding
 from tests.distributed import models
 from tests.distributed.ranks import Outcome, Ranks
@@ -280,7 +281,7 @@ def lost_in_the_last_vote() -> list[str]:
         with ranks.held():
             with ranks.phase("planning"):
                 pass
-            connections = connections_module.connections_of(ranks.ranks, 60, "last vote")
+            connections = connections_module.connections_of(dist.group.WORLD, ranks.ranks, 60, "last vote")
             maximum: Any = connections.maximum
 
             def broken(*arguments: Any) -> None:
@@ -378,7 +379,7 @@ def raised_between_votes(kind: type[BaseException], rank: int, is_noticed: bool)
                 pass
             if dist.get_rank() == rank:
                 raise kind("as asked")
-            connections = connections_module.connections_of(ranks.ranks, 60, "")
+            connections = connections_module.connections_of(dist.group.WORLD, ranks.ranks, 60, "")
             while is_noticed and not connections.is_abandoned():
                 time.sleep(0.01)
             within = agreement(60)  # a call within the call, as of the code of a model
@@ -472,6 +473,47 @@ def test_ranks_that_begin_a_call_which_another_one_has_ended(ranks: Ranks, when:
     assert ranks.values(interrupted_call, when, is_connected, timeout=40) == wanted
 
 
+def interrupted_before_its_turn() -> list[str]:
+    """The ends of two calls and of the next one: on rank 1 the thread of the second is interrupted in the first."""
+    key, ends = "before its turn", list[str]()
+    is_begun, is_interrupted = threading.Event(), threading.Event()
+
+    def call(do: Callable[[], object] = lambda: None) -> None:
+        ranks = Agreement(range(4), 60, channel=key)
+        with ranks.held():
+            with ranks.phase("planning"):
+                do()
+            with ranks.phase("committing"):
+                pass
+
+    def wait() -> None:
+        is_begun.set()
+        is_interrupted.wait()
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    thread = threading.Thread(target=lambda: ends.append(end_of(lambda: call(wait))))
+    thread.start()
+    is_begun.wait()
+    if dist.get_rank() == 1:
+        before = signal.signal(signal.SIGALRM, interrupt)
+        signal.setitimer(signal.ITIMER_REAL, 0.1)
+        second = end_of(call)
+        signal.signal(signal.SIGALRM, before)
+    is_interrupted.set()
+    thread.join()
+    ends.append(second if dist.get_rank() == 1 else end_of(call))
+    dist.barrier()
+    return [*ends, end_of(call)]
+
+
+def test_an_interrupt_in_the_wait_for_another_thread_ends_the_wait_of_the_others(ranks: Ranks) -> None:
+    others = ["committed", "DistributedError", "committed"]
+    wanted = [others, ["committed", "KeyboardInterrupt", "committed"], others, others]
+    assert ranks.values(interrupted_before_its_turn, timeout=30) == wanted
+
+
 def interrupted_calls() -> list[str]:
     """The errors of three calls. Rank 1 is interrupted in two of them, before rank 3 begins the first."""
     interrupted, ends = sharding.default_store(), []
@@ -508,7 +550,7 @@ def interrupted_after_a_timeout() -> list[str]:
                 pass
 
     def interrupt() -> None:
-        connections = connections_module.connections_of((0, 1, 2, 3), 20, key)
+        connections = connections_module.connections_of(dist.group.WORLD, (0, 1, 2, 3), 20, key)
         while not connections.is_abandoned():
             time.sleep(0.01)
         raise KeyboardInterrupt
@@ -554,7 +596,7 @@ def connections_of_some() -> list[str]:
     if here in some:
         call_of_some()
     phases()
-    own = connections_module.made_connections().get((some, ""))
+    own = connections_module.made_connections(dist.group.WORLD).get((some, ""))
     for is_faulty in (True, False):
         with fails if is_faulty and here == 1 else nullcontext():
             ends.append(end_of(call_of_all))
@@ -585,7 +627,7 @@ def test_a_choice_that_cannot_be_sent_is_an_error_on_all_ranks(ranks: Ranks) -> 
 
 def split_votes() -> str:
     """Some ranks see that all have ended a phase, and others lose the connection in that moment."""
-    connections = connections_module.connections_of((0, 1, 2, 3), 20, "")
+    connections = connections_module.connections_of(dist.group.WORLD, (0, 1, 2, 3), 20, "")
     maximum: Any = connections.maximum
 
     def broken(*arguments: Any) -> list[int]:
@@ -753,7 +795,7 @@ def abandoned_without_a_sign() -> str:
         with ranks.phase("planning"):
             pass
         if dist.get_rank() == 2:
-            connections = connections_module.made_connections().pop((ranks.ranks, ""))
+            connections = connections_module.made_connections(dist.group.WORLD).pop((ranks.ranks, ""))
             group = connections._group
             connections.abandon()
             time.sleep(2)
@@ -813,6 +855,54 @@ def test_process_groups_one_after_another_in_a_process(pair: Ranks, kind: str, t
         pair.values(ends, life > 0)
         pair.values(begins, f"{kind}://{place}")
         pair.values(votes)
+
+
+def save_and_destroy(folder: Path, rank: int) -> tuple[str, str, tuple[int, ...]]:
+    """The error of a save in the background in which a rank, or each of them, destroys the group, and the steps."""
+    model, write, can_write = fully_shard(nn.Linear(4, 4)), NewStep._write, threading.Event()
+
+    def write_later(*args: Any) -> None:
+        can_write.wait()
+        write(*args)
+
+    with ms.Store(folder, timeout_seconds=60) as store:
+        store.save(1, {"model": model})
+        with mock.patch.object(sharding, "CHECK_SECONDS", 0.2), mock.patch.object(NewStep, "_write", write_later):
+            pending = store.save(2, {"model": model}, background=True)
+            assert pending is not None
+            dist.barrier()
+            if rank in (-1, dist.get_rank()):
+                dist.destroy_process_group()
+            can_write.set()
+            with pytest.raises(errors.ProcessGroupError, match="the process group was destroyed") as raised:
+                pending.result()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    return raised.value.what, raised.value.remedy, store.steps()
+
+
+def save_and_restore(folder: Path) -> tuple[int, ...]:
+    objects = {"model": fully_shard(nn.Linear(4, 4))}
+    with ms.Store(folder, timeout_seconds=60) as store:
+        store.save(3, objects)
+        store.save(4, objects, background=True)
+        store.restore(objects)
+        assert not list(folder.glob("*.unfinished"))
+        return store.steps()
+
+
+@pytest.mark.parametrize("rank", [-1, 0, 1])
+def test_a_process_group_that_is_destroyed_in_a_save_in_the_background(pair: Ranks, tmp_path: Path, rank: int) -> None:
+    ends = pair.values(save_and_destroy, tmp_path / "store", rank, timeout=30)
+    for here, (what, remedy, steps) in enumerate(ends):
+        assert ("" if rank in (-1, here) else f"rank {rank}: ") + "the process group was destroyed" in what
+        assert "wait for `result()` first" in remedy
+        assert steps == (1,)
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        place = f"127.0.0.1:{listener.getsockname()[1]}"
+    pair.values(begins, f"new://{place}")
+    assert pair.values(save_and_restore, tmp_path / "store", timeout=30) == [(1, 3, 4)] * 2
 
 
 def test_no_thread_of_gloo_is_left_when_the_interpreter_ends(tmp_path: Path) -> None:

@@ -293,7 +293,7 @@ def _wait_for_all() -> None:
 def _absent(folder: Path) -> tuple[str, list[str]]:
     """One rank is not there when the others make their connections. Returns the errors of that load and of two more."""
     path = folder / "whole" / "model.safetensors"
-    made = connections.made_connections()
+    made = connections.made_connections(dist.group.WORLD)
     for of_ranks in made.values():
         of_ranks.abandon()
     made.clear()

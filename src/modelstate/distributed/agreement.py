@@ -22,6 +22,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from dataclasses import dataclass, field
 from threading import RLock
 from typing import Any, TypeVar
+from weakref import ref
 
 import torch
 import torch.distributed as dist
@@ -64,12 +65,14 @@ _TAKES_RANKS = {
 class _Turn:
     """The call that this process is in, over the same ranks and channel. A call within it is part of it."""
 
-    lock: AbstractContextManager[object] = field(default_factory=RLock)
+    lock: Any = field(default_factory=RLock)
     """Held by the thread of the call: votes of two calls that overlap would be taken for one call."""
     votes_before: int | None = None
     """The votes of the connections before the call; None where there is no call."""
     has_failed: bool = False
     """Whether all ranks raise since the last phase began: a vote has failed, or the connections are lost."""
+    interrupt: str = ""
+    """Why the next call of this rank has ended before its turn; empty where it has not."""
 
 
 _turns: dict[tuple[tuple[int, ...], str], _Turn] = {}
@@ -109,6 +112,10 @@ class Agreement:
         self.call, self._channel = call, channel
         self._phase: _Phase | None = None
         """The phase whose block this rank is in."""
+        is_initialized = dist.is_available() and dist.is_initialized()
+        self.rank = dist.get_rank() if is_initialized else 0
+        """The global rank of this process; 0 where there is no process group."""
+        self._world: Callable[[], Any] = ref(dist.group.WORLD) if is_initialized else lambda: None
         self._turn = _turns.setdefault((self.ranks, channel), _Turn())
         self.seconds: dict[str, float] = {}
         """The time of each phase on this rank, without the time that it waited for others."""
@@ -116,12 +123,22 @@ class Agreement:
     @property
     def is_first(self) -> bool:
         """Whether this rank is the first one, which decides where one rank has to."""
-        return not self.is_collective or dist.get_rank() == self.ranks[0]
+        return not self.is_collective or self.rank == self.ranks[0]
 
     @property
     def position(self) -> int:
         """The position of this rank among them; 0 where there are no others."""
-        return self.ranks.index(dist.get_rank()) if self.is_collective else 0
+        return self.ranks.index(self.rank) if self.is_collective else 0
+
+    @property
+    def _connections(self) -> Connections | None:
+        """The connections of these ranks; None where they have not been made, or are lost."""
+        return made_connections(self._world()).get((self.ranks, self._channel))
+
+    @property
+    def _is_destroyed(self) -> bool:
+        """Whether this process has destroyed the process group in which the call has begun."""
+        return self._world() is not dist.group.WORLD
 
     def on_channel(self, channel: str) -> "Agreement":
         """Returns the agreement of the same ranks over connections of their own, for another thread."""
@@ -142,12 +159,12 @@ class Agreement:
             yield
             return
         turn = self._turn
-        with turn.lock:
+        with self._own_turn():
             is_outermost = turn.votes_before is None
             try:
                 if is_outermost:
-                    drop_abandoned(self.ranks, self._channel)
-                    connections = made_connections().get((self.ranks, self._channel))
+                    drop_abandoned(self._world(), self.ranks, self._channel)
+                    connections = self._connections
                     turn.votes_before, turn.has_failed = 0 if connections is None else connections.votes, False
                 yield
             except BaseException as error:
@@ -157,6 +174,36 @@ class Agreement:
             finally:
                 if is_outermost:
                     turn.votes_before = None
+
+    @contextmanager
+    def _own_turn(self) -> Iterator[None]:
+        """The block in which no other thread of this process is in a call over the same ranks and channel."""
+        turn = self._turn
+        try:
+            turn.lock.acquire()
+        except BaseException as error:  # an interrupt in the wait for another thread
+            turn.interrupt = json.dumps([self.rank, report_of(error)])
+            self._end_interrupted_call()
+            raise
+        try:
+            yield
+        finally:
+            turn.lock.release()
+            self._end_interrupted_call()
+
+    def _end_interrupted_call(self) -> None:
+        """Ends the call of a thread that was interrupted before its turn: the other ranks wait for it no longer.
+
+        Where another thread has its turn, it does so at the end of its call.
+        """
+        turn = self._turn
+        if turn.interrupt and turn.lock.acquire(blocking=False):
+            try:
+                if turn.votes_before is None:
+                    reason, turn.interrupt = turn.interrupt, ""
+                    self._close(reason)
+            finally:
+                turn.lock.release()
 
     @contextmanager
     def meeting(self) -> Iterator[None]:
@@ -198,7 +245,7 @@ class Agreement:
             self._turn.has_failed = False
             try:
                 # Before the block, so that the death of a rank within the block shows at once.
-                connections_of(self.ranks, self.timeout_seconds, self._channel)
+                connections_of(self._world(), self.ranks, self.timeout_seconds, self._channel)
             except Exception as cause:
                 error_of_torch = without_frames(cause)
                 raise self._lost(phase, error_of_torch) from error_of_torch
@@ -285,7 +332,7 @@ class Agreement:
 
     def exchanged(self, numbers: Sequence[int]) -> dict[int, list[int]]:
         """Returns the numbers of each rank, as many as this rank has; those of this rank alone where one is lost."""
-        connections = made_connections().get((self.ranks, self._channel))
+        connections = self._connections
         own = json.dumps([*numbers]).encode()
         longest = 21 * len(numbers) + 2  # of numbers with 64 bits, as JSON
         if connections is not None:
@@ -293,7 +340,7 @@ class Agreement:
             with suppress(Exception):
                 gathered = connections.gathered(own, longest, self.timeout_seconds)
                 return {rank: json.loads(text) for rank, text in zip(self.ranks, gathered, strict=True)}
-        return {dist.get_rank(): [*numbers]}
+        return {self.rank: [*numbers]}
 
     def connect(self, ranks: tuple[int, ...]) -> None:
         """Connects ranks in a phase before a broadcast, so that the death of one shows at once in it.
@@ -374,7 +421,7 @@ class Agreement:
         """Returns what `use` returns for the connections. `name` is for an error, where this rank is in no phase."""
         with self.held():
             try:
-                of_all = connections_of(self.ranks, self.timeout_seconds, self._channel)
+                of_all = connections_of(self._world(), self.ranks, self.timeout_seconds, self._channel)
                 return use(of_all.of(ranks, self.timeout_seconds))
             except ModelStateError:  # of `_compare`
                 raise
@@ -389,12 +436,12 @@ class Agreement:
         Does nothing where they raise already, and where there are none.
         """
         if self.is_collective and not self._turn.has_failed:
-            self._close(json.dumps([dist.get_rank(), report_of(error)]), self._turn.votes_before)
+            self._close(json.dumps([self.rank, report_of(error)]), self._turn.votes_before)
 
     def _close(self, reason: str = "", votes: int | None = None) -> None:
         """Closes the connections, and has the next call make new ones. Ranks that come later find the reason."""
-        connections = made_connections().pop((self.ranks, self._channel), None)
-        if connections is None and reason:
+        connections = made_connections(self._world()).pop((self.ranks, self._channel), None)
+        if connections is None and reason and not self._is_destroyed:
             with suppress(Exception):  # another rank has ended the call already
                 connections = Connections(self.ranks, self._channel)
         if connections is not None:
@@ -408,9 +455,9 @@ class Agreement:
             return  # it says why all ranks raise already
         reports: list[Report] = []
         lost: Exception | None = None
-        connections = made_connections().get((self.ranks, self._channel))
+        connections = self._connections
         try:
-            if connections is None:
+            if connections is None or self._is_destroyed:
                 raise ConnectionError("the connections were lost before the end of the phase")
             reports, _ = self._reports(connections, phase, error, own)
         except Exception as cause:
@@ -470,7 +517,7 @@ class Agreement:
 
     def _leave(self, phase: "_Phase") -> None:
         """Ends the phase for an interrupt, without the other ranks: one of them may be waiting for a server."""
-        connections = made_connections().get((self.ranks, self._channel))
+        connections = self._connections
         if phase.decides and connections is not None:
             connections.decide(False)
 
@@ -479,20 +526,28 @@ class Agreement:
 
         Where another rank has abandoned them for an error, it is that one.
         """
-        connections = made_connections().get((self.ranks, self._channel))
+        connections = self._connections
         if isinstance(cause, AbandonedError):
             reason = cause.reason
         else:
             reason = "" if connections is None else connections.reason()
         error: ModelStateError
         takes_ranks = _TAKES_RANKS.get(self.call, self.call)
-        if reason:
+        if self._is_destroyed:
+            error = ProcessGroupError(
+                f"the process group was destroyed before the end of {phase.name}; {phase.effect}",
+                where=f"rank {self.rank}",
+                expected=f"the process group in which {self.call} has begun",
+                remedy="call dist.destroy_process_group() after the call; of a save in the background, wait for "
+                "`result()` first",
+            )
+        elif reason:
             rank, report = json.loads(reason)
             error = error_of({rank: report}, phase.name, phase.effect, len(self.ranks))
         else:
             error = RankLostError(
                 f"a rank did not end {phase.name}; {phase.effect}",
-                where=f"rank {dist.get_rank()} of the ranks {ranks_text(self.ranks)}",
+                where=f"rank {self.rank} of the ranks {ranks_text(self.ranks)}",
                 expected=f"all of them within {self.timeout_seconds:g} seconds",
                 found=str(cause).split("\n")[0],
                 remedy="see the log of the rank that is missing"
@@ -501,7 +556,7 @@ class Agreement:
         if connections is None or isinstance(cause, AbandonedError | TimeoutError):
             self._close()
         else:
-            self._close(json.dumps([dist.get_rank(), report_of(error)]), ANY_CALL)  # a rank is gone for all calls
+            self._close(json.dumps([self.rank, report_of(error)]), ANY_CALL)  # a rank is gone for all calls
         return error
 
     def _raise(self, phase: "_Phase", error: BaseException | None, reports: Mapping[int, Report]) -> None:

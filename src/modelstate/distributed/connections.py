@@ -16,7 +16,7 @@ from hashlib import blake2b
 from itertools import takewhile
 from typing import Any
 from uuid import uuid4
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 import torch.distributed as dist
@@ -65,6 +65,7 @@ class Connections:
 
     def __init__(self, ranks: tuple[int, ...], channel: str, of_all: "Connections | None" = None) -> None:
         self._store = default_store()
+        self._world = ref(dist.group.WORLD)
         self._ranks, self._channel, self._of_all = ranks, channel, of_all
         # Another key than that of a call of these ranks alone, whose connections are other ones.
         self._key = _key_of(ranks, channel, () if of_all is None else of_all._ranks)
@@ -214,7 +215,12 @@ class Connections:
         return "" if found is None else found[1]
 
     def is_abandoned(self) -> bool:
-        """Whether another rank has abandoned these connections, or those of all ranks. Asks the store."""
+        """Whether another rank has abandoned these connections, or those of all ranks. Asks the store.
+
+        Also whether this process has destroyed their process group, perhaps in another thread.
+        """
+        if dist.group.WORLD is not self._world():
+            return True
         if self._compare_set("generation", "", "0") != str(self._generation):
             return True
         return self._of_all is not None and self._of_all.is_abandoned()
@@ -264,17 +270,20 @@ with the group: torch cannot make the next group over a store with the keys of a
 atexit.register(_made.clear)
 
 
-def made_connections() -> _Made:
-    """Returns the connections of the default process group that have been made."""
-    return _made.setdefault(dist.group.WORLD, {})
+def made_connections(world: Any) -> _Made:
+    """Returns the connections of a default process group that have been made; none where there is no such group."""
+    return {} if world is None else _made.setdefault(world, {})
 
 
-def connections_of(ranks: tuple[int, ...], timeout_seconds: float, channel: str) -> Connections:
-    """Returns the connections between these ranks, which are made at the first call.
+def connections_of(world: Any, ranks: tuple[int, ...], timeout_seconds: float, channel: str) -> Connections:
+    """Returns the connections between ranks of the default process group, which are made at the first call.
 
-    Raises what the constructor and `connect` raise. Where ranks cannot be connected, the caller abandons them.
+    Raises what the constructor and `connect` raise, and `RuntimeError` where the process group has been destroyed.
+    Where ranks cannot be connected, the caller abandons them.
     """
-    made = made_connections()
+    if world is None or world is not dist.group.WORLD:
+        raise RuntimeError("the process group was destroyed")
+    made = made_connections(world)
     connections = made.get((ranks, channel))
     if connections is None:
         connections = made[ranks, channel] = Connections(ranks, channel)
@@ -282,15 +291,16 @@ def connections_of(ranks: tuple[int, ...], timeout_seconds: float, channel: str)
     return connections
 
 
-def drop_abandoned(ranks: tuple[int, ...], channel: str) -> None:
+def drop_abandoned(world: Any, ranks: tuple[int, ...], channel: str) -> None:
     """Forgets the connections that another rank has abandoned when this one did not take part, before a call.
 
     They are kept where it has said why, and that ends the call that this rank begins now: its first vote raises it.
     """
-    connections = made_connections().get((ranks, channel))
+    made = made_connections(world)
+    connections = made.get((ranks, channel))
     with suppress(Exception):  # the rank that has the store may be gone: the first vote raises it
         if connections is not None and connections.is_abandoned() and not connections.ends_next_call():
-            made_connections().pop((ranks, channel))
+            del made[ranks, channel]
 
 
 def number_of(parts: Iterable[object]) -> int:

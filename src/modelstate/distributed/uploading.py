@@ -15,7 +15,6 @@ from itertools import chain
 from math import ceil
 
 import torch
-import torch.distributed as dist
 import xxhash
 
 from modelstate.distributed.agreement import Agreement
@@ -87,7 +86,7 @@ class CollectiveUploader(CollectiveWriter):
         agreement = self._agreement
         meshes, urls = self._planned(layouts, compared, CREATING, names)
         owned = self._owned([planned.nbytes for planned in layouts])
-        uploads = _Objects({number: layouts[number] for number in owned[dist.get_rank()]}, urls)
+        uploads = _Objects({number: layouts[number] for number in owned[self._agreement.rank]}, urls)
         try:
             with agreement.phase(WRITING), write_errors(self._path):
                 self._transfer(layouts, owned, meshes, uploads)
@@ -108,7 +107,7 @@ class CollectiveUploader(CollectiveWriter):
         layouts = [Layout([item], lambda _: {}, 0) for of_object in tensors.values() for item in of_object]
         meshes, _ = self._planned(layouts, compared, COMPARING, list)
         owned = self._owned([planned.nbytes for planned in layouts])
-        hashed = _Objects({number: layouts[number] for number in owned[dist.get_rank()]})
+        hashed = _Objects({number: layouts[number] for number in owned[self._agreement.rank]})
         with self._agreement.phase(COMPARING):
             self._transfer(layouts, owned, meshes, hashed)
         with self._agreement.phase(COMPARING), self._agreement.meeting():
@@ -149,7 +148,7 @@ class CollectiveUploader(CollectiveWriter):
                     chunk = self._exchanged([piece for piece in pieces if piece.part.region is None])
                 try:
                     exchanged = iter(chunk)
-                    for piece in (piece for piece in pieces if piece.rank == dist.get_rank()):
+                    for piece in (piece for piece in pieces if piece.rank == self._agreement.rank):
                         objects.append(piece, elements_of(piece) if piece.part.region else next(exchanged)[1])
                 except Exception as error:
                     failed = error
@@ -207,7 +206,7 @@ class CollectiveUploader(CollectiveWriter):
         """Returns on the first rank the digests of the tensors of each object; on the others nothing."""
         sizes = [[HEX * ceil(tensor.nbytes / BLOCK_BYTES) for _, tensor in layout.tensors] for layout in layouts]
         nbytes = {rank: sum(sum(sizes[number]) for number in numbers) for rank, numbers in owned.items()}
-        own = "".join(text for number in owned[dist.get_rank()] for text in objects.hashes[number])
+        own = "".join(text for number in owned[self._agreement.rank] for text in objects.hashes[number])
         text = self._on_first(own, nbytes)
         if not self._agreement.is_first:
             return []

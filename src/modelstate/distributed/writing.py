@@ -18,7 +18,6 @@ from itertools import accumulate, starmap
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from modelstate.distributed.agreement import Agreement
 from modelstate.distributed.connections import number_of
@@ -120,7 +119,7 @@ class CollectiveWriter:
         self._agreement, self._path = agreement, path
         # Directories may have other names on other ranks; a URL is the same on all of them.
         self._name = path if is_remote(path) else os.path.basename(path)
-        self._ranks = agreement.ranks or (dist.get_rank(),)
+        self._ranks = agreement.ranks or (agreement.rank,)
         self._total_bytes = 0
 
     @cached_attribute
@@ -169,7 +168,7 @@ class CollectiveWriter:
         files = self._pieces(layouts, meshes)
         paths = [os.path.join(directory, name) for name in names]
         with agreement.phase(OPENING), write_errors(self._path):
-            _check_visible(paths, directory)
+            _check_visible(paths, directory, agreement.rank)
         with agreement.phase(WRITING), write_errors(self._path):
             hashes = self._write(layouts, paths, files)
         with agreement.phase(FINISHING, decides=True), write_errors(self._path):
@@ -228,7 +227,7 @@ class CollectiveWriter:
 
     def _check_replicas(self, layouts: Sequence[Layout], of_first: Mapping[Mesh, Mesh]) -> None:
         """Raises `RanksDifferError` where ranks of different meshes have other values under the same names."""
-        agreement, here = self._agreement, dist.get_rank()
+        agreement, here = self._agreement, self._agreement.rank
         (is_different,) = agreement.maximum(PLANNING, [any(own != first for own, first in of_first.items())])
         if not is_different:
             return
@@ -338,7 +337,7 @@ class CollectiveWriter:
         failed: BaseException | None = None
         with self._agreement.meeting():
             for planned, path, pieces in zip(layouts, paths, files, strict=True):
-                own = [piece for piece in pieces if piece.rank == dist.get_rank()]
+                own = [piece for piece in pieces if piece.rank == self._agreement.rank]
                 file = _RankFile(path, planned.nbytes)
                 held = [(piece.at, elements_of(piece)) for piece in own if piece.part.region is not None]
                 rounds = _rounds(pieces)
@@ -363,7 +362,7 @@ class CollectiveWriter:
         blocks: list[list[tuple[torch.Tensor, range, list[range], int]]] = [[] for _ in self._ranks]
         position = {rank: index for index, rank in enumerate(self._ranks)}
         result: list[tuple[int, torch.Tensor | LazyTensor]] = []
-        here = dist.get_rank()
+        here = self._agreement.rank
         for number, piece in enumerate(pieces):
             tensor = piece.tensor
             assert isinstance(tensor, ShardedTensor)
@@ -489,12 +488,12 @@ def _opened(path: str) -> Iterator[Output]:
             output.descriptor.close(system.close)
 
 
-def _check_visible(paths: Sequence[str], directory: str) -> None:
+def _check_visible(paths: Sequence[str], directory: str, rank: int) -> None:
     missing = [path for path in paths if not os.path.lexists(path)]
     if missing:
         raise RanksDifferError(
             "a rank does not see the files that the first rank has created",
-            where=f"rank {dist.get_rank()}, {directory or '.'}",
+            where=f"rank {rank}, {directory or '.'}",
             expected=os.path.basename(missing[0]),
             found="no such file",
             remedy="save to a directory that all ranks share, on one file system; nothing has been changed",
