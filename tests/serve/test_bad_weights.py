@@ -291,6 +291,7 @@ def test_a_value_that_is_not_finite_is_found_wherever_reads_end(
     mode: Any, source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("modelstate.io.engine.BATCH_BYTES", 10)
+    monkeypatch.setattr("modelstate.loading.stage.SMALL_BYTES", 1)
     live, x = ms.Live(Odd().eval()), torch.ones(1)
     for index in range(37):
         new = Odd().state_dict()
@@ -304,6 +305,33 @@ def test_a_value_that_is_not_finite_is_found_wherever_reads_end(
         assert live(x) == 1
     live.swap({**new, "weights.0": torch.full((37,), 2.0)}, mode=mode)
     assert live(x) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("source", ["file", "dict"])
+def test_each_of_many_small_values_that_is_not_finite_is_found(source: str, tmp_path: Path) -> None:
+    def weights() -> dict[str, torch.Tensor]:
+        dtypes = {0: torch.float16, 1: torch.float32, 2: torch.int64, 3: torch.bfloat16}
+        some = {f"w{k}": torch.full((4,), 3, dtype=dtypes[k % 4]) for k in range(1600)}
+        return {**some, "big": torch.full((40_000,), 3.0), "largest": torch.full((2,), torch.finfo(torch.float32).max)}
+
+    def swap(new: dict[str, torch.Tensor]) -> None:
+        path = tmp_path / "new.safetensors"
+        ms.save(new, path, overwrite=True)
+        live.swap(path if source == "file" else new)
+
+    module = nn.Module()
+    for name, value in weights().items():
+        module.register_buffer(name, torch.zeros_like(value))
+    live = ms.Live(module.eval())
+    new = weights()
+    new["w1"][0] = new["w1500"][3] = new["w403"][1] = new["big"][39_999] = float("nan")
+    with pytest.raises(errors.WeightsError, match="1 of 4 elements") as caught:
+        swap(new)
+    assert sorted(caught.value.names) == ["big", "w1", "w1500", "w403"]
+    assert live.version == 1
+    swap(weights())  # the sum of finite values may be infinite
+    assert live.version == 2
 
 
 def test_values_that_code_of_the_model_changes_after_the_read_are_checked() -> None:

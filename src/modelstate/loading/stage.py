@@ -28,7 +28,7 @@ from modelstate.io.prefetch import (
     read_ahead,
 )
 from modelstate.io.tensors import compute, elements
-from modelstate.loading.staging import Inspect, Staging
+from modelstate.loading.staging import SMALL_BYTES, Inspect, Staging
 from modelstate.loading.stream import Held, StreamBuffers, streamed_read, table_read
 from modelstate.planning.assignment import (
     BY_TRANSFORM,
@@ -524,7 +524,7 @@ def _copy_live(staging: Staging, assignments: Sequence[Assignment], progress: Pr
         started = time.perf_counter()
         final.copy_(assignment.value)
         assignment.overflows.check(assignment.name, assignment.value, final)
-        if staging.inspect is not None:  # while the copy is in the processor's cache
+        if staging.inspect is not None and final.nbytes >= SMALL_BYTES:  # while the copy is in the processor's cache
             staging.inspect(assignment.param, final)
         assignment.final = final
         assignment.seconds += time.perf_counter() - started
@@ -676,18 +676,26 @@ def _requests(table: PlainTable, targets: Iterable[torch.Tensor]) -> list[Reques
 
 def _piece_inspector(
     pairs: Iterable[tuple[torch.Tensor, torch.Tensor]], inspect: Inspect
-) -> Callable[[int, int], None]:
-    """Returns the function that inspects the whole elements of a piece of memory, by its address and length."""
+) -> Callable[[int, int], None] | None:
+    """Returns the function that inspects the whole elements of a piece of memory, by its address and length.
+
+    None where all values are small.
+    """
     flat = [
         (tensor.data_ptr(), param, tensor.detach().as_strided((tensor.numel(),), (1,)))
         for param, tensor in pairs
-        if tensor.numel()
+        if tensor.nbytes >= SMALL_BYTES
     ]
+    if not flat:
+        return None
     flat.sort(key=itemgetter(0))
     starts = [start for start, _, _ in flat]
 
     def on_piece(address: int, nbytes: int) -> None:
-        start, param, tensor = flat[bisect_right(starts, address) - 1]
+        index = bisect_right(starts, address) - 1
+        if index < 0 or address >= starts[index] + flat[index][2].nbytes:
+            return  # of a small value
+        start, param, tensor = flat[index]
         first = -(-(address - start) // tensor.itemsize)
         inspect(param, tensor[first : (address - start + nbytes) // tensor.itemsize])
 

@@ -20,6 +20,9 @@ Inspect = Callable[[torch.Tensor, torch.Tensor], None]
 """Looks at a piece of the final values of a tensor of the model, as a flat tensor. Several threads call it at the same
 time."""
 
+SMALL_BYTES = 1 << 16
+"""A value with fewer bytes is not inspected by itself: the call takes longer than a later look at many such values."""
+
 
 @dataclass(eq=False)
 class Staging:
@@ -39,7 +42,7 @@ class Staging:
     """The values that one rank reads for several."""
     inspect: Inspect | None = None
     """Called with the values that are read from a file, or copied from a tensor, to where they stay, by the threads
-    that do so. Values that take another route are not inspected."""
+    that do so. Values that take another route are not inspected, nor are those of less than `SMALL_BYTES`."""
     look: CacheLook | None = None
     """A look at the page cache that goes on while the load is planned."""
     temporary: Callable[[Sequence[Layout]], list[torch.Tensor]] = spare_tensors

@@ -552,14 +552,13 @@ class Live:
             with clock("canary"):
                 if swap.canary is not None:
                     run_canary(self._prepared(swap.canary), program)
-            with clock("flip"), self._flipping(old, None):
+            with clock("flip"), gc_paused(), self._flipping(old, None):
                 quarantined = self._gate.is_quarantined
                 new = self._new_version(program, incoming.source, buffer_digests(program))
                 new.memory = memory
                 carries = swap.buffers == "carry" and not quarantined
                 carried: tuple[str, ...] = ()
                 if carries:
-                    settle(serving.buffers.values())
                     carried = carry_over(modified_buffers(serving, old.buffer_digests), program)
                     settle(program.buffers.values() if carried else ())
                 swap.new = new

@@ -50,21 +50,20 @@ def meta_clone(module: nn.Module) -> nn.Module:
         LiveTargetError: the module cannot be copied, or its tensors overlap without being tied, which a copy would not
             preserve.
     """
-    _check_overlaps(module)
     modules = modules_of(module)
-    tensors = tensors_of(modules)  # `memo` has their ids, so they must stay alive
+    tensors = {id(tensor): tensor for tensor in tensors_of(modules)}  # `memo` has their ids, so they must stay alive
+    _check_overlaps(module, tensors.values())
     memo: dict[int, object] = {}
     hidden = _hidden_buffer_ids(modules)
-    for tensor in tensors:
+    for key, tensor in tensors.items():
         if torch.nn.parameter.is_lazy(tensor):
             raise LiveTargetError(
                 "a module that has not run yet has parameters without a shape",
                 where=type(module).__name__,
                 remedy="run it once before it is served",
             )
-        is_copied = id(tensor) in hidden or tensor.is_nested or tensor.is_quantized or not is_plain(tensor)
-        if not is_copied and id(tensor) not in memo:
-            memo[id(tensor)] = _on_meta(tensor)
+        if key not in hidden and is_plain(tensor) and not tensor.is_nested and not tensor.is_quantized:
+            memo[key] = _on_meta(tensor)
     for submodule in modules:
         for name in computed_attributes(submodule):
             value = vars(submodule).get(name)
@@ -91,14 +90,17 @@ def _deep_copy(root: nn.Module, modules: Sequence[nn.Module], memo: dict[int, ob
         return copy.deepcopy(root, memo)
     clones = [type(module).__new__(type(module)) for module in modules]
     memo.update(zip(map(id, modules), clones, strict=True))
+    memo[id(None)] = None  # of a parameter without a value
     for module, clone in zip(reversed(modules), reversed(clones), strict=True):
-        attributes: dict[str, object] = {}
+        attributes = vars(module).copy()
         for name, value in vars(module).items():
             kind = type(value)
             if kind in _SIMPLE:
-                attributes[name] = value
-            elif kind in _TABLES and not value:
+                continue
+            if kind in _TABLES and not value:
                 attributes[name] = memo.setdefault(id(value), kind())
+            elif kind is dict and name in _OWN_TABLES and memo.keys() >= set(map(id, value.values())):
+                attributes[name] = memo.setdefault(id(value), {key: memo[id(item)] for key, item in value.items()})
             else:
                 attributes[name] = copy.deepcopy(value, memo)
         clone.__setstate__(attributes)  # type: ignore[no-untyped-call]
@@ -109,6 +111,8 @@ _SIMPLE = frozenset([bool, int, float, complex, str, bytes, type(None), torch.dt
 """Classes of values that refer to nothing and cannot be changed."""
 _TABLES = frozenset([dict, OrderedDict, set])
 """The classes of a module's tables of hooks, and of its set of non-persistent buffers."""
+_OWN_TABLES = frozenset(["_parameters", "_buffers", "_modules"])
+"""The attributes with a module's own tensors and submodules, by name."""
 _COPYING = ("__new__", "__reduce__", "__reduce_ex__", "__getstate__", "__getattr__")
 """The methods of `nn.Module` by which `deepcopy` copies a module, with the one that could answer for others."""
 _CUSTOM_COPYING = ("__deepcopy__", "__getnewargs__", "__getnewargs_ex__")
@@ -182,16 +186,20 @@ def runtime_state(
     parameters: dict[str, torch.Tensor] = {}
     buffers: dict[str, torch.Tensor] = {}
     for prefix, module, own, others in module_tables(model):
-        parameters |= {f"{prefix}{name}": tensor for name, tensor in own.items() if tensor is not None}
+        for name, parameter in own.items():
+            if parameter is not None:
+                parameters[prefix + name] = parameter
         hidden = non_persistent_buffers(module) if others else ()
-        shown = {name: tensor for name, tensor in others.items() if name not in hidden}
-        buffers |= {f"{prefix}{name}": tensor for name, tensor in shown.items() if tensor is not None}
+        for name, buffer in others.items():
+            if buffer is not None and name not in hidden:
+                buffers[prefix + name] = buffer
     return parameters | buffers
 
 
 def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
     # Not `empty_like`: for meta it imports sympy, which takes seconds in a process that answers requests.
-    stride = tensor.stride() if is_dense(tensor) else contiguous_stride(tensor.shape)
+    is_kept = tensor.is_contiguous() or is_dense(tensor)
+    stride = tensor.stride() if is_kept else contiguous_stride(tensor.shape)
     empty = torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device="meta")
     clone: torch.Tensor = nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
     clone.__dict__.update(tensor.__dict__)
@@ -210,9 +218,11 @@ def _hidden_buffer_ids(modules: Iterable[nn.Module]) -> set[int]:
     return hidden - persistent
 
 
-def _check_overlaps(module: nn.Module) -> None:
-    plain = [slot for slot in slots_of(module).tensors if is_plain(slot.tensor)]
-    for first, second, *_ in sharing(plain, [slot.tensor for slot in plain]):
+def _check_overlaps(module: nn.Module, tensors: Iterable[torch.Tensor]) -> None:
+    plain = [tensor for tensor in tensors if not tensor.is_meta and is_plain(tensor)]
+    for group in sharing(plain, plain):
+        overlapping = {id(tensor) for tensor in group}
+        first, second, *_ = (slot for slot in slots_of(module).tensors if id(slot.tensor) in overlapping)
         raise LiveTargetError(
             "tensors of the module overlap without being tied, and a copy would not preserve that",
             where=type(module).__name__,

@@ -26,6 +26,7 @@ from modelstate.errors import (
     WeightsError,
 )
 from modelstate.loading.load import Source, load_then, prepare
+from modelstate.loading.staging import SMALL_BYTES
 from modelstate.planning.assignment import Assignment
 from modelstate.planning.differences import wrapper_rule
 from modelstate.planning.matching import Options, options_of, select_part
@@ -46,8 +47,8 @@ from modelstate.serve.meta_clone import items_of_container, runtime_state
 from modelstate.serve.targets import Program, Target, buffer_restorer, settle
 from modelstate.spec import StoredComposite, StoredTensor
 from modelstate.text_format import listed, size
-from modelstate.torch_compat.dtypes import nonfinite, short
-from modelstate.torch_compat.modules import without_state_dict_hooks
+from modelstate.torch_compat.dtypes import has_finite_sum, nonfinite, short
+from modelstate.torch_compat.modules import modules_of, tensors_of, without_state_dict_hooks
 from modelstate.torch_compat.plain import is_plain, remedies_for
 from modelstate.torch_compat.private import payload_of, storage_id, storage_of, storage_owners
 from modelstate.transaction.transaction import Transaction
@@ -267,9 +268,15 @@ class SwapSource:
 
         No other thread changes the module meanwhile: it is a new skeleton, or the caller holds its lock.
         """
-        kinds = {name: kind_of(tensor) for name, tensor in runtime_state(module).items()}
+        kinds: dict[str, Kind] = {}
         check = FiniteCheck() if self._options.check_finite else None
         options = Options(rules=self._rules, device_of_meta=devices, map=False, in_place=in_place)
+
+        def check_planned(preparation: Preparation) -> None:
+            slots = preparation.slots_before.by_name
+            kinds.update((name, kind_of(slot.tensor)) for name, slot in slots.items())
+            self._check_planned(preparation)
+
         with self._without_hooks(module), Transaction(module) as transaction:
             report = load_then(
                 transaction,
@@ -277,7 +284,7 @@ class SwapSource:
                 options,
                 verify=self._options.verify,
                 progress=False,
-                check=self._check_planned,
+                check=check_planned,
                 inspect=check,
             )
         state = runtime_state(module)
@@ -324,9 +331,9 @@ def _devices_as_in(serving: nn.Module, skeleton: nn.Module) -> Callable[[torch.T
 
     A tensor that does not serve, as a buffer that requests have removed, gets the device of the first one that does.
     """
-    devices = {name: tensor.device for name, tensor in runtime_state(serving).items()}
-    if {device.type for device in devices.values()} <= {"cpu"}:
+    if all(tensor.is_cpu for tensor in tensors_of(modules_of(serving))):
         return None
+    devices = {name: tensor.device for name, tensor in runtime_state(serving).items()}
     first = next(iter(devices.values()))
     by_id = {id(tensor): devices.get(name, first) for name, tensor in runtime_state(skeleton).items()}
     return lambda tensor: by_id.get(id(tensor), first)
@@ -441,11 +448,10 @@ class FiniteCheck:
         finite_bytes: dict[int, int] = {}
         for tensor, nbytes in self._finite:
             finite_bytes[id(tensor)] = finite_bytes.get(id(tensor), 0) + nbytes
-        suspects = {
-            name: tensor
-            for name, tensor in _plain_parts(new).items()
-            if finite_bytes.get(id(tensor)) != tensor.numel() * tensor.itemsize and nonfinite(tensor)
-        }
+        parts = _plain_parts(new)
+        unseen = [part for part in parts.values() if finite_bytes.get(id(part)) != part.numel() * part.itemsize]
+        found_ids = set(map(id, _nonfinite_among(unseen)))
+        suspects = {name: tensor for name, tensor in parts.items() if id(tensor) in found_ids}
         before = _plain_parts(serving()) if suspects else {}
         found = []
         for name, tensor in suspects.items():
@@ -472,6 +478,30 @@ def _plain_parts(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]
         else:
             parts[name] = payload[0] if payload else tensor
     return parts
+
+
+def _nonfinite_among(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Returns the tensors with infinite or NaN values. Small ones are looked at together, in one sum of a copy."""
+    small: defaultdict[torch.dtype, list[torch.Tensor]] = defaultdict(list)
+    found: list[torch.Tensor] = []
+    for tensor in tensors:
+        is_small = tensor.is_cpu and is_plain(tensor) and not tensor.is_nested and tensor.nbytes < SMALL_BYTES
+        if is_small and tensor.is_floating_point():
+            small[tensor.dtype].append(tensor)
+        elif nonfinite(tensor):
+            found.append(tensor)
+    for group in small.values():
+        for start in range(0, len(group), _TOGETHER):
+            some = group[start : start + _TOGETHER]
+            with torch.no_grad():
+                is_finite = has_finite_sum(torch.cat([tensor.flatten() for tensor in some]))
+            if not is_finite:
+                found += filter(nonfinite, some)
+    return found
+
+
+_TOGETHER = 256
+"""The number of small tensors in one copy, which limits its size to 16 MiB."""
 
 
 def _is_finite(tensor: torch.Tensor) -> torch.Tensor:

@@ -261,11 +261,17 @@ def buffer_digests(program: Program) -> BufferDigests:
 
 
 def modified_buffers(program: Program, since: BufferDigests) -> dict[str, torch.Tensor | None]:
-    """Returns the buffers that requests have changed, and None for buffers that they have set to None."""
-    modified: dict[str, torch.Tensor | None] = {}
-    for name, buffer in program.buffers.items():
-        if since.get(name) != _digest(buffer):
-            modified[name] = buffer
+    """Returns the buffers that requests have changed, and None for buffers that they have set to None.
+
+    Waits for what is queued on the GPUs of the buffers.
+    """
+    present = program.buffers
+    settle(present.values())
+    modified: dict[str, torch.Tensor | None] = {
+        name: buffer for name, buffer in present.items() if since.get(name) != _digest(buffer)
+    }
+    if not since:
+        return modified
     for prefix, _, _, buffers in module_tables(program.weights_module):
         names = [f"{prefix}{last}" for last, buffer in buffers.items() if buffer is None]
         modified.update({name: None for name in names if name in since})
@@ -277,6 +283,8 @@ def carry_over(buffers: Mapping[str, torch.Tensor | None], program: Program) -> 
 
     Names that have one tensor as their value are tied in the program too, and others are not.
     """
+    if not buffers:
+        return ()
     present = program.buffers
     values_of_present: defaultdict[int, set[int]] = defaultdict(set)
     for name, tensor in present.items():

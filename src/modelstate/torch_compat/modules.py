@@ -73,7 +73,8 @@ def module_tables(root: torch.nn.Module) -> list[ModuleTables]:
     stack: list[tuple[str, torch.nn.Module, _Path | None]] = [("", root, None)]
     while stack:
         prefix, module, above = stack.pop()
-        found.append(ModuleTables(prefix, module, module._parameters, module._buffers))
+        # The constructor of a named tuple takes twice as long.
+        found.append(tuple.__new__(ModuleTables, (prefix, module, module._parameters, module._buffers)))
         if modules := module._modules:
             path = _Path(prefix, module, above)
             if id(module) in seen:
