@@ -422,6 +422,11 @@ _is_forked = False
 """A forked process lacks threads that torch relies on: only the caller's own thread is known to work there."""
 
 
+def is_forked() -> bool:
+    """Whether this process was forked, and therefore lacks threads that torch relies on."""
+    return _is_forked
+
+
 def fork_safe_lock(in_child: Callable[[int], None] | None = None) -> threading.Lock:
     """Returns a lock for the state of a Python module. A fork waits until the lock is free.
 

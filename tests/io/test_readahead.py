@@ -19,7 +19,7 @@ from modelstate.errors import TransformError
 from modelstate.io import linux, prefetch
 from modelstate.io.engine import BUFFER_BYTES, can_read_uncached
 from modelstate.io.linux import cached_share
-from modelstate.io.prefetch import LEAST_BYTES, _merged, is_cold, read_ahead
+from modelstate.io.prefetch import LEAST_BYTES, is_cold, merged, read_ahead
 from modelstate.spec import ByteRange
 from modelstate.testing import Request, faulty_reads
 from tests.formats.files import evict
@@ -258,7 +258,7 @@ ranges = st.lists(st.builds(ByteRange, st.sampled_from("ab"), st.integers(0, 9 <
 @pytest.mark.slow
 @given(ranges)
 def test_merged_ranges_cover_the_ranges_and_lie_apart(given_ranges: list[ByteRange]) -> None:
-    spans = _merged(given_ranges)
+    spans = merged(given_ranges)
     for one in given_ranges:
         covering = [s for s in spans if s.path == one.path and s.start <= one.start]
         assert not one.nbytes or any(one.start + one.nbytes <= s.start + s.nbytes for s in covering)

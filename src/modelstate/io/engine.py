@@ -462,6 +462,14 @@ class Batch:
         """The bytes that were requested, without the gaps between them."""
         return sum(length for address, length in self.pieces if address is not None)
 
+    def requests(self) -> Iterator[Request]:
+        """The requests, which may be parts of what was requested."""
+        start = self.start
+        for address, length in self.pieces:
+            if address is not None:
+                yield Request(ByteRange(self.path, start, length), address)
+            start += length
+
 
 def read_ranges(
     requests: Iterable[Request | Rows],

@@ -9,8 +9,8 @@ a read fail comes before the first byte is written:
    for writing already, there is no lease.
 3. Each file is compared with its fingerprint. From here on its bytes are those of the checkpoint.
 
-Then the bytes are read from the page cache alone. A page that was evicted meanwhile is read from the disk into a buffer
-before memory is written to.
+Then the bytes are copied from locked maps (`modelstate.io.locked`), or read from the page cache alone: a page that was
+evicted meanwhile is read from the disk into a buffer before memory is written to.
 
 What remains: a page is evicted after the first step, and cannot be read again; or a writer waits, and the process is
 stopped for longer than the break time. Both are errors (`ReadFailedError`), and `HeldFiles.failed` has the ranges.
@@ -25,6 +25,7 @@ from contextlib import contextmanager
 from modelstate.errors import ReadFailedError
 from modelstate.io import lease, linux, system
 from modelstate.io.files import FileFingerprint, check_unchanged, open_unchanged, remedy_for_limit
+from modelstate.io.locked import LockedFiles
 from modelstate.io.memory import new_mapping
 from modelstate.io.prefetch import CacheLook, bring_into_cache
 from modelstate.spec import ByteRange
@@ -136,6 +137,10 @@ class HeldFiles(dict[str, HeldFile]):
 
     refusal = ""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.locked = LockedFiles(self, ())
+
     @property
     def failed(self) -> list[ByteRange]:
         """The ranges that could not be read, and whose destinations are in doubt."""
@@ -164,8 +169,22 @@ class HeldFiles(dict[str, HeldFile]):
             check_unchanged(descriptor, path, fingerprints.get(path))
         return ""
 
+    def lock_all(self, extents: Sequence[ByteRange], fingerprints: Mapping[str, FileFingerprint]) -> bool:
+        """Holds the files, and locks all ranges in memory, where that is fast: from then on, no read can fail.
+
+        Returns whether it has; otherwise it holds nothing.
+        """
+        if not self.hold(extents, fingerprints, _Scratch().read):
+            self.locked = LockedFiles(self, extents)
+            if self.locked.lock_all():
+                return True
+        self.close()
+        return False
+
     def close(self) -> None:
-        """Releases all leases."""
+        """Unlocks what is locked, and releases all leases."""
+        self.locked.close()
+        self.locked = LockedFiles(self, ())
         while self:
             self.popitem()[1].close()
 
@@ -206,10 +225,13 @@ def held_files(
     """
     held = HeldFiles()
     try:
-        if not bring_into_cache(extents, fingerprints, on_read, look):
+        if look is None and held.lock_all(extents, fingerprints):
+            pass
+        elif not bring_into_cache(extents, fingerprints, on_read, look):
             held.refusal = "the page cache has not all of it"
         else:
             held.refusal = held.hold(extents, fingerprints, _Scratch().read)
+            held.locked = LockedFiles(held, extents)
         if held.refusal:
             held.close()
         yield held

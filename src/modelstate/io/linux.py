@@ -10,6 +10,7 @@ import errno
 import mmap
 import os
 import platform
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from enum import IntEnum
@@ -24,6 +25,8 @@ _CACHESTAT = 451
 """The number of the system call, which is the same on all processors since Linux 6.5."""
 _USERFAULTFD = {"x86_64": 323, "aarch64": 282}
 """The number of the system call, by processor."""
+_CAP_IPC_LOCK = 14
+"""The capability to lock memory beyond the limit."""
 _UFFD_USER_MODE_ONLY = 1
 """Without privileges a process may only handle page faults of user code."""
 
@@ -86,16 +89,20 @@ def cached_share(descriptor: int, start: int, nbytes: int) -> float | None:
 
 
 class PageMap:
-    """A map of an open file that nothing reads: by it the kernel says which pages of the file the page cache has.
+    """A read-only map of an open file: by it the kernel says which pages of the file the page cache has.
 
     Raises `OSError` or `ValueError` where the file cannot be mapped.
     """
 
     def __init__(self, descriptor: int, nbytes: int) -> None:
-        # The map is writable only because ctypes requires a writable buffer. It ends with its last reference: to close
-        # it would fail while the buffer exists.
+        # The map is made writable only because ctypes requires a writable buffer: of pages of a writable map that are
+        # locked, the kernel makes copies. It ends with its last reference: to close it would fail while the buffer
+        # exists.
         mapped = mmap.mmap(descriptor, nbytes, flags=mmap.MAP_PRIVATE | MAP_NORESERVE)
         self.nbytes, self._start = nbytes, ctypes.c_char.from_buffer(mapped)
+        self.address = ctypes.addressof(self._start)
+        if _mprotect is not None and _mprotect(self.address, nbytes, mmap.PROT_READ):
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
     def resident(self, first: int, end: int) -> bytes | None:
         """A byte for each page of a range: 1 where the page cache has read it without an error, else 0.
@@ -106,8 +113,41 @@ class PageMap:
         if _mincore is None:
             return None
         residency = ctypes.create_string_buffer(-(-(end - first) // mmap.PAGESIZE))
-        failed = _mincore(ctypes.addressof(self._start) + first, end - first, residency)
+        failed = _mincore(self.address + first, end - first, residency)
         return None if failed else residency.raw
+
+
+def lockable_bytes() -> int:
+    """The memory that this process may lock; 0 where the system does not say."""
+    if _mlock is None:
+        return 0
+    import resource
+
+    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    if limit == resource.RLIM_INFINITY:
+        return sys.maxsize
+    with (
+        suppress(OSError, ValueError, StopIteration),
+        open("/proc/self/status", encoding="ascii", errors="replace") as f,
+    ):
+        effective = next(line for line in f if line.startswith("CapEff:"))
+        if int(effective.split()[1], 16) >> _CAP_IPC_LOCK & 1:
+            return sys.maxsize
+    return limit
+
+
+def mlock(address: int, nbytes: int) -> None:
+    """Keeps pages in memory, and reads those that are not there. Raises `OSError`, after which some may be locked."""
+    if _mlock is None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+    if _mlock(address, nbytes):
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+
+
+def munlock(address: int, nbytes: int) -> None:
+    """Allows the kernel to evict pages again."""
+    if _munlock is not None:
+        _munlock(address, nbytes)
 
 
 def is_touched(address: int) -> bool:
@@ -231,6 +271,9 @@ def function(name: str, *arguments: type) -> Callable[..., int] | None:
 
 _madvise = function("madvise", ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 _mincore = function("mincore", ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
+_mprotect = function("mprotect", ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+_mlock = function("mlock", ctypes.c_void_p, ctypes.c_size_t)
+_munlock = function("munlock", ctypes.c_void_p, ctypes.c_size_t)
 _fstatfs = function("fstatfs", ctypes.c_int, ctypes.c_void_p)
 _malloc_trim = function("malloc_trim", ctypes.c_size_t)
 _syscall = function("syscall")

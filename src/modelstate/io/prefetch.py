@@ -45,6 +45,8 @@ _READ_BYTES = 1 << 20
 """What a thread reads at once of a range that the page cache lacks."""
 _LOOK_BYTES = 16 << 20
 """What a thread looks at at once, whether it is in the page cache."""
+_CHECK_BYTES = 4 << 20
+"""What `cachestat` is asked for at once."""
 _MOST_AHEAD = 16
 """The pieces of `_LOOK_BYTES` that are looked at before it is known what is needed."""
 _MOST_ROUNDS, _MOST_AGAIN = 3, 0.25
@@ -59,7 +61,7 @@ def read_ahead(ranges: Iterable[ByteRange], fingerprints: Mapping[str, FileFinge
     Returns the number of bytes that the kernel is asked for, at most half of the available memory. It is 0 where the
     ranges are cached already, where the kernel does not say whether they are, and where they are too small to matter.
     """
-    spans = _merged(ranges)
+    spans = merged(ranges)
     if sum(span.nbytes for span in spans) < LEAST_BYTES:
         return 0
     cold = _cold_ranges(spans, fingerprints)
@@ -69,7 +71,7 @@ def read_ahead(ranges: Iterable[ByteRange], fingerprints: Mapping[str, FileFinge
     return total
 
 
-def _merged(ranges: Iterable[ByteRange]) -> list[ByteRange]:
+def merged(ranges: Iterable[ByteRange]) -> list[ByteRange]:
     """The ranges in the order of their files; ranges with small gaps between them become one."""
     spans: list[ByteRange] = []
     path, start, end = "", 0, 0
@@ -87,7 +89,7 @@ def _merged(ranges: Iterable[ByteRange]) -> list[ByteRange]:
 
 def files_to_read_uncached(ranges: Iterable[ByteRange], fingerprints: Mapping[str, FileFingerprint]) -> frozenset[str]:
     """The files that are faster to read with O_DIRECT: those that support it, and have most of their ranges on disk."""
-    spans = _merged(ranges)
+    spans = merged(ranges)
     if sum(span.nbytes for span in spans) < LEAST_BYTES:
         return frozenset()
     cold, wanted = Counter[str](), Counter[str]()
@@ -125,6 +127,15 @@ def _probes(span: ByteRange) -> Iterator[tuple[int, int]]:
         yield span.start + index * apart, _PROBE_BYTES
 
 
+def begin_to_read(descriptor: int, start: int, nbytes: int) -> None:
+    """Makes the kernel start to read what the page cache lacks of a range that is mostly there."""
+    for first in range(start, start + nbytes, _CHECK_BYTES):
+        end = min(first + _CHECK_BYTES, start + nbytes)
+        if linux.cached_share(descriptor, first, end - first) != 1:
+            for at in range(first, end, _STEP_BYTES):
+                linux.will_need(descriptor, at, min(_STEP_BYTES, end - at))
+
+
 # Bringing ranges in, with the errors of the reads.
 
 
@@ -148,7 +159,7 @@ def bring_into_cache(
     Raises:
         ReadFailedError: A range cannot be read, or a file has changed.
     """
-    wanted = _merged(ranges)
+    wanted = merged(ranges)
     missing = look.missing(wanted) if look is not None and look.is_recent else None
     if missing == []:
         return True

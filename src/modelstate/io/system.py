@@ -75,6 +75,14 @@ def mmap(descriptor: int, nbytes: int, flags: int, offset: int = 0) -> _mmap.mma
     return _mmap.mmap(descriptor, nbytes, flags=flags, offset=offset)
 
 
+def mlock(_: int, nbytes: int, offset: int, address: int) -> None:
+    """Locks pages in memory that a file is mapped to, from an offset on (`linux.mlock`). Raises `OSError`.
+
+    The descriptor of the file and the offset are for tests, which replace the function.
+    """
+    linux.mlock(address, nbytes)
+
+
 # Writes.
 
 fchmod, close, replace, unlink, mkdir, rmdir = os.fchmod, os.close, os.replace, os.unlink, os.mkdir, os.rmdir

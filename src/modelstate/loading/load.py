@@ -24,6 +24,7 @@ from modelstate.checkpoint.open import (
 from modelstate.checkpoint.open import open as open_checkpoint
 from modelstate.distributed.agreement import NOTHING_CHANGED, TIMEOUT_SECONDS, Agreement, agreement_of
 from modelstate.errors import OptionError
+from modelstate.io.locked import can_lock_all
 from modelstate.io.memory import fresh_tensors
 from modelstate.io.prefetch import LEAST_BYTES, look_ahead
 from modelstate.loading.background import LOAD_AGAIN, LoadHandle, StagedLoad
@@ -601,7 +602,8 @@ def prepare(
             param = next(transaction.root.parameters(), None)
             nbytes = sum(fingerprint.nbytes for fingerprint in matched.part.fingerprints.values())
             # A parameter with memory may be read into at the commit, and a small file is not worth a thread.
-            if param is not None and param.device.type in DEVICES_READ_INTO and nbytes >= LEAST_BYTES:
+            is_read_into = param is not None and param.device.type in DEVICES_READ_INTO and nbytes >= LEAST_BYTES
+            if is_read_into and not can_lock_all(matched.part.fingerprints):
                 staging.look = look_ahead(matched.part.fingerprints)
     else:
         staging = replace(staged.staging)  # the memory of the model is looked up again

@@ -264,14 +264,16 @@ def leased_reads(staging: Staging, planned: Sequence[Planned], files: HeldFiles)
 def _read_held(
     staging: Staging, assignments: Sequence[Assignment], tables: Sequence[PlainTable], files: HeldFiles
 ) -> None:
-    """Reads values into their slots, all in one go: threads are started once. Raises `ReadFailedError`."""
+    """Copies values into their slots; reads what cannot be copied, all in one go. Raises `ReadFailedError`."""
     started = time.perf_counter()
     requests = [request for assignment in assignments for request in assignment.requests(assignment.param.data_ptr())]
     for table in tables:
         requests += _requests(table, table.params)
     try:
         with staging.held.during(placed_bytes(assignments)):
-            read_ranges(requests, fingerprints=staging.checkpoint.fingerprints, held=files)
+            left = files.locked.copy(requests)
+            if left:
+                read_ranges(left, fingerprints=staging.checkpoint.fingerprints, held=files)
     finally:  # autograd has not seen the writes
         increment_version(
             [*(item.param for item in assignments), *(param for table in tables for param in table.params)]

@@ -352,8 +352,11 @@ def streamed_read(
         consumer.on_block(block, seconds)
         progress(block.wanted_bytes)
 
+    itemsize = max(one.value.dtype.itemsize for one in streamed)
     to_device = any(one.device in buffers.queues for one in streamed)
-    return _stream(staging, wanted, consumer.consume, buffers, on_block, consumer.end, held, to_device=to_device)
+    return _stream(
+        staging, wanted, consumer.consume, buffers, on_block, consumer.end, held, itemsize=itemsize, to_device=to_device
+    )
 
 
 def table_read(
@@ -408,7 +411,8 @@ def table_read(
         progress(table.nbytes - sum(extent.nbytes for extent in extents))
 
     wanted = [Wanted(extent, dtype.itemsize) for extent in extents]
-    return _stream(staging, wanted, consume, buffers, on_block, end, held, to_device=queue is not None)
+    to_device = queue is not None
+    return _stream(staging, wanted, consume, buffers, on_block, end, held, itemsize=dtype.itemsize, to_device=to_device)
 
 
 def _stream(
@@ -420,6 +424,7 @@ def _stream(
     end: Callable[[], None],
     held: Held | None,
     *,
+    itemsize: int,
     to_device: bool,
 ) -> Callable[[], None]:
     strategy, fingerprints = staging.strategy, staging.checkpoint.fingerprints
@@ -437,6 +442,8 @@ def _stream(
     def run() -> None:
         """Called again where memory was lacking, it goes on with the blocks that are left."""
         try:
+            if held is not None and not to_device:
+                held.files.locked.stream(wanted, [*left.values()], consume, on_done, itemsize)
             stream(
                 *(wanted, consume),
                 strategy=strategy,
