@@ -232,7 +232,8 @@ class Store(Shown):
             place = self.directory if is_remote(self.directory) else "a directory"
             return _same(f"{place}, {step=}, {background=}, {pin=}, {overwrite=}, {when_busy=}")
 
-        with agreement.held(), ExitStack() as waiting:
+        # An error ends the call on the other ranks before it ends the wait of their threads, after which they go on.
+        with ExitStack() as waiting, agreement.held():
             with agreement.phase("beginning", arguments):
                 targets = targets_of(objects)
                 checked_metrics = _check_save(step, metrics, when_busy)
