@@ -33,6 +33,7 @@ def small_files_are_copied(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
     if not can_lease(tmp_path):
         pytest.skip("the file system of the temporary directory has no leases")
     monkeypatch.setattr(locked, "LEAST_BYTES", 1)
+    monkeypatch.setattr(locked, "LEAST_COPIED_BYTES", 1)
     monkeypatch.setattr(locked, "_MOST_WINDOW_BYTES", BLOCK)
     monkeypatch.setattr(locked, "_LEAST_WINDOW_BYTES", PAGE)
     monkeypatch.setattr(locked, "_LEAST_PIECE_BYTES", 1)
@@ -44,7 +45,7 @@ def small_files_are_copied(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
 
 @pytest.fixture(params=["one thread", "threads"])
 def threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(locked, "_LEAST_THREADED_BYTES", 1 if request.param == "threads" else 1 << 40)
+    monkeypatch.setattr(locked, "read_threads", lambda: 3 if request.param == "threads" else 1)
 
 
 @pytest.fixture
