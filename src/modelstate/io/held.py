@@ -25,7 +25,7 @@ from contextlib import contextmanager
 from modelstate.errors import ReadFailedError
 from modelstate.io import lease, linux, system
 from modelstate.io.files import FileFingerprint, check_unchanged, open_unchanged, remedy_for_limit
-from modelstate.io.locked import LockedFiles
+from modelstate.io.locked import LockedFiles, is_enough
 from modelstate.io.memory import new_mapping
 from modelstate.io.prefetch import CacheLook, bring_into_cache
 from modelstate.spec import ByteRange
@@ -225,7 +225,7 @@ def held_files(
     """
     held = HeldFiles()
     try:
-        if look is None and held.lock_all(extents, fingerprints):
+        if look is None and is_enough(extent.nbytes for extent in extents) and held.lock_all(extents, fingerprints):
             pass
         elif not bring_into_cache(extents, fingerprints, on_read, look):
             held.refusal = "the page cache has not all of it"
