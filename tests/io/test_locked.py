@@ -4,6 +4,7 @@ import errno
 import os
 import random
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
@@ -14,7 +15,7 @@ import torch
 from safetensors.torch import save_file
 
 import modelstate as ms
-from modelstate.io import linux, locked
+from modelstate.io import held, linux, locked
 from modelstate.io.blocks import Block, Wanted, in_blocks
 from modelstate.io.engine import Request, Rows
 from modelstate.io.files import current_fingerprints
@@ -22,6 +23,7 @@ from modelstate.io.held import held_files
 from modelstate.io.locked import LockedFiles
 from modelstate.io.prefetch import look_ahead
 from modelstate.spec import ByteRange
+from modelstate.testing import Request as SystemCall
 from modelstate.testing import faulty_reads
 from tests.formats.files import evict
 from tests.io.test_held import BLOCK, PAGE, SIZE, content, until_one_waits, whole, writer
@@ -33,7 +35,8 @@ def small_files_are_copied(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
     if not can_lease(tmp_path):
         pytest.skip("the file system of the temporary directory has no leases")
     monkeypatch.setattr(locked, "LEAST_BYTES", 1)
-    monkeypatch.setattr(locked, "LEAST_COPIED_BYTES", 1)
+    for module in (locked, held):
+        monkeypatch.setattr(module, "LEAST_COPIED_BYTES", 1)
     monkeypatch.setattr(locked, "_MOST_WINDOW_BYTES", BLOCK)
     monkeypatch.setattr(locked, "_LEAST_WINDOW_BYTES", PAGE)
     monkeypatch.setattr(locked, "_LEAST_PIECE_BYTES", 1)
@@ -195,15 +198,33 @@ def test_slow_locks_small_pieces_and_rows_are_left(path: Path, monkeypatch: pyte
 
 def test_nothing_is_copied_while_a_writer_waits(path: Path) -> None:
     memory = bytearray(SIZE)
-    with held_files(whole(path), current_fingerprints([str(path)])) as held:
-        files = held.locked
+    with held_files(whole(path), current_fingerprints([str(path)])) as files:
         requests = requests_into(memory, path, [(0, SIZE)])
         process = writer("cut", path)
-        until_one_waits(path, process, held)
-        left = files.copy(requests)
+        until_one_waits(path, process, files)
+        left = files.locked.copy(requests)
         assert sum(request.source.nbytes for request in left) == SIZE
         assert memory == bytes(SIZE)
     assert process.wait(60) == 0
+
+
+@pytest.mark.usefixtures("by_windows")
+def test_a_window_in_whose_copy_a_writer_was_let_go_on_is_left(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(locked, "read_threads", lambda: 1)
+    memory, processes, now = bytearray(SIZE), [], time.monotonic
+
+    def before(request: SystemCall) -> None:
+        if request.start == BLOCK and not processes:
+            processes.append(writer("overwritten", path))
+            until_one_waits(path, processes[0], files)
+            monkeypatch.setattr(time, "monotonic", lambda: now() + 60)
+
+    with held_files(whole(path), current_fingerprints([str(path)])) as files:
+        files.locked.copy(requests_into(memory, path, [(0, 1)]))  # the first call takes samples
+        with faulty_reads(before=before):
+            left = files.locked.copy(requests_into(memory, path, [(0, SIZE)]))
+    assert [request.source.start for request in left] == list(range(BLOCK, SIZE, BLOCK))
+    assert processes[0].wait(60) == 0
 
 
 @pytest.mark.usefixtures("threads")

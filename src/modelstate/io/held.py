@@ -25,7 +25,7 @@ from contextlib import contextmanager
 from modelstate.errors import ReadFailedError
 from modelstate.io import lease, linux, system
 from modelstate.io.files import FileFingerprint, check_unchanged, open_unchanged, remedy_for_limit
-from modelstate.io.locked import LockedFiles, is_enough
+from modelstate.io.locked import LEAST_COPIED_BYTES, LockedFiles
 from modelstate.io.memory import new_mapping
 from modelstate.io.prefetch import CacheLook, bring_into_cache
 from modelstate.spec import ByteRange
@@ -174,6 +174,8 @@ class HeldFiles(dict[str, HeldFile]):
 
         Returns whether it has; otherwise it holds nothing.
         """
+        if sum(extent.nbytes for extent in extents) < LEAST_COPIED_BYTES:
+            return False
         if not self.hold(extents, fingerprints, _Scratch().read):
             self.locked = LockedFiles(self, extents)
             if self.locked.lock_all():
@@ -225,13 +227,12 @@ def held_files(
     """
     held = HeldFiles()
     try:
-        if look is None and is_enough(extent.nbytes for extent in extents) and held.lock_all(extents, fingerprints):
-            pass
-        elif not bring_into_cache(extents, fingerprints, on_read, look):
-            held.refusal = "the page cache has not all of it"
-        else:
+        is_locked = look is None and held.lock_all(extents, fingerprints)
+        if not is_locked and bring_into_cache(extents, fingerprints, on_read, look):
             held.refusal = held.hold(extents, fingerprints, _Scratch().read)
             held.locked = LockedFiles(held, extents)
+        elif not is_locked:
+            held.refusal = "the page cache has not all of it"
         if held.refusal:
             held.close()
         yield held

@@ -58,16 +58,10 @@ _ALIGN_BYTES = 64
 _Item = TypeVar("_Item")
 
 
-def is_enough(sizes: Iterable[int]) -> bool:
-    """Whether ranges of these sizes are copied, and not read, where they can be locked."""
-    return sum(sizes) >= LEAST_COPIED_BYTES
-
-
 def can_lock_all(fingerprints: Mapping[str, FileFingerprint]) -> bool:
     """Whether `LockedFiles.lock_all` is likely to succeed for whole files, so that nothing else need look at them."""
-    if not is_enough(known.nbytes for known in fingerprints.values()):
-        return False
-    if any(known.is_remote for known in fingerprints.values()):
+    is_enough = sum(known.nbytes for known in fingerprints.values()) >= LEAST_COPIED_BYTES
+    if not is_enough or any(known.is_remote for known in fingerprints.values()):
         return False
     extents = [ByteRange(path, 0, known.nbytes) for path, known in fingerprints.items()]
     descriptors: dict[str, system.Descriptor] = {}
@@ -104,7 +98,7 @@ class LockedFiles:
 
         self._files, self._spans = files, merged(extents)
         nbytes = sum(span.nbytes for span in self._spans)
-        self._copies = is_enough([nbytes])
+        self._copies = nbytes >= LEAST_COPIED_BYTES
         self._threads = 1 if not self._copies and torch.get_num_threads() > 1 else read_threads()
         self._locked: list[_Locked] = []
         """What `lock_all` has locked."""
@@ -194,7 +188,6 @@ class LockedFiles:
         """
         if not self._uses_maps(_CAST_SPEED):
             return
-
         lock = threading.Lock()
 
         def process(group: _Group) -> None:
@@ -288,7 +281,7 @@ def _can_lock_all(
 ) -> bool:
     """Whether the page cache has most of the ranges, and they can be locked fast and within the limits."""
     nbytes = sum(span.nbytes for span in spans)
-    if not is_enough([nbytes]) or is_forked() or nbytes > min(linux.lockable_bytes(), most_to_read()):
+    if nbytes < LEAST_COPIED_BYTES or is_forked() or nbytes > min(linux.lockable_bytes(), most_to_read()):
         return False
     for path, start, length in spans:
         share = linux.cached_share(descriptors[path], start, length) if path in maps else None
