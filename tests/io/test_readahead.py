@@ -17,9 +17,10 @@ from torch import nn
 import modelstate as ms
 from modelstate.errors import TransformError
 from modelstate.io import linux, prefetch
-from modelstate.io.engine import BUFFER_BYTES, can_read_uncached
+from modelstate.io.engine import can_read_uncached
 from modelstate.io.linux import cached_share
 from modelstate.io.prefetch import LEAST_BYTES, is_cold, merged, read_ahead
+from modelstate.io.uncached import BUFFER_BYTES
 from modelstate.spec import ByteRange
 from modelstate.testing import Request, faulty_reads
 from tests.formats.files import evict

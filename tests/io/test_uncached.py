@@ -16,19 +16,9 @@ from hypothesis import strategies as st
 from modelstate.errors import ReadFailedError
 from modelstate.io import engine, linux
 from modelstate.io.blocks import Block, Wanted, stream
-from modelstate.io.engine import (
-    ALIGN_BYTES,
-    BUFFER_BYTES,
-    LocalFile,
-    Piece,
-    ReadStrategy,
-    Request,
-    can_read_uncached,
-    coalesce,
-    read_ranges,
-    windows,
-)
+from modelstate.io.engine import LocalFile, ReadStrategy, Request, can_read_uncached, coalesce, read_ranges
 from modelstate.io.files import current_fingerprints
+from modelstate.io.uncached import ALIGN_BYTES, BUFFER_BYTES, Piece, windows
 from modelstate.spec import ByteRange
 from modelstate.testing import Faults, faulty_reads
 from tests.io.test_ranges import nothing_left_behind, requests_for, truth

@@ -26,10 +26,11 @@ import torch
 from modelstate.errors import MemoryBudgetError
 from modelstate.formats.torch_globals import SPARSE_PARTS
 from modelstate.io.blocks import Block, Part, Wanted, stream
-from modelstate.io.engine import BUFFER_BYTES, ReadStrategy, read_threads, uncached_threads
+from modelstate.io.engine import ReadStrategy, read_threads, uncached_threads
 from modelstate.io.files import FileFingerprint
 from modelstate.io.memory import aligned
 from modelstate.io.prefetch import files_to_read_uncached
+from modelstate.io.uncached import BUFFER_BYTES
 from modelstate.process import progress_bar
 from modelstate.spec import (
     Assemble,

@@ -24,11 +24,12 @@ from modelstate.errors import MemoryBudgetError, UnsavableError
 from modelstate.formats.manifest import BLOCK_BYTES
 from modelstate.io import system
 from modelstate.io.atomic import Output
-from modelstate.io.engine import ALIGN_BYTES, UNSUPPORTED, Buffer, for_each, memory_at, read_threads
+from modelstate.io.engine import for_each, memory_at, read_threads
 from modelstate.io.linux import O_DIRECT
 from modelstate.io.memory import empty_cpu
 from modelstate.io.system import Descriptor
 from modelstate.io.tensors import ReadAll, elements, read_tensor, runs
+from modelstate.io.uncached import ALIGN_BYTES, UNSUPPORTED, Buffer
 from modelstate.remote.upload import ObjectWriter
 from modelstate.spec import Assemble, Stored, StoredComposite, StoredTensor, is_run, own_bytes, pieces
 from modelstate.text_format import size

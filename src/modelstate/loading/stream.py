@@ -12,10 +12,11 @@ import torch
 
 from modelstate.errors import TransformError
 from modelstate.io.blocks import Block, Buffers, Consume, Part, Wait, Wanted, in_blocks, stream
-from modelstate.io.engine import BUFFER_BYTES, common_align_bytes
+from modelstate.io.engine import common_align_bytes
 from modelstate.io.held import HeldFiles
 from modelstate.io.memory import aligned, fresh_tensors
 from modelstate.io.pinned import pinned_memory
+from modelstate.io.uncached import BUFFER_BYTES
 from modelstate.loading.staging import Staging
 from modelstate.planning.assignment import Assignment, after_remaking, remade, transform_errors
 from modelstate.planning.plain_table import PlainTable
