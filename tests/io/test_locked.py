@@ -25,6 +25,7 @@ from modelstate.io.prefetch import look_ahead
 from modelstate.spec import ByteRange
 from modelstate.testing import Request as SystemCall
 from modelstate.testing import faulty_reads
+from modelstate.torch_compat import private
 from tests.formats.files import evict
 from tests.io.test_held import BLOCK, PAGE, SIZE, content, until_one_waits, whole, writer
 from tests.io.test_lease import can_lease
@@ -227,6 +228,28 @@ def test_a_window_in_whose_copy_a_writer_was_let_go_on_is_left(path: Path, monke
     assert processes[0].wait(60) == 0
 
 
+@pytest.mark.usefixtures("by_windows")
+def test_the_end_of_a_window_unlocks_no_page_of_another(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(locked, "read_threads", lambda: 2)
+    both, copy_each, left = threading.Barrier(2, timeout=60), private.copy_each, list[int]()
+
+    def slow(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+        copy_each(targets, sources)
+        both.wait()  # both windows are locked, and their ends lie in one page
+        before = locked_bytes()
+        if both.wait() == 0:  # this window ends last
+            until = time.monotonic() + 60
+            while locked_bytes() == before and time.monotonic() < until:
+                time.sleep(0.001)
+            left.append(locked_bytes())
+
+    monkeypatch.setattr(private, "copy_each", slow)
+    memory = bytearray(SIZE)
+    with locking(path) as files:
+        assert files.copy(requests_into(memory, path, [(100, 2 * BLOCK)])) == []
+    assert left == [BLOCK + PAGE]
+
+
 @pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("unit", [1, 4, 12])
 def test_blocks_are_consumed_from_the_map(unit: int, path: Path) -> None:
@@ -254,6 +277,22 @@ def test_blocks_are_consumed_from_the_map(unit: int, path: Path) -> None:
     assert sorted(done, key=blocks.index) == blocks
     for which, extent in enumerate(extents):
         assert seen[which] == content()[extent.start : extent.start + extent.nbytes]
+
+
+def test_a_block_that_begins_before_the_last_one_is_consumed_from_its_place(path: Path) -> None:
+    # The last rows of one range, then another one that overlaps them and has rows too long for the same block.
+    wanted = [Wanted(ByteRange(str(path), 0, BLOCK + 128), 64), Wanted(ByteRange(str(path), BLOCK - 640, BLOCK), BLOCK)]
+    blocks, seen = in_blocks(wanted, BLOCK), [bytearray(entry.source.nbytes) for entry in wanted]
+    assert len(blocks) == 3
+
+    def consume(block: Block, buffer: torch.Tensor) -> None:
+        for which, first, nbytes, at in block.parts:
+            seen[which][first : first + nbytes] = buffer[at:][:nbytes].numpy().tobytes()
+
+    with locking(path) as files:
+        files.stream(wanted, blocks, consume, lambda *_: None, 4)
+    for (_, start, nbytes), found in zip((entry.source for entry in wanted), seen, strict=True):
+        assert found == content()[start : start + nbytes]
 
 
 def test_elements_that_are_not_aligned_in_the_file_are_left(path: Path) -> None:

@@ -186,7 +186,6 @@ class HeldFiles(dict[str, HeldFile]):
     def close(self) -> None:
         """Unlocks what is locked, and releases all leases."""
         self.locked.close()
-        self.locked = LockedFiles(self, ())
         while self:
             self.popitem()[1].close()
 

@@ -92,17 +92,30 @@ class PageMap:
     """A read-only map of an open file: by it the kernel says which pages of the file the page cache has.
 
     Raises `OSError` or `ValueError` where the file cannot be mapped.
+
+    Args:
+        descriptor: The file, which may be closed afterwards.
+        nbytes: How many bytes of the file, from its beginning, the map has at the most; not more than the file has.
+        start: The first byte of the file that is needed: the map begins with the page that it is in.
     """
 
-    def __init__(self, descriptor: int, nbytes: int) -> None:
+    def __init__(self, descriptor: int, nbytes: int, start: int = 0) -> None:
         # The map is made writable only because ctypes requires a writable buffer: of pages of a writable map that are
-        # locked, the kernel makes copies. It ends with its last reference: to close it would fail while the buffer
-        # exists.
-        mapped = mmap.mmap(descriptor, nbytes, flags=mmap.MAP_PRIVATE | MAP_NORESERVE)
-        self.nbytes, self._start = nbytes, ctypes.c_char.from_buffer(mapped)
-        self.address = ctypes.addressof(self._start)
-        if _mprotect is not None and _mprotect(self.address, nbytes, mmap.PROT_READ):
+        # locked, the kernel makes copies.
+        first = start // mmap.PAGESIZE * mmap.PAGESIZE
+        mapped = mmap.mmap(descriptor, nbytes - first, flags=mmap.MAP_PRIVATE | MAP_NORESERVE, offset=first)
+        self.nbytes, self._begin = nbytes, ctypes.c_char.from_buffer(mapped)
+        self._zero = ctypes.addressof(self._begin) - first
+        if _mprotect is not None and _mprotect(self.address(first), nbytes - first, mmap.PROT_READ):
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+
+    def address(self, at: int) -> int:
+        """The address of a byte of the file, by its offset."""
+        return self._zero + at
+
+    def close(self) -> None:
+        """Ends the map, which also unlocks its pages: nothing may use its addresses any more."""
+        self.nbytes, self._begin = 0, ctypes.c_char()  # the buffer was all that referred to the map
 
     def resident(self, first: int, end: int) -> bytes | None:
         """A byte for each page of a range: 1 where the page cache has read it without an error, else 0.
@@ -113,7 +126,7 @@ class PageMap:
         if _mincore is None:
             return None
         residency = ctypes.create_string_buffer(-(-(end - first) // mmap.PAGESIZE))
-        failed = _mincore(self.address + first, end - first, residency)
+        failed = _mincore(self.address(first), end - first, residency)
         return None if failed else residency.raw
 
 
@@ -142,12 +155,6 @@ def mlock(address: int, nbytes: int) -> None:
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
     if _mlock(address, nbytes):
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
-
-
-def munlock(address: int, nbytes: int) -> None:
-    """Allows the kernel to evict pages again."""
-    if _munlock is not None:
-        _munlock(address, nbytes)
 
 
 def is_touched(address: int) -> bool:
@@ -273,7 +280,6 @@ _madvise = function("madvise", ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 _mincore = function("mincore", ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
 _mprotect = function("mprotect", ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 _mlock = function("mlock", ctypes.c_void_p, ctypes.c_size_t)
-_munlock = function("munlock", ctypes.c_void_p, ctypes.c_size_t)
 _fstatfs = function("fstatfs", ctypes.c_int, ctypes.c_void_p)
 _malloc_trim = function("malloc_trim", ctypes.c_size_t)
 _syscall = function("syscall")

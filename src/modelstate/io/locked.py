@@ -6,7 +6,8 @@ anything looks at them: the kernel reads then what the page cache lacks, says wh
 page again until it is unlocked. The lease keeps other processes from cutting the file meanwhile.
 
 Where the page cache has most of a file, and the limit allows it, the file is locked as a whole (`lock_all`): from then
-on no read can fail. Otherwise a window after the other is locked while it is copied.
+on no read can fail. Otherwise a window after the other is locked while it is copied. Each window has a map of its own:
+windows of two threads may have a page in common, and a map has a page locked or not, however often it was locked.
 
 Whatever cannot be locked is left for the reads of `modelstate.io.held`: where the limit (RLIMIT_MEMLOCK) is too small,
 where a page cannot be read, or where locking takes longer than it saves. That is so where the page cache has a file in
@@ -21,7 +22,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 
 from modelstate.errors import ReadFailedError
@@ -68,7 +69,7 @@ def can_lock_all(fingerprints: Mapping[str, FileFingerprint]) -> bool:
     try:
         for path, known in fingerprints.items():
             descriptors[path] = open_unchanged(path, known)
-        return _can_lock_all(_maps_of(descriptors), descriptors, extents)
+        return _can_lock_all(descriptors, extents)
     except ReadFailedError:
         return False  # the read itself reports it
     finally:
@@ -86,7 +87,7 @@ class LeasedFile(Protocol):
 
 
 class LockedFiles:
-    """The maps of held files.
+    """The copies from maps of held files.
 
     Args:
         files: The files. Their leases last as long as this object is used.
@@ -100,12 +101,10 @@ class LockedFiles:
         nbytes = sum(span.nbytes for span in self._spans)
         self._copies = nbytes >= LEAST_COPIED_BYTES
         self._threads = 1 if not self._copies and torch.get_num_threads() > 1 else read_threads()
-        self._locked: list[_Locked] = []
-        """What `lock_all` has locked."""
-        self._speed, self._window_bytes = 0.0, 0
+        self._is_able = nbytes >= LEAST_BYTES and not is_forked()  # the threads of torch do not exist there
         self._maps: dict[str, linux.PageMap] = {}
-        if nbytes >= LEAST_BYTES and not is_forked():  # the threads of torch do not exist there
-            self._maps = _maps_of(self._descriptors)
+        """Where `lock_all` has locked all ranges."""
+        self._speed, self._window_bytes = 0.0, 0
 
     @property
     def _descriptors(self) -> Mapping[str, int]:
@@ -113,15 +112,18 @@ class LockedFiles:
 
     def lock_all(self) -> bool:
         """Locks all that is going to be read, where that is fast. Returns whether it has."""
-        if not _can_lock_all(self._maps, self._descriptors, self._spans):
+        descriptors = self._descriptors
+        if not _can_lock_all(descriptors, self._spans):
             return False
         for path, start, nbytes in self._spans:
-            begin_to_read(self._files[path].descriptor, start, nbytes)
+            begin_to_read(descriptors[path], start, nbytes)
+        ends = {path: start + nbytes for path, start, nbytes in self._spans}
         try:
-            for span in self._spans:
-                self._locked.append(_Locked(self._files[span.path].descriptor, self._maps[span.path], span))
-                self._locked[-1].begin()
-        except OSError:
+            for path, start, nbytes in self._spans:
+                if path not in self._maps:
+                    self._maps[path] = linux.PageMap(descriptors[path], ends[path], start)
+                system.mlock(descriptors[path], nbytes, start, self._maps[path].address(start))
+        except (OSError, ValueError):
             self.close()
             return False
         self._window_bytes = _MOST_WINDOW_BYTES
@@ -129,8 +131,8 @@ class LockedFiles:
 
     def close(self) -> None:
         """Unlocks what is locked."""
-        while self._locked:
-            self._locked.pop().end()
+        while self._maps:
+            self._maps.popitem()[1].close()
 
     def copy(self, requests: Iterable[Request | Rows]) -> list[Request | Rows]:
         """Copies what it can to the addresses, and returns the requests that are left."""
@@ -146,7 +148,7 @@ class LockedFiles:
         batches = []
         for batch in coalesce(single, batch_bytes=self._window_bytes, gap_bytes=GAP_BYTES):
             is_large = batch.wanted_bytes >= len(batch.pieces) * _LEAST_PIECE_BYTES
-            if is_large and batch.path in self._maps:
+            if is_large:
                 batches.append(batch)
             else:
                 left += batch.requests()
@@ -192,7 +194,7 @@ class LockedFiles:
 
         def process(group: _Group) -> None:
             started, whole = time.perf_counter(), group.whole
-            if group.path not in self._maps or any(part.at % itemsize for part in whole.parts):
+            if any(part.at % itemsize for part in whole.parts):
                 return
             with self._shown(group.path, group.start, whole.nbytes) as shown:
                 consume(whole, shown)
@@ -205,33 +207,27 @@ class LockedFiles:
 
     def _uses_maps(self, least_speed: float) -> bool:
         """Whether parts of the maps can be locked, and at this speed."""
-        if self._locked or not self._maps:
-            return bool(self._locked)
+        if self._maps or not self._is_able:
+            return bool(self._maps)
         if not self._window_bytes:
             share = linux.lockable_bytes() // self._threads - _PAGES_BYTES
             if share < _LEAST_WINDOW_BYTES:
                 return False
             self._window_bytes = min(share, _MOST_WINDOW_BYTES)
-            self._speed = _speed(self._maps, self._descriptors, self._spans)
+            self._speed = _speed(self._descriptors, self._spans)
         return self._speed >= least_speed
 
     @contextmanager
     def _shown(self, path: str, start: int, nbytes: int) -> Iterator[torch.Tensor]:
-        """The bytes of a range, and a few more. Raises `OSError` where they cannot be shown, or may have changed."""
+        """The bytes of a range, and a few more. Raises an error where they cannot be shown, or may have changed."""
         import torch
 
-        file, mapped = self._files[path], self._maps[path]
-        if start + nbytes > mapped.nbytes or not lease.is_intact(file.descriptor):
+        file = self._files[path]
+        if not lease.is_intact(file.descriptor):
             raise ReadFailedError("a process waits to write to the file", where=path)
-        window = None if self._locked else _Locked(file.descriptor, mapped, ByteRange(path, start, nbytes))
-        try:
-            if window is not None:
-                window.begin()
+        with nullcontext(self._maps[path]) if self._maps else _window(file.descriptor, start, nbytes) as mapped:
             rounded = -(-nbytes // _ALIGN_BYTES) * _ALIGN_BYTES
-            yield torch.frombuffer(memory_at(mapped.address + start, rounded), dtype=torch.uint8)
-        finally:
-            if window is not None:
-                window.end()
+            yield torch.frombuffer(memory_at(mapped.address(start), rounded), dtype=torch.uint8)
         file.check_unchanged()
 
     def _run(self, items: Iterable[_Item], process: Callable[[_Item], None]) -> None:
@@ -250,63 +246,43 @@ class LockedFiles:
         for_each(items, worker, self._threads, with_torch=True)
 
 
-class _Locked(NamedTuple):
-    """A part of a map that is locked."""
-
-    descriptor: int
-    mapped: linux.PageMap
-    extent: ByteRange
-
-    def begin(self) -> None:
-        """Locks it. Raises `OSError`; a part of it may be locked then."""
-        _, start, nbytes = self.extent
-        system.mlock(self.descriptor, nbytes, start, self.mapped.address + start)
-
-    def end(self) -> None:
-        """Unlocks it."""
-        linux.munlock(self.mapped.address + self.extent.start, self.extent.nbytes)
+@contextmanager
+def _window(descriptor: int, start: int, nbytes: int) -> Iterator[linux.PageMap]:
+    """A map of a range of a file that is locked within the block. Raises `OSError` or `ValueError`."""
+    mapped = linux.PageMap(descriptor, start + nbytes, start)
+    try:
+        system.mlock(descriptor, nbytes, start, mapped.address(start))
+        yield mapped
+    finally:
+        mapped.close()
 
 
-def _maps_of(descriptors: Mapping[str, int]) -> dict[str, linux.PageMap]:
-    """Maps of files, without those that cannot be mapped."""
-    maps = {}
-    for path, descriptor in descriptors.items():
-        with suppress(OSError, ValueError):
-            maps[path] = linux.PageMap(descriptor, system.fstat(descriptor).st_size)
-    return maps
-
-
-def _can_lock_all(
-    maps: Mapping[str, linux.PageMap], descriptors: Mapping[str, int], spans: Sequence[ByteRange]
-) -> bool:
+def _can_lock_all(descriptors: Mapping[str, int], spans: Sequence[ByteRange]) -> bool:
     """Whether the page cache has most of the ranges, and they can be locked fast and within the limits."""
     nbytes = sum(span.nbytes for span in spans)
     if nbytes < LEAST_COPIED_BYTES or is_forked() or nbytes > min(linux.lockable_bytes(), most_to_read()):
         return False
     for path, start, length in spans:
-        share = linux.cached_share(descriptors[path], start, length) if path in maps else None
+        share = linux.cached_share(descriptors[path], start, length)
         if share is None or share < _LEAST_CACHED:
             return False
-    return _speed(maps, descriptors, spans) >= _COPY_SPEED
+    return _speed(descriptors, spans) >= _COPY_SPEED
 
 
-def _speed(maps: Mapping[str, linux.PageMap], descriptors: Mapping[str, int], spans: Sequence[ByteRange]) -> float:
+def _speed(descriptors: Mapping[str, int], spans: Sequence[ByteRange]) -> float:
     """How many bytes the kernel locks in a second of processor time, by samples; 0 where it does not."""
     path, start, nbytes = max(spans, key=lambda span: span.nbytes)
-    if path not in maps:
-        return 0
     length, seconds = min(_SAMPLE_BYTES, nbytes), 0.0
     for index in range(_SAMPLES):
         first = start + (nbytes - length) // (_SAMPLES - 1) * index
-        sample = _Locked(descriptors[path], maps[path], ByteRange(path, first, length))
-        began = time.thread_time()
         try:
-            sample.begin()
+            mapped = linux.PageMap(descriptors[path], first + length, first)
+            began = time.thread_time()
+            system.mlock(descriptors[path], length, first, mapped.address(first))
             seconds += time.thread_time() - began
-        except OSError:
+            mapped.close()
+        except (OSError, ValueError):
             return 0
-        finally:
-            sample.end()
     return _SAMPLES * length / max(seconds, 1e-9)
 
 
@@ -337,7 +313,8 @@ def _groups(blocks: Iterable[Block], wanted: Sequence[Wanted], most_bytes: int) 
         last = max(extent.start + extent.nbytes for extent in extents)
         if len(paths) > 1 or last - first > most_bytes:
             continue
-        if path not in paths or not end - GAP_BYTES <= first <= end + GAP_BYTES or last - start > most_bytes:
+        is_next = path in paths and max(start, end - GAP_BYTES) <= first <= end + GAP_BYTES
+        if not is_next or last - start > most_bytes:
             yield from joined()
             waiting, path, start = [], paths.pop(), first
         waiting.append(block)
