@@ -678,9 +678,9 @@ def shown(seconds, terminal):
     except OSError:
         return ""
 
-assert "loading" in shown(0.15, terminal=True)
+assert "loading" in shown(0.1, terminal=True)
 assert "loading" not in shown(0, terminal=True)
-assert "loading" not in shown(0.15, terminal=False)
+assert "loading" not in shown(0.1, terminal=False)
 """
     done = run_program(code)
     assert done.returncode == 0, done.stderr

@@ -17,21 +17,21 @@ from torch import nn
 import modelstate as ms
 from modelstate import serve as package
 from modelstate.errors import CanaryError, SwapBusyError, SwapTimeoutError, VersionGoneError
-from tests.serve.models import Constant, weights_of
+from tests.serve.bad_weights import Tied, X
+from tests.serve.models import weights_of
 from tests.serve.targets import KINDS, target_of
 from tests.sweeps import at_instruction, spread
 
-X = torch.ones(2, 8)
 every_kind = pytest.mark.parametrize("kind", KINDS)
 every_mode = pytest.mark.parametrize("mode", ["available", "in_place"])
 
 
 def state(k: float) -> dict[str, torch.Tensor]:
-    return weights_of(Constant(2, 8), k)
+    return weights_of(Tied(), k)
 
 
 def live_of(kind: str = "eager", keep_versions: int = 1) -> ms.Live:
-    live = ms.Live(target_of(kind, Constant(2, 8), X), keep_versions=keep_versions)
+    live = ms.Live(target_of(kind, Tied(), X), keep_versions=keep_versions)
     live(X)
     return live
 

@@ -21,8 +21,8 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 import modelstate as ms
 from tests.programs import as_process_of_its_own
 
-EPOCH, BATCH, STEPS = 44, 4, 34
-"""Samples in an epoch (11 batches), and steps of a run: three epochs and a bit."""
+EPOCH, BATCH, EPOCHS, STEPS = 44, 4, 4, 24
+"""Samples in an epoch (11 batches), and epochs or steps of a run: its steps, of two batches each, take 4.4 epochs."""
 
 
 class Samples(Dataset[torch.Tensor]):
@@ -140,7 +140,7 @@ def iterator_within(loop: Loop, loader: Any) -> Said:
 def epochs(loop: Loop, loader: Any, objects: dict[str, Any]) -> Said:
     """A step of the loop is an epoch."""
     trained = Trained()
-    for epoch in loop({**trained.objects, **objects}, 6, save_every=1):
+    for epoch in loop({**trained.objects, **objects}, EPOCHS, save_every=1):
         for number, batch in enumerate(loader):
             loss = trained.step(batch)
             yield epoch * 100 + number, (loss, trained.update() if number % 2 or number == 10 else None)
@@ -183,7 +183,7 @@ def persistent_epochs(loop: Loop) -> Said:
     data = torch.arange(EPOCH * 6.0).reshape(EPOCH, 6) / EPOCH
     loader = DataLoader(data, BATCH, shuffle=True, num_workers=2, persistent_workers=True)  # type: ignore[arg-type]
     iter(loader)
-    for epoch in loop(trained.objects, 6, save_every=1):
+    for epoch in loop(trained.objects, EPOCHS, save_every=1):
         for number, batch in enumerate(loader):
             yield epoch * 100 + number, (trained.step(batch), trained.update() if number % 2 or number == 10 else None)
 
@@ -195,7 +195,7 @@ def loops_in_loops(loop: Loop, loader: Any) -> Said:
     validation = StatefulDataLoader(Samples(), BATCH)
     objects = {**trained.objects, "decay": decay, "loader": loader, "validation": validation}
     batches = endless(loader)
-    for epoch in loop(objects, 5, save_every=1, store="epochs"):
+    for epoch in loop(objects, EPOCHS, save_every=1, store="epochs"):
         for step in loop(objects, (epoch + 1) * 6, save_every=2, store="steps"):
             yield step, trained.two(lambda: next(batches))
         trained.model.eval()
