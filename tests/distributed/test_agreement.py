@@ -246,7 +246,7 @@ def killed_after_the_commit() -> list[str]:
         if dist.get_rank() == 2:
             os.kill(os.getpid(), signal.SIGKILL)
         reported = sorted(ranks.exchanged([dist.get_rank()]))
-    time.sleep(2.0 * (dist.get_rank() == 3))
+    time.sleep(1.0 * (dist.get_rank() == 3))
     begun = agreement_of((), dist.group.WORLD, 60)
 
     def next_call() -> None:
@@ -787,7 +787,7 @@ def abandoned_without_a_sign() -> str:
             connections = connections_module.made_connections(dist.group.WORLD).pop((ranks.ranks, ""))
             group = connections._group
             connections.abandon()
-            time.sleep(2)
+            time.sleep(1)
             del group
             return "abandoned"
         with pytest.raises(errors.RankLostError, match="abandoned the connections"), ranks.phase("reading"):
