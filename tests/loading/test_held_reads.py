@@ -411,7 +411,6 @@ LIMITED = """
 import resource, sys
 import torch
 import modelstate as ms
-from tests.sweeps import EXHAUSTIVE
 from tests.loading.test_held_reads import module, values
 
 options = eval(sys.argv[2])
