@@ -19,6 +19,7 @@ from modelstate.background import AtExit, BackgroundTask
 from modelstate.errors import BackgroundCancelledError, WriteFailedError
 from modelstate.process import parallel_for, prefetch_one
 from modelstate.testing import Request, faulty_writes
+from tests.programs import run_program
 
 
 @pytest.fixture
@@ -68,6 +69,43 @@ def test_the_threads_that_can_be_started_do_all_the_work(
     assert len(threads) == all_there.parties
     assert (threading.get_ident() in threads) == (takes_part or not most)
     assert torch_threads == {1 if with_torch and most else 3}
+
+
+TIGHT = """
+import mmap, resource, threading
+from modelstate.process import try_start
+
+STACK = resource.getrlimit(resource.RLIMIT_STACK)[0]
+STACK = 8 << 20 if STACK == resource.RLIM_INFINITY else STACK
+started = []
+for extra in range(0, 6 << 20, 128 << 10):
+    thread = threading.Thread(target=started.append, args=(extra,), daemon=True)
+    fill, at = [None] * 100_000, 0
+    left = mmap.mmap(-1, STACK + extra, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    size = next(int(line.split()[1]) << 10 for line in open("/proc/self/status") if line.startswith("VmSize"))
+    resource.setrlimit(resource.RLIMIT_AS, (size + (1 << 20), resource.RLIM_INFINITY))
+    try:
+        for make in (lambda: bytearray(1 << 14), lambda: [None] * 8):
+            try:
+                while True:
+                    fill[at] = make()
+                    at += 1
+            except MemoryError:
+                pass
+        left.close()
+        is_started = try_start(thread)
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        del fill
+    if is_started:
+        thread.join()
+assert started, "with megabytes left, a thread is started"
+"""
+
+
+def test_a_thread_that_could_not_report_its_start_is_not_started() -> None:
+    done = run_program(TIGHT, timeout=60)
+    assert done.returncode == 0, done.stderr[-2000:]
 
 
 def test_an_error_of_a_signal_handler_is_no_limit(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ for: it ends when it leaves the block. `run_detached` is the exception.
 
 import _thread
 import gc
+import mmap
 import os
 import signal
 import sys
@@ -57,17 +58,41 @@ _computes = ThreadValue(False)
 """Whether this is a thread of `parallel_for` that uses torch."""
 _siblings = ThreadValue[tuple[list[None], set[threading.Thread]] | None](None)
 """Of a thread of `parallel_for`: an item for each of its threads that is waited for, and those that are not."""
+_START_BYTES = 4 << 20
+"""More than a thread needs to report its start, beside its stack."""
+_USUAL_STACK_BYTES = 8 << 20
 _POLL_SECONDS = 0.05
 """How often a thread that waits looks whether its work is still needed."""
 
 
 def try_start(thread: threading.Thread) -> bool:
-    """Starts a thread. Returns False where the system starts no more threads, or the program is ending."""
+    """Starts a thread. Returns False where the system starts no more threads, or the program is ending.
+
+    Also False where a limit leaves hardly any memory: Python waits for ever for a thread that ends with a `MemoryError`
+    before it has reported its start (CPython issue 140746).
+    """
+    if not _has_memory_for_a_thread():
+        return False
     try:
         thread.start()
     except RuntimeError as error:
         if "new thread" not in str(error):  # a signal handler has raised it
             raise
+        return False
+    return True
+
+
+def _has_memory_for_a_thread() -> bool:
+    import resource  # only where threads are started
+
+    if resource.getrlimit(resource.RLIMIT_AS)[0] == resource.RLIM_INFINITY:
+        return True
+    stack_bytes = threading.stack_size() or resource.getrlimit(resource.RLIMIT_STACK)[0]
+    if stack_bytes == resource.RLIM_INFINITY:
+        stack_bytes = _USUAL_STACK_BYTES
+    try:
+        mmap.mmap(-1, stack_bytes + _START_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS).close()
+    except OSError:
         return False
     return True
 
@@ -279,6 +304,8 @@ def prefetch_one(
     """
     pool = ThreadPoolExecutor(1, "modelstate-ahead")
     try:
+        if not _has_memory_for_a_thread():
+            raise RuntimeError("can't start new thread")
         pool.submit(lambda: None)  # starts its thread
     except RuntimeError:  # no more threads can be started, or the program ends, when no pool accepts work
         for item in items:
