@@ -20,7 +20,7 @@ import errno
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from modelstate.errors import ReadFailedError
 from modelstate.io import lease, linux, system
@@ -180,6 +180,7 @@ class HeldFiles(dict[str, HeldFile]):
             self.locked = LockedFiles(self, extents)
             if self.locked.lock_all():
                 return True
+            self.locked = LockedFiles(self, ())
         self.close()
         return False
 
@@ -200,6 +201,21 @@ def why_not_held(extents: Sequence[ByteRange], fingerprints: Mapping[str, FileFi
         return files.hold(extents, fingerprints)
     finally:
         files.close()
+
+
+@contextmanager
+def locked_files(extents: Sequence[ByteRange], fingerprints: Mapping[str, FileFingerprint]) -> Iterator[HeldFiles]:
+    """Yields files that are held and locked in memory as a whole, where that is fast; without files elsewhere.
+
+    For values that are read before the commit: what is not copied from the maps is read as from any file.
+    """
+    held = HeldFiles()
+    try:
+        with suppress(ReadFailedError, MemoryError):  # the read itself reports it
+            held.lock_all(extents, fingerprints)
+        yield held
+    finally:
+        held.close()
 
 
 @contextmanager

@@ -43,8 +43,9 @@ LEAST_COPIED_BYTES = 256 << 20
 """Of fewer bytes that need no cast, reading takes no longer than to make the maps and to lock them: in a fresh process,
 89 MB were read in 17 ms and copied in 20 ms. Fewer bytes that are cast are shared out by torch among threads that it
 has: to start others takes longer."""
-_MOST_WINDOW_BYTES, _LEAST_WINDOW_BYTES = 16 << 20, 1 << 20
-"""What is copied at a time. A window that is larger than the processor's cache is copied past it."""
+_MOST_WINDOW_BYTES, _LEAST_WINDOW_BYTES = 16 << 20, 5 << 20
+"""What is copied at a time: at least a block that is cast. A window that is larger than the processor's cache is copied
+past it."""
 _PAGES_BYTES = 64 << 10
 """More than the pages that are locked beyond a window, at both ends."""
 _LEAST_PIECE_BYTES = 64 << 10
@@ -210,7 +211,10 @@ class LockedFiles:
         if self._maps or not self._is_able:
             return bool(self._maps)
         if not self._window_bytes:
-            share = linux.lockable_bytes() // self._threads - _PAGES_BYTES
+            limit = linux.lockable_bytes()
+            if limit // self._threads - _PAGES_BYTES < _LEAST_WINDOW_BYTES:
+                self._threads = 1  # which shares its window with the threads of torch
+            share = limit // self._threads - _PAGES_BYTES
             if share < _LEAST_WINDOW_BYTES:
                 return False
             self._window_bytes = min(share, _MOST_WINDOW_BYTES)

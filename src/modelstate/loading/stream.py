@@ -13,7 +13,7 @@ import torch
 from modelstate.errors import TransformError
 from modelstate.io.blocks import Block, Buffers, Consume, Part, Wait, Wanted, in_blocks, stream
 from modelstate.io.engine import common_align_bytes
-from modelstate.io.held import HeldFiles
+from modelstate.io.held import HeldFiles, locked_files
 from modelstate.io.memory import aligned, fresh_tensors
 from modelstate.io.pinned import pinned_memory
 from modelstate.io.uncached import BUFFER_BYTES
@@ -353,10 +353,11 @@ def streamed_read(
         consumer.on_block(block, seconds)
         progress(block.wanted_bytes)
 
-    itemsize = max(one.value.dtype.itemsize for one in streamed)
-    to_device = any(one.device in buffers.queues for one in streamed)
     return _stream(
-        staging, wanted, consumer.consume, buffers, on_block, consumer.end, held, itemsize=itemsize, to_device=to_device
+        *(staging, wanted, consumer.consume, buffers, on_block, consumer.end, held),
+        itemsize=max(one.value.dtype.itemsize for one in streamed),
+        to_device=any(one.device in buffers.queues for one in streamed),
+        can_repeat=all(one.remake is None for one in streamed),
     )
 
 
@@ -412,8 +413,12 @@ def table_read(
         progress(table.nbytes - sum(extent.nbytes for extent in extents))
 
     wanted = [Wanted(extent, dtype.itemsize) for extent in extents]
-    to_device = queue is not None
-    return _stream(staging, wanted, consume, buffers, on_block, end, held, itemsize=dtype.itemsize, to_device=to_device)
+    return _stream(
+        *(staging, wanted, consume, buffers, on_block, end, held),
+        itemsize=dtype.itemsize,
+        to_device=queue is not None,
+        can_repeat=True,
+    )
 
 
 def _stream(
@@ -427,7 +432,9 @@ def _stream(
     *,
     itemsize: int,
     to_device: bool,
+    can_repeat: bool,
 ) -> Callable[[], None]:
+    """`can_repeat` is whether `consume` can be called again for a block where it has failed."""
     strategy, fingerprints = staging.strategy, staging.checkpoint.fingerprints
     if to_device:
         strategy = strategy.for_devices(sum(aligned(entry.source.nbytes) for entry in wanted))
@@ -443,8 +450,10 @@ def _stream(
     def run() -> None:
         """Called again where memory was lacking, it goes on with the blocks that are left."""
         try:
-            if held is not None and not to_device:
-                held.files.locked.stream(wanted, [*left.values()], consume, on_done, itemsize)
+            if can_repeat and not to_device:
+                extents = [entry.source for entry in wanted]
+                with locked_files(extents, fingerprints) if held is None else nullcontext(held.files) as files:
+                    files.locked.stream(wanted, [*left.values()], consume, on_done, itemsize)
             stream(
                 *(wanted, consume),
                 strategy=strategy,
