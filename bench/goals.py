@@ -173,7 +173,10 @@ def in_place(found: Found) -> Reached:
 
 
 def default(found: Found) -> Reached:
-    """Without options, beside the peers that keep references and read the same kind of file."""
+    """Without options, beside the peers that keep references and read the same kind of file.
+
+    Extra memory is memory of the load's own: pages of a map that it copies from are the page cache's.
+    """
     conditions, words, most = list[tuple[bool, str]](), list[str](), 0
     for key, what in DEFAULT.items():
         for ours, kind in ((OURS, "safetensors"), (f"{OURS}, torch file", "torch")):
@@ -181,7 +184,7 @@ def default(found: Found) -> Reached:
             ratio, by = _against(found, key, ours, peer)
             conditions.append(_atleast(ratio, 1, f"the best peer with {what}, {kind}"))
             words.append(by)
-            most = max(most, _ready(found, key, ours).total_bytes)
+            most = max(most, _ready(found, key, ours).anonymous_bytes)
     return Reached([*conditions, (most <= 64e6, f"{size(most)} extra")], "; ".join(words))
 
 
@@ -300,7 +303,7 @@ def _converted(found: Found, key: str, hub: str, ours: str, ratio_goal: float, e
     ready, check = found[key].at(ours), found[key].at(ours, "check")
     assert ready is not None
     assert check is not None
-    extra = ready.total_bytes - check.facts["nbytes"]
+    extra = ready.anonymous_bytes - check.facts["nbytes"]
     less = f"{size(abs(extra))} less than the target: a part of the target is still in the mapped file"
     conditions.append((extra <= extra_goal, f"target + {size(extra)}" if extra >= 0 else less))
     return Reached(conditions, by)
@@ -453,7 +456,7 @@ ROWS: dict[str, tuple[str, str, Callable[[Found], Reached]]] = {
     ),
     "default": (
         "without options, into a module with its optimizer",
-        "at least as fast as the best peer that keeps references; extra memory under 64 MB",
+        "at least as fast as the best peer that keeps references; extra memory of its own under 64 MB",
         default,
     ),
     "cold-memory": (
@@ -502,10 +505,14 @@ ROWS: dict[str, tuple[str, str, Callable[[Found], Reached]]] = {
         "mapped loader",
         cold,
     ),
-    "cast": ("fp32 file to bf16 module", "at least 2x as fast as the best peer; memory at most target + 128 MB", cast),
+    "cast": (
+        "fp32 file to bf16 module",
+        "at least 2x as fast as the best peer; own memory at most target + 128 MB",
+        cast,
+    ),
     "int8": (
         "fp32 file to int8 module",
-        "at least 2x as fast as quantizing after the load; memory at most target + 256 MB",
+        "at least 2x as fast as quantizing after the load; own memory at most target + 256 MB",
         int8,
     ),
     "small": (

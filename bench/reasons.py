@@ -56,19 +56,21 @@ def _cold(fastest: Fastest) -> str:
 
 def _cast(fastest: Fastest) -> str:
     return (
-        "With nothing else done, reading the file in blocks and casting them into fresh small pages takes "
-        f"{fastest('limits', limits.CAST)}; the load takes {fastest('cast', 'modelstate.load, dtype=bfloat16')}. The "
-        "fastest other loaders cast from a map of the file: if the file is truncated meanwhile, their process ends "
-        "with SIGBUS, where this load raises an error."
+        "The cost is fresh memory, the same for every loader. The load takes "
+        f"{fastest('cast', 'modelstate.load, dtype=bfloat16')}. It casts from a map of the file, as the fastest other "
+        "loaders do, but locks the map in memory first, and looks at all values once more for those that have become "
+        "infinite. The other loaders do not look for such values; if the file is truncated meanwhile, their process "
+        "ends with SIGBUS, where this load raises an error. With nothing else done, reading the file in blocks and "
+        f"casting them into fresh small pages takes {fastest('limits', limits.CAST)}."
     )
 
 
 def _cast_memory(fastest: Fastest) -> str:
     return (
-        f"Reading alone takes {fastest('limits', limits.TOUCHED)}, and the load "
-        f"{fastest('cast/memory', 'modelstate.load, dtype=bfloat16')}: it reads blocks, casts them, and looks for "
-        "values that have become infinite. The other loaders cast from a map of the file and do not look for such "
-        "values; if a page of the map cannot be read, their process ends with SIGBUS, where this load raises an error."
+        f"The load takes {fastest('cast/memory', 'modelstate.load, dtype=bfloat16')}. It casts from a map of the file, "
+        "as the other loaders do, but locks the map in memory first, and looks at all values once more for those that "
+        "have become infinite. The other loaders do not look for such values; if a page of the map cannot be read, "
+        "their process ends with SIGBUS, where this load raises an error."
     )
 
 
@@ -85,11 +87,13 @@ def _shards(fastest: Fastest) -> str:
 
 def _default(fastest: Fastest) -> str:
     return (
-        f"Of the {fastest('default/large', 'modelstate.load')} for the large decoder, the reads take what the load "
-        f"with `in_place=True` takes, {fastest('default/large', 'modelstate.load, in_place=True')}. Before the load "
-        "writes the first byte, it asks the kernel whether every page of the file can be read without the disk, so "
-        f"that no read can fail half way: {fastest('limits', limits.RESIDENT)} with nothing else done. The other "
-        "loaders do not: where one of their reads fails, the module has some of the new values."
+        f"A load of the large decoder takes {fastest('default/large', 'modelstate.load')}. It copies from a map of the "
+        "file, as the other loaders do. Before it writes the first byte, it plans and checks everything, takes a read "
+        "lease, and locks the pages of the file in memory, so that nothing can fail half way; where the kernel is slow "
+        f"to lock them, it reads the file instead ({fastest('limits', limits.TOUCHED)} with nothing else done), after "
+        f"it has asked whether every page is there ({fastest('limits', limits.RESIDENT)}). It always reads files of "
+        "less than 256 MiB: to make and lock a map would take longer. The other loaders do none of this: where one of "
+        "their reads fails, the module has some of the new values, or the process ends."
     )
 
 
