@@ -31,7 +31,7 @@ from modelstate.io.blocks import Block, Consume, Part, Wanted
 from modelstate.io.engine import Request, Rows, coalesce, for_each, memory_at, read_threads
 from modelstate.io.files import FileFingerprint, open_unchanged
 from modelstate.io.prefetch import begin_to_read, merged, most_to_read
-from modelstate.process import is_forked
+from modelstate.process import is_forked, torch_threads
 from modelstate.spec import GAP_BYTES, ByteRange
 
 if TYPE_CHECKING:
@@ -96,12 +96,10 @@ class LockedFiles:
     """
 
     def __init__(self, files: Mapping[str, LeasedFile], extents: Iterable[ByteRange]) -> None:
-        import torch
-
         self._files, self._spans = files, merged(extents)
         nbytes = sum(span.nbytes for span in self._spans)
         self._copies = nbytes >= LEAST_COPIED_BYTES
-        self._threads = 1 if not self._copies and torch.get_num_threads() > 1 else read_threads()
+        self._threads = 1 if not self._copies and torch_threads() > 1 else read_threads()
         self._is_able = nbytes >= LEAST_BYTES and not is_forked()  # the threads of torch do not exist there
         self._maps: dict[str, linux.PageMap] = {}
         """Where `lock_all` has locked all ranges."""
