@@ -302,12 +302,12 @@ def prefetch_one(
         use: Uses an item that was fetched, or that needs no fetch.
         is_fetched: Whether an item has to be fetched.
     """
-    pool = ThreadPoolExecutor(1, "modelstate-ahead")
-    try:
-        if not _has_memory_for_a_thread():
-            raise RuntimeError("can't start new thread")
-        pool.submit(lambda: None)  # starts its thread
-    except RuntimeError:  # no more threads can be started, or the program ends, when no pool accepts work
+    pool, is_started = ThreadPoolExecutor(1, "modelstate-ahead"), False
+    with suppress(RuntimeError):  # no more threads can be started, or the program ends, when no pool accepts work
+        if _has_memory_for_a_thread():
+            pool.submit(lambda: None)  # starts its thread
+            is_started = True
+    if not is_started:
         for item in items:
             if is_fetched(item):
                 fetch(item, check_stopped)

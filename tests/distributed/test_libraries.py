@@ -44,7 +44,7 @@ def tree_of(state: dict[str, torch.Tensor]) -> nn.Module:
 
 
 def save_sharded(state: dict[str, torch.Tensor], path: Path, shard_size_bytes: int | None) -> None:
-    """Saves the parameters of a Llama, each layer of which FSDP2 has sharded.
+    """Shards each layer of a Llama with FSDP2, and saves the parameters.
 
     They are in plain modules: in four ranks, an import of transformers takes ten seconds of processor time.
     """

@@ -157,6 +157,19 @@ def test_locks_fit_into_the_limit(limit: int, most: int, path: Path, monkeypatch
     assert (memory == content()) == (left == []) == (most > 0)
 
 
+def test_where_the_limit_is_too_small_for_all_threads_one_has_all_of_it(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(locked, "read_threads", lambda: 3)
+    monkeypatch.setattr(locked, "_LEAST_WINDOW_BYTES", BLOCK)
+    monkeypatch.setattr(linux, "lockable_bytes", lambda: 2 * BLOCK)
+    memory, threads = bytearray(SIZE), set[int]()
+    with locking(path) as files, faulty_reads(before=lambda _: threads.add(threading.get_ident())):
+        assert files.copy(requests_into(memory, path, [(0, SIZE)])) == []
+    assert memory == content()
+    assert threads == {threading.get_ident()}
+
+
 def test_a_file_that_is_not_in_the_page_cache_is_not_locked_as_a_whole(path: Path) -> None:
     evict(path)
     descriptor = os.open(path, os.O_RDONLY)
@@ -354,3 +367,33 @@ def test_a_load_is_right_whatever_call_fails(
         for name, value in target.state_dict().items():
             assert value.is_meta if now[name].is_meta else torch.equal(value, now[name])
         assert locked_bytes() == 0
+
+
+class Doubled(ms.loading.ModuleTransform):
+    """Twice the values, some rows at a time; fails once."""
+
+    def __init__(self) -> None:
+        self.rows = 0
+
+    def applies_to(self, name: str, module: torch.nn.Module) -> bool:
+        return name.endswith("weight")
+
+    def __call__(self, name: str, tensor: torch.Tensor, module: torch.nn.Module) -> torch.Tensor:
+        self.rows += len(tensor)
+        if self.rows == len(tensor):
+            raise ValueError("as asked")
+        return tensor * 2
+
+    def rows_at_once(self, shape: tuple[int, ...], dtype: torch.dtype) -> int:
+        return 64
+
+
+def test_a_transform_is_not_called_again_for_rows_where_it_has_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(locked, "_MOST_WINDOW_BYTES", 8 << 20)  # more than a block
+    path, target, transform = tmp_path / "x.safetensors", model().to("meta"), Doubled()
+    save_file({name: torch.ones(value.shape) for name, value in model().state_dict().items()}, path)
+    with pytest.raises(ms.errors.TransformError, match="as asked"):
+        ms.load(target, path, transform=transform, map=False)
+    assert all(value.is_meta for value in target.state_dict().values())

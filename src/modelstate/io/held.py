@@ -180,7 +180,6 @@ class HeldFiles(dict[str, HeldFile]):
             self.locked = LockedFiles(self, extents)
             if self.locked.lock_all():
                 return True
-            self.locked = LockedFiles(self, ())
         self.close()
         return False
 

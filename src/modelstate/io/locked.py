@@ -206,7 +206,7 @@ class LockedFiles:
 
     def _uses_maps(self, least_speed: float) -> bool:
         """Whether parts of the maps can be locked, and at this speed."""
-        if self._maps or not self._is_able:
+        if self._maps or not (self._is_able and self._files):
             return bool(self._maps)
         if not self._window_bytes:
             limit = linux.lockable_bytes()
@@ -262,7 +262,7 @@ def _window(descriptor: int, start: int, nbytes: int) -> Iterator[linux.PageMap]
 def _can_lock_all(descriptors: Mapping[str, int], spans: Sequence[ByteRange]) -> bool:
     """Whether the page cache has most of the ranges, and they can be locked fast and within the limits."""
     nbytes = sum(span.nbytes for span in spans)
-    if nbytes < LEAST_COPIED_BYTES or is_forked() or nbytes > min(linux.lockable_bytes(), most_to_read()):
+    if is_forked() or nbytes > min(linux.lockable_bytes(), most_to_read()):
         return False
     for path, start, length in spans:
         share = linux.cached_share(descriptors[path], start, length)
