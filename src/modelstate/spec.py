@@ -444,7 +444,9 @@ class TensorColumns:
         return zip(names, self.shapes, self.paths, self.starts, self.nbytes, strict=True)
 
     def selected(self, rows: Sequence[int]) -> TensorColumns:
-        """Returns some rows, in this order."""
+        """Returns some rows, in this order; this object itself for all rows in their order."""
+        if len(rows) == len(self.nbytes) and [*rows] == [*range(len(rows))]:
+            return self
         columns = (getattr(self, name) for name in TensorColumns.__slots__)
         return TensorColumns(*([column[row] for row in rows] for column in columns))
 

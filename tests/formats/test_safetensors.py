@@ -247,6 +247,7 @@ MALFORMED: dict[str, tuple[type[OpenError], bytes]] = {
     "two documents": (SYNTAX, raw(b"{}{}")),
     "a control character": (SYNTAX, raw(b'{"a\nb":%F}', 4)),
     "half a surrogate": (SYNTAX, raw(b'{"\\ud800":%F}', 4)),
+    "half a surrogate in the metadata": (SYNTAX, raw(b'{"__metadata__":{"a":"\\ud800"},"b":%F}', 4)),
     "a wrong escape": (SYNTAX, raw(b'{"\\x":%F}', 4)),
     "NaN": (SYNTAX, raw(b'{"a":NaN}')),
     "an entry that is a number": (SYNTAX, made({"a": 1})),

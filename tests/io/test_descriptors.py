@@ -10,7 +10,7 @@ from torch import nn
 
 import modelstate as ms
 from modelstate.io import atomic, files, held, lock, system
-from modelstate.io.system import Descriptor
+from modelstate.io.files import Descriptor
 from tests.sweeps import at_instruction, interrupt
 
 OPENING = {module.__file__ for module in (atomic, files, held, lock, system)}

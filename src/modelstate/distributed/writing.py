@@ -32,7 +32,7 @@ from modelstate.formats.writing import Files, Outputs
 from modelstate.io import system
 from modelstate.io.atomic import Output, write_errors
 from modelstate.io.engine import memory_at
-from modelstate.io.system import Descriptor
+from modelstate.io.files import Descriptor
 from modelstate.process import cached_attribute
 from modelstate.remote.location import is_remote
 from modelstate.text_format import count

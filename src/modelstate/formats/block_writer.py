@@ -25,9 +25,9 @@ from modelstate.formats.manifest import BLOCK_BYTES
 from modelstate.io import system
 from modelstate.io.atomic import Output
 from modelstate.io.engine import for_each, memory_at, read_threads
+from modelstate.io.files import Descriptor
 from modelstate.io.linux import O_DIRECT
 from modelstate.io.memory import empty_cpu
-from modelstate.io.system import Descriptor
 from modelstate.io.tensors import ReadAll, elements, read_tensor, runs
 from modelstate.io.uncached import ALIGN_BYTES, UNSUPPORTED, Buffer
 from modelstate.remote.upload import ObjectWriter

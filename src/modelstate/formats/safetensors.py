@@ -281,7 +281,7 @@ def _parse_header(header: bytes, path: str, begin: int, file_bytes: int) -> tupl
         raise _wrong_end(lasts, begin, file_bytes, path)
     dtype_names = [*map(_TORCH_NAMES.__getitem__, kinds)]
     columns = TensorColumns(dtype_names, shapes, [path] * len(rows), [begin + first for first in firsts], nbytes)
-    return StoredTensors(rows, columns), {} if metadata is None else strings_of(metadata, MAX_ENTRIES)
+    return StoredTensors(rows, columns), metadata
 
 
 _MINUS_ZERO = re.compile(rb"[\[,:]\s*-0")
@@ -310,46 +310,48 @@ _entries_of = msgspec.json.Decoder(dict[str, _Entry]).decode
 _metadata_of = msgspec.json.Decoder(_Metadata).decode
 
 
-def _usual_header(header: bytes) -> tuple[list[str], _Columns, Any] | None:
+def _usual_header(header: bytes) -> tuple[list[str], _Columns, dict[str, str]] | None:
     """The names, the columns and the metadata of a header, by a parser that takes less time than a strict one.
 
     None for a header that it might read in another way: `_any_header` parses such a header, and says what is wrong. The
     parser keeps only the last of equal keys, and passes over keys that an entry must not have. So that neither goes
-    unnoticed, the quotation marks are counted: each key and each text has two.
+    unnoticed, the quotation marks are counted: each key and each text has two. It refuses half of a surrogate pair.
     """
     if b"\\\\" in header or (b"-0" in header and _MINUS_ZERO.search(header)):
         return None  # a quotation mark after two backslashes ends a text; -0 is no whole number from 0
     try:
         entries = _entries_of(header)
         has_metadata = entries.pop(METADATA_NAME, None) is not None
-        members = tuple(_metadata_of(header).members.items()) if has_metadata else None
+        metadata = _metadata_of(header).members if has_metadata else {}
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
-    texts = 5 * len(entries) + has_metadata + 2 * len(members or ())
+    texts = 5 * len(entries) + has_metadata + 2 * len(metadata)
     marks = header.count(b'"') - (header.count(b'\\"') if b"\\" in header else 0)
     values = entries.values()
     kinds = tuple([entry.dtype for entry in values])
     shapes = [entry.shape for entry in values]
     offsets = [entry.data_offsets for entry in values]
-    if not entries or marks != 2 * texts or None in kinds or None in shapes or None in offsets:
+    is_whole = bool(entries) and not (None in kinds or None in shapes or None in offsets)
+    if not is_whole or marks != 2 * texts or len(metadata) > MAX_ENTRIES:
         return None
     firsts, lasts = zip(*cast("list[tuple[int, int]]", offsets), strict=True)
-    return [*entries], cast("_Columns", (kinds, shapes, firsts, lasts)), members
+    return [*entries], cast("_Columns", (kinds, shapes, firsts, lasts)), metadata
 
 
-def _any_header(header: bytes) -> tuple[list[str], _Columns, Any]:
+def _any_header(header: bytes) -> tuple[list[str], _Columns, dict[str, str]]:
     """As `_usual_header`, of any header. Raises `JsonError`."""
     members = parse_object(header)
-    metadata = [fields for name, fields in members if name == METADATA_NAME]
-    if len(metadata) > 1:
-        raise RepeatedKeyError(METADATA_NAME, str(metadata[1])[:60])
-    entries = tuple(member for member in members if member[0] != METADATA_NAME) if metadata else members
+    found = [fields for name, fields in members if name == METADATA_NAME]
+    if len(found) > 1:
+        raise RepeatedKeyError(METADATA_NAME, str(found[1])[:60])
+    metadata = {} if found in ([], [None]) else strings_of(found[0], MAX_ENTRIES)
+    entries = tuple(member for member in members if member[0] != METADATA_NAME) if found else members
     names = [name for name, _ in entries]
     if b"\\" in header and b"\\u" in header:  # a search for one byte takes a twentieth of the time
         _check_unicode(names)
     rows = [_fields_of(name, fields) for name, fields in entries]
     kinds, shapes, firsts, lasts = zip(*rows, strict=True) if rows else ((), (), (), ())
-    return names, (kinds, shapes, firsts, lasts), metadata[0] if metadata else None
+    return names, (kinds, shapes, firsts, lasts), metadata
 
 
 def _fields_of(name: str, fields: Any) -> tuple[str, tuple[int, ...], int, int]:

@@ -31,8 +31,8 @@ from modelstate.errors import (
     WriteFailedError,
 )
 from modelstate.io import linux, system
+from modelstate.io.files import Descriptor
 from modelstate.io.lock import descriptors_to_close
-from modelstate.io.system import Descriptor
 from modelstate.text_format import printable
 
 _NO_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EBADF)

@@ -582,35 +582,27 @@ def coalesce(requests: Iterable[Request], *, batch_bytes: int, gap_bytes: int, a
     A call reads at most `batch_bytes`; larger requests are split. Two ranges that lie at most `gap_bytes` apart share
     a call. The batches cover every byte of every request once. A full batch ends at a multiple of `align_bytes`.
     """
-    batches: list[Batch] = []
+    runs: list[tuple[str, int, list[Piece]]] = []
     pieces: list[Piece] = []
-    path, start, end, limit = "", 0, 0, 0  # a batch ends at the limit
+    path, end, limit, is_open = "", 0, 0, False  # the last run ends at the limit, and may go on as long as it is open
     batch_bytes = max(batch_bytes // align_bytes, 1) * align_bytes
-
-    def close() -> None:
-        if pieces:
-            batches.append(Batch(path, start, tuple(pieces)))
-            pieces.clear()
-
     # An empty request must not open a gap: the request behind it would count that gap again.
     for source, address in sorted(request for request in requests if request.source.nbytes):
         taken, gap = 0, source.start - end
-        if source.path != path or not 0 <= gap <= gap_bytes or source.start >= limit:
-            close()
-        elif gap and pieces:
+        is_open = is_open and source.path == path and 0 <= gap <= gap_bytes and source.start < limit
+        if gap and is_open:
             pieces.append((None, gap))
         while taken < source.nbytes:
-            if not pieces:
-                path, start = source.path, source.start + taken
-                end, limit = start, start + batch_bytes - start % align_bytes
+            if not is_open:
+                path, start, pieces = source.path, source.start + taken, []
+                runs.append((path, start, pieces))
+                limit = start + batch_bytes - start % align_bytes
             length = min(source.nbytes - taken, max(limit - source.start - taken, 1))
             pieces.append((address + taken, length))
             taken += length
             end = source.start + taken
-            if end >= limit or len(pieces) >= _IOV_MAX - 1:
-                close()
-    close()
-    return batches
+            is_open = end < limit and len(pieces) < _IOV_MAX - 1
+    return [Batch(path, start, tuple(pieces)) for path, start, pieces in runs]
 
 
 def batch_reader(uncached: Collection[str], filler: UffdFiller | None = None) -> Callable[[RangeFile, Batch], None]:
@@ -641,7 +633,7 @@ def batch_reader(uncached: Collection[str], filler: UffdFiller | None = None) ->
             largest_gap = max((length for address, length in part.pieces if address is None), default=0)
             scratch = memoryview(bytearray(largest_gap))
             views = [memory_at(a, n) if a is not None else scratch[:n] for a, n in part.pieces]
-            read_fully(file, views, part.start, part.nbytes)
+            read_fully(file, views, part.start, sum(map(len, views)))
 
     return read
 

@@ -1,4 +1,4 @@
-"""Opens files that may come from untrusted places: paths, regular files only, fingerprints, bounded reads.
+"""Opens files that may come from untrusted places: paths, descriptors, regular files only, fingerprints, bounded reads.
 
 A `FileFingerprint` (size, time of modification, inode, device) is taken when a file is first opened. Every later open
 of the same checkpoint compares it, so that bytes of two versions of a file are never mixed.
@@ -9,11 +9,13 @@ import os
 import re
 import shlex
 import stat
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
+from itertools import starmap
 from types import TracebackType
+from typing import Any
 from urllib.parse import unquote_to_bytes, urlsplit
 
 from modelstate.errors import (
@@ -25,7 +27,6 @@ from modelstate.errors import (
     TruncatedFileError,
 )
 from modelstate.io import system
-from modelstate.io.system import Descriptor
 from modelstate.remote.cache import Cache
 from modelstate.remote.file import RemoteFile, opened
 from modelstate.remote.location import is_remote, redacted_url
@@ -153,6 +154,42 @@ def no_access(path: str, error: Exception) -> SourceAccessError:
         remedy=f"ask the owner for: chmod +r {shlex.quote(path)} (and +x on the directories above), or copy it as the "
         "owner",
     )
+
+
+class ClosedDescriptor(int):
+    """The number that a file had while it was open."""
+
+    def close(self, call: Callable[[int], object] = os.close) -> None:
+        """Does nothing."""
+
+
+class Descriptor(ClosedDescriptor):
+    """The descriptor of an open file. The file is closed with this object: at the latest when nothing refers to it.
+
+    An interrupt (Ctrl-C) comes between two instructions of Python, so also between the call that opens a file and the
+    `try` that would close it. Only C code runs between the call and the object that `of` returns.
+    """
+
+    @classmethod
+    def of(cls, call: Callable[..., int], *arguments: Any) -> "Descriptor":
+        """Returns the descriptor that a call, such as `open`, opens with these arguments."""
+        return next(map(cls, starmap(call, (arguments,))))
+
+    def close(self, call: Callable[[int], object] = os.close) -> None:
+        """Closes the file with a call, which may be `system.close`. Another call of the method does nothing."""
+        # No interrupt comes between the two. An object without `__del__` is freed without running Python code, in which
+        # an interrupt would be lost.
+        self.__class__ = self.__class__.__base__  # type: ignore[assignment]
+        call(self)
+
+    def __enter__(self) -> "Descriptor":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        self.close()
 
 
 def open_regular(path: str, flags: int = 0) -> tuple[Descriptor, os.stat_result]:

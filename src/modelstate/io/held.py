@@ -24,7 +24,7 @@ from contextlib import contextmanager, suppress
 
 from modelstate.errors import ReadFailedError
 from modelstate.io import lease, linux, system
-from modelstate.io.files import FileFingerprint, check_unchanged, open_unchanged, remedy_for_limit
+from modelstate.io.files import Descriptor, FileFingerprint, check_unchanged, open_unchanged, remedy_for_limit
 from modelstate.io.locked import LEAST_COPIED_BYTES, LockedFiles
 from modelstate.io.memory import new_mapping
 from modelstate.io.prefetch import CacheLook, bring_into_cache
@@ -73,7 +73,7 @@ class _Scratch:
 class HeldFile:
     """An open file with a read lease: a `RangeFile` of the engine."""
 
-    def __init__(self, path: str, descriptor: system.Descriptor, seconds: float, read_missing: _Read) -> None:
+    def __init__(self, path: str, descriptor: Descriptor, seconds: float, read_missing: _Read) -> None:
         self.path, self.descriptor = path, descriptor
         self.failed: list[ByteRange] = []
         """The ranges that could not be read. Their destinations are unchanged, or have bytes of another file."""

@@ -38,8 +38,8 @@ from contextlib import contextmanager, suppress
 from functools import partial
 
 from modelstate.io import system
+from modelstate.io.files import Descriptor
 from modelstate.io.linux import IS_LINUX, MAP_NORESERVE, Advice, madvise
-from modelstate.io.system import Descriptor
 from modelstate.process import gc_paused
 from modelstate.text_format import size
 

@@ -20,7 +20,7 @@ from datetime import datetime
 from functools import partial
 
 from modelstate.errors import LockedError, StoreMovedError, WriteFailedError
-from modelstate.io.system import Descriptor
+from modelstate.io.files import Descriptor
 from modelstate.text_format import printable
 
 LOCK_FILE = ".lock"

@@ -29,7 +29,7 @@ from modelstate.errors import ReadFailedError
 from modelstate.io import lease, linux, system
 from modelstate.io.blocks import Block, Consume, Part, Wanted
 from modelstate.io.engine import Request, Rows, coalesce, for_each, memory_at, read_threads
-from modelstate.io.files import FileFingerprint, open_unchanged
+from modelstate.io.files import Descriptor, FileFingerprint, open_unchanged
 from modelstate.io.prefetch import begin_to_read, merged, most_to_read
 from modelstate.process import is_forked, torch_threads
 from modelstate.spec import GAP_BYTES, ByteRange
@@ -66,7 +66,7 @@ def can_lock_all(fingerprints: Mapping[str, FileFingerprint]) -> bool:
     if not is_enough or any(known.is_remote for known in fingerprints.values()):
         return False
     extents = [ByteRange(path, 0, known.nbytes) for path, known in fingerprints.items()]
-    descriptors: dict[str, system.Descriptor] = {}
+    descriptors: dict[str, Descriptor] = {}
     try:
         for path, known in fingerprints.items():
             descriptors[path] = open_unchanged(path, known)
@@ -81,7 +81,7 @@ def can_lock_all(fingerprints: Mapping[str, FileFingerprint]) -> bool:
 class LeasedFile(Protocol):
     """A file that is held by a lease."""
 
-    descriptor: system.Descriptor
+    descriptor: Descriptor
 
     def check_unchanged(self) -> None:
         """Raises `ReadFailedError` where a writer may have changed the file."""

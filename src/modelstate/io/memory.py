@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 from modelstate.arguments import check_integer
 from modelstate.errors import MemoryBudgetError
 from modelstate.io import linux, system
-from modelstate.io.system import Descriptor
+from modelstate.io.files import Descriptor
 from modelstate.process import ThreadValue
 from modelstate.spec import contiguous_stride, span
 

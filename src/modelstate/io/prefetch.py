@@ -26,8 +26,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from modelstate.errors import ReadFailedError
 from modelstate.io import linux, system
 from modelstate.io.engine import LocalFile, can_read_uncached, for_each, open_files, read_fully, read_threads
-from modelstate.io.files import FileFingerprint, open_unchanged
-from modelstate.io.system import Descriptor
+from modelstate.io.files import Descriptor, FileFingerprint, open_unchanged
 from modelstate.process import run_detached, try_start
 from modelstate.spec import ByteRange
 

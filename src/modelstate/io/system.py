@@ -10,47 +10,8 @@ import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
-from itertools import starmap
-from typing import Any
 
 from modelstate.io import linux
-
-
-class ClosedDescriptor(int):
-    """The number that a file had while it was open."""
-
-    def close(self, call: Callable[[int], object] = os.close) -> None:
-        """Does nothing."""
-
-
-class Descriptor(ClosedDescriptor):
-    """The descriptor of an open file. The file is closed with this object: at the latest when nothing refers to it.
-
-    An interrupt (Ctrl-C) comes between two instructions of Python, so also between the call that opens a file and the
-    `try` that would close it. Only C code runs between the call and the object that `of` returns.
-    """
-
-    @classmethod
-    def of(cls, call: Callable[..., int], *arguments: Any) -> "Descriptor":
-        """Returns the descriptor that a call, such as `open`, opens with these arguments."""
-        return next(map(cls, starmap(call, (arguments,))))
-
-    def close(self, call: Callable[[int], object] = os.close) -> None:
-        """Closes the file with a call, which may be `system.close`. Another call of the method does nothing."""
-        # No interrupt comes between the two. An object without `__del__` is freed without running Python code, in which
-        # an interrupt would be lost.
-        self.__class__ = self.__class__.__base__  # type: ignore[assignment]
-        call(self)
-
-    def __enter__(self) -> "Descriptor":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def __del__(self) -> None:
-        self.close()
-
 
 # Reads.
 

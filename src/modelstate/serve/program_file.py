@@ -25,8 +25,7 @@ from modelstate.errors import DamagedFileError, LiveTargetError, NameMapError, N
 from modelstate.formats.manifest import check_size
 from modelstate.formats.recognise import Format, recognise
 from modelstate.formats.zip_directory import ZipDirectory
-from modelstate.io.files import FileFingerprint, SourceFile, current_fingerprints, open_regular
-from modelstate.io.system import Descriptor
+from modelstate.io.files import Descriptor, FileFingerprint, SourceFile, current_fingerprints, open_regular
 from modelstate.serve.state_names import NameMap
 from modelstate.text_format import listed, size
 from modelstate.version import __version__
