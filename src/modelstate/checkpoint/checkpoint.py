@@ -271,7 +271,7 @@ class Checkpoint(Mapping[str, TensorSpec], Shown):
             except KeyNotFoundError:
                 head, _, tail = path.rpartition(".")
                 path, rest = head, f"{tail}.{rest}" if rest else tail
-        saved = version_metadata(node)
+        saved = node.versions if isinstance(node, StoredTensors) else version_metadata(node)
         if saved is None:
             return None
         within = {str(k): dict(v) for k, v in saved.items() if isinstance(v, Mapping)}

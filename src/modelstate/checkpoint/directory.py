@@ -28,7 +28,7 @@ from modelstate.errors import (
     UnknownFormatError,
 )
 from modelstate.formats import sharded
-from modelstate.formats.recognise import DCP_METADATA, HEAD_BYTES, Format, recognise
+from modelstate.formats.recognise import DCP_METADATA, Format, recognise
 from modelstate.io.files import SourceFile
 from modelstate.remote.file import listing
 from modelstate.remote.location import is_remote
@@ -162,8 +162,7 @@ def _candidate(directory: str, name: str) -> _Candidate | None:
     path = os.path.join(directory, name)
     try:
         with SourceFile(path) as file:
-            head = file.read(0, min(file.nbytes, HEAD_BYTES), "its beginning")
-            format = recognise(head, path)
+            format = recognise(file.head, path)
             is_foreign = False
             if format is Format.TORCH_ZIP:
                 from modelstate.formats import torch_zip
@@ -191,7 +190,7 @@ def _is_dcp(directory: str, files: list[str]) -> bool:
     try:
         with SourceFile(os.path.join(directory, DCP_METADATA)) as file:
             # A path that the user gives needs only this name, but in a directory it may belong to another tool.
-            return recognise(file.read(0, min(file.nbytes, HEAD_BYTES), "its beginning")) is Format.DCP
+            return recognise(file.head) is Format.DCP
     except OpenError:
         return False
 

@@ -24,7 +24,7 @@ from modelstate.errors import (
     TruncatedFileError,
 )
 from modelstate.formats import safetensors, sharded
-from modelstate.formats.recognise import HEAD_BYTES, Format, no_checkpoint, recognise, tensorflow_prefix
+from modelstate.formats.recognise import Format, no_checkpoint, recognise, tensorflow_prefix
 from modelstate.formats.tree import Contents
 from modelstate.io import system
 from modelstate.io.files import NOT_FOUND, SourceFile, local_path, no_access, not_found, remedy_for_limit
@@ -313,10 +313,9 @@ def _no_source(source: object) -> SourceTypeError:
 def _read_file(path: str, *, allow: Sequence[object], skip_forbidden: bool, is_shard: bool = False) -> Contents:
     """Reads a whole checkpoint that is a file or begins with one, or a shard. Raises what `open` raises."""
     with SourceFile(path) as file:
-        head = file.read(0, min(file.nbytes, HEAD_BYTES), "its beginning")
-        if safetensors.begins(head):
+        if safetensors.begins(file.head):
             return safetensors.read(file, allow=allow)
-        match recognise(head, path):
+        match recognise(file.head, path):
             case Format.SAFETENSORS:
                 return safetensors.read(file, allow=allow)
             case Format.TORCH_ZIP:
@@ -336,8 +335,8 @@ def _read_file(path: str, *, allow: Sequence[object], skip_forbidden: bool, is_s
                 return sharded.read(path, read_file=read, allow=allow)
             case Format.INDEX:
                 raise DamagedFileError("an index names another index as a shard", where=path, remedy="open that index")
-    if head:
-        raise no_checkpoint(path, head)
+    if file.head:
+        raise no_checkpoint(path, file.head)
     raise TruncatedFileError(
         "the file is empty",
         where=path,

@@ -379,7 +379,7 @@ def write_page(path: str | None, result: Shown | Page) -> None:
         make_parents(path)
         if os.path.isfile(path):
             with SourceFile(path) as file:
-                beginning = file.read(0, min(15, file.nbytes), "the page")
+                beginning = file.head[:15]
             if beginning and beginning.lower() != b"<!doctype html>":
                 raise ms.errors.SaveTargetError(
                     "--html replaces web pages only, and this file is not one",

@@ -458,12 +458,11 @@ def _read_archives(
 def _read_archive(file: SourceFile, index: Index, place: Place, names: TorchGlobals) -> Archive:
     try:
         section = file.section(place.start, place.nbytes, index[0])
-        head = section.read(0, min(4, place.nbytes), "its beginning")
-        if recognise(head) is not Format.TORCH_ZIP:
+        if recognise(section.head) is not Format.TORCH_ZIP:
             raise DamagedFileError(
                 "not an archive of torch.save",
                 expected=f"one at byte {place.start}, as the metadata says",
-                found=excerpt(head),
+                found=excerpt(section.head),
                 remedy="copy the checkpoint again",
             )
         return torch_zip.read_archive(section, names)

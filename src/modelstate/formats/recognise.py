@@ -7,10 +7,9 @@ from enum import Enum
 
 from modelstate.errors import TruncatedFileError, UnknownFormatError
 from modelstate.formats import safetensors
-from modelstate.io.files import SourceFile
+from modelstate.io.files import HEAD_BYTES, SourceFile
 from modelstate.text_format import excerpt
 
-HEAD_BYTES = 4096
 _FORMATS = "a file of torch.save, safetensors, or an index of shards"
 _BEGINNINGS = (b"PK\x03\x04", b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19.")
 """The beginnings of the files of torch.save; a file that ends within one of them is cut short."""

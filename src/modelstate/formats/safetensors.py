@@ -131,7 +131,9 @@ def read(file: SourceFile, *, allow: Sequence[object] = ()) -> Contents:
     Also raises what `modelstate.formats.manifest.apply` raises for the manifest, and what `SourceFile` raises.
     """
     path = file.path
-    (length,) = struct.unpack("<Q", file.read(0, 8, "the length of its header"))
+    if file.nbytes < 8:
+        raise file.truncated("the length of its header", 8)
+    (length,) = struct.unpack_from("<Q", file.head)
     if length > MAX_HEADER_BYTES:
         raise DamagedFileError(
             "the header would be larger than the format allows; the length before it is probably damaged",

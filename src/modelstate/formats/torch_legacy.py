@@ -40,7 +40,7 @@ def read(file: SourceFile, *, allow: Sequence[object] = (), skip_forbidden: bool
     the arguments and errors see `modelstate.formats.torch_zip.read`.
     """
     path = file.path
-    if is_legacy_tar(file.read(0, min(file.nbytes, 512), "the beginning")):
+    if is_legacy_tar(file.head):
         raise UnknownFormatError(
             "a checkpoint of PyTorch before 0.2, which modelstate does not read",
             where=path,

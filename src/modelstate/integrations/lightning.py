@@ -25,7 +25,6 @@ except ImportError as error:
         "this needs lightning, which is not here", found=error, remedy='pip install "modelstate[lightning]"'
     ) from error
 
-_HEAD_BYTES = 64
 _IGNORE_REMEDY = "self.save_hyperparameters(ignore=[...]) leaves one out"
 
 
@@ -120,10 +119,9 @@ class StoreCheckpointIO(CheckpointIO):  # type: ignore[misc]
 def _is_torchs(path: str) -> bool:
     try:
         with SourceFile(path) as file:
-            head = file.read(0, min(file.nbytes, _HEAD_BYTES), "its beginning")
+            return recognise(file.head) in (Format.TORCH_ZIP, Format.TORCH_LEGACY)
     except (OpenError, ReadFailedError):
         return False  # the opening of it raises the error
-    return recognise(head) in (Format.TORCH_ZIP, Format.TORCH_LEGACY)
 
 
 def _placement(map_location: object) -> Callable[[torch.Tensor], torch.Tensor]:

@@ -11,12 +11,13 @@ from modelstate.io.engine import (
     RangeFile,
     ReadStrategy,
     Request,
-    batch_reader,
     coalesce,
     common_align_bytes,
     for_all,
     for_each,
     open_files,
+    read_batch,
+    uncached_buffer,
 )
 from modelstate.io.files import FileFingerprint
 from modelstate.io.memory import aligned, spare_tensors
@@ -144,7 +145,7 @@ def stream(
 
     @contextmanager
     def worker() -> Iterator[Callable[[Block], None]]:
-        read = batch_reader(strategy.uncached)
+        aligned_buffer = uncached_buffer() if strategy.uncached else None
         wait: Wait | None = None
         with torch.inference_mode(False), torch.no_grad(), buffers.lend() as buffer:
 
@@ -159,7 +160,7 @@ def stream(
                     extent = ByteRange(source.path, source.start + part.first, part.nbytes)
                     requests.append(Request(extent, buffer.data_ptr() + part.at))
                 for batch in coalesce(requests, batch_bytes=block.nbytes, gap_bytes=GAP_BYTES):
-                    read(files[batch.path], batch)
+                    read_batch(files[batch.path], batch, aligned_buffer)
                 wait = consume(block, buffer)
 
             try:

@@ -522,11 +522,12 @@ def read_ranges(
 
     @contextmanager
     def worker() -> Iterator[Callable[[Batch | Rows], None]]:
-        read, buffer = batch_reader(uncached, filler), buffers.pop() if buffers else None
+        aligned_buffer = uncached_buffer() if uncached else None
+        buffer = buffers.pop() if buffers else None
 
         def process(item: Batch | Rows) -> None:
             if isinstance(item, Batch):
-                read(files[item.path], item)
+                read_batch(files[item.path], item, aligned_buffer, filler)
                 if on_piece is not None:
                     for address, nbytes in item.pieces:
                         if address is not None:
@@ -605,37 +606,39 @@ def coalesce(requests: Iterable[Request], *, batch_bytes: int, gap_bytes: int, a
     return [Batch(path, start, tuple(pieces)) for path, start, pieces in runs]
 
 
-def batch_reader(uncached: Collection[str], filler: UffdFiller | None = None) -> Callable[[RangeFile, Batch], None]:
-    """Returns the function with which one thread reads batches.
+def uncached_buffer() -> Buffer | None:
+    """The buffer of one thread for files that are read with O_DIRECT; None where hardly any memory is left."""
+    with suppress(OSError):
+        return Buffer()
+    return None
+
+
+def read_batch(file: RangeFile, batch: Batch, buffer: Buffer | None = None, filler: UffdFiller | None = None) -> None:
+    """Reads a batch in the calling thread.
 
     Args:
-        uncached: As for `read_ranges`.
-        filler: Fills untouched memory that batches are read into, where it can.
+        file: The file of the batch.
+        batch: What to read.
+        buffer: The buffer of this thread for a file that is read with O_DIRECT. Without one it is read through the page
+            cache from now on.
+        filler: Fills untouched memory that the batch is read into, where it can.
     """
-    buffer: Buffer | None = None
-    with suppress(OSError):  # hardly any memory is left: the read goes through the page cache instead
-        buffer = Buffer() if uncached else None
-
-    def read(file: RangeFile, batch: Batch) -> None:
-        if isinstance(file, LocalFile) and batch.path in uncached:
-            if buffer is not None:
-                for window in windows(batch.start, batch.pieces):
-                    views = [buffer.view[: window.nbytes]]
-                    read_fully(file, views, window.start, window.needed_bytes)
-                    for at, address, nbytes in window.copies:
-                        ctypes.memmove(address, buffer.address + at, nbytes)
-                return
-            file.use_page_cache()
-        parts = [batch]
-        if filler is not None and filler.is_able and isinstance(file, LocalFile):
-            parts = _fill(filler, file, batch)
-        for part in parts:
-            largest_gap = max((length for address, length in part.pieces if address is None), default=0)
-            scratch = memoryview(bytearray(largest_gap))
-            views = [memory_at(a, n) if a is not None else scratch[:n] for a, n in part.pieces]
-            read_fully(file, views, part.start, sum(map(len, views)))
-
-    return read
+    if isinstance(file, LocalFile) and file.is_uncached:
+        if buffer is not None:
+            for window in windows(batch.start, batch.pieces):
+                read_fully(file, [buffer.view[: window.nbytes]], window.start, window.needed_bytes)
+                for at, address, nbytes in window.copies:
+                    ctypes.memmove(address, buffer.address + at, nbytes)
+            return
+        file.use_page_cache()
+    parts = [batch]
+    if filler is not None and filler.is_able and isinstance(file, LocalFile):
+        parts = _fill(filler, file, batch)
+    for part in parts:
+        largest_gap = max((length for address, length in part.pieces if address is None), default=0)
+        scratch = memoryview(bytearray(largest_gap))
+        views = [memory_at(a, n) if a is not None else scratch[:n] for a, n in part.pieces]
+        read_fully(file, views, part.start, sum(map(len, views)))
 
 
 def _read_rows(file: RangeFile, rows: Rows, buffer: memoryview | None) -> None:

@@ -364,6 +364,8 @@ def _fingerprint(status: os.stat_result | RemoteFile) -> FileFingerprint:
     return FileFingerprint(status.st_size, status.st_mtime_ns, status.st_ino, status.st_dev)
 
 
+HEAD_BYTES = 4096
+"""The bytes of the beginning of a file by which its format is found."""
 MAX_STRUCTURE_BYTES = 2**31
 """More than the header of any checkpoint has; the limit keeps a sparse file from being read into memory."""
 _AT_ONCE_BYTES = 1 << 16
@@ -373,12 +375,14 @@ class SourceFile(AbstractContextManager["SourceFile"]):
     """Reads exact pieces of a file. Use it as a context manager.
 
     The fingerprint is from before the first read. What is read later under it is of the same version of the file.
+
+    Attributes:
+        head: The first `HEAD_BYTES` of the file, or all of a smaller one.
     """
 
     start = 0
     """The offset of this object's first byte, in bytes from the beginning of the file at `path`."""
-    _beginning = b""
-    """The first bytes, once they have been read: the format of a file is found by them before they are parsed."""
+    head = b""
 
     def __init__(self, path: str) -> None:
         """Opens a regular file.
@@ -388,6 +392,7 @@ class SourceFile(AbstractContextManager["SourceFile"]):
             SourceTypeError: The path names a pipe, a socket, a device or a directory.
             SourceAccessError: The permission to read is missing.
             ReadFailedError: Any other error of the operating system.
+            TruncatedFileError: The file has become shorter since.
         """
         self.path, self._remote = path, opened(path) if "://" in path and is_remote(path) else None
         status: os.stat_result | RemoteFile
@@ -406,6 +411,11 @@ class SourceFile(AbstractContextManager["SourceFile"]):
                 raise not_found(path, path) from error
         self.fingerprint = _fingerprint(status)
         self.nbytes = self.fingerprint.nbytes
+        try:
+            self.head = self.read(0, min(self.nbytes, HEAD_BYTES), "its beginning")
+        except BaseException:
+            self.__exit__(None, None, None)
+            raise
 
     @property
     def is_remote(self) -> bool:
@@ -432,8 +442,8 @@ class SourceFile(AbstractContextManager["SourceFile"]):
                 expected=f"at most {most_bytes:,} bytes",
                 found=f"{nbytes:,} bytes",
             )
-        if start + nbytes <= len(self._beginning):
-            return self._beginning[start : start + nbytes]
+        if start + nbytes <= len(self.head):
+            return self.head[start : start + nbytes]
         try:
             if self._remote is not None:
                 data = self._remote.read(start, nbytes)
@@ -447,8 +457,6 @@ class SourceFile(AbstractContextManager["SourceFile"]):
             ) from error
         if len(data) < nbytes:
             raise self.truncated(what, start + nbytes)
-        if start == 0 and nbytes <= _AT_ONCE_BYTES:
-            self._beginning = data
         return data
 
     def section(self, start: int, nbytes: int, what: str) -> "Section":
@@ -495,6 +503,7 @@ class Section(SourceFile):
         self.nbytes = nbytes
         self._file, self._within = file, start
         self._data = file.read(start, nbytes, "a part of the file") if nbytes <= _AT_ONCE_BYTES else None
+        self.head = self.read(0, min(nbytes, HEAD_BYTES), "the beginning of a part")
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -320,6 +320,8 @@ def load(
     with nullcontext() if agreement is None else agreement.before(PLANNING):
         model = check_model(model)
         checked_optimizers = () if optimizers == () else check_optimizers(optimizers, model)
+        if max_memory_bytes is not None:
+            check_budget_option(max_memory_bytes)
         load_options = _LoadOptions(
             checked_optimizers, verify, progress, max_memory_bytes, prefault, agreement, started
         )
@@ -394,10 +396,6 @@ class _LoadOptions:
     """The ranks that load together; None for a load on one rank."""
     started: float
 
-    def __post_init__(self) -> None:
-        if self.max_memory_bytes is not None:
-            check_budget_option(self.max_memory_bytes)
-
 
 def load_then(
     transaction: Transaction,
@@ -454,7 +452,8 @@ def _stage_in_background(
                 call_extra_state=False,
                 in_use="the model is in use until then",
             )
-        preparation.check()
+        if preparation.problems:
+            raise preparation.error()
         if load_options.max_memory_bytes is not None:
             limit_memory(staging, preparation.planned, load_options.max_memory_bytes)
         _check_optimizers(preparation.assignments, load_options.optimizers)
@@ -495,7 +494,8 @@ def _execute(
         staging.inspect = inspect
         if check is not None:
             check(preparation)
-        preparation.check()
+        if preparation.problems:
+            raise preparation.error()
         assignments, notes = preparation.assignments, preparation.notes
         if optimizers:
             _check_optimizers(assignments, optimizers)

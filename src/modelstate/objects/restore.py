@@ -18,7 +18,7 @@ from typing import Any, Literal
 import torch
 
 from modelstate.checkpoint.checkpoint import Checkpoint
-from modelstate.checkpoint.open import checked_call, is_objects, is_source, patterns_of
+from modelstate.checkpoint.open import check_budget_option, checked_call, is_objects, is_source, patterns_of
 from modelstate.checkpoint.open import open as open_checkpoint
 from modelstate.distributed.agreement import Agreement, agreement_of
 from modelstate.errors import (
@@ -340,6 +340,7 @@ def restore_objects(
                 options_of_groups = {str(key) for group in target.obj.param_groups for key in group}
                 names += [path, *(f"{path}.{name}" for name in sorted(options_of_groups - {"params", "param_names"}))]
         check_keep_options(kept_options, names)
+        check_budget_option(max_memory_bytes)
         may_miss = Patterns("allow_missing", options.allow_missing)
         may_exceed = Patterns("allow_unexpected", options.allow_unexpected)
         missing = tuple(path for path in targets if path not in saved and may_miss.allow(path))

@@ -217,15 +217,15 @@ class DecodeFailure:
     error: CodecError
 
 
+@dataclass(frozen=True, eq=False, slots=True)
 class StoredEntries(Mapping[str, Entry]):
     """The entries of tensors in files, before rules. An entry is created when it is accessed."""
 
-    def __init__(self, tensors: StoredTensors) -> None:
-        self.tensors, self._names = tensors, tensors.rows.keys()
+    tensors: StoredTensors
 
     def keys(self) -> KeysView[str]:
         """The names."""
-        return self._names
+        return self.tensors.rows.keys()
 
     def __getitem__(self, name: str) -> Entry:
         return Entry(self.tensors[name], (name,))

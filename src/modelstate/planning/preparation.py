@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from modelstate.checkpoint.mapped import UNALIGNED
-from modelstate.errors import CodecError, ExtraStateError
+from modelstate.errors import CodecError, ExtraStateError, PlanError
 from modelstate.io.engine import ReadStrategy
 from modelstate.planning.assignment import (
     CALL,
@@ -124,6 +124,9 @@ class Preparation:
         self.transaction, self.model = transaction, transaction.root
         self.matched, self.view = matched, view
         self.checkpoint, self.options = matched.part, matched.options
+        key = f" [{self.checkpoint.key}]" if self.checkpoint.key else ""
+        self.names = type(self.model).__name__, self.checkpoint.source + key
+        """The class of the model, and the source with the key of its part."""
         self.slots = self.slots_before = view.slots
         """The slots of the model. `slots` is updated after the walk: the model's code may have replaced tensors."""
         transform = self.options.transform
@@ -607,16 +610,11 @@ class Preparation:
 
     # Results.
 
-    @property
-    def names(self) -> tuple[str, str]:
-        """The class of the model, and the source with the key of its part."""
-        key = f" [{self.checkpoint.key}]" if self.checkpoint.key else ""
-        return type(self.model).__name__, self.checkpoint.source + key
-
-    def check(self) -> None:
-        """Raises `PlanError` with all problems, where there are any."""
-        if self.problems:
-            raise plan_error(*self.names, self.problems) from self._cause
+    def error(self) -> PlanError:
+        """The error with all problems."""
+        error = plan_error(*self.names, self.problems)
+        error.__cause__ = self._cause
+        return error
 
     def plan(self) -> LoadPlan:
         """Returns the frozen plan."""

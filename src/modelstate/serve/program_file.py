@@ -352,7 +352,7 @@ def read_program_file(path: str) -> ProgramFile:
 def _opened(path: str) -> Iterator[ZipDirectory]:
     """Opens an archive without compressed or encrypted records. Raises `OpenError` and `ReadFailedError`."""
     with SourceFile(path) as file:
-        if recognise(file.read(0, min(file.nbytes, 4), "its beginning")) is not Format.TORCH_ZIP:
+        if recognise(file.head) is not Format.TORCH_ZIP:
             raise _no_program(path)
         archive = ZipDirectory(file)
         _check_stored(archive)
@@ -375,7 +375,7 @@ def _read_tensor(archive: ZipDirectory, name: str) -> torch.Tensor:
     """Reads a tensor from a record, which is itself a file of `torch.save`."""
     nbytes = archive.region(name).nbytes
     section = archive.file.section(archive.starts[name], nbytes, name)
-    if recognise(section.read(0, min(4, nbytes), name)) is Format.TORCH_ZIP:
+    if recognise(section.head) is Format.TORCH_ZIP:
         _check_stored(ZipDirectory(section))
     tensor: torch.Tensor = torch.load(io.BytesIO(b"".join(_chunks(archive, name))), weights_only=True)
     return tensor

@@ -301,7 +301,8 @@ class SwapSource:
             check_kinds({assignment.name: assignment.stored for assignment in assignments}, kinds, self.source)
         if self._options.exact:
             check_layout(assignments, self.source)
-        preparation.check()
+        if preparation.problems:
+            raise preparation.error()
         if self._options.exact:
             check_casts(preparation.planned, self.source)
 

@@ -114,7 +114,7 @@ class Transaction:
         # statement. Then the end of the lock rolls back.
         thread = threading.get_ident()
         with _guard:
-            self._lock = next((lock for lock in reversed(_locks()) if lock._thread == thread), None)
+            self._lock = next((lock for lock in reversed([*_held.values()]) if lock._thread == thread), None)
         if self._lock is not None:
             self._lock.rollbacks.append(self.rollback)
         return self
@@ -440,7 +440,9 @@ _POLL_SECONDS = 0.1
 _TIMEOUT_SECONDS = 600.0
 """The limit of a wait. The owner of a lock may wait for this thread in a way that cannot be seen, as a hook may."""
 
-_held: list["weakref.ref[exclusive]"] = []
+_held: "weakref.WeakValueDictionary[int, exclusive]" = weakref.WeakValueDictionary()
+"""The locks that are acquired, by their ids and in their order. One that an interrupt has kept from ending is gone when
+nothing refers to it any more."""
 _waiting: dict[int, set[int]] = {}
 """By waiting thread, the threads that it waits for."""
 
@@ -487,17 +489,17 @@ class exclusive:
         finally:
             self.rollbacks.clear()
             with _guard:
-                _held[:] = [reference for reference in _held if reference() not in (None, self)]
+                _held.pop(id(self), None)
             with suppress(RuntimeError):  # it has been released
                 self._released.release()
 
     def _acquire(self) -> "threading.Lock | None":
         """Acquires the lock, or returns what is released when a conflicting lock ends."""
         with _guard:
-            others = [lock for lock in _locks() if lock._thread != self._thread]
+            others = [lock for lock in _held.values() if lock._thread != self._thread]
             conflicts = [lock for lock in others if not self._shared_ids().isdisjoint(lock._shared_ids())]
             if not conflicts:
-                _held.append(weakref.ref(self))
+                _held[id(self)] = self
                 return None
             _waiting[self._thread] = {lock._thread for lock in conflicts}
             reachable, stack = set[int](), [*_waiting[self._thread]]
@@ -531,10 +533,6 @@ class exclusive:
         return self._ids
 
 
-def _locks() -> list[exclusive]:
-    return [lock for reference in _held if (lock := reference()) is not None]
-
-
 def _ids_of(model: nn.Module) -> set[int]:
     modules = modules_of(model)
     tensors = [
@@ -549,7 +547,9 @@ def _ids_of(model: nn.Module) -> set[int]:
 
 
 def _in_child(thread: int) -> None:
-    _held[:] = [reference for reference in _held if (lock := reference()) is not None and lock._thread == thread]
+    for key, lock in [*_held.items()]:
+        if lock._thread != thread:
+            del _held[key]
     _waiting.clear()
 
 
