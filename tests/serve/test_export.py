@@ -1,5 +1,7 @@
 """`modelstate.export`: what the file says, who can read it, and what is not written."""
 
+import errno
+import itertools
 import json
 import os
 import zipfile
@@ -24,7 +26,9 @@ from modelstate.errors import (
     SourceNotFoundError,
     TargetExistsError,
     TruncatedFileError,
+    WriteFailedError,
 )
+from modelstate.io import system
 from modelstate.serve import export as exporting
 from modelstate.serve.export import Trial, perturbed_values
 from modelstate.serve.exported import ExportedTarget
@@ -422,3 +426,44 @@ def test_packages_are_for_the_cpu_which_is_said_before_anything_is_compiled(whic
     with pytest.raises(ExportError, match=r"only on the CPU(?s:.*)meta"):
         ms.export(module, (x,), path, kind="aoti")
     assert not path.exists()
+
+
+@pytest.mark.slow
+def test_an_error_at_each_write(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of torch's own writer, a full disk would end the process."""
+    model, real = nn.Linear(600, 600).eval(), system.pwritev
+    ms.export(model, (torch.ones(2, 600),), path)
+    before, failures, left = path.read_bytes(), list[str](), list[object]()
+    for number in itertools.count():
+        written = 0
+
+        def pwritev(descriptor: int, buffers: list[memoryview], offset: int, number: int = number) -> int:
+            nonlocal written
+            written += 1
+            if written > number:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            return real(descriptor, buffers, offset)
+
+        monkeypatch.setattr(system, "pwritev", pwritev)
+        try:
+            ms.export(nn.Linear(600, 600).eval(), (torch.ones(2, 600),), path, overwrite=True)
+        except WriteFailedError as error:
+            failures.append(str(error.found))
+            left.append((path.read_bytes(), os.listdir(path.parent)))
+        else:
+            break
+    assert len(failures) >= 3
+    assert {*failures} == {"[Errno 28] No space left on device"}
+    assert all(each == (before, [path.name]) for each in left)
+    assert path.read_bytes() != before
+
+
+def test_a_program_that_torch_cannot_write(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def save(*_: object, **__: object) -> None:
+        raise ValueError("Out of range float values are not JSON compliant")
+
+    monkeypatch.setattr(torch.export, "save", save)
+    with pytest.raises(ExportError, match="torch cannot write the program") as caught:
+        ms.export(nn.Linear(4, 4).eval(), (X,), path)
+    assert "not JSON compliant" in str(caught.value)
+    assert os.listdir(path.parent) == []

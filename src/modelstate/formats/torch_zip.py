@@ -283,7 +283,7 @@ def _check_tensors(state: Mapping[object, object], path: str) -> None:
 
 
 def _save(state: Mapping[object, object], output: Output, path: str) -> None:
-    writer = _Writer(output)
+    writer = ArchiveFile(output)
     try:
         torch.save(state, writer)  # type: ignore[arg-type]
     except ModelStateError:
@@ -441,11 +441,11 @@ _MOST_PENDING = 1 << 20
 """Bytes that wait to be written together."""
 
 
-class _Writer:
-    """The file object that `torch.save` writes to. torch writes five pieces a tensor: small ones are put together.
+class ArchiveFile(io.RawIOBase):
+    """The file object that torch writes an archive to. torch writes five pieces a tensor: small ones are put together.
 
-    torch's writer must not see an error: it would continue, and report its next failure instead of the first. So the
-    first error is kept, and nothing is written after it.
+    torch's writer must not see an error: it would report its next failure instead of the first, or end the process. So
+    the first error is kept, and nothing is written after it.
     """
 
     def __init__(self, output: Output) -> None:
@@ -453,7 +453,17 @@ class _Writer:
         self._pending = bytearray()
         self._failed: BaseException | None = None
 
-    def write(self, data: bytes | memoryview) -> int:
+    def writable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        """Does nothing: `torch.export.save` goes to the beginning when it has written everything."""
+        return 0
+
+    def write(self, data: Any) -> int:
         view = memoryview(data).cast("B")
         if len(self._pending) + len(view) > _MOST_PENDING:
             self._append(self._pending)
@@ -470,9 +480,6 @@ class _Writer:
                 self._output.append(memoryview(data))
         except BaseException as error:
             self._failed = error
-
-    def flush(self) -> None:
-        pass
 
     def finish(self) -> None:
         """Writes what is pending, and raises the first error."""

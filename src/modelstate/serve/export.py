@@ -5,7 +5,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import IO, TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -21,6 +21,7 @@ from modelstate.errors import (
     OptionError,
     SaveTargetError,
 )
+from modelstate.formats.torch_zip import ArchiveFile
 from modelstate.io.atomic import Output, atomic_file, check_target
 from modelstate.serve.exported import ExportedTarget
 from modelstate.serve.inputs import conditions
@@ -135,10 +136,10 @@ def export(
 
     with atomic_file(where, overwrite=overwrite) as output:
         preliminary = manifest_with(ExportVerification(frozenset(), ()))
-        _write(output, program, files, preliminary)
+        _write(output, program, files, preliminary, where)
         manifest = manifest_with(trial.verify(target_factory(output.path, None, training)))
         if manifest != preliminary:
-            _write(output, program, files, manifest)
+            _write(output, program, files, manifest, where)
     return manifest
 
 
@@ -265,17 +266,22 @@ def _specialized_sizes(program: "ExportedProgram", names: list[str]) -> list[str
     return specialized
 
 
-def _write(output: Output, program: "ExportedProgram", files: list[object] | None, manifest: Manifest) -> None:
-    """Writes the archive, which replaces the previous content of the file."""
-    extra = {NAME: manifest.to_json()}
-    with open(output.descriptor, "r+b", closefd=False) as file:
-        file.seek(0)
-        file.truncate()
+def _write(
+    output: Output, program: "ExportedProgram", files: list[object] | None, manifest: Manifest, where: str
+) -> None:
+    """Writes the archive, which replaces the previous content of the file. Raises `ExportError` and `OSError`."""
+    os.ftruncate(output.descriptor, 0)
+    output.nbytes = 0
+    archive, extra = ArchiveFile(output), {NAME: manifest.to_json()}
+    file = cast("IO[bytes]", archive)
+    try:
         if files is None:
             torch.export.save(program, file, extra_files=extra)
         else:
             aoti_package(file, files, extra)
-        file.flush()
+    except Exception as error:
+        raise ExportError("torch cannot write the program", where=where, found=_first_lines(error)) from error
+    archive.finish()
 
 
 def _tensors(module: nn.Module, verification: "ExportVerification") -> tuple[ProgramTensor, ...]:
