@@ -182,13 +182,13 @@ def refused(error: Exception) -> str:
 
 
 def tried(live: ms.Live, bad: Bad, mode: Any, folder: Path) -> dict[str, Any]:
-    """A swap with four readers at work. What came of it, and of them."""
+    """A swap with two readers at work. What came of it, and of them."""
 
     def request() -> tuple[int, torch.Tensor]:
         value, version = live.answer(X)
         return version, value
 
-    readers, found = Readers(request), {"outcome": "accepted", "text": ""}
+    readers, found = Readers(request, 2), {"outcome": "accepted", "text": ""}
     source = bad.make(folder)
     with readers.running():
         readers.wait_for_one_each()

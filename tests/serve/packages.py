@@ -4,6 +4,7 @@ import fcntl
 import hashlib
 import os
 import shutil
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,7 @@ def package_of(module: nn.Module, *args: Any, **options: Any) -> Path:
     def compile(path: Path) -> None:
         ms.export(module, args, path, kind="aoti", training=True, **options)
 
-    return _compiled_once(f"{type(module).__name__}-{_key(module, args, options)}", compile)
+    return _made_once(f"{type(module).__name__}-{_key(module, args, options)}", compile)
 
 
 def package_of_torch(module: nn.Module, *args: Any, **options: Any) -> Path:
@@ -44,10 +45,10 @@ def package_of_torch(module: nn.Module, *args: Any, **options: Any) -> Path:
         program = torch.export.export(module, args)
         torch._inductor.aoti_compile_and_package(program, package_path=str(path), inductor_configs=options)
 
-    return _compiled_once(f"torch-{type(module).__name__}-{_key(module, args, options)}", compile)
+    return _made_once(f"torch-{type(module).__name__}-{_key(module, args, options)}", compile)
 
 
-def _compiled_once(name: str, compile: Callable[[Path], None]) -> Path:
+def _made_once(name: str, make: Callable[[Path], None]) -> Path:
     needs_a_compiler()
     path = Path(os.environ["MODELSTATE_TEST_PACKAGES"]) / f"{name}.pt2"
     with open(path.with_suffix(".lock"), "w") as lock:
@@ -55,7 +56,7 @@ def _compiled_once(name: str, compile: Callable[[Path], None]) -> Path:
         if not path.exists():
             unfinished = path.with_suffix(".new.pt2")
             unfinished.unlink(missing_ok=True)
-            compile(unfinished)
+            make(unfinished)
             unfinished.rename(path)
     return path
 
@@ -67,10 +68,20 @@ def linear_package() -> Path:
 
 
 def without_weights() -> Path:
-    """The path of a package into which weights have to be loaded before it is called, with a float input of 3 x 4."""
-    module = nn.Linear(4, 4)
-    module.load_state_dict({name: torch.ones_like(value) for name, value in module.state_dict().items()})
-    return package_of_torch(module, torch.ones(3, 4), **{"aot_inductor.package_constants_in_so": False})
+    """The path of a package into which weights have to be loaded before it is called, with a float input of 3 x 4.
+
+    It is `linear_package` without the files that modelstate adds: what torch writes where the weights stay outside of
+    the library (`aot_inductor.package_constants_in_so=False`).
+    """
+    whole = linear_package()
+
+    def copy(unfinished: Path) -> None:
+        with zipfile.ZipFile(whole) as old, zipfile.ZipFile(unfinished, "w") as new:
+            for name in old.namelist():
+                if "/data/weights/" not in name and not name.endswith(("weights_config.json", "modelstate.json")):
+                    new.writestr(name, old.read(name))
+
+    return _made_once(f"{whole.stem}-without-weights", copy)
 
 
 def _key(module: nn.Module, args: Any, options: Any) -> str:
