@@ -99,12 +99,12 @@ def environment(url: str) -> dict[str, str]:
     return names | {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test"}
 
 
-def connect(urls: list[str]) -> None:
-    """Has this rank use its proxy, give up soon, and make small objects."""
+def connect(urls: list[str], part_bytes: int = 1024) -> None:
+    """Has this rank use its proxy, give up soon, and make small objects: each rank has some of a network."""
     os.environ.update(environment(urls[dist.get_rank()]))
     requests.RETRIES, requests.FIRST_WAIT = 1, timedelta(milliseconds=10)
     upload.FIRST_WAIT_SECONDS, buckets.LEASE_SECONDS = 0.01, 4.0
-    uploading.PART_BYTES = 256
+    uploading.PART_BYTES = part_bytes
 
 
 def error_of(call: Callable[[], object]) -> tuple[str, str]:
@@ -119,7 +119,7 @@ def error_of(call: Callable[[], object]) -> tuple[str, str]:
 
 
 def save(urls: list[str], kind: str, path: str, shard_bytes: int | None) -> tuple[str, ...]:
-    connect(urls)
+    connect(urls, part_bytes=256)  # the smallest network has 500 bytes
     net = models.sharded(kind, seed=3)
     report = ms.save(net, path, shard_size_bytes=shard_bytes, extra={"epoch": 3})
     again = models.sharded("tp" if kind == "fsdp" else kind, seed=4)
