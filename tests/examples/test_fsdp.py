@@ -25,11 +25,25 @@ def test_each_rank_holds_a_quarter_and_the_output_is_that_of_the_whole_model(
     assert "largest difference from the whole model: 0.0e+00" in done.stdout
 
 
-def test_torchrun_starts_it(real_file: Callable[[str], Path]) -> None:
-    """With one rank: each is a new interpreter, which takes ten seconds of processor time to import all this."""
-    real_file("minilm")
-    command = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "1", "examples/fsdp.py"]
-    done = run_program(code_of(command), cwd=ROOT, environment={"PYTHONPATH": str(ROOT / "src")})
-    assert done.returncode == 0, done.stderr[-4000:]
-    assert "rank 0 holds 90,852,864 bytes of 90,852,864" in done.stdout
-    assert "largest difference from the whole model: 0.0e+00" in done.stdout
+SHOW = """
+import json, os, sys
+
+rank, world_size = os.environ["RANK"], os.environ["WORLD_SIZE"]
+address = (os.environ["MASTER_ADDR"] != "", int(os.environ["MASTER_PORT"]) > 0)
+with open(f"{sys.argv[1]}/{rank}", "w") as file:
+    json.dump([__name__, sys.argv[2:], os.getcwd(), rank, os.environ["LOCAL_RANK"], world_size, address], file)
+"""
+
+
+def test_torchrun_starts_ranks_as_the_test_above_does(tmp_path: Path) -> None:
+    """With a program that imports nothing: an interpreter takes eight seconds to import what the example needs."""
+    program, torchrun, ours = (tmp_path / name for name in ("show.py", "torchrun", "ours"))
+    program.write_text(SHOW)
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "4", program, torchrun, "--option"]
+    shown = []
+    for folder, start in ((torchrun, [code_of(command)]), (ours, [RANKS, 4, "", program, ours, "--option"])):
+        folder.mkdir()
+        done = run_program(*start)
+        assert done.returncode == 0, done.stderr[-4000:]
+        shown.append([(folder / str(rank)).read_text() for rank in range(4)])
+    assert shown[0] == shown[1]
