@@ -242,8 +242,10 @@ def test_conjugated_and_negative_views(tmp_path: Path) -> None:
 )
 def test_unsupported_tensors_are_named_with_their_place(tmp_path: Path, made: Any, kind: str) -> None:
     path = saved(tmp_path / "x.pt", {"layers": [1, {"w": made()}]})
+    # torch 2.15 no longer allows jagged tensors by itself.
+    names = [f"torch.nested._internal.nested_tensor.{name}" for name in ("NestedTensor", "_rebuild_njt")]
     with pytest.raises(errors.UnsupportedTensorError, match=kind) as caught:
-        tree(path)
+        tree(path, allow=names)
     assert str(caught.value).startswith(f"{path}: layers.1.w: ")
     assert caught.value.remedy
 

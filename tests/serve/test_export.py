@@ -4,6 +4,7 @@ import errno
 import itertools
 import json
 import os
+import struct
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from torch.export import Dim
 
 import modelstate as ms
 from modelstate.errors import (
+    ChecksumError,
     DamagedFileError,
     ExportError,
     LiveTargetError,
@@ -34,7 +36,7 @@ from modelstate.serve.export import Trial, perturbed_values
 from modelstate.serve.exported import ExportedTarget
 from modelstate.serve.program_file import NAME
 from tests.serve.models import Decoder, Everything, Fused, Nested, randomised
-from tests.serve.packages import needs_a_compiler, needs_aoti, package_of
+from tests.serve.packages import linear_package, needs_a_compiler, needs_aoti, package_of
 
 X = torch.randn(3, 4, generator=torch.Generator().manual_seed(3))
 
@@ -467,3 +469,24 @@ def test_a_program_that_torch_cannot_write(path: Path, monkeypatch: pytest.Monke
         ms.export(nn.Linear(4, 4).eval(), (X,), path)
     assert "not JSON compliant" in str(caught.value)
     assert os.listdir(path.parent) == []
+
+
+@pytest.mark.parametrize("kind", ["exported", pytest.param("aoti", marks=[needs_aoti, pytest.mark.slow])])
+def test_a_flipped_bit_in_any_part(path: Path, kind: str) -> None:
+    """torch would take other weights, and run other code, without a word."""
+    if kind == "exported":
+        ms.export(nn.Linear(4, 4).eval(), (X,), path)
+    content = (linear_package() if kind == "aoti" else path).read_bytes()
+    path.write_bytes(content)
+    assert isinstance(ms.Live(path)(X), torch.Tensor)
+    with zipfile.ZipFile(path) as archive:
+        records = [record for record in archive.infolist() if record.file_size]
+    assert len(records) > 5
+    for record in records:
+        name_size, extra_size = struct.unpack_from("<HH", content, record.header_offset + 26)
+        damaged = bytearray(content)
+        damaged[record.header_offset + 30 + name_size + extra_size + record.file_size // 2] ^= 1
+        path.write_bytes(damaged)
+        with pytest.raises((ChecksumError, DamagedFileError)) as caught:
+            ms.Live(path)
+        assert record.filename in str(caught.value)

@@ -115,14 +115,7 @@ def read_archive(file: SourceFile, names: TorchGlobals) -> Archive:
     check_protocol(data)
     storages = _Storages(directory, prefix)
     value, _ = unpickle(data, 0, storages.find, names.find)
-    checksums = LazyMapping(
-        lambda: {
-            directory.region(name): Checksum("crc32", 0, f"{crc32:08x}")
-            for name in storages.records
-            if (crc32 := directory.records[name].crc32)
-        }
-    )
-    return Archive(value, len(data), checksums)
+    return Archive(value, len(data), LazyMapping(lambda: directory.checksums(storages.records)))
 
 
 def _prefix(directory: ZipDirectory) -> str:

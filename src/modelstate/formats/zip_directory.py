@@ -17,7 +17,7 @@ from modelstate.errors import (
     UnsafePathError,
 )
 from modelstate.io.files import SourceFile
-from modelstate.spec import GAP_BYTES, ByteRange
+from modelstate.spec import GAP_BYTES, ByteRange, Checksum
 from modelstate.text_format import short_repr
 
 _END = struct.Struct("<4s4H2IH")
@@ -82,6 +82,11 @@ class ZipDirectory:
             )
         # The constructor of a named tuple takes twice as long.
         return tuple.__new__(ByteRange, (self._path, self._start + self.starts[name], record.nbytes))
+
+    def checksums(self, names: Iterable[str]) -> dict[ByteRange, Checksum]:
+        """The CRC-32 checksums of records by their places, as far as there are any. Raises `DamagedFileError`."""
+        stated = ((name, self.records[name].crc32) for name in names)
+        return {self.region(name): Checksum("crc32", 0, f"{crc32:08x}") for name, crc32 in stated if crc32}
 
     def read(self, name: str) -> bytes:
         """The data of a record. Raises `DamagedFileError` where it does not match its checksum."""

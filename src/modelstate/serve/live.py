@@ -219,6 +219,7 @@ class Live:
         LiveTargetError: the target cannot be served in versions.
         OptionError: an argument is invalid.
         OpenError: the file cannot be opened.
+        ChecksumError: the file has been damaged.
 
     Examples:
         >>> live = modelstate.Live(model.eval())

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
+from modelstate.checkpoint.verification import DigestCheck
 from modelstate.errors import DamagedFileError, LiveTargetError, NameMapError, NewerManifestError, OpenError
 from modelstate.formats.manifest import check_size
 from modelstate.formats.recognise import Format, recognise
@@ -324,6 +325,7 @@ def read_program_file(path: str) -> ProgramFile:
     Raises:
         LiveTargetError: the file is not a program, or its form is not supported.
         OpenError: the file cannot be opened, or its manifest is damaged (`DamagedFileError`).
+        ChecksumError: the weights, the code or anything else in the file has been damaged.
         ReadFailedError: reading failed.
     """
     with _opened(path) as archive:
@@ -337,15 +339,21 @@ def read_program_file(path: str) -> ProgramFile:
                 raise _unreadable(path, error) from error
             manifest = Manifest.from_json(text, path)
         records = {name.removeprefix(root) for name in archive.records}
-        stamp = archive.file.fingerprint
+        stamp, checksums = archive.file.fingerprint, archive.checksums(archive.records)
+        regions = {archive.region(name): [name] for name in archive.records}
     models = {name.removeprefix(_LIBRARIES).split("/")[0] for name in records if name.startswith(_LIBRARIES)}
     if len(models) > 1:
         raise _unsupported(path, f"several models: {', '.join(sorted(models))}")
     if models and (manifest is None or manifest.kind == "aoti"):
-        return ProgramFile(path, "aoti", models.pop(), manifest, stamp)
-    if any(name.startswith("models/") or name == "serialized_exported_program.json" for name in records):
-        return ProgramFile(path, "exported", "model", manifest, stamp)
-    raise _no_program(path)
+        file = ProgramFile(path, "aoti", models.pop(), manifest, stamp)
+    elif any(name.startswith("models/") or name == "serialized_exported_program.json" for name in records):
+        file = ProgramFile(path, "exported", "model", manifest, stamp)
+    else:
+        raise _no_program(path)
+    # torch does not compare: damaged weights give other answers, and damaged machine code may do anything.
+    names_of = {region: names for region, names in regions.items() if region in checksums}
+    DigestCheck(path, {path: stamp}, names_of, checksums, "parts of the program").run()
+    return file
 
 
 @contextmanager
