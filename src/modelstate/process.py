@@ -558,15 +558,24 @@ _collector_lock = fork_safe_lock(
 
 
 @contextmanager
-def deferred_signals() -> Iterator[None]:
+def deferred_signals() -> Iterator[Callable[[], None]]:
     """Defers the Python handlers of all signals, Ctrl-C among them, to the end of the block.
+
+    Yields a function that calls the handlers of the signals that have arrived so far, one of which may raise.
 
     Python runs the handlers in the main thread only, so in other threads there is nothing to defer.
     """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
     arrived: list[int] = []
+    handlers: dict[int, Callable[[int, FrameType | None], object]] = {}
+
+    def deliver() -> None:
+        while arrived:
+            number = arrived.pop(0)
+            handlers[number](number, sys._getframe())
+
+    if threading.current_thread() is not threading.main_thread():
+        yield deliver
+        return
 
     def record(number: int, _: FrameType | None) -> None:
         arrived.append(number)
@@ -575,7 +584,7 @@ def deferred_signals() -> Iterator[None]:
     try:
         for number in handlers:
             signal.signal(number, record)
-        yield
+        yield deliver
     finally:
         try:
             try:

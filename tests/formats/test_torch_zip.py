@@ -3,6 +3,7 @@
 import io
 import os
 import shutil
+import signal
 import struct
 import time
 import warnings
@@ -18,6 +19,7 @@ from hypothesis import strategies as st
 
 import modelstate as ms
 from modelstate import errors
+from modelstate.formats import torch_zip
 from modelstate.formats.recognise import Format, recognise
 from modelstate.io import system
 from modelstate.spec import Checksum, StoredComposite, StoredTensor
@@ -31,6 +33,7 @@ from tests.formats.torch_files import (
     saved,
     values,
 )
+from tests.sweeps import at_instruction, spread
 
 
 def tree(path: str, **options: Any) -> Any:
@@ -534,3 +537,49 @@ def test_cut_anywhere(sample: tuple[Path, bytes, Any, list[range]], data: st.Dat
     path.write_bytes(true[:begin] + true[end:] if end > begin else true[:begin])
     with pytest.raises(errors.OpenError):
         read_contents(str(path))
+
+
+@pytest.mark.slow
+def test_an_interrupt_before_any_instruction_of_a_save(tmp_path: Path) -> None:
+    """torch's writer would report an error of its own instead, or end the process."""
+    state, path = {"w": torch.ones(3), "b": torch.zeros(600_000)}, tmp_path / "x.pt"
+
+    def count(number: int) -> int:
+        with at_instruction(
+            number,
+            lambda code: code.co_filename == torch_zip.__file__,
+            lambda: signal.raise_signal(signal.SIGINT),
+            as_signal=True,
+        ) as found:
+            ms.save(state, path)
+        return found.count
+
+    total = count(0)
+    assert total > 100
+    for number in spread(range(1, total + 1), 100):
+        path.unlink(missing_ok=True)
+        with pytest.raises(KeyboardInterrupt):
+            count(number)
+        if os.listdir(tmp_path):  # the file had its name already
+            assert os.listdir(tmp_path) == ["x.pt"]
+            assert torch.load(path)["w"].equal(state["w"])
+
+
+def test_a_handler_that_does_not_raise_ends_no_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As that of a deadline, which takes note of the signal. It is called while the file is written."""
+    seen, seen_at_writes = list[int](), list[int]()
+    real, before = system.pwritev, signal.signal(signal.SIGUSR1, lambda number, _: seen.append(number))
+
+    def pwritev(descriptor: int, buffers: list[memoryview], offset: int) -> int:
+        seen_at_writes.append(len(seen))
+        if not offset:
+            signal.raise_signal(signal.SIGUSR1)
+        return real(descriptor, buffers, offset)
+
+    monkeypatch.setattr(system, "pwritev", pwritev)
+    try:
+        ms.save({"a": torch.ones(600_000), "b": torch.ones(600_000)}, tmp_path / "x.pt")
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert (seen, seen_at_writes[0], seen_at_writes[-1]) == ([signal.SIGUSR1], 0, 1)
+    assert torch.load(tmp_path / "x.pt")["b"].sum() == 600_000

@@ -4,6 +4,7 @@ import errno
 import itertools
 import json
 import os
+import signal
 import struct
 import zipfile
 from pathlib import Path
@@ -30,6 +31,7 @@ from modelstate.errors import (
     TruncatedFileError,
     WriteFailedError,
 )
+from modelstate.formats import torch_zip
 from modelstate.io import system
 from modelstate.serve import export as exporting
 from modelstate.serve.export import Trial, perturbed_values
@@ -37,6 +39,7 @@ from modelstate.serve.exported import ExportedTarget
 from modelstate.serve.program_file import NAME
 from tests.serve.models import Decoder, Everything, Fused, Nested, randomised
 from tests.serve.packages import linear_package, needs_a_compiler, needs_aoti, package_of
+from tests.sweeps import at_instruction, spread
 
 X = torch.randn(3, 4, generator=torch.Generator().manual_seed(3))
 
@@ -490,3 +493,25 @@ def test_a_flipped_bit_in_any_part(path: Path, kind: str) -> None:
         with pytest.raises((ChecksumError, DamagedFileError)) as caught:
             ms.Live(path)
         assert record.filename in str(caught.value)
+
+
+@pytest.mark.slow
+def test_interrupts_while_torch_writes(path: Path) -> None:
+    model = nn.Linear(600, 600).eval()
+
+    def count(number: int) -> int:
+        with at_instruction(
+            number,
+            lambda code: code.co_filename == torch_zip.__file__,
+            lambda: signal.raise_signal(signal.SIGINT),
+            as_signal=True,
+        ) as found:
+            ms.export(model, (torch.ones(2, 600),), path, overwrite=True)
+        return found.count
+
+    total = count(0)
+    path.unlink()
+    for number in spread(range(1, total + 1), 10):
+        with pytest.raises(KeyboardInterrupt):
+            count(number)
+        assert os.listdir(path.parent) == []

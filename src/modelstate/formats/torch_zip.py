@@ -10,7 +10,7 @@ import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple, cast
 
 import torch
 
@@ -39,6 +39,7 @@ from modelstate.formats.zip_directory import ZipDirectory
 from modelstate.io import system
 from modelstate.io.atomic import LOCK_TIMEOUT_SECONDS, Output, unfinished_file, write_errors
 from modelstate.io.files import SourceFile
+from modelstate.process import deferred_signals
 from modelstate.spec import ByteRange, Checksum, LazyMapping, Refused
 from modelstate.text_format import excerpt, listed
 from modelstate.torch_compat.plain import remedies_for, why_not_plain
@@ -276,19 +277,18 @@ def _check_tensors(state: Mapping[object, object], path: str) -> None:
 
 
 def _save(state: Mapping[object, object], output: Output, path: str) -> None:
-    writer = ArchiveFile(output)
-    try:
-        torch.save(state, writer)  # type: ignore[arg-type]
-    except ModelStateError:
-        raise
-    except Exception as error:
-        raise UnsavableError(
-            "torch.save cannot save this",
-            where=path,
-            found=f"{type(error).__name__}: {error}",
-            remedy="leave out what cannot be pickled",
-        ) from error
-    writer.finish()
+    with archive_file(output) as file:
+        try:
+            torch.save(state, file)
+        except ModelStateError:
+            raise
+        except Exception as error:
+            raise UnsavableError(
+                "torch.save cannot save this",
+                where=path,
+                found=f"{type(error).__name__}: {error}",
+                remedy="leave out what cannot be pickled",
+            ) from error
     outline = _outline(state)
     # torch.load maps the file, so it reads no tensor. To make each tensor would take as long as to save it, so plain
     # tensors are left out where the other values are plain, too.
@@ -434,15 +434,24 @@ _MOST_PENDING = 1 << 20
 """Bytes that wait to be written together."""
 
 
-class ArchiveFile(io.RawIOBase):
-    """The file object that torch writes an archive to. torch writes five pieces a tensor: small ones are put together.
+@contextmanager
+def archive_file(output: Output) -> Iterator[IO[bytes]]:
+    """The file object for torch to write an archive to. At the end of the block, the first error is raised.
 
-    torch's writer must not see an error: it would report its next failure instead of the first, or end the process. So
-    the first error is kept, and nothing is written after it.
+    torch's writer must not see an error, nor an interrupt: it would report its next failure instead of the first, or
+    end the process. So signals are deferred until a piece is written, and nothing is written after an error.
     """
+    with deferred_signals() as deliver:
+        file = _ArchiveFile(output, deliver)
+        yield cast("IO[bytes]", file)
+        file.finish()
 
-    def __init__(self, output: Output) -> None:
-        self._output = output
+
+class _ArchiveFile(io.RawIOBase):
+    """torch writes five pieces a tensor: small ones are put together."""
+
+    def __init__(self, output: Output, deliver: Callable[[], None]) -> None:
+        self._output, self._deliver = output, deliver
         self._pending = bytearray()
         self._failed: BaseException | None = None
 
@@ -457,25 +466,25 @@ class ArchiveFile(io.RawIOBase):
         return 0
 
     def write(self, data: Any) -> int:
-        view = memoryview(data).cast("B")
-        if len(self._pending) + len(view) > _MOST_PENDING:
-            self._append(self._pending)
-            self._pending = bytearray()
-        if len(view) > _MOST_PENDING:
-            self._append(view)
-        else:
-            self._pending += view
-        return len(view)
-
-    def _append(self, data: bytearray | memoryview) -> None:
         try:
             if self._failed is None:
-                self._output.append(memoryview(data))
+                self._add(memoryview(data).cast("B"))
         except BaseException as error:
             self._failed = error
+        return memoryview(data).nbytes
+
+    def _add(self, view: memoryview) -> None:
+        self._deliver()
+        if len(self._pending) + len(view) > _MOST_PENDING:
+            self._output.append(memoryview(self._pending))
+            self._pending = bytearray()
+        if len(view) > _MOST_PENDING:
+            self._output.append(view)
+        else:
+            self._pending += view
 
     def finish(self) -> None:
-        """Writes what is pending, and raises the first error."""
-        self._append(self._pending)
+        """Writes what is pending, or raises the first error."""
         if self._failed is not None:
             raise self._failed
+        self._output.append(memoryview(self._pending))

@@ -5,7 +5,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import IO, TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -21,7 +21,7 @@ from modelstate.errors import (
     OptionError,
     SaveTargetError,
 )
-from modelstate.formats.torch_zip import ArchiveFile
+from modelstate.formats.torch_zip import archive_file
 from modelstate.io.atomic import Output, atomic_file, check_target
 from modelstate.serve.exported import ExportedTarget
 from modelstate.serve.inputs import conditions
@@ -272,16 +272,15 @@ def _write(
     """Writes the archive, which replaces the previous content of the file. Raises `ExportError` and `OSError`."""
     os.ftruncate(output.descriptor, 0)
     output.nbytes = 0
-    archive, extra = ArchiveFile(output), {NAME: manifest.to_json()}
-    file = cast("IO[bytes]", archive)
-    try:
-        if files is None:
-            torch.export.save(program, file, extra_files=extra)
-        else:
-            aoti_package(file, files, extra)
-    except Exception as error:
-        raise ExportError("torch cannot write the program", where=where, found=_first_lines(error)) from error
-    archive.finish()
+    extra = {NAME: manifest.to_json()}
+    with archive_file(output) as file:
+        try:
+            if files is None:
+                torch.export.save(program, file, extra_files=extra)
+            else:
+                aoti_package(file, files, extra)
+        except Exception as error:
+            raise ExportError("torch cannot write the program", where=where, found=_first_lines(error)) from error
 
 
 def _tensors(module: nn.Module, verification: "ExportVerification") -> tuple[ProgramTensor, ...]:
