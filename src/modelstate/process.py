@@ -159,9 +159,7 @@ def parallel_for(work: Work, threads: int, *, with_torch: bool = False, takes_pa
         threading.Thread(target=run, name=f"modelstate-work-{i}", daemon=True) for i in range(threads - takes_part)
     ]
     try:
-        started = sum(1 for _ in takewhile(try_start, workers))
-        if torch_threads is not None:
-            torch_threads.wait(started)
+        started = _started(workers) if torch_threads is None else torch_threads.start(workers, stop, running)
         if takes_part or not started:
             work(stop)
         for _ in range(started):
@@ -175,13 +173,16 @@ def parallel_for(work: Work, threads: int, *, with_torch: bool = False, takes_pa
         try:
             _wait_until_empty(running)
         finally:
-            if torch_threads is not None:
-                torch_threads.restore()
             for worker in workers:
                 if worker.ident is not None and worker not in left:
                     worker.join()
             while not ended.empty():  # the traceback of an error refers to this queue
                 ended.get()
+
+
+def _started(workers: Iterable[threading.Thread]) -> int:
+    """Starts as many of the threads as the system starts, and returns their number."""
+    return sum(1 for _ in takewhile(try_start, workers))
 
 
 def _next_of(ended: "SimpleQueue[BaseException | None]") -> BaseException | None:
@@ -392,34 +393,47 @@ class _TorchInThreads:
         cuda: Any = torch.cuda
         self._stream = cuda.current_stream() if cuda.is_initialized() else None
         self._entered = threading.Semaphore(0)
-        self._lock = _torch_threads_lock
-        self._lock.acquire()
-        self._has_lock = True
-        self._before = self._torch.get_num_threads()
+        self._of_new_threads: list[int] = []
+        """First of all, the number that torch gave to new threads before the first of these set another one."""
 
     def enter(self, stop: threading.Event) -> None:
         """Called by each thread before its first operation. Has no effect where its work is to end."""
         try:
             if not stop.is_set():
-                self._torch.get_num_threads()  # the first call sets the number of the process, if another one was set
+                # The first call sets the number of the process, if another one was set.
+                self._of_new_threads.append(self._torch.get_num_threads())
                 self._torch.set_num_threads(1)
         finally:
             self._entered.release()
         if self._stream is not None:
             self._torch.cuda.set_stream(self._stream)
 
-    def wait(self, threads: int) -> None:
-        """Waits until so many threads have entered, and restores the number of threads."""
-        for _ in range(threads):
-            self._entered.acquire()
-        self.restore()
+    def start(self, workers: Iterable[threading.Thread], stop: threading.Event, running: list[None]) -> int:
+        """Starts threads, waits until they have entered, and restores the number of new threads.
 
-    def restore(self) -> None:
-        """Restores the number of threads. Only the first call has an effect."""
-        if self._has_lock:
-            self._torch.set_num_threads(self._before)
-            self._has_lock = False
-            self._lock.release()
+        Where it is interrupted, it sets `stop`, and no thread that is not in `running` changes the number any more.
+
+        Returns:
+            How many threads were started.
+        """
+        with _torch_threads_lock:
+            of_caller = self._torch.get_num_threads()
+            try:
+                started = _started(workers)
+                for _ in range(started):
+                    self._entered.acquire()
+            except BaseException:
+                stop.set()
+                _wait_until_empty(running)
+                raise
+            finally:
+                self._torch.set_num_threads(of_caller)
+                number = next(iter(self._of_new_threads), of_caller)
+                if number != of_caller:  # set by another thread, since it would become this thread's number, too
+                    restores = threading.Thread(target=self._torch.set_num_threads, args=(number,), daemon=True)
+                    if try_start(restores):
+                        restores.join()
+        return started
 
 
 def torch_threads() -> int:

@@ -2,7 +2,7 @@
 
 import threading
 import time
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from itertools import pairwise
 from pathlib import Path
 
@@ -11,12 +11,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from modelstate import process
 from modelstate.errors import ReadFailedError
 from modelstate.io.blocks import Block, Buffers, Wait, Wanted, in_blocks, stream
 from modelstate.io.engine import ReadStrategy, read_threads
 from modelstate.io.files import current_fingerprints
 from modelstate.process import parallel_for, stopped_by
 from modelstate.spec import ByteRange
+from tests.sweeps import at_instruction, interrupt
 
 units = st.integers(1, 300)
 wanted_ranges = st.lists(
@@ -135,17 +137,57 @@ def test_a_buffer_is_lent_to_one_thread_at_a_time() -> None:
         assert lent == {one.data_ptr(), two.data_ptr()}
 
 
-def test_the_threads_compute_alone_and_leave_the_setting_as_it_was() -> None:
+def threads_of_a_new_thread() -> int:
+    """The number of torch's threads in a thread that begins now."""
+    seen = list[int]()
+    thread = threading.Thread(target=lambda: seen.append(torch.get_num_threads()))
+    thread.start()
+    thread.join()
+    return seen[0]
+
+
+@pytest.mark.parametrize("of_caller", [3, 2])
+def test_the_threads_compute_alone_and_leave_the_setting_as_it_was(of_caller: int) -> None:
+    before, seen, after = torch.get_num_threads(), list[int](), list[int]()
+
+    def call() -> None:
+        torch.get_num_threads()  # the first call of a thread sets its number
+        torch.set_num_threads(of_caller)
+        is_set.set()
+        assert is_set_again.wait(60)
+        parallel_for(lambda stop: seen.append(torch.get_num_threads()), 2, with_torch=True)
+        after.append(torch.get_num_threads())
+
+    is_set, is_set_again = threading.Event(), threading.Event()
+    caller = threading.Thread(target=call)
+    try:
+        caller.start()
+        assert is_set.wait(60)
+        torch.set_num_threads(3)
+        is_set_again.set()
+        caller.join()
+        assert (seen, after, torch.get_num_threads()) == ([1, 1], [of_caller], 3)
+        assert threads_of_a_new_thread() == 3
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_an_interrupt_leaves_the_setting_and_the_lock_as_they_were() -> None:
+    def call(at: int) -> int:
+        with at_instruction(at, lambda code: code.co_filename == process.__file__, interrupt, as_signal=True) as found:
+            parallel_for(lambda stop: None, 2, with_torch=True)
+        return found.count
+
     before = torch.get_num_threads()
     torch.set_num_threads(3)
     try:
-        seen: list[int] = []
-        parallel_for(lambda stop: seen.append(torch.get_num_threads()), 2, with_torch=True)
-        new: list[int] = []
-        other = threading.Thread(target=lambda: new.append(torch.get_num_threads()))
-        other.start()
-        other.join()
-        assert (seen, new, torch.get_num_threads()) == ([1, 1], [3], 3)
+        for at in range(1, call(0) + 1):
+            with suppress(KeyboardInterrupt):
+                call(at)
+            is_free = process._torch_threads_lock.acquire(timeout=0)
+            process._torch_threads_lock.release()
+            assert is_free, at
+            assert (torch.get_num_threads(), threads_of_a_new_thread()) == (3, 3), at
     finally:
         torch.set_num_threads(before)
 
@@ -154,16 +196,13 @@ def test_a_nested_call_starts_no_threads() -> None:
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(3)
-        threads, new = set[threading.Thread](), list[int]()
+        threads = set[threading.Thread]()
 
         def inner(_: threading.Event) -> None:
             threads.add(threading.current_thread())
 
         parallel_for(lambda _: parallel_for(inner, 4, with_torch=True), 2, with_torch=True)
-        other = threading.Thread(target=lambda: new.append(torch.get_num_threads()))
-        other.start()
-        other.join()
-        assert (len(threads), new) == (2, [3])
+        assert (len(threads), threads_of_a_new_thread()) == (2, 3)
     finally:
         torch.set_num_threads(before)
 
