@@ -427,7 +427,7 @@ def _holding_pids(descriptor: int) -> list[int]:
     status = os.fstat(descriptor)
     file = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}:{status.st_ino}"
     pids: list[int] = []
-    with suppress(OSError, ValueError, IndexError), open("/proc/locks", encoding="ascii") as locks:
+    with suppress(OSError, ValueError, IndexError), open("/proc/locks", encoding="utf-8") as locks:
         held = (line.split() for line in locks if "->" not in line)
         pids += [int(fields[4]) for fields in held if fields[1] == "FLOCK" and fields[5] == file]
     return [pid for pid in dict.fromkeys(pids) if pid > 0]

@@ -141,7 +141,7 @@ def lockable_bytes() -> int:
         return sys.maxsize
     with (
         suppress(OSError, ValueError, StopIteration),
-        open("/proc/self/status", encoding="ascii", errors="replace") as f,
+        open("/proc/self/status", encoding="utf-8", errors="replace") as f,
     ):
         effective = next(line for line in f if line.startswith("CapEff:"))
         if int(effective.split()[1], 16) >> _CAP_IPC_LOCK & 1:
@@ -252,7 +252,7 @@ def userfaultfd() -> int:
     number = _USERFAULTFD.get(platform.machine())
     if number is None or _syscall is None:
         raise OSError(errno.ENOSYS, "there is no userfaultfd here")
-    with open("/proc/self/status", encoding="ascii", errors="replace") as status:
+    with open("/proc/self/status", encoding="utf-8", errors="replace") as status:
         if "\nSeccomp:\t0\n" not in status.read():
             raise OSError(errno.EPERM, "the system calls of this process are filtered, and some filters end it")
     descriptor = int(_syscall(number, os.O_CLOEXEC | _UFFD_USER_MODE_ONLY))

@@ -484,7 +484,7 @@ def _renew(location: Location, text: bytes, stop: threading.Event, seconds: floa
 
 def _boot() -> str:
     """Returns what identifies the boot of the machine, and the container, in which the ids of processes are valid."""
-    with suppress(OSError), open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+    with suppress(OSError), open("/proc/sys/kernel/random/boot_id", encoding="utf-8") as file:
         return file.read().strip() + os.readlink("/proc/self/ns/pid")
     return ""
 
