@@ -1,7 +1,9 @@
 """`Live` over packages of AOTInductor: each version has a loaded library."""
 
+import json
 import shutil
 import threading
+import zipfile
 from pathlib import Path
 
 import psutil
@@ -18,6 +20,7 @@ from modelstate.errors import (
     ProgramInputError,
     WeightsError,
 )
+from modelstate.io import linux
 from modelstate.serve.aoti import AotiTarget
 from modelstate.serve.meta_clone import state_module
 from modelstate.serve.program_file import ProgramFile, read_program_file
@@ -151,6 +154,31 @@ def test_a_package_that_computes_constants_of_its_weights_says_so() -> None:
         path = package_of_torch(Folded(), torch.ones(2, 8), **options)
     with pytest.raises(LiveTargetError, match="computes constants of its weights"):
         ms.Live(path)
+
+
+@pytest.mark.parametrize(
+    ("flags", "lacking"),
+    [("fpu sse2 avx2 fma", "avx512f, avx512dq, avx512vl, avx512bw, avx512_vnni"), ("", ""), (None, "")],
+)
+def test_instructions_that_the_processor_lacks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: str | None, lacking: str
+) -> None:
+    """torch calls such a package, which ends the process. None stands for all that it needs."""
+    path = tmp_path / "package.pt2"
+    with zipfile.ZipFile(linear_package()) as old, zipfile.ZipFile(path, "w") as new:
+        for name in old.namelist():
+            content = old.read(name)
+            if name.endswith("_metadata.json"):
+                content = json.dumps({**json.loads(content), "AOTI_CPU_ISA": "AVX512 AVX512_VNNI"}).encode()
+            new.writestr(name, content)
+    needed = "fma avx512f avx512dq avx512vl avx512bw avx512_vnni"
+    monkeypatch.setattr(linux, "processor_flags", lambda: frozenset((needed if flags is None else flags).split()))
+    if not lacking:
+        assert isinstance(ms.Live(path)(torch.ones(3, 4)), torch.Tensor)
+        return
+    with pytest.raises(LiveTargetError, match="instructions that this processor lacks") as caught:
+        ms.Live(path)
+    assert caught.value.expected == lacking
 
 
 def test_a_package_that_was_loaded_has_no_path_any_more() -> None:

@@ -53,6 +53,15 @@ class _Pages(ctypes.Structure):
     _fields_ = tuple((name, ctypes.c_uint64) for name in ("cached", "dirty", "writeback", "evicted", "recent"))
 
 
+def processor_flags() -> frozenset[str]:
+    """What the processors can do, by the names of the kernel, such as "avx2"; empty where it is not known."""
+    with suppress(OSError), open("/proc/cpuinfo", encoding="utf-8", errors="replace") as lines:
+        for line in lines:
+            if line.startswith("flags"):
+                return frozenset(line.partition(":")[2].split())
+    return frozenset()
+
+
 def madvise(address: int, nbytes: int, advice: Advice) -> int:
     """Advises the kernel about whole pages of memory. Returns 0 or an error number: `ENOSYS` where it is not Linux."""
     if _madvise is None:

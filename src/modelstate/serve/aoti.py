@@ -14,6 +14,7 @@ from modelstate.errors import (
     ProgramInputError,
     WeightsError,
 )
+from modelstate.io import linux
 from modelstate.serve.inputs import Inputs
 from modelstate.serve.meta_clone import meta_clone, runtime_state, state_module
 from modelstate.serve.program_file import Manifest, ProgramFile
@@ -33,6 +34,13 @@ from modelstate.torch_compat.private import (
 
 _CONSTANTS = ("_tensor_constant", "lifted_tensor_", "_frozen_param")
 """Prefixes by which AOTInductor names constants that are neither parameters nor buffers, or that it has changed."""
+_INSTRUCTIONS = {
+    "AVX2": ("avx2", "fma"),
+    "AVX512": ("avx512f", "avx512dq", "avx512vl", "avx512bw", "fma"),
+    "AVX512_VNNI": ("avx512_vnni",),
+    "AMX_TILE": ("amx_tile",),
+}
+"""What a processor needs for the kinds of vector instructions that AOTInductor has compiled for, as Linux names it."""
 _COMPUTED = "_FOLDED_CONST_"
 """The prefix of constants that the library computes from others: runtime constant folding."""
 
@@ -346,13 +354,14 @@ def _restricted(names: NameMap | None, state: Mapping[str, torch.Tensor]) -> Nam
 
 
 def _check_machine(file: ProgramFile) -> None:
-    """Raises `LiveTargetError` for a package that was compiled for another device than the CPU."""
+    """Raises `LiveTargetError` for a package for another device than the CPU, or for another CPU."""
     try:
-        device = aoti_metadata(file.path, file.model).get("AOTI_DEVICE_KEY", "cpu")
+        metadata = aoti_metadata(file.path, file.model)
     except RuntimeError as error:
         raise LiveTargetError(
             "the package cannot be loaded", where=file.path, found=str(error).split("\n")[0]
         ) from error
+    device = metadata.get("AOTI_DEVICE_KEY", "cpu")
     if device != "cpu":
         raise LiveTargetError(
             "the package is for a device that is not served",
@@ -360,6 +369,16 @@ def _check_machine(file: ProgramFile) -> None:
             expected="cpu",
             found=device,
             remedy="serve the exported program, or the compiled module",
+        )
+    needed = [flag for kind in metadata.get("AOTI_CPU_ISA", "").split() for flag in _INSTRUCTIONS.get(kind, ())]
+    flags = linux.processor_flags()
+    if flags and not flags.issuperset(needed):
+        raise LiveTargetError(
+            "the package has instructions that this processor lacks, and a call of it would end the process",
+            where=file.path,
+            expected=listed(flag for flag in dict.fromkeys(needed) if flag not in flags),
+            found="a processor without them",
+            remedy="compile the package on this machine, or serve the exported program",
         )
 
 
