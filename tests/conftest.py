@@ -1,6 +1,7 @@
 """What every test can use."""
 
 import gc
+import logging
 import math
 import os
 import random
@@ -141,6 +142,32 @@ def no_signal_of_another_test() -> None:
 
     deadline._came.clear()
     resumable._loops.last_stop = -math.inf
+
+
+class Log(logging.Handler):
+    """The records of modelstate's loggers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.records: list[logging.LogRecord] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.records.append(record)
+
+    @property
+    def text(self) -> str:
+        return "\n".join(record.getMessage() for record in self.records)
+
+
+@pytest.fixture
+def log() -> Iterator[Log]:
+    """What is logged in a test. pytest's own plugin would visit fifty loggers of torch twelve times in each test."""
+    handler, logger = Log(), logging.getLogger("modelstate")
+    level = logger.level
+    logger.addHandler(handler)
+    yield handler
+    logger.removeHandler(handler)
+    logger.setLevel(level)
 
 
 @pytest.fixture(scope="session")

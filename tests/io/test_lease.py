@@ -22,6 +22,7 @@ from torch import nn
 
 import modelstate as ms
 from modelstate.io import lease
+from tests.conftest import Log
 from tests.sweeps import at_instruction, interrupt
 
 SIZE = 1024
@@ -258,22 +259,22 @@ def writes_at_once(path: Path) -> bool:
     return True
 
 
-def test_renames_and_readers_break_no_lease(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_renames_and_readers_break_no_lease(folder: Path, log: Log) -> None:
     path = saved(folder / "model.safetensors")
     model = mapped(path)
     path.read_bytes()
     ms.save({"weight": torch.zeros(2)}, path)
     save_file({"weight": torch.zeros(2)}, path)
     assert model.weight.eq(1).all()
-    assert not caplog.records
+    assert not log.records
 
 
-def test_what_was_done_is_logged(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_was_done_is_logged(folder: Path, log: Log) -> None:
     path = saved(folder / "model.safetensors")
     model = mapped(path)
     shorten(path)
-    assert [record.name for record in caplog.records] == ["modelstate"]
-    assert f"{path} is opened for writing: the 4.2 MB" in caplog.text
+    assert [record.name for record in log.records] == ["modelstate"]
+    assert f"{path} is opened for writing: the 4.2 MB" in log.text
     assert model.weight.eq(1).all()
 
 

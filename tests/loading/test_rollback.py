@@ -19,6 +19,7 @@ import modelstate as ms
 from modelstate import errors
 from modelstate.transaction import object_snapshot
 from modelstate.transaction import transaction as transaction_module
+from tests.conftest import Log
 from tests.loading.fingerprint import described_module, holding, whole
 
 
@@ -566,9 +567,7 @@ class Descriptor:
 
 
 @pytest.mark.parametrize("load", [ms.load, ms.load_state_dict])
-def test_an_object_with_an_attribute_that_cannot_be_read(
-    load: Callable[..., object], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_object_with_an_attribute_that_cannot_be_read(load: Callable[..., object], log: Log) -> None:
     """Its other attributes are put back, and a warning names its class."""
     module: Any = pair()
     module.helper = Unreadable()
@@ -576,9 +575,9 @@ def test_an_object_with_an_attribute_that_cannot_be_read(
     failing_late(module, lambda owner: owner.helper.cache.append(2))
     left_as_it_was(module, lambda: load(module, ones(module)), Exception)
     assert module.helper.cache == [1]
-    assert "Unreadable" in caplog.text
-    caplog.clear()
+    assert "Unreadable" in log.text
+    log.records.clear()
     plain = pair()
     failing_late(plain)
     left_as_it_was(plain, lambda: load(plain, ones(plain)), Exception)
-    assert not caplog.text
+    assert not log.text

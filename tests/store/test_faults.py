@@ -16,6 +16,7 @@ import modelstate as ms
 from modelstate import errors
 from modelstate.io import system
 from modelstate.testing import faulty_reads
+from tests.conftest import Log
 from tests.store.common import Training, contents, failing_call, litter
 from tests.sweeps import EXHAUSTIVE, sample
 
@@ -219,7 +220,7 @@ def test_checkpoints_that_users_have_changed_are_replaced_and_removed() -> None:
 
 
 def test_a_checkpoint_that_cannot_be_removed_does_not_keep_the_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, log: Log
 ) -> None:
     real = system.replace
 
@@ -235,7 +236,7 @@ def test_a_checkpoint_that_cannot_be_removed_does_not_keep_the_others(
     with ms.Store(tmp_path, keep=1) as store:
         store.save(4, {"value": 4})
         assert store.steps() == (1, 4)
-        assert "not removed" in caplog.text
+        assert "not removed" in log.text
         with pytest.raises(errors.WriteFailedError, match="busy"):
             store.prune()
 

@@ -24,6 +24,7 @@ import modelstate as ms
 from modelstate.errors import CodecError, OptionError, SaveFailedWarning, StepNotFoundError, WriteFailedError
 from modelstate.formats.tree import same_value
 from modelstate.io import system
+from tests.conftest import Log
 from tests.store.common import Held, contents, litter
 
 
@@ -324,25 +325,23 @@ class Drawing(Held):
         return {"seed": torch.randint(9, ()), "other": random.random()}
 
 
-def test_too_little_space_is_logged(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_too_little_space_is_logged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, log: Log) -> None:
     space = os.statvfs_result((4096, 4096, 1, 0, 0, 0, 0, 0, 0, 255))
     monkeypatch.setattr(os, "statvfs", lambda path: space)
     ms.Store(tmp_path).check(objects())
-    assert "0 B are free" in caplog.text
+    assert "0 B are free" in log.text
 
 
-def test_a_run_that_goes_on_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "modelstate")
+def test_a_run_that_goes_on_says_so(tmp_path: Path, log: Log) -> None:
+    logging.getLogger("modelstate").setLevel(logging.INFO)
     assert list(ms.resumable(tmp_path, objects(), steps=3, save_every=5)) == [0, 1, 2]
-    assert caplog.records == []
+    assert log.records == []
     ms.resumable(tmp_path, objects(), steps=5, save_every=5)
-    (record,) = caplog.records
+    (record,) = log.records
     assert (record.levelname, record.getMessage()[:30]) == ("INFO", "going on from step 3 of 5, sav")
     assert list(ms.resumable(tmp_path, objects(), steps=2, save_every=5)) == []
-    assert caplog.records[-1].levelname == "WARNING"
-    assert "steps=2 is less than the 3 steps that are done already" in caplog.text
+    assert log.records[-1].levelname == "WARNING"
+    assert "steps=2 is less than the 3 steps that are done already" in log.text
 
 
 def with_metric(path: Path, **given: Any) -> list[int]:
@@ -354,15 +353,13 @@ def with_metric(path: Path, **given: Any) -> list[int]:
     return done
 
 
-def test_a_metric_that_is_never_given_is_an_error_and_removes_nothing(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_metric_that_is_never_given_is_an_error_and_removes_nothing(tmp_path: Path, log: Log) -> None:
     with pytest.raises(OptionError, match="val_loss") as caught:
         with_metric(tmp_path)
     assert caught.value.found == "loss"
     assert ms.Store(tmp_path).steps() == (1, 2, 3)
     assert "step 1 is saved without the metric of Keep(best=1, metric='val_loss'): loop.metrics has 'loss'" in (
-        caplog.text
+        log.text
     )
     with pytest.raises(OptionError, match="val_loss"):
         ms.Store(tmp_path).prune(ms.Keep(best=1, metric="val_loss"))
@@ -491,18 +488,18 @@ def test_numbers_of_any_kind_are_metrics(tmp_path: Path) -> None:
     ],
 )
 def test_a_metric_that_is_nearly_that_of_keep_is_logged_after_the_step_that_sets_it(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, given: str, wanted: str, is_logged: bool
+    tmp_path: Path, log: Log, given: str, wanted: str, is_logged: bool
 ) -> None:
     store = ms.Store(tmp_path, keep=ms.Keep(last=3, best=1, metric=wanted))
     loop, lines = ms.resumable(store, {"a": Held(b=1)}, steps=5, save_every=5), list[str]()
     for number in loop:
-        lines += [record.getMessage() for record in caplog.records]
-        caplog.clear()
+        lines += [record.getMessage() for record in log.records]
+        log.records.clear()
         if number >= 1:
             loop.metrics[given] = 0.5
         if number == 4:
             loop.metrics[wanted] = 0.5
         assert bool(lines) == (is_logged and number >= 2)
-    assert caplog.records == []
+    assert log.records == []
     assert len(lines) == is_logged
     assert all(f"step 1 set loop.metrics[{given!r}]" in line and f"metric={wanted!r}" in line for line in lines)
