@@ -1,5 +1,6 @@
 """Descriptors of files are closed, also where an interrupt comes between the call that opens a file and its `try`."""
 
+import errno
 import os
 from collections.abc import Callable
 from contextlib import suppress
@@ -9,8 +10,9 @@ import pytest
 from torch import nn
 
 import modelstate as ms
+from modelstate.errors import ReadFailedError
 from modelstate.io import atomic, files, held, lock, system
-from modelstate.io.files import Descriptor
+from modelstate.io.files import Descriptor, SourceFile
 from tests.sweeps import at_instruction, interrupt
 
 OPENING = {module.__file__ for module in (atomic, files, held, lock, system)}
@@ -63,3 +65,16 @@ def test_an_interrupt_leaves_no_file_open(tmp_path: Path, call: Callable[[nn.Mod
     for at in range(1, places(0) + 1):
         places(at)
         assert opened(tmp_path) == set(), at
+
+
+def test_a_file_whose_head_cannot_be_read_is_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(b"content")
+
+    def pread(*_: object) -> bytes:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(system, "pread", pread)
+    with pytest.raises(ReadFailedError, match="its beginning cannot be read") as caught:
+        SourceFile(str(path))
+    assert opened(tmp_path) == set(), caught.value  # whose traceback refers to the file
