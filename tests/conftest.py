@@ -12,6 +12,7 @@ import tempfile
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -132,6 +133,15 @@ def no_collection_of_what_was_there_before() -> None:
     """Keeps collections fast: they pass over all objects of the imported libraries, which take 0.3 s and more."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def no_stacks_of_seeds() -> None:
+    """Keeps `torch.manual_seed` fast: for each kind of device that may be used later, it formats the stack."""
+    import torch
+
+    for kind in ("cuda", "xpu", "mtia"):
+        getattr(torch, kind).traceback = SimpleNamespace(format_stack=list)
 
 
 @pytest.fixture(autouse=True)
