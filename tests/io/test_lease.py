@@ -294,6 +294,21 @@ def test_a_file_that_is_open_for_writing_is_read(folder: Path) -> None:
     assert "model.safetensors: mapped without protection, for a process has the file open" in "\n".join(told.notes)
 
 
+@pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="the system has no memfd_create")
+def test_memory_of_memfd_create_whose_writers_do_not_wait_is_neither_mapped_nor_held(folder: Path) -> None:
+    content, live = saved(folder / "model.safetensors", 3.0).read_bytes(), nn.Linear(SIZE, SIZE)
+    with ms.skeleton():
+        model = nn.Linear(SIZE, SIZE)
+    with os.fdopen(os.memfd_create("model"), "r+b", buffering=0) as file:
+        file.write(content)
+        notes = "\n".join(ms.load(model, f"/proc/self/fd/{file.fileno()}").notes)
+        steps = ms.load(live, f"/proc/self/fd/{file.fileno()}").steps
+        os.pwrite(file.fileno(), bytes(len(content) // 2), len(content) // 2)
+    assert "not mapped: it cannot be protected, for it has no name" in notes
+    assert all("after all reads: it has no name" in step.why for step in steps)
+    assert model.weight.eq(3).all()
+
+
 @contextmanager
 def open_for_writing(path: Path) -> Iterator[None]:
     """Another process has the file open for writing, so that no lease can be had."""

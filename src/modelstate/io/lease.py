@@ -92,6 +92,8 @@ def hold(path: str, descriptor: int, mapped: mmap.mmap) -> str:
     """
     if _libc is None:
         return "this system has no file leases"
+    if _has_no_name(descriptor):
+        return _NAMELESS
     with _registry():
         if len(_leases) >= os.sysconf("SC_OPEN_MAX") // 4:
             return "a quarter of the file descriptors that this process may have (ulimit -n) hold leases already"
@@ -121,6 +123,8 @@ def hold_for_now(descriptor: int) -> str:
     """
     if not hasattr(fcntl, "F_SETLEASE"):
         return "this system has no file leases"
+    if _has_no_name(descriptor):
+        return _NAMELESS
     try:
         fcntl.fcntl(descriptor, fcntl.F_SETSIG, _SIGNAL)  # the default, SIGIO, would end the process
         fcntl.fcntl(descriptor, fcntl.F_SETLEASE, fcntl.F_RDLCK)
@@ -133,6 +137,16 @@ def hold_for_now(descriptor: int) -> str:
 def is_intact(descriptor: int) -> bool:
     """Whether no process waits, or has waited, for the lease on an open file."""
     return fcntl.fcntl(descriptor, fcntl.F_GETLEASE) == fcntl.F_RDLCK
+
+
+def _has_no_name(descriptor: int) -> bool:
+    """Whether a file has no name. Memory of `memfd_create` has none, and grants leases although it can be written to:
+    the kernel does not count the descriptor that made it as open for writing.
+    """
+    return os.fstat(descriptor).st_nlink == 0
+
+
+_NAMELESS = "it has no name, as memory of memfd_create, whose writers do not wait for a lease"
 
 
 def _reason(failed: int) -> str:
