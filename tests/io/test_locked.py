@@ -369,6 +369,16 @@ def test_a_load_is_right_whatever_call_fails(
         assert locked_bytes() == 0
 
 
+def test_with_in_place_false_no_file_is_mapped(tmp_path: Path) -> None:
+    path, target = tmp_path / "x.safetensors", model(torch.bfloat16)
+    weights = {name: torch.randn(value.shape) for name, value in target.state_dict().items()}
+    save_file(weights, path)
+    with faulty_reads() as seen:
+        ms.load(target, path, dtype=torch.bfloat16, in_place=False)
+    assert "mlock" not in {request.call for request in seen.requests}
+    assert all(torch.equal(value, weights[name].bfloat16()) for name, value in target.state_dict().items())
+
+
 class Doubled(ms.loading.ModuleTransform):
     """Twice the values, some rows at a time; fails once."""
 

@@ -447,10 +447,13 @@ def _stream(
         del left[id(block)]
         on_block(block, seconds)
 
+    # With in_place=False nothing can end the process, also where it is stopped while a file is cut.
+    uses_maps = can_repeat and not to_device and staging.options.in_place is not False
+
     def run() -> None:
         """Called again where memory was lacking, it goes on with the blocks that are left."""
         try:
-            if can_repeat and not to_device:
+            if uses_maps:
                 extents = [entry.source for entry in wanted]
                 with locked_files(extents, fingerprints) if held is None else nullcontext(held.files) as files:
                     files.locked.stream(wanted, [*left.values()], consume, on_done, itemsize)
