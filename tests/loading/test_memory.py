@@ -69,7 +69,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from safetensors.torch import save_file
 
     path = tmp_path_factory.mktemp("memory") / "x.safetensors"
-    save_file({f"{index}.weight": torch.randn(2048, 2048) for index in range(8)}, path)
+    save_file({f"{index}.weight": torch.full((2048, 2048), 2.0) for index in range(8)}, path)
     return path
 
 
@@ -135,8 +135,8 @@ def test_a_merge_takes_no_more_than_its_plan_states(target: str, dtype: str, ada
 
     into, out = SHAPE
     kind = getattr(torch, dtype)
-    save_file({f"{index}.weight": torch.randn(out, into).to(kind) for index in range(LAYERS)}, tmp_path / "base.st")
-    factors = {"A": torch.randn(8, into), "B": torch.randn(out, 8)}
+    save_file({f"{index}.weight": torch.ones(out, into, dtype=kind) for index in range(LAYERS)}, tmp_path / "base.st")
+    factors = {"A": torch.ones(8, into), "B": torch.ones(out, 8)}
     save_file(
         {
             f"{i}.lora_{k}.weight": t.to(getattr(torch, adapter), copy=True)
@@ -158,7 +158,7 @@ def test_an_average_of_transposed_tensors_takes_no_more_than_its_plan_states(dty
     into, out = SHAPE
     kind = getattr(torch, dtype)
     for name in "ab":
-        torch.save({f"{i}.weight": torch.randn(into, out).to(kind).T for i in range(LAYERS)}, tmp_path / name)
+        torch.save({f"{i}.weight": torch.ones(into, out, dtype=kind).T for i in range(LAYERS)}, tmp_path / name)
     opened = "ms.open([path + '/a', path + '/b'], combine=ms.merge.Average())"
     taken, told, stated = measured("skeleton", tmp_path, "{}", f"{LAYERS}, {SHAPE}, torch.{dtype}, {opened}")
     assert told <= stated
@@ -172,7 +172,7 @@ def test_an_average_by_many_threads_takes_no_more_than_its_plan_states(tmp_path:
 
     layers, into, out = 8, 1024, 2048
     for name in range(8):
-        save_file({f"{i}.weight": torch.randn(out, into) for i in range(layers)}, tmp_path / str(name))
+        save_file({f"{i}.weight": torch.ones(out, into) for i in range(layers)}, tmp_path / str(name))
     opened = "ms.open([f'{path}/{name}' for name in range(8)], combine=ms.merge.Average())"
     using = "sys.modules['modelstate.io.tensors'], sys.modules['modelstate.planning.memory']"
     source = f"[*[setattr(module, 'read_threads', lambda: 8) for module in ({using})], {opened}][-1]"
