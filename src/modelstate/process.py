@@ -160,7 +160,9 @@ def parallel_for(work: Work, threads: int, *, with_torch: bool = False, takes_pa
     ]
     try:
         started = _started(workers) if torch_threads is None else torch_threads.start(workers, stop, running)
-        if takes_part or not started:
+        if torch_threads is not None and not started:
+            torch_threads.call_alone(work, stop)
+        elif takes_part or not started:
             work(stop)
         for _ in range(started):
             if (error := _next_of(ended)) is not None:
@@ -434,6 +436,15 @@ class _TorchInThreads:
                     if try_start(restores):
                         restores.join()
         return started
+
+    def call_alone(self, work: Work, stop: threading.Event) -> None:
+        """Calls a function in this thread, where the system starts no others: OpenMP would end the process then."""
+        before = self._torch.get_num_threads()
+        try:
+            self._torch.set_num_threads(1)
+            work(stop)
+        finally:
+            self._torch.set_num_threads(before)
 
 
 def torch_threads() -> int:
