@@ -92,8 +92,8 @@ def hold(path: str, descriptor: int, mapped: mmap.mmap) -> str:
     """
     if _libc is None:
         return "this system has no file leases"
-    if _has_no_name(descriptor):
-        return _NAMELESS
+    if refusal := _without_name(descriptor):
+        return refusal
     with _registry():
         if len(_leases) >= os.sysconf("SC_OPEN_MAX") // 4:
             return "a quarter of the file descriptors that this process may have (ulimit -n) hold leases already"
@@ -123,8 +123,8 @@ def hold_for_now(descriptor: int) -> str:
     """
     if not hasattr(fcntl, "F_SETLEASE"):
         return "this system has no file leases"
-    if _has_no_name(descriptor):
-        return _NAMELESS
+    if refusal := _without_name(descriptor):
+        return refusal
     try:
         fcntl.fcntl(descriptor, fcntl.F_SETSIG, _SIGNAL)  # the default, SIGIO, would end the process
         fcntl.fcntl(descriptor, fcntl.F_SETLEASE, fcntl.F_RDLCK)
@@ -139,11 +139,16 @@ def is_intact(descriptor: int) -> bool:
     return fcntl.fcntl(descriptor, fcntl.F_GETLEASE) == fcntl.F_RDLCK
 
 
-def _has_no_name(descriptor: int) -> bool:
-    """Whether a file has no name. Memory of `memfd_create` has none, and grants leases although it can be written to:
-    the kernel does not count the descriptor that made it as open for writing.
+def _without_name(descriptor: int) -> str:
+    """Returns why a file gets no lease where it has no name, and an empty string where it has one.
+
+    Memory of `memfd_create` has none, and grants leases although it can be written to: the kernel does not count the
+    descriptor that made it as open for writing.
     """
-    return os.fstat(descriptor).st_nlink == 0
+    try:
+        return "" if system.fstat(descriptor).st_nlink else _NAMELESS
+    except OSError as error:
+        return _reason(error.errno or errno.EIO)
 
 
 _NAMELESS = "it has no name, as memory of memfd_create, whose writers do not wait for a lease"
