@@ -68,8 +68,8 @@ _POLL_SECONDS = 0.05
 def try_start(thread: threading.Thread) -> bool:
     """Starts a thread. Returns False where the system starts no more threads, or the program is ending.
 
-    Also False where a limit leaves hardly any memory: Python waits for ever for a thread that ends with a `MemoryError`
-    before it has reported its start (CPython issue 140746).
+    Also False where hardly any memory is left, as a limit (`ulimit -v` or `-d`) has it: Python waits for ever for a
+    thread that ends with a `MemoryError` before it has reported its start (CPython issue 140746).
     """
     if not _has_memory_for_a_thread():
         return False
@@ -85,8 +85,6 @@ def try_start(thread: threading.Thread) -> bool:
 def _has_memory_for_a_thread() -> bool:
     import resource  # only where threads are started
 
-    if resource.getrlimit(resource.RLIMIT_AS)[0] == resource.RLIM_INFINITY:
-        return True
     stack_bytes = threading.stack_size() or resource.getrlimit(resource.RLIMIT_STACK)[0]
     if stack_bytes == resource.RLIM_INFINITY:
         stack_bytes = _USUAL_STACK_BYTES
