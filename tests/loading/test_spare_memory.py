@@ -133,12 +133,12 @@ class Mixed(torch.nn.Module):
 def test_memory_that_the_system_lacks_is_named_wherever_it_is(
     in_place: bool | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each mapping in turn cannot be had."""
+    """Each mapping in turn cannot be had. A load needs no thread, for which the system may have no memory."""
     ones = {"cast": torch.ones(600, 600), "turned": torch.ones(600, 600)}
     ms.save(ones | {"first": torch.ones(300, 600), "second": torch.ones(300, 600)}, tmp_path / "x.safetensors")
     rules = [ms.rules.Concat(["first", "second"], "joined"), ms.rules.Transpose("turned", 0, 1)]
-    real = mmap.mmap
-    for number in range(1, 20):
+    real, failures = mmap.mmap, 0
+    for number in range(1, 30):
         monkeypatch.setattr(memory, "_spare", memory.MemoryPool())
         left, model = number, Mixed()
 
@@ -158,9 +158,13 @@ def test_memory_that_the_system_lacks_is_named_wherever_it_is(
             except ms.errors.MemoryBudgetError as error:
                 failed = error
         if failed is None:
-            break
+            assert all(param.eq(1).all() for param in model.parameters())
+            if left > 0:
+                break  # there is no mapping of this number
+            continue
+        failures += 1
         is_unchanged = not any(param.any() for param in model.parameters())
         assert is_unchanged or "partly overwritten" in str(failed)
         assert "Cannot allocate memory" in failed.found
-    assert all(param.eq(1).all() for param in model.parameters())
-    assert number > 3
+    assert left > 0
+    assert failures > 2
