@@ -12,7 +12,8 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --no-compile -c constraints.txt
 # Bytecode of what pip has installed: pip compiles with one processor. Templates that are no Python are passed over.
 COMPILE := $(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
-JOBS ?= 2
+# One more than the processors of CI: tests also wait, for other processes, servers and disks.
+JOBS ?= 3
 BENCH ?=
 SERVE ?=
 
