@@ -584,7 +584,7 @@ _collector_lock = fork_safe_lock(
 def deferred_signals() -> Iterator[Callable[[], None]]:
     """Defers the Python handlers of all signals, Ctrl-C among them, to the end of the block.
 
-    Yields a function that calls the handlers of the signals that have arrived so far, one of which may raise.
+    Yields a function. It calls the handlers of the signals that have arrived so far, and raises what a handler raises.
 
     Python runs the handlers in the main thread only, so in other threads there is nothing to defer.
     """

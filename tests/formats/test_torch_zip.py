@@ -33,7 +33,7 @@ from tests.formats.torch_files import (
     saved,
     values,
 )
-from tests.sweeps import at_instruction, spread
+from tests.sweeps import interrupted_in, spread
 
 
 def tree(path: str, **options: Any) -> Any:
@@ -545,12 +545,7 @@ def test_an_interrupt_before_any_instruction_of_a_save(tmp_path: Path) -> None:
     state, path = {"w": torch.ones(3), "b": torch.zeros(600_000)}, tmp_path / "x.pt"
 
     def count(number: int) -> int:
-        with at_instruction(
-            number,
-            lambda code: code.co_filename == torch_zip.__file__,
-            lambda: signal.raise_signal(signal.SIGINT),
-            as_signal=True,
-        ) as found:
+        with interrupted_in(torch_zip.__file__, number) as found:
             ms.save(state, path)
         return found.count
 

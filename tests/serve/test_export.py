@@ -4,7 +4,6 @@ import errno
 import itertools
 import json
 import os
-import signal
 import struct
 import zipfile
 from pathlib import Path
@@ -39,7 +38,7 @@ from modelstate.serve.exported import ExportedTarget
 from modelstate.serve.program_file import NAME
 from tests.serve.models import Decoder, Everything, Fused, Nested, Small, randomised
 from tests.serve.packages import linear_package, needs_aoti, package_of, package_of_torch
-from tests.sweeps import at_instruction, spread
+from tests.sweeps import interrupted_in, spread
 
 X = torch.randn(3, 4, generator=torch.Generator().manual_seed(3))
 
@@ -494,12 +493,7 @@ def test_interrupts_while_torch_writes(path: Path) -> None:
     model = nn.Linear(600, 600).eval()
 
     def count(number: int) -> int:
-        with at_instruction(
-            number,
-            lambda code: code.co_filename == torch_zip.__file__,
-            lambda: signal.raise_signal(signal.SIGINT),
-            as_signal=True,
-        ) as found:
+        with interrupted_in(torch_zip.__file__, number) as found:
             ms.export(model, (torch.ones(2, 600),), path, overwrite=True)
         return found.count
 

@@ -439,7 +439,7 @@ def archive_file(output: Output) -> Iterator[IO[bytes]]:
     """The file object for torch to write an archive to. At the end of the block, the first error is raised.
 
     torch's writer must not see an error, nor an interrupt: it would report its next failure instead of the first, or
-    end the process. So signals are deferred until a piece is written, and nothing is written after an error.
+    end the process. So handlers of signals are called when torch writes a piece, and nothing is written after an error.
     """
     with deferred_signals() as deliver:
         file = _ArchiveFile(output, deliver)
@@ -448,7 +448,7 @@ def archive_file(output: Output) -> Iterator[IO[bytes]]:
 
 
 class _ArchiveFile(io.RawIOBase):
-    """torch writes five pieces a tensor: small ones are put together."""
+    """The file object of `archive_file`. It puts small pieces together: torch writes five for each tensor."""
 
     def __init__(self, output: Output, deliver: Callable[[], None]) -> None:
         self._output, self._deliver = output, deliver

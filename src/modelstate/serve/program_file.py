@@ -340,7 +340,7 @@ def read_program_file(path: str) -> ProgramFile:
             manifest = Manifest.from_json(text, path)
         records = {name.removeprefix(root) for name in archive.records}
         stamp, checksums = archive.file.fingerprint, archive.checksums(archive.records)
-        regions = {archive.region(name): [name] for name in archive.records}
+        names_of = {archive.region(name): [name] for name, record in archive.records.items() if record.crc32}
     models = {name.removeprefix(_LIBRARIES).split("/")[0] for name in records if name.startswith(_LIBRARIES)}
     if len(models) > 1:
         raise _unsupported(path, f"several models: {', '.join(sorted(models))}")
@@ -351,7 +351,6 @@ def read_program_file(path: str) -> ProgramFile:
     else:
         raise _no_program(path)
     # torch does not compare: damaged weights give other answers, and damaged machine code may do anything.
-    names_of = {region: names for region, names in regions.items() if region in checksums}
     DigestCheck(path, {path: stamp}, names_of, checksums, "parts of the program").run()
     return file
 
