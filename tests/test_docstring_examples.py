@@ -145,15 +145,6 @@ SETUPS = {
         'model = nn.ModuleList([nn.ModuleDict({"mlp": nn.ModuleDict({"up": nn.Linear(10, 10)})})])\n'
         'ms.save(model, "model.safetensors")\n'
     ),
-    "loading.plan_for_mesh": (
-        'model = nn.ModuleDict({"layers": nn.ModuleList([nn.ModuleDict({"q": nn.Linear(16, 16)})])})\n'
-        'ms.save(model, "model.safetensors")\nplan = ms.plan(model, "model.safetensors")\n'
-    ),
-    "loading.read_parallel": (
-        'Path("parallel.toml").write_text(\'"layers.*.q" = "colwise"\')\n'
-        'model = nn.ModuleDict({"layers": nn.ModuleList([nn.ModuleDict({"q": nn.Linear(16, 16)})])})\n'
-        'ms.save(model, "model.safetensors")\nplan = ms.plan(model, "model.safetensors")\n'
-    ),
     "objects.Restored": 'ms.save({"model": model, "epoch": 3}, "run.safetensors")\n',
     "objects.Restored.rewind_generators": (
         'validate = lambda model: None\nstore = ms.Store("run")\nstore.save(1, {"model": model, "rng": ms.RNG()})\n'

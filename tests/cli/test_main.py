@@ -219,35 +219,6 @@ class TestPlan:
         assert "0.weight" in done.stdout
         assert "Traceback" not in done.stderr
 
-    def test_over_a_mesh(self) -> None:
-        done = run("plan", "ZOO:tiny", "tiny.safetensors", "--mesh", "2x2")
-        assert done.exit_code == 0, done.stderr
-        assert "tiny.safetensors into Sequential on a mesh of 2 x 2, 4 ranks" in done.stdout
-        Path("parallel.toml").write_text('"0" = "rowwise"\n')
-        done = run("plan", "ZOO:tiny", "tiny.safetensors", "--mesh", "2", "--parallel", "parallel.toml", "--json")
-        assert json.loads(done.stdout)["parallel"] == {"0": "rowwise"}
-        assert len(json.loads(done.stdout)["ranks"]) == 2
-        done = run("plan", "ZOO:wide", "tiny.safetensors", "--mesh", "2")
-        assert done.exit_code == 1
-        assert "0.weight" in done.stdout
-
-    @pytest.mark.parametrize(
-        ("options", "text"),
-        [
-            (["--mesh", "2x"], "not the shape of a device mesh"),
-            (["--mesh", "0"], "not the shape of a device mesh"),
-            (["--parallel", "tiny.safetensors"], "give fsdp, or a TOML file"),
-            (["--mesh", "2", "--parallel", "none.toml"], "give fsdp, or a TOML file"),
-            (["--mesh", "2x2x2"], "--mesh is not the shape of a mesh: (2, 2, 2); give 1 to 2 positive integers"),
-            (["--mesh", "2", "--parallel", "other.toml"], "patterns of --parallel match no module: other.*"),
-        ],
-    )
-    def test_a_wrong_mesh(self, options: list[str], text: str) -> None:
-        Path("other.toml").write_text('"other.*" = "colwise"')
-        done = run("plan", "ZOO:tiny", "tiny.safetensors", *options)
-        assert done.exit_code == 2
-        assert text in " ".join(done.stderr.replace("│", " ").split())
-
     def test_allow_lists(self) -> None:
         save_file({"0.weight": torch.zeros(3, 4), "more": torch.zeros(1)}, "part.safetensors")
         missing = ["--allow-missing", "0.bias", "--allow-missing", "1.*"]

@@ -229,25 +229,6 @@ def parse_seconds(text: str | float) -> float:
     return seconds
 
 
-def parse_mesh(text: str) -> tuple[int, ...]:
-    """Returns the shape of a device mesh: 8, 4x2. Raises `click.BadParameter`."""
-    if not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", text):
-        raise click.BadParameter(f"{text!r} is not the shape of a device mesh: give 8, 4x2, ...")
-    return tuple(map(int, text.split("x")))
-
-
-def parse_parallel(text: str) -> dict[str, str]:
-    """Returns the styles of tensor parallelism in a file; none for fsdp. Raises `click.BadParameter`."""
-    if text in ("", "fsdp"):
-        return {}
-    from modelstate.loading.mesh_plan import read_parallel
-
-    try:
-        return read_parallel(text)
-    except (ms.errors.OptionError, ms.errors.OpenError) as error:
-        raise click.BadParameter(f"give fsdp, or a TOML file: {_one_line(error)}") from error
-
-
 def parse_format(text: str | None, target: str) -> str:
     """Returns the format of a file to write: that of its suffix, or else the given one.
 

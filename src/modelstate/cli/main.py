@@ -24,11 +24,8 @@ from modelstate.cli.common import (
     model_factory,
     parse_device,
     parse_format,
-    parse_mesh,
-    parse_parallel,
     reported,
     terminal_width,
-    usage_text,
     user_code,
     write_page,
 )
@@ -43,7 +40,6 @@ if TYPE_CHECKING:
     import torch
 
     from modelstate.cli.error_pages import Page
-    from modelstate.loading.mesh_plan import MeshPlan
     from modelstate.rules.rule import Rule
 
 
@@ -253,16 +249,6 @@ def _with_load_options(run: Callable[..., None]) -> Callable[..., None]:
 @_with_load_options
 @options.html
 @click.option(
-    "--mesh", metavar="SHAPE", type=parse_mesh, help="The shape of a device mesh, such as 8 or 4x2, to plan each rank."
-)
-@click.option(
-    "--parallel",
-    metavar="fsdp|FILE",
-    type=parse_parallel,
-    help="How the mesh shards the model: fsdp, or a TOML file that gives patterns of modules a style of tensor "
-    "parallelism (colwise, rowwise, replicate) over the last dimension of the mesh.",
-)
-@click.option(
     "--suggest", is_flag=True, help="Plan with the rules that `modelstate suggest` works out, and print them."
 )
 def plan(
@@ -270,46 +256,28 @@ def plan(
     checkpoint: ms.Checkpoint,
     as_json: bool,
     html: str | None,
-    mesh: tuple[int, ...] | None,
-    parallel: dict[str, str] | None,
     suggest: bool,
 ) -> None:
     """Show what a load would do, and every problem.
 
     Tensors are read only where two values must be compared, or where the model's own code reads them.
-    With --mesh, show what each rank of a device mesh would read and hold; no process group is needed.
     """
-    if parallel and mesh is None:
-        raise click.BadParameter("--parallel says how the ranks of a mesh share the model: give --mesh too")
-
-    if html is not None and mesh is not None:
-        raise click.BadParameter("--html shows the plan of one process: leave out --mesh")
     if suggest and request.options["rules"]:
         raise click.BadParameter("--suggest works out all rules: leave out the options that change names")
 
     rules = ""
 
-    def planned(model: torch.nn.Module, source: ms.Checkpoint, **options: Any) -> ms.LoadPlan | MeshPlan:
+    def planned(model: torch.nn.Module, source: ms.Checkpoint, **options: Any) -> ms.LoadPlan:
         if suggest:
             nonlocal rules
             options["rules"] = suggestion = ms.suggest(model, source, key=options["key"])
             rules = f"{suggestion}\n\n"
-        load_plan = ms.plan(model, source, **options)
-        if mesh is None or not load_plan.ok:
-            return load_plan
-        from modelstate.loading.mesh_plan import plan_for_mesh
-
-        try:
-            return plan_for_mesh(load_plan, model, mesh, parallel or None)
-        except ms.errors.OptionError as error:
-            raise click.BadParameter(usage_text(error)) from error
+        return ms.plan(model, source, **options)
 
     result = request.run(planned, checkpoint)
-    problems = result.problems if isinstance(result, ms.LoadPlan) else ()
-    if isinstance(result, ms.LoadPlan):
-        write_page(html, result)
+    write_page(html, result)
     remedies = ""
-    if problems:
+    if problems := result.problems:
         from modelstate.cli import spelling
 
         remedies = spelling.as_text(spelling.of_problems(problems))

@@ -140,23 +140,6 @@ def _runs(size: int, splits: tuple[Split, ...]) -> tuple[range, ...]:
 
 
 @lru_cache(maxsize=64)
-def runs_of_all(size: int, splits: tuple[tuple[Any, int], ...]) -> dict[tuple[int, ...], tuple[range, ...]]:
-    """Returns the runs of a dimension that each rank holds, by the positions of the rank along the mesh dimensions.
-
-    Args:
-        size: The size of the dimension.
-        splits: The placement and the number of ranks of each split, in the order in which torch splits.
-    """
-    if not splits:
-        return {(): (range(size),)}
-    found = {}
-    for positions in product(*(range(ranks) for _, ranks in splits)):
-        of_rank = [Split(*split, position) for split, position in zip(splits, positions, strict=True)]
-        found[positions] = tuple(split_indices(size, of_rank)) or (range(0),)
-    return found
-
-
-@lru_cache(maxsize=64)
 def _is_ascending(mesh: Any) -> bool:
     """Whether the ranks of a mesh have ascending numbers along each of its dimensions."""
     return all(bool((mesh.mesh.diff(dim=dim) > 0).all()) for dim in range(mesh.mesh.dim()))
