@@ -113,7 +113,6 @@ def test_the_commands_of_the_readme_run(tmp_path: Path) -> None:
         "suggest",
         "convert",
         "diff",
-        "cp",
         "verify",
         "store",
         "explain",
@@ -126,7 +125,7 @@ def test_the_commands_of_their_page_run(tmp_path: Path) -> None:
     page = ROOT / "docs" / "cli.md"
     run_in_order(tmp_path, blocks(page, "python"))
     lines = "".join(blocks(page, "sh")).splitlines()
-    assert len(lines) == 15
+    assert len(lines) == 12
     run_commands(tmp_path, [shlex.split(line, comments=True) for line in lines])
 
 

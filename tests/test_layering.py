@@ -130,6 +130,7 @@ OPENS_BY_ITSELF = {
     "io/system.py": "the system calls that it makes",
     "io/linux.py": "/proc",
     "checkpoint/open.py": "`modelstate.open` itself",
+    "checkpoint/write.py": "a file of our own, which is uploaded",
     "html/page.py": "the template, the style and the script, which are part of the package",
     "io/lease.py": "/proc",
     "store/deadline.py": "/proc",
@@ -142,7 +143,6 @@ OPENS_BY_ITSELF = {
     "serve/program_file.py": "a file that is written",
     "cli/live.py": "a token, which a shell may give as a pipe",
     "cli/error_pages.py": "pages of the package itself",
-    "testing/disk.py": "a copy of a disk for tests",
 }
 """Files that open files in another way than by `modelstate.io.files.open_regular`, and which."""
 

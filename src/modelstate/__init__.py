@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from modelstate import suggestion as suggestion
     from modelstate import transaction as transaction
     from modelstate.checkpoint.checkpoint import Checkpoint as Checkpoint
-    from modelstate.checkpoint.copy import copy as copy
     from modelstate.checkpoint.inspect import inspect as inspect
     from modelstate.checkpoint.inspect import verify as verify
     from modelstate.checkpoint.open import open as open
@@ -80,7 +79,6 @@ else:
             "conversion": "modelstate.conversion",
             "convert": "modelstate.conversion.convert",
             "convert_checkpoint": "modelstate.conversion.checkpoint",
-            "copy": "modelstate.checkpoint.copy",
             "dcp": "modelstate.integrations.dcp",
             "declare_extra_state": "modelstate.objects.extra_state",
             "diff": "modelstate.comparison.diff",
@@ -135,7 +133,6 @@ __all__ = [
     "TensorSpec",
     "convert",
     "convert_checkpoint",
-    "copy",
     "declare_extra_state",
     "diff",
     "errors",

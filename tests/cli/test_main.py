@@ -519,7 +519,6 @@ class TestManners:
             ("convert", "tiny.safetensors", str(tmp_path / "new.safetensors")),
             ("verify", "training.pt"),
             ("diff", "tiny.safetensors", "tiny.safetensors"),
-            ("get", "tiny.safetensors", "0.weight", str(tmp_path / "weight.npy")),
         )
         for call in calls:
             done = run(*call, "--json")

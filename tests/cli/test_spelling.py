@@ -222,14 +222,6 @@ torch.save({{"model": made.tiny().state_dict(), "settings": made.Settings()}}, "
         assert run(*command, without).exit_code == 0
 
 
-def test_a_command_without_the_option_proposes_another_command() -> None:
-    torch.save(nn.Linear(2, 2), "whole.pt")
-    (line,) = proposed(run("cp", "whole.pt", "copy.pt").stderr)
-    command, _, _ = line.partition(",")
-    assert command == "modelstate convert SOURCE PATH --skip-forbidden"
-    assert run("convert", "whole.pt", "copy.pt", "--skip-forbidden").exit_code == 0
-
-
 def test_a_store_in_the_place_of_a_file() -> None:
     ms.Store("runs").save(1, {"model": nn.Linear(2, 2)})
     for command in (("inspect", "runs"), ("load", "FACTORIES:tiny", "runs"), ("convert", "runs", "out.pt")):

@@ -522,11 +522,10 @@ def test_urls_of_local_files(tmp_path: Path) -> None:
         run("verify", f"{url}/run"),
         run("store", "restore", f"{url}/run", f"{url}/new/a/model.safetensors"),
         run("convert", f"{url}/new/a/model.safetensors", f"{url}/new/b/model.safetensors"),
-        run("get", f"{url}/new/a/model.safetensors", "weight", f"{url}/new/c/weight.npy"),
         run("inspect", f"{url}/new/a/model.safetensors", "--html", f"{url}/new/d/page.html"),
     ):
         assert done.exit_code == 0, done.output
-    assert sorted(path.name for path in (tmp_path / "new").iterdir()) == ["a", "b", "c", "d"]
+    assert sorted(path.name for path in (tmp_path / "new").iterdir()) == ["a", "b", "d"]
     assert run("convert", "new/a/model.safetensors", "ftp://host/b/model.safetensors").exit_code == 1
     assert sorted(path.name for path in tmp_path.iterdir()) == ["new", "run"]
 

@@ -227,7 +227,6 @@ def test_commands_take_the_directory(proxy: FaultProxy, files: tuple[Path, str],
     for command in (
         ["diff", url_of(proxy), local],
         ["inspect", url_of(proxy), "--stats"],
-        ["get", url_of(proxy), "0.bias", str(tmp_path / "bias.npy")],
         ["convert", url_of(proxy), copy],
     ):
         proxy.reset()

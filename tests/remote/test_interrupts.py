@@ -11,11 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner
 from torch import nn
 
 import modelstate as ms
-from modelstate.cli.main import app
 from modelstate.io.engine import Request, read_ranges
 from modelstate.io.files import current_fingerprints
 from modelstate.remote import location, upload
@@ -289,28 +287,3 @@ def test_following_is_stopped(bucket: str, proxy: FaultProxy, number: int) -> No
 
 def names(client: Any, bucket: str) -> set[str]:
     return {item["Key"] for item in client.list_objects_v2(Bucket=bucket)["Contents"]}
-
-
-@pytest.mark.parametrize("shard_size_bytes", [None, 2 * MB])
-def test_a_copy(bucket: str, proxy: FaultProxy, tmp_path: Path, shard_size_bytes: int | None) -> None:
-    (tmp_path / "a").mkdir()
-    ms.save(make_model(0), tmp_path / "a" / "model.safetensors", shard_size_bytes=shard_size_bytes)
-    remote = f"s3://{bucket}/a/"
-    ms.copy(tmp_path / "a", remote)
-    for number in numbers(20):
-        here, there = tmp_path / "b" / str(number), f"s3://{bucket}/{number}/"
-        with interrupted(proxy, number) as downloaded:
-            result = CliRunner().invoke(app, ["cp", remote, f"{here}/"])
-            if result.exit_code == 130:
-                raise KeyboardInterrupt
-        if downloaded:
-            assert not [*here.glob("*.safetensors*")] or shard_size_bytes
-            with pytest.raises(ms.errors.OpenError):
-                ms.open(here)
-        with interrupted(proxy, number) as uploaded:
-            ms.copy(tmp_path / "a", there)
-        if not uploaded:
-            break
-        with pytest.raises(ms.errors.SourceNotFoundError):
-            ms.open(there)
-    assert number > 2

@@ -19,7 +19,6 @@ from modelstate.checkpoint.checkpoint import Checkpoint
 from modelstate.checkpoint.reduction import kind_of
 from modelstate.errors import KeyNotFoundError, OptionError, SaveTargetError, SourceTypeError, TargetExistsError
 from modelstate.formats.block_writer import LazyTensor, OnCast, lazy_tensor, storages_of, threads_within, whole
-from modelstate.formats.copy_file import copy_file
 from modelstate.formats.serialize import serialize
 from modelstate.formats.sharded import INDEX_SUFFIX
 from modelstate.formats.torch_zip import write_torch_file
@@ -28,10 +27,10 @@ from modelstate.formats.writing import Files, LocalWriter, Writer, write_checkpo
 from modelstate.html.page import Kind, Page, Shown
 from modelstate.io.atomic import LOCK_TIMEOUT_SECONDS
 from modelstate.io.engine import read_ranges
-from modelstate.io.files import current_fingerprints, local_path
+from modelstate.io.files import local_path
 from modelstate.process import progress_bar
 from modelstate.remote.location import is_remote, locate, redacted_url
-from modelstate.remote.upload import check_writable, head
+from modelstate.remote.upload import check_writable
 from modelstate.spec import Encoded, Refused, Stored, bytes_key
 from modelstate.text_format import as_given, count, listed, printable, seconds, short_repr, size
 from modelstate.torch_compat.dtypes import Overflows
@@ -349,12 +348,20 @@ def write_state(
 
 def _uploaded(write: Callable[[str], Files], where: str, overwrite: bool) -> Files:
     """Has a file written on this machine, where torch.load checks it, and uploads it."""
+    from modelstate.formats.uploading import index_of_object, remove_index
+    from modelstate.remote.upload import PART_BYTES, head, new_object
+
     if not overwrite and head(locate(where)) is not None:
         raise TargetExistsError("something is there already", where=locate(where).url)
     with tempfile.TemporaryDirectory(prefix="modelstate-") as directory:
         path = os.path.join(directory, os.path.basename(where))
         (nbytes,) = write(path).values()
-        copy_file(path, where, current_fingerprints([path])[path], overwrite=overwrite)
+        old_index = index_of_object(where)
+        with open(path, "rb") as file, new_object(locate(where), nbytes, overwrite=overwrite) as output:
+            while part := file.read(PART_BYTES):
+                output.append(part)
+        if old_index is not None:
+            remove_index(where, old_index)
     return {where: nbytes}
 
 

@@ -30,7 +30,6 @@ from modelstate.cli.common import (
     write_page,
 )
 from modelstate.cli.diff import diff
-from modelstate.cli.get import get
 from modelstate.cli.live import live
 from modelstate.cli.store import is_store, store, verify_steps
 from modelstate.text_format import columns, listed, printable_lines
@@ -69,7 +68,7 @@ def app() -> None:
     """Move model state between files and live PyTorch models."""
 
 
-for _command in (diff, get, store, live):
+for _command in (diff, store, live):
     app.add_command(_command)
 
 _model = click.argument(
@@ -386,24 +385,6 @@ def convert(
         with _open(source, opening) as checkpoint, user_code():
             make_parents(path)
             report = ms.convert_checkpoint(checkpoint, path, key=key, **parsed)
-        echo(report.to_json() if as_json else str(report))
-
-
-@app.command()
-@options.source
-@click.argument("path", help="A file, a directory with / at its end, or a URL of either in a bucket.")
-@options.overwrite
-@options.allow
-@options.as_json
-@options.debug
-def cp(source: str, path: str, overwrite: bool, allow: tuple[str, ...], as_json: bool, debug: bool) -> None:
-    """Copy the files of a checkpoint, from and to buckets too.
-
-    They are copied byte for byte. Bytes with digests are compared on the way. All files are there at the end, or none.
-    An existing file is not changed, unless --overwrite is given.
-    """
-    with reported(debug):
-        report = ms.copy(source, path, overwrite=overwrite, allow=allow)
         echo(report.to_json() if as_json else str(report))
 
 

@@ -33,9 +33,9 @@ def of_error(error: BaseException, debug: bool = False) -> list[str]:
         return of_problems(error.problems)
     if isinstance(error, errors.ForbiddenGlobalError) and error.allow:
         allowing = " ".join(option("--allow", name) for name in error.allow)
-        return [f"{allowing} if you trust them", _skipping_forbidden()]
+        return [f"{allowing} if you trust them", "--skip-forbidden"]
     if isinstance(error, errors.ForbiddenGlobalError) and "skip_forbidden" in error.remedy:
-        return [_skipping_forbidden()]
+        return ["--skip-forbidden"]
     if isinstance(error, errors.SourceNotFoundError) and "modelstate store ls" in error.remedy:
         return ["modelstate store restore DIR PATH writes one object of it as a file; give the path of this file"]
     if isinstance(error, errors.AmbiguousCheckpointError) and error.candidates and "key=" in error.remedy:
@@ -67,13 +67,6 @@ def of_error(error: BaseException, debug: bool = False) -> list[str]:
     if isinstance(error, errors.ModelCodeError) and not debug:
         return ["--debug shows the traceback of the cause"]
     return []
-
-
-def _skipping_forbidden() -> str:
-    """What leaves out forbidden objects: an option, or another command where the present one does not have it."""
-    if _has("--skip-forbidden"):
-        return "--skip-forbidden"
-    return "modelstate convert SOURCE PATH --skip-forbidden, which writes the tensors alone"
 
 
 def _has(name: str) -> bool:

@@ -1,0 +1,63 @@
+"""`modelstate inspect --stats`."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner, Result
+from safetensors.torch import save_file
+
+from modelstate.cli.main import app
+
+STATE = {
+    "layer.0.weight": torch.arange(6, dtype=torch.float32).reshape(2, 3),
+    "layer.1.weight": torch.arange(6, dtype=torch.float32).reshape(2, 3) * 2,
+    "half": torch.tensor([1.5, -2.0]).bfloat16(),
+    "count": torch.tensor(7),
+}
+
+
+@pytest.fixture(autouse=True)
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    save_file(STATE, "m.safetensors")
+    torch.save({"model": {"w": STATE["layer.0.weight"].t()}, "s": torch.eye(2).to_sparse()}, "m.pt")
+    return tmp_path
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(app, arguments)
+
+
+def test_pages_are_written_on_this_machine_only() -> None:
+    done = run("inspect", "m.pt", "--html", "s3://bucket/x.npy")
+    assert done.exit_code == 1
+    assert "error: s3://bucket/x.npy: this file is written on this machine only" in done.stderr
+    assert "download" not in done.stderr
+
+
+def test_remedies_are_those_of_the_command_line() -> None:
+    unmatched = run("inspect", "m.safetensors", "--stats", "--filter", "zz*")
+    assert unmatched.exit_code == 1
+    assert "only=" not in unmatched.stderr
+
+
+def test_statistics() -> None:
+    done = run("inspect", "m.safetensors", "--stats")
+    assert done.exit_code == 0
+    assert "layer.*.weight (2 ×)" in done.stdout
+    assert len(run("inspect", "m.safetensors", "--stats", "--no-fold").stdout.splitlines()) == 9
+    rows = run("inspect", "m.safetensors", "--stats", "--depth", "1", "--sort", "size").stdout.splitlines()
+    assert rows[4].startswith("layer ")
+    found = json.loads(run("inspect", "m.safetensors", "--stats", "--filter", "*.weight", "--json").stdout)
+    assert [tensor["max"] for tensor in found["tensors"]] == [5.0, 10.0]
+
+
+@pytest.mark.parametrize("option", [["--no-fold"], ["--depth", "2"], ["--filter", "*"], ["--sort", "size"]])
+def test_options_of_statistics_alone_are_a_wrong_command_line(option: list[str]) -> None:
+    assert run("inspect", "m.safetensors", *option).exit_code == 2
+
+
+def test_an_unknown_order_is_a_wrong_command_line() -> None:
+    assert run("inspect", "m.safetensors", "--stats", "--sort", "weight").exit_code == 2
