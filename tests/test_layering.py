@@ -141,7 +141,6 @@ OPENS_BY_ITSELF = {
     "integrations/transformers.py": "a file that is written",
     "serve/export.py": "a file that is written",
     "serve/program_file.py": "a file that is written",
-    "cli/live.py": "a token, which a shell may give as a pipe",
     "cli/error_pages.py": "pages of the package itself",
 }
 """Files that open files in another way than by `modelstate.io.files.open_regular`, and which."""

@@ -4,6 +4,7 @@ import http.client
 import json
 import time
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 _IDLE_SECONDS = 2.0
@@ -85,3 +86,37 @@ class Client:
         except (ValueError, LookupError, TypeError):  # the answer of a proxy, or of another server
             error = RefusedError(response.status, response.reason, content.decode(errors="replace"))
         raise error
+
+
+class App:
+    """The server as a target of `modelstate.follow`, which gives `swap` the path of each new checkpoint.
+
+    Example:
+        >>> modelstate.follow(App(Client(8000, token)), "checkpoints/run")
+    """
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+
+    def swap(self, source: str) -> SimpleNamespace:
+        """Swaps in new weights.
+
+        Args:
+            source: The path of a checkpoint, below the server's directory.
+
+        Returns:
+            The server's answer: `version`, `previous`, `source` and `seconds`.
+
+        Raises:
+            ConnectionError: The server does not answer, is busy, or does not see the path. `follow` tries again.
+            TimeoutError: The server does not answer in time. `follow` tries again.
+            RefusedError: The server refuses the weights or the token. `follow` skips the checkpoint.
+        """
+        try:
+            return SimpleNamespace(**self._client.swap(source))
+        except http.client.HTTPException as error:
+            raise ConnectionError(f"the server broke the connection off: {error}") from error
+        except RefusedError as error:
+            if error.status in (404, 408, 409, 429) or error.status >= 500:
+                raise ConnectionError(str(error)) from error
+            raise

@@ -71,23 +71,14 @@ ModelStateError
     ├── SwapTimeoutError          (TimeoutError)
     ├── VersionGoneError          (LookupError)
     ├── QuarantinedError          (RuntimeError)
-    ├── SkippedCheckpointError    (ValueError)
-    └── AppError                  (RuntimeError)
+    └── SkippedCheckpointError    (ValueError)
 """
 
 from collections.abc import Sequence
-from typing import Any, ClassVar, Literal, TypedDict, Unpack
+from typing import Any, ClassVar, TypedDict, Unpack
 
 from modelstate.text_format import as_given, printable, printable_lines
 
-AppReason = Literal["unreachable", "no answer", "access", "refused"]
-"""Why a serving app has not taken a checkpoint.
-
-- "unreachable": no app answers, or it does not see the path of the checkpoint. It is tried again.
-- "no answer": a swap got no answer, or an invalid one, so whether the checkpoint serves is unknown.
-- "access": the app refuses the token, or checkpoints from this directory.
-- "refused": the app refuses the checkpoint, and serves with the same weights as before.
-"""
 CUT_SHORT = "the file is damaged or cut short: compare its size with the original, and copy it again"
 """The remedy for a damaged file."""
 
@@ -501,24 +492,6 @@ class SkippedCheckpointError(LiveError, ValueError, page="following"):
         super().__init__(what, **fields)
         self.step = step
         """The step of the checkpoint."""
-
-
-class AppError(LiveError, RuntimeError, page="serving-app"):
-    """A serving app that does not answer, or does not take a checkpoint; `reason` says which."""
-
-    def __init__(
-        self,
-        what: str,
-        *,
-        reason: AppReason = "no answer",
-        status: int | None = None,
-        **fields: Unpack[ErrorFields],
-    ) -> None:
-        super().__init__(what, **fields)
-        self.reason = reason
-        """What is wrong, as an `AppReason`."""
-        self.status = status
-        """The status of the HTTP answer; None without an answer."""
 
 
 class SaveFailedWarning(UserWarning):

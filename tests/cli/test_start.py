@@ -36,7 +36,6 @@ def without_torch(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forks]:
         ("--version", 0, "modelstate "),
         ("load --help", 0, "--allow-missing"),
         ("store --help", 0, "prune"),
-        ("live follow --help", 0, "--token-file"),
         ("explain", 0, "lossy-cast"),
         ("explain PlanError", 0, "ms.load"),
         ("inspect", 2, "Missing argument 'SOURCE'"),

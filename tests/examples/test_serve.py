@@ -24,7 +24,7 @@ import modelstate as ms
 from bench.demo import Material, find_material
 from bench.serving import NAMES, TEXTS, TOKEN, TOLERANCE, Server, expected_of, load, serving, write_weights
 from examples.serve.__main__ import main
-from examples.serve.client import Client, RefusedError
+from examples.serve.client import App, Client, RefusedError
 from tests.bench.forked import ForkedServer
 from tests.serve.packages import needs_a_compiler
 
@@ -507,6 +507,24 @@ def test_a_compiled_program(no_layers: Path, tmp_path: Path) -> None:
         assert server.end() == 0
         assert not list(made.glob("modelstate-serve-*"))
         assert "Traceback" not in server.log
+
+
+def test_a_store_is_followed_from_another_process(folder: Path, server: Server, client: Client) -> None:
+    directory = folder / "checkpoints"
+    store = ms.Store(directory / "run")
+    errors: list[BaseException] = []
+    following = ms.follow(App(client), store, background=False, on_error=errors.append)
+    store.save(100, {"model": load_file(directory / NAMES[1])})
+    (event,) = following.poll()
+    assert (event.action, event.step, event.version) == ("swapped", 100, client.version()["version"])
+    store.save(200, {"model": {"embeddings.LayerNorm.bias": torch.ones(383)}})
+    (event,) = following.poll()
+    assert (event.action, event.step) == ("skipped", 200)
+    assert "PlanError" in str(errors.pop())
+    following = ms.follow(App(Client(1)), store, background=False, on_error=errors.append)
+    (event,) = following.poll()
+    assert (event.action, type(errors.pop())) == ("waiting", ConnectionRefusedError)
+    client.rollback()
 
 
 def misfit(directory: Path) -> str:

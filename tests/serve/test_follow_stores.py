@@ -9,7 +9,6 @@ import pytest
 
 import modelstate as ms
 from modelstate.errors import (
-    AppError,
     ReadFailedError,
     SkippedCheckpointError,
     SourceNotFoundError,
@@ -122,7 +121,7 @@ def test_what_is_not_the_checkpoints_fault_is_tried_again(tmp_path: Path, error:
     assert len(target.given) == 11
 
 
-@pytest.mark.parametrize("error", [ReadFailedError("disk"), MemoryError("none left"), AppError("lost")])
+@pytest.mark.parametrize("error", [ReadFailedError("disk"), MemoryError("none left")])
 def test_what_may_be_over_soon_is_tried_three_times(tmp_path: Path, error: Exception) -> None:
     store, target = ms.Store(tmp_path), Target(error, error, error)
     following, log = by_hand(target, store)

@@ -30,7 +30,6 @@ from modelstate.cli.common import (
     write_page,
 )
 from modelstate.cli.diff import diff
-from modelstate.cli.live import live
 from modelstate.cli.store import is_store, store, verify_steps
 from modelstate.text_format import columns, listed, printable_lines
 from modelstate.version import __version__
@@ -68,7 +67,7 @@ def app() -> None:
     """Move model state between files and live PyTorch models."""
 
 
-for _command in (diff, store, live):
+for _command in (diff, store):
     app.add_command(_command)
 
 _model = click.argument(

@@ -16,8 +16,6 @@ from modelstate.arguments import seconds_of
 from modelstate.background import AtExit, BackgroundTask
 from modelstate.checkpoint.open import checked_call
 from modelstate.errors import (
-    AppError,
-    AppReason,
     FollowWarning,
     LiveTargetError,
     ModelStateError,
@@ -235,7 +233,6 @@ class Following:
 
         Raises:
             OptionError: the target refuses the options of the swap.
-            AppError: a serving app refuses the token. Every other error is an event.
 
         Examples:
             >>> following = modelstate.follow(live, "runs/checkpoints", background=False)
@@ -386,8 +383,6 @@ class Following:
         except OptionError:
             raise
         except Exception as error:
-            if _reason(error) == "access":
-                raise  # every checkpoint would be refused
             return self._failed(candidate, error, time.perf_counter() - started)
         self._taken = candidate
         version = getattr(report, "version", None)
@@ -400,14 +395,14 @@ class Following:
         info, key = candidate.info, _key(candidate)
         if self._store.index.medium.is_gone(info.path):
             return "again"  # the checkpoint was deleted or replaced, so it is not bad
-        if isinstance(error, _ALWAYS_RETRIED) or _reason(error) == "unreachable":
+        if isinstance(error, _ALWAYS_RETRIED):
             self._wait_for(error, info.step, info.path)
             return "later"
         tries = self._refused[key] = self._refused.get(key, 0) + 1
         # Another try may succeed after a failure of a disk or a network, or without memory.
         cause = error.__cause__
         is_io_error = isinstance(cause, OSError) and not isinstance(cause, ModelStateError | FileNotFoundError)
-        may_be_temporary = is_io_error or isinstance(error, _SOMETIMES_RETRIED) or _reason(error) == "no answer"
+        may_be_temporary = is_io_error or isinstance(error, _SOMETIMES_RETRIED)
         if tries < _MAX_TRIES and may_be_temporary:
             self._wait_for(error, info.step, info.path)
             return "later"
@@ -438,11 +433,6 @@ class Following:
 
 def _key(candidate: "Candidate") -> tuple[str, float]:
     return candidate.info.path, candidate.info.time
-
-
-def _reason(error: BaseException) -> AppReason | None:
-    """Why a serving app has not taken a checkpoint; None for another error."""
-    return error.reason if isinstance(error, AppError) else None
 
 
 _BEST = "best:"
