@@ -29,7 +29,7 @@ REMEDIES = {
     errors.TruncatedFileError: CUT_SHORT,
     errors.DamagedFileError: CUT_SHORT,
     errors.NewerManifestError: "update modelstate",
-    errors.CanaryError: "the previous version still serves; look at the new weights, or at the canary's conditions",
+    errors.CanaryError: "nothing has been changed; look at the new weights, or at the canary's conditions",
     errors.QuarantinedError: "swap in weights that are known to be good",
     errors.TargetExistsError: "take another path, or overwrite=True to replace it",
 }

@@ -464,7 +464,7 @@ class CanaryError(
     LiveError,
     ValueError,
     page="canary",
-    remedy="the previous version still serves; look at the new weights, or at the canary's conditions",
+    remedy="nothing has been changed; look at the new weights, or at the canary's conditions",
 ):
     """The new version raised on the canary's inputs, or its answer was not accepted."""
 
@@ -478,7 +478,7 @@ class SwapTimeoutError(LiveError, TimeoutError):
 
 
 class VersionGoneError(LiveError, LookupError):
-    """A version that is no longer kept, or a pin that has ended."""
+    """A version that is no longer kept, a pin that has ended, or a target that has no weights yet."""
 
 
 class QuarantinedError(LiveError, RuntimeError, remedy="swap in weights that are known to be good"):

@@ -29,7 +29,8 @@ class Canary:
         kwargs: inputs by keyword.
         check: called with the new answer. It refuses the answer by returning False or raising. False includes numpy's,
             and a tensor or an array of dtype bool that is not all true; None, 0 and every other value accept.
-        expected: the reference; None asks the version that serves, which must be stateless for that.
+        expected: the reference; None asks the version that serves, which must be stateless for that. Where nothing
+            serves yet, the answer may be any without NaN.
         atol: the largest absolute difference of an element, in addition to `rtol`. Without both tolerances, any
             difference is allowed.
         rtol: the largest difference of an element, relative to the reference.
@@ -70,7 +71,7 @@ class Canary:
 
         Raises `CanaryError` where the version that serves raises on the inputs.
         """
-        if self.expected is not None or (self.check is not None and not self._is_bounded):
+        if not self.needs_reference:
             return self
         leaves, spec = flatten(self._answer_of(serving, "the version that serves"))
         # Copies: the next call may use the memory of an answer again, as the graphs of "reduce-overhead" do.
@@ -82,8 +83,17 @@ class Canary:
         answer = self._answer_of(new, "the new version")
         if self.expected is not None:
             self._compare(answer, self.expected)
+        elif self.needs_reference:
+            for leaf in flatten(answer)[0]:
+                if isinstance(value := _as_tensor(leaf), torch.Tensor):
+                    _check_nan(_wide(value))
         if self.check is not None:
             run_check(self.check, answer)
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the version that serves has to give the reference. Without one, only NaN is refused."""
+        return self.expected is None and (self.check is None or self._is_bounded)
 
     @property
     def _is_bounded(self) -> bool:
@@ -114,10 +124,8 @@ class Canary:
         if (value.shape, value.dtype, value.layout) != (expected.shape, expected.dtype, expected.layout):
             raise CanaryError("the answer is another kind of tensor", expected=_shown(expected), found=_shown(value))
         value, expected = _wide(value), _wide(expected).to(value.device)
-        if bool(torch.isnan(value).any() & ~torch.isnan(expected).any()):
-            raise CanaryError(
-                "the answer has NaN", expected="none", found=f"{int(torch.isnan(value).sum())} of {value.numel()}"
-            )
+        if not bool(torch.isnan(expected).any()):
+            _check_nan(value)
         rtol, atol = self.rtol or 0.0, self.atol or 0.0
         if self._is_bounded and not torch.allclose(value, expected, rtol=rtol, atol=atol, equal_nan=True):
             most = float((value - expected).abs().max())
@@ -154,6 +162,13 @@ def run_check(check: Callable[[_T], object], value: _T) -> None:
 
 def _raised(what: str, error: Exception) -> CanaryError:
     return CanaryError(what, found=f"{type(error).__name__}: {error}")
+
+
+def _check_nan(value: torch.Tensor) -> None:
+    """Raises `CanaryError` where a tensor has NaN."""
+    if bool(torch.isnan(value).any()):
+        found = f"{int(torch.isnan(value).sum())} of {value.numel()}"
+        raise CanaryError("the answer has NaN", expected="none", found=found)
 
 
 def _as_tensor(value: object) -> object:

@@ -124,6 +124,16 @@ class _Graph:
             else:
                 self.lifted.append((None, constants[spec.target]))
                 self.constants.append(spec.target)
+        fixed = {name: constants[name] for name in self.constants}
+        candidates = (*values, *self.hidden.items(), *fixed.items())
+        on_meta = [name for name, value in candidates if isinstance(value, torch.Tensor) and value.is_meta]
+        if on_meta:
+            raise LiveTargetError(
+                "the program was exported on the meta device, so it can answer no request",
+                where=where,
+                found=f"on meta: {listed(on_meta, 8)}",
+                remedy="give the module values before the export: modelstate.load(model, source)",
+            )
         try:
             self.inputs = Inputs(where, program.call_spec.in_spec, values, program.range_constraints)
         except ValueError as error:

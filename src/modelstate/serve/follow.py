@@ -126,7 +126,7 @@ def follow(
     _check_target(target, options)
     canary = options.get("canary")
     if isinstance(target, Live) and isinstance(canary, Canary):
-        canary._prepared(target)
+        target._prepared(canary)
     if type(object) is not str or not object:
         raise OptionError(
             "object= must be the name of an object", expected="text, such as 'model'", found=short_repr(object)

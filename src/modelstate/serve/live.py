@@ -61,9 +61,10 @@ from modelstate.serve.versions import (
     Version,
     VersionGate,
     WeakHandle,
+    method_of,
     wait_all,
 )
-from modelstate.torch_compat.private import require_aoti
+from modelstate.torch_compat.private import payload_of, require_aoti
 from modelstate.transaction.transaction import exclusive
 
 _HISTORY = 1000
@@ -202,8 +203,9 @@ class Live:
     Args:
         target: a module, the result of `torch.compile`, a `torch.export.ExportedProgram`, or the path of a `.pt2`,
             which is an exported program or a package of AOTInductor. The target itself, with its memory, is version 1,
-            and should not be changed by other code. Later versions have memory of their own. Opening a `.pt2` runs code
-            from it.
+            and should not be changed by other code. Later versions have memory of their own. A module with weights on
+            meta, as `modelstate.skeleton` makes it, serves nothing until the first swap: every request raises
+            `VersionGoneError`, and `version` is 0. Opening a `.pt2` runs code from it.
         names: for an exported program: a `NameMap`, or the module that was exported. Checkpoints with the names of the
             module's `state_dict()` are accepted then, besides those with the program's own names. A file written by
             `modelstate.export` contains a map.
@@ -254,14 +256,17 @@ class Live:
         self._flip_lock = SwapLock()
         """Held while the current version, or its memory, changes. It is acquired after `_swap_lock`."""
         program = self._target.first()
-        first = Version(1, program, "the target as it was given", buffer_digests(program))
-        self._last_id = 1
+        has_values = not any(part.is_meta for tensor in program.tensors for part in payload_of(tensor))
+        source = "the target as it was given" if has_values else "none: the weights of the target are on meta"
+        first = Version(int(has_values), program, source, buffer_digests(program) if has_values else {})
+        self._first_id = self._last_id = first.id
         self._gate = VersionGate(first)
-        self._events: deque[Event] = deque([Event("started", 1, first.source, first.time, 0.0)], _HISTORY)
+        self._events: deque[Event] = deque([Event("started", first.id, first.source, first.time, 0.0)], _HISTORY)
         _ALL.add(self)
 
     def __repr__(self) -> str:
-        return f"<Live {self._target.name}, {self._target.kind}: version {self.version}>"
+        serves = f"version {self.version}" if self.version else "nothing serves yet"
+        return f"<Live {self._target.name}, {self._target.kind}: {serves}>"
 
     # Serving.
 
@@ -269,6 +274,7 @@ class Live:
         """Answers a request with the current version.
 
         Raises:
+            VersionGoneError: nothing serves yet, since the target has weights on meta.
             QuarantinedError: a swap in place failed, and its undo failed as well.
             SwapBusyError: the canary of a swap in place calls the program itself.
             Exception: what the program raises.
@@ -317,8 +323,7 @@ class Live:
             >>> generate = live.method("generate")
             >>> ids = generate(prompt)
         """
-        with self.pin() as version:
-            version.method(name)
+        method_of(self._serving()[1], name)
         return Method(self.pin, name)
 
     def pin(self) -> PinContext:
@@ -338,13 +343,13 @@ class Live:
 
     @property
     def version(self) -> int:
-        """The id of the version that serves."""
+        """The id of the version that serves; 0 where nothing serves yet, since the target has weights on meta."""
         return self._gate.current.id
 
     @property
     def serving(self) -> tuple[int, str, float]:
         """The id of the version that serves, the source of its weights, and the time at which it was made, in seconds
-        since 1970."""
+        since 1970. The id is 0 where nothing serves yet."""
         version = self._gate.current
         return version.id, version.source, version.time
 
@@ -454,6 +459,8 @@ class Live:
                 if not is_held:
                     return None
                 self._gate.reopen()  # an interrupt may have kept the last swap in place from its undo
+                if not self.version:
+                    mode = "available"  # there is no memory to read into
                 flip = self._swap_beside(swap) if mode == "available" else self._swap_in_place(swap)
                 self._log("swapped", flip.new.source, clock.seconds)
         except BaseException as error:
@@ -554,20 +561,23 @@ class Live:
                 if swap.canary is not None:
                     run_canary(self._prepared(swap.canary), program)
             with clock("flip"), gc_paused(), self._flipping(old, None):
-                quarantined = self._gate.is_quarantined
+                serves_none = self._gate.serves_none
                 new = self._new_version(program, incoming.source, buffer_digests(program))
                 new.memory = memory
-                carries = swap.buffers == "carry" and not quarantined
+                carries = swap.buffers == "carry" and not serves_none
                 carried: tuple[str, ...] = ()
                 if carries:
                     carried = carry_over(modified_buffers(serving, old.buffer_digests), program)
                     settle(program.buffers.values() if carried else ())
                 swap.new = new
                 self._gate.flip(new)
-                if not quarantined:
+                if not serves_none:
                     self._kept.append(old)
+                elif isinstance(swap.canary, Canary) and swap.canary.needs_reference:
+                    note = "nothing served before, so the canary had no answer to compare with"
+                    loaded = loaded._replace(notes=(*loaded.notes, note))
                 dropped = [self._kept.popleft() for _ in range(len(self._kept) - self._keep_versions)]
-                dropped += [old] * quarantined
+                dropped += [old] * serves_none
                 return _Flip(old, new, loaded, copies, carried, tuple(dropped), old.users)
         except BaseException:
             if self._gate.current.program is not program:
@@ -634,7 +644,8 @@ class Live:
             yield
 
     def _prepared(self, canary: AnyCanary) -> AnyCanary:
-        return canary._prepared(self) if isinstance(canary, Canary) else canary
+        """Returns a canary with a reference, if something serves that can give one. Raises `CanaryError`."""
+        return canary._prepared(self) if isinstance(canary, Canary) and self.version else canary
 
     def _new_version(self, program: Program, source: str, digests: BufferDigests) -> Version:
         self._last_id += 1
@@ -645,8 +656,9 @@ class Live:
         program, version.program = version.program, None
         if program is not None and (tensors := on_gpu(program.tensors)):
             self._unsettled.append((version.users, tensors))
-        # Version 1 is the user's module.
-        module = None if program is None or version.id == 1 else weakref.ref(program.weights_module)
+        # The first version is the user's module.
+        is_given = version.id == self._first_id
+        module = None if program is None or is_given else weakref.ref(program.weights_module)
         del program
         if module is not None and module() is not None and wait_all(version.users, 0.0):
             gc.collect()

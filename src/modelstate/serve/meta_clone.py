@@ -248,20 +248,30 @@ Reference = tuple[str, object]
 
 
 def check_captured_references(module: nn.Module, clone: nn.Module) -> None:
-    """Raises `LiveTargetError` where a copy of a module would serve weights of the module itself."""
+    """Raises `LiveTargetError` where a copy of a module would serve weights of the module itself, or have no values."""
     original = {id(part): f"module {path!r}" if path else "the module" for path, part in module.named_modules()}
     original |= {id(tensor): name for name, tensor in (*module.named_parameters(), *module.named_buffers())}
     name_of_storage = {storage: name for name, tensor in _state(module).items() for storage in _storages(tensor)}
     found: list[str] = []
+    on_meta: list[str] = []
     for path, value in _reachable(clone, original):
         if id(value) in original:
             found.append(f"{path} is {original[id(value)]} of the first version")
     for path, value in _reachable(module, ()):
         if not isinstance(value, torch.Tensor) or id(value) in original:
             continue
+        if value.is_meta:
+            on_meta.append(path)
         base = next((name_of_storage[storage] for storage in _storages(value) if storage in name_of_storage), None)
         if base is not None:
             found.append(f"{path} is a view of {base}")
+    if on_meta:
+        raise LiveTargetError(
+            "plain attributes of the module are on the meta device, and no checkpoint has values for them",
+            where=type(module).__name__,
+            found=listed(on_meta, 4),
+            remedy="build the module with `with modelstate.skeleton():`, which leaves these tensors what they are",
+        )
     if found:
         raise LiveTargetError(
             "later versions would serve weights of the first one: a copy of the module still refers to them",

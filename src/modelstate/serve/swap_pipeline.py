@@ -330,12 +330,14 @@ def _class_of(module: nn.Module) -> type:
 def _devices_as_in(serving: nn.Module, skeleton: nn.Module) -> Callable[[torch.Tensor], torch.device] | None:
     """Returns the devices of a skeleton's tensors: those that serve under the same names. None where all are the CPU.
 
-    A tensor that does not serve, as a buffer that requests have removed, gets the device of the first one that does.
+    A tensor that does not serve, as one on meta or a buffer that requests have removed, gets the device of the first
+    one that does.
     """
-    if all(tensor.is_cpu for tensor in tensors_of(modules_of(serving))):
+    with_values = [tensor.device for tensor in tensors_of(modules_of(serving)) if not tensor.is_meta]
+    first = next(iter(with_values), torch.device("cpu"))
+    if all(device.type == "cpu" for device in with_values):
         return None
-    devices = {name: tensor.device for name, tensor in runtime_state(serving).items()}
-    first = next(iter(devices.values()))
+    devices = {name: tensor.device for name, tensor in runtime_state(serving).items() if not tensor.is_meta}
     by_id = {id(tensor): devices.get(name, first) for name, tensor in runtime_state(skeleton).items()}
     return lambda tensor: by_id.get(id(tensor), first)
 
@@ -458,7 +460,7 @@ class FiniteCheck:
         for name, tensor in suspects.items():
             wrong = ~_is_finite(tensor)
             old = before.get(name)
-            if old is not None and old.shape == tensor.shape:
+            if old is not None and not old.is_meta and old.shape == tensor.shape:
                 wrong &= _is_finite(old)
             count = int(wrong.sum())
             if count:

@@ -126,7 +126,10 @@ class Answer(NamedTuple):
 
 
 class Version:
-    """Weights that serve, have served or will serve: an id, their source, and the program that has them."""
+    """Weights that serve, have served or will serve: an id, their source, and the program that has them.
+
+    The id 0 is that of a target with weights on meta, which serves no request.
+    """
 
     __slots__ = ("__weakref__", "_entries", "buffer_digests", "id", "memory", "program", "source", "time")
 
@@ -244,7 +247,7 @@ class Pin:
             >>> with live.pin() as version:
             ...     ids = version.method("generate")(prompt)
         """
-        _method_of(self._entry().program, name)
+        method_of(self._entry().program, name)
         return functools.partial(self._call_method, name)
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
@@ -258,7 +261,7 @@ class Pin:
     def _call_method(self, name: str, /, *args: object, **named: object) -> object:
         entry = self._entry()
         try:
-            return _keep_in_use(entry, _method_of(entry.program, name)(*args, **named))
+            return _keep_in_use(entry, method_of(entry.program, name)(*args, **named))
         finally:
             del entry  # the traceback of an error keeps this frame
 
@@ -297,7 +300,7 @@ class Method:
             return Answer(version.method(self._name)(*args, **named), version.id)
 
 
-def _method_of(program: Program, name: str) -> Callable[..., object]:
+def method_of(program: Program, name: str) -> Callable[..., object]:
     """Returns a method of a program's module. Raises as `Pin.method` does."""
     if not isinstance(name, str) or not name.isidentifier() or name[0] == "_" or hasattr(nn.Module, name):
         raise OptionError(
@@ -423,7 +426,7 @@ class VersionGate:
     """
 
     def __init__(self, first: Version) -> None:
-        self.entry = first.entry()
+        self.entry = first.entry() if first.id else self._closed_entry(first, None, "weights on meta, without values")
         self._versions: ConcurrentWeakSet[Version] = ConcurrentWeakSet()
         self._versions.add(first)
         self._pins = _PinsOfThread()
@@ -436,7 +439,7 @@ class VersionGate:
     @property
     def programs(self) -> int:
         """The number of programs: those of kept versions, and those of retired versions that requests still hold."""
-        return len({id(program) for version in self._versions for program in version.programs})
+        return len({id(program) for version in self._versions if version.id for program in version.programs})
 
     def pinned(self) -> PinContext:
         """Returns a context that holds one version for several calls."""
@@ -462,7 +465,7 @@ class VersionGate:
         self.entry.undo = undo
 
     @property
-    def is_quarantined(self) -> bool:
+    def serves_none(self) -> bool:
         """Whether every request is refused."""
         return isinstance(self.entry, ClosedEntry) and bool(self.entry.quarantine)
 
@@ -521,8 +524,17 @@ class VersionGate:
         return entry
 
     def _open_entry(self) -> Entry:
-        """Waits until the gate is open, and returns its entry. Raises `QuarantinedError` and `SwapBusyError`."""
+        """Waits until the gate is open, and returns its entry.
+
+        Raises `VersionGoneError` before the first weights, `QuarantinedError` and `SwapBusyError`.
+        """
         while isinstance(entry := self.entry, ClosedEntry):
+            if not entry.version.id:
+                raise VersionGoneError(
+                    "nothing serves yet: the target has no weights before the first swap",
+                    found=entry.quarantine,
+                    remedy="swap in a checkpoint first: live.swap(source), or modelstate.follow(live, store)",
+                )
             if entry.drain is None:
                 raise QuarantinedError(
                     "no version can serve: a swap in place failed, and its changes could not be undone",

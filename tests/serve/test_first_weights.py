@@ -1,0 +1,167 @@
+"""`Live` over a module with weights on meta: nothing serves before the first swap, and the first weights are real."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import modelstate as ms
+from modelstate.errors import CanaryError, LiveTargetError, PlanError, VersionGoneError, WeightsError
+from tests.serve.models import linear
+from tests.serve.stores import save
+from tests.serve.targets import target_of
+
+X = torch.randn(3, 4, generator=torch.Generator().manual_seed(1))
+
+
+class Net(nn.Module):
+    """Has parameters, a persistent buffer and one that no checkpoint contains."""
+
+    def __init__(self, k: float = 0.0) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        nn.init.constant_(self.linear.weight, k)
+        nn.init.constant_(self.linear.bias, k)
+        self.register_buffer("scale", torch.full((4,), float(k)))
+        self.register_buffer("shift", torch.arange(4.0), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.linear(x) * self.scale + self.shift
+        return y
+
+    def twice(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self(self(x))
+        return y
+
+
+def skeleton() -> Net:
+    """Has all parameters on meta, and real buffers."""
+    with ms.skeleton():
+        return Net()
+
+
+def partly() -> Net:
+    """Has one parameter on meta."""
+    net = Net()
+    net.linear.bias = nn.Parameter(torch.empty(4, device="meta"))
+    return net
+
+
+def without_scale() -> Net:
+    """Has real parameters, and a persistent buffer on meta."""
+    net = Net()
+    net.register_buffer("scale", torch.empty(4, device="meta"))
+    return net
+
+
+every_kind = pytest.mark.parametrize("kind", ["eager", "compiled"])
+every_module = pytest.mark.parametrize("make", [skeleton, partly, without_scale])
+
+
+@every_kind
+@every_module
+def test_no_request_is_answered_before_the_first_weights(kind: str, make: Callable[[], nn.Module]) -> None:
+    live = ms.Live(target_of(kind, make(), X))
+    twice = live.method("twice")
+    requests: list[Callable[[], object]] = [
+        lambda: live(X),
+        lambda: live.answer(X),
+        lambda: twice(X),
+        lambda: twice.answer(X),
+        lambda: live.pin().__enter__(),
+        live.rollback,
+    ]
+    for request in requests:
+        with pytest.raises(VersionGoneError):
+            request()
+    with pytest.raises(VersionGoneError, match=r"nothing serves yet[^!]*to do: swap in a checkpoint first: live\.swap"):
+        live(X)
+    assert (live.version, live.serving[0], live.history()[0].version) == (0, 0, 0)
+    assert "nothing serves yet" in repr(live)
+    report = live.swap(Net(2).state_dict())
+    assert (report.version, report.previous, report.copies, live.version) == (1, 0, 1, 1)
+    assert torch.equal(live(X), Net(2)(X))
+    assert torch.equal(twice(X), Net(2).twice(X))
+    with live.pin() as version:
+        assert torch.equal(version(X), Net(2)(X))
+    with pytest.raises(VersionGoneError, match="no version to roll back to"):
+        live.rollback()
+    live.swap(Net(3).state_dict())
+    assert torch.equal(live(X), Net(3)(X))
+    assert live.rollback() == 1
+
+
+@every_module
+@pytest.mark.parametrize("mode", ["available", "in_place"])
+def test_first_weights_are_checked_on_real_values(make: Callable[[], nn.Module], mode: Any) -> None:
+    live = ms.Live(make().eval())
+    good = Net(2).state_dict()
+    with pytest.raises(WeightsError, match=r"linear\.bias: 4 of 4"):
+        live.swap({**good, "linear.bias": torch.full((4,), float("nan"))}, mode=mode)
+    with pytest.raises(CanaryError):
+        live.swap(good, canary=lambda version: bool((version(X) == 0).all()), mode=mode)
+    with pytest.raises(PlanError):
+        live.swap({"linear.weight": good["linear.weight"]}, mode=mode)
+    assert live.version == 0
+    with pytest.raises(VersionGoneError):
+        live(X)
+    report = live.swap(good, canary=lambda version: torch.equal(version(X), Net(2)(X)), mode=mode)
+    assert (report.version, report.mode) == (1, "available")
+    assert torch.equal(live(X), Net(2)(X))
+
+
+def test_a_canary_without_a_reference_refuses_nan_and_says_that_it_compared_nothing() -> None:
+    live = ms.Live(skeleton().eval())
+    canary = ms.Canary((X,), atol=0.1)
+    with pytest.raises(CanaryError, match=r"(?s)the answer has NaN.*to do: nothing has been changed"):
+        live.swap({**Net(2).state_dict(), "scale": torch.full((4,), float("nan"))}, canary=canary, check_finite=False)
+    with pytest.raises(CanaryError, match="differs too much"):
+        live.swap(Net(2).state_dict(), canary=ms.Canary((X,), atol=0.1, expected=torch.zeros(3, 4)))
+    report = live.swap(Net(2).state_dict(), canary=canary)
+    assert any("no answer to compare with" in note for note in report.notes)
+    with pytest.raises(CanaryError, match="differs too much"):
+        live.swap(Net(9).state_dict(), canary=canary)
+    assert live.swap(Net(2).state_dict(), canary=canary).notes == ()
+
+
+def test_a_followed_store_gives_the_first_weights(tmp_path: Path) -> None:
+    with ms.skeleton():
+        module = nn.Linear(4, 4)
+    live, store = ms.Live(module), ms.Store(tmp_path / "run")
+    errors: list[Exception] = []
+    following = ms.follow(live, store, canary=ms.Canary((X,)), background=False, on_error=errors.append)
+    save(store, 5, float("nan"))
+    assert [event.action for event in following.poll()] == ["skipped"]
+    assert "NaN" in str(errors[0])
+    assert live.version == 0
+    save(store, 7)
+    assert [(event.action, event.step, event.version) for event in following.poll()] == [("swapped", 7, 1)]
+    assert torch.equal(live(X), linear(7)(X))
+
+
+def test_weights_on_meta_go_to_the_cpu_beside_real_buffers() -> None:
+    live = ms.Live(skeleton().eval())
+    live.swap({name: value.clone() for name, value in Net(2).state_dict().items()})
+    assert live(X).device.type == "cpu"
+
+
+def test_what_no_swap_can_fill_is_refused() -> None:
+    with torch.device("meta"):
+        net = Net().eval()
+    with pytest.raises(PlanError, match=r"(?s)shift.*ms\.skeleton\(\)"):
+        ms.Live(net).swap(Net(2).state_dict())
+    module = nn.Sequential(linear(1))
+    module[0].constant = torch.empty(4, device="meta")
+    with pytest.raises(LiveTargetError, match=r"(?s)found: 0\.constant.*modelstate\.skeleton\(\)"):
+        ms.Live(module.eval())
+
+
+def test_a_program_that_was_exported_on_meta_is_refused() -> None:
+    program = torch.export.export(linear(1).to("meta"), (X.to("meta"),))
+    with pytest.raises(
+        LiveTargetError, match=r"(?s)on the meta device.*give the module values before"
+    ):
+        ms.Live(program)
