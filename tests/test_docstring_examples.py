@@ -211,6 +211,16 @@ SETUPS = {
         'model = nn.ModuleDict({"h": nn.ModuleList([nn.ModuleDict({"attn": attention})])})\n'
         'ms.save({"h.0.attn.c_attn.weight": torch.ones(2, 6)}, "gpt2.safetensors")\n'
     ),
+    "rules.Multiply": tied(
+        "nn.Sequential(nn.Linear(2, 2, bias=False))",
+        '{"0.weight_orig": torch.ones(2, 2), "0.weight_mask": torch.eye(2)}',
+        "pruned.pt",
+    ),
+    "rules.WeightNorm": tied(
+        "nn.Sequential(nn.Linear(2, 2, bias=False))",
+        '{"0.weight_g": torch.ones(2, 1), "0.weight_v": torch.eye(2)}',
+        "weight_norm.pt",
+    ),
     "rules.Rule": tied("nn.Linear(2, 2)", '{"Weight": torch.ones(2, 2), "BIAS": torch.ones(2)}', "old.pt"),
     "rules.Schema": SCHEMA,
     **dict.fromkeys(

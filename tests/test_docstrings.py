@@ -28,7 +28,7 @@ def missing_sections(function: Callable[..., object]) -> list[str]:
 
 ROOMS = ("comparison", "conversion", "merge", "objects", "rules", "serve", "store", "suggestion")
 """The rooms whose public classes have complete docstrings."""
-OF_RULES = {"rename", "apply", "apply_to", "change", "reverse"}
+OF_RULES = {"rename", "apply", "apply_to", "change", "join", "reverse"}
 """What rules do has one description, that of `modelstate.rules.Rule`; each class says what it does to a checkpoint."""
 
 

@@ -19,9 +19,11 @@ if TYPE_CHECKING:
     from modelstate.rules.tensors import Apply as Apply
     from modelstate.rules.tensors import Cast as Cast
     from modelstate.rules.tensors import Concat as Concat
+    from modelstate.rules.tensors import Multiply as Multiply
     from modelstate.rules.tensors import Reshape as Reshape
     from modelstate.rules.tensors import Split as Split
     from modelstate.rules.tensors import Transpose as Transpose
+    from modelstate.rules.tensors import WeightNorm as WeightNorm
     from modelstate.rules.transformers_mapping import from_transformers as from_transformers
 else:
     __getattr__, __dir__ = attach(
@@ -34,6 +36,7 @@ else:
             "Fill": "modelstate.rules.names",
             "Ignore": "modelstate.rules.names",
             "Migration": "modelstate.rules.schema",
+            "Multiply": "modelstate.rules.tensors",
             "Prefix": "modelstate.rules.names",
             "Rename": "modelstate.rules.names",
             "Reshape": "modelstate.rules.tensors",
@@ -43,6 +46,7 @@ else:
             "Schema": "modelstate.rules.schema",
             "Split": "modelstate.rules.tensors",
             "Transpose": "modelstate.rules.tensors",
+            "WeightNorm": "modelstate.rules.tensors",
             "known": "modelstate.rules.known",
             "from_transformers": "modelstate.rules.transformers_mapping",
         },
@@ -56,6 +60,7 @@ __all__ = [
     "Fill",
     "Ignore",
     "Migration",
+    "Multiply",
     "Prefix",
     "Rename",
     "Reshape",
@@ -65,6 +70,7 @@ __all__ = [
     "Schema",
     "Split",
     "Transpose",
+    "WeightNorm",
     "from_transformers",
     "known",
 ]

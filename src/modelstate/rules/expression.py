@@ -434,6 +434,24 @@ def concatenated(sources: Sequence[Source], dim: int) -> Source:
 
 
 @dataclass(frozen=True, slots=True)
+class Product(Operation):
+    """The product of two tensors of one shape, element by element, in the dtype of the first."""
+
+    def __call__(self, *values: torch.Tensor) -> torch.Tensor:
+        first, second = values
+        return second.to(first.dtype) * first
+
+    def region(self, parts: tuple[Source, ...], box: Box) -> Source:
+        first, second = (region(part, slices_of(box)) for part in parts)
+        return multiplied(first, second)
+
+
+def multiplied(first: Source, second: Source) -> Source:
+    """Returns the product of two tensors of one shape, in the dtype of the first."""
+    return Derived(first.dtype, tuple(first.shape), (first, second), Product())
+
+
+@dataclass(frozen=True, slots=True)
 class Constant(Operation):
     """A tensor whose elements are all equal."""
 

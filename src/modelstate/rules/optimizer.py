@@ -23,17 +23,22 @@ def apply_to_optimizer(
 
     A tensor with a value for each element of its parameter (moments, sums) is cut, joined and moved as the parameter
     is. A value for the whole parameter (`step`) must be equal in parameters that are joined. A rule that computes
-    with values is refused, because what it does to a parameter does not tell what to do to the moments: that is any
-    `Apply` without `moves=True`. A new parameter has no state, and a `Cast` is left to the optimizer.
+    with values is refused, because what it does to a parameter does not tell what to do to the moments: that is a
+    `Multiply`, a `WeightNorm`, and any `Apply` without `moves=True`. A new parameter has no state, and a `Cast` is left
+    to the optimizer.
 
     Returns the new state by name, and for each name the names in the old state that it is made of.
     Raises `RuleError` with every problem.
     """
     kept = [rule for rule in rules if not isinstance(unscoped(rule), Fill | Cast)]
     problems: list[Problem] = [
-        BadRule(name, repr(rule), "it computes with values: moves=True says that it only moves elements")
+        BadRule(
+            name,
+            repr(rule),
+            "it computes with values" + isinstance(inner, Apply) * ": moves=True says that it only moves elements",
+        )
         for rule in kept
-        if isinstance(inner := unscoped(rule), Apply) and not inner.moves
+        if not getattr(inner := unscoped(rule), "moves", True)
         for name in state
         if rule.rename(name) is not None
     ]

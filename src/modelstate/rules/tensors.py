@@ -1,4 +1,4 @@
-"""Rules that change tensors: transpose, reshape, cast, apply a function, split, concatenate."""
+"""Rules that change tensors: transpose, reshape, cast, apply a function, split, concatenate, multiply."""
 
 from collections.abc import Callable, Sequence
 from copy import deepcopy
@@ -16,6 +16,7 @@ from modelstate.rules.expression import (
     cast,
     concatenated,
     meta_like,
+    multiplied,
     region,
     reshaped,
     transposed,
@@ -24,6 +25,7 @@ from modelstate.rules.rule import (
     Entry,
     NamedEntry,
     PatternRule,
+    Rule,
     RuleContext,
     Template,
     Value,
@@ -37,6 +39,7 @@ from modelstate.rules.rule import (
 from modelstate.text_format import short_repr
 from modelstate.torch_compat.dtypes import cast_between, dtype_named
 from modelstate.torch_compat.plain import is_plain_memory
+from modelstate.torch_compat.private import weight_norm
 
 
 class _TensorRule(PatternRule):
@@ -315,32 +318,15 @@ class Split(PatternRule):
         return Concat(self.into, self.pattern, self.dim, self.sizes)
 
 
-@dataclass(frozen=True, repr=False)
-class Concat(PatternRule):
-    """Joins several tensors into one along one dimension: separate Q, K and V into a fused QKV.
-
-    Args:
-        patterns: the names of the parts, in which each `*` matches any run of characters.
-        into: the name of the result, with as many `*`.
-        dim: the dimension to join.
-        sizes: the sizes of the parts in that dimension, which are checked; equal by default.
-
-    Raises:
-        RuleError: The names have different numbers of `*`, or there are more or fewer sizes than parts.
-
-    Examples:
-        >>> ms.load(model, "separate.pt", rules=ms.rules.Concat(["*.q.*", "*.k.*", "*.v.*"], "*.qkv.*"))
-    """
+class _JoiningRule(PatternRule):
+    """A rule that makes one tensor of several, whose names its patterns match. A subclass defines `join`."""
 
     patterns: tuple[str, ...]
     into: str
-    dim: int = 0
-    sizes: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         _set_names(self, "patterns", self.patterns)
         same_stars(self.into, *self.patterns)
-        _set_sizes(self, len(self.patterns))
 
     def _read_patterns(self) -> tuple[str, ...]:
         return self.patterns
@@ -375,9 +361,9 @@ class Concat(PatternRule):
             if name not in target_of:
                 context.keep(name, entry)
             elif (parts_of_target := groups.pop(target_of[name], None)) is not None:
-                self._join(context, target_of[name], parts_of_target)
+                self._join_entries(context, target_of[name], parts_of_target)
 
-    def _join(self, context: RuleContext, target: str, group: Sequence[NamedEntry | None]) -> None:
+    def _join_entries(self, context: RuleContext, target: str, group: Sequence[NamedEntry | None]) -> None:
         present = [part for part in group if part is not None]
         if len(present) < len(group):
             absent = ", ".join(pattern for pattern, part in zip(self.patterns, group, strict=True) if part is None)
@@ -386,32 +372,148 @@ class Concat(PatternRule):
         for name, entry in present:
             if entry.why_not_plain:
                 return context.fail(name, entry.why_not_plain)
-        tensors = [entry.tensor for _, entry in present if entry.tensor is not None]
-        if why := self._why_not(tensors):
-            return context.fail(target, why)
-        return context.make(target, concatenated(tensors, self.dim), present)
+        try:
+            result = self.join([entry.tensor for _, entry in present if entry.tensor is not None])
+        except ValueError as error:
+            return context.fail(target, str(error))
+        return context.make(target, result, present)
 
-    def _why_not(self, tensors: Sequence[Source]) -> str:
-        """Returns why these tensors cannot be joined; empty if they can."""
+    def join(self, tensors: Sequence[Source]) -> Source:
+        """Returns the result. Raises `ValueError` that says why the tensors cannot be joined."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, repr=False)
+class Concat(_JoiningRule):
+    """Joins several tensors into one along one dimension: separate Q, K and V into a fused QKV.
+
+    Args:
+        patterns: the names of the parts, in which each `*` matches any run of characters.
+        into: the name of the result, with as many `*`.
+        dim: the dimension to join.
+        sizes: the sizes of the parts in that dimension, which are checked; equal by default.
+
+    Raises:
+        RuleError: The names have different numbers of `*`, or there are more or fewer sizes than parts.
+
+    Examples:
+        >>> ms.load(model, "separate.pt", rules=ms.rules.Concat(["*.q.*", "*.k.*", "*.v.*"], "*.qkv.*"))
+    """
+
+    patterns: tuple[str, ...]
+    into: str
+    dim: int = 0
+    sizes: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _set_sizes(self, len(self.patterns))
+
+    def join(self, tensors: Sequence[Source]) -> Source:
         shapes = [list(tensor.shape) for tensor in tensors]
         if not all(-len(shape) <= self.dim < len(shape) for shape in shapes):
-            return f"there is no dimension {self.dim} in the shapes {shapes}"
+            raise ValueError(f"there is no dimension {self.dim} in the shapes {shapes}")
         sizes = [shape[self.dim] for shape in shapes]
         expected = list(self.sizes) if self.sizes is not None else sizes[:1] * len(sizes)
         if sizes != expected:
-            return f"the parts have the sizes {sizes}, not {expected}: give sizes="
+            raise ValueError(f"the parts have the sizes {sizes}, not {expected}: give sizes=")
         others = [shape[: self.dim] + shape[self.dim :][1:] for shape in shapes]
         if any(other != others[0] for other in others):
-            return f"the shapes {shapes} differ in more than dimension {self.dim}"
+            raise ValueError(f"the shapes {shapes} differ in more than dimension {self.dim}")
         if len({tensor.dtype for tensor in tensors}) > 1:
-            return "the parts have several dtypes"
-        return ""
+            raise ValueError("the parts have several dtypes")
+        return concatenated(tensors, self.dim)
 
     def reverse(self) -> "Split":
         return Split(self.into, self.patterns, self.dim, self.sizes)
 
 
-def _set_names(rule: Split | Concat, argument: str, names: object) -> None:
+class _FoldingRule(_JoiningRule):
+    """A rule that computes one tensor from the values of two."""
+
+    moves = False
+    """It does more than moving elements, so it is not applied to the state of an optimizer."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if len(self.patterns) != 2:
+            raise RuleError("patterns= takes two names", where=type(self).__name__, found=short_repr(self.patterns))
+
+    def reverse(self) -> "Rule":
+        raise irreversible(self, "the two tensors cannot be computed from the result")
+
+
+@dataclass(frozen=True, repr=False)
+class Multiply(_FoldingRule):
+    """Multiplies two tensors of one shape, element by element, in the dtype of the first: a weight and its mask.
+
+    The result is that of `torch.nn.utils.prune.remove`, bit for bit.
+
+    Args:
+        patterns: the names of the tensor and of the factor, in which each `*` matches any run of characters.
+        into: the name of the result, with as many `*`.
+
+    Raises:
+        RuleError: The names have different numbers of `*`, or they are not two.
+
+    Examples:
+        >>> rule = ms.rules.Multiply(["*.weight_orig", "*.weight_mask"], "*.weight")
+        >>> ms.load(model, "pruned.pt", rules=rule)
+    """
+
+    patterns: tuple[str, ...]
+    into: str
+
+    def join(self, tensors: Sequence[Source]) -> Source:
+        tensor, factor = tensors
+        if tuple(tensor.shape) != tuple(factor.shape):
+            raise ValueError(f"the shapes {list(tensor.shape)} and {list(factor.shape)} differ")
+        return multiplied(tensor, factor)
+
+
+@dataclass(frozen=True, repr=False)
+class WeightNorm(_FoldingRule):
+    """Computes the weight of a module with weight norm from its magnitude and its direction.
+
+    The result is that of `torch.nn.utils.remove_weight_norm`, bit for bit. The shape of the magnitude says which
+    dimension has a norm for each index.
+
+    Args:
+        patterns: the names of the magnitude and of the direction, in which each `*` matches any run of characters.
+        into: the name of the weight, with as many `*`.
+
+    Raises:
+        RuleError: The names have different numbers of `*`, or they are not two.
+
+    Examples:
+        >>> rule = ms.rules.WeightNorm(["*.weight_g", "*.weight_v"], "*.weight")
+        >>> ms.load(model, "weight_norm.pt", rules=rule)
+    """
+
+    patterns: tuple[str, ...]
+    into: str
+
+    def join(self, tensors: Sequence[Source]) -> Source:
+        magnitude, direction = tensors
+        dim = weight_norm_dim(magnitude.shape, direction.shape)
+        if dim is None:
+            raise ValueError(f"no weight norm has the shapes {list(magnitude.shape)} and {list(direction.shape)}")
+        if magnitude.dtype != direction.dtype or not direction.dtype.is_floating_point or direction.dtype.itemsize < 2:
+            raise ValueError(f"no weight norm has the dtypes {magnitude.dtype} and {direction.dtype}")
+        return Derived(direction.dtype, tuple(direction.shape), (direction, magnitude), partial(weight_norm, dim=dim))
+
+
+def weight_norm_dim(magnitude: Sequence[int], direction: Sequence[int]) -> int | None:
+    """Returns the dimension whose indices have a norm each: -1 for one norm in all, None if the shapes do not fit."""
+    if not magnitude:
+        return -1
+    for dim, size in enumerate(direction):
+        if tuple(magnitude) == (*(1,) * dim, size, *(1,) * (len(direction) - dim - 1)):
+            return dim
+    return None
+
+
+def _set_names(rule: Split | _JoiningRule, argument: str, names: object) -> None:
     if isinstance(names, str) or not isinstance(names, Sequence) or not names:
         raise RuleError(f"{argument}= takes several names", where=type(rule).__name__, found=short_repr(names))
     if len(set(names)) != len(names):

@@ -413,6 +413,11 @@ OLDEST_FOR_AOTI = (2, 11)
 """The oldest PyTorch for AOTInductor packages."""
 
 
+def weight_norm(direction: torch.Tensor, magnitude: torch.Tensor, dim: int) -> torch.Tensor:
+    """Returns the weight of weight norm, as torch computes it; `dim` is -1 for one norm of all elements."""
+    return torch._weight_norm(direction, magnitude, dim)
+
+
 def torch_version() -> tuple[int, int]:
     """The major and minor version of the PyTorch that is imported."""
     found = re.match(r"(\d+)\.(\d+)", torch.__version__)
