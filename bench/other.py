@@ -250,9 +250,9 @@ class Others:
             path.unlink()
         nbytes = sum(value.nbytes for value in on_meta("large", self.sizes).state_dict().values())
         words = (
-            "Every value differs. The loops measure what modelstate.diff measures, without the histogram of ULPs; the "
-            "files of torch.load have the same tensors. Before the clock starts, the contender has compared two tiny "
-            "files. `reading both files once` compares nothing: it is the time that the reads alone take."
+            "Every value differs. The loops measure what modelstate.diff measures; the files of torch.load have the "
+            "same tensors. Before the clock starts, the contender has compared two tiny files. `reading "
+            "both files once` compares nothing: it is the time that the reads alone take."
         )
         title = f"Comparing two checkpoints of {nbytes / 1e6:,.0f} MB"
         return [Measured("diff", title, words, "convert", {"": found}, runner.runs, absent)]

@@ -70,7 +70,6 @@ _FLAGS: dict[str, Callable[[Any], object]] = {
     "map": lambda value: ms.plan(nn.Linear(1, 1), "w.safetensors", map=value),
     "init_missing": lambda value: ms.load(nn.Linear(1, 1), "w.safetensors", init_missing=value),
     "skip_forbidden": lambda value: ms.open("w.safetensors", skip_forbidden=value),
-    "guess": lambda value: ms.diff("w.safetensors", "w.safetensors", guess=value),
     "pin": lambda value: ms.Store("store").save(1, {"model": nn.Linear(1, 1)}, pin=value),
     "dry_run": lambda value: ms.Store("store").prune(1, dry_run=value),
     "training": lambda value: ms.Live(nn.Linear(1, 1), training=value),

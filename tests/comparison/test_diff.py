@@ -119,22 +119,10 @@ class TestNames:
         assert tensor.difference is not None
         assert tensor.difference.changed == pytest.approx(1 / 3)
 
-    def test_a_guess_is_marked_and_is_a_difference(self) -> None:
-        a = layers()
-        b = {name.replace("layer", "blocks"): tensor.clone() for name, tensor in a.items()}
-        diff = ms.diff(a, b)
-        assert not diff.is_equal
-        assert {tensor.match for tensor in diff.tensors if "blocks" in tensor.name} == {Match.GUESS}
-        assert set(statuses(diff).values()) == {Status.EQUAL}
-        assert (diff.removed, diff.added) == ((), ())
-        assert "renamed by these rules, which are a guess by names and shapes:\n  ms.rules.Rename(" in str(diff)
-        rules = [eval(rule, {"ms": ms}) for rule in diff.guessed_rules]
-        assert ms.diff(a, b, rules=rules).is_equal
-
-    def test_without_a_guess(self) -> None:
+    def test_names_without_a_counterpart_are_removed_and_added(self) -> None:
         a = layers()
         b = {name.replace("layer", "blocks"): tensor for name, tensor in a.items()}
-        diff = ms.diff(a, b, guess=False)
+        diff = ms.diff(a, b)
         assert len(diff.removed) == len(diff.added) == 6
 
     def test_the_part_with_the_names_is_found(self, tmp_path: Path) -> None:
@@ -301,7 +289,6 @@ class TestReading:
         for first, second in zip(free.tensors, limited.tensors, strict=True):
             assert first.difference is not None
             assert second.difference is not None
-            assert first.difference.ulps == second.difference.ulps
             assert first.difference.relative_l2 == pytest.approx(second.difference.relative_l2, rel=1e-5)
             assert first.difference.max_abs == second.difference.max_abs
 
@@ -423,12 +410,9 @@ class TestText:
             "difference": {
                 "changed": 0.5,
                 "max_abs": 0.5,
-                "mean_abs": 0.25,
                 "relative_l2": pytest.approx(0.5 / math.sqrt(5)),
-                "cosine": pytest.approx(6 / math.sqrt(5 * 7.25)),
                 "nan": [0, 0],
                 "infinite": [0, 0],
-                "ulps": [1, *[0] * 21, 1],
             },
         }
         assert found["added"] == [{"name": "new", "shape": [1], "dtype": "float32"}]
@@ -448,25 +432,10 @@ class TestRealPairs:
         for tensor in floats:
             assert tensor.status is Status.OTHER_DTYPE
             assert tensor.difference is not None
-            assert tensor.difference.ulps == (state[tensor.name].numel(),)  # rounding, and nothing else
             rounded = state[tensor.name].bfloat16().double()
             norm = float(state[tensor.name].double().norm())
             l2 = float((state[tensor.name].double() - rounded).norm()) / norm if norm else 0.0
             assert tensor.difference.relative_l2 == pytest.approx(l2, rel=1e-5)
-
-    @pytest.mark.slow
-    def test_minilm_renamed(self, real_file: Callable[[str], Path], tmp_path: Path) -> None:
-        path = real_file("minilm")
-        state = load_file(path)
-        renamed = {
-            name.replace("encoder.layer.", "blocks.").replace("attention.self", "attn"): t for name, t in state.items()
-        }
-        diff = ms.diff(path, written(tmp_path / "renamed.safetensors", renamed))
-        assert set(statuses(diff).values()) == {Status.EQUAL}
-        assert (diff.removed, diff.added) == ((), ())
-        guessed = {tensor.name: tensor.source_names for tensor in diff.tensors if tensor.match is Match.GUESS}
-        assert len(guessed) > 60
-        assert guessed["blocks.3.attn.query.weight"] == ("encoder.layer.3.attention.self.query.weight",)
 
     @pytest.mark.slow
     def test_minilm_before_and_after_fine_tuning(self, real_file: Callable[[str], Path], tmp_path: Path) -> None:
@@ -593,20 +562,12 @@ def test_only_may_name_an_equal_value() -> None:
         ms.diff(state, dict(state), only=["epochs"])
 
 
-def test_a_guess_is_not_folded_with_equal_names() -> None:
-    first = {"l.0.w": torch.ones(3), "l.1.w": torch.ones(3), "old.w": torch.ones(3) * 5}
-    second = {f"l.{i}.w": torch.ones(3) * (i + 2) for i in range(3)}
-    assert "from old.w by guess" in str(ms.diff(first, second))
-
-
-def test_the_rest_of_two_checkpoints_is_not_left_out() -> None:
+def test_parts_under_other_names_are_not_compared_without_keys() -> None:
     state = {"w": torch.ones(2, 2), "b": torch.ones(3)}
-    found = ms.diff(
-        {"model": state, "ema": {"x": torch.zeros(5)}},
-        {"net": state, "gone": {"q": torch.ones(7)}},
-    )
-    assert not found.is_equal
-    assert ([spec.name for spec in found.removed], [spec.name for spec in found.added]) == (["ema.x"], ["gone.q"])
+    sides = {"model": state, "ema": {"x": torch.zeros(5)}}, {"net": state, "gone": {"q": torch.ones(7)}}
+    with pytest.raises(ms.errors.NothingInCommonError):
+        ms.diff(*sides)
+    assert ms.diff(*sides, key=("model", "net")).is_equal
 
 
 def test_a_quantized_tensor_of_torch_is_not_equal_to_its_floats() -> None:

@@ -46,19 +46,13 @@ def exact(a: torch.Tensor, b: torch.Tensor) -> dict[str, float | None]:
         finite = np.isfinite(x) & np.isfinite(y)
         x, y = x[finite], y[finite]
     if not len(x):
-        return dict.fromkeys(("max_abs", "mean_abs", "relative_l2", "cosine"))
+        return dict.fromkeys(("max_abs", "relative_l2"))
     absolute = [abs(p - q) for p, q in zip(x.tolist(), y.tolist(), strict=True)]
-    norm = [math.sqrt(math.fsum(float(abs(value)) ** 2 for value in side)) for side in (x.tolist(), y.tolist())]
+    norm = math.sqrt(math.fsum(float(abs(value)) ** 2 for value in x.tolist()))
     l2 = math.sqrt(math.fsum(float(value) ** 2 for value in absolute))
-    inner = math.fsum(
-        (p * complex(q).conjugate()).real if isinstance(p, complex) else float(p) * float(q)
-        for p, q in zip(x.tolist(), y.tolist(), strict=True)
-    )
     return {
         "max_abs": float(max(absolute)),
-        "mean_abs": math.fsum(map(float, absolute)) / len(absolute),
-        "relative_l2": 0.0 if not l2 else l2 / norm[0] if norm[0] else None,
-        "cosine": inner / (norm[0] * norm[1]) if norm[0] and norm[1] else None,
+        "relative_l2": 0.0 if not l2 else l2 / norm if norm else None,
     }
 
 
@@ -68,7 +62,7 @@ def assert_right(a: torch.Tensor, b: torch.Tensor) -> None:
         measure = getattr(found, name)
         assert (measure is None) == (value is None), (name, measure, value)
         if value is not None:
-            assert measure == pytest.approx(value, rel=2e-5, abs=2e-6 if name == "cosine" else 0), name
+            assert measure == pytest.approx(value, rel=2e-5), name
 
 
 numbers = st.floats(min_value=-(2.0**60), max_value=2.0**60, width=32, allow_subnormal=False)
@@ -108,40 +102,6 @@ def test_nan_infinity_and_the_share_of_changes(values: list[tuple[float, float, 
     differing = int((a.view(bits) != b.view(bits)).sum())
     assert found.changed == differing / len(a)
     assert accumulated(a, b).is_equal == (not differing)
-    finite = sides[0].isfinite() & sides[1].isfinite()
-    assert found.ulps is not None
-    assert sum(found.ulps) == int(finite.sum())
-
-
-def neighbours(start: float, steps: int, dtype: torch.dtype) -> torch.Tensor:
-    """The float that is some steps above a positive one."""
-    bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
-    return (torch.tensor([start], dtype=dtype).view(bits) + steps).view(dtype)
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
-@pytest.mark.parametrize("steps", [0, 1, 2, 3, 4, 127, 128, 1000])
-def test_distances_in_ulps(dtype: torch.dtype, steps: int) -> None:
-    found = measured(torch.tensor([0.5], dtype=dtype), neighbours(0.5, steps, dtype)).ulps
-    assert found is not None
-    assert len(found) == steps.bit_length() + 1
-    assert found[-1] == 1
-
-
-@pytest.mark.parametrize("steps", [2**24 - 1, 2**25 - 1, 2**28, 2**28 - 1])
-def test_a_distance_just_below_a_power_of_two_is_not_rounded_up(steps: int) -> None:
-    found = measured(torch.tensor([1e-20]), neighbours(1e-20, steps, torch.float32)).ulps
-    assert found is not None
-    assert len(found) == steps.bit_length() + 1
-
-
-def test_a_distance_across_zero() -> None:
-    tiny = neighbours(0.0, 3, torch.float32)
-    found = measured(-tiny, tiny).ulps  # -3 ulps, -0, +0, +3 ulps
-    assert found == (0, 0, 0, 1)
-    far = measured(torch.tensor([-3e38]), torch.tensor([3e38])).ulps
-    assert far is not None
-    assert len(far) == 33  # it takes 32 bits
 
 
 def test_minus_zero_is_a_change_of_bits_and_no_difference_of_values() -> None:
@@ -149,17 +109,12 @@ def test_minus_zero_is_a_change_of_bits_and_no_difference_of_values() -> None:
     assert (found.changed, found.max_abs, found.relative_l2) == (0.5, 0.0, 0.0)
 
 
-def test_a_cast_differs_by_its_rounding_alone() -> None:
+def test_a_cast_changes_values_by_its_rounding() -> None:
     a = torch.randn(1000)
     found = measured(a, a.bfloat16())
-    assert found.ulps == (1000,)
     assert found.changed is not None
     assert found.changed > 0.9
     assert_right(a, a.bfloat16())
-
-
-def test_floats_of_one_size_have_no_common_ulp() -> None:
-    assert measured(torch.ones(3, dtype=torch.float16), torch.ones(3, dtype=torch.bfloat16)).ulps is None
 
 
 def test_values_beyond_the_range_of_float32_sums() -> None:
@@ -168,9 +123,9 @@ def test_values_beyond_the_range_of_float32_sums() -> None:
     assert measured(a * 1e-60, b * 1e-60).max_abs == 0.0  # both are zero
     a, b = torch.full((20,), 1e-30), torch.full((20,), 3e-30)
     assert measured(a, b).relative_l2 == pytest.approx(2.0)
-    assert measured(a, b).cosine == pytest.approx(1.0)
     a, b = torch.ones(20), torch.full((20,), 1e-30)
-    assert measured(a, b).cosine == pytest.approx(1.0)
+    assert measured(a, b).relative_l2 == pytest.approx(1.0)
+    assert measured(b, a).relative_l2 == pytest.approx(1e30)
 
 
 def test_an_equal_part_counts_in_the_norm() -> None:
@@ -189,30 +144,24 @@ def test_wide_integers_are_subtracted_exactly() -> None:
 
 def test_booleans_have_a_share_of_changes_alone() -> None:
     found = measured(torch.tensor([True, False, True]), torch.tensor([True, True, True]))
-    assert found == Difference(1 / 3, None, None, None, None, None, None, None)
+    assert found == Difference(1 / 3, None, None, None, None)
 
 
 def test_what_no_elements_differ_by() -> None:
-    empty = Difference(None, None, None, None, None, None, None, None)
+    empty = Difference(None, None, None, None, None)
     assert measured(torch.ones(0), torch.ones(0)) == equal_unread(0, torch.float32) == empty
 
 
 def test_all_zero_tensors() -> None:
     zeros = torch.zeros(4)
-    assert measured(zeros, zeros.clone()).cosine is None
+    assert measured(zeros, zeros.clone()).relative_l2 == 0.0
     assert measured(zeros, torch.ones(4)).relative_l2 is None
     assert measured(torch.ones(4), zeros).relative_l2 == 1.0
 
 
-@pytest.mark.parametrize("value", [1e-42, 1e-30, 1e-9])
-def test_equal_values_whose_squares_are_too_small_for_float32_have_a_cosine(value: float) -> None:
-    tensor = torch.full((5,), value)
-    assert measured(tensor, tensor.clone()).cosine == 1.0
-
-
 def test_tensors_without_a_finite_element() -> None:
     found = measured(torch.full((3,), math.nan), torch.full((3,), math.inf))
-    assert (found.max_abs, found.mean_abs, found.relative_l2, found.cosine) == (None, None, None, None)
+    assert (found.max_abs, found.relative_l2) == (None, None)
     assert (found.nan, found.infinite, found.changed) == ((3, 0), (0, 3), 1.0)
 
 
@@ -228,7 +177,7 @@ def test_packed_values_are_compared_bit_by_bit_alone() -> None:
     a = torch.tensor([1, 2], dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
     b = torch.tensor([1, 3], dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
     assert not accumulated(a, b).is_equal
-    assert measured(a, b) == Difference(None, None, None, None, None, None, None, None)
+    assert measured(a, b) == Difference(None, None, None, None, None)
     same = a.view(torch.uint8).clone().view(a.dtype)  # some versions of torch cannot copy this dtype
     assert accumulated(a, same).is_equal
     assert measured(a, same).changed == 0.0
@@ -237,9 +186,9 @@ def test_packed_values_are_compared_bit_by_bit_alone() -> None:
 def test_values_whose_squares_leave_the_range_of_float64() -> None:
     huge = torch.tensor([1e200] * 7 + [-1e200] * 7, dtype=torch.float64)
     found = measured(huge, -huge)
-    assert (found.max_abs, found.relative_l2, found.cosine) == (2e200, None, None)
+    assert (found.max_abs, found.relative_l2) == (2e200, None)
     assert measured(huge, huge.clone()).relative_l2 == 0.0
     largest = torch.full((4,), 1.7e308, dtype=torch.float64)
-    assert (measured(largest, -largest).max_abs, measured(largest, -largest).mean_abs) == (None, None)
+    assert measured(largest, -largest).max_abs is None
     tiny = torch.full((4,), 1e-200, dtype=torch.float64)
     assert measured(tiny, 2 * tiny).relative_l2 is None

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import modelstate as ms
-from modelstate.html.page import Kind, Page, area_chart, bar_chart, heat_chart
+from modelstate.html.page import Kind, Page, area_chart, bar_chart
 from modelstate.rules import Rename
 
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>"
@@ -59,14 +59,6 @@ def test_charts_of_nothing_have_no_boxes() -> None:
     assert not area_chart([]).boxes
     assert not area_chart([("empty", 0)]).boxes
     assert not bar_chart("", []).boxes
-    assert not heat_chart("", [("head.weight", 1.0)]).boxes
-
-
-def test_a_heat_map_has_a_cell_for_each_layer() -> None:
-    chart = heat_chart("", [("layers.0.w", 0.0), ("layers.1.w", 1e-3), ("layers.2.w", math.inf), ("head.w", 1.0)])
-    cells = [box for box in chart.boxes if box.css in ("cell", "heat")]
-    assert [box.title for box in cells] == ["layers.0.w: 0", "layers.1.w: 0.001", "layers.2.w: inf"]
-    assert [box.opacity for box in cells] == [None, 1.0, 1.0]
 
 
 @pytest.mark.slow
@@ -123,11 +115,6 @@ def test_every_result_has_a_page_and_a_short_one_for_notebooks(tmp_path: Path) -
 @pytest.mark.parametrize("number", [10, 20_000])
 def test_the_table_of_a_notebook_is_short(number: int) -> None:
     assert len(ms.open({f"t{i}": torch.zeros(1) for i in range(number)})._repr_html_()) < 3_000
-
-
-def test_the_heat_chart_shows_the_part_that_changed_most() -> None:
-    chart = heat_chart("", [("l.0.w", 0.5), ("l.0.w", 0.0), ("l.1.w", 0.0), ("l.1.w", 0.25)])
-    assert [box.title for box in chart.boxes[1:]] == ["l.0.w: 0.5", "l.1.w: 0.25"]
 
 
 def test_names_of_very_many_parts_make_no_treemap_of_as_many_levels() -> None:

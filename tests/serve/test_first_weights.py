@@ -161,7 +161,5 @@ def test_what_no_swap_can_fill_is_refused() -> None:
 
 def test_a_program_that_was_exported_on_meta_is_refused() -> None:
     program = torch.export.export(linear(1).to("meta"), (X.to("meta"),))
-    with pytest.raises(
-        LiveTargetError, match=r"(?s)on the meta device.*give the module values before"
-    ):
+    with pytest.raises(LiveTargetError, match=r"(?s)on the meta device.*give the module values before"):
         ms.Live(program)

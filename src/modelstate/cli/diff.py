@@ -40,7 +40,6 @@ if TYPE_CHECKING:
 @options.no_fold
 @options.no_values
 @options.rules
-@click.option("--no-guess", is_flag=True, help="Do not guess which names of A have become which names of B.")
 @options.max_memory
 @options.opening
 @options.as_json
@@ -56,7 +55,6 @@ def diff(
     no_fold: bool,
     no_values: bool,
     rules: Sequence[Rule] | ms.rules.Schema,
-    no_guess: bool,
     max_memory: int | None,
     opening: options.Opening,
     as_json: bool,
@@ -80,7 +78,6 @@ def diff(
                 key=(key[0] or None, key[-1] or None) if key else None,
                 only=only,
                 values=not no_values,
-                guess=not no_guess,
                 max_memory_bytes=max_memory,
                 **opening,
             )

@@ -1,8 +1,8 @@
 """`modelstate.diff`: compares two checkpoints by their names, shapes, dtypes, values and bits.
 
-The tensors of both sides are matched first: by their names, after the rules that are given; where names are left over
-on both sides, by rules that are guessed from names and shapes. The values of the matched tensors are then read block by
-block (`checkpoint.reduction`), and measured (`difference`). Bytes whose digests agree are not read.
+The tensors of both sides are matched first, by their names after the rules that are given. The values of the matched
+tensors are then read block by block (`checkpoint.reduction`), and measured (`difference`). Bytes whose digests agree
+are not read.
 """
 
 import math
@@ -39,10 +39,9 @@ from modelstate.process import gc_paused
 from modelstate.remote.cache import Cache
 from modelstate.rules.expression import Derived, lacks_values, leaves, memory_bytes, region, values_of
 from modelstate.rules.expression import Source as TensorSource
-from modelstate.rules.rule import Entries, Rule, Value, as_code
+from modelstate.rules.rule import Entries, Rule, Value
 from modelstate.rules.schema import Schema, apply_rules, check_rules
 from modelstate.spec import StoredTensor, bytes_key, dtype_name
-from modelstate.suggestion.suggest import suggest_between
 from modelstate.tensor_spec import TensorSpec
 from modelstate.text_format import count, listed, printable, short_repr
 from modelstate.torch_compat.modules import state_dict_of
@@ -61,7 +60,6 @@ def diff(
     key: Key = None,
     only: Iterable[str] = (),
     values: bool = True,
-    guess: bool = True,
     max_memory_bytes: int | None = None,
     progress: bool | None = None,
     allow: Sequence[object] = (),
@@ -82,8 +80,6 @@ def diff(
             names have nothing in common, the part of one checkpoint that has the names of the other one.
         only: Patterns of names of `b` (of `a` for names that `b` lacks); other tensors and values are left out.
         values: Whether the values of tensors are read and compared; otherwise names, shapes and dtypes.
-        guess: Whether rules are guessed for names that are left over on both sides. No rules are guessed where some
-            are given.
         max_memory_bytes: The most memory for buffers and temporary tensors.
         progress: Whether to show a progress bar. None shows one on a terminal after half a second.
         allow: Classes and functions that a pickle may use, as for `modelstate.open`.
@@ -96,7 +92,7 @@ def diff(
     Raises:
         OpenError: A source cannot be opened.
         KeyNotFoundError: There is nothing under `key`.
-        NothingInCommonError: The checkpoints have no name in common, nor names that fit by a guess.
+        NothingInCommonError: The checkpoints have no name in common.
         MissingValuesError: A tensor has no values, as one on the meta device.
         RuleError: The rules cannot be applied.
         ReadFailedError: A file cannot be read, or has changed meanwhile.
@@ -122,7 +118,7 @@ def diff(
         parts = matching_part(first, [*second], [str]), matching_part(second, [*first], [str])
         if parts[0] is first or parts[1] is second:  # parts of both sides would hide the rest of both
             first, second = parts
-    comparison = _Comparison(first, second, rules, guess, patterns)
+    comparison = _Comparison(first, second, rules, patterns)
     tensors, read_bytes, skipped_bytes = comparison.compared(values, max_memory_bytes, progress)
     return Diff(
         _label(a, first),
@@ -131,7 +127,6 @@ def diff(
         tuple(comparison.removed),
         tuple(comparison.added),
         tuple(comparison.values()),
-        tuple(comparison.guessed_rules),
         read_bytes,
         skipped_bytes,
         perf_counter() - begin,
@@ -175,12 +170,10 @@ class _Comparison:
     first: Checkpoint
     second: Checkpoint
     given_rules: Rule | Iterable[Rule] | Schema
-    guess: bool
     patterns: tuple[str, ...]
     pairs: list[_Pair] = field(default_factory=list)
     removed: list[TensorSpec] = field(default_factory=list)
     added: list[TensorSpec] = field(default_factory=list)
-    guessed_rules: list[str] = field(default_factory=list)
     entries: Entries = field(default_factory=dict)
     """What the first checkpoint holds, by the names of the second one."""
     others: Entries = field(default_factory=dict)
@@ -194,11 +187,6 @@ class _Comparison:
         matched = {name: how for name, how in matched.items() if name in second}
         found = {name: self.entries[name] for name in matched}
         left = {name for name in self._tensors() if name not in second}
-        wanted = [name for name in second if name not in matched]
-        if self.guess and not rules and left and wanted:
-            for name, entry in self._guessed(left, wanted).items():
-                found[name], matched[name] = entry, Match.GUESS
-                left -= {*entry.sources}
         if not found and len(first) and len(second):
             raise NothingInCommonError(
                 "the checkpoints have no name in common",
@@ -238,21 +226,6 @@ class _Comparison:
         if isinstance(source, Derived):  # without bytes of its own
             source = torch.empty(tuple(source.shape), dtype=source.dtype, device="meta")
         return TensorSpec(name, tuple(source.shape), dtype_name(source), source)
-
-    def _guessed(self, left: set[str], wanted: Sequence[str]) -> Entries:
-        """The tensors that guessed rules make of tensors without a match, by names of the second checkpoint."""
-        suggestion = suggest_between(self.first, self.second)
-        if not suggestion:
-            return {}
-        entries = _applied(self.first, suggestion, checked=False)
-        found = {
-            name: entry
-            for name in wanted
-            if (entry := entries.get(name)) is not None and entry.tensor is not None and {*entry.sources} <= left
-        }
-        used = {rule for entry in found.values() for rule in entry.rules}
-        self.guessed_rules = [as_code(rule) for rule in suggestion if repr(rule) in used]
-        return found
 
     def values(self) -> Iterable[ValueDiff]:
         """The values other than tensors that differ."""
@@ -302,11 +275,10 @@ class _Comparison:
             )
 
 
-def _applied(checkpoint: Checkpoint, rules: Iterable[Rule], checked: bool = True) -> Entries:
+def _applied(checkpoint: Checkpoint, rules: Iterable[Rule]) -> Entries:
     """What a checkpoint holds, after rules. Raises `RuleError`."""
     applied = apply_rules(rules, entries_of(checkpoint, with_refused=False), checkpoint.read)
-    if checked:
-        applied.check("the rules cannot be applied", where=checkpoint.source)
+    applied.check("the rules cannot be applied", where=checkpoint.source)
     return applied.entries
 
 

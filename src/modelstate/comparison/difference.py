@@ -21,7 +21,6 @@ from modelstate.torch_compat.dtypes import cast_between
 Pair = tuple[torch.Tensor, torch.Tensor]
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_RAW = {1: torch.int8} | {size: dtype for size, dtype in _BITS.items() if size > 1}
 _TINY, _SMALL = 1e-20, 1e-15
 """A sum of squares below the first, and a difference below the second, are computed in float64."""
 
@@ -32,27 +31,19 @@ class Difference:
 
     A measure that does not apply is None, and so is one whose computation leaves the range of float64.
 
-    The differences, the relative L2 difference and the cosine are those of the elements that are finite on both sides.
+    The differences are those of the elements that are finite on both sides.
     """
 
     changed: float | None
     """The share of elements that differ, from 0 to 1: in their bits; in their values where the dtypes differ."""
     max_abs: float | None
     """The largest absolute difference."""
-    mean_abs: float | None
-    """The mean absolute difference."""
     relative_l2: float | None
     """The L2 norm of the difference over that of the first tensor. None if the first is zero and the second is not."""
-    cosine: float | None
-    """The cosine of the angle between the tensors as vectors. None if one of them is zero."""
     nan: tuple[int, int] | None
     """The number of NaN elements in the first and in the second tensor."""
     infinite: tuple[int, int] | None
     """The number of infinite elements in the first and in the second tensor."""
-    ulps: tuple[int, ...] | None
-    """A histogram of distances in units in the last place: `ulps[0]` elements are equal, `ulps[i]` are at least
-    `2 ** (i - 1)` and less than `2 ** i` floats apart. For floats of different dtypes, those of the narrower dtype,
-    after rounding to it: then `ulps[0]` counts the elements that differ by this rounding alone."""
 
 
 class _Arithmetic(Enum):
@@ -90,13 +81,6 @@ def _arithmetic(a: torch.dtype, b: torch.dtype) -> _Arithmetic | None:
     return _Arithmetic.FLOAT64 if largest > 2 else _Arithmetic.FLOAT32
 
 
-def _ulp_dtype(a: torch.dtype, b: torch.dtype) -> torch.dtype | None:
-    """The dtype whose units in the last place two floats are compared in."""
-    dtype = a if a.itemsize <= b.itemsize else b
-    is_known = dtype.is_floating_point and dtype in CONVERTIBLE and dtype is not torch.float8_e8m0fnu
-    return dtype if is_known and (a == b or a.itemsize != b.itemsize) else None
-
-
 def is_comparable(a: torch.dtype, b: torch.dtype) -> bool:
     """Whether the values of two dtypes can be compared: both are floats, integers, complex numbers or booleans."""
     return _arithmetic(a, b) is not None
@@ -105,10 +89,9 @@ def is_comparable(a: torch.dtype, b: torch.dtype) -> bool:
 def equal_unread(elements: int, dtype: torch.dtype) -> Difference:
     """The difference of two tensors whose bits are known to be equal, without their values."""
     if not elements:
-        return Difference(None, None, None, None, None, None, None, None)
+        return Difference(None, None, None, None, None)
     measure = None if _arithmetic(dtype, dtype) is _Arithmetic.BITS else 0.0
-    ulps = (elements,) if _ulp_dtype(dtype, dtype) else None
-    return Difference(0.0, measure, measure, measure, None, None, None, ulps)
+    return Difference(0.0, measure, measure, None, None)
 
 
 class Accumulator:
@@ -123,7 +106,6 @@ class Accumulator:
         arithmetic = _arithmetic(a, b)
         assert arithmetic is not None
         self._arithmetic, self._same_dtype = arithmetic, a == b
-        self._ulp_dtype = _ulp_dtype(a, b)
         # Two values of 4 bits share an element: a share of elements would be wrong.
         self._counts_changes = arithmetic is not _Arithmetic.BITS or a is torch.bool
         self.is_equal = a == b
@@ -132,8 +114,8 @@ class Accumulator:
         self._elements = self._changed = self._finite = 0
         self._nan, self._infinite = [0, 0], [0, 0]
         self._largest = 0.0
-        self._sums: dict[str, list[float]] = {name: [] for name in ("aa", "bb", "ab", "dd", "abs")}
-        self._ulps = [0] * 66
+        self._squares: list[float] = []
+        self._squared_differences: list[float] = []
 
     def add(self, a: torch.Tensor, b: torch.Tensor) -> None:
         """Adds a chunk of both tensors: contiguous CPU tensors of one dimension."""
@@ -141,7 +123,6 @@ class Accumulator:
         # torch.equal takes several times as long as memcmp, and compares NaN as different.
         if self._same_dtype and not _libc.memcmp(a.data_ptr(), b.data_ptr(), a.nbytes):
             chunk.elements = len(a)
-            chunk.ulps[0] = len(a)
             self._measure_equal(a, chunk)
         else:
             chunk.is_equal = False
@@ -156,44 +137,28 @@ class Accumulator:
             for side in (0, 1):
                 self._nan[side] += chunk.nan[side]
                 self._infinite[side] += chunk.infinite[side]
-            for name, value in chunk.sums.items():
-                self._sums[name].append(value)
-            for bucket, count in enumerate(chunk.ulps):
-                self._ulps[bucket] += count
+            self._squares.append(chunk.squares)
+            self._squared_differences.append(chunk.squared_differences)
 
     def result(self) -> Difference:
         """The difference of everything that was added."""
         if not self._elements:
-            return Difference(None, None, None, None, None, None, None, None)
+            return Difference(None, None, None, None, None)
         changed = self._changed / self._elements if self._counts_changes else None
         if self.is_equal:
             changed = 0.0
         if self._arithmetic is _Arithmetic.BITS:
-            return Difference(changed, None, None, None, None, None, None, None)
-        sums = {name: exact_sum(values) for name, values in self._sums.items()}
-        aa, bb, ab, dd = (sums[name] for name in ("aa", "bb", "ab", "dd"))
-        largest = mean = relative = cosine = None
+            return Difference(changed, None, None, None, None)
+        squares, squared_differences = exact_sum(self._squares), exact_sum(self._squared_differences)
+        largest = relative = None
         if self._finite:
-            largest, mean = if_finite(self._largest), if_finite(sums["abs"] / self._finite)
+            largest = if_finite(self._largest)
             if not self._largest:
                 relative = 0.0
-            elif aa and math.isfinite(aa) and math.isfinite(dd):
-                relative = math.sqrt(dd / aa)
-            if aa and bb and not self._largest:
-                cosine = 1.0
-            elif aa and bb and math.isfinite(aa) and math.isfinite(bb) and math.isfinite(ab):
-                cosine = min(1.0, max(-1.0, ab / (math.sqrt(aa) * math.sqrt(bb))))
-        last = max((bucket for bucket, count in enumerate(self._ulps) if count), default=0)
-        return Difference(
-            changed,
-            largest,
-            mean,
-            relative,
-            cosine,
-            (self._nan[0], self._nan[1]),
-            (self._infinite[0], self._infinite[1]),
-            tuple(self._ulps[: last + 1]) if self._ulp_dtype is not None else None,
-        )
+            elif squares and math.isfinite(squares) and math.isfinite(squared_differences):
+                relative = math.sqrt(squared_differences / squares)
+        nan, infinite = (self._nan[0], self._nan[1]), (self._infinite[0], self._infinite[1])
+        return Difference(changed, largest, relative, nan, infinite)
 
     def _measure_equal(self, a: torch.Tensor, chunk: "_ChunkSums") -> None:
         """Adds a chunk whose bits are equal on both sides."""
@@ -209,8 +174,7 @@ class Accumulator:
             chunk.infinite = [len(a) - chunk.finite - chunk.nan[0]] * 2
             values = _widened(values[finite])
             squares = _dot(values, values)
-            chunk.ulps[0] = chunk.finite
-        chunk.sums = {"aa": squares, "bb": squares, "ab": squares}
+        chunk.squares = squares
 
     def _measure(self, a: torch.Tensor, b: torch.Tensor, chunk: "_ChunkSums") -> None:
         """Adds a chunk that differs, or whose dtypes do."""
@@ -219,9 +183,8 @@ class Accumulator:
             return
         x = _cast(a, self._arithmetic.dtype, "first values")
         y = _cast(b, self._arithmetic.dtype, "second values")
-        xx, yy = _dot(x, x), _dot(y, y)
-        bits = (a, b)
-        if not (math.isfinite(xx) and math.isfinite(yy)):
+        squares, bits = _dot(x, x), (a, b)
+        if not (math.isfinite(squares) and math.isfinite(_dot(y, y))):
             finite = torch.isfinite(x) & torch.isfinite(y)
             if not bool(finite.all()):
                 for side, values in enumerate((x, y)):
@@ -236,56 +199,53 @@ class Accumulator:
                     chunk.changed += len(left) - int(is_same.sum())
                 x, y, bits = x[finite], y[finite], (_selected(a, finite), _selected(b, finite))
             x, y = _widened(x), _widened(y)
-            xx, yy = _dot(x, x), _dot(y, y)
+            squares = _dot(x, x)
         if not len(x):
             return
         chunk.finite = len(x)
-        self._measure_finite((x, y), (xx, yy), bits, chunk)
+        self._measure_finite((x, y), squares, bits, chunk)
 
-    def _measure_finite(self, values: Pair, squares: tuple[float, float], bits: Pair, chunk: "_ChunkSums") -> None:
+    def _measure_finite(self, values: Pair, squares: float, bits: Pair, chunk: "_ChunkSums") -> None:
         """Adds the elements that are finite on both sides."""
         x, y = values
-        xx, yy = squares
         if self._arithmetic is _Arithmetic.INT64:
             difference = _exact_difference(*bits)
         else:
             difference = torch.sub(x, y, out=scratch("difference", len(x), x.dtype))
-        dd, xy = _dot(difference, difference), _dot(x, y)
+        squared = _dot(difference, difference)
         absolute = difference.abs() if difference.is_complex() else difference.abs_()
-        chunk.largest, total = float(torch.amax(absolute)), float(absolute.sum())
+        chunk.largest = float(torch.amax(absolute))
         is_wide = x.dtype in (torch.float64, torch.complex128)
-        is_in_range = math.isfinite(total + dd) and min(xx, yy) > _TINY and (chunk.largest > _SMALL or dd == 0)
-        if not is_wide and not (is_in_range and abs(xy) > _TINY):
+        is_in_range = math.isfinite(squared) and squares > _TINY and (chunk.largest > _SMALL or squared == 0)
+        if not is_wide and not is_in_range:
             x, y = _widened(x), _widened(y)
             difference = x - y
-            absolute = difference.abs()
-            chunk.largest, total = float(torch.amax(absolute)), float(absolute.sum())
-            dd, xy, xx, yy = _dot(difference, difference), _dot(x, y), _dot(x, x), _dot(y, y)
-        chunk.sums = {"aa": xx, "bb": yy, "ab": xy, "dd": dd, "abs": total}
-        if not self._same_dtype:
-            chunk.changed += int(torch.count_nonzero(difference))
-        if self._ulp_dtype is not None:  # which takes the memory of the differences
-            a, b = bits
-            a, b = _cast(a, self._ulp_dtype, "first rounded"), _cast(b, self._ulp_dtype, "second rounded")
-            chunk.ulps = _ulp_histogram(a, b, chunk.largest)
-        if self._same_dtype and self._ulp_dtype is not None:
-            chunk.changed += chunk.finite - chunk.ulps[0]
-        elif self._same_dtype:
-            chunk.changed += _differing(*bits)
+            chunk.largest = float(torch.amax(difference.abs()))
+            squared, squares = _dot(difference, difference), _dot(x, x)
+        chunk.squares, chunk.squared_differences = squares, squared
+        chunk.changed += _differing(*bits) if self._same_dtype else int(torch.count_nonzero(difference))
 
 
 class _ChunkSums:
     """What one chunk adds."""
 
-    __slots__ = ("changed", "elements", "finite", "infinite", "is_equal", "largest", "nan", "sums", "ulps")
+    __slots__ = (
+        "changed",
+        "elements",
+        "finite",
+        "infinite",
+        "is_equal",
+        "largest",
+        "nan",
+        "squared_differences",
+        "squares",
+    )
 
     def __init__(self) -> None:
         self.is_equal = True
         self.elements = self.changed = self.finite = 0
         self.nan, self.infinite = [0, 0], [0, 0]
-        self.largest = 0.0
-        self.sums: dict[str, float] = {}
-        self.ulps = [0]
+        self.largest = self.squares = self.squared_differences = 0.0
 
 
 _libc = ctypes.CDLL(None)
@@ -335,60 +295,3 @@ def _exact_difference(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         halves.append((high, wide & 0xFFFFFFFF))
     (a_high, a_low), (b_high, b_low) = halves
     return (a_high - b_high).double() * 2.0**32 + (a_low - b_low).double()
-
-
-def _ulp_histogram(a: torch.Tensor, b: torch.Tensor, largest: float) -> list[int]:
-    """The number of elements by the distances of the floats: `Difference.ulps`.
-
-    Args:
-        a: The first floats, all of them finite.
-        b: The second floats.
-        largest: The largest absolute difference.
-    """
-    width, count, is_double = a.itemsize * 8, len(a), a.itemsize == 8
-    digits = 53 if is_double else 24
-    distances, beyond = _distances(a.view(_RAW[a.itemsize]), b.view(_RAW[a.itemsize]), largest)
-    if width > digits and int(torch.amax(distances)) >> digits:
-        # Without the bits that follow a set bit, the conversion does not round up to the next power of two.
-        halved = torch.bitwise_right_shift(distances, 1, out=scratch("bits", count, distances.dtype))
-        distances &= halved.bitwise_not_()
-    # Scaled by the smallest normal float, a distance of 0 has exponent 0, and one of 2**i exponent i + 1.
-    floats = scratch("difference", count, torch.float64 if is_double else torch.float32).copy_(distances)
-    exponents = floats.mul_(2.0 ** (-1022 if is_double else -126)).view(torch.int64 if is_double else torch.int32)
-    exponents >>= digits - 1
-    # Two exponents are counted at once, which takes half the time.
-    padding = count % 2
-    buckets = scratch("buckets", count + padding, torch.uint8)
-    buckets[:count] = exponents
-    buckets[count:] = 0
-    pairs = torch.bincount(buckets.view(torch.int16), minlength=256 * (width + 1)).view(-1, 256)
-    counts: list[int] = (pairs.sum(1) + pairs.sum(0)[: width + 1]).tolist()
-    counts[0] -= padding + beyond
-    counts[width] = beyond
-    return counts
-
-
-def _distances(first: torch.Tensor, second: torch.Tensor, largest: float) -> tuple[torch.Tensor, int]:
-    """How many floats apart the floats with these bits are.
-
-    Returns the distances, and the number of those that take all bits, that of the sign included; they are 0.
-    """
-    sign, count, dtype = first.itemsize * 8 - 1, len(first), first.dtype
-    others = (1 << sign) - 1
-    distances = torch.bitwise_xor(first, second, out=scratch("distances", count, dtype))
-    if int(torch.amin(distances)) >= 0:  # each pair has one sign
-        return torch.sub(first, second, out=distances).abs_(), 0
-    if largest < 1:  # the distance of a negative float from a positive one does not take the bit of the sign
-        distances >>= sign
-        distances &= others
-        distances ^= second  # of two signs, the second bits without that of the sign are inverted
-        return torch.sub(first, distances, out=distances).abs_(), 0
-    ordered = []  # integers in the order of the floats, one apart for neighbouring floats
-    for slot, bits in (("first bits", first), ("second bits", second)):
-        mask = torch.bitwise_right_shift(bits, sign, out=scratch(slot, count, dtype))
-        mask &= others
-        ordered.append(mask.bitwise_xor_(bits))
-    torch.maximum(*ordered, out=distances)
-    distances -= torch.minimum(*ordered, out=ordered[0])
-    beyond = int(torch.count_nonzero(distances < 0))
-    return distances.masked_fill_(distances < 0, 0) if beyond else distances, beyond

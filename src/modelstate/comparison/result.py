@@ -12,7 +12,7 @@ import torch
 
 from modelstate.comparison.difference import Difference
 from modelstate.errors import OptionError
-from modelstate.html.page import Kind, Page, Shown, bar_chart, heat_chart
+from modelstate.html.page import Kind, Page, Shown
 from modelstate.tensor_spec import TensorSpec
 from modelstate.text_format import (
     as_given,
@@ -42,8 +42,6 @@ class Match(Enum):
     """Their names are equal."""
     RULE = "rule"
     """A rule that was given leads from one name to the other."""
-    GUESS = "guess"
-    """A rule that was guessed from names and shapes does."""
 
 
 class Status(Enum):
@@ -136,8 +134,6 @@ class Diff(Shown):
     """The tensors that only the second checkpoint has."""
     values: tuple[ValueDiff, ...]
     """The values other than tensors that differ."""
-    guessed_rules: tuple[str, ...]
-    """The rules that were guessed, as Python code."""
     read_bytes: int
     """Bytes that were read and compared."""
     skipped_bytes: int
@@ -146,9 +142,8 @@ class Diff(Shown):
 
     @property
     def is_equal(self) -> bool:
-        """Whether names, shapes, dtypes, bits and values are equal. A guessed name is a difference."""
-        same = (Status.EQUAL, Status.NOT_COMPARED)
-        matched = all(tensor.status in same and tensor.match is not Match.GUESS for tensor in self.tensors)
+        """Whether names, shapes, dtypes, bits and values are equal."""
+        matched = all(tensor.status in (Status.EQUAL, Status.NOT_COMPARED) for tensor in self.tensors)
         return matched and not (self.removed or self.added or self.values)
 
     def __repr__(self) -> str:
@@ -179,7 +174,6 @@ class Diff(Shown):
             )
         found = "equal" if self.is_equal else ", ".join(self._counts())
         parts = ["\n".join([printable(f"{as_given(self.a)} and {as_given(self.b)}: {found}"), self._cost()])]
-        parts += [self._rules()] if self.guessed_rules else []
         for what, specs in (("only in the first", self.removed), ("only in the second", self.added)):
             parts += [_names(what, specs)] if specs else []
         parts += [_table(self.tensors, top, fold, width), _values(self.values)]
@@ -205,7 +199,6 @@ class Diff(Shown):
                     | {"a": value.values[0], "b": value.values[1]}
                     for value in self.values
                 ],
-                "guessed_rules": list(self.guessed_rules),
                 "totals": {
                     "statuses": {
                         status.value: number
@@ -221,7 +214,7 @@ class Diff(Shown):
         )
 
     def _page(self) -> Page:
-        measures = ("changed", "max_abs", "mean_abs", "relative_l2", "cosine")
+        measures = ("changed", "max_abs", "relative_l2")
         rows: list[list[str | int | float | None]] = []
         for tensor in sorted(self.tensors, key=lambda tensor: -tensor.change):
             a, b = tensor.shapes
@@ -239,11 +232,6 @@ class Diff(Shown):
             )
         for status, specs in (("removed", self.removed), ("added", self.added)):
             rows += [[spec.name, status, str(list(spec.shape)), spec.dtype_name, spec.nbytes] for spec in specs]
-        ulps: Counter[int] = Counter()
-        for tensor in self.tensors:
-            if tensor.difference is not None:
-                ulps.update(dict(enumerate(tensor.difference.ulps or ())))
-        labels = {0: "equal", 1: "1", **{i: f"{2 ** (i - 1):,} to {2**i - 1:,}" for i in range(2, 66)}}
         return Page(
             f"{as_given(self.a)} and {as_given(self.b)}",
             (
@@ -258,32 +246,16 @@ class Diff(Shown):
                 ("Dtype", Kind.TEXT),
                 ("Bytes", Kind.BYTES),
                 ("Changed", Kind.SHARE),
-                *[(name, Kind.MEASURE) for name in ("Max abs", "Mean abs", "Rel. L2")],
-                ("Cosine", Kind.LEAST),
+                *[(name, Kind.MEASURE) for name in ("Max abs", "Rel. L2")],
                 ("Matched with", Kind.TEXT),
             ),
             rows,
-            text="\n\n".join(filter(None, [self._rules() if self.guessed_rules else "", _values(self.values)])),
-            charts=(
-                heat_chart(
-                    "Relative change by layer",
-                    [
-                        (tensor.name, None if tensor.status is Status.NOT_COMPARED else tensor.change)
-                        for tensor in self.tensors
-                    ],
-                ),
-                bar_chart(
-                    "Elements by distance in units in the last place",
-                    [(labels[i], number, f"{number:,}") for i, number in sorted(ulps.items()) if number],
-                ),
-            ),
+            text=_values(self.values),
         )
 
     def _counts(self) -> list[str]:
         numbers = Counter(tensor.status for tensor in self.tensors)
         counts = [f"{numbers[status]:,} {status.value}" for status in Status if numbers[status]]
-        guessed = sum(tensor.match is Match.GUESS for tensor in self.tensors)
-        counts += [f"{guessed:,} renamed by guess"] if guessed else []
         counts += [f"{len(self.removed):,} removed"] if self.removed else []
         counts += [f"{len(self.added):,} added"] if self.added else []
         return counts + ([f"{count(len(self.values), 'other value')} changed"] if self.values else [])
@@ -293,10 +265,6 @@ class Diff(Shown):
         return f"{count(len(self.tensors), 'tensor')} compared, {size(self.read_bytes)} read{skipped}, " + seconds(
             self.seconds
         )
-
-    def _rules(self) -> str:
-        lines = [f"  {printable(rule)}" for rule in self.guessed_rules]
-        return "\n".join(["renamed by these rules, which are a guess by names and shapes:", *lines])
 
 
 def _names(what: str, specs: Sequence[TensorSpec]) -> str:
@@ -329,7 +297,7 @@ def _values(values: Sequence[ValueDiff]) -> str:
     return "\n".join([f"values that are not tensors ({len(values):,}):", columns(rows), *more])
 
 
-_HEADS = ("name", "shape", "dtype", "changed", "max abs", "mean abs", "rel. L2", "cosine", "ULPs", "")
+_HEADS = ("name", "shape", "dtype", "changed", "max abs", "rel. L2", "")
 
 
 def _table(tensors: Sequence[TensorDiff], top: int | None, fold: bool, width: int | None) -> str:
@@ -352,7 +320,7 @@ def _table(tensors: Sequence[TensorDiff], top: int | None, fold: bool, width: in
     more = [f"and {len(ordered) - len(shown):,} more rows"] if len(ordered) > len(shown) else []
     worst = "; of folded tensors, the largest difference" if any(len(group) > 1 for group in shown) else ""
     heading = f"tensors that differ, the largest change first{worst}:"
-    table = columns([_HEADS, *map(_row, shown)], right=range(3, 9), width=width, optional=(7, 5, 8, 1, 2, 9))
+    table = columns([_HEADS, *map(_row, shown)], right=range(3, 6), width=width, optional=(1, 2, 6))
     return "\n".join([heading, table, *more])
 
 
@@ -364,7 +332,6 @@ def _row(group: Sequence[TensorDiff]) -> tuple[str, ...]:
         name += f", {first.part}"
     found = [tensor.difference for tensor in group if tensor.difference is not None]
     shares = [difference.changed for difference in found if difference.changed is not None]
-    cosines = [difference.cosine for difference in found if difference.cosine is not None]
     changed = f"{100 * math.fsum(shares) / len(shares):.3g}%" if shares else ""
     return (
         name,
@@ -372,10 +339,7 @@ def _row(group: Sequence[TensorDiff]) -> tuple[str, ...]:
         _both(first.dtypes, short),
         changed,
         _most(found, "max_abs"),
-        _most(found, "mean_abs"),
         _most(found, "relative_l2"),
-        f"{min(cosines):.6f}" if cosines else "",
-        _ulps(found),
         "; ".join(_remarks(group, found)),
     )
 
@@ -392,28 +356,13 @@ def _most(found: Sequence[Difference], name: str) -> str:
     return f"{max(values):.3g}" if values else ""
 
 
-def _ulps(found: Sequence[Difference]) -> str:
-    """The median distance of the elements, as an interval of the histogram."""
-    histograms = [difference.ulps for difference in found if difference.ulps is not None]
-    total = Counter[int]()
-    for histogram in histograms:
-        total.update(dict(enumerate(histogram)))
-    elements, seen = total.total(), 0
-    for bucket in sorted(total):
-        seen += total[bucket]
-        if elements and seen * 2 >= elements:
-            return "0" if bucket == 0 else f"<{2**bucket}" if bucket < 20 else f"<2^{bucket}"
-    return ""
-
-
 def _remarks(group: Sequence[TensorDiff], found: Sequence[Difference]) -> list[str]:
     first = group[0]
     remarks = [first.status.value] if first.status is not Status.CHANGED else []
     if first.kinds[0] != first.kinds[1]:
         remarks.append(f"{first.kinds[0]} -> {first.kinds[1]}")
     if first.source_names != (first.name,):
-        by = " by guess" if first.match is Match.GUESS else ""
-        remarks.append(f"from {listed(first.source_names, 3)}{by}")
+        remarks.append(f"from {listed(first.source_names, 3)}")
     for what, name in (("NaN", "nan"), ("infinite", "infinite")):
         counts = [getattr(difference, name) or (0, 0) for difference in found]
         a, b = (sum(side) for side in zip(*counts, strict=True)) if counts else (0, 0)

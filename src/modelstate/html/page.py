@@ -77,7 +77,6 @@ class Box:
     text_y: float = 0.0
     end: bool = False
     """Whether the label ends at `text_x`."""
-    opacity: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,52 +282,6 @@ def bar_chart(title: str, bars: Sequence[tuple[str, float, str]]) -> Chart:
         boxes.append(Box(0, i * 22 + 2, 0, 18, tip, "none", name, 172, i * 22 + 16, end=True))
         boxes.append(Box(262, i * 22 + 2, width, 18, tip, "bar", text, 254, i * 22 + 16, end=True))
     return Chart(title, 670, len(bars) * 22 + 4, tuple(boxes))
-
-
-def heat_chart(title: str, measures: Iterable[tuple[str, float | None]]) -> Chart:
-    """Draws a measure by layers: a row for each kind of tensor, a column for each number in its name.
-
-    The opacity follows the logarithm of the measure. Names without a number are left out.
-
-    Args:
-        title: The heading.
-        measures: Pairs of a dotted name and a measure of 0 or more; None for no measure.
-    """
-    cells: dict[str, dict[int, float | None]] = {}
-    for name, measure in measures:
-        parts = name.split(".")
-        place = next((i for i, part in enumerate(parts) if part.isdecimal() and len(part) < 7), None)
-        if place is not None:
-            row = ".".join([*parts[:place], "#", *parts[place + 1 :]])
-            layers_of_row, layer = cells.setdefault(row, {}), int(parts[place])
-            # Another part of the same tensor may have a measure.
-            known = [m for m in (layers_of_row.get(layer), measure) if m is not None]
-            layers_of_row[layer] = max(known, default=None)
-    cells = {row: layers for row, layers in cells.items() if len(layers) > 1}
-    layers = sorted({layer for row in cells.values() for layer in row})
-    positive = [m for row in cells.values() for m in row.values() if m is not None and 0 < m < math.inf]
-    if not positive or len(layers) > 400 or len(cells) > 100:
-        return Chart(title, 0, 0, ())
-    low, high = math.log10(min(positive)), math.log10(max(positive))
-    side = 18 if len(layers) <= 40 else 8
-    labels = [_tail(printable(row), 44) for row in cells]
-    left = max(map(len, labels)) * 7 + 8
-    boxes = []
-    for i, (row, values) in enumerate(cells.items()):
-        boxes.append(Box(0, i * 18, 0, 0, printable(row), "none", labels[i], left - 8, i * 18 + 13, end=True))
-        for column, layer in enumerate(layers):
-            if layer not in values:
-                continue
-            measure = values[layer]
-            found = "not compared" if measure is None else f"{measure:.3g}"
-            tip = f"{printable(row.replace('#', str(layer), 1))}: {found}"
-            x = left + column * side
-            if not measure:
-                boxes.append(Box(x, i * 18, side, 18, tip, "cell"))
-                continue
-            share = 1.0 if measure == math.inf or high == low else (math.log10(measure) - low) / (high - low)
-            boxes.append(Box(x, i * 18, side, 18, tip, "heat", opacity=_round(0.15 + 0.85 * share)))
-    return Chart(title, left + len(layers) * side, len(cells) * 18, tuple(boxes))
 
 
 def _squarified(areas: Sequence[float], width: float, height: float) -> list[tuple[float, float, float, float]]:

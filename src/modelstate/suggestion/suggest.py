@@ -25,13 +25,13 @@ from modelstate.rules.names import Rename
 from modelstate.rules.rule import Entry, Rule, Template, Value, as_code
 from modelstate.rules.schema import Applied, apply_rules
 from modelstate.rules.tensors import Concat, Split, Transpose
-from modelstate.spec import Stored, bytes_key
+from modelstate.spec import Stored
 from modelstate.suggestion.find import LONGEST_NAME, Ambiguous, Findings, find
 from modelstate.suggestion.generalise import covering, families, rename_rules
 from modelstate.suggestion.skeletons import Leaf, kind_of
 from modelstate.text_format import folded, listed, printable
 from modelstate.torch_compat.modules import unwrapped
-from modelstate.transaction.slots import BUFFER, HIDDEN, Slot, Slots, slots_of
+from modelstate.transaction.slots import HIDDEN, Slots, slots_of
 
 _INFERRED = "square, so its shape does not show it: transposed because the weights beside it are"
 _BY_SHAPE = "by shape alone: the names have nothing in common"
@@ -200,24 +200,6 @@ def suggest(
         Leaf(name, tuple(slot.tensor.shape), kind_of(slot.tensor.dtype)) for slot in wanted for name in slot.names
     ]
     return _verified(find(_leaves(checkpoint), targets, slots), checkpoint, slots)
-
-
-def suggest_between(source: Checkpoint, target: Checkpoint) -> Suggestion:
-    """Suggests rules that lead from the names of one checkpoint to those of another one, as `suggest` does for a model.
-
-    Args:
-        source: the checkpoint that the rules are for.
-        target: the checkpoint with the names and shapes that are to result. Its tied tensors are tied in the model.
-    """
-    groups: dict[object, list[str]] = {}
-    for name, spec in target.items():
-        groups.setdefault(bytes_key(spec.stored, name), []).append(name)
-    tensors = {names[0]: torch.empty(target[names[0]].shape, device="meta") for names in groups.values()}
-    found = tuple(Slot(tuple(names), BUFFER, tensors[names[0]]) for names in groups.values())
-    by_name = {name: slot for slot in found for name in slot.names}
-    none = frozenset[str]()
-    slots = Slots(found, by_name, left_out=none, empty=none, lazy=none, extra=tuple(target.extra), modules={})
-    return _verified(find(_leaves(source), _leaves(target), slots), source, slots)
 
 
 def _leaves(checkpoint: Checkpoint) -> list[Leaf]:
