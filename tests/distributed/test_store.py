@@ -33,9 +33,11 @@ pytestmark = pytest.mark.slow
 def plain_objects() -> dict[str, Any]:
     """A model that is whole on all ranks, and random generators that differ between the ranks."""
     rank = dist.get_rank()
+    torch.manual_seed(0)
+    model = nn.Linear(4, 2)
     torch.manual_seed(rank)
     return {
-        "model": nn.Linear(4, 2),
+        "model": model,
         "rng": ms.RNG({"own": torch.Generator().manual_seed(100 + rank)}),
         "shuffle": torch.Generator().manual_seed(7),
         "epoch": 3,

@@ -36,11 +36,20 @@ from modelstate.distributed.connections import (
     connections_of,
     drop_abandoned,
     made_connections,
+    number_of,
     ranks_text,
     without_frames,
 )
 from modelstate.distributed.reports import THE_CALL, Digest, Report, difference_of, error_of, report_of
-from modelstate.errors import ModelBusyError, ModelStateError, OptionError, ProcessGroupError, RankLostError
+from modelstate.errors import (
+    ModelBusyError,
+    ModelStateError,
+    OptionError,
+    ProcessGroupError,
+    RankLostError,
+    RanksDifferError,
+)
+from modelstate.text_format import listed
 from modelstate.torch_compat.modules import modules_of, tensors_of
 from modelstate.torch_compat.plain import byte_tensor, is_sharded
 from modelstate.torch_compat.sharding import ranks_of_meshes
@@ -51,6 +60,7 @@ TIMEOUT_SECONDS = 1800.0
 _NUMBERS = 3 + 2 * 4
 """The numbers of a vote: whether it failed, the lengths of the report and of a text, and two for each of up to four
 digests."""
+_MAX_SHOWN = 12
 NOTHING_CHANGED = "nothing has been changed"
 _TAKES_RANKS = {
     "modelstate.restore": "",
@@ -329,6 +339,38 @@ class Agreement:
             return connections.maximum(numbers, self.timeout_seconds) if longest == -shortest else []
 
         return self._use_connections(self.ranks, reduce, name)
+
+    def check_equal(self, name: str, values: Mapping[str, object]) -> None:
+        """Checks that all ranks save the same values under the same names: one all-reduce where they do.
+
+        Args:
+            name: What the values are compared for, in an error.
+            values: What stands for each value, such as a digest, by the name of the value.
+
+        Raises:
+            RanksDifferError: Some values differ between the ranks. It has their names.
+            RankLostError: A rank does not take part in time.
+        """
+        number = number_of(values.items())
+        largest, least = self.maximum(name, [number, -number])
+        if largest == -least:
+            return
+        own = {key: number_of([value]) for key, value in values.items()}
+        of_ranks = [json.loads(text) for text in self.texts(name, json.dumps(own))]
+        keys = dict.fromkeys(key for of_rank in of_ranks for key in of_rank)
+        differing = [key for key in keys if len({of_rank.get(key) for of_rank in of_ranks}) > 1]
+        raise RanksDifferError(
+            "the ranks have different values where one value is saved for all of them; nothing has been changed",
+            where=self.call,
+            expected="the same value on all ranks, or a DTensor that says which part a rank holds",
+            found=f"{listed(differing, _MAX_SHOWN)}: {len(differing):,} of {len(keys):,} values",
+            remedy="copy what has to be the same from one rank to all: torch.distributed.broadcast(tensor, src=0); "
+            "of a model in DistributedDataParallel, save the wrapper itself, whose buffers are those of the first "
+            "rank. Where each rank has values of its own, make them DTensors; or save with each rank alone, without "
+            "process_group=, to a path of its own; or save them with a Store as an object of their own with "
+            "state_dict and load_state_dict, which is no module: its state may differ between the ranks",
+            names=differing,
+        )
 
     def exchanged(self, numbers: Sequence[int]) -> dict[int, list[int]]:
         """Returns the numbers of each rank, as many as this rank has; those of this rank alone where one is lost."""

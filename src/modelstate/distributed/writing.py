@@ -217,6 +217,15 @@ class CollectiveWriter:
         agreement = self._agreement
         with agreement.phase(PLANNING, lambda: self._digests(layouts, compared)):
             meshes = self._meshes(layouts)
+            every = enumerate(item for planned in layouts for item in planned.tensors)
+            plain = [(number, name, tensor) for number, (name, tensor) in every if isinstance(tensor, torch.Tensor)]
+            hashes = write_blocks(None, 0, [tensor for _, _, tensor in plain])
+            values = {
+                name: value for of in compared().values() if isinstance(of, Mapping) for name, value in of.items()
+            }
+            for (number, name, _), hashed in zip(plain, hashes, strict=True):
+                values[name if name not in values else f"{name} (tensor {number})"] = hashed
+        agreement.check_equal(PLANNING, values)
         with agreement.phase(phase), write_errors(self._path):
             found, first_meshes = agreement.on_first(lambda: (on_first(), meshes)) or ([], [])
         # Ranks of other replicas may have meshes of their own: those of the first rank write.
@@ -254,23 +263,18 @@ class CollectiveWriter:
     def _digests(self, layouts: Sequence[Layout], compared: Callable[[], Mapping[str, object]]) -> list[Digest]:
         meshes = self._meshes(layouts)
         described: list[object] = []
-        plain: list[torch.Tensor] = []
         for planned in layouts:
             described.append(planned.header_bytes)
             for name, tensor in planned.tensors:
                 described += [name, tensor.dtype, tuple(tensor.shape)]
                 if isinstance(tensor, ShardedTensor):
                     described += [tensor.placements, tensor.mesh[0], meshes.index(tensor.mesh)]
-                elif isinstance(tensor, torch.Tensor):
-                    plain.append(tensor)
         total = sum(len(planned.tensors) for planned in layouts)
-        values = write_blocks(None, 0, plain)
-        options = compared()
+        options = {name: value for name, value in compared().items() if not isinstance(value, Mapping)}
         return [
             Digest.of("the states", count(total, "tensor"), described),
-            Digest.of("the values of tensors that are no DTensors", count(len(plain), "tensor"), values),
             Digest.of(
-                "the path, the options, the other values or the versions of modelstate",
+                "the path, the options or the versions of modelstate",
                 ", ".join([self._name, *starmap(_described, options.items()), f"modelstate {__version__}"]),
                 [__version__, self._name, *options.items()],
             ),

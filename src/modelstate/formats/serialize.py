@@ -2,7 +2,7 @@
 
 import json
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeGuard
 
@@ -62,6 +62,14 @@ class SerializedState:
         """The size of the tensors."""
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
+    def values(self, path: str = "") -> dict[str, object]:
+        """Returns what stands for each value that is no tensor, by its name; the names begin with `path`."""
+        prefix = f"{path}." if path else ""
+        named = {f"{prefix}{name}": value for name, value in self.extra.items()}
+        for key in ("aliases", "subclasses", "versions", "extra_tensors", "attached"):
+            named[f"the {key} of {path or 'the state'}"] = getattr(self, key)
+        return named | dict(_values_of(self.tree, path))
+
     def manifest(self, schema: str | None, digests: Mapping[str, str]) -> str:
         """The manifest as JSON. Its length does not depend on the digests."""
         manifest: dict[str, object] = {"format": FORMAT, "writer": f"{KEY} {__version__}"}
@@ -76,6 +84,19 @@ class SerializedState:
             if value := getattr(self, key):
                 manifest[key] = value
         return json.dumps(manifest, allow_nan=False, separators=(",", ":"))
+
+
+def _values_of(node: Any, path: str) -> Iterator[tuple[str, object]]:
+    """Yields the values of a tree of the manifest, by their paths."""
+    if not isinstance(node, dict):
+        yield path, node
+        return
+    for kind, items in node.items():
+        if kind in ("dict", "list", "tuple"):
+            for key, item in items if kind == "dict" else enumerate(items):
+                yield from _values_of(item, f"{path}.{key}" if path else str(key))
+        else:
+            yield path if kind == "value" else f"{path}.{kind}", items
 
 
 def serialize(

@@ -64,7 +64,8 @@ class Writer(Protocol):
         Args:
             layouts: What the files hold.
             outputs: Creates the files one after the other. Of several processes only the first one calls it.
-            compared: Returns what else must be equal in all processes, by names for an error.
+            compared: Returns what else must be equal in all processes, by names for an error: options, and mappings of
+                the values that are no tensors.
 
         Returns:
             The digests of the files; in the other processes nothing.
@@ -162,8 +163,8 @@ def write_checkpoint(
         layouts = _layouts(state, groups, path, schema, text)
 
     def compared() -> Mapping[str, object]:
-        others = {**text, KEY: state.manifest(schema, {})}
-        return {"overwrite": overwrite, "shard_size_bytes": shard_bytes, "other values": others}
+        options = {"overwrite": overwrite, "shard_size_bytes": shard_bytes, "schema": schema}
+        return {**options, "metadata": text, "values": state.values()}
 
     if uploader is not None:
         return upload_checkpoint(path, layouts, groups, uploader, overwrite, compared, partial(state.manifest, schema))

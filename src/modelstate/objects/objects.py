@@ -5,7 +5,7 @@ value. Its path is the keys that lead to it, joined with dots.
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from copy import deepcopy
 from functools import partial
@@ -23,8 +23,8 @@ from modelstate.objects.optimizer_state import optimizer_state
 from modelstate.objects.parts import Kind, Part
 from modelstate.planning.recorder import ModuleContainer
 from modelstate.text_format import listed, short_repr
+from modelstate.torch_compat.modules import broadcast_buffers, tensors_of, unwrapped
 from modelstate.torch_compat.modules import modules_of as modules_within
-from modelstate.torch_compat.modules import tensors_of, unwrapped
 from modelstate.torch_compat.sharding import reshard
 from modelstate.torch_compat.values import set_version_metadata
 from modelstate.transaction.transaction import Transaction
@@ -42,6 +42,17 @@ class Target(NamedTuple):
 
     kind: Kind
     obj: Any
+    given: Any = None
+    """Of a module what was given: the module, or a wrapper around it."""
+
+    def buffers_of_first(self, ranks: Sequence[int]) -> frozenset[str]:
+        """Returns the names of the buffers that DistributedDataParallel copies from the first of these ranks to all.
+
+        It does so before each forward pass. Until then they may differ, as the statistics of BatchNorm do.
+        """
+        synced = {id(buffer) for buffer in broadcast_buffers(self.given, ranks)} if self.kind is Kind.MODULE else set()
+        named = self.obj.named_buffers(remove_duplicate=False) if synced else ()
+        return frozenset(name for name, buffer in named if id(buffer) in synced)
 
     @property
     def is_restored_last(self) -> bool:
@@ -208,7 +219,11 @@ def _walk(objects: Mapping[Any, Any], prefix: str, depth: int) -> Iterator[tuple
                 "loader out: with generator=g, give ms.RNG({'loader': g})",
             )
         else:
-            yield path, Target(kind or Kind.VALUE, unwrapped(value) if isinstance(value, nn.Module) else value)
+            is_module = isinstance(value, nn.Module)
+            yield (
+                path,
+                Target(kind or Kind.VALUE, unwrapped(value) if is_module else value, value if is_module else None),
+            )
 
 
 def _check_name(name: object, prefix: str) -> None:

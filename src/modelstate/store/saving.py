@@ -130,6 +130,13 @@ class EncodedObject:
     """Of a module the names of the parameters that training does not change."""
     is_spread: bool
     """Whether its tensors are spread over several ranks."""
+    of_first: Set[str]
+    """Of a module the names of the buffers that may differ between the ranks, since those of the first one count."""
+
+    @property
+    def has_one_state(self) -> bool:
+        """Whether there is one state for all ranks. The states of other objects may differ between the ranks."""
+        return self.kind in (Kind.MODULE, Kind.OPTIMIZER)
 
 
 def encode_objects(
@@ -157,8 +164,30 @@ def encode_objects(
             params = targets[path].obj.named_parameters(remove_duplicate=False) if is_module else ()
             frozen = {name for name, param in params if not param.requires_grad}
             is_spread = any(isinstance(tensor, ShardedTensor) for tensor in state.tensors.values())
-            objects[path] = EncodedObject(part.kind, part.ranks, state, frozen, is_spread)
+            of_first = targets[path].buffers_of_first(agreement.ranks) if agreement.is_collective else frozenset[str]()
+            objects[path] = EncodedObject(part.kind, part.ranks, state, frozen, is_spread, of_first)
     return objects
+
+
+def replicated_values(
+    objects: Mapping[str, EncodedObject], digests: Mapping[str, Mapping[str, str]] | None = None
+) -> dict[str, object]:
+    """Returns what stands for each value that all ranks must have alike, by its name, for `Agreement.check_equal`.
+
+    Args:
+        objects: the objects, by path.
+        digests: the digests of the tensors of each object, where they are known; None computes them.
+    """
+    values: dict[str, object] = {}
+    for path, encoded in objects.items():
+        values |= encoded.state.values(path)
+        tensors = {name: tensor for name, tensor in encoded.state.live.items() if name not in encoded.of_first}
+        of_object = {} if digests is None else digests[path]
+        if digests is None:
+            of_object = dict(zip(tensors, write_blocks(None, 0, list(tensors.values())), strict=True))
+        for name, tensor in tensors.items():
+            values[f"{path}.{name}"] = (tensor.dtype, tuple(tensor.shape), of_object[name])
+    return values
 
 
 @contextmanager
@@ -332,7 +361,11 @@ class NewStep:
 
         try:
             with agreement.held():
-                agreement.decided(f"writing step {record.step}", lambda: self._write(check))
+                with agreement.phase(f"writing step {record.step}"):
+                    if agreement.is_first:
+                        self._write(check)
+                    values = self._replicas() if agreement.is_collective else {}
+                agreement.check_equal(f"comparing the ranks in step {record.step}", values)
                 if write_spread is not None:
                     files += write_spread()
                 with unstoppable():  # a commit without an answer may have succeeded, so `cancel` waits for it
@@ -368,6 +401,13 @@ class NewStep:
                     check()
                     linkable = _linkable(self._before.get(path), self._files_before, self._index)
                     self._written[path] = _write_object(new, path, encoded, linkable, self._shard_bytes)
+
+    def _replicas(self) -> dict[str, object]:
+        """Returns what stands for the values that all ranks must have alike. The first rank has written them."""
+        every = self._objects.items()
+        objects = {path: encoded for path, encoded in every if encoded.has_one_state and not encoded.is_spread}
+        digests = {path: self._written[path][1].digests for path in objects} if self._written else None
+        return replicated_values(objects, digests)
 
     @property
     def files(self) -> NewFiles:

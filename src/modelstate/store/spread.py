@@ -80,7 +80,7 @@ class SpreadWriter:
             split = writer.shards
 
         def compared() -> dict[str, object]:
-            return {f"other values of {path}": of.state.manifest(None, {}) for path, of in objects.items()}
+            return {path: encoded.state.values(path) for path, encoded in objects.items()}
 
         with writer.planning():
             parts = {key: part for path, encoded in objects.items() for key, part in _parts(path, encoded)}

@@ -42,7 +42,15 @@ from modelstate.store.directory import Step, StepEntry, StepIndex, not_shared, s
 from modelstate.store.medium import STORE_FILE, unfinished_name
 from modelstate.store.record import RECORD_FILE, Record, next_logical_time, note_restored
 from modelstate.store.retention import CheckpointInfo, Keep, as_keep, infos_page, metric_value
-from modelstate.store.saving import NewStep, PendingSave, SavedStep, SpreadFile, Staging, encode_objects
+from modelstate.store.saving import (
+    NewStep,
+    PendingSave,
+    SavedStep,
+    SpreadFile,
+    Staging,
+    encode_objects,
+    replicated_values,
+)
 from modelstate.store.spread import SpreadWriter
 from modelstate.text_format import as_given, short_repr, size
 from modelstate.version import __version__
@@ -334,6 +342,12 @@ class Store(Shown):
             generators = [target.obj for target in targets.values() if target.is_restored_last]
             with preserved_generators(generators):
                 encoded = encode_objects(targets, agreement, _writer(agreement, self.directory))
+                if agreement.is_collective:
+                    with agreement.phase("comparing the ranks"):
+                        values = replicated_values(
+                            {path: of_object for path, of_object in encoded.items() if of_object.has_one_state}
+                        )
+                    agreement.check_equal("comparing the ranks", values)
                 return sum(of_object.state.nbytes for of_object in encoded.values())
 
     def wait(self, timeout_seconds: float | None = None) -> None:

@@ -3,7 +3,7 @@
 import copy
 import sys
 import threading
-from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache, wraps
 from types import CodeType
@@ -408,6 +408,16 @@ def unwrapped(module: torch.nn.Module, *, keep_compiled: bool = False) -> torch.
         if inner is None or len(module._modules) != 1 or module._parameters or module._buffers or _has_hooks(module):
             return module
         module = inner
+
+
+def broadcast_buffers(module: torch.nn.Module, ranks: Sequence[int]) -> Iterator[torch.Tensor]:
+    """Yields the buffers that DistributedDataParallel copies from the first of the ranks to all of them."""
+    for inner in module.modules():
+        if isinstance(inner, torch.nn.parallel.DistributedDataParallel) and inner.broadcast_buffers:
+            wrapper: Any = inner
+            if torch.distributed.get_process_group_ranks(wrapper.process_group) == list(ranks):
+                named = wrapper.module.named_buffers()
+                yield from (buffer for name, buffer in named if name not in wrapper.parameters_to_ignore)
 
 
 _PARALLEL = (torch.nn.DataParallel, torch.nn.parallel.DistributedDataParallel)
