@@ -175,6 +175,11 @@ SETUPS = {
         '{f"a.{p}.{n}": v for p in "qkv" for n, v in nn.Linear(2, 2).state_dict().items()}',
         "separate.pt",
     ),
+    "rules.Dequantize": (
+        "model = nn.Sequential(nn.Linear(2, 2, bias=False))\n"
+        'numbers = {"0.weight": torch.ones(2, 2).to(torch.float8_e5m2), "0.weight_scale": torch.tensor(2.0)}\n'
+        'ms.save(numbers, "fp8.safetensors")\n'
+    ),
     "rules.Split": tied(
         'nn.ModuleDict({"a": nn.ModuleDict({part: nn.Linear(2, 2) for part in "qkv"})})',
         '{f"a.qkv.{n}": v for n, v in nn.Linear(2, 6).state_dict().items()}',

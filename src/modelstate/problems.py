@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import ClassVar
 
 from modelstate.errors import ModelCodeError, ModelStateError, PlanError
-from modelstate.text_format import printable
+from modelstate.text_format import listed, printable
 
 GATHER = (
     "gather them first: get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)) of "
@@ -221,6 +221,44 @@ class QuantizedIntoPlain(QuantizedCast):
         "in the same way before the load"
     )
     template: ClassVar = "{0.name}: the checkpoint has {0.cls} of {0.found}, the model a plain tensor of {0.expected}"
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedWeight(Problem):
+    """The checkpoint has a weight as numbers and scales, and the model a plain weight without a slot for the scales."""
+
+    layout: str = ""
+    """The numbers that are stored, such as "float8_e4m3fn with scales" or "NF4 of bitsandbytes"."""
+    beside: tuple[str, ...] = ()
+    """The names of the checkpoint that are stored beside the weight."""
+    rules: tuple[str, ...] = ()
+    """The rules that multiply the weight by its scales, as code that can be pasted; empty without such rules."""
+    tool: str = ""
+    """What reads the layout; empty if rules do."""
+
+    title: ClassVar = "weights that the checkpoint stores quantized, for plain weights of the model"
+    remedy: ClassVar = "multiply them by their scales"
+    page: ClassVar = "quantized-tensors"
+
+    def line(self) -> str:
+        return f"{self.name}: {self.layout}" + (f": {listed(self.beside, 2)}" if self.beside else "")
+
+    @classmethod
+    def remedy_for(cls, problems: Sequence[Problem]) -> str:
+        members = [problem for problem in problems if isinstance(problem, QuantizedWeight)]
+        # The rules that follow those for scales are the same for all weights.
+        rules = sorted(
+            dict.fromkeys(rule for member in members for rule in member.rules), key=lambda rule: rule.startswith("*")
+        )
+        remedies = [f"{cls.remedy}: rules=[{', '.join(rules)}]"] if rules else []
+        if any("block=" in rule for rule in rules):
+            remedies.append("the block is the one that fits the shapes; the config of the checkpoint gives it, too")
+        if unclear := [member for member in members if not (member.rules or member.tool)]:
+            rule = f"ms.rules.Dequantize({unclear[0].name!r}, {unclear[0].beside[0]!r}, block=...)"
+            remedies.append(f"{cls.remedy}, with the block that the config of the checkpoint gives: rules=[{rule}]")
+        tools = dict.fromkeys((member.layout, member.tool) for member in members if member.tool)
+        remedies += [f"no rule reads {layout}: {tool}" for layout, tool in tools]
+        return "; ".join(remedies)
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,6 +38,7 @@ from modelstate.problems import (
     Problem,
     QuantizedCast,
     QuantizedIntoPlain,
+    QuantizedWeight,
     ScriptedOnMeta,
     ShardedTensors,
     ShardedTransform,
@@ -85,6 +86,12 @@ SAMPLES: dict[Problem, str] = {
     ),
     QuantizedIntoPlain("a.w", "float32", "bfloat16", "Int8Tensor"): (
         "a.w: the checkpoint has Int8Tensor of bfloat16, the model a plain tensor of float32"
+    ),
+    QuantizedWeight("a.w", "float8_e4m3fn with scales", ("a.w_scale",), ("ms.rules.Dequantize('a.w', 'a.w_scale')",)): (
+        "a.w: float8_e4m3fn with scales: a.w_scale"
+    ),
+    QuantizedWeight("a.w", "GPTQ", ("a.g_idx", "a.qweight", "a.scales"), tool="gptqmodel reads it"): (
+        "a.w: GPTQ: a.g_idx, a.qweight, and 1 more"
     ),
     NotATensor("a.w", "list"): "a.w: found list",
     FakeTensors("a.w"): "a.w: a FakeTensor in the model",

@@ -139,6 +139,11 @@ def _casts(members: Sequence[causes.WrongDtype]) -> list[str]:
     return lines if len(floats) == len(members) else [*lines, _IN_PYTHON]
 
 
+def _dequantized(members: Sequence[causes.QuantizedWeight]) -> list[str]:
+    has_rules = any(member.rules for member in members)
+    return ["--rules MODULE:NAME, for a module of Python with NAME = [...], the rules"] if has_rules else []
+
+
 def _untied(members: Sequence[causes.TieConflict]) -> list[str]:
     names = [members[0].name, *members[0].others]
     return [f"{' or '.join(option('--ignore', name) for name in names)}, for the value that is not needed"]
@@ -163,6 +168,7 @@ _PROBLEMS: dict[type[Problem], Callable[[Sequence[Any]], list[str]]] = {
     causes.WrongDtype: _casts,
     causes.QuantizedCast: lambda _: ["leave out --dtype"],
     causes.QuantizedIntoPlain: lambda _: ["leave out --no-skeleton, and name a function that builds the model"],
+    causes.QuantizedWeight: _dequantized,
     causes.TieConflict: _untied,
     causes.Uninitialised: lambda members: [
         *_initialised(members),

@@ -57,7 +57,7 @@ from modelstate.problems import (
     wrong_shape,
 )
 from modelstate.process import cached_attribute
-from modelstate.rules.expression import Derived, Source, lacks_values, placed_tensors, read_bytes
+from modelstate.rules.expression import Derived, Source, is_dequantized, lacks_values, placed_tensors, read_bytes
 from modelstate.spec import GAP_BYTES, ByteRange, Described, StoredComposite, StoredTensor, is_run
 from modelstate.text_format import count, size
 from modelstate.torch_compat.dtypes import Overflows, cast_between, short
@@ -590,7 +590,8 @@ class Preparation:
             return
         cast = cast_between(assignment.value.dtype, assignment.dtype)
         is_requested = self.options.dtype is not None and assignment.dtype == self.options.dtype
-        if cast == "kind" or (cast == "lossy" and not is_requested):
+        is_rounded = assignment.dtype in (torch.bfloat16, torch.float16) and is_dequantized(assignment.stored)
+        if cast == "kind" or (cast == "lossy" and not (is_requested or is_rounded)):
             self.problems.append(
                 WrongDtype(assignment.name, short(assignment.dtype), short(assignment.value.dtype), cast)
             )

@@ -257,7 +257,9 @@ class _Coverage:
             name for name in dict.fromkeys(self.outcome.missing) if not self._is_filled(name) and name not in misfits
         ]
         allowed = {name for name in missing if self.may_miss.allow(name)}
-        unexpected = self._unexpected()
+        of_quantized = self._quantized([name for name in missing if name not in allowed])
+        missing = [name for name in missing if name not in {problem.name for problem in problems}]
+        unexpected = [name for name in self._unexpected() if name not in of_quantized]
         has_matches = bool(self.preparation.filled or self.preparation.uninitialised)
         initialised = self._initialised(missing, allowed) if self.preparation.options.init_missing else {}
         problems += self._differences([name for name in missing if name not in allowed], unexpected)
@@ -282,6 +284,45 @@ class _Coverage:
             self._note([name for name in initialised if initialised[name] == how], f"initialised by {how}")
         if left := allowed - initialised.keys():
             self._note(left, "left as they are, as allowed by allow_missing")
+
+    def _quantized(self, missing: Sequence[str]) -> set[str]:
+        """Adds a problem for each plain weight that the checkpoint has quantized, in place of other problems with it.
+
+        Returns the names that belong to these weights. A rule or a transform that changes the dtype of the numbers is
+        taken to be meant.
+        """
+        preparation, unexpected = self.preparation, {*self.outcome.unexpected}
+        if not (unexpected or preparation.options.rules):
+            return set()
+        from modelstate.planning.quantized import Candidate, quantized_weights
+        from modelstate.rules.quantized import SCALABLE
+
+        entries, problems = preparation.matched.applied.entries, preparation.problems
+        misfits = {problem.name for problem in problems}
+        candidates = []
+        for slot in preparation.slots.tensors:
+            name = next((name for name in slot.names if name in entries), "")
+            tensor, param = entries[name].tensor if name else None, slot.tensor
+            if tensor is None or tensor.dtype == param.dtype or is_quantized(param):
+                continue
+            filled = preparation.filled.get(id(param))
+            has_numbers = param.is_floating_point() and param.dtype not in SCALABLE and tensor.dtype in SCALABLE
+            if (has_numbers or not misfits.isdisjoint(slot.names)) and (filled is None or filled.transform is None):
+                candidates += [Candidate(slot.name, source, has_numbers) for source in entries[name].sources]
+        stored_names: set[str] = set()
+        quantized, names = quantized_weights([Candidate(name, name) for name in missing], {}, unexpected)
+        if candidates:
+            part, options = preparation.checkpoint, preparation.options
+            used = {source for name in entries if name not in unexpected for source in entries[name].sources}
+            left = {name for name in part if name not in used} | {name for name in unexpected if name not in part}
+            given = preparation.matched.asked
+            then = ("*rules",) if given.rules or given.schema else ("*ms.rules.from_transformers(model)",)
+            stored, stored_names = quantized_weights(candidates, part, left, then if options.rules else ())
+            quantized += stored
+        replaced = {problem.name for problem in quantized}
+        problems[:] = [problem for problem in problems if problem.name not in replaced]
+        problems += quantized
+        return names | {name for name in unexpected if stored_names.issuperset(entries[name].sources)}
 
     def _initialised(self, missing: Sequence[str], allowed: set[str]) -> dict[str, str]:
         """Initialises missing tensors with the model's own methods. Returns the methods by the names of the tensors.

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from modelstate.rules.names import Prefix as Prefix
     from modelstate.rules.names import Rename as Rename
     from modelstate.rules.names import Same as Same
+    from modelstate.rules.quantized import Dequantize as Dequantize
     from modelstate.rules.rule import Rule as Rule
     from modelstate.rules.schema import Migration as Migration
     from modelstate.rules.schema import Rules as Rules
@@ -33,6 +34,7 @@ else:
             "Cast": "modelstate.rules.tensors",
             "Concat": "modelstate.rules.tensors",
             "Copy": "modelstate.rules.names",
+            "Dequantize": "modelstate.rules.quantized",
             "Fill": "modelstate.rules.names",
             "Ignore": "modelstate.rules.names",
             "Migration": "modelstate.rules.schema",
@@ -57,6 +59,7 @@ __all__ = [
     "Cast",
     "Concat",
     "Copy",
+    "Dequantize",
     "Fill",
     "Ignore",
     "Migration",

@@ -86,7 +86,7 @@ class Derived:
                 for part in self.parts
             )
         needed = sum(map(memory_bytes, self.parts))
-        return needed - self.result_bytes if isinstance(self.change, Unchanged) else needed
+        return needed - self.result_bytes if isinstance(self.change, Unchanged | Scaling) else needed
 
     @property
     def result_bytes(self) -> int:
@@ -469,6 +469,56 @@ class Constant(Operation):
 def constant(dtype: torch.dtype, shape: tuple[int, ...], value: float | complex) -> Derived:
     """Returns a tensor whose elements are all equal."""
     return Derived(dtype, shape, (), Constant(dtype, shape, value))
+
+
+@dataclass(frozen=True, slots=True)
+class Scaling(Operation):
+    """The product of a float32 tensor, which is overwritten, and a scale for each block of its elements."""
+
+    block: tuple[int, ...]
+    """The sizes of a block."""
+    offset: tuple[int, ...]
+    """The place of the first element in its block."""
+
+    def __call__(self, *values: torch.Tensor) -> torch.Tensor:
+        product, scales = values
+        if not product.numel():
+            return product
+        if all(count in (1, size) for count, size in zip(scales.shape, product.shape, strict=True)):
+            return product.mul_(scales)  # each scale is for one index, or for all
+        rows = max(_SCALES_AT_ONCE * len(product) // product.numel(), 1)
+        for first in range(0, len(product), rows):
+            part, expanded = product[first : first + rows], scales
+            for dim, (size, block, offset) in enumerate(zip(part.shape, self.block, self.offset, strict=True)):
+                start = offset + (first if dim == 0 else 0)
+                if scales.shape[dim] > 1:
+                    index = torch.arange(start, start + size, device=scales.device) // block
+                    expanded = expanded.index_select(dim, index)
+            part.mul_(expanded)
+        return product
+
+    def region(self, parts: tuple[Source, ...], box: Box) -> Source:
+        weight, scales = parts
+        starts = [indices.start + offset for indices, offset in zip(box, self.offset, strict=True)]
+        stops = [start + len(indices) for start, indices in zip(starts, box, strict=True)]
+        of_scales = [
+            slice(start // block, -(-stop // block)) if count > 1 else slice(None)
+            for start, stop, block, count in zip(starts, stops, self.block, scales.shape, strict=True)
+        ]
+        offset = tuple(start % block if block else 0 for start, block in zip(starts, self.block, strict=True))
+        regions = (region(weight, slices_of(box)), region(scales, of_scales))
+        return Derived(torch.float32, tuple(map(len, box)), regions, Scaling(self.block, offset))
+
+
+_SCALES_AT_ONCE = 1 << 20
+"""The scales of blocks are expanded for this many elements at a time."""
+
+
+def is_dequantized(source: object) -> bool:
+    """Whether values are products of quantized weights and scales, which are rounded to the dtype of the model."""
+    if not isinstance(source, Derived):
+        return False
+    return isinstance(source.change, Scaling) or (bool(source.parts) and all(map(is_dequantized, source.parts)))
 
 
 # Parts of files that are read into their places in the result.

@@ -1,0 +1,323 @@
+"""Checkpoints of quantized weights for plain models: the scales are named, and what is advised gives right weights."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+import modelstate as ms
+from modelstate.errors import PlanError
+from modelstate.problems import Missing, QuantizedWeight, Unexpected, WrongShape
+
+RULES = re.compile(r"rules=(\[.*?\])(?:;|$)", re.MULTILINE)
+
+
+def plain() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(192, 320), nn.LayerNorm(320), nn.Linear(320, 130)).bfloat16()
+
+
+def quantize(weight: torch.Tensor, dtype: torch.dtype, block: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """The numbers, the scale of each block, and the weight that they mean."""
+    rows, columns = (-(-size // of) for size, of in zip(weight.shape, block, strict=True))
+    scale = torch.empty(rows, columns)
+    numbers = torch.empty(weight.shape)
+    for row in range(rows):
+        for column in range(columns):
+            part = (
+                slice(row * block[0], (row + 1) * block[0]),
+                slice(column * block[1], (column + 1) * block[1]),
+            )
+            scale[row, column] = weight[part].abs().max() / torch.finfo(dtype).max
+            numbers[part] = weight[part] / scale[row, column]
+    return numbers.to(dtype), scale
+
+
+def scaled(
+    dtype: torch.dtype, block: tuple[int, int] | None, suffix: str, prefix: str = "", per_row: bool = False
+) -> dict[str, torch.Tensor]:
+    """A state dict of `plain()` with the weights of the Linears quantized."""
+    state: dict[str, torch.Tensor] = {}
+    for name, value in plain().state_dict().items():
+        if name in ("0.weight", "2.weight"):
+            rows, columns = value.shape
+            numbers, scale = quantize(value.float(), dtype, block or ((1, columns) if per_row else (rows, columns)))
+            state[prefix + name] = numbers
+            state[f"{prefix}{name.removesuffix('weight')}{suffix}"] = scale if block or per_row else scale.reshape(())
+        else:
+            state[prefix + name] = value
+    return state
+
+
+def advised(error: PlanError) -> list[Any]:
+    (code,) = RULES.findall(str(error))
+    rules = eval(code, {"ms": ms})
+    assert isinstance(rules, list)
+    return rules
+
+
+def refusal(model: nn.Module, source: Any, **options: Any) -> PlanError:
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(PlanError) as caught:
+        ms.load(model, source, **options)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    return caught.value
+
+
+LAYOUTS: dict[str, dict[str, torch.Tensor]] = {
+    "tensor": scaled(torch.float8_e4m3fn, None, "weight_scale"),
+    "tensor, e5m2": scaled(torch.float8_e5m2, None, "weight_scale"),
+    "comfy": {
+        **scaled(torch.float8_e4m3fn, None, "scale_weight"),
+        "scaled_fp8": torch.zeros(0, dtype=torch.float8_e4m3fn),
+        "0.scale_input": torch.ones(()),
+    },
+    "rows": scaled(torch.float8_e4m3fn, None, "weight_scale", per_row=True),
+    "blocks": scaled(torch.float8_e4m3fn, (128, 128), "weight_scale_inv"),
+    "short name": scaled(torch.float8_e4m3fn, (128, 128), "scale"),
+    "activations": {**scaled(torch.float8_e4m3fn, None, "weight_scale"), "0.input_scale": torch.ones(())},
+    "wrapped": scaled(torch.float8_e4m3fn, (128, 128), "weight_scale_inv", prefix="module."),
+    "compiled": scaled(torch.float8_e4m3fn, None, "weight_scale", prefix="_orig_mod."),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_advised_rules_multiply_by_the_scales(layout: str, tmp_path: Path) -> None:
+    state = LAYOUTS[layout]
+    save_file(state, tmp_path / "f.safetensors")
+    model = plain()
+    error = refusal(model, tmp_path / "f.safetensors")
+    assert [type(problem) for problem in error.problems] == [QuantizedWeight] * 2
+    assert "allow_unexpected" not in str(error)
+    ms.load(model, tmp_path / "f.safetensors", rules=advised(error))
+    for name, value in model.state_dict().items():
+        source = next(
+            key for key in state if key.endswith(name) and key.removesuffix(name) in ("", "module.", "_orig_mod.")
+        )
+        scales = [
+            key
+            for key in state
+            if key.startswith(source.removesuffix("weight")) and "scale" in key and "input" not in key
+        ]
+        if scales and name.endswith("weight"):
+            scale = state[scales[0]].double()
+            if scale.dim() == 2:
+                rows, columns = (1 if layout == "rows" else 128), (192 if layout == "rows" else 128)
+                scale = scale.repeat_interleave(rows, 0)[: value.shape[0]]
+                scale = scale if layout == "rows" else scale.repeat_interleave(columns, 1)[:, : value.shape[1]]
+            assert torch.equal(value, (state[source].double() * scale).float().bfloat16())
+            assert value.abs().max() < 0.1
+        else:
+            assert torch.equal(value, state[source])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"allow_unexpected": ["*weight_scale"]},
+        {"allow_unexpected": ["*"]},
+        {"rules": [ms.rules.Ignore("*.weight_scale")]},
+        {"rules": [ms.rules.Rename("*.weight_scale", "elsewhere.*")], "allow_unexpected": ["elsewhere.*"]},
+    ],
+    ids=str,
+)
+def test_leaving_out_the_scales_is_refused(options: dict[str, Any]) -> None:
+    error = refusal(plain(), LAYOUTS["tensor"], **options)
+    assert {problem.name for problem in error.problems if isinstance(problem, QuantizedWeight)} == {
+        "0.weight",
+        "2.weight",
+    }
+
+
+def test_a_cast_of_the_weight_takes_the_numbers_as_they_are() -> None:
+    model, state = plain(), LAYOUTS["tensor"]
+    ms.load(model, state, rules=[ms.rules.Cast("*.weight", "bf16"), ms.rules.Ignore("*.weight_scale")])
+    assert torch.equal(model[0].weight, state["0.weight"].bfloat16())
+
+
+def test_a_transform_may_use_the_scales_itself() -> None:
+    model, state = plain(), LAYOUTS["tensor"]
+
+    def dequantize(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        return (tensor.float() * state[f"{name}_scale"]).bfloat16()
+
+    transform = {"0.weight": dequantize, "2.weight": dequantize}
+    ms.load(model, state, transform=transform, allow_unexpected=["*.weight_scale"])
+    assert torch.equal(model[0].weight, dequantize("0.weight", state["0.weight"]))
+
+
+def test_float8_without_scales_is_read_as_it_is() -> None:
+    model = plain()
+    state = {name: value.to(torch.float8_e4m3fn) for name, value in plain().state_dict().items()}
+    ms.load(model, state)
+    assert torch.equal(model[0].weight, state["0.weight"].bfloat16())
+
+
+class Scaled(nn.Module):
+    """A Linear that computes with numbers and scales."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(4, 4, dtype=dtype), requires_grad=False)
+        self.register_buffer("weight_scale", torch.zeros(()))
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float32])
+def test_a_model_with_slots_for_the_scales_takes_them(dtype: torch.dtype) -> None:
+    model = Scaled(dtype)
+    state = {"weight": torch.ones(4, 4).to(torch.float8_e4m3fn), "weight_scale": torch.tensor(2.0)}
+    ms.load(model, state)
+    assert torch.equal(model.weight.float(), torch.ones(4, 4))
+    assert model.weight_scale.item() == 2
+
+
+def test_a_float8_slot_takes_the_numbers() -> None:
+    model = Scaled(torch.float8_e4m3fn)
+    del model.weight_scale
+    state = {"weight": torch.ones(4, 4).to(torch.float8_e4m3fn), "weight_scale": torch.tensor(2.0)}
+    error = refusal(model, state)
+    assert [type(problem) for problem in error.problems] == [Unexpected]
+    ms.load(model, state, allow_unexpected=["weight_scale"])
+    assert torch.equal(model.weight.float(), torch.ones(4, 4))
+
+
+@pytest.mark.parametrize("rows", [48, 96])
+def test_the_rules_of_weights_with_other_blocks_name_each_weight(rows: int) -> None:
+    model = nn.ModuleDict({name: nn.Linear(64, 96, bias=False) for name in "ab"})
+    state = {}
+    for name, block in (("a", (32, 64)), ("b", (rows, 64))):
+        numbers, scale = quantize(model[name].weight.detach(), torch.float8_e4m3fn, block)
+        state |= {f"{name}.weight": numbers, f"{name}.weight_scale": scale}
+    error = refusal(model, state)
+    if rows == 48:  # 64 would fit, too
+        assert "gives: rules=[ms.rules.Dequantize('b.weight', 'b.weight_scale', block=...)]" in str(error)
+        rules = [
+            ms.rules.Dequantize("a.weight", "a.weight_scale", block=[32, 64]),
+            ms.rules.Dequantize("b.weight", "b.weight_scale", block=[48, 64]),
+        ]
+    else:
+        rules = advised(error)
+    ms.load(model, state, rules=rules)
+    expected = state["b.weight"].float() * state["b.weight_scale"].repeat_interleave(rows, 0)
+    assert torch.equal(model["b"].weight, expected)
+
+
+def test_a_weight_of_the_model_with_scales_keeps_them() -> None:
+    model = nn.ModuleDict({"a": nn.Linear(4, 4, bias=False), "b": Scaled(torch.float8_e4m3fn)})
+    numbers = torch.ones(4, 4).to(torch.float8_e4m3fn)
+    state = {
+        f"{name}.{key}": value
+        for name in "ab"
+        for key, value in (("weight", numbers), ("weight_scale", torch.tensor(2.0)))
+    }
+    ms.load(model, state, rules=advised(refusal(model, state)))
+    assert torch.equal(model["a"].weight, torch.full((4, 4), 2.0))
+    assert torch.equal(model["b"].weight.float(), torch.ones(4, 4))
+
+
+def test_rules_follow_those_for_the_scales() -> None:
+    state = {f"old.{name}": value for name, value in LAYOUTS["tensor"].items()}
+    rules = [ms.rules.Rename("old.*", "*")]
+    error = refusal(plain(), state, rules=rules)
+    (code,) = RULES.findall(str(error))
+    assert code == "[ms.rules.Dequantize('*.weight', '*.weight_scale'), *rules]"
+    model = plain()
+    ms.load(model, state, rules=eval(code, {"ms": ms, "rules": rules}))
+    assert model[0].weight.abs().max() < 0.1
+
+
+def linear(**tensors: torch.Tensor) -> dict[str, torch.Tensor]:
+    return {f"fc.{name}": value for name, value in tensors.items()}
+
+
+INT32, UINT8 = torch.ones(8, 4, dtype=torch.int32), torch.ones(16, 1, dtype=torch.uint8)
+OTHERS: dict[str, tuple[dict[str, torch.Tensor], str]] = {
+    "NF4 of bitsandbytes": (
+        linear(weight=UINT8)
+        | {
+            "fc.weight.absmax": torch.ones(1),
+            "fc.weight.quant_map": torch.ones(16),
+            "fc.weight.nested_absmax": torch.ones(1),
+            "fc.weight.quant_state.bitsandbytes__nf4": UINT8,
+        },
+        "bitsandbytes",
+    ),
+    "LLM.int8() of bitsandbytes": (
+        linear(weight=torch.ones(8, 4, dtype=torch.int8), SCB=torch.ones(8), weight_format=torch.tensor(0)),
+        "bitsandbytes",
+    ),
+    "GPTQ": (linear(qweight=INT32, qzeros=INT32, scales=torch.ones(1), g_idx=torch.ones(4)), "gptqmodel"),
+    "AWQ": (linear(qweight=INT32, qzeros=INT32, scales=torch.ones(1)), "autoawq"),
+    "compressed-tensors": (
+        linear(weight_packed=INT32, weight_scale=torch.ones(8, 1), weight_shape=torch.tensor([8, 4])),
+        "compressed-tensors",
+    ),
+    "zero points": (
+        linear(
+            weight=torch.ones(8, 4, dtype=torch.int8),
+            weight_scale=torch.ones(8, 1),
+            weight_zero_point=torch.ones(8, 1, dtype=torch.int8),
+        ),
+        "compressed-tensors",
+    ),
+    "MXFP4": (linear(weight_blocks=UINT8, weight_scales=UINT8), "Mxfp4Config"),
+    "MXFP8": (linear(weight=torch.ones(8, 4).to(torch.float8_e4m3fn), weight_scale=UINT8[:8]), "modelopt"),
+    "NVFP4": (
+        linear(weight=torch.ones(8, 2, dtype=torch.uint8), weight_scale=torch.ones(8, 1), weight_scale_2=torch.ones(1)),
+        "modelopt",
+    ),
+    "quanto": (linear() | {"fc.weight._data": INT32, "fc.weight._scale": torch.ones(8, 1)}, "optimum-quanto"),
+    "HQQ": (linear(W_q=UINT8, scale=torch.ones(1), zero=torch.ones(1)), "hqq"),
+}
+
+
+@pytest.mark.parametrize("layout", OTHERS)
+@pytest.mark.parametrize("prefix", ["", "module."])
+def test_other_layouts_are_named_with_what_reads_them(layout: str, prefix: str) -> None:
+    state, tool = OTHERS[layout]
+    model = nn.ModuleDict({"fc": nn.Linear(4, 8), "norm": nn.LayerNorm(8)})
+    rest = {name: value for name, value in model.state_dict().items() if name != "fc.weight"}
+    error = refusal(model, {prefix + name: value for name, value in (state | rest).items()})
+    assert [(type(problem), problem.name) for problem in error.problems] == [(QuantizedWeight, "fc.weight")]
+    assert tool in str(error)
+    assert "rules=" not in str(error)
+    assert "allow_" not in str(error)
+
+
+def test_other_problems_stay() -> None:
+    model = nn.ModuleDict({"fc": nn.Linear(4, 8), "norm": nn.LayerNorm(8), "out": nn.Linear(8, 2)})
+    state = OTHERS["GPTQ"][0] | {"fc.bias": torch.ones(9), "norm.weight": torch.ones(8), "norm.bias": torch.ones(8)}
+    state |= {"out.weight": torch.ones(2, 8), "more": torch.ones(1)}
+    error = refusal(model, state)
+    found = {(type(problem), problem.name) for problem in error.problems}
+    assert found == {
+        (QuantizedWeight, "fc.weight"),
+        (WrongShape, "fc.bias"),
+        (Missing, "out.bias"),
+        (Unexpected, "more"),
+    }
+
+
+def test_values_that_are_kept_by_choice_are_no_problem() -> None:
+    model = nn.ModuleDict({"fc": nn.Linear(4, 8), "norm": nn.LayerNorm(8)})
+    state = OTHERS["GPTQ"][0] | {name: value for name, value in model.state_dict().items() if name != "fc.weight"}
+    ms.load(model, state, allow_missing=["fc.weight"], allow_unexpected=["fc.*"])
+
+
+@pytest.mark.usefixtures("process_group")
+def test_a_rank_multiplies_the_rows_that_it_holds(tmp_path: Path) -> None:
+    weight, scale = quantize(torch.randn(300, 4), torch.float8_e4m3fn, (128, 128))
+    save_file({"weight": weight, "weight_scale_inv": scale}, tmp_path / "f.safetensors")
+    model = nn.Linear(4, 300, bias=False).bfloat16()
+    mesh = init_device_mesh("cpu", (1,))
+    model.weight = nn.Parameter(distribute_tensor(model.weight.detach(), mesh, [Shard(0)]))
+    rule = ms.rules.Dequantize("weight", "weight_scale_inv", block=[128, 128])
+    ms.load(model, tmp_path / "f.safetensors", rules=rule)
+    assert isinstance(model.weight, DTensor)
+    expected = (weight.double() * scale.double().repeat_interleave(128, 0)[:300]).float().bfloat16()
+    assert torch.equal(model.weight.to_local(), expected)
