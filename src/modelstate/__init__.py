@@ -1,10 +1,9 @@
 """modelstate moves model state between files and live PyTorch models: all or nothing, with every reference kept."""
 
-from typing import TYPE_CHECKING
-
 from modelstate.lazy import attach
 from modelstate.version import __version__ as __version__
 
+TYPE_CHECKING = False  # of `typing`, which `python -m modelstate` would take from the working directory
 if TYPE_CHECKING:
     from modelstate import comparison as comparison
     from modelstate import conversion as conversion

@@ -1,11 +1,13 @@
 """Resolves the public names of a package when they are first used, so that importing the package costs little."""
 
-import importlib
 import sys
-from collections.abc import Callable, Mapping
+
+TYPE_CHECKING = False  # as in `modelstate/__init__.py`
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
 
 
-def attach(package: str, modules: Mapping[str, str]) -> tuple[Callable[[str], object], Callable[[], list[str]]]:
+def attach(package: str, modules: "Mapping[str, str]") -> "tuple[Callable[[str], object], Callable[[], list[str]]]":
     """Returns `__getattr__` and `__dir__` for a package.
 
     Args:
@@ -17,6 +19,8 @@ def attach(package: str, modules: Mapping[str, str]) -> tuple[Callable[[str], ob
         module = modules.get(name)
         if module is None:
             raise AttributeError(f"module {package!r} has no attribute {name!r}", name=name, obj=sys.modules[package])
+        import importlib
+
         from modelstate.process import gc_paused
 
         with gc_paused():

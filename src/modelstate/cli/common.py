@@ -102,14 +102,22 @@ def _working_directory() -> str:
         return ""
 
 
-@contextlib.contextmanager
-def user_code() -> Iterator[None]:
-    """Finds modules in the working directory too, and prints the output of their code to stderr."""
+def search_working_directory() -> None:
+    """Finds modules in the working directory too, behind all others.
+
+    A command calls this only where its arguments name a module: a folder with checkpoints may have files of any name.
+    torch is imported before, which tries to import modules of other systems and packages.
+    """
+    import torch  # noqa: F401
+
     here = _working_directory()
     if here and here not in sys.path:
-        sys.path.insert(0, here)
-    with contextlib.redirect_stdout(sys.stderr):
-        yield
+        sys.path.append(here)
+
+
+def user_code() -> contextlib.AbstractContextManager[object]:
+    """Prints the output of code that is not of modelstate to stderr."""
+    return contextlib.redirect_stdout(sys.stderr)
 
 
 def model_factory(spec: str, debug: bool) -> Callable[[], object]:
@@ -141,6 +149,7 @@ def _named(spec: str, what: str, debug: bool) -> object:
     if module_name.endswith(".py") and os.path.exists(module_name):
         module_name = os.path.relpath(module_name)[: -len(".py")].replace(os.sep, ".")
         raise click.BadParameter(f"{spec!r} names a file, not a module: give {module_name}:{attribute}")
+    search_working_directory()
     try:
         with user_code():
             module = importlib.import_module(module_name)
@@ -156,7 +165,8 @@ def _named(spec: str, what: str, debug: bool) -> object:
     except AttributeError as error:
         known = [name for name, value in vars(module).items() if name[0] != "_" and not inspect.ismodule(value)]
         others = f"; it has {listed(known, 8)}" if known else ""
-        raise click.BadParameter(f"module {module_name!r} has no {attribute!r}{others}") from error
+        file = f" ({module.__file__})" if getattr(module, "__file__", None) else ""
+        raise click.BadParameter(f"module {module_name!r}{file} has no {attribute!r}{others}") from error
 
 
 def build_model(spec: str, factory: Callable[[], object], *, skeleton: bool) -> torch.nn.Module:

@@ -73,7 +73,7 @@ for _command in (diff, store):
 _model = click.argument(
     "model",
     help="package.module:name of a callable that returns the model, or of the model itself; the working directory is "
-    "searched too.",
+    "searched last.",
 )
 
 

@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from functools import wraps
+from importlib.util import find_spec
 from typing import TypedDict
 
 import click
 
 import modelstate as ms
-from modelstate.cli.common import parse_dtype, parse_rules, parse_size
+from modelstate.cli.common import parse_dtype, parse_rules, parse_size, search_working_directory
+
+
+def _allowed(_context: click.Context, _parameter: click.Parameter, names: tuple[str, ...]) -> tuple[str, ...]:
+    """Finds the modules of classes that a pickle may use in the working directory, where they are not installed."""
+    for name in names:
+        with suppress(ValueError):  # the name is not that of a module
+            if find_spec(name.partition(".")[0]) is None:
+                search_working_directory()
+    return names
 
 
 def _cache(directory: str) -> ms.Cache:
@@ -41,6 +52,7 @@ allow = click.option(
     "--allow",
     metavar="NAME",
     multiple=True,
+    callback=_allowed,
     help="Class or function that a pickle may use, such as library.Class, if you trust it; may be repeated.",
 )
 file_format = click.option(

@@ -1,0 +1,137 @@
+"""Commands import nothing from the working directory, except where an argument names a module there."""
+
+import os
+import pkgutil
+import subprocess
+import sys
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import modelstate as ms
+
+pytestmark = pytest.mark.slow
+
+HOSTILE = "import os\nos.write(os.open(os.environ['RAN'], os.O_CREAT | os.O_WRONLY | os.O_APPEND), b'{} ')\n"
+LOADED = "import sys; print(*{name.partition('.')[0] for name in sys.modules})"
+COMMANDS = [
+    "inspect net.safetensors",
+    "inspect net.safetensors --stats --html out/page.html",
+    "inspect net.pt --json",
+    "diff net.pt net.safetensors --json",
+    "convert net.pt out/other.safetensors --dtype bfloat16",
+    "store restore run out/restored.safetensors",
+    "explain PlanError",
+    "inspect nowhere.pt",
+    "plan mine_in_folder:build net.safetensors --html out/plan.html",
+    "load mine_in_folder:build net.pt --rules mine_in_folder:rules --json",
+    "suggest mine_in_folder:build net.safetensors",
+    "inspect settings.pt --allow argparse.Namespace",
+    "inspect settings.pt --allow mine_in_folder.Settings",
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with checkpoints, a module, and a file for each module of Python and of the installed packages."""
+    directory = tmp_path_factory.mktemp("hostile")
+    (directory / "probe_of_names.py").write_text(LOADED)
+    probe = subprocess.run(
+        [sys.executable, "-m", "probe_of_names"], cwd=directory, capture_output=True, text=True, check=True
+    )
+    (directory / "mine_in_folder.py").write_text(
+        "from torch import nn\nrules = []\nbuild = lambda: nn.Linear(2, 2)\nclass Settings: pass\n"
+    )
+    model = torch.nn.Linear(2, 2)
+    save_file(dict(model.state_dict()), directory / "net.safetensors")
+    torch.save(model.state_dict(), directory / "net.pt")
+    program = "import torch, mine_in_folder as m; torch.save({'w': torch.ones(2), 's': m.Settings()}, 'settings.pt')"
+    subprocess.run([sys.executable, "-c", program], cwd=directory, check=True)
+    installed = {module.name for module in pkgutil.iter_modules()} | set(sys.stdlib_module_names)
+    for name in installed - {
+        "modelstate",
+        *probe.stdout.split(),
+    }:  # `python -m` loads these before any code of a package
+        (directory / f"{name}.py").write_text(HOSTILE.format(name))
+    ms.Store(directory / "run").save(1, {"model": model})
+    (directory / "out").mkdir()
+    return directory
+
+
+def installed_command(directory: Path) -> list[str]:
+    """The command as an installer writes it, from the entry point in `pyproject.toml`."""
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
+    module, _, function = project["project"]["scripts"]["modelstate"].partition(":")
+    (directory / "bin").mkdir(exist_ok=True)
+    script = directory / "bin" / "modelstate"
+    script.write_text(f"import sys\nfrom {module} import {function}\nsys.exit({function}())\n")
+    return [sys.executable, str(script)]
+
+
+def modules_run(
+    folder: Path, program: Sequence[str], command: str, environment: Mapping[str, str], log: Path
+) -> tuple[list[str], str]:
+    """Runs a command in the folder. Returns the hostile modules that ran, and the output."""
+    for path in (folder / "out").iterdir():
+        path.unlink()
+    log.unlink(missing_ok=True)
+    given = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONSAFEPATH")}
+    ended = subprocess.run(
+        [*program, *command.split()],
+        cwd=folder,
+        env={**given, "RAN": str(log), **environment},
+        capture_output=True,
+        text=True,
+    )
+    assert ended.returncode in (0, 1), ended.stderr
+    assert "Traceback" not in ended.stderr
+    return log.read_text().split() if log.exists() else [], ended.stdout + ended.stderr
+
+
+@pytest.mark.parametrize(("number", "command"), [*enumerate(COMMANDS)])
+def test_nothing_of_the_working_directory_runs(folder: Path, tmp_path: Path, number: int, command: str) -> None:
+    module, script = [sys.executable, "-m", "modelstate"], installed_command(tmp_path)
+    starts = [(script, {}), (script, {"PYTHONPATH": os.pathsep + "/nowhere"}), (module, {})]
+    program, environment = starts[number % 3]
+    ran, output = modules_run(folder, program, command, environment, tmp_path / "ran")
+    assert ran == []
+    assert "No module named" not in output
+
+
+@pytest.mark.parametrize("environment", [{"PYTHONSAFEPATH": "1"}, {"PYTHONPATH": "."}])
+def test_a_module_that_an_argument_names_is_found_there(
+    folder: Path, tmp_path: Path, environment: dict[str, str]
+) -> None:
+    command = "plan mine_in_folder:build settings.pt --allow mine_in_folder.Settings --rules mine_in_folder:rules"
+    _, output = modules_run(folder, installed_command(tmp_path), command, environment, tmp_path / "ran")
+    assert "settings.pt into Linear" in output
+    assert "error" not in output
+
+
+def test_an_installed_package_comes_before_the_working_directory(folder: Path, tmp_path: Path) -> None:
+    ran, output = modules_run(
+        folder, installed_command(tmp_path), "plan torch.nn:Identity net.pt", {}, tmp_path / "ran"
+    )
+    assert ran == []
+    assert "weight" in output
+
+
+def test_the_working_directory_may_be_that_of_modelstate(tmp_path: Path) -> None:
+    source = Path(ms.__file__).parents[1]
+    ended = subprocess.run(
+        [sys.executable, "-m", "modelstate", "--version"], cwd=source, capture_output=True, text=True
+    )
+    assert ended.stdout.startswith("modelstate "), ended.stderr
+
+
+def test_the_module_is_named_whose_attribute_is_missing(tmp_path: Path) -> None:
+    (tmp_path / "json.py").write_text("def build(): ...\n")
+    command = [*installed_command(tmp_path), "plan", "json:build", "x.pt"]
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert ended.returncode == 2
+    assert "'json'" in ended.stderr
+    assert os.path.join("json", "__init__.py") in ended.stderr
