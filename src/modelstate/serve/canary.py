@@ -7,7 +7,7 @@ from typing import Any, TypeVar, cast
 import torch
 
 from modelstate.errors import CanaryError, OptionError
-from modelstate.serve.targets import Program, buffer_restorer
+from modelstate.serve.targets import Program, buffer_restorer, carry_over
 from modelstate.text_format import short_repr
 from modelstate.torch_compat.private import flatten, unflatten
 
@@ -134,10 +134,16 @@ class Canary:
             )
 
 
-def run_canary(canary: "Canary | Callable[[Calls], object]", new: Program) -> None:
-    """Tries a program that no request calls, and restores the buffers that the trial changes. Raises `CanaryError`."""
+def run_canary(
+    canary: "Canary | Callable[[Calls], object]", new: Program, buffers: Mapping[str, torch.Tensor | None]
+) -> None:
+    """Tries a program that no request calls, with the buffers that it will take over, and restores its own afterwards.
+
+    Raises `CanaryError`.
+    """
     restore = buffer_restorer(new)
     try:
+        carry_over(buffers, new)
         if isinstance(canary, Canary):
             canary._try_out(new)
         else:

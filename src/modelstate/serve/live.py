@@ -64,6 +64,7 @@ from modelstate.serve.versions import (
     method_of,
     wait_all,
 )
+from modelstate.text_format import listed
 from modelstate.torch_compat.private import payload_of, require_aoti
 from modelstate.transaction.transaction import exclusive
 
@@ -245,6 +246,9 @@ class Live:
         check_flag("training", training)
         with gc_paused():
             self._target = target_factory(target, names, training)
+        fixed = listed(self._target.fixed, 8)
+        stale = "not in the state, so not changed; stale where the values were computed from weights"
+        self._notes = (f"{stale}: {fixed}",) if fixed else ()
         self._pool, self._spare_bytes = MemoryPool(), spare_bytes
         self._keep_versions = keep_versions
         self._kept: deque[Version] = deque()
@@ -360,10 +364,12 @@ class Live:
 
     @property
     def fixed(self) -> tuple[str, ...]:
-        """Tensors of an exported program or a package that no swap changes, as far as they are known.
+        """Tensors that are not part of the state, so that no swap changes them, as far as they are known.
 
-        These are constants that are not part of the state and, in a package that `modelstate.export` has not written,
-        tensors that the compiler has inlined.
+        These are tensors and arrays in plain attributes of a module, which only its own loading code may change,
+        constants of an exported program or a package, and, in a package that `modelstate.export` has not written,
+        tensors that the compiler has inlined. A value that was computed from the weights, such as a cached transpose,
+        is stale after a swap. A note of the `SwapReport` lists these tensors.
         """
         return self._target.fixed
 
@@ -499,7 +505,7 @@ class Live:
             drained=drained,
             seconds=clock.seconds,
             carried=flip.carried,
-            notes=flip.loaded.notes,
+            notes=(*flip.loaded.notes, *self._notes),
         )
 
     def rollback(self, *, timeout_seconds: float | None = 60.0) -> int:
@@ -557,14 +563,15 @@ class Live:
                 self._keep_memory(memory)
                 raise
         try:
+            serves_none, notes = self._gate.serves_none, list(loaded.notes)
+            carries = swap.buffers == "carry" and not serves_none
             with clock("canary"):
                 if swap.canary is not None:
-                    run_canary(self._prepared(swap.canary), program)
+                    prepared = self._prepared(swap.canary)
+                    run_canary(prepared, program, modified_buffers(serving, old.buffer_digests) if carries else {})
             with clock("flip"), gc_paused(), self._flipping(old, None):
-                serves_none = self._gate.serves_none
                 new = self._new_version(program, incoming.source, buffer_digests(program))
                 new.memory = memory
-                carries = swap.buffers == "carry" and not serves_none
                 carried: tuple[str, ...] = ()
                 if carries:
                     carried = carry_over(modified_buffers(serving, old.buffer_digests), program)
@@ -574,10 +581,10 @@ class Live:
                 if not serves_none:
                     self._kept.append(old)
                 elif isinstance(swap.canary, Canary) and swap.canary.needs_reference:
-                    note = "nothing served before, so the canary had no answer to compare with"
-                    loaded = loaded._replace(notes=(*loaded.notes, note))
+                    notes.append("nothing served before, so the canary had no answer to compare with")
                 dropped = [self._kept.popleft() for _ in range(len(self._kept) - self._keep_versions)]
                 dropped += [old] * serves_none
+                loaded = loaded._replace(notes=tuple(notes))
                 return _Flip(old, new, loaded, copies, carried, tuple(dropped), old.users)
         except BaseException:
             if self._gate.current.program is not program:
@@ -614,7 +621,7 @@ class Live:
                 carried = carry_over({name: before.get(name) for name in touched}, program)
             with clock("canary"):
                 if prepared is not None:
-                    run_canary(prepared, program)
+                    run_canary(prepared, program, {})
             settle(program.tensors)
             swap.new = new = self._new_version(program, incoming.source, digests)
             old.memory = ()  # weights may have moved to other memory, so their storages alone keep it

@@ -15,6 +15,7 @@ from collections import OrderedDict, deque
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -36,7 +37,7 @@ from modelstate.torch_compat.modules import (
     unwrapped,
 )
 from modelstate.torch_compat.plain import is_dense, is_plain
-from modelstate.torch_compat.private import payload_of, slots_of_class, storage_id
+from modelstate.torch_compat.private import payload_of, slots_of_class, storage_id, storage_of
 from modelstate.transaction.slots import sharing, slots_of
 
 
@@ -247,22 +248,27 @@ Reference = tuple[str, object]
 """The path of an object, and the object."""
 
 
-def check_captured_references(module: nn.Module, clone: nn.Module) -> None:
-    """Raises `LiveTargetError` where a copy of a module would serve weights of the module itself, or have no values."""
+def check_captured_references(module: nn.Module, clone: nn.Module) -> tuple[str, ...]:
+    """Returns the paths of the tensors and arrays of a module that are outside of its state.
+
+    Raises `LiveTargetError` where a copy of the module would serve weights of the module itself, or have no values.
+    """
     original = {id(part): f"module {path!r}" if path else "the module" for path, part in module.named_modules()}
     original |= {id(tensor): name for name, tensor in (*module.named_parameters(), *module.named_buffers())}
-    name_of_storage = {storage: name for name, tensor in _state(module).items() for storage in _storages(tensor)}
+    name_of_address = {address: name for name, tensor in _state(module).items() for address in _addresses(tensor)}
     found: list[str] = []
+    others: list[str] = []
     on_meta: list[str] = []
     for path, value in _reachable(clone, original):
         if id(value) in original:
             found.append(f"{path} is {original[id(value)]} of the first version")
     for path, value in _reachable(module, ()):
-        if not isinstance(value, torch.Tensor) or id(value) in original:
+        if not isinstance(value, torch.Tensor | np.ndarray) or id(value) in original:
             continue
-        if value.is_meta:
+        others.append(path)
+        if isinstance(value, torch.Tensor) and value.is_meta:
             on_meta.append(path)
-        base = next((name_of_storage[storage] for storage in _storages(value) if storage in name_of_storage), None)
+        base = next((name_of_address[address] for address in _addresses(value) if address in name_of_address), None)
         if base is not None:
             found.append(f"{path} is a view of {base}")
     if on_meta:
@@ -280,6 +286,7 @@ def check_captured_references(module: nn.Module, clone: nn.Module) -> None:
             remedy="patch the class, or the instance by types.MethodType; let hooks use the module that they "
             "are given; compile the whole, torch.compile(module); make a property of a view",
         )
+    return tuple(others)
 
 
 def _state(module: nn.Module) -> dict[str, torch.Tensor]:
@@ -293,13 +300,18 @@ def _state(module: nn.Module) -> dict[str, torch.Tensor]:
     return state
 
 
-def _storages(tensor: torch.Tensor) -> set[int]:
-    """The addresses of the storages of a tensor."""
-    return {storage_id(part) for part in payload_of(tensor) if not part.is_meta} - {0}
+def _addresses(value: torch.Tensor | np.ndarray[Any, Any]) -> set[int]:
+    """The addresses of the memory of a tensor or an array; none for empty ones."""
+    if isinstance(value, np.ndarray):
+        while isinstance(value.base, np.ndarray):
+            value = value.base
+        return {value.__array_interface__["data"][0]} if value.size else set()
+    parts = [part for part in payload_of(value) if not part.is_meta and storage_id(part)]
+    return {storage_of(part).data_ptr() for part in parts} - {0}
 
 
 def _reachable(root: nn.Module, ends: Container[int]) -> Iterator[Reference]:
-    """Yields each module and tensor that is reachable from a module, with its path.
+    """Yields each module, tensor and array that is reachable from a module, with its path.
 
     The search does not continue from objects whose ids are in `ends`.
     """
@@ -313,7 +325,7 @@ def _reachable(root: nn.Module, ends: Container[int]) -> Iterator[Reference]:
             continue
         seen.add(id(value))
         kept.append(value)
-        if isinstance(value, torch.Tensor | nn.Module):
+        if isinstance(value, torch.Tensor | nn.Module | np.ndarray):
             yield path, value
         if id(value) in ends:
             continue

@@ -33,7 +33,7 @@ from modelstate.torch_compat.modules import (
     unwrapped,
 )
 from modelstate.torch_compat.plain import in_a_row, is_fake, is_plain, is_sharded
-from modelstate.torch_compat.private import arguments_of_node
+from modelstate.torch_compat.private import arguments_of_node, folds_weights
 
 if TYPE_CHECKING:
     from torch.export import ExportedProgram
@@ -119,7 +119,7 @@ class Target(ABC):
     kind: str
     """ "eager", "compiled", "exported" or "aoti"."""
     fixed: tuple[str, ...] = ()
-    """Tensors that no swap changes, as far as they are known."""
+    """Tensors outside of the state, as far as they are known. Only loading code of a module changes them in a swap."""
     hidden: Mapping[str, torch.Tensor]
     """Buffers that no checkpoint contains, with the values of a new version. Read-only."""
     unexpected_error: Callable[[list[str]], Exception] | None = None
@@ -186,8 +186,11 @@ class ModuleTarget(Target):
                     remedy="compile the whole: Live(torch.compile(module))",
                 )
         _check_tensors(original, name)
+        _check_weights_are_read(original, name)
+        if compiled is not None:
+            _check_compiler(name)
         skeleton = meta_clone(original)
-        check_captured_references(original, skeleton)
+        self.fixed = check_captured_references(original, skeleton)
         check_mode(original, training)  # last, since `eval()` alone corrects it
         super().__init__(name, skeleton, skeleton)
         all_buffers = skeleton.named_buffers(remove_duplicate=False)
@@ -197,7 +200,10 @@ class ModuleTarget(Target):
         self._first = ModuleProgram(original, module)
 
     def program(self, filled: nn.Module) -> "ModuleProgram":
-        return ModuleProgram(filled, filled if self._compiled is None else compiled_like(self._compiled, filled))
+        if self._compiled is None:
+            return ModuleProgram(filled, filled)
+        _check_compiler(self.name)
+        return ModuleProgram(filled, compiled_like(self._compiled, filled))
 
 
 class ModuleProgram(Program):
@@ -230,6 +236,41 @@ def _check_tensors(module: nn.Module, name: str) -> None:
         if is_fake(tensor):
             raise LiveTargetError(
                 "a module with fake tensors cannot be served", where=f"{name}.{path}", found="a FakeTensor", remedy=REAL
+            )
+
+
+def _check_compiler(name: str) -> None:
+    """Raises `LiveTargetError` while `torch.compile` makes constants of weights."""
+    if folds_weights():
+        raise LiveTargetError(
+            "torch.compile makes constants of the weights, so code that is compiled answers with old ones",
+            where=name,
+            found="torch._inductor.config.freezing = True",
+            remedy="torch._inductor.config.freezing = False; torch._dynamo.reset(), which drops what is compiled",
+        )
+
+
+def _check_weights_are_read(module: nn.Module, name: str) -> None:
+    """Raises `LiveTargetError` for modules that answer with something else than the weights in their state."""
+    if isinstance(module, torch.jit.ScriptModule) and not hasattr(module, "training"):
+        raise LiveTargetError(
+            "a frozen TorchScript module has its weights as constants in its code",
+            where=name,
+            remedy="serve the module as it is before torch.jit.freeze or torch.jit.optimize_for_inference",
+        )
+    for path, part in module.named_modules():
+        hook = getattr(part, "_hf_hook", None)
+        if any(getattr(each, "offload", False) for each in getattr(hook, "hooks", (hook,))):
+            raise LiveTargetError(
+                "the weights are offloaded: hooks of accelerate put those of the first version into every version",
+                where=f"{name}.{path}",
+                remedy="accelerate.hooks.remove_hook_from_module(module, recurse=True), which brings the weights back",
+            )
+        if getattr(part, "merged_adapters", None):
+            raise LiveTargetError(
+                "an adapter is merged into its weights, so the layer would ignore the adapter of a checkpoint",
+                where=f"{name}.{path}",
+                remedy="module.unmerge_adapter(), to swap adapters; module = module.merge_and_unload(), to have none",
             )
 
 

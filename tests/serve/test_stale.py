@@ -1,0 +1,222 @@
+"""Values that do not follow the weights of a swap: they are refused, or the `Live` and its reports list them."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch._inductor import config as inductor
+
+import modelstate as ms
+from modelstate.errors import CanaryError, LiveTargetError
+from tests.serve.models import linear
+
+X = torch.randn(3, 4, generator=torch.Generator().manual_seed(1))
+
+
+class Pair(nn.Module):
+    def __init__(self, k: float) -> None:
+        super().__init__()
+        self.a, self.b = linear(k), linear(k)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.b(torch.relu(self.a(x)))
+        return y
+
+
+class Computed(Pair):
+    """Keeps a value that its constructor computes from a weight."""
+
+    kept: Any
+
+    def __init__(self, k: float, compute: Callable[[nn.Module], Any]) -> None:
+        super().__init__(k)
+        self.kept = compute(self)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ torch.as_tensor(self.kept)
+
+
+def copied(module: Any) -> Any:
+    return module.a.weight.detach().t().contiguous()
+
+
+@pytest.mark.parametrize(
+    ("compute", "path"),
+    [
+        (copied, "kept"),
+        (lambda module: copied(module).numpy(), "kept"),
+        (lambda module: nn.Parameter(copied(module)), "kept"),
+    ],
+)
+@pytest.mark.parametrize("backend", ["", pytest.param("aot_eager", marks=pytest.mark.slow)])
+def test_values_outside_of_the_state_are_listed(compute: Callable[[Any], Any], path: str, backend: str) -> None:
+    module = Computed(1, lambda _: None)
+    object.__setattr__(module, "kept", compute(module))
+    module.eval()
+    live = ms.Live(torch.compile(module, backend=backend) if backend else module)
+    assert live.fixed == (path,)
+    report = live.swap(Pair(2).state_dict())
+    assert any("not in the state, so not changed; stale where" in note and path in note for note in report.notes)
+    with pytest.raises(CanaryError, match="differs too much"):
+        live.swap(Pair(2).state_dict(), canary=ms.Canary((X,), expected=X @ copied(Pair(2)), atol=0.01))
+
+
+def test_values_in_containers_closures_and_unregistered_modules_are_listed() -> None:
+    module = Pair(1).eval()
+    weight = copied(module)
+    object.__setattr__(module, "kept", [{"x": copied(module)}, linear(1)])
+    object.__setattr__(module, "call", lambda x: x @ weight)
+    live = ms.Live(module)
+    assert set(live.fixed) == {"call: weight", "kept[0]['x']", "kept[1].weight", "kept[1].bias"}
+
+
+def test_a_module_whose_values_are_all_state_has_no_note() -> None:
+    live = ms.Live(Pair(1).eval())
+    assert live.fixed == ()
+    assert live.swap(Pair(2).state_dict()).notes == ()
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda weight: weight.numpy(),
+        lambda weight: weight.numpy()[1:],
+        lambda weight: torch.from_numpy(weight.numpy()),
+        lambda weight: torch.from_dlpack(weight),
+    ],
+)
+def test_views_of_a_weight_under_another_storage_are_refused(view: Callable[[torch.Tensor], Any]) -> None:
+    module = Computed(1, lambda module: view(module.a.weight.detach()))  # type: ignore[attr-defined]
+    with pytest.raises(LiveTargetError, match=r"kept is a view of a\.weight"):
+        ms.Live(module.eval())
+
+
+class Caching(Pair):
+    """Has a buffer that the first request computes from a weight."""
+
+    transposed: torch.Tensor | None
+
+    def __init__(self, k: float) -> None:
+        super().__init__(k)
+        self.register_buffer("transposed", None, persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.transposed is None:
+            self.transposed = copied(self)
+        return x @ self.transposed
+
+
+def test_a_canary_tries_the_buffers_that_are_carried_over() -> None:
+    live = ms.Live(Caching(1).eval())
+    live(X)
+    canary = ms.Canary((X,), expected=X @ copied(Pair(2)), atol=0.01)
+    with pytest.raises(CanaryError, match="differs too much"):
+        live.swap(Pair(2).state_dict(), canary=canary)
+    assert live.swap(Pair(2).state_dict(), canary=canary, buffers="reset").version == 2
+    assert torch.allclose(live(X), X @ copied(Pair(2)))
+
+
+def test_a_canary_with_carried_buffers_leaves_them_as_they_were() -> None:
+    class Counting(Pair):
+        def __init__(self, k: float) -> None:
+            super().__init__(k)
+            self.register_buffer("count", torch.zeros(()))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.count += 1
+            return super().forward(x)
+
+    live = ms.Live(Counting(1).eval())
+    for _ in range(3):
+        live(X)
+    seen: list[float] = []
+
+    def canary(version: Any) -> None:
+        version(X)
+        seen.append(version.module.count.item())
+
+    report = live.swap(Counting(2).state_dict(), canary=canary)
+    assert (report.carried, seen) == (("count",), [4.0])
+    live.swap(Counting(3).state_dict(), canary=canary)
+    assert seen == [4.0, 4.0]
+
+
+# Compiled code with constants.
+
+
+@pytest.fixture
+def freezing() -> Any:
+    with inductor.patch(freezing=True):
+        yield
+
+
+@pytest.mark.usefixtures("freezing")
+def test_a_compiled_module_is_refused_while_weights_become_constants() -> None:
+    with pytest.raises(LiveTargetError, match=r"(?s)makes constants of the weights.*freezing = False"):
+        ms.Live(torch.compile(Pair(1).eval(), backend="aot_eager"))
+    ms.Live(Pair(1).eval())
+
+
+@pytest.mark.slow
+def test_a_swap_is_refused_where_weights_become_constants_since() -> None:
+    live = ms.Live(torch.compile(Pair(1).eval(), backend="aot_eager"))
+    with inductor.patch(freezing=True), pytest.raises(LiveTargetError, match="makes constants of the weights"):
+        live.swap(Pair(2).state_dict())
+    assert live.version == 1
+    live.swap(Pair(2).state_dict())
+    assert torch.allclose(live(X), Pair(2)(X))
+
+
+def test_a_frozen_torchscript_module_is_refused() -> None:
+    scripted = torch.jit.script(Pair(1).eval())
+    for frozen in (torch.jit.freeze(scripted), torch.jit.optimize_for_inference(scripted)):
+        with pytest.raises(LiveTargetError, match=r"(?s)constants in its code.*as it is before torch\.jit\.freeze"):
+            ms.Live(frozen)
+    live = ms.Live(scripted)
+    live.swap(Pair(2).state_dict())
+    assert torch.allclose(live(X), Pair(2)(X))
+
+
+# Modules of other libraries.
+
+
+def with_adapter(k: float) -> Any:
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(0)
+    model = peft.get_peft_model(Pair(k), peft.LoraConfig(target_modules=["a"], r=2)).eval()
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            nn.init.constant_(parameter, k)
+    return model
+
+
+@pytest.mark.slow
+def test_an_adapter_follows_a_swap_unless_it_is_merged() -> None:
+    live = ms.Live(with_adapter(1))
+    live.swap(with_adapter(2).state_dict())
+    assert torch.allclose(live(X), with_adapter(2)(X))
+    merged = with_adapter(1)
+    merged.merge_adapter()
+    with pytest.raises(LiveTargetError, match=r"(?s)base_model\.model\.a: an adapter is merged.*unmerge_adapter"):
+        ms.Live(merged)
+    merged.unmerge_adapter()
+    live = ms.Live(merged)
+    live.swap(with_adapter(2).state_dict())
+    assert torch.allclose(live(X), with_adapter(2)(X), atol=1e-5)
+    live = ms.Live(with_adapter(1).merge_and_unload())
+    live.swap(with_adapter(2).merge_and_unload().state_dict())
+    assert torch.allclose(live(X), with_adapter(2)(X), atol=1e-4)
+
+
+def test_an_offloaded_module_is_refused() -> None:
+    accelerate = pytest.importorskip("accelerate")
+    module = accelerate.cpu_offload(Pair(1).eval(), execution_device=torch.device("cpu"))
+    with pytest.raises(LiveTargetError, match=r"(?s)Pair\.a: the weights are offloaded.*remove_hook_from_module"):
+        ms.Live(module)
+    accelerate.hooks.remove_hook_from_module(module, recurse=True)
+    live = ms.Live(module)
+    assert torch.equal(live(X), Pair(1)(X))
+    live.swap(Pair(2).state_dict())
+    assert torch.equal(live(X), Pair(2)(X))
