@@ -188,22 +188,6 @@ def persistent_epochs(loop: Loop) -> Said:
             yield epoch * 100 + number, (trained.step(batch), trained.update() if number % 2 or number == 10 else None)
 
 
-def loops_in_loops(loop: Loop, loader: Any) -> Said:
-    """One loop within the other; between them the model is validated, and the learning rate is changed."""
-    trained = Trained()
-    decay = torch.optim.lr_scheduler.ExponentialLR(trained.optimizer, 0.5)
-    validation = StatefulDataLoader(Samples(), BATCH)
-    objects = {**trained.objects, "decay": decay, "loader": loader, "validation": validation}
-    batches = endless(loader)
-    for epoch in loop(objects, EPOCHS, save_every=1, store="epochs"):
-        for step in loop(objects, (epoch + 1) * 6, save_every=2, store="steps"):
-            yield step, trained.two(lambda: next(batches))
-        trained.model.eval()
-        yield 1000 + epoch, [trained.run(batch).sum().item() for batch in validation]
-        trained.model.train()
-        decay.step()
-
-
 def compiled(loop: Loop) -> Said:
     trained = Trained(compiled=True)
     loader = StatefulDataLoader(Samples(), BATCH, shuffle=True)
@@ -249,7 +233,6 @@ LOOPS: dict[str, Callable[[Loop], Said]] = {
     "epochs with workers that persist": persistent_epochs,
     "steps with a short validation": lambda loop: short_validation(loop, stateful(Samples())),
     "steps with validation": lambda loop: steps_with_validation(loop, stateful(Samples(), generator=seeded())),
-    "loops in loops": lambda loop: loops_in_loops(loop, stateful(Samples(), generator=seeded())),
     "a stream": lambda loop: iterator_within(loop, stateful(Stream())),
     "a stream with workers": lambda loop: iterator_before(loop, stateful(Stream(), num_workers=2)),
     "compiled": compiled,
@@ -267,14 +250,11 @@ def run(report: Connection, directory: str | None, name: str) -> None:
     random.seed(os.getpid() if is_resumed else 1)
     np.random.seed(os.getpid() if is_resumed else 2)
 
-    def loop(objects: dict[str, Any], steps: int, save_every: int = 3, store: str = "run") -> Iterable[int]:
+    def loop(objects: dict[str, Any], steps: int, save_every: int = 3) -> Iterable[int]:
         if directory is None:
-            first, done[store] = done.get(store, 0), steps
-            return range(first, steps)
-        path = os.path.join(directory, store)
+            return range(steps)
+        path = os.path.join(directory, "run")
         return ms.resumable(path, objects, steps=steps, save_every=save_every, keep=2, background=False)
-
-    done: dict[str, int] = {}
 
     for said in LOOPS[name](loop):
         report.send(said)

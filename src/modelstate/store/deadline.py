@@ -138,11 +138,6 @@ class Deadline:
         """Where the time begins, in seconds since the machine started."""
         return self._start
 
-    @property
-    def _is_by_signal(self) -> bool:
-        """Whether a signal has reached the deadline."""
-        return bool(self._received)
-
     def saved(self, seconds: float) -> None:
         """Records how long a save took until it was durable.
 

@@ -187,7 +187,6 @@ class StepEntry:
             path=path,
             serial=record.serial,
             store=record.store,
-            logical_time=record.logical_time,
         )
 
     @property

@@ -27,7 +27,6 @@ from modelstate.formats.safetensors import MAX_HEADER_BYTES
 from modelstate.formats.sharded import MAX_INDEX_BYTES
 from modelstate.io.files import SourceFile, read_whole
 from modelstate.objects.parts import Kind
-from modelstate.process import ThreadValue
 from modelstate.remote.cache import Cache
 from modelstate.remote.location import is_remote, locate
 from modelstate.remote.upload import get
@@ -158,8 +157,6 @@ class Record:
     entries: Mapping[str, ObjectEntry]
     serial: int = 0
     """The number of the save: the later checkpoint of a store has the higher one, independent of steps and clocks."""
-    logical_time: int = 0
-    """See `next_logical_time`; 0 where it is unknown."""
 
     def open(self, directory: str, cache: Cache | None = None) -> Checkpoint:
         """Opens all objects as one checkpoint, whose names begin with the path of an object.
@@ -195,7 +192,6 @@ class Record:
             "store": self.store,
             "step": self.step,
             "serial": self.serial,
-            "logical_time": self.logical_time,
             "time": self.time,
             "metrics": {name: repr(value) for name, value in self.metrics.items()},  # JSON has no NaN
             "entries": entries,
@@ -257,8 +253,7 @@ def _parsed(content: dict[str, Any]) -> Record:
     metrics = {str(name): float(value) for name, value in content["metrics"].items()}
     time = float(content["time"])
     datetime.fromtimestamp(time)  # raises for a number that is not a time
-    numbers = (int(content.get(name, 0)) for name in ("serial", "logical_time"))
-    return Record(str(content["store"]), int(content["step"]), time, metrics, entries, *numbers)
+    return Record(str(content["store"]), int(content["step"]), time, metrics, entries, int(content.get("serial", 0)))
 
 
 def _file(nbytes: object, mtime_ns: object, head_bytes: object, head: object) -> FileRecord:
@@ -267,25 +262,6 @@ def _file(nbytes: object, mtime_ns: object, head_bytes: object, head: object) ->
     if not 0 <= head_bytes <= min(nbytes, _MAX_HEAD_BYTES):
         raise ValueError(f"a file of {nbytes:,} bytes with a header of {head_bytes:,}")
     return FileRecord(nbytes, mtime_ns, head_bytes, head)
-
-
-_logical_time = ThreadValue(0)
-"""The highest logical time of the checkpoints that this thread has saved or restored."""
-
-
-def next_logical_time() -> int:
-    """Returns the logical time of a checkpoint that this thread is about to save, by Lamport's clock.
-
-    It is higher than that of each checkpoint, of any store, that this thread has saved or restored before. So it orders
-    the checkpoints of nested loops, also where the run has moved to a machine whose clock is behind.
-    """
-    _logical_time.value += 1
-    return _logical_time.value
-
-
-def note_restored(record: Record) -> None:
-    """Gives later checkpoints of this thread a higher logical time than that of a checkpoint that it has restored."""
-    _logical_time.value = max(_logical_time.value, record.logical_time)
 
 
 def damaged(where: str, found: str) -> DamagedCheckpointError:

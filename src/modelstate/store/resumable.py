@@ -1,23 +1,19 @@
 """`modelstate.resumable`: the steps of a training loop that may be killed at any time and started again.
 
-Loops may be nested: each thread has a stack of the loops that are in a step, the outer ones first. Loops that share a
-deadline share the time of its last check, and a loop that is stopped stops the loops around it.
+A thread runs one loop at a time. A loop within another loop's step is refused: its restore would undo what the outer
+loop has done to the objects since.
 """
 
 import inspect
-import json
 import logging
 import math
 import os
 import re
-import sys
 import threading
 import time
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import closing, nullcontext
-from dataclasses import asdict
-from types import CodeType, FrameType
 from typing import Any, Self
 
 from modelstate.arguments import check_integer
@@ -35,11 +31,10 @@ from modelstate.errors import (
 )
 from modelstate.objects.loaders import checked_iterators, left_loader_problem
 from modelstate.objects.objects import targets_of, tensors_within
-from modelstate.objects.parts import Kind
 from modelstate.planning.differences import nearest
 from modelstate.store.deadline import Deadline, now_seconds
 from modelstate.store.directory import warn_caller
-from modelstate.store.retention import CheckpointInfo, Keep, check_metric, metric_value
+from modelstate.store.retention import Keep, check_metric, metric_value
 from modelstate.store.saving import PendingSave, SavedStep
 from modelstate.store.store import RestoredStep, Store
 from modelstate.text_format import short_repr
@@ -135,9 +130,7 @@ class Resumable:
         start: the first step of this run, which is the number of steps that were done before it.
         done: how many steps are done now, which is the number of the next checkpoint.
         stopped: why the loop ended before its last step, as text; empty where it did not.
-        restored: the `RestoredStep` that the run goes on from. None where the store was empty, and where the objects
-            are as new as the checkpoint: within a step of another loop that has all of them, after an earlier loop over
-            this store in that step, or where the outer loop was restored from a later checkpoint.
+        restored: the `RestoredStep` that the run goes on from. None where the store was empty.
         metrics: a dict of numbers that are saved with each checkpoint.
         store: the `Store` that the loop saves to.
 
@@ -158,38 +151,27 @@ class Resumable:
         deadline: Deadline | None,
         background: bool,
         restored: RestoredStep | None,
-        reached: CheckpointInfo | None,
         owns_store: bool,
     ) -> None:
-        before = restored or reached
         self.restored = restored
-        self.start = self.done = before.step if before is not None else 0
+        self.start = self.done = restored.step if restored is not None else 0
         self.stopped = ""
-        self.metrics = before.metrics if before is not None else {}
+        self.metrics = restored.metrics if restored is not None else {}
         self.store, self._objects, self._steps = store, objects, steps
         self._save_every, self._deadline, self._background = save_every, deadline, background
         self._owns_store = owns_store
         self._agreement = store._agreement(objects, "modelstate.resumable")
         """The ranks that step, save and stop together."""
-        self._is_by_signal = False
-        """Whether a signal, to any of the ranks, has stopped the loop."""
         self._is_first = True
         """Whether no step has been yielded yet."""
         self._compared_metrics: tuple[str, ...] = ()
         """The names of metrics that have been compared with the metric of `Keep(best=...)`."""
         self._is_metric_missed = False
         """Whether it has been logged that the metric of `Keep(best=...)` is not in the metrics."""
-        self._saver = LoopSaver(store, deadline, saved_step=self.start if before is not None else -1)
-        self._reached_within: dict[str, int] = {}
-        """The last step of each finished loop that ran within a step and has only objects of this one, by directory."""
-        self._step_began = 0.0
+        self._saver = LoopSaver(store, deadline, saved_step=self.start if restored is not None else -1)
         self._checked_at = 0.0
-        """When this loop, or one within its step, last checked the deadline that both have."""
+        """When this loop last checked its deadline."""
         _newest[store.directory] = weakref.ref(self)
-        self._caller: tuple[int, CodeType | None] = 0, None
-        """The id of the frame that asked for the last step, and its code, since a later frame may have the same id."""
-        self._stopped_within = ""
-        """Why a loop within the last step was stopped, so that the step is not done."""
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -220,49 +202,37 @@ class Resumable:
             yield from self._run()
 
     def _run(self) -> Iterator[int]:
-        outer = _loops.in_step()
+        _check_no_outer(self.store)
         self._check_is_newest()
-        sharing = [loop._checked_at for loop in outer if loop._deadline is self._deadline and loop._is_in_step()]
-        self._note_check(outer, since=max(sharing, default=None))
+        self._checked_at = time.perf_counter()
         deadline_start = math.inf if self._deadline is None else self._deadline.start
         if self.done < self._steps and self._stop() and _loops.last_stop >= deadline_start:
             return  # an earlier loop of the program was stopped, and this one may need the result of that
         while self.done < self._steps and not self._stop():
-            self._step_began = now_seconds()
-            self._caller = _identity(sys._getframe(2))  # below it are this generator and `__iter__`
-            outer.append(self)
             is_first, self._is_first = self._is_first, False
             if is_first and self.restored is not None:
                 self.restored.rewind_generators()  # undoes draws since the restore
+            _loops.is_in_step = True
             try:
                 yield self.done
             finally:
-                outer.remove(self)
+                _loops.is_in_step = False
             self._check_is_newest()
-            if self._stopped_within:
-                self.stopped, self._stopped_within = self._stopped_within, ""
-                self._saver.collect()
-                return
             self.done += 1
             self._log_misspelt_metric()
-            self._note_check(outer, since=self._checked_at)
+            self._note_step()
             if self.done % self._save_every == 0 and self.done < self._steps:
                 self._save(background=self._background)
-                self._note_check(outer)
+                self._checked_at = time.perf_counter()
             elif is_first and self.done < self._steps:
                 # Optimizers and loaders have state only after the first step, so it is checked again.
                 self.store._check_state(self._objects, self._agreement)
         if self.stopped:
-            self._stop_outer(outer)
+            _loops.last_stop = now_seconds()
         self._save(background=False)
         self.store.wait()
-        if not self.stopped:
-            if self._is_metric_missed and self.store.keep is not None:
-                check_metric(self.store.infos(), self.store.keep)
-            for loop in outer:
-                if loop._has_all(self._objects):
-                    loop._reached_within[self.store.directory] = self.done
-        self._note_check(outer)
+        if not self.stopped and self._is_metric_missed and self.store.keep is not None:
+            check_metric(self.store.infos(), self.store.keep)
 
     def _check_is_newest(self) -> None:
         """Raises `OptionError` where a later loop uses the same store, and may have saved to it."""
@@ -273,39 +243,12 @@ class Resumable:
                 remedy="give each loop a Store of its own, in a new directory: this one may have the steps of both",
             )
 
-    def _note_check(self, outer: "list[Resumable]", since: float | None = None) -> None:
-        """Records a check of the deadline, before it: in the loops that share it, and as a step since `since`."""
+    def _note_step(self) -> None:
+        """Gives the deadline the time since it was last checked."""
         now = time.perf_counter()
-        if self._deadline is not None and since is not None:
-            self._deadline.stepped(now - since)
-        for loop in (*outer, self):
-            if loop._deadline is self._deadline:
-                loop._checked_at = now
-
-    def _stop_outer(self, outer: "list[Resumable]") -> None:
-        """Stops the loops in whose steps this one is, except those whose step includes all the time of the deadline."""
-        _loops.last_stop = now_seconds()
-        assert self._deadline is not None
-        start = self._deadline.start
-        is_stopped = [self._is_by_signal or start < loop._step_began for loop in outer]
-        for loop, stops in zip(outer, self._agreement.decided("stopping", lambda: is_stopped), strict=True):
-            if stops:
-                loop._stopped_within = self.stopped
-
-    def _has_all(self, objects: Mapping[str, object]) -> bool:
-        """Whether this loop has all of the objects, and none is a plain value, which only a restore returns."""
-        own = {id(target.obj) for target in targets_of(self._objects).values()}
-        return all(target.kind is not Kind.VALUE and id(target.obj) in own for target in targets_of(objects).values())
-
-    def _is_in_step(self) -> bool:
-        """Whether the code that asked for the last step is running. An exception may have ended it and kept its frame.
-
-        False also where a generator between them asked for the step.
-        """
-        frame: FrameType | None = sys._getframe()
-        while frame is not None and _identity(frame) != self._caller:
-            frame = frame.f_back
-        return frame is not None
+        if self._deadline is not None:
+            self._deadline.stepped(now - self._checked_at)
+        self._checked_at = now
 
     def _stop(self) -> bool:
         """Whether the deadline of this rank, or of another one, is reached."""
@@ -313,10 +256,9 @@ class Resumable:
         self.stopped = ""
         if self._deadline is None:
             return False
-        own = json.dumps([self._deadline.reason, self._deadline._is_by_signal]) if self._deadline.reached else ""
-        for rank, text in enumerate(self._agreement.texts("stopping", own)):
-            if text:
-                reason, self._is_by_signal = json.loads(text)
+        own = self._deadline.reason if self._deadline.reached else ""
+        for rank, reason in enumerate(self._agreement.texts("stopping", own)):
+            if reason:
                 self.stopped = reason if rank == self._agreement.position else f"rank {rank}: {reason}"
                 return True
         return False
@@ -363,22 +305,26 @@ class Resumable:
 class _Loops(threading.local):
     """The loops of a thread."""
 
+    is_in_step = False
+    """Whether a loop is in a step."""
     last_stop = -math.inf
     """When a loop was last stopped before its last step, in seconds since the machine started."""
-
-    def in_step(self) -> list[Resumable]:
-        """Returns the live list of the loops that are in a step, the outer ones first."""
-        loops: list[Resumable] = self.__dict__.setdefault("loops", [])
-        return loops
-
-
-def _identity(frame: FrameType) -> tuple[int, CodeType | None]:
-    return id(frame), frame.f_code
 
 
 _loops = _Loops()
 _newest: dict[str, "weakref.ref[Resumable]"] = {}
 """The loop over each directory that was made last."""
+
+
+def _check_no_outer(store: Store) -> None:
+    """Raises `OptionError` within a step of another loop of this thread."""
+    if _loops.is_in_step:
+        raise OptionError(
+            "a loop within another loop's step: restoring its objects would undo steps of the outer loop",
+            where=store.directory,
+            expected="one loop over all steps",
+            remedy="give the number of all steps to one loop: epoch, batch = divmod(step, steps_per_epoch)",
+        )
 
 
 def _agreement(*arguments: object) -> Agreement:
@@ -412,9 +358,8 @@ def resumable(
     one, and when the deadline is near or a signal has come. Then the loop ends, and `stopped` says why. The number of a
     checkpoint is the number of steps that are done.
 
-    A loop that is left by `break` or an exception saves nothing more. Neither does a loop in whose step another loop
-    was stopped before its last step: that step is not done. (Where the other loop's deadline began within the step,
-    only that loop ends.) Of the loops over a store, only the one that was made last goes on.
+    A loop that is left by `break` or an exception saves nothing more. Of the loops over a store, only the one that was
+    made last goes on. A loop within another loop's step is refused.
 
     Random generators among the objects are set when the objects are restored, and again before the first step: random
     numbers that are drawn between this call and the loop do not change the steps.
@@ -445,8 +390,8 @@ def resumable(
         INFO) that a run goes on from a checkpoint.
 
     Raises:
-        OptionError: An argument cannot be used; or, in the loop, a later loop uses the same store; or the loop ends and
-            no checkpoint has the metric of `Keep(best=...)`.
+        OptionError: An argument cannot be used; or a loop of this thread is in a step; or, in the loop, a later
+            loop uses the same store; or the loop ends and no checkpoint has the metric of `Keep(best=...)`.
         RanksDifferError: The ranks have different arguments.
         RankLostError: A rank did not take part in time.
 
@@ -467,12 +412,7 @@ def resumable(
             remedy = "give it to the Store: keep=..."
             raise OptionError("keep= is for the path of a store", found=short_repr(keep), remedy=remedy)
         store = store if isinstance(store, Store) else Store(store, keep=keep)
-        if any(loop.store.directory == store.directory and loop._is_in_step() for loop in _loops.in_step()):
-            raise OptionError(
-                "a loop within another one's step, of the same store, in which their steps would be mixed up",
-                where=store.directory,
-                remedy="give each loop a Store of its own, in another directory",
-            )
+        _check_no_outer(store)
         earlier = _newest.get(store.directory, lambda: None)()
         if earlier is not None and earlier.store is not store:
             # A loop that was left by an exception stays alive: the interpreter keeps the exception, with its frames.
@@ -481,25 +421,20 @@ def resumable(
     options = steps, save_every, background, deadline is not None
     with agreement.held():
         with agreement.phase("beginning", lambda: [Digest.of("the arguments", f"{steps=}, {save_every=}", options)]):
-            found = _reached(store, objects)
-
-        def begin() -> tuple[dict[str, object] | None, bool]:
-            return None if found is None else asdict(found), bool(store.infos())
-
-        reached_fields, has_steps = agreement.decided("looking for the latest step", begin)
-        restored, reached = None, None if reached_fields is None else CheckpointInfo(**reached_fields)
-        if reached is None and has_steps:
+            pass
+        has_steps = agreement.decided("looking for the latest step", lambda: bool(store.infos()))
+        restored = None
+        if has_steps:
             restored = store.restore(objects, **restoring)
             _log_resume(restored, store, steps)
-        before = restored or reached
-        if before is None or before.step < steps:
+        if restored is None or restored.step < steps:
             try:
                 store.check(objects)
             except BaseException:
                 if is_path:
                     store.close()  # the traceback keeps the store alive, and with it the lock of the directory
                 raise
-    return Resumable(store, objects, steps, save_every, deadline, background, restored, reached, is_path)
+    return Resumable(store, objects, steps, save_every, deadline, background, restored, is_path)
 
 
 def _check_options(steps: int, save_every: int, deadline: Deadline | None, restoring: Mapping[str, object]) -> None:
@@ -515,23 +450,6 @@ def _check_options(steps: int, save_every: int, deadline: Deadline | None, resto
                 expected=nearest(name, _RESTORE_OPTIONS) or ", ".join(_RESTORE_OPTIONS),
                 found=name,
             )
-
-
-def _reached(store: Store, objects: Mapping[str, object]) -> CheckpointInfo | None:
-    """Returns the newest checkpoint where an outer loop has the objects in a state at least as new; else None.
-
-    A restore would undo what the outer loop has done to the objects since.
-    """
-    outer = _loops.in_step()
-    newest = next((info for info in reversed(store.infos(by_age=True)) if info.intact), None) if outer else None
-    if newest is None:
-        return None
-    for loop in outer:
-        is_reached = loop._reached_within.get(store.directory) == newest.step
-        is_restored_later = loop.restored is not None and loop.restored.logical_time > newest.logical_time
-        if (is_reached or is_restored_later) and loop._has_all(objects):
-            return newest
-    return None
 
 
 def _log_resume(restored: RestoredStep, store: Store, steps: int) -> None:

@@ -65,9 +65,6 @@ class CheckpointInfo:
     """The number of the save: of two checkpoints of a store, the later one has the higher; 0 where it is unknown."""
     store: str = ""
     """The name of the store that it was written to; empty where it is unknown."""
-    logical_time: int = 0
-    """A number that is higher than those of the checkpoints, of any store, that the same thread had saved or restored
-    before, whatever the clock said; 0 where it is unknown."""
 
     @property
     def intact(self) -> bool:

@@ -40,7 +40,7 @@ from modelstate.remote.upload import check_writable
 from modelstate.store.access import WriteAccess
 from modelstate.store.directory import Step, StepEntry, StepIndex, not_shared, store_file_problem
 from modelstate.store.medium import STORE_FILE, unfinished_name
-from modelstate.store.record import RECORD_FILE, Record, next_logical_time, note_restored
+from modelstate.store.record import RECORD_FILE, Record
 from modelstate.store.retention import CheckpointInfo, Keep, as_keep, infos_page, metric_value
 from modelstate.store.saving import (
     NewStep,
@@ -80,8 +80,6 @@ class RestoredStep(Restored):
     skipped: Mapping[int, str]
     """What is wrong with the newer checkpoints that were passed over, by step. The restored step itself is among them
     where an earlier save of it was restored: of a save that was to be replaced, by one that is damaged."""
-    logical_time: int
-    """As in `CheckpointInfo`."""
 
 
 class Store(Shown):
@@ -267,7 +265,7 @@ class Store(Shown):
                 directory = os.path.join(self.directory, name)
                 writer = _writer(writing, directory)
                 encoded = encode_objects(targets, agreement, writer)
-                record = Record("", step, time.time(), checked_metrics, {}, logical_time=next_logical_time())
+                record = Record("", step, time.time(), checked_metrics, {})
                 new_step = NewStep(
                     *(self._access, self.index.cached(), name, record, encoded),
                     shard_bytes=self._shard_bytes,
@@ -464,7 +462,6 @@ class Store(Shown):
                 check_budget_option(max_memory_bytes)
             (record, restored), skipped = self.index.first_usable(step, attempt, agreement)
         self._access.note_in_use()
-        note_restored(record)
         inherited = {field.name: getattr(restored, field.name) for field in fields(restored)}
         return RestoredStep(
             **inherited,
@@ -472,7 +469,6 @@ class Store(Shown):
             time=record.time,
             metrics=dict(record.metrics),
             skipped=skipped,
-            logical_time=record.logical_time,
         )
 
     @checked_call(
