@@ -161,6 +161,14 @@ def changed(name: str, key: str, value: Any) -> Any:
     return change
 
 
+def of_no_class(name: str, key: str, value: Any) -> Any:
+    def change(state: dict[str, Any]) -> None:
+        state["state"][name][key] = value
+        del state["class"]
+
+    return change
+
+
 def with_other(name: str) -> Any:
     def change(state: dict[str, Any]) -> None:
         state["state"][name] = state["state"]["q.weight"]
@@ -178,7 +186,7 @@ def with_other(name: str) -> Any:
         (changed("q.weight", "exp_avg", torch.eye(4).to_sparse()), (), OptimizerStateError, "no values"),
         (changed("q.weight", "exp_avg", torch.ones(4, 4, device="meta")), (), OptimizerStateError, "no values"),
         (changed("q.weight", "exp_avg", torch.ones(4, 4) * 1j), (), OptimizerStateError, "complex"),
-        (changed("q.weight", "momentum_buffer", torch.ones(4, 4)), (), OptimizerStateError, "saved momentum_buffer"),
+        (of_no_class("q.weight", "momentum_buffer", torch.eye(4)), (), OptimizerStateError, "saved momentum_buffer"),
         (changed("q.weight", "exp_avg", torch.ones(1, 4)), (), OptimizerStateError, r"shape \[1, 4\]"),
         (lambda state: state["state"]["q.weight"].pop("step"), (), OptimizerStateError, "step is lacking"),
         (changed("q.weight", "exp_avg", 1.0), (), OptimizerStateError, "is float, where the optimizer has Tensor"),

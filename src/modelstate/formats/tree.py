@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections import Counter, OrderedDict, defaultdict
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
 from copy import copy
 from dataclasses import dataclass, field
@@ -90,6 +90,28 @@ def leaves(node: object, path: str = "", depth: int = 0) -> Iterator[tuple[str, 
         )
     for name, child in items_of(node):
         yield from leaves(child, f"{path}.{name}" if path else name, depth + 1)
+
+
+def map_leaves(node: Any, function: Callable[[tuple[object, ...], Any], Any], path: tuple[object, ...] = ()) -> Any:
+    """Returns a copy of nested containers in which `function(path, leaf)` has taken the place of each leaf.
+
+    Containers are the dicts, lists, tuples, namedtuples and deques of Python, whose classes stay. The path of a leaf
+    has the keys and positions that lead to it. Raises `CodecError` for containers that are nested too deeply.
+    """
+    if len(path) > _MAX_DEPTH:
+        raise CodecError("a value that holds itself, or is nested too deeply", expected=f"at most {_MAX_DEPTH} levels")
+    if type(node) in (dict, OrderedDict, defaultdict):
+        new = copy(node)
+        for key, child in node.items():
+            new[key] = map_leaves(child, function, (*path, key))
+        return new
+    is_named = isinstance(node, tuple) and hasattr(node, "_fields")
+    if type(node) not in (list, tuple, deque) and not is_named:
+        return function(path, node)
+    items = [map_leaves(child, function, (*path, index)) for index, child in enumerate(node)]
+    if isinstance(node, deque):
+        return deque(items, node.maxlen)
+    return type(node)._make(items) if is_named else type(node)(items)
 
 
 def paths_of_containers(node: object, path: str = "") -> Iterator[str]:

@@ -4,13 +4,11 @@ torch keeps the state by the positions of the parameters. After a parameter has 
 the state goes to the wrong parameters, without an error where the shapes allow it. Names do not move.
 """
 
-import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from copy import deepcopy
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -19,7 +17,7 @@ from modelstate.checkpoint.open import checked_call, is_module, patterns_of
 from modelstate.distributed.agreement import TIMEOUT_SECONDS, agreement_of
 from modelstate.distributed.reports import Digest
 from modelstate.errors import OptimizerStateError, OptionError
-from modelstate.formats.tree import same_value
+from modelstate.formats.tree import map_leaves
 from modelstate.loading.collective import before_call, described, text_of
 from modelstate.objects.optimizer_class import (
     CLASS,
@@ -31,28 +29,37 @@ from modelstate.objects.optimizer_class import (
     group_options,
     other_class,
 )
+from modelstate.objects.optimizer_values import (
+    Path,
+    StateLayout,
+    Values,
+    is_number,
+    is_torchs,
+    place,
+    placed_options,
+    placed_state,
+    same_state,
+    value_problems,
+    why_not_restored,
+)
 from modelstate.objects.recorded_memory import Recorded, into_recorded_memory, recorded_by_graphs
 from modelstate.planning.differences import wrapper_rule
 from modelstate.planning.matching import Patterns, check_model
-from modelstate.planning.sharded import ShardedSlot, sharded_slot
+from modelstate.problems import OptimizerMisfit
 from modelstate.process import deferred_signals
-from modelstate.rules.expression import Read, values_of
 from modelstate.rules.optimizer import apply_to_optimizer
 from modelstate.rules.rule import Rule
 from modelstate.rules.schema import Schema, check_rules, renaming, way_back
 from modelstate.text_format import listed, short_repr
-from modelstate.torch_compat.plain import is_sharded
-from modelstate.torch_compat.sharding import dtensor_like, local_tensor
 from modelstate.transaction.optimizers import check_optimizers
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup  # which torch may have been built without
 
 _GROUPS = "param_groups"
+DTYPES = "dtypes"
+"""The key of the dtypes of the parameters in a saved state."""
 _MAX_SHOWN = 12
-
-_Values = Mapping[str, object]
-"""The state of one parameter, such as "exp_avg" and "step"."""
 
 
 def _is_optimizer(value: object) -> bool:
@@ -63,8 +70,10 @@ def _is_optimizer(value: object) -> bool:
 def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Returns the state of an optimizer by the names that the model has for its parameters.
 
-    The layout is that of `torch.distributed.checkpoint`, with the class of the optimizer added:
-    `{"state": {name: {"exp_avg": ..., "step": ...}}, "param_groups": [{"params": [names], "lr": ...}], "class": name}`.
+    The layout is that of `torch.distributed.checkpoint`:
+    `{"state": {name: {"exp_avg": ..., "step": ...}}, "param_groups": [{"params": [names], "lr": ...}]}`. Added are the
+    class of the optimizer (`"class": name`) and the dtypes of the parameters (`"dtypes": {name: "torch.float32"}`). The
+    state of a parameter may have dicts, lists, tuples and deques of tensors and plain values.
 
     Args:
         model: the module that has all parameters of the optimizer.
@@ -76,7 +85,8 @@ def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[
 
     Raises:
         OptionError: An argument is of another type.
-        OptimizerStateError: A parameter is not the model's, or the optimizer keeps state beside that of parameters.
+        OptimizerStateError: A parameter is not the model's, the optimizer keeps state beside that of parameters, or the
+            state has a value that could not be restored, such as an array or a generator.
 
     Examples:
         >>> state = ms.optimizer_state(model, optimizer)
@@ -90,7 +100,9 @@ def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[
         for group in optimizer.param_groups
     ]
     state = {name: dict(optimizer.state.get(param, {})) for param, name in names.items()}
-    return {"state": state, _GROUPS: groups, CLASS: class_name(computing_class(optimizer))}
+    _check_values(state, names, optimizer)
+    dtypes = {name: str(param.dtype) for param, name in names.items()}
+    return {"state": state, _GROUPS: groups, CLASS: class_name(computing_class(optimizer)), DTYPES: dtypes}
 
 
 @checked_call(
@@ -113,9 +125,11 @@ def load_optimizer_state(
     have whole tensors (each rank takes its part of them), or DTensors that are placed as the parameters are, as
     `get_optimizer_state_dict` of `torch.distributed.checkpoint.state_dict` returns them.
 
-    Tensors take the device of their parameter. Tensors that torch's optimizers keep for each element of a parameter
-    also take its dtype; `step` stays where the optimizer keeps it. A parameter with an empty saved state has no state
-    afterwards. LBFGS, which keeps all parameters in one vector, takes only the same ones in the same order.
+    Tensors take the device of their parameter; `step` stays where the optimizer keeps it. Tensors keep the dtype that
+    was saved: momentum in float32 beside weights in bfloat16 stays in float32. Where the parameter had another dtype
+    when its state was saved, tensors that had the parameter's dtype get the new one. A parameter with an empty saved
+    state has no state afterwards. LBFGS, which keeps all parameters in one vector, takes only the same ones in the same
+    order.
 
     The state of another class of optimizer is refused where it does not fit, and where the saved options would change
     what this optimizer computes: the state of an `Adam` would turn off the decoupled weight decay of an `AdamW`. With
@@ -172,9 +186,9 @@ def load_optimizer_state(
             )
             check_keep_options(patterns, [str(key) for group in optimizer.param_groups for key in group_options(group)])
             if planned.problems:
-                other = planned.other_class
-                remedy = remedy_of("['NAME']") if other is None else other.remedy('["*"]', "do not load this state")
-                raise misfit(type(optimizer).__name__, planned.problems, remedy)
+                names = remedies_for_names(planned.missing, planned.unexpected, "take them out of the state")
+                remedies = [*planned.own_remedies('["*"]', "do not load this state"), *names]
+                raise misfit(type(optimizer).__name__, planned.problems, "; or ".join(remedies))
         into_recorded_memory(planned.load(agreement.phase("reading", decides=True)))
 
 
@@ -189,12 +203,34 @@ def check_keep_options(patterns: Iterable[str], options: Sequence[str]) -> None:
             )
 
 
-def remedy_of(allow_missing: str) -> str:
-    """Returns the remedy for state that does not fit; `allow_missing` is the value that it proposes."""
-    return (
-        "give the rules by which the model was loaded: rules=[...]; for parameters that are new in the model: "
-        f"allow_missing={allow_missing}"
-    )
+def remedies_for_names(missing: Sequence[str], unexpected: Sequence[str], gone: str) -> list[str]:
+    """Returns the remedies for names that do not match.
+
+    Args:
+        missing: The parameters that lack state, as `allow_missing` names them.
+        unexpected: The saved names that the optimizer does not have.
+        gone: What to do with these where their parameters are gone.
+    """
+    if not missing and not unexpected:
+        return []
+    remedies = [OptimizerMisfit.remedy]
+    if missing:
+        remedies.append(f"for parameters that are new: allow_missing={name_patterns(missing)!r}")
+    if unexpected:
+        remedies.append(f"for those that are gone or frozen: {gone}")
+    return remedies
+
+
+def name_patterns(names: Sequence[str]) -> list[str]:
+    """Returns glob patterns for names: one for several names under the same parent, else the name."""
+    siblings: dict[str, set[str]] = {}
+    for name in names:
+        siblings.setdefault(name.rpartition(".")[0], set()).add(name)
+    return [
+        pattern
+        for parent, group in siblings.items()
+        for pattern in ([f"{parent}.*"] if parent and len(group) > 1 else sorted(group))
+    ]
 
 
 def misfit(where: str, problems: Sequence[str], remedy: str) -> OptimizerStateError:
@@ -219,14 +255,35 @@ class OptimizerPlan:
     """Saved names that the optimizer does not have, and may not be there."""
     other_class: OtherClass | None
     """Set where the class of the saved state is one of the problems."""
+    has_unfit_values: bool
+    """Whether something but names, groups and options is a problem."""
+    has_other_options: bool
+    """Whether groups or options are a problem."""
     note: str
     """Set where the state is of another class and is loaded all the same."""
     optimizer: torch.optim.Optimizer
-    values: Mapping[torch.Tensor, _Values]
+    values: Mapping[torch.Tensor, Values]
     """The saved state of each parameter that has some."""
+    dtypes: Mapping[torch.Tensor, str]
+    """The dtypes that the parameters had when their state was saved, as far as they are known."""
     options: Sequence[tuple[dict[str, Any], dict[str, Any]]]
     """Groups of the optimizer, each with the saved options that it gets."""
-    layout: "_StateLayout"
+    layout: StateLayout
+
+    def own_remedies(self, keep_options: str, start_anew: str) -> list[str]:
+        """Returns the remedies for all but the names of parameters.
+
+        Args:
+            keep_options: the value of `keep_options` that keeps all options of this optimizer.
+            start_anew: how to begin without the saved state.
+        """
+        if self.other_class is not None:
+            return [self.other_class.remedy(keep_options, start_anew)]
+        if not (self.has_unfit_values or self.has_other_options):
+            return []
+        is_kept = self.has_other_options and not (self.has_unfit_values or self.missing or self.unexpected)
+        keep = [f"to keep this optimizer's own options: keep_options={keep_options}"] if is_kept else []
+        return [*keep, f"to begin without the saved state: {start_anew}"]
 
     def load(self, copying: AbstractContextManager[None] | None = None) -> list[Recorded]:
         """Loads the state, all or nothing. Call it only where there are no problems.
@@ -244,10 +301,8 @@ class OptimizerPlan:
         with ExitStack() as uninterrupted:
             with copying or nullcontext():
                 try:
-                    new_state: dict[torch.Tensor, dict[str, object]] = {
-                        param: _placed(values, param, self.layout) for param, values in self.values.items()
-                    }
-                    new_options = [(group, _placed_options(options, group)) for group, options in self.options]
+                    new_state = placed_state(self.values, self.dtypes, self.layout)
+                    new_options = [(group, placed_options(options, group)) for group, options in self.options]
                 except Exception as error:
                     raise OptimizerStateError(
                         "a value of the state cannot be copied; nothing has been changed",
@@ -261,6 +316,8 @@ class OptimizerPlan:
                 for param in group["params"]:
                     new = new_state.get(param, {})
                     recorded += recorded_by_graphs(optimizer.state.pop(param, {}), new, new)
+            for key in list(optimizer.state):  # state of no parameter, which the saved optimizer had not
+                del optimizer.state[key]
             optimizer.state.update(new_state)
             for group, options in new_options:
                 recorded += recorded_by_graphs(group, options, group)
@@ -308,35 +365,62 @@ def plan_by_name(
     new = {param: name for param, name in names.items() if sources[param].isdisjoint(in_groups)}
     missing = [name for name in new.values() if not may_miss(name)]
     problems += [f"{name}: nothing was saved for it" for name in missing]
-    matched = _matched_groups(groups, optimizer, sources, problems, keeps)
+    group_problems: list[str] = []
+    matched = _matched_groups(groups, optimizer, sources, group_problems, keeps)
+    unfit_values: list[str] = []
     if isinstance(optimizer, torch.optim.LBFGS):
         live = [param for group in optimizer.param_groups for param in group["params"]]
         if len(grouped) != len(live) or any(
             name not in sources[param] for name, param in zip(grouped, live, strict=True)
         ):
-            problems.append("LBFGS has all parameters in one vector, which only fits the same ones in the same order")
+            unfit_values.append(
+                "LBFGS has all parameters in one vector, which only fits the same ones in the same order"
+            )
     if any(by_name.values()):
         present = {params[name] for name in by_name if name in params}
         lost = [name for param, name in names.items() if not (param in present or param in new or may_miss(name))]
         problems += [f"{name}: its state is not there" for name in lost]
         missing += lost
-    by_param: dict[torch.Tensor, _Values] = {}
+    by_param: dict[torch.Tensor, Values] = {}
     for name, values in by_name.items():
-        if name in params and values and not _same_state(by_param.setdefault(params[name], values), values):
-            problems.append(f"{name}: its state differs from that of another name of {names[params[name]]}")
-    layout = _StateLayout(optimizer, matched)
+        if name in params and values and not same_state(by_param.setdefault(params[name], values), values):
+            unfit_values.append(f"{name}: its state differs from that of another name of {names[params[name]]}")
+    layout = StateLayout(optimizer, matched)
     cls = computing_class(optimizer)
-    may_add = not _is_torchs(cls) and state.get(CLASS) == class_name(cls)
-    option_problems = [line for group, options in matched for line in _option_problems(options, group, may_add)]
-    value_problems = [
+    is_same_class = state.get(CLASS) == class_name(cls)
+    may_add = not is_torchs(cls) and is_same_class
+    group_problems += [line for group, options in matched for line in _option_problems(options, group, may_add)]
+    unfit_values += [
         line
         for param, values in by_param.items()
-        for line in _value_problems(names[param], values, param, optimizer, layout.values_of(param))
+        for line in value_problems(
+            names[param], values, param, optimizer, None if may_add else layout.values_of(param), is_same_class
+        )
     ]
-    other, note = other_class(state, groups, optimizer, keeps, bool(option_problems), bool(value_problems))
-    problems = [*([other.text] if other else []), *problems, *option_problems, *value_problems]
+    other, note = other_class(state, groups, optimizer, keeps, bool(group_problems), bool(unfit_values))
+    problems = [*([other.text] if other else []), *problems, *group_problems, *unfit_values]
     problems = list(dict.fromkeys(problems))
-    return OptimizerPlan(problems, missing, unexpected, other, note, optimizer, by_param, matched, layout)
+    saved_dtypes = state.get(DTYPES)
+    dtypes: dict[torch.Tensor, str] = {}
+    if isinstance(saved_dtypes, Mapping):
+        for param in by_param:
+            of_sources = {str(saved_dtypes[name]) for name in sources[param] if name in saved_dtypes}
+            if len(of_sources) == 1:
+                dtypes[param] = of_sources.pop()
+    return OptimizerPlan(
+        problems,
+        missing,
+        unexpected,
+        other,
+        bool(unfit_values),
+        bool(group_problems),
+        note,
+        optimizer,
+        by_param,
+        dtypes,
+        matched,
+        layout,
+    )
 
 
 # Names, state and groups.
@@ -369,6 +453,38 @@ def _check_no_other_state(optimizer: torch.optim.Optimizer) -> None:
             found=listed(map(repr, other), 8),
             remedy="save it as an object of its own: one whose state_dict and load_state_dict call the optimizer's",
         )
+
+
+def _check_values(
+    state: Mapping[str, Values], names: Mapping[torch.Tensor, str], optimizer: torch.optim.Optimizer
+) -> None:
+    """Raises for values that a restore could not bring back."""
+    places = {_address(param) for param in names} - {0}
+    problems: list[str] = []
+    for name, values in state.items():
+
+        def check(path: Path, leaf: object, name: str = name) -> None:
+            why = why_not_restored(leaf)
+            if isinstance(leaf, torch.Tensor) and (leaf in names or _address(leaf) in places):
+                why = "shares the memory of a parameter, which a restore would not share"
+            if why:
+                problems.append(f"{name}: {place(path)} {why}")
+
+        map_leaves(dict(values), check)
+    if problems:
+        raise OptimizerStateError(
+            "the optimizer keeps values that could not be restored",
+            where=type(optimizer).__qualname__,
+            found=listed(problems, 8, "\n    "),
+            remedy="keep them as tensors or plain values, or outside of the state of the optimizer, as an object of "
+            "their own with state_dict and load_state_dict",
+        )
+
+
+def _address(tensor: torch.Tensor) -> int:
+    """Returns the address of the memory of a plain tensor; 0 for one without memory of its own."""
+    is_plain = type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout is torch.strided
+    return tensor.data_ptr() if is_plain else 0
 
 
 def _state_and_groups(state: object) -> tuple[dict[str, Any], list[dict[str, Any]]]:
@@ -477,199 +593,6 @@ def _same_kind(saved: object, live: object) -> bool:
     """Whether two values of an option are of one kind. None is of every kind, since an option may be optional."""
     if isinstance(saved, tuple | list) and isinstance(live, tuple | list):
         return len(saved) == len(live) and all(map(_same_kind, saved, live))
-    if _is_number(live) and not isinstance(live, bool):  # a choice such as fused= may also be None
-        return _is_number(saved)
+    if is_number(live) and not isinstance(live, bool):  # a choice such as fused= may also be None
+        return is_number(saved)
     return saved is None or live is None or isinstance(saved, type(live)) or isinstance(live, type(saved))
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) or (isinstance(value, torch.Tensor) and value.numel() == 1)
-
-
-# Values of the state.
-
-
-def _same_state(first: _Values, second: _Values) -> bool:
-    """Whether two names of a tied parameter have the same state, on this rank."""
-
-    def local(value: object) -> object:
-        return local_tensor(value) if isinstance(value, torch.Tensor) and is_sharded(value) else value
-
-    is_same = first.keys() == second.keys()
-    return first is second or (is_same and all(same_value(local(first[key]), local(second[key])) for key in first))
-
-
-def _is_torchs(cls: type) -> bool:
-    return cls.__module__.startswith("torch.optim")
-
-
-class _StateLayout:
-    """The state that an optimizer keeps, or would keep, for each of its parameters."""
-
-    def __init__(
-        self, optimizer: torch.optim.Optimizer, matched: Iterable[tuple[dict[str, object], dict[str, object]]]
-    ) -> None:
-        self.group_of = {param: group for group in optimizer.param_groups for param in group["params"]}
-        self.casts = _is_torchs(type(optimizer))
-        """Whether state for the elements of a parameter has the parameter's dtype; unknown for foreign optimizers."""
-        self._optimizer = optimizer
-        self._new_options = {id(group): options for group, options in matched}
-        """The options that each group is going to have, by the id of the group."""
-        self._trials: dict[tuple[int, int], _Values | None] = {}
-
-    def values_of(self, param: torch.Tensor) -> _Values | None:
-        """Returns the state of a parameter, else what it would be with the new options; None where that is unknown."""
-        if isinstance(self._optimizer, torch.optim.LBFGS):
-            return None  # its names depend on the steps that were taken: `al` is added by the second direction
-        values: _Values | None = self._optimizer.state.get(param)
-        if values:
-            return values
-        group = self.group_of[param]
-        key = id(group), param.dim()
-        if key not in self._trials:
-            self._trials[key] = _trial_state(self._optimizer, self.options_of(param), param.dim())
-        return self._trials[key]
-
-    def options_of(self, param: torch.Tensor) -> dict[str, object]:
-        """Returns the options that the group of a parameter is going to have."""
-        group = self.group_of[param]
-        return {**group, **self._new_options.get(id(group), {})}
-
-
-def _trial_state(optimizer: torch.optim.Optimizer, options: Mapping[str, object], dims: int) -> _Values | None:
-    """Returns the state of a small parameter after a step of an optimizer of torch's; None where it cannot step."""
-    build: Any = type(optimizer)
-    if not _is_torchs(build):
-        return None
-    arguments = {key: options[key] for key in inspect.signature(build).parameters if key in options and key != "params"}
-    if "capturable" in arguments:
-        arguments["capturable"] = False  # the trial runs on the CPU
-    param = nn.Parameter(torch.zeros([2] * dims, device="cpu"))
-    param.grad = torch.ones_like(param)
-    try:
-        trial: torch.optim.Optimizer = build([param], **arguments)
-        trial.step()
-    except Exception:  # it needs a closure, sparse gradients, or another device
-        return None
-    return dict(trial.state.get(param, {}))
-
-
-def _value_problems(
-    name: str, values: _Values, param: torch.Tensor, optimizer: torch.optim.Optimizer, expected: _Values | None
-) -> list[str]:
-    """Returns a line for each saved value of a parameter that does not fit; `expected` is the state that it has."""
-    known = {} if expected is None else expected
-    unknown = [] if expected is None else [str(key) for key in values if key not in expected]
-    problems = [f"{name}: the optimizer does not keep the saved {', '.join(unknown)}"] if unknown else []
-    problems += [f"{name}: {key} is lacking" for key in known if key not in values]
-    for key, value in values.items():
-        why = _unfit_for_param(value, param, optimizer) or (_unlike(value, known[key]) if key in known else "")
-        if why:
-            problems.append(f"{name}: {key} {why}")
-    return problems
-
-
-def _unfit_for_param(value: object, param: torch.Tensor, optimizer: torch.optim.Optimizer) -> str:
-    """Returns why a value cannot be state of a parameter; empty where it can."""
-    if isinstance(value, torch.Tensor) and (is_sharded(value) or (is_sharded(param) and value.dim())):
-        return _unfit_for_shard(value, param)
-    if not isinstance(value, torch.Tensor):
-        return "" if value is None or isinstance(value, int | float | list | tuple) else f"is {type(value).__name__}"
-    if value.layout is not torch.strided or value.is_meta:
-        return f"has no values that could be copied: {value.layout} on {value.device}"
-    if value.is_complex() and not param.is_complex():
-        return "is complex, and the parameter is not"
-    if not value.dim() or isinstance(optimizer, torch.optim.LBFGS):
-        return ""
-    if not _is_torchs(type(optimizer)):
-        return ""  # a foreign optimizer may keep state of any shape
-    fits = value.shape == param.shape
-    if isinstance(optimizer, torch.optim.Adafactor):  # one value for each element, or for each row or column
-        fits = _is_reduced(value, param)
-    return "" if fits else f"has the shape {list(value.shape)}, the parameter {list(param.shape)}"
-
-
-def _unfit_for_shard(value: torch.Tensor, param: torch.Tensor) -> str:
-    """Returns why a rank cannot take its part of a value for a DTensor; empty where it can."""
-    if not is_sharded(param):
-        return "is a DTensor, and the parameter is not"
-    if value.shape != param.shape:
-        text = f"has the shape {list(value.shape)}, the parameter {list(param.shape)}"
-        if _is_reduced(value, param):
-            text += ": one value for each row or column, which is not split over the ranks of a DTensor"
-        return text
-    slot = sharded_slot("", param, value, None)
-    return "" if isinstance(slot, ShardedSlot) else f"cannot be split over the ranks: {slot.title}"
-
-
-def _is_reduced(value: torch.Tensor, param: torch.Tensor) -> bool:
-    """Whether each size is that of the parameter, or 1 where a value stands for a whole row or column."""
-    return value.dim() == param.dim() and all(a in (1, b) for a, b in zip(value.shape, param.shape, strict=True))
-
-
-def _unlike(value: object, expected: object) -> str:
-    """Returns how a value differs from what the optimizer keeps; a number and a tensor of one element are alike."""
-    if value is None or expected is None or (_is_number(value) and _is_number(expected)):
-        return ""
-    if isinstance(value, torch.Tensor) != isinstance(expected, torch.Tensor):
-        return f"is {type(value).__name__}, where the optimizer has {type(expected).__name__}"
-    if isinstance(value, torch.Tensor) and isinstance(expected, torch.Tensor):
-        if value.dim() != expected.dim():
-            return f"has {value.dim()} dimensions, where the optimizer has {expected.dim()}"
-        if value.is_floating_point() != expected.is_floating_point():
-            return f"is {value.dtype}, where the optimizer has {expected.dtype}"
-    return ""
-
-
-@torch.inference_mode(False)  # a tensor made in that mode could never be updated
-def _placed(values: _Values, param: torch.Tensor, layout: _StateLayout) -> dict[str, object]:
-    """Returns copies of the values on the device, and in the dtype, that the optimizer needs for the parameter."""
-    options = layout.options_of(param)
-    step_on_device = bool(options.get("capturable") or options.get("fused"))
-    dtype = param.dtype if param.is_floating_point() and layout.casts else None
-    placed = {key: _copied(key, value, param, dtype, step_on_device) for key, value in values.items()}
-    step = placed.get("step")
-    if isinstance((layout.values_of(param) or {}).get("step"), torch.Tensor) and isinstance(step, int | float):
-        device = param.device if step_on_device else "cpu"
-        placed["step"] = torch.tensor(float(step), device=device)  # torch keeps it as a tensor since 1.12
-    return placed
-
-
-def _placed_options(options: Mapping[str, object], group: Group) -> dict[str, object]:
-    """Returns copies of options for a group.
-
-    A tensor gets the device of the one that it replaces; without one, that of the first parameter, since files have no
-    devices.
-    """
-    placed = deepcopy(dict(options))
-    for key, value in placed.items():
-        live = next(iter(group["params"]), None) if key not in group else group[key]
-        if isinstance(value, torch.Tensor) and isinstance(live, torch.Tensor):
-            placed[key] = value.to(live.device)
-    return placed
-
-
-def _copied(key: str, value: object, param: torch.Tensor, dtype: torch.dtype | None, step_on_device: bool) -> Any:
-    """Copies a value. Floating-point state for the elements of the parameter is cast to `dtype`.
-
-    torch's own loading also casts single numbers and integers, which would no longer be what was saved.
-    """
-    if isinstance(value, torch.Tensor):
-        if key == "step":
-            step = value.detach().clone()
-            return step.to(torch.float32).to(param.device) if step_on_device else step
-        to = dtype if dtype is not None and value.dim() and value.is_floating_point() else value.dtype
-        if is_sharded(param) and value.dim():
-            slot = sharded_slot("", param, value, None)
-            assert isinstance(slot, ShardedSlot)
-            source = slot.local(value).stored
-            assert source is not None
-            local = values_of(source, cast(Read, torch.Tensor.detach))
-            return dtensor_like(param, local.to(local_tensor(param).device, to, copy=True).contiguous())
-        plain = type(value) is torch.Tensor and type(param.detach()) is torch.Tensor
-        if plain and value.shape == param.shape and value.stride() != param.stride():
-            return torch.empty_like(param.detach(), dtype=to).copy_(value.detach())  # files have no strides
-        return value.detach().to(param.device, to, copy=True)
-    if isinstance(value, list | tuple):
-        return type(value)(_copied(key, item, param, dtype, step_on_device) for item in value)
-    return deepcopy(value)

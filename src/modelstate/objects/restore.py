@@ -44,7 +44,15 @@ from modelstate.objects.objects import (
     targets_of,
     tensors_within,
 )
-from modelstate.objects.optimizer_state import OptimizerPlan, check_keep_options, misfit, plan_by_name, remedy_of
+from modelstate.objects.optimizer_state import (
+    DTYPES,
+    OptimizerPlan,
+    check_keep_options,
+    misfit,
+    name_patterns,
+    plan_by_name,
+    remedies_for_names,
+)
 from modelstate.objects.parts import KEPT, Kind, Part
 from modelstate.objects.recorded_memory import Recorded, into_recorded_memory
 from modelstate.planning.matching import Patterns, options_of
@@ -352,7 +360,7 @@ def restore_objects(
                 with object_code(path, "its state cannot be opened"):
                     checkpoints[path] = open_checkpoint(saved[path].tree)
         options = replace(options, rules=_rules(rules, checkpoints))
-        restoring = _Restoring(targets, saved, options.rules, may_miss, may_exceed, kept_options)
+        restoring = _Restoring(targets, saved, checkpoints, options.rules, may_miss, may_exceed, kept_options)
         restoring.note_used_patterns()
     models = ModuleContainer({path: targets[path].obj for path in checkpoints})
     try:
@@ -462,6 +470,7 @@ class _Restoring:
         self,
         targets: Mapping[str, Target],
         saved: Mapping[str, Part],
+        checkpoints: Mapping[str, Checkpoint],
         rules: tuple[Rule, ...],
         may_miss: Patterns,
         may_exceed: Patterns,
@@ -483,7 +492,7 @@ class _Restoring:
             if target.is_restored_last or own_generator(target.obj) is not None
         )
         self._container = modules_of(targets)
-        self._saved, self._rules = saved, rules
+        self._saved, self._checkpoints, self._rules = saved, checkpoints, rules
         self._may_miss, self._may_exceed, self._keep_options = may_miss, may_exceed, keep_options
 
     def note_used_patterns(self) -> None:
@@ -531,10 +540,18 @@ class _Restoring:
     def _plan_optimizer(
         self, path: str, optimizer: torch.optim.Optimizer, is_initialised: Callable[[str], bool]
     ) -> OptimizerPlan:
+        state = self._saved[path].tree
+        if isinstance(state, Mapping) and DTYPES not in state:  # a file of another tool
+            dtypes = {
+                f"{of_module}.{name}": spec.dtype
+                for of_module, checkpoint in self._checkpoints.items()
+                for name, spec in checkpoint.items()
+            }
+            state = {**state, DTYPES: dtypes}
         return plan_by_name(
             self._container,
             optimizer,
-            self._saved[path].tree,
+            state,
             rules=self._rules,
             may_miss=lambda name: is_initialised(name) or self._may_miss.allow(f"{path}.{name}"),
             may_exceed=lambda name: self._may_exceed.allow(f"{path}.{name}"),
@@ -565,11 +582,11 @@ class _Restoring:
         missing, unexpected = _refused(plans)
         missing = [problem.name for problem in error.problems if isinstance(problem, Missing)] + missing
         unexpected = [problem.name for problem in error.problems if isinstance(problem, Unexpected)] + unexpected
-        remedies = _class_remedies(plans)
+        remedies = _own_remedies(plans)
         if any(isinstance(problem, OtherNames) for problem in error.problems):
             remedies.append("pass the rule above: optimizers follow rules")
-        elif missing or unexpected or not remedies:
-            remedies.append(_remedy(missing, unexpected))
+        else:
+            remedies += remedies_for_names(missing, unexpected, f"allow_unexpected={name_patterns(unexpected)!r}")
         sources = list(dict.fromkeys(checkpoint.source for checkpoint in checkpoints.values()))
         renamed = [
             path
@@ -592,9 +609,6 @@ class _Restoring:
 def _misfits(plans: Mapping[str, OptimizerPlan]) -> OptimizerStateError:
     """Returns one error for all optimizers, by their paths, whose states do not fit."""
     missing, unexpected = _refused(plans)
-    remedies = _class_remedies(plans)
-    if missing or unexpected:
-        remedies.append(_remedy(missing, unexpected))
     class_lines: list[str] = []
     other_lines: list[str] = []
     for path, plan in plans.items():
@@ -602,7 +616,8 @@ def _misfits(plans: Mapping[str, OptimizerPlan]) -> OptimizerStateError:
             is_about_class = plan.other_class is not None and plan.other_class.text == line
             lines = class_lines if is_about_class else other_lines
             lines.append(f"{path}: {line}" if len(plans) > 1 else line)
-    remedy = "; ".join(remedies) or remedy_of(f'["{next(iter(plans))}.NAME"]')
+    names = remedies_for_names(missing, unexpected, f"allow_unexpected={name_patterns(unexpected)!r}")
+    remedy = "; ".join([*_own_remedies(plans), *names])
     where = ", ".join(f"{path}: {type(plan.optimizer).__name__}" for path, plan in plans.items())
     return misfit(where, class_lines + other_lines, remedy)
 
@@ -613,35 +628,17 @@ def _refused(plans: Mapping[str, OptimizerPlan]) -> tuple[list[str], list[str]]:
     return missing, [f"{path}.{name}" for path, plan in plans.items() for name in plan.unexpected]
 
 
-def _class_remedies(plans: Mapping[str, OptimizerPlan]) -> list[str]:
-    """Returns the remedies for states of other classes of optimizers."""
+def _own_remedies(plans: Mapping[str, OptimizerPlan]) -> list[str]:
+    """Returns the remedies for the states of optimizers, without those for the names of parameters."""
     return [
-        plan.other_class.remedy(
+        remedy
+        for path, plan in plans.items()
+        for remedy in plan.own_remedies(
             f"[{path!r}]",
             f"call it {path + '_new'!r} among the objects, with allow_missing=[{path + '_new'!r}], "
             f"allow_unexpected=[{path!r}]",
         )
-        for path, plan in plans.items()
-        if plan.other_class is not None
     ]
-
-
-def _remedy(missing: list[str], unexpected: list[str]) -> str:
-    """Returns the remedy with the patterns that allow these names to be missing and unexpected."""
-    remedies = [OptimizerMisfit.remedy]
-    if missing:
-        remedies.append(f"for parameters that are new: allow_missing={_patterns(missing)!r}")
-    if unexpected:
-        remedies.append(f"for those that are gone or frozen: allow_unexpected={_patterns(unexpected)!r}")
-    return "; ".join(remedies)
-
-
-def _patterns(names: list[str]) -> list[str]:
-    """Returns glob patterns for names: one for several names under the same parent, else the name."""
-    siblings: dict[str, set[str]] = {}
-    for name in names:
-        siblings.setdefault(name.rpartition(".")[0], set()).add(name)
-    return [parent + ".*" if len(group) > 1 else min(group) for parent, group in siblings.items()]
 
 
 def _suggest_code(path: str, checkpoint: Checkpoint, source_name: str) -> str:

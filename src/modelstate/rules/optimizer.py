@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping
 import torch
 
 from modelstate.errors import RuleError
+from modelstate.formats.tree import map_leaves, same_value
 from modelstate.problems import BadRule, Problem, explain
 from modelstate.rules.expression import values_of
 from modelstate.rules.names import Fill
@@ -13,7 +14,7 @@ from modelstate.rules.schema import apply_rules, in_memory
 from modelstate.rules.tensors import Apply, Cast
 
 State = Mapping[str, Mapping[str, object]]
-"""From the name of a parameter to what the optimizer keeps for it: "exp_avg", "step", ..."""
+"""From the name of a parameter to what the optimizer keeps for it: "exp_avg", "step", ...; containers can be nested."""
 
 
 def apply_to_optimizer(
@@ -49,31 +50,75 @@ def apply_to_optimizer(
         problems.extend(applied.problems)
         return applied.entries
 
-    result: dict[str, dict[str, object]] = {}
+    moved: dict[tuple[str, Path], torch.Tensor] = {}
     sources: dict[str, tuple[str, ...]] = {}
-    for key, entries in _elementwise_entries(state).items():
+    several = _several_shapes(state)
+    for path, entries in _elementwise_entries(state).items():
         for name, entry in apply(entries).items():
-            problems += _shape_problems(state, name, entry)
+            if several and not all(rule.startswith(_NAMES_ONLY) for rule in entry.rules):
+                source = next((source for source in entry.sources if source in several), next(iter(several)))
+                why = f"the optimizer has several shapes for {source}: {several[source]}"
+                problems.append(BadRule(name, entry.rules[-1], why))
             if entry.tensor is not None:
-                result.setdefault(name, {})[key] = values_of(entry.tensor, in_memory)
+                moved[name, path] = values_of(entry.tensor, in_memory)
             sources[name] = entry.sources
-    bare = [name for name, values in state.items() if not any(map(_is_elementwise, values.values()))]
+    bare = [name for name, values in state.items() if not any(_is_elementwise(leaf) for _, leaf in _leaves(values))]
     for name, entry in apply({name: Entry(Value(None), (name,)) for name in bare}).items():
         sources[name] = entry.sources
+    result: dict[str, dict[str, object]] = {}
     for name, origins in sources.items():
-        problems += _carry_over_scalars(state, name, origins, result.setdefault(name, {}))
+        first, *others = [_without_elements(state[source]) for source in origins]
+        differs = [
+            key for other in others for key in {**first, **other} if not same_value(first.get(key), other.get(key))
+        ]
+        if differs:
+            problems.append(BadRule(name, str(differs[0]), f"it differs between {', '.join(origins)}"))
+        result[name] = _with_elements(first, name, moved)
     if problems:
         raise RuleError(f"the rules cannot be applied to the optimizer; nothing has been changed\n{explain(problems)}")
     return result, sources
 
 
-def _elementwise_entries(state: State) -> dict[str, dict[str, Entry]]:
-    """Returns the elementwise tensors as entries, by key and by the name of the parameter."""
-    entries: dict[str, dict[str, Entry]] = {}
+Path = tuple[object, ...]
+"""The keys and positions that lead to a value in the state of a parameter: ("exp_avg",), ("factors", "L")."""
+_ELEMENTS = "the elements"
+"""Takes the place of an elementwise tensor."""
+
+
+def _leaves(values: Mapping[str, object]) -> list[tuple[Path, object]]:
+    """Returns the values in nested containers, with their paths."""
+    leaves: list[tuple[Path, object]] = []
+    map_leaves(dict(values), lambda path, leaf: leaves.append((path, leaf)))
+    return leaves
+
+
+def _without_elements(values: Mapping[str, object]) -> dict[str, object]:
+    """Returns a copy of the state of a parameter with `_ELEMENTS` in the place of elementwise tensors."""
+
+    def copied(_: Path, leaf: object) -> object:
+        return _ELEMENTS if _is_elementwise(leaf) else leaf.clone() if isinstance(leaf, torch.Tensor) else leaf
+
+    without: dict[str, object] = map_leaves(dict(values), copied)
+    return without
+
+
+def _with_elements(
+    without: dict[str, object], name: str, moved: Mapping[tuple[str, Path], torch.Tensor]
+) -> dict[str, object]:
+    """Returns a copy of the result of `_without_elements` with the elementwise tensors of the parameter `name`."""
+    values: dict[str, object] = map_leaves(
+        without, lambda path, leaf: moved.get((name, path)) if leaf is _ELEMENTS else leaf
+    )
+    return values
+
+
+def _elementwise_entries(state: State) -> dict[Path, dict[str, Entry]]:
+    """Returns the elementwise tensors as entries, by path and by the name of the parameter."""
+    entries: dict[Path, dict[str, Entry]] = {}
     for name, values in state.items():
-        for key, value in values.items():
-            if isinstance(value, torch.Tensor) and _is_elementwise(value):
-                entries.setdefault(key, {})[name] = Entry(value.detach(), (name,))
+        for path, leaf in _leaves(values):
+            if isinstance(leaf, torch.Tensor) and _is_elementwise(leaf):
+                entries.setdefault(path, {})[name] = Entry(leaf.detach(), (name,))
     return entries
 
 
@@ -82,37 +127,17 @@ def _is_elementwise(value: object) -> bool:
     return isinstance(value, torch.Tensor) and value.dim() > 0
 
 
-def _shape_problems(state: State, name: str, entry: Entry) -> list[Problem]:
-    """Refuses rules that change tensors for an optimizer that keeps sums over rows or columns of a parameter."""
-    if all(rule.startswith(_NAMES_ONLY) for rule in entry.rules):
-        return []
+def _several_shapes(state: State) -> dict[str, list[tuple[int, ...]]]:
+    """Returns the shapes of the elementwise tensors of each parameter that has several.
+
+    Such an optimizer keeps sums over rows or columns, or products of them: only names can be changed. All parameters
+    count, since a factor has the shape of its parameter where that is square.
+    """
     shapes = {
-        tuple(value.shape)
-        for source in entry.sources
-        for value in state[source].values()
-        if isinstance(value, torch.Tensor) and _is_elementwise(value)
+        name: {tuple(leaf.shape) for _, leaf in _leaves(values) if isinstance(leaf, torch.Tensor) and leaf.dim()}
+        for name, values in state.items()
     }
-    dims = {len(shape) for shape in shapes}
-    whole = tuple(max(sizes) for sizes in zip(*shapes, strict=True)) if len(dims) == 1 else ()
-    if len(dims) > 1 or any(1 in shape and shape != whole for shape in shapes):
-        return [BadRule(name, entry.rules[-1], f"the optimizer has several shapes for it: {sorted(shapes)}")]
-    return []
+    return {name: sorted(of_param) for name, of_param in shapes.items() if len(of_param) > 1}
 
 
 _NAMES_ONLY = ("Rename(", "Prefix(", "Reached(", "Rewrapped(")
-
-
-def _carry_over_scalars(state: State, name: str, sources: tuple[str, ...], result: dict[str, object]) -> list[Problem]:
-    """Copies the values for whole parameters, which must be equal in all sources."""
-    keys = (key for source in sources for key in state[source] if not _is_elementwise(state[source][key]))
-    for key in dict.fromkeys(keys):
-        first, *others = [state[source].get(key) for source in sources]
-        for other in others:
-            if isinstance(first, torch.Tensor) and isinstance(other, torch.Tensor):
-                is_equal = first.dtype == other.dtype and torch.equal(first, other)
-            else:
-                is_equal = type(first) is type(other) and bool(first == other)
-            if not is_equal:
-                return [BadRule(name, key, f"it differs between {', '.join(sources)}")]
-        result[key] = first.clone() if isinstance(first, torch.Tensor) else first
-    return []

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from modelstate.errors import OptionError, PlacementError
+from modelstate.formats.tree import map_leaves
 from modelstate.torch_compat.modules import own_parameters
 from modelstate.torch_compat.private import optimizers_were_made, use_count
 from modelstate.transaction.references import objects_of
@@ -104,11 +105,14 @@ def _lags(
     key: str, value: Any, param: torch.Tensor, final: torch.Tensor, before: tuple[torch.dtype, torch.device]
 ) -> bool:
     """Whether `following_state` would convert a value in the state of a parameter."""
-    if isinstance(value, torch.Tensor):
-        return (value.dtype, value.device) != _followed(key, value, param, final, before)
-    if type(value) in (list, tuple):
-        return any(_lags(key, item, param, final, before) for item in value)
-    return type(value) is dict and any(_lags(name, item, param, final, before) for name, item in value.items())
+    lags: list[bool] = []
+
+    def compare(path: tuple[object, ...], leaf: object) -> None:
+        if isinstance(leaf, torch.Tensor):
+            lags.append((leaf.dtype, leaf.device) != _followed(path, leaf, param, final, before))
+
+    map_leaves(value, compare, (key,))
+    return any(lags)
 
 
 def following_state(
@@ -120,7 +124,7 @@ def following_state(
     """Returns the new state of optimizers for parameters that change, and changes nothing itself.
 
     State on the device of its parameter moves with it, and state in the dtype of its parameter (Adam's moments, the
-    directions of LBFGS) gets the new dtype, at any depth of lists and dicts. Counters and other scalars keep their
+    directions of LBFGS) gets the new dtype, at any depth of containers. Counters and other scalars keep their
     dtype; `step` moves only for an optimizer that is capturable or fused. State on meta is initialised by a new
     optimizer of the same class and options.
 
@@ -134,6 +138,7 @@ def following_state(
         PlacementError: The state on meta cannot be initialised.
     """
     found: list[NewState] = []
+    new_tensors: dict[int, torch.Tensor] = {}
     for optimizer in optimizers:
         found += _initialised_state(optimizer, finals)
         for group in optimizer.param_groups:
@@ -145,7 +150,7 @@ def following_state(
                         new = (
                             old
                             if key == "step" and not beside
-                            else _following(key, old, param, finals[param], before[param], spend)
+                            else _following(key, old, param, finals[param], before[param], spend, new_tensors)
                         )
                         if new is not old:
                             found.append((state, key, new))
@@ -159,32 +164,59 @@ def _following(
     final: torch.Tensor,
     before: tuple[torch.dtype, torch.device],
     spend: Callable[[int], None],
+    new: dict[int, torch.Tensor],
 ) -> Any:
-    """Returns the new value for a value in the state of a parameter, which may be the value itself."""
-    if isinstance(value, torch.Tensor):
-        dtype, device = _followed(key, value, param, final, before)
-        if (dtype, device) == (value.dtype, value.device):
-            return value
-        spend(value.numel() * dtype.itemsize)
-        return value.to(device, dtype)
-    if type(value) in (list, tuple):
-        items = [_following(key, item, param, final, before, spend) for item in value]
-        return type(value)(items) if any(a is not b for a, b in zip(items, value, strict=True)) else value
-    if type(value) is dict:
-        new = {name: _following(key, item, param, final, before, spend) for name, item in value.items()}
-        return new if any(new[name] is not value[name] for name in value) else value
-    return value
+    """Returns the new value for a value in the state of a parameter, which may be the value itself.
+
+    `new` has the new tensors by the ids of the old ones: a tensor that several parameters share stays one.
+    """
+    is_changed = False
+
+    def follow(path: tuple[object, ...], leaf: Any) -> Any:
+        nonlocal is_changed
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        dtype, device = _followed(path, leaf, param, final, before)
+        if (dtype, device) == (leaf.dtype, leaf.device):
+            return leaf
+        is_changed = True
+        known = new.get(id(leaf))
+        if known is None or (known.dtype, known.device) != (dtype, device):
+            spend(leaf.numel() * dtype.itemsize)
+            known = new[id(leaf)] = leaf.to(device, dtype)
+        return known
+
+    copied = map_leaves(value, follow, (key,))
+    return copied if is_changed else value
 
 
 def _followed(
-    key: str, value: torch.Tensor, param: torch.Tensor, final: torch.Tensor, before: tuple[torch.dtype, torch.device]
+    path: tuple[object, ...],
+    value: torch.Tensor,
+    param: torch.Tensor,
+    final: torch.Tensor,
+    before: tuple[torch.dtype, torch.device],
 ) -> tuple[torch.dtype, torch.device]:
     """Returns the new dtype and device of a tensor in the state of a parameter."""
     if value.is_meta or final.is_meta:
         return value.dtype, value.device
-    scalar = key in _SCALARS or (value.dim() == 0 and param.dim() > 0)
-    casts = value.dtype == before[0] and final.is_floating_point() and not scalar
+    casts = follows_dtype(path, value, param, before[0]) and final.is_floating_point()
     return final.dtype if casts else value.dtype, final.device if value.device == before[1] else value.device
+
+
+def follows_dtype(
+    path: tuple[object, ...], value: torch.Tensor, param: torch.Tensor, before: torch.dtype | None
+) -> bool:
+    """Whether a tensor in the state of a parameter follows the dtype of the parameter, which was `before`.
+
+    Args:
+        path: The keys and positions that lead to the tensor.
+        value: The tensor.
+        param: The parameter.
+        before: The dtype that the parameter had with this state; None where that is unknown.
+    """
+    is_scalar = path[-1] in _SCALARS or (value.dim() == 0 and param.dim() > 0)
+    return value.dtype == before and not is_scalar
 
 
 _SCALARS = ("step", "eta", "mu", "mu_product")

@@ -1,0 +1,322 @@
+"""Values in the state of an optimizer: what is saved comes back in the same containers, dtypes and bits."""
+
+from collections import OrderedDict, deque
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import modelstate as ms
+from modelstate.errors import ModelStateError, OptimizerStateError, RuleError
+
+
+class Factors(NamedTuple):
+    left: torch.Tensor
+    right: torch.Tensor
+
+
+class Nesting(torch.optim.Optimizer):
+    """Keeps its state in containers within containers, as Distributed Shampoo does."""
+
+    def __init__(self, params: Any, lr: float = 0.1, keeps: Any = None) -> None:
+        super().__init__(params, {"lr": lr})
+        self.keeps = keeps or kept
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in group["params"]:
+                state = self.state[param]
+                if not state:
+                    state.update(self.keeps(param))
+                if "factors" in state:
+                    for factor in state["factors"]["blocks"][0].values():
+                        factor.add_(torch.eye(len(factor)).to(factor.dtype) * param.grad.float().square().sum())
+                        param.sub_(param.grad * group["lr"] / (1 + factor.float().trace()).to(param.dtype))
+                param.sub_(param.grad, alpha=group["lr"])
+
+
+def kept(param: torch.Tensor) -> dict[str, Any]:
+    return {
+        "factors": {"blocks": [{"L": torch.eye(2), 0: torch.eye(3, dtype=torch.float64)}, ()], "shape": (2, 3)},
+        "queue": deque([torch.rand_like(param), None], maxlen=2),
+        "ordered": OrderedDict(b=torch.arange(3), a="text"),
+        "plain": ["text", b"bytes", {1, 2}, torch.float16, 1j, None, True, float("nan"), {}],
+    }
+
+
+def built(optimizer: Any = Nesting, dtype: torch.dtype = torch.float32, name: str = "fc", **options: Any) -> Any:
+    torch.manual_seed(0)
+    model = nn.ModuleDict({name: nn.Linear(3, 2)}).to(dtype)
+    return {"model": model, "optimizer": optimizer(model.parameters(), **options)}
+
+
+def step(of: Any, count: int = 1) -> Any:
+    for number in range(count):
+        torch.manual_seed(number)
+        (layer,) = of["model"].children()
+        of["optimizer"].zero_grad()
+        layer(torch.randn(4, 3).to(layer.weight.dtype)).float().square().mean().backward()
+        of["optimizer"].step()
+    return of
+
+
+def same(first: Any, second: Any) -> bool:
+    """Whether two states have the same classes and bits."""
+    if type(first) is not type(second):
+        return False
+    if isinstance(first, torch.Tensor):
+        return first.dtype == second.dtype and first.stride() == second.stride() and torch.equal(first, second)
+    if isinstance(first, dict):
+        return [*first] == [*second] and all(same(first[key], second[key]) for key in first)
+    if isinstance(first, list | tuple | deque):
+        return len(first) == len(second) and all(map(same, first, second))
+    return bool(first == second) or first != first
+
+
+def same_states(first: Any, second: Any) -> bool:
+    return all(map(same, first["optimizer"].state.values(), second["optimizer"].state.values()))
+
+
+def through_store(path: Path, saved: Any, into: Any, **options: Any) -> None:
+    store = ms.Store(path)
+    store.check(saved)
+    store.save(1, saved)
+    store.restore(into, **options)
+
+
+def through_file(path: Path, saved: Any, into: Any, suffix: str = "safetensors", **options: Any) -> None:
+    ms.save(saved, path / f"run.{suffix}")
+    ms.restore(into, path / f"run.{suffix}", **options)
+
+
+def through_state(path: Path, saved: Any, into: Any, rules: Any = (), **options: Any) -> None:
+    into["model"].load_state_dict(saved["model"].state_dict(), strict=not rules)
+    ms.load_optimizer_state(
+        into["model"],
+        into["optimizer"],
+        ms.optimizer_state(saved["model"], saved["optimizer"]),
+        rules=[ms.rules.Rename("fc.*", "head.*")] if rules else (),
+        **options,
+    )
+
+
+WAYS = {"store": through_store, "file": through_file, "state": through_state}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("renamed", [False, True])
+def test_nested_state_comes_back(way: str, renamed: bool, tmp_path: Path) -> None:
+    saved = step(built(), 3)
+    of = built(name="head" if renamed else "fc")
+    rules = {"rules": {"model": [ms.rules.Rename("fc.*", "head.*")]}} if renamed else {}
+    WAYS[way](tmp_path, saved, of, **rules)
+    assert same_states(of, saved)
+    (saved_state, _), (state, _) = (one["optimizer"].state.values() for one in (saved, of))
+    assert type(state["ordered"]) is OrderedDict
+    assert (type(state["queue"]), state["queue"].maxlen) == (deque, 2)
+    assert state["factors"]["blocks"][0]["L"].data_ptr() != saved_state["factors"]["blocks"][0]["L"].data_ptr()
+    if renamed and way == "state":
+        return
+    step(saved)
+    step(of)
+    assert all(map(torch.equal, saved["model"].parameters(), of["model"].parameters()))
+
+
+@pytest.mark.parametrize("way", ["file", "torch file"])
+def test_text_and_containers_that_a_file_of_torch_holds(way: str, tmp_path: Path) -> None:
+    def keeps(param: torch.Tensor) -> dict[str, Any]:
+        return {"factors": kept(param)["factors"], "name": "text", "numbers": [1, (2.5, None)]}
+
+    saved, of = step(built(keeps=keeps)), built(keeps=keeps)
+    through_file(tmp_path, saved, of, suffix="pt" if way == "torch file" else "safetensors")
+    assert same_states(of, saved)
+
+
+class Holder:
+    def __init__(self) -> None:
+        self.tensor = torch.ones(2)
+
+
+@pytest.mark.parametrize(
+    ("value", "says"),
+    [
+        (lambda: np.ones(3), "ndarray"),
+        (torch.Generator, "Generator"),
+        (Holder, "Holder"),
+        (lambda: {"deep": [{torch.ones(2)}]}, "deep.0 is set"),
+        (lambda: object, "type"),
+    ],
+)
+def test_what_would_not_come_back_is_refused_before_anything_is_written(value: Any, says: str, tmp_path: Path) -> None:
+    of = step(built(keeps=lambda param: {"kept": value()}))
+    store = ms.Store(tmp_path / "store")
+    calls = [
+        partial(store.check, of),
+        partial(store.save, 1, of),
+        partial(ms.save, of, tmp_path / "run.safetensors"),
+        partial(ms.optimizer_state, of["model"], of["optimizer"]),
+    ]
+    for call in calls:
+        with pytest.raises(OptimizerStateError, match=rf"fc\.weight: kept.*{says}"):
+            call()
+    assert not store.steps()
+    assert not any(tmp_path.iterdir())
+
+
+def test_state_that_is_the_memory_of_a_parameter_is_refused(tmp_path: Path) -> None:
+    for keeps in (lambda param: {"kept": [param]}, lambda param: {"kept": [param.data]}):
+        of = step(built(keeps=keeps))
+        with pytest.raises(OptimizerStateError, match=r"kept\.0 shares the memory of a parameter"):
+            ms.Store(tmp_path).check(of)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_tensor_that_parameters_share_stays_one(way: str, tmp_path: Path) -> None:
+    shared = torch.zeros(())
+    saved, of = step(built(keeps=lambda param: {"count": shared})), built()
+    WAYS[way](tmp_path, saved, of)
+    first, second = of["optimizer"].state.values()
+    assert first["count"] is second["count"]
+    assert first["count"] is not shared
+
+
+def test_rules_do_not_change_factors_of_a_parameter() -> None:
+    """The factors of a square parameter have its shape; those of the bias say that they are no moments."""
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"fc": nn.Linear(2, 2)})
+    optimizer = Nesting(model.parameters(), keeps=lambda param: {"L": [torch.ones(2, 2)], "m": torch.ones_like(param)})
+    model["fc"](torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    state = ms.optimizer_state(model, optimizer)
+    with pytest.raises(RuleError, match="several shapes"):
+        ms.load_optimizer_state(model, optimizer, state, rules=[ms.rules.Transpose("fc.weight")])
+
+
+def test_rules_change_nested_moments() -> None:
+    """As those of AggMo, which keeps one for each of its betas."""
+    separate = nn.ModuleDict({"q": nn.Linear(3, 2), "k": nn.Linear(3, 2)})
+    fused = nn.ModuleDict({"qk": nn.Linear(3, 4)})
+    keeps = lambda param: {"moments": {0.9: torch.rand_like(param), 0.99: torch.rand_like(param)}, "step": 1}  # noqa: E731
+    first = Nesting(separate.parameters(), keeps=keeps)
+    for param in separate.parameters():
+        param.grad = torch.ones_like(param)
+    first.step()
+    second = Nesting(fused.parameters())
+    rules = [ms.rules.Concat(["q.*", "k.*"], "qk.*")]
+    ms.load_optimizer_state(fused, second, ms.optimizer_state(separate, first), rules=rules)
+    for beta in (0.9, 0.99):
+        parts = [first.state[separate[name].weight]["moments"][beta] for name in "qk"]
+        assert torch.equal(second.state[fused["qk"].weight]["moments"][beta], torch.cat(parts))
+    assert second.state[fused["qk"].weight]["step"] == 1
+
+
+# Dtypes.
+
+
+def wide(of: Any) -> Any:
+    """Momentum in float32 beside weights in bfloat16, as `torch.optim.SGD` takes it."""
+    for param in of["model"].parameters():
+        of["optimizer"].state[param].setdefault("momentum_buffer", torch.zeros(param.shape))
+    return of
+
+
+@pytest.mark.parametrize("way", [*WAYS, "torch file", "torch's own"])
+def test_momentum_in_another_dtype_than_the_weights_resumes_bit_for_bit(way: str, tmp_path: Path) -> None:
+    sgd = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
+    saved, of = step(wide(built(sgd, torch.bfloat16)), 3), built(sgd, torch.bfloat16)
+    if way == "torch's own":  # the file has the names, and the dtypes of the parameters in the model
+        named = torch.optim.SGD([*saved["model"].named_parameters(prefix="model")], lr=0.05, momentum=0.9)
+        named.state.update(saved["optimizer"].state)
+        torch.save({"model": saved["model"].state_dict(), "optimizer": named.state_dict()}, tmp_path / "run.pt")
+        ms.restore(of, tmp_path / "run.pt")
+    elif way == "torch file":
+        through_file(tmp_path, saved, of, suffix="pt")
+    else:
+        WAYS[way](tmp_path, saved, of)
+    assert same_states(of, saved)
+    step(saved, 20)
+    step(of, 20)
+    assert all(map(torch.equal, saved["model"].parameters(), of["model"].parameters()))
+
+
+@pytest.mark.parametrize(
+    ("way", "before", "after"),
+    [("state", torch.float32, torch.bfloat16), *((way, torch.bfloat16, torch.float64) for way in WAYS)],
+)
+def test_state_in_the_dtype_of_a_parameter_follows_it_and_other_state_keeps_its_own(
+    way: str, before: torch.dtype, after: torch.dtype, tmp_path: Path
+) -> None:
+    def keeps(param: torch.Tensor) -> dict[str, Any]:
+        moments = {"exp_avg": torch.ones_like(param), "half": torch.ones_like(param, dtype=torch.float16)}
+        return {"step": torch.tensor(1.0), "scale": torch.ones((), dtype=before), "nested": [moments]}
+
+    saved, of = step(built(dtype=before, keeps=keeps)), built(dtype=after, keeps=keeps)
+    WAYS[way](tmp_path, saved, of)
+    for state in of["optimizer"].state.values():
+        (moments,) = state["nested"]
+        dtypes = moments["exp_avg"].dtype, moments["half"].dtype, state["step"].dtype, state["scale"].dtype
+        assert dtypes == (after, torch.float16, torch.float32, before)
+
+
+def test_nested_state_follows_a_conversion() -> None:
+    of = step(built())
+    ms.convert(of["model"], torch.float64, optimizers=[of["optimizer"]])
+    for state in of["optimizer"].state.values():
+        blocks = state["factors"]["blocks"][0]
+        assert (blocks["L"].dtype, blocks[0].dtype) == (torch.float64, torch.float64)
+        assert state["queue"][0].dtype == torch.float64
+        assert type(state["ordered"]) is OrderedDict
+    step(of)
+
+
+def test_what_the_class_of_the_optimizer_added_comes_back(tmp_path: Path) -> None:
+    """As the state that a hook adds, and that of an `amsgrad` which the live optimizer does not have yet."""
+    adam = partial(torch.optim.Adam, lr=0.1)
+    saved, of = step(built(adam, amsgrad=True)), step(built(adam))
+    for param in saved["model"].parameters():
+        saved["optimizer"].state[param]["average"] = param.detach().clone()
+    through_store(tmp_path, saved, of)
+    assert same_states(of, saved)
+
+
+# Remedies.
+
+
+@pytest.mark.parametrize("way", ["store", "file"])
+def test_the_remedy_for_state_that_does_not_fit_begins_anew(way: str, tmp_path: Path) -> None:
+    import ast
+    import re
+
+    saved = step(built(partial(torch.optim.SGD, momentum=0.9)))
+    of = built(partial(torch.optim.SGD, momentum=0.9))
+    for state in saved["optimizer"].state.values():
+        state["momentum_buffer"] = torch.ones(7)
+    with pytest.raises(OptimizerStateError, match=r"has the shape \[7\]") as caught:
+        WAYS[way](tmp_path, saved, of)
+    remedy = str(caught.value.remedy)
+    assert "rules" not in remedy
+    assert "keep_options" not in remedy
+    options = {name: ast.literal_eval(value) for name, value in re.findall(r"(allow_\w+)=(\[.*?\])", remedy)}
+    of["optimizer_new"] = of.pop("optimizer")
+    restore = ms.Store(tmp_path).restore if way == "store" else partial(ms.restore, source=tmp_path / "run.safetensors")
+    restore(of, **options)
+    assert torch.equal(of["model"]["fc"].weight, saved["model"]["fc"].weight)
+
+
+def test_the_remedy_for_options_that_do_not_fit_keeps_the_own_ones(tmp_path: Path) -> None:
+    saved = step(built(torch.optim.Adam, lr=0.25))
+    of = built(torch.optim.Adam)
+    saved["optimizer"].param_groups[0]["unknown"] = 3
+    with pytest.raises(OptimizerStateError, match="does not have the saved option unknown") as caught:
+        through_store(tmp_path, saved, of)
+    assert "keep_options=['optimizer']" in str(caught.value.remedy)
+    ms.Store(tmp_path).restore(of, keep_options=["optimizer"])
+    state = ms.optimizer_state(saved["model"], saved["optimizer"])
+    with pytest.raises(ModelStateError, match=r'keep_options=\["\*"\]'):
+        ms.load_optimizer_state(of["model"], of["optimizer"], state)
+    ms.load_optimizer_state(of["model"], of["optimizer"], state, keep_options=["*"])
