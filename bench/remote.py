@@ -23,8 +23,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import modelstate as ms
-from modelstate.testing import FaultProxy, fault_proxy
 from tests.distributed.ranks import Ranks
+from tests.proxy import FaultProxy, fault_proxy
 from tests.remote.servers import moto_server
 
 BUCKET = "bucket"

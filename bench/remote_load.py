@@ -32,8 +32,8 @@ import modelstate as ms
 from bench.measure import ROOT, MeasurementError, Stage, Stages, alternate, call, run
 from bench.measured import code
 from bench.pages import InPage, Row
-from modelstate.testing import fault_proxy
 from modelstate.text_format import size
+from tests.proxy import fault_proxy
 from tests.remote.servers import http_server, missing, object_store
 
 KEPT = ROOT / "dist" / "remote_load.json"

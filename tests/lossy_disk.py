@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from modelstate.io import system
-from modelstate.testing.faults import WRITE_CALLS, replaced
+from tests.faults import WRITE_CALLS, replaced
 
 
 @dataclass(slots=True)

@@ -48,7 +48,6 @@ ROOMS = (
     {"serve"},
     {"merge"},
     {"integrations"},
-    {"testing"},
     {"cli"},
     {"__main__"},
 )
@@ -227,7 +226,7 @@ def test_what_the_public_names_pull_in(fresh: Fresh) -> None:
     assert not tops & unwanted
     heavy = ("torch._dynamo", "torch._inductor", "torch.export", "torch.distributed.tensor", "torch.onnx")
     assert not [name for name in found if name.startswith(heavy)]
-    above = ("modelstate.cli", "modelstate.integrations", "modelstate.testing")
+    above = ("modelstate.cli", "modelstate.integrations")
     assert not [name for name in found if name.startswith(above)]
 
 

@@ -20,7 +20,7 @@ import modelstate as ms
 from modelstate.background import AtExit, BackgroundTask
 from modelstate.errors import BackgroundCancelledError, WriteFailedError
 from modelstate.process import parallel_for, prefetch_one
-from modelstate.testing import Request, faulty_writes
+from tests.faults import Request, faulty_writes
 
 
 @pytest.fixture

@@ -45,7 +45,7 @@ from modelstate.errors import (
 from modelstate.formats import torch_legacy
 from modelstate.io import system
 from modelstate.io.files import no_access
-from modelstate.testing import Request, faulty_reads
+from tests.faults import Request, faulty_reads
 from tests.formats.files import index_text, same
 
 STATE = {"weight": torch.arange(6.0).reshape(2, 3), "bias": torch.arange(3)}

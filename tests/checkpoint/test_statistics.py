@@ -15,7 +15,7 @@ from torch import nn
 import modelstate as ms
 from modelstate.checkpoint.statistics import Statistics, _Accumulator, merged
 from modelstate.errors import MissingValuesError, OptionError, ReadFailedError
-from modelstate.testing import faulty_reads
+from tests.faults import faulty_reads
 
 DTYPES = (
     *(torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.float8_e4m3fn),

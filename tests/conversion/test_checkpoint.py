@@ -28,7 +28,7 @@ from modelstate.errors import (
     TargetExistsError,
 )
 from modelstate.formats.manifest import BLOCK_BYTES
-from modelstate.testing import faulty_reads
+from tests.faults import faulty_reads
 from tests.formats.dcp_files import halves
 from tests.formats.dcp_files import write as write_dcp
 from tests.formats.files import same

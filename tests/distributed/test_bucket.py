@@ -26,10 +26,10 @@ from modelstate.errors import ModelStateError
 from modelstate.formats.manifest import KEY
 from modelstate.remote import requests, upload
 from modelstate.store import bucket as buckets
-from modelstate.testing import Fault, FaultProxy, HttpRequest, fault_proxy
 from tests.distributed import models
 from tests.distributed.ranks import WORLD_SIZE, Ranks
 from tests.distributed.test_save_sharded import in_every_layout
+from tests.proxy import Fault, FaultProxy, HttpRequest, fault_proxy
 from tests.remote import servers
 from tests.sweeps import EXHAUSTIVE
 

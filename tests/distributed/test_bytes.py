@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 
 import modelstate as ms
-from modelstate.testing import faulty_reads
 from tests.distributed import models, sources
 from tests.distributed.ranks import Ranks
+from tests.faults import faulty_reads
 
 SIZES: dict[str, Any] = {"width": 256, "hidden": 4096, "rows": 1024}
 """Of a network of 21 MB, whose narrowest column shard is a run of 4 kB, with gaps of 12 kB."""

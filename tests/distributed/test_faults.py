@@ -23,13 +23,12 @@ import modelstate as ms
 from modelstate.distributed import connections
 from modelstate.loading import load as loading
 from modelstate.loading import replicas
-from modelstate.testing import faulty_reads
-from modelstate.testing.faults import Request
 from modelstate.torch_compat.sharding import default_store
 from modelstate.transaction.transaction import Transaction
 from tests.distributed import models, sources
 from tests.distributed.models import Net
 from tests.distributed.ranks import Outcome, Ranks
+from tests.faults import Request, faulty_reads
 
 FAULTY = 1
 """The rank with the fault."""

@@ -30,10 +30,9 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_op
 
 import modelstate as ms
 from modelstate.distributed.connections import Connections
-from modelstate.testing import faulty_writes
-from modelstate.testing.faults import Request
 from tests.distributed import models
 from tests.distributed.ranks import WORLD_SIZE, Ranks
+from tests.faults import Request, faulty_writes
 from tests.pains.conftest import StockFails, stock_fails
 from tests.store.common import litter
 from tests.sweeps import EXHAUSTIVE

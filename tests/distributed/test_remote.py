@@ -7,10 +7,10 @@ import pytest
 import torch
 
 import modelstate as ms
-from modelstate.testing import fault_proxy
 from tests.distributed import models
 from tests.distributed.ranks import Ranks
 from tests.distributed.test_bytes import SURPLUS
+from tests.proxy import fault_proxy
 from tests.remote.servers import file_server
 
 pytest.importorskip("obstore")

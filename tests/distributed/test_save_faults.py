@@ -19,11 +19,10 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import modelstate as ms
 from modelstate.distributed import writing
-from modelstate.testing import faulty_writes
-from modelstate.testing.faults import Request
 from modelstate.torch_compat.sharding import default_store
 from tests.distributed import models
 from tests.distributed.ranks import Outcome, Ranks
+from tests.faults import Request, faulty_writes
 from tests.sweeps import sample
 
 TIMEOUT_SECONDS = 2.0

@@ -26,7 +26,7 @@ from examples.serve.metrics import Metrics
 from examples.serve.refusals import NoSuchPathError, OutsideError
 from examples.serve.swaps import Swaps
 from examples.serve.texts import Limits
-from modelstate.testing import faulty_reads
+from tests.faults import faulty_reads
 
 
 class Slow:

@@ -21,7 +21,7 @@ from modelstate.errors import LockedError, OptionError, SaveTargetError, TargetE
 from modelstate.formats import writing
 from modelstate.io import system
 from modelstate.io.atomic import SUFFIX, atomic_file, make_directory, put_durably
-from modelstate.testing import faulty_writes
+from tests.faults import faulty_writes
 from tests.lossy_disk import lossy_disk
 from tests.programs import Program, run_program
 from tests.sweeps import at_instruction, interrupt

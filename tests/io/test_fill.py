@@ -23,7 +23,7 @@ from modelstate.io import engine, linux, system
 from modelstate.io.engine import Request, read_ranges
 from modelstate.io.memory import UffdFiller
 from modelstate.spec import ByteRange
-from modelstate.testing import faulty_reads
+from tests.faults import faulty_reads
 
 PAGE = mmap.PAGESIZE
 MB = 1 << 20

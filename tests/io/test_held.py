@@ -24,7 +24,7 @@ from modelstate.io.files import current_fingerprints
 from modelstate.io.held import HeldFiles, held_files
 from modelstate.io.prefetch import CacheLook, bring_into_cache
 from modelstate.spec import ByteRange
-from modelstate.testing import faulty_reads
+from tests.faults import faulty_reads
 from tests.formats.files import evict
 from tests.io.test_lease import can_lease
 

@@ -23,9 +23,9 @@ from modelstate.io.held import held_files
 from modelstate.io.locked import LockedFiles
 from modelstate.io.prefetch import look_ahead
 from modelstate.spec import ByteRange
-from modelstate.testing import Request as SystemCall
-from modelstate.testing import faulty_reads
 from modelstate.torch_compat import private
+from tests.faults import Request as SystemCall
+from tests.faults import faulty_reads
 from tests.formats.files import evict
 from tests.io.test_held import BLOCK, PAGE, SIZE, content, until_one_waits, whole, writer
 from tests.io.test_lease import can_lease

@@ -18,7 +18,7 @@ from modelstate.io import engine, system
 from modelstate.io.engine import Batch, Request, coalesce, read_ranges
 from modelstate.io.files import current_fingerprints
 from modelstate.spec import ByteRange
-from modelstate.testing import faulty_reads
+from tests.faults import faulty_reads
 
 FILE_BYTES = 96
 ranges = st.builds(

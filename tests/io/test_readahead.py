@@ -22,7 +22,7 @@ from modelstate.io.linux import cached_share
 from modelstate.io.prefetch import LEAST_BYTES, is_cold, merged, read_ahead
 from modelstate.io.uncached import BUFFER_BYTES
 from modelstate.spec import ByteRange
-from modelstate.testing import Request, faulty_reads
+from tests.faults import Request, faulty_reads
 from tests.formats.files import evict
 from tests.loading.test_background import shown_bytes
 

@@ -20,7 +20,7 @@ from modelstate.io.engine import LocalFile, ReadStrategy, Request, can_read_unca
 from modelstate.io.files import current_fingerprints
 from modelstate.io.uncached import ALIGN_BYTES, BUFFER_BYTES, Piece, windows
 from modelstate.spec import ByteRange
-from modelstate.testing import Faults, faulty_reads
+from tests.faults import Faults, faulty_reads
 from tests.io.test_ranges import nothing_left_behind, requests_for, truth
 
 FILE_BYTES = 3 * BUFFER_BYTES + 1234

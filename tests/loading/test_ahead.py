@@ -16,7 +16,7 @@ from torch import nn
 import modelstate as ms
 from modelstate import errors
 from modelstate.io import engine
-from modelstate.testing import Request, faulty_reads
+from tests.faults import Request, faulty_reads
 from tests.loading.fingerprint import described_module, interrupted_at, whole
 from tests.loading.test_bad_reads import nothing_left_behind
 

@@ -20,7 +20,7 @@ from modelstate.errors import ReadFailedError
 from modelstate.io import prefetch, system
 from modelstate.io.engine import can_read_uncached
 from modelstate.spec import ByteRange
-from modelstate.testing import Faults, Request, faulty_reads
+from tests.faults import Faults, Request, faulty_reads
 from tests.formats.files import evict
 from tests.loading.fingerprint import described_module, whole
 from tests.loading.loads import KINDS, Kind, Open, dcp, large, layers, on_meta

@@ -20,8 +20,8 @@ from modelstate.io.engine import ReadStrategy
 from modelstate.io.memory import MemoryTracker
 from modelstate.loading import stream
 from modelstate.planning.memory import peak_bytes
-from modelstate.testing import faulty_reads
 from modelstate.torch_compat.dtypes import Overflows
+from tests.faults import faulty_reads
 
 
 class Stream:

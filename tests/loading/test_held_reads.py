@@ -17,7 +17,7 @@ from torch import nn
 import modelstate as ms
 from modelstate.io import engine, lease
 from modelstate.loading import stream
-from modelstate.testing import Request, faulty_reads
+from tests.faults import Request, faulty_reads
 from tests.formats.files import evict
 from tests.io.test_held import WRITERS, writer
 from tests.io.test_lease import can_lease

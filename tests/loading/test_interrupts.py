@@ -18,7 +18,7 @@ BATCHES = 12
 PROGRAM = """
 import os, sys, threading, time, torch, modelstate as ms
 from torch import nn
-from modelstate.testing import faulty_reads
+from tests.faults import faulty_reads
 
 def slowly(request):
     if request.call == "preadv":

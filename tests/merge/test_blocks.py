@@ -15,7 +15,7 @@ from transformers.pytorch_utils import Conv1D
 import modelstate as ms
 from modelstate import spec
 from modelstate.merge.lora import _Delta
-from modelstate.testing import Request, faulty_reads
+from tests.faults import Request, faulty_reads
 from tests.formats.files import same
 from tests.io.test_lease import can_lease
 

@@ -13,7 +13,7 @@ import torch
 
 import modelstate as ms
 from modelstate.errors import WriteFailedError
-from modelstate.testing import Request, faulty_writes
+from tests.faults import Request, faulty_writes
 from tests.objects.saves import KINDS, NAME, PAIRS, contents, save, version_at
 from tests.sweeps import EXHAUSTIVE, at_instruction, interrupt, sample
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import modelstate as ms
-from modelstate.testing import Request, faulty_writes
+from tests.faults import Request, faulty_writes
 from tests.objects.saves import NAME, PAIRS, contents, save, version_at
 from tests.programs import CONTEXT, as_process_of_its_own, run_program
 from tests.sweeps import sample

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 import modelstate as ms
 from modelstate.errors import ChecksumError, TargetExistsError, UnsavableError
 from modelstate.formats import safetensors, sharded
-from modelstate.testing import faulty_writes
+from tests.faults import faulty_writes
 from tests.objects.saves import NAME, contents, save, version_at
 
 INDEX = f"{NAME}.index.json"

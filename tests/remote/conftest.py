@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from modelstate.testing import FaultProxy, fault_proxy
+from tests.proxy import FaultProxy, fault_proxy
 from tests.remote.servers import file_server, missing, object_store
 
 

@@ -5,8 +5,8 @@ import signal
 import threading
 from collections.abc import Callable
 
-from modelstate.testing import FaultProxy, HttpRequest
 from tests.programs import CONTEXT
+from tests.proxy import FaultProxy, HttpRequest
 
 
 def exit_code_of_killed(proxy: FaultProxy, number: int, target: Callable[..., None], *arguments: object) -> int | None:

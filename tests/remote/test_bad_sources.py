@@ -27,7 +27,7 @@ from modelstate.errors import (
 )
 from modelstate.remote import requests
 from modelstate.remote.location import Cause, failure_of, locate
-from modelstate.testing import FaultProxy
+from tests.proxy import FaultProxy
 from tests.remote.servers import FileServer, http_server
 
 GenericError = pytest.importorskip("obstore.exceptions").GenericError

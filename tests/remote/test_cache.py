@@ -13,8 +13,8 @@ from torch import nn
 
 import modelstate as ms
 from modelstate.cli.main import app
-from modelstate.testing import FaultProxy, fault_proxy
 from tests.programs import CONTEXT, run_program
+from tests.proxy import FaultProxy, fault_proxy
 from tests.remote.servers import FileServer, http_server
 
 pytest.importorskip("obstore")

@@ -18,7 +18,7 @@ from modelstate.io.engine import Request, read_ranges
 from modelstate.io.files import current_fingerprints
 from modelstate.remote import location, upload
 from modelstate.spec import ByteRange
-from modelstate.testing import Fault, FaultProxy, HttpRequest, fault_proxy
+from tests.proxy import Fault, FaultProxy, HttpRequest, fault_proxy
 from tests.remote.servers import file_server
 from tests.sweeps import EXHAUSTIVE
 

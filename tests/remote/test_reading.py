@@ -17,8 +17,8 @@ from torch import nn
 import modelstate as ms
 from modelstate.cli.main import app
 from modelstate.remote import requests
-from modelstate.testing import Fault, FaultProxy, HttpRequest, fault_proxy
 from tests.programs import run_program
+from tests.proxy import Fault, FaultProxy, HttpRequest, fault_proxy
 from tests.remote.servers import FileServer, file_server, http_server
 from tests.sweeps import EXHAUSTIVE
 

@@ -16,7 +16,7 @@ import modelstate as ms
 from modelstate.conversion.checkpoint import convert_checkpoint
 from modelstate.errors import SaveTargetError, TargetExistsError, WriteFailedError
 from modelstate.remote import location, requests, upload
-from modelstate.testing import Fault, FaultProxy, HttpRequest
+from tests.proxy import Fault, FaultProxy, HttpRequest
 from tests.remote.kills import exit_code_of_killed
 from tests.sweeps import sample, spread
 

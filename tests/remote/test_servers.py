@@ -16,7 +16,7 @@ from torch import nn
 import modelstate as ms
 from modelstate.errors import TargetExistsError, WriteFailedError
 from modelstate.remote import location, requests, upload
-from modelstate.testing import Fault, FaultProxy, HttpRequest, fault_proxy
+from tests.proxy import Fault, FaultProxy, HttpRequest, fault_proxy
 from tests.remote import servers
 from tests.sweeps import sample
 

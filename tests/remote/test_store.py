@@ -29,7 +29,7 @@ from modelstate.errors import (
 )
 from modelstate.remote import location, requests, upload
 from modelstate.store import bucket as buckets
-from modelstate.testing import Fault, FaultProxy, HttpRequest
+from tests.proxy import Fault, FaultProxy, HttpRequest
 from tests.remote.kills import exit_code_of_killed
 from tests.sweeps import EXHAUSTIVE, sample
 

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 import modelstate as ms
-from modelstate.testing import faulty_reads
+from tests.faults import faulty_reads
 from tests.serve.models import weights_of
 from tests.serve.targets import Readers, target_of
 from tests.sweeps import EXHAUSTIVE

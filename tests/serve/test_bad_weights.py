@@ -13,7 +13,7 @@ from torch import nn
 import modelstate as ms
 from modelstate import errors
 from modelstate.serve import swap_pipeline
-from modelstate.testing.faults import faulty_reads
+from tests.faults import faulty_reads
 from tests.serve.bad_weights import Named, Tied, X, state, views_of_one_buffer
 from tests.serve.targets import KINDS, target_of
 

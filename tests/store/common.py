@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from modelstate.io import system
-from modelstate.testing.faults import WRITE_CALLS
+from tests.faults import WRITE_CALLS
 from tests.programs import run_program
 
 

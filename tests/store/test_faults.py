@@ -15,8 +15,8 @@ from torch import nn
 import modelstate as ms
 from modelstate import errors
 from modelstate.io import system
-from modelstate.testing import faulty_reads
 from tests.conftest import Log
+from tests.faults import faulty_reads
 from tests.store.common import Training, contents, failing_call, litter
 from tests.sweeps import EXHAUSTIVE, sample
 

@@ -1,6 +1,6 @@
 """The system calls that read and write files, in one module so that tests can replace them.
 
-Callers look the functions up in this module at each call, so that `modelstate.testing` can replace them.
+Callers look the functions up in this module at each call, so that `tests.faults` can replace them.
 """
 
 import errno

@@ -115,7 +115,7 @@ def faulty_reads(
         OptionError: An argument cannot be used.
 
     Examples:
-        >>> with modelstate.testing.faulty_reads(at=3, error=OSError(errno.EIO, "bad sector")) as faults:
+        >>> with faulty_reads(at=3, error=OSError(errno.EIO, "bad sector")) as faults:
         ...     modelstate.load(model, path)
     """
     faults = Faults(at, error, short, before)
@@ -152,7 +152,7 @@ def faulty_writes(
         OptionError: An argument cannot be used.
 
     Examples:
-        >>> with modelstate.testing.faulty_writes(at=5, error=OSError(errno.ENOSPC, "disk full")):
+        >>> with faulty_writes(at=5, error=OSError(errno.ENOSPC, "disk full")):
         ...     modelstate.save(model, path)
     """
     faults = Faults(at, error, short, before)
