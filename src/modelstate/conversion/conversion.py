@@ -467,10 +467,8 @@ class Conversion:
         """
         with deferred_signals():
             for change in changes:
-                if change.done:
-                    continue
                 try:
-                    change.run(self.transaction)
+                    self.transaction.run(change)
                 except ModelStateError:
                     raise
                 except (RuntimeError, TypeError) as error:
@@ -481,7 +479,6 @@ class Conversion:
                         found=f"{type(change.value).__name__}, {short(change.value.dtype)}: {error}",
                         remedy="replace the parameter by hand, and build the optimizer afterwards",
                     ) from error
-                change.done = True
 
     def finals(self) -> dict[torch.Tensor, torch.Tensor]:
         """Returns a tensor of the new dtype and device for each tensor that changes."""

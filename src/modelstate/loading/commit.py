@@ -14,6 +14,7 @@ from modelstate.planning.matching import Options
 from modelstate.planning.plain_table import PlainTable, Planned
 from modelstate.text_format import listed
 from modelstate.torch_compat.plain import is_dense, is_plain
+from modelstate.torch_compat.private import without_modes
 from modelstate.transaction.swap_tensors import give_memory_to_all
 from modelstate.transaction.transaction import Transaction
 
@@ -54,7 +55,8 @@ def place_fallible(transaction: Transaction, options: Options, planned: Iterable
     for item in planned:
         if isinstance(item, PlainTable) and item.final is not None and item.placement.name == "swap":
             try:
-                give_memory_to_all(item.params, item.final, transaction.register_undo)
+                with without_modes():
+                    give_memory_to_all(item.params, item.final, transaction.register_undo)
             except Exception as error:
                 rows = zip(item.slots, item.final, strict=True)
                 slot, value = next((slot, value) for slot, value in rows if not value.is_meta)
@@ -66,12 +68,11 @@ def place_fallible(transaction: Transaction, options: Options, planned: Iterable
             continue
         if write.target.is_meta or not ((is_as_planned and write.assignment.is_checked_copy) or write.cannot_fail):
             try:
-                write.run(transaction)
+                transaction.run(write)
             except ModelStateError:
                 raise
             except Exception as error:
                 raise _placement_error(write.assignment.name, write.target, write.value, error) from error
-            write.done = True
 
 
 def _placement_error(name: str, target: torch.Tensor, value: torch.Tensor, error: Exception) -> PlacementError:

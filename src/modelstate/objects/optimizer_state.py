@@ -51,6 +51,7 @@ from modelstate.rules.optimizer import apply_to_optimizer
 from modelstate.rules.rule import Rule
 from modelstate.rules.schema import Schema, check_rules, renaming, way_back
 from modelstate.text_format import listed, short_repr
+from modelstate.torch_compat.private import without_modes
 from modelstate.transaction.optimizers import check_optimizers
 
 if TYPE_CHECKING:
@@ -311,6 +312,7 @@ class OptimizerPlan:
                     ) from error
                 # A rank that is interrupted behind the vote would be the only one that keeps its old state.
                 uninterrupted.enter_context(deferred_signals())
+                uninterrupted.enter_context(without_modes())
             recorded: list[Recorded] = []
             for group in optimizer.param_groups:
                 for param in group["params"]:

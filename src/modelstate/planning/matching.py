@@ -17,7 +17,7 @@ from torch.nn.parameter import is_lazy
 
 from modelstate.checkpoint.checkpoint import Checkpoint
 from modelstate.checkpoint.open import patterns_of
-from modelstate.errors import AmbiguousCheckpointError, CodecError, OptionError
+from modelstate.errors import AmbiguousCheckpointError, CodecError, OptionError, PlacementError
 from modelstate.planning.differences import Rewrapped, prefixes, without_wrappers, wrapper_rule
 from modelstate.planning.initialise import Initialisers
 from modelstate.planning.transforms import ModuleTransform, Pairs, Transform
@@ -31,6 +31,8 @@ from modelstate.spec import Refused, Stored, StoredTensor, StoredTensors
 from modelstate.text_format import count, short_repr
 from modelstate.torch_compat.dtypes import floating_dtype
 from modelstate.torch_compat.modules import unwrapped
+from modelstate.torch_compat.plain import is_fake
+from modelstate.torch_compat.private import is_faking, is_transforming
 from modelstate.transaction.slots import HIDDEN, Slots
 
 AnyTransform = Transform | ModuleTransform
@@ -89,8 +91,18 @@ def is_device(text: str) -> bool:
 
 
 def check_model(model: object) -> nn.Module:
-    """Returns the model without wrappers of `torch.compile` and data parallelism. Raises `OptionError`."""
+    """Returns the model without wrappers of `torch.compile` and data parallelism.
+
+    Raises `OptionError` for another object, and `PlacementError` where torch gives new tensors no values.
+    """
     if isinstance(model, nn.Module):
+        if is_transforming() or (is_faking() and not any(map(is_fake, model.parameters()))):
+            raise PlacementError(
+                "tensors stand for others within FakeTensorMode and torch.func; nothing has been changed",
+                where=type(model).__name__,
+                expected="a call outside of them",
+                remedy="load before the mode or the transform begins, or after it ends",
+            )
         return unwrapped(model)
     if isinstance(model, type) and issubclass(model, nn.Module):
         raise OptionError(

@@ -10,7 +10,7 @@ import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import IO, TYPE_CHECKING, Any
 
 import torch
@@ -389,9 +389,24 @@ def write_count(tensor: torch.Tensor) -> int:
     return tensor._version
 
 
-def without_modes() -> AbstractContextManager[object]:
-    """A context in which the dispatch modes of this thread, such as `FakeTensorMode`, see nothing of what is done."""
-    return torch.utils._python_dispatch._disable_current_modes()
+@contextmanager
+def without_modes() -> Iterator[None]:
+    """A context outside of the torch function modes and dispatch modes of this thread, such as `FakeTensorMode`.
+
+    These modes are code of the user, or of a profiler, and may raise in any call of torch. The default device of
+    `torch.device` as a context is a function mode too.
+    """
+    operators: Any = torch._ops
+    has_dispatch = torch._C._len_torch_dispatch_stack() or operators._len_torch_dispatch_stack_pre_dispatch()
+    functions: list[Any] = []
+    try:
+        while torch._C._len_torch_function_stack():
+            functions.append(torch._C._pop_torch_function_stack())
+        with torch.utils._python_dispatch._disable_current_modes() if has_dispatch else nullcontext():
+            yield
+    finally:
+        for mode in reversed(functions):
+            torch._C._push_on_torch_function_stack(mode)
 
 
 def copy_each(targets: Sequence[torch.Tensor], values: Sequence[torch.Tensor], *, non_blocking: bool = False) -> None:

@@ -10,7 +10,7 @@ from torch import nn
 from modelstate.errors import OptionError, SwapError
 from modelstate.process import deferred_signals
 from modelstate.torch_compat.plain import has_dispatch, is_plain
-from modelstate.torch_compat.private import is_transforming, keep_hooks, slots_of_class, swap_impl
+from modelstate.torch_compat.private import is_transforming, keep_hooks, slots_of_class, swap_impl, without_modes
 from modelstate.transaction.object_snapshot import set_grad
 from modelstate.transaction.references import holders_of
 
@@ -246,7 +246,7 @@ def swap_tensors(a: torch.Tensor, b: torch.Tensor) -> None:
     check_slots(a, b)
     for error in refusals({"the first tensor": a, "the second tensor": b}):
         raise error
-    with deferred_signals():
+    with deferred_signals(), without_modes():
         try:
             exchange(a, b)
         except (RuntimeError, TypeError) as error:

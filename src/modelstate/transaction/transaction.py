@@ -17,7 +17,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
 from types import TracebackType
 from typing import Any, Self
@@ -36,6 +36,7 @@ from modelstate.torch_compat.private import (
     payload_of,
     storage_id,
     storage_of,
+    without_modes,
     without_subclasses,
 )
 from modelstate.transaction.object_snapshot import ObjectSnapshot, put_back, tensor_state
@@ -89,6 +90,8 @@ class Transaction:
         self._lock: exclusive | None = None
         """The lock that this thread has acquired last and not released."""
         self._ended = False
+        self._without_modes = ExitStack()
+        """Ends with the transaction; from the commit on, it keeps the modes of torch out."""
         self._grad_enabled = torch.is_grad_enabled()
         self._last: list[Callable[[], None]] = []
         self._undo: list[Callable[[], object]] = []
@@ -133,10 +136,13 @@ class Transaction:
         """Runs `first`, the waiting writes and `last`, with signals deferred. Nothing can be undone afterwards.
 
         All that still waits has been checked: each write is a copy between existing memory. `first` must not raise.
+        No code of a user runs: signal handlers wait, and the modes of torch that are active are left. They are entered
+        again when the transaction ends, so that they cannot stop a caller that describes what has been done.
         """
         waiting = [write for write in self.writes if not write.done]
         last = (*self._last, *last)
         with deferred_signals() if waiting or last or first else nullcontext():
+            self._without_modes.enter_context(without_modes())
             self._waiting.clear()
             if first is not None:
                 first()
@@ -154,20 +160,22 @@ class Transaction:
         Raises `RollbackError` when steps of the undo raise; all other steps have run.
         """
         if self._ended:
+            self._without_modes.close()
             return
         failures: list[Exception] = []
         unreadable: list[str] = []
-        with deferred_signals():
+        with deferred_signals(), self._without_modes:
             if self._guard is not None:
                 self._guard.stop()
-            for step in self._undo_steps():
-                try:
-                    step()
-                except Exception as error:
-                    failures.append(error)
+            with without_modes():
+                for step in self._undo_steps():
+                    try:
+                        step()
+                    except Exception as error:
+                        failures.append(error)
+                torch.set_grad_enabled(self._grad_enabled)  # an interrupted `torch.no_grad` may have left it off
             if self._snapshot is not None:
                 unreadable = list(dict.fromkeys(self._snapshot.unreadable))
-            torch.set_grad_enabled(self._grad_enabled)  # an interrupted `torch.no_grad` may have left it off
             self._end()
         if unreadable:
             _log.warning(
@@ -215,8 +223,7 @@ class Transaction:
         if self._entangled or self._reads_model(write):
             self._run_all()
         self._run_waiting((*_keys(write.target), *_keys(write.value)))
-        write.run(self)
-        write.done = True
+        self.run(write)
         self.writes.append(write)
 
     def register_undo(self, undo: Callable[[], object]) -> None:
@@ -266,7 +273,8 @@ class Transaction:
         """Records all objects that the model refers to, before anything runs that could change them."""
         if not self.armed:
             self.armed = True
-            self._snapshot = ObjectSnapshot(self.root.modules())
+            with without_modes():
+                self._snapshot = ObjectSnapshot(self.root.modules())
             self._storages = {storage_id(tensor) for tensor in self._snapshot.tensors.values()} - {0}
             for write in self.writes:
                 self._watch(write)
@@ -332,21 +340,23 @@ class Transaction:
         """Runs the waiting writes that have one of the keys, in order."""
         writes = {id(write): write for key in keys for write in self._waiting.pop(key, ())}
         for write in sorted(writes.values(), key=lambda write: write.order):
-            self._run(write)
+            self.run(write)
 
     def _run_replacing(self) -> None:
         for write in self._replacing:
-            self._run(write)
+            self.run(write)
         self._replacing.clear()
 
     def _run_all(self) -> None:
         self._waiting.clear()
         for write in self.writes:
-            self._run(write)
+            self.run(write)
 
-    def _run(self, write: Write) -> None:
+    def run(self, write: Write) -> None:
+        """Runs a write before the commit, outside of the modes of torch, unless it has run."""
         if not write.done:
-            write.run(self)
+            with without_modes():
+                write.run(self)
             write.done = True
 
 
