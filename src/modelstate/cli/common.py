@@ -16,7 +16,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from operator import attrgetter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -43,10 +43,21 @@ WITH_VALUES = "--no-skeleton builds the model with values in its parameters"
 class FactoryError(Exception):
     """The factory of the model raised, or returned no module."""
 
+    def __init__(self, what: str, *, expected: str = "", remedy: str = "") -> None:
+        super().__init__(what)
+        self.what, self.expected, self.remedy = what, expected, remedy
+
+    def __str__(self) -> str:
+        labels = {"expected": self.expected, "to do": self.remedy}
+        return "\n".join([self.what, *(f"  {label}: {text}" for label, text in labels.items() if text)])
+
 
 @contextlib.contextmanager
 def reported(debug: bool, exit_code: int = PROBLEMS) -> Iterator[None]:
-    """Prints errors to stderr, with a traceback if `debug` is set, and ends the program with an exit code."""
+    """Prints errors, and ends the program with an exit code.
+
+    They go to stderr, or with `--json` as a line of JSON to stdout. `debug` adds the traceback, on stderr.
+    """
     try:
         yield
     except (ms.ModelStateError, FactoryError, OSError, MemoryError) as error:
@@ -57,26 +68,78 @@ def reported(debug: bool, exit_code: int = PROBLEMS) -> Iterator[None]:
     except (click.exceptions.Exit, click.Abort, click.BadParameter):
         raise
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
+        if not _prints_json("KeyboardInterrupt", "interrupted"):
+            print("interrupted", file=sys.stderr)
         raise click.exceptions.Exit(INTERRUPTED) from None
     except (Exception, SystemExit) as error:  # the code of the model does not decide about the exit code
-        _say(error, debug, kind=True)
-        if not debug:
-            print("  to do: run it again with --debug to see where this came from", file=sys.stderr)
+        _say(error, debug, is_unexpected=True)
         raise click.exceptions.Exit(exit_code) from None
 
 
-def _say(error: BaseException, debug: bool, kind: bool = False) -> None:
+def _say(error: BaseException, debug: bool, is_unexpected: bool = False) -> None:
     from modelstate.cli import spelling  # only where it is needed: a command takes less time than its imports
 
-    sys.stdout.flush()
     if debug:
         traceback.print_exception(error)
-    text = str(error) or type(error).__name__
+    name, text, options = type(error).__name__, str(error) or type(error).__name__, spelling.of_error(error, debug)
+    see_where = "" if debug or not is_unexpected else "run it again with --debug to see where this came from"
+    fields = {field: str(getattr(error, field, "")) for field in ("where", "what", "expected", "found", "page")}
+    remedy = "; ".join(options) or see_where or str(getattr(error, "remedy", ""))
     if isinstance(error, ms.errors.OptionError):
-        text = spelling.in_options(text)
-    text = printable_lines(text + spelling.as_text(spelling.of_error(error, debug)))
-    print(f"error: {type(error).__name__}: {text}" if kind else f"error: {text}", file=sys.stderr)
+        text, remedy = spelling.in_options(text), spelling.in_options(remedy)
+        fields = {field: spelling.in_options(value) for field, value in fields.items()}
+    what = fields.pop("what") or text
+    if _prints_json(name, what, remedy, **fields):
+        return
+    with contextlib.suppress(OSError):
+        sys.stdout.flush()
+    text = printable_lines(text + spelling.as_text(options))
+    print(f"error: {name}: {text}" if is_unexpected else f"error: {text}", file=sys.stderr)
+    if see_where:
+        print(f"  to do: {see_where}", file=sys.stderr)
+
+
+def _prints_json(name: str, what: str, remedy: str = "", **fields: str) -> bool:
+    """Prints an error as a line of JSON where the command has `--json`, and says whether it has."""
+    context = click.get_current_context(silent=True)
+    return bool(context and context.params.get("as_json")) and print_json_error(name, what, remedy, **fields)
+
+
+def print_json_error(
+    name: str, what: str, remedy: str = "", *, where: str = "", expected: str = "", found: str = "", page: str = ""
+) -> bool:
+    """Prints an error as a line of JSON. Returns False where the standard output takes nothing."""
+    import json
+
+    values = {"what": what, "where": where, "expected": expected, "found": found, "to_do": remedy, "page": page}
+    try:
+        click.echo(json.dumps({"error": name, **{field: value or None for field, value in values.items()}}))
+    except BrokenPipeError:  # the reader has enough
+        raise
+    except OSError:
+        return False
+    return True
+
+
+class Program(click.Group):
+    """The commands. A wrong command line is reported as JSON, too, where it has `--json`."""
+
+    def main(self, args: Sequence[str] | None = None, *, standalone_mode: bool = True, **options: Any) -> Any:  # type: ignore[override]
+        """Runs a command, and exits."""
+        arguments = list(sys.argv[1:] if args is None else args)
+        if not standalone_mode or "--json" not in arguments:
+            return super().main(arguments, standalone_mode=standalone_mode, **options)
+        try:
+            code = super().main(arguments, standalone_mode=False, **options)
+        except click.ClickException as error:
+            context = getattr(error, "ctx", None)
+            remedy = f"{context.command_path} --help" if context else ""
+            if not print_json_error("UsageError", error.format_message(), remedy):
+                error.show()
+            code = error.exit_code
+        except click.Abort:
+            code = PROBLEMS
+        sys.exit(code or 0)
 
 
 def echo(text: object, *, err: bool = False) -> None:
@@ -181,12 +244,13 @@ def build_model(spec: str, factory: Callable[[], object], *, skeleton: bool) -> 
             model = factory()
     except (Exception, SystemExit) as error:
         remedy = _factory_remedy(factory, error, skeleton)
-        raise FactoryError(f"{spec} raised {_one_line(error)}\n  to do: {remedy}") from error
+        raise FactoryError(f"{spec} raised {_one_line(error)}", remedy=remedy) from error
     if not isinstance(model, torch.nn.Module):
-        text = f"{spec} gave a value of type {type(model).__name__}\n  expected: a torch.nn.Module"
-        if skeleton:
-            text += f"\n  to do: let it return the model; if it does so otherwise, {WITH_VALUES}"
-        raise FactoryError(text)
+        raise FactoryError(
+            f"{spec} gave a value of type {type(model).__name__}",
+            expected="a torch.nn.Module",
+            remedy=f"let it return the model; if it does so otherwise, {WITH_VALUES}" if skeleton else "",
+        )
     return model
 
 

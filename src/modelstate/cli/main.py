@@ -18,6 +18,7 @@ from modelstate.cli.common import (
     PROBLEMS,
     USAGE,
     WITH_VALUES,
+    Program,
     build_model,
     echo,
     make_parents,
@@ -51,7 +52,8 @@ def _show_completion(context: click.Context, _: click.Parameter, shell: str | No
 
 @click.group(
     "modelstate",
-    context_settings={"show_default": True},
+    cls=Program,
+    context_settings={"show_default": True, "help_option_names": ["-h", "--help"]},
     epilog="Exit codes: 0 all is well, 1 problems were found, 2 the command line is wrong.",
 )
 @click.version_option(__version__, message="modelstate %(version)s", help="Print the version and exit.")

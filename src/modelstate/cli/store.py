@@ -42,7 +42,7 @@ def store() -> None:
 
 
 def is_store(path: str) -> bool:
-    """Whether a directory, or a prefix of a bucket, is a store."""
+    """Whether a directory, or a prefix of a bucket, is a store. False also where this cannot be found out."""
     from modelstate.io.files import local_path
     from modelstate.remote.location import is_remote
     from modelstate.store.directory import medium_of
@@ -53,7 +53,7 @@ def is_store(path: str) -> bool:
             return _is_in_bucket(path) and bool(medium_of(path).places())
         directory = local_path(path)
         return os.path.isfile(os.path.join(directory, STORE_FILE)) or bool(medium_of(directory).places())
-    except (OSError, ms.errors.SourceTypeError):
+    except (OSError, ms.ModelStateError):
         return False
 
 
@@ -76,7 +76,6 @@ def _index(path: str, cache: ms.Cache | None = None) -> StepIndex:
     from modelstate.io.files import local_path, not_found
     from modelstate.remote.location import is_remote, locate
     from modelstate.store.directory import StepIndex
-    from modelstate.store.medium import STORE_FILE
 
     if is_remote(path):
         if not _is_in_bucket(path):
@@ -87,8 +86,12 @@ def _index(path: str, cache: ms.Cache | None = None) -> StepIndex:
                 remedy="modelstate verify and inspect read one checkpoint at a URL",
             )
         index = StepIndex(locate(path.rstrip("/")).url, cache=cache)
-        if not index.all_revisions():
-            raise ms.errors.SourceNotFoundError("there is no checkpoint of a store here", where=index.directory)
+        try:
+            is_empty = not index.all_revisions()
+        except ms.errors.SaveTargetError as error:
+            raise _no_directory(path, index.directory) from error
+        if is_empty:
+            raise _no_store(index.directory)
         return index
     directory = local_path(path)
     if not os.path.lexists(directory):
@@ -100,21 +103,31 @@ def _index(path: str, cache: ms.Cache | None = None) -> StepIndex:
     if not os.path.exists(directory):
         raise not_found(directory, path)
     if not os.path.isdir(directory):
-        raise ms.errors.SourceTypeError(
-            "a store is a directory, and this is a file",
-            where=directory,
-            expected="the directory of a modelstate.Store",
-            remedy=f"modelstate inspect {shlex.quote(path)} shows what is in a file",
-        )
+        raise _no_directory(path, directory)
     index = StepIndex(directory)
     if not is_store(path) and not index.all_revisions():  # which raises where the directory cannot be read
-        raise ms.errors.SourceNotFoundError(
-            "this is not a store of checkpoints",
-            where=directory,
-            expected=f"{STORE_FILE}, as modelstate.Store writes it",
-            remedy="modelstate inspect shows other checkpoints",
-        )
+        raise _no_store(directory)
     return index
+
+
+def _no_store(where: str) -> ms.errors.SourceNotFoundError:
+    from modelstate.store.medium import STORE_FILE
+
+    return ms.errors.SourceNotFoundError(
+        "this is not a store of checkpoints",
+        where=where,
+        expected=f"{STORE_FILE} and steps, as modelstate.Store writes them",
+        remedy="modelstate inspect shows other checkpoints",
+    )
+
+
+def _no_directory(path: str, where: str) -> ms.errors.SourceTypeError:
+    return ms.errors.SourceTypeError(
+        "a store is a directory, and this is a file",
+        where=where,
+        expected="the directory of a modelstate.Store",
+        remedy=f"modelstate inspect {shlex.quote(path)} shows what is in a file",
+    )
 
 
 @store.command("ls")
