@@ -211,7 +211,7 @@ class DamagedFileError(OpenError, ValueError, page="damaged-file", remedy=CUT_SH
 
 
 class UnsafePathError(OpenError, ValueError, page="damaged-file"):
-    """A path that leads out of the archive, or out of the directory of a shard index."""
+    """A name in an archive or a shard index that leads out of it. Symbolic links are followed."""
 
 
 class ForbiddenGlobalError(OpenError, ValueError, page="forbidden-global"):

@@ -219,23 +219,24 @@ def read_index(index_path: str) -> Index:
 def safe_paths(index_path: str, directory: str, shards: list[str]) -> list[str]:
     """The paths of the files that an index names, after checking that all of them may be read.
 
+    A name must not lead out of the directory. A symbolic link is followed wherever it leads, as for a single file: the
+    user, or a tool such as DVC and git-annex, has put it there.
+
     Raises `UnsafePathError`, `SourceNotFoundError`, and `DamagedFileError` for a shard that is not a file.
     """
     unsafe = [quote(shard) for shard in shards if not _is_below(shard)]
     if not unsafe and is_remote(directory):
         paths = [beside(index_path, shard) for shard in shards]
         return _check_there(index_path, directory, dict(zip(shards, paths, strict=True)))
-    paths = [] if unsafe else [os.path.join(directory, shard) for shard in shards]
-    unsafe += _links_outside(shards, paths, _roots(index_path, directory))
     if unsafe:
         raise UnsafePathError(
             "the index names files outside its directory",
             where=index_path,
-            expected=f"files in {directory or '.'}, or links to files in it",
+            expected=f"files in {directory or '.'}, or links there",
             found=listed(unsafe, 5),
-            remedy="if you trust the index, put the files themselves beside it, or make the index a link to the one "
-            "in their directory",
+            remedy="if you trust the index, put the files or links to them beside it, and their names there into it",
         )
+    paths = [os.path.join(directory, shard) for shard in shards]
     missing = [shard for shard, path in zip(shards, paths, strict=True) if not os.path.exists(path)]
     if missing:
         raise _missing(index_path, directory, shards, missing)
@@ -288,35 +289,6 @@ def _is_below(shard: str) -> bool:
         and bool(kinds[0].name)
         and not any(kind.anchor or kind.is_absolute() or ".." in kind.parts for kind in kinds)
     )
-
-
-def _links_outside(shards: Sequence[str], paths: Sequence[str], roots: Sequence[str]) -> list[str]:
-    """The shards whose symbolic links lead outside of all roots, each with its target.
-
-    Each directory is resolved once, and a shard only if it is a link.
-    """
-    prefixes = tuple(os.path.join(root, "") for root in roots)
-    resolved: dict[str, str] = {}
-    outside = []
-    for shard, path in zip(shards, paths, strict=False):
-        parent, name = os.path.split(path)
-        if parent not in resolved:
-            resolved[parent] = os.path.realpath(parent)
-        real = os.path.join(resolved[parent], name)
-        if real.startswith(prefixes) and os.path.islink(real):
-            real = os.path.realpath(real)
-        if not real.startswith(prefixes):
-            outside.append(f"{quote(shard)} -> {real}")
-    return outside
-
-
-def _roots(index_path: str, directory: str) -> list[str]:
-    here = os.path.realpath(directory or os.curdir)
-    roots = [here, os.path.dirname(os.path.realpath(index_path))]
-    repository, inside, _ = here.rpartition(os.path.join(os.sep, "snapshots", ""))
-    if inside and os.path.isdir(os.path.join(repository, "blobs")):
-        roots.append(os.path.join(repository, "blobs"))
-    return roots
 
 
 def _flat(shard: str, tree: object, index_path: str) -> Mapping[str, object]:
