@@ -45,9 +45,11 @@ from modelstate.loading.collective import digest_of_source
 from modelstate.objects.objects import tensors_within
 from modelstate.objects.save import save_with
 from modelstate.planning.matching import DecodeFailure, Patterns, entries_of
+from modelstate.planning.quantized import Candidate, quantized_weights
 from modelstate.problems import NotATensor, Problem, Unexpected, WrongDtype, plan_error
 from modelstate.rules.expression import Source as TensorSource
-from modelstate.rules.expression import region, values_of
+from modelstate.rules.expression import is_dequantized, region, values_of
+from modelstate.rules.quantized import SCALABLE
 from modelstate.rules.rule import Rule, Value
 from modelstate.rules.schema import Schema, apply_rules, check_rules
 from modelstate.spec import Refused, is_run
@@ -173,7 +175,7 @@ class Reader(StorageReader):
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Reads the regions of this rank into the tensors of the state dict."""
-        regions, problems = [], list[Problem]()
+        regions, problems, numbers = [], list[Problem](), list[Candidate]()
         state = getattr(planner, "state_dict", {})
         for item in plan.items:
             name = item.storage_index.fqn
@@ -183,10 +185,17 @@ class Reader(StorageReader):
                 continue
             source, target = self._tensor(name), planner.resolve_tensor(item).detach()
             cast = cast_between(source.dtype, target.dtype)
-            if cast in ("kind", "lossy"):
+            if source.dtype in SCALABLE and source.dtype != target.dtype and target.is_floating_point():
+                numbers += [Candidate(name, other, has_numbers=True) for other in self._entries[name].sources]
+            if cast == "kind" or (cast == "lossy" and not is_dequantized(source)):
                 problems.append(WrongDtype(name, short(target.dtype), short(source.dtype), cast))
             box = zip(item.storage_offsets, item.lengths, strict=True)
             regions.append((item, target, region(source, [slice(start, start + size) for start, size in box])))
+        if numbers:
+            used = {source for name in self._entries.keys() & state.keys() for source in self._entries[name].sources}
+            quantized, _ = quantized_weights(dict.fromkeys(numbers), self._checkpoint, set(self._checkpoint) - used)
+            names = {problem.name for problem in quantized}
+            problems = [*(problem for problem in problems if problem.name not in names), *quantized]
         if problems:
             remedy = "rules=ms.rules.Cast(name, dtype) casts; or make the state dict with the dtypes of the checkpoint"
             raise plan_error(_TARGET, self._checkpoint.source, list(dict.fromkeys(problems)), {WrongDtype: remedy})
