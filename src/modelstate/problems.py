@@ -3,13 +3,14 @@
 Each class of problem has a title, a remedy and a page; each problem has the name of a tensor and its facts.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
-from typing import ClassVar
+from dataclasses import asdict, dataclass, field
+from typing import Any, ClassVar
 
 from modelstate.errors import ModelCodeError, ModelStateError, PlanError
-from modelstate.text_format import listed, printable
+from modelstate.text_format import folded, listed, printable
 
 GATHER = (
     "gather them first: get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)) of "
@@ -28,6 +29,8 @@ class Problem:
 
     name: str
     """The name in the model, or in the checkpoint if the model has none."""
+    name_for_rules: str = field(default="", kw_only=True, repr=False, compare=False)
+    """The name that rules see, where it is another."""
 
     title: ClassVar[str]
     """The heading for problems of this class, in the plural."""
@@ -51,6 +54,42 @@ class Problem:
     def as_dict(self) -> dict[str, object]:
         """Returns the problem as a dictionary, with the name of its class and its remedy."""
         return {"problem": type(self).__name__, **asdict(self), "remedy": self.remedy_for([self])}
+
+
+_MOST_NAMES = 8
+"""The names of more tensors than this are not written out in a remedy."""
+
+
+def glob_patterns(names: Iterable[str]) -> list[str]:
+    """Returns glob patterns that match these names: the names where they are few, or wildcards in place of numbers.
+
+    Where the names still differ, the patterns are the beginnings that several names have.
+    """
+    patterns = list(dict.fromkeys(re.sub(r"([*?[])", r"[\1]", name) for name in names))
+    if len(patterns) > _MOST_NAMES:
+        patterns = folded(patterns)
+    depth = max((pattern.count(".") for pattern in patterns), default=0)
+    while len(patterns) > _MOST_NAMES and depth:
+        parts = [pattern.split(".") for pattern in patterns]
+        patterns = list(dict.fromkeys(".".join([*part[:depth], "*"] if len(part) > depth else part) for part in parts))
+        depth -= 1
+    return patterns
+
+
+def _argument(option: str, problems: Iterable[Problem]) -> str:
+    """Returns the argument that allows the names of these problems, as code."""
+    return f"{option}={glob_patterns(problem.name for problem in problems)!r}"
+
+
+def ignoring(problems: Sequence[Problem]) -> str:
+    """Returns the argument that leaves out the names of these problems, as code.
+
+    A pattern could match a tensor that fits, which would then be left out, too.
+    """
+    if len(problems) > _MOST_NAMES:
+        return "rules=[ms.rules.Ignore(name) for name in names], with all of these names"
+    names = dict.fromkeys(problem.name_for_rules or problem.name for problem in problems)
+    return f"rules=[{', '.join(f'ms.rules.Ignore({name!r})' for name in names)}]"
 
 
 def _initialisation_remedies(tensors: Sequence[tuple[str, str]]) -> list[str]:
@@ -77,13 +116,14 @@ class Missing(Problem):
     """The methods of the model that initialise it, empty if there are none; None if they are not needed."""
 
     title: ClassVar = "names of the model that the checkpoint lacks"
-    remedy: ClassVar = "to keep the model's own values for them: allow_missing=[pattern, ...]"
+    remedy: ClassVar = "to keep the model's own values for them"
     page: ClassVar = "missing-keys"
 
     @classmethod
     def remedy_for(cls, problems: Sequence[Problem]) -> str:
         members = [problem for problem in problems if isinstance(problem, Missing)]
-        remedies = [cls.remedy] if any(member.has_values for member in members) else []
+        kept = [member for member in members if member.has_values]
+        remedies = [f"{cls.remedy}: {_argument('allow_missing', kept)}"] if kept else []
         tensors = [(member.name, member.initialiser) for member in members if member.initialiser is not None]
         return "; ".join([*remedies, *_initialisation_remedies(tensors)])
 
@@ -100,8 +140,12 @@ class Unexpected(Problem):
     why: str = ""
 
     title: ClassVar = "names of the checkpoint that the model lacks"
-    remedy: ClassVar = "if they are not needed: allow_unexpected=[pattern, ...]"
+    remedy: ClassVar = "if they are not needed"
     page: ClassVar = "unexpected-keys"
+
+    @classmethod
+    def remedy_for(cls, problems: Sequence[Problem]) -> str:
+        return f"{cls.remedy}: {_argument('allow_unexpected', problems)}"
 
     def line(self) -> str:
         shape = f" {list(self.shape)}" if self.shape is not None else ""
@@ -145,11 +189,17 @@ class WrongShape(Problem):
     """The shape in the checkpoint."""
 
     title: ClassVar = "tensors of another shape"
-    remedy: ClassVar = (
-        "build the model with the sizes of the checkpoint; or, to keep the model's own values for them: "
-        "rules=[ms.rules.Ignore(pattern)], allow_missing=[pattern]"
-    )
+    remedy: ClassVar = "build the model with the sizes of the checkpoint"
     page: ClassVar = "size-mismatch"
+
+    @classmethod
+    def remedy_for(cls, problems: Sequence[Problem]) -> str:
+        if len(problems) > _MOST_NAMES:
+            return cls.remedy
+        return (
+            f"{cls.remedy}; or, to keep the model's own values for them: {ignoring(problems)}, "
+            f"{_argument('allow_missing', problems)}"
+        )
 
     def line(self) -> str:
         return f"{self.name}: the model has {list(self.expected)}, the checkpoint {list(self.found)}"
@@ -165,6 +215,10 @@ class OtherDimensions(WrongShape):
     title: ClassVar = "tensors whose shapes differ in dimensions of size 1 only"
     remedy: ClassVar = "pass the rules"
 
+    @classmethod
+    def remedy_for(cls, problems: Sequence[Problem]) -> str:
+        return cls.remedy
+
     def line(self) -> str:
         return f"{WrongShape.line(self)}: rules=[{self.rule}]"
 
@@ -173,7 +227,8 @@ def wrong_shape(name: str, expected: tuple[int, ...], found: tuple[int, ...], se
     """Returns the problem of two shapes; `seen_by_rules` is the name that a rule would see, empty if there is none."""
     same_elements = [size for size in expected if size != 1] == [size for size in found if size != 1]
     if not same_elements or not seen_by_rules:
-        return WrongShape(name, expected, found)
+        other_name = seen_by_rules if seen_by_rules != name else ""
+        return WrongShape(name, expected, found, name_for_rules=other_name)
     return OtherDimensions(name, expected, found, f"ms.rules.Reshape({seen_by_rules!r}, {list(expected)})")
 
 
@@ -187,10 +242,23 @@ class WrongDtype(Problem):
     """"lossy" or "kind"."""
 
     title: ClassVar = "tensors of a dtype that cannot become the model's without loss"
-    remedy: ClassVar = (
-        "cast floats with dtype=, other dtypes with transform=; or build the model with the dtypes of the checkpoint"
-    )
+    remedy: ClassVar = "build the model with the dtypes of the checkpoint"
     page: ClassVar = "lossy-cast"
+
+    @classmethod
+    def remedy_for(cls, problems: Sequence[Problem]) -> str:
+        members = [problem for problem in problems if isinstance(problem, WrongDtype)]
+        floats = {member.expected for member in members if member.how == "lossy" and "float" in member.expected}
+        remedies = [cls.remedy]
+        if len(floats) == 1 and all(member.expected in floats and member.how == "lossy" for member in members):
+            remedies.append(f"to cast all floats: dtype={floats.pop()!r}")
+        if len(members) <= _MOST_NAMES:
+            names = {member.name_for_rules or member.name: member.expected for member in members}
+            rules = ", ".join(f"ms.rules.Cast({name!r}, {dtype!r})" for name, dtype in names.items())
+            kinds = any(member.how == "kind" for member in members)
+            meant = "where the numbers mean the same, to cast them" if kinds else "to cast these"
+            remedies.append(f"{meant}: rules=[{rules}]")
+        return "; or, ".join(remedies)
 
     def line(self) -> str:
         change = "loses values" if self.how == "lossy" else "changes their kind"
@@ -377,12 +445,18 @@ class TieConflict(Problem):
     """Tied names of the model get different values."""
 
     others: tuple[str, ...] = ()
+    names_for_rules: tuple[str, ...] = ()
+    """The names that rules see of this tensor and of the others."""
 
     title: ClassVar = "tied tensors with several different values"
-    remedy: ClassVar = (
-        "untie them in the model, or leave out the value that is not needed, by its name: rules=[ms.rules.Ignore(name)]"
-    )
+    remedy: ClassVar = "untie them in the model, or leave out the value that is not needed"
     page: ClassVar = "tied-values"
+
+    @classmethod
+    def remedy_for(cls, problems: Sequence[Problem]) -> str:
+        first = next(problem for problem in problems if isinstance(problem, TieConflict))
+        names = first.names_for_rules or (first.name, *first.others)
+        return f"{cls.remedy}: {' or '.join(f'rules=[ms.rules.Ignore({name!r})]' for name in names)}"
 
     def line(self) -> str:
         return f"{self.name} is the same tensor as {', '.join(self.others)}, but the checkpoint's values differ"
@@ -393,8 +467,12 @@ class BufferConflict(Problem):
     """The checkpoint's value of a non-persistent buffer differs from the one that the constructor computed."""
 
     title: ClassVar = "non-persistent buffers that differ from the checkpoint"
-    remedy: ClassVar = "if the constructor is right: allow_unexpected=[pattern, ...]"
+    remedy: ClassVar = "if the constructor is right"
     page: ClassVar = "hidden-buffer"
+
+    @classmethod
+    def remedy_for(cls, problems: Sequence[Problem]) -> str:
+        return f"{cls.remedy}: {_argument('allow_unexpected', problems)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -616,10 +694,12 @@ class BadExtraState(Problem):
     template: ClassVar = "{0.name}: {0.why}"
 
 
+Remedy = Callable[[Sequence[Any]], str]
+"""Returns what to do about problems of one class."""
 _SHOWN = 8
 SUGGEST = "modelstate suggest MODEL SOURCE"
 """The command that suggests rules."""
-_RULES_FROM_SUGGEST = f"ms.suggest(model, source) works out rules (`{SUGGEST}`)"
+RULES_FROM_SUGGEST = f"ms.suggest(model, source) works out rules (`{SUGGEST}`)"
 
 
 def grouped(problems: Sequence[Problem]) -> list[tuple[type[Problem], list[Problem]]]:
@@ -635,15 +715,18 @@ def grouped(problems: Sequence[Problem]) -> list[tuple[type[Problem], list[Probl
 
 def explain(
     problems: Sequence[Problem],
-    remedies: Mapping[type[Problem], str] | None = None,
-    suggest: str = _RULES_FROM_SUGGEST,
+    remedies: Mapping[type[Problem], str | Remedy] | None = None,
+    suggest: str = RULES_FROM_SUGGEST,
+    given: Mapping[str, str] | None = None,
 ) -> str:
     """Returns a text of all problems that fits on a screen.
 
     Args:
         problems: the problems.
-        remedies: texts that replace the remedies of classes of problems.
+        remedies: texts, or functions of the problems, that replace the remedies of classes of problems.
         suggest: says how rules can be found, for example by a command.
+        given: the lists that the call has already, as code by the name of the argument, such as "*rules". A remedy
+            adds to them.
     """
     lines = []
     groups = grouped(problems)
@@ -658,7 +741,11 @@ def explain(
         lines += [f"    {printable(problem.line())}" for problem in members[:_SHOWN]]
         if len(members) > _SHOWN:
             lines.append(f"    ... and {len(members) - _SHOWN} more")
-        remedy = (remedies or {}).get(cause) or (hint if cause is Missing else "") + cause.remedy_for(members)
+        other = (remedies or {}).get(cause)
+        remedy = other(members) if callable(other) else other
+        remedy = remedy or (hint if cause is Missing else "") + cause.remedy_for(members)
+        for option, before in (given or {}).items():
+            remedy = remedy if before in remedy else remedy.replace(f"{option}=[", f"{option}=[{before}, ")
         lines += [f"    to do: {remedy}", f"    more: modelstate explain {cause.page}"]
     return "\n".join(lines)
 
@@ -667,14 +754,15 @@ def plan_error(
     target: str,
     source: str,
     problems: Sequence[Problem],
-    remedies: Mapping[type[Problem], str] | None = None,
-    suggest: str = _RULES_FROM_SUGGEST,
+    remedies: Mapping[type[Problem], str | Remedy] | None = None,
+    suggest: str = RULES_FROM_SUGGEST,
+    given: Mapping[str, str] | None = None,
 ) -> PlanError:
     """Returns the error for a plan that has problems."""
     noun = "problem" if len(problems) == 1 else "problems"
     return PlanError(
         f"cannot load {source} into {target}; nothing has been changed. {len(problems)} {noun}:\n"
-        f"{explain(problems, remedies, suggest)}",
+        f"{explain(problems, remedies, suggest, given)}",
         problems=problems,
     )
 

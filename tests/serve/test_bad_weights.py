@@ -136,7 +136,7 @@ def test_remedies_are_for_a_swap() -> None:
             live.swap(source)
         texts.append(str(caught.value))
     assert not [text for text in texts if "allow_" in text]
-    assert "ms.rules.Ignore(name)" in texts[0]
+    assert "rules=[ms.rules.Ignore('scale')]" in texts[0]
     live.swap(bad[0][0], rules=ms.rules.Ignore("scale"))
     assert "ms.open(source).select('model')" in texts[2]
     live.swap(ms.open(bad[2][0]).select("model"))

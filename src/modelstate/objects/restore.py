@@ -57,7 +57,15 @@ from modelstate.objects.parts import KEPT, Kind, Part
 from modelstate.objects.recorded_memory import Recorded, into_recorded_memory
 from modelstate.planning.matching import Patterns, options_of
 from modelstate.planning.recorder import ModuleContainer
-from modelstate.problems import Missing, OptimizerMisfit, OtherNames, Unexpected, WrongShape, plan_error
+from modelstate.problems import (
+    RULES_FROM_SUGGEST,
+    Missing,
+    OptimizerMisfit,
+    OtherNames,
+    Unexpected,
+    WrongShape,
+    plan_error,
+)
 from modelstate.remote.cache import Cache
 from modelstate.rules.rule import Rule, Scoped
 from modelstate.rules.schema import Schema, check_rules
@@ -602,7 +610,7 @@ class _Restoring:
             listed(sources, 3),
             [*error.problems, *problems],
             {OptimizerMisfit: "; ".join(remedies)},
-            *([f"work out rules: rules={{{suggested}}}"] if suggested else []),
+            f"work out rules: rules={{{suggested}}}" if suggested else RULES_FROM_SUGGEST,
         )
 
 

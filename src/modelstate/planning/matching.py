@@ -298,6 +298,18 @@ class MatchedCheckpoint:
     fits_in_part: bool
     """Whether transformers' conversion mapping makes only some names fit."""
 
+    @property
+    def given(self) -> dict[str, str]:
+        """The lists among the arguments, by their names, as the code by which a longer list begins."""
+        asked = self.asked
+        lists = (("allow_missing", asked.allow_missing), ("allow_unexpected", asked.allow_unexpected))
+        given = {option: f"*{option}" for option, patterns in lists if patterns}
+        if asked.rules or asked.schema is not None:
+            given["rules"] = "*rules"
+        elif self.options.rules:
+            given["rules"] = "*ms.rules.from_transformers(model)"
+        return given
+
     def name_for_rules(self, name: str) -> str:
         """Returns the name that a user's further rules see for a name of the model; empty for an unknown name."""
         return self.before_wrappers.get(name, name) if name in self.applied.entries else ""

@@ -266,8 +266,12 @@ class LoadPlan(LazySteps, Shown):
             *(f"  note: {printable(note)}" for note in self.notes),
         ]
         if self.problems:
-            lines += [f"problems ({len(self.problems)}):", explain(self.problems)]
+            lines += [f"problems ({len(self.problems)}):", self._explanation]
         return "\n".join(lines)
+
+    @property
+    def _explanation(self) -> str:
+        return explain(self.problems, given=self.binding.matched.given)
 
     def _page(self) -> Page:
         facts = (
@@ -277,7 +281,7 @@ class LoadPlan(LazySteps, Shown):
             ("Memory beyond the final tensors", size(self.peak_memory_bytes)),
         )
         page = steps_page(f"{self.source} into {self.target}", facts, self.steps, self.notes)
-        return replace(page, text=explain(self.problems)) if self.problems else page
+        return replace(page, text=self._explanation) if self.problems else page
 
     def to_json(self) -> str:
         """Returns the whole plan as JSON."""

@@ -292,7 +292,7 @@ class Preparation:
         first = self.filled.get(id(param))
         if first is not None:
             if not self._equals(first, value, stored):
-                self.problems.append(TieConflict(name, (first.name,)))
+                self.problems.append(self._tie_conflict(name, first.name))
             return
         assignment = self._assignment(name, kind, param, value, given, stored)
         self.filled[id(param)] = assignment
@@ -471,7 +471,7 @@ class Preparation:
             self.compared.append(name)
             return True
         else:
-            self.problems.append(BufferConflict(name))
+            self.problems.append(BufferConflict(name, name_for_rules=self.other_name(name)))
         return False
 
     def initialise(self, slot: Slot) -> str:
@@ -513,6 +513,14 @@ class Preparation:
         self.assignments.append(assignment)
         self.transaction.add(self._make_write(assignment))
         return is_read
+
+    def _tie_conflict(self, name: str, first: str) -> TieConflict:
+        return TieConflict(name, (first,), tuple(self.other_name(of) or of for of in (name, first)))
+
+    def other_name(self, name: str) -> str:
+        """Returns the name that rules see, empty where it is the same."""
+        seen = self.matched.name_for_rules(name)
+        return seen if seen != name else ""
 
     # Checks of single assignments.
 
@@ -562,7 +570,7 @@ class Preparation:
                 if second.placement.name != "copy":
                     self.notes.append(f"{first.name} and {second.name} share memory now, and not after the load")
                 elif self._clash(first, second):
-                    self.problems.append(TieConflict(second.name, (first.name,)))
+                    self.problems.append(self._tie_conflict(second.name, first.name))
 
     def _clash(self, first: Assignment, second: Assignment) -> bool:
         if first.sharded is None and second.sharded is None and same_place(first.param, second.param):
@@ -593,7 +601,13 @@ class Preparation:
         is_rounded = assignment.dtype in (torch.bfloat16, torch.float16) and is_dequantized(assignment.stored)
         if cast == "kind" or (cast == "lossy" and not (is_requested or is_rounded)):
             self.problems.append(
-                WrongDtype(assignment.name, short(assignment.dtype), short(assignment.value.dtype), cast)
+                WrongDtype(
+                    assignment.name,
+                    short(assignment.dtype),
+                    short(assignment.value.dtype),
+                    cast,
+                    name_for_rules=self.other_name(assignment.name),
+                )
             )
 
     @cached_attribute
@@ -613,7 +627,7 @@ class Preparation:
 
     def error(self) -> PlanError:
         """The error with all problems."""
-        error = plan_error(*self.names, self.problems)
+        error = plan_error(*self.names, self.problems, given=self.matched.given)
         error.__cause__ = self._cause
         return error
 

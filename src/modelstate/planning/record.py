@@ -312,12 +312,11 @@ class _Coverage:
         stored_names: set[str] = set()
         quantized, names = quantized_weights([Candidate(name, name) for name in missing], {}, unexpected)
         if candidates:
-            part, options = preparation.checkpoint, preparation.options
+            part = preparation.checkpoint
             used = {source for name in entries if name not in unexpected for source in entries[name].sources}
             left = {name for name in part if name not in used} | {name for name in unexpected if name not in part}
-            given = preparation.matched.asked
-            then = ("*rules",) if given.rules or given.schema else ("*ms.rules.from_transformers(model)",)
-            stored, stored_names = quantized_weights(candidates, part, left, then if options.rules else ())
+            given = preparation.matched.given.get("rules")
+            stored, stored_names = quantized_weights(candidates, part, left, (given,) if given else ())
             quantized += stored
         replaced = {problem.name for problem in quantized}
         problems[:] = [problem for problem in problems if problem.name not in replaced]
@@ -402,7 +401,7 @@ class _Coverage:
                 yield Missing(name, lacking[name], *self._first_value(name))
         for name in unexpected:
             why = "registered as None in the model" if name in self.preparation.slots.empty else ""
-            yield Unexpected(name, over[name], why)
+            yield Unexpected(name, over[name], why, name_for_rules=self.preparation.other_name(name))
 
     def _first_value(self, name: str) -> tuple[bool, str | None]:
         """Whether a tensor has values, and the methods that would initialise it (None where they do not matter)."""

@@ -36,9 +36,11 @@ from modelstate.problems import (
     BufferConflict,
     Missing,
     Problem,
+    Remedy,
     Unexpected,
     WrongDtype,
     WrongShape,
+    ignoring,
     plan_error,
 )
 from modelstate.rules.rule import Rule
@@ -131,13 +133,15 @@ class SwapReport:
 
 
 _CAST = "give weights with the dtype of the program, or cast them: rules=[modelstate.rules.Cast(name, dtype)]"
-_REMEDIES: dict[type[Problem], str] = {
+_REMEDIES: dict[type[Problem], str | Remedy] = {
     Missing: "take a checkpoint that has them, since a version needs all of its weights; rules=[...] can compute them",
-    Unexpected: "if they are not needed: rules=[ms.rules.Ignore(name)]; if they are missing ones in another spelling: "
-    "rules=[ms.rules.Rename(name, other)]",
+    Unexpected: lambda members: (
+        f"if they are not needed: {ignoring(members)}; if they are missing ones in another "
+        f"spelling: rules=[ms.rules.Rename({members[0].name!r}, other)]"
+    ),
     WrongShape: "take a checkpoint with the sizes of the program, or serve a model with those of the checkpoint",
     WrongDtype: _CAST,
-    BufferConflict: "if the values of the program are right: rules=[ms.rules.Ignore(name)]",
+    BufferConflict: lambda members: f"if the values of the program are right: {ignoring(members)}",
 }
 """In place of remedies with options that a swap does not have."""
 
