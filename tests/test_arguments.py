@@ -89,3 +89,50 @@ def test_a_flag_that_is_neither_true_nor_false(
     with pytest.raises(OptionError, match=f"{option}= must be True or False"):
         _FLAGS[option](value)
     assert not [*tmp_path.iterdir()]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "remedy"),
+    [
+        (lambda live, model, store: live.swap({}, allow_mising=["x"]), "allow_missing=, if that is meant"),
+        (lambda live, model, store: live.swap({}, strict=False), 'allow_missing=["head.*"], allow_unexpected='),
+        (lambda live, model, store: live.swap({}, map_location="cpu"), "the device of the one that it replaces"),
+        (lambda live, model, store: live.swap({}, device="cpu"), "the device of the one that it replaces"),
+        (lambda live, model, store: live.swap({}, weights_only=True), "no code of a pickle"),
+        (lambda live, model, store: ms.Live(model, keep_version=2), "keep_versions=, if that is meant"),
+        (lambda live, model, store: ms.follow(live, store, alow_missing=["x"]), "allow_missing=, if that is meant"),
+        (lambda live, model, store: ms.follow(live, store, poll_second=1), "poll_seconds=, if that is meant"),
+        (
+            lambda live, model, store: ms.follow(live, store, strict=False),
+            'allow_missing=["head.*"], allow_unexpected=',
+        ),
+        (lambda live, model, store: ms.load(model, {}, allow_mising=["x"]), "allow_missing=, if that is meant"),
+        (lambda live, model, store: ms.load(model, {}, strict=False), 'allow_missing=["head.*"], allow_unexpected='),
+        (lambda live, model, store: ms.load(model, {}, map_location="cpu"), "device=: the device of the tensors"),
+        (lambda live, model, store: ms.plan(model, {}, unexpected=["x"]), "allow_unexpected=, if that is meant"),
+        (lambda live, model, store: ms.restore({"m": model}, {}, strict=True), 'allow_missing=["head.*"]'),
+        (lambda live, model, store: ms.restore({"m": model}, {}, map_location="cpu"), "device=: the device"),
+        (lambda live, model, store: ms.save(model, "x.pt", max_shard_size=3), "shard_size_bytes=, if that is meant"),
+        (lambda live, model, store: store.save(1, {"m": model}, metric={}), "metrics=, if that is meant"),
+        (lambda live, model, store: store.restore({"m": model}, allow_misssing=[]), "allow_missing=, if that is meant"),
+        (lambda live, model, store: ms.Store("x", kep=3), "keep=, if that is meant"),
+        (
+            lambda live, model, store: ms.resumable(store, {"m": model}, steps=1, save_every=1, map_location="cpu"),
+            "device=: the device of the tensors",
+        ),
+    ],
+)
+def test_a_wrong_keyword_names_the_right_one(
+    wrong: Callable[..., object], remedy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    model = nn.Linear(2, 2)
+    with pytest.raises(OptionError, match=r"\w+\.\w+\(\) has no argument \w+=") as caught:
+        wrong(ms.Live(model), model, ms.Store("store"))
+    assert isinstance(caught.value, TypeError)
+    assert remedy in caught.value.remedy
+
+
+def test_a_keyword_that_resembles_none_lists_all() -> None:
+    with pytest.raises(OptionError, match=r"(?s)ms\.load\(\) has no argument zzz=.*expected:.*rules=, allow_missing="):
+        ms.load(nn.Linear(2, 2), {}, zzz=1)  # type: ignore[call-overload]

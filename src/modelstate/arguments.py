@@ -1,7 +1,10 @@
 """Checks of arguments: one check, and one text of an error, for each kind."""
 
 import sys
+from collections.abc import Collection, Mapping
+from difflib import get_close_matches
 from numbers import Real
+from types import MappingProxyType
 from typing import TypeGuard
 
 from modelstate.errors import OptionError
@@ -94,3 +97,40 @@ def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
         raise OptionError(
             f"{name}= has an unknown value", expected=" or ".join(map(repr, choices)), found=short_repr(value)
         )
+
+
+def check_keywords(
+    call: str, given: Mapping[str, object], accepted: Collection[str], foreign: Mapping[str, str] = MappingProxyType({})
+) -> None:
+    """Raises `OptionError` for the first keyword that a call does not accept, and names the right one.
+
+    Args:
+        call: The function as users call it: "ms.load".
+        given: The keyword arguments of the call.
+        accepted: The names that the function accepts.
+        foreign: For arguments of other functions, what replaces each here. `strict` and `map_location` are added where
+            the function has the argument that replaces them.
+    """
+    for name in given:
+        if name in accepted:
+            continue
+        own, remedy = _OF_TORCH.get(name, ("", ""))
+        remedy = foreign.get(name, remedy if own in accepted else "")
+        close = [] if remedy else get_close_matches(name, accepted, 1)
+        raise OptionError(
+            f"{call}() has no argument {name}=",
+            expected="" if remedy or close else ", ".join(f"{each}=" for each in accepted),
+            found=f"{name}={short_repr(given[name])}",
+            remedy=f"{close[0]}=, if that is meant" if close else remedy,
+        )
+
+
+_OF_TORCH = {
+    "strict": (
+        "allow_missing",
+        'leave it out: all names have to fit. To allow exceptions: allow_missing=["head.*"], '
+        'allow_unexpected=["old.*"]',
+    ),
+    "map_location": ("device", "device=: the device of the tensors; without it each tensor stays on its device"),
+}
+"""Arguments of torch's functions: the argument that replaces each, and how."""

@@ -76,7 +76,7 @@ def glob_patterns(names: Iterable[str]) -> list[str]:
     return patterns
 
 
-def _argument(option: str, problems: Iterable[Problem]) -> str:
+def allowing(option: str, problems: Iterable[Problem]) -> str:
     """Returns the argument that allows the names of these problems, as code."""
     return f"{option}={glob_patterns(problem.name for problem in problems)!r}"
 
@@ -123,7 +123,7 @@ class Missing(Problem):
     def remedy_for(cls, problems: Sequence[Problem]) -> str:
         members = [problem for problem in problems if isinstance(problem, Missing)]
         kept = [member for member in members if member.has_values]
-        remedies = [f"{cls.remedy}: {_argument('allow_missing', kept)}"] if kept else []
+        remedies = [f"{cls.remedy}: {allowing('allow_missing', kept)}"] if kept else []
         tensors = [(member.name, member.initialiser) for member in members if member.initialiser is not None]
         return "; ".join([*remedies, *_initialisation_remedies(tensors)])
 
@@ -145,7 +145,7 @@ class Unexpected(Problem):
 
     @classmethod
     def remedy_for(cls, problems: Sequence[Problem]) -> str:
-        return f"{cls.remedy}: {_argument('allow_unexpected', problems)}"
+        return f"{cls.remedy}: {allowing('allow_unexpected', problems)}"
 
     def line(self) -> str:
         shape = f" {list(self.shape)}" if self.shape is not None else ""
@@ -198,7 +198,7 @@ class WrongShape(Problem):
             return cls.remedy
         return (
             f"{cls.remedy}; or, to keep the model's own values for them: {ignoring(problems)}, "
-            f"{_argument('allow_missing', problems)}"
+            f"{allowing('allow_missing', problems)}"
         )
 
     def line(self) -> str:
@@ -472,7 +472,7 @@ class BufferConflict(Problem):
 
     @classmethod
     def remedy_for(cls, problems: Sequence[Problem]) -> str:
-        return f"{cls.remedy}: {_argument('allow_unexpected', problems)}"
+        return f"{cls.remedy}: {allowing('allow_unexpected', problems)}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -251,7 +251,7 @@ def test_options(tmp_path: Path) -> None:
             ms.resumable(store, objects(), **{"steps": 1, "save_every": 1, **bad})
     with pytest.raises(OptionError, match="allow_missing") as caught:
         ms.resumable(store, objects(), steps=1, save_every=1, allow_mising=["x"])
-    assert (caught.value.expected, caught.value.found) == ("allow_missing", "allow_mising")
+    assert (caught.value.remedy, caught.value.found) == ("allow_missing=, if that is meant", "allow_mising=['x']")
     for bad in ({"nope": 1}, {"self": 1}):
         with pytest.raises(OptionError):
             ms.resumable(store, objects(), steps=1, save_every=1, **bad)

@@ -12,7 +12,7 @@ from functools import partial, wraps
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
-from modelstate.arguments import check_flag, check_integer
+from modelstate.arguments import check_flag, check_integer, check_keywords
 from modelstate.checkpoint.checkpoint import Checkpoint
 from modelstate.checkpoint.directory import FOREIGN, NAMED, find_in
 from modelstate.errors import (
@@ -61,14 +61,14 @@ def checked_call(
 ) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
     """Decorates a function so that a wrong call raises an `OptionError` with the right one.
 
-    These are two arguments in the wrong order, an argument of torch's function, and one whose annotation is
-    `bool` or `bool | None` with a value of another kind.
+    These are two arguments in the wrong order, a keyword that the function does not have, and an argument whose
+    annotation is `bool` or `bool | None` with a value of another kind.
 
     Args:
         call: The function as users call it: "ms.load".
         is_first: Whether a value can be the first argument.
         is_second: Whether a value can be the second argument.
-        foreign: For each argument of torch's function, what replaces it here.
+        foreign: For arguments of other functions, what replaces each here; see `check_keywords`.
         call_for_paths: The function to call where the second argument is a path, if it is another one.
         is_method: Whether `self` comes before the two arguments.
         within: Returns the block that raises the error, such as a phase of all ranks, for the arguments of the call. A
@@ -78,6 +78,10 @@ def checked_call(
     def decorate(function: Callable[_P, _R]) -> Callable[_P, _R]:
         signature = inspect.signature(function)
         flags = {}
+        parameters = signature.parameters.values()
+        keywords = [each.name for each in parameters if each.kind in (each.KEYWORD_ONLY, each.POSITIONAL_OR_KEYWORD)]
+        keywords = keywords[is_method:]
+        takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters)
         for name, parameter in signature.parameters.items():
             kind = parameter.annotation
             kind = kind if isinstance(kind, str) else inspect.formatannotation(kind)
@@ -113,12 +117,8 @@ def checked_call(
             else:
                 return function(*args, **kwargs)
             with within(*args, **kwargs):
-                for name in kwargs.keys() & foreign.keys():
-                    raise OptionError(
-                        f"{function.__name__}() has no {name}=, which is torch's",
-                        found=f"{name}={short_repr(kwargs[name])}",
-                        remedy=foreign[name],
-                    )
+                if not takes_any:
+                    check_keywords(call, kwargs, keywords, foreign)
                 return function(*args, **kwargs)  # raises the `TypeError`
 
         return checked

@@ -78,10 +78,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup  # which torch may have been built without
 
 Source = str | os.PathLike[str] | Mapping[str, Any] | Checkpoint
-_OF_TORCH = {
-    "map_location": "device=: the device of the tensors; without it each tensor stays on its device",
-    "strict": 'leave it out: all names have to fit. To allow exceptions: allow_missing=["head.*"], '
-    'allow_unexpected=["old.*"]',
+OF_TORCH = {
     "assign": "leave it out: tensors on meta get memory, and all parameters stay the same objects",
     "weights_only": NO_PICKLE,
     "mmap": "map=: whether tensors on meta may be maps of the file",
@@ -89,7 +86,7 @@ _OF_TORCH = {
 """Arguments of `torch.load` and `load_state_dict`, each with the argument that replaces it."""
 
 
-@checked_call("ms.plan", is_module, is_source, foreign=_OF_TORCH)
+@checked_call("ms.plan", is_module, is_source, foreign=OF_TORCH)
 def plan(
     model: nn.Module,
     source: Source,
@@ -200,7 +197,7 @@ def load(
     "ms.load",
     is_module,
     lambda value: is_source(value) or isinstance(value, LoadPlan),
-    foreign=_OF_TORCH,
+    foreign=OF_TORCH,
     within=before_call("modelstate.load"),
 )
 def load(

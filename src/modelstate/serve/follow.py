@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol, Self, TypeVar
 
-from modelstate.arguments import seconds_of
+from modelstate.arguments import check_keywords, seconds_of
 from modelstate.background import AtExit, BackgroundTask
 from modelstate.checkpoint.open import checked_call
 from modelstate.errors import (
@@ -29,7 +29,7 @@ from modelstate.errors import (
 from modelstate.process import Stopped, stopped_by
 from modelstate.remote.location import is_remote
 from modelstate.serve.canary import Canary
-from modelstate.serve.live import Live
+from modelstate.serve.live import FOREIGN, Live
 from modelstate.store.directory import ages
 from modelstate.store.retention import CheckpointInfo
 from modelstate.store.store import Store
@@ -162,11 +162,16 @@ def _check_target(target: object, options: dict[str, object]) -> None:
             remedy="follow(live, store): the program comes first",
         )
     try:
-        inspect.signature(swap).bind("", **options)
-    except TypeError as error:
-        raise OptionError("swap does not accept these arguments", where=type(target).__name__, found=error) from error
+        signature = inspect.signature(swap)
     except ValueError:
-        pass  # `swap` has no signature; the call will show
+        return  # the call will show
+    keywords = [each.name for each in signature.parameters.values() if each.kind is each.KEYWORD_ONLY]
+    own = [each.name for each in inspect.signature(follow).parameters.values() if each.kind is each.KEYWORD_ONLY]
+    try:
+        signature.bind("", **options)
+    except TypeError as error:
+        check_keywords("ms.follow", options, [*own, *keywords], FOREIGN)
+        raise OptionError("swap does not accept these arguments", where=type(target).__name__, found=error) from error
 
 
 Outcome = Literal["taken", "skipped", "later", "again"]

@@ -15,12 +15,13 @@ from typing import Any, Literal, NamedTuple, TypedDict, Unpack, overload
 import torch
 from torch import nn
 
-from modelstate.arguments import check_choice, check_flag, check_integer, seconds_of
+from modelstate.arguments import check_choice, check_integer, seconds_of
 from modelstate.checkpoint.checkpoint import Checkpoint
+from modelstate.checkpoint.open import checked_call
 from modelstate.errors import LiveTargetError, OptionError, SwapBusyError, VersionGoneError
 from modelstate.io.files import local_path
 from modelstate.io.memory import MemoryPool
-from modelstate.loading.load import Source
+from modelstate.loading.load import OF_TORCH, Source
 from modelstate.process import gc_paused
 from modelstate.rules.rule import Rule
 from modelstate.rules.schema import Schema
@@ -181,10 +182,24 @@ def _target_of_file(path: str, names: NameMap | nn.Module | None, training: bool
     return ExportedTarget(program, names, path)
 
 
+_AS_SERVED = "leave it out: each weight goes to the device of the one that it replaces"
+FOREIGN = {
+    **OF_TORCH,
+    "mmap": "leave it out: a version has memory of its own",
+    "map_location": _AS_SERVED,
+    "device": _AS_SERVED,
+    "dtype": "leave it out: weights have the dtypes of the program. To cast them: rules=[ms.rules.Cast(name, dtype)]",
+}
+"""Arguments of torch's and other loads that a swap does not have, each with what replaces it."""
+
+
 class SwapArguments(TypedDict, total=False):
     """The keyword arguments of `Live.swap`, but for `when_busy`, which decides what it returns."""
 
+    key: str | None
     rules: Rule | Iterable[Rule] | Schema
+    allow_missing: Iterable[str]
+    allow_unexpected: Iterable[str]
     canary: AnyCanary | None
     mode: Mode
     buffers: Buffers
@@ -232,6 +247,7 @@ class Live:
         1
     """
 
+    @checked_call("ms.Live", is_method=True)
     def __init__(
         self,
         target: object,
@@ -243,7 +259,6 @@ class Live:
     ) -> None:
         check_integer("keep_versions", keep_versions, least=0)
         check_integer("spare_bytes", spare_bytes, least=0, accepts_none=True)
-        check_flag("training", training)
         with gc_paused():
             self._target = target_factory(target, names, training)
         fixed = listed(self._target.fixed, 8)
@@ -395,11 +410,15 @@ class Live:
     def swap(
         self, source: Source, *, when_busy: Literal["wait", "skip"], **arguments: Unpack[SwapArguments]
     ) -> SwapReport | None: ...
+    @checked_call("live.swap", is_method=True, foreign=FOREIGN)
     def swap(
         self,
         source: Source,
         *,
+        key: str | None = None,
         rules: Rule | Iterable[Rule] | Schema = (),
+        allow_missing: Iterable[str] = (),
+        allow_unexpected: Iterable[str] = (),
         canary: AnyCanary | None = None,
         mode: Mode = "available",
         buffers: Buffers = "carry",
@@ -413,7 +432,11 @@ class Live:
 
         Args:
             source: any source of `modelstate.open`: a path, a directory, a state dict, a `Checkpoint`.
-            rules: as for `modelstate.load`.
+            key: as for `modelstate.load`, like `rules`, `allow_missing` and `allow_unexpected`.
+            rules: changes of the checkpoint's names and tensors.
+            allow_missing: glob patterns of names that may be missing from the checkpoint. The new version has copies of
+                their values in the version that serves.
+            allow_unexpected: glob patterns of names that may be missing from the program.
             canary: tries the new version before it serves: a `Canary`, or a function that is called with the version
                 and refuses it by returning False or raising.
             mode: "available" stages a second copy, and no request waits. "in_place" lets requests wait while it reads
@@ -458,7 +481,8 @@ class Live:
                 found=type(canary).__name__,
             )
         deadline = _deadline(timeout_seconds)
-        swap = _Swap(source, SwapOptions(rules, exact, check_finite, verify), canary, buffers, deadline)
+        options = SwapOptions(key, rules, allow_missing, allow_unexpected, exact, check_finite, verify)
+        swap = _Swap(source, options, canary, buffers, deadline)
         clock = swap.clock
         try:
             with SwapLockGuard(self._swap_lock, when_busy == "wait", timeout_seconds) as is_held:

@@ -8,14 +8,13 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 import torch
 from torch import nn
 from torch.fx import GraphModule
 
-from modelstate.arguments import check_flag
 from modelstate.checkpoint.open import open_source
 from modelstate.errors import (
     LiveTargetError,
@@ -29,7 +28,7 @@ from modelstate.loading.load import Source, load_then, prepare
 from modelstate.loading.staging import SMALL_BYTES
 from modelstate.planning.assignment import Assignment
 from modelstate.planning.differences import wrapper_rule
-from modelstate.planning.matching import Options, options_of, select_part
+from modelstate.planning.matching import options_of, select_part
 from modelstate.planning.plain_table import PlainTable, Planned
 from modelstate.planning.preparation import Preparation
 from modelstate.problems import (
@@ -38,8 +37,10 @@ from modelstate.problems import (
     Problem,
     Remedy,
     Unexpected,
+    Uninitialised,
     WrongDtype,
     WrongShape,
+    allowing,
     ignoring,
     plan_error,
 )
@@ -50,7 +51,13 @@ from modelstate.serve.targets import Program, Target, buffer_restorer, settle
 from modelstate.spec import StoredComposite, StoredTensor
 from modelstate.text_format import listed, size
 from modelstate.torch_compat.dtypes import has_finite_sum, nonfinite, short
-from modelstate.torch_compat.modules import modules_of, tensors_of, without_state_dict_hooks
+from modelstate.torch_compat.modules import (
+    modules_of,
+    own_buffers,
+    own_parameters,
+    tensors_of,
+    without_state_dict_hooks,
+)
 from modelstate.torch_compat.plain import is_plain, remedies_for
 from modelstate.torch_compat.private import payload_of, storage_id, storage_of, storage_owners
 from modelstate.transaction.transaction import Transaction
@@ -64,16 +71,15 @@ Kind = tuple[torch.layout, type] | None
 
 @dataclass(frozen=True, slots=True)
 class SwapOptions:
-    """Options of `Live.swap` that concern the weights. Raises `OptionError`."""
+    """Options of `Live.swap` that concern the weights."""
 
+    key: str | None = None
     rules: Rule | Iterable[Rule] | Schema = ()
+    allow_missing: Iterable[str] = ()
+    allow_unexpected: Iterable[str] = ()
     exact: bool = True
     check_finite: bool = True
     verify: bool = False
-
-    def __post_init__(self) -> None:
-        for name in ("exact", "check_finite", "verify"):
-            check_flag(name, getattr(self, name))
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -134,9 +140,12 @@ class SwapReport:
 
 _CAST = "give weights with the dtype of the program, or cast them: rules=[modelstate.rules.Cast(name, dtype)]"
 _REMEDIES: dict[type[Problem], str | Remedy] = {
-    Missing: "take a checkpoint that has them, since a version needs all of its weights; rules=[...] can compute them",
+    Missing: lambda members: (
+        "take a checkpoint that has them; or, to keep those of the version that serves: "
+        + allowing("allow_missing", members)
+    ),
     Unexpected: lambda members: (
-        f"if they are not needed: {ignoring(members)}; if they are missing ones in another "
+        f"if they are not needed: {allowing('allow_unexpected', members)}; if they are missing ones in another "
         f"spelling: rules=[ms.rules.Rename({members[0].name!r}, other)]"
     ),
     WrongShape: "take a checkpoint with the sizes of the program, or serve a model with those of the checkpoint",
@@ -175,7 +184,7 @@ class SwapSource:
 
     def __init__(self, target: Target, source: Source, options: SwapOptions) -> None:
         self._target, self._options = target, options
-        selection = options_of(rules=options.rules)
+        selection = options_of(options.key, options.rules, options.allow_missing, options.allow_unexpected)
         self.part, selection = select_part(open_source(source), selection, lambda: target.names)
         self.source, self._has_rules, rules = self.part.source, bool(selection.rules), selection.rules
         names = set(map(renaming(rules), self.part) if rules else self.part)
@@ -183,7 +192,7 @@ class SwapSource:
             rules = (*rules, wrappers)
             names = set(map(renaming(rules), self.part))
         self._skeleton, own_rules, without_hooks = target.read_plan(names)
-        self._rules = (*rules, *own_rules)
+        self._selection = replace(selection, key=None, rules=(*rules, *own_rules))
         self._without_hooks: Callable[[nn.Module], AbstractContextManager[None]] = (
             without_state_dict_hooks if without_hooks else lambda module: nullcontext()
         )
@@ -201,7 +210,7 @@ class SwapSource:
             PlanError: the source does not fit; `modelstate.load` lists the other errors of a load.
             WeightsError: the weights fit, and the program cannot take them.
         """
-        with self._swap_errors():
+        with self._swap_errors(serving):
             devices = _devices_as_in(serving.weights_module, self._skeleton)
             loaded = self._load(self._skeleton, lambda: runtime_state(serving.weights_module), devices=devices)
         program = self._target.program(self._skeleton)
@@ -230,15 +239,14 @@ class SwapSource:
                 remedy="swap with mode='available'; or, where hooks only rename, give names=NameMap.of(module)",
             )
         with (
-            self._swap_errors(),
+            self._swap_errors(serving),
             self._without_hooks(skeleton),
             Transaction(skeleton) as transaction,
             torch.random.fork_rng(devices=[]),
         ):
-            preparation, _ = prepare(
-                transaction, self.part, Options(rules=self._rules, map=False), call_extra_state=False
-            )
-            self._check_planned(preparation)
+            options = replace(self._selection, map=False)
+            preparation, _ = prepare(transaction, self.part, options, call_extra_state=False)
+            self._check_planned(preparation, runtime_state(serving.weights_module))
 
     def overwrite(self, serving: Program, before: Mapping[str, torch.Tensor]) -> Loaded:
         """Reads the weights into the memory of a program. After any exception the caller must restore that memory.
@@ -274,12 +282,13 @@ class SwapSource:
         """
         kinds: dict[str, Kind] = {}
         check = FiniteCheck() if self._options.check_finite else None
-        options = Options(rules=self._rules, device_of_meta=devices, map=False, in_place=in_place)
+        options = replace(self._selection, device_of_meta=devices, map=False, in_place=in_place)
+        kept: dict[int, torch.Tensor] = {}
 
         def check_planned(preparation: Preparation) -> None:
             slots = preparation.slots_before.by_name
             kinds.update((name, kind_of(slot.tensor)) for name, slot in slots.items())
-            self._check_planned(preparation)
+            kept.update(self._check_planned(preparation, {} if in_place else serving()))
 
         with self._without_hooks(module), Transaction(module) as transaction:
             report = load_then(
@@ -291,6 +300,8 @@ class SwapSource:
                 check=check_planned,
                 inspect=check,
             )
+        if kept:
+            _fill_in(module, kept)
         state = runtime_state(module)
         check_kinds(state, kinds, self.source)
         if check is not None:
@@ -298,20 +309,34 @@ class SwapSource:
         nbytes = {id(tensor): tensor.numel() * tensor.itemsize for tensor in state.values()}
         return Loaded(len(nbytes), sum(nbytes.values()), report.notes)
 
-    def _check_planned(self, preparation: Preparation) -> None:
+    def _check_planned(self, preparation: Preparation, serving: Mapping[str, torch.Tensor]) -> dict[int, torch.Tensor]:
+        """Checks the plan of a load. Returns the serving values of slots that the checkpoint may lack, by slot."""
         assignments = preparation.assignments
         if not self._has_rules:  # rules may turn other kinds of tensors into plain ones
             kinds = {assignment.name: kind_of(assignment.param) for assignment in assignments}
             check_kinds({assignment.name: assignment.stored for assignment in assignments}, kinds, self.source)
         if self._options.exact:
             check_layout(assignments, self.source)
+        kept: dict[int, torch.Tensor] = {}
+        if self._selection.allow_missing:
+            for slot in preparation.slots.tensors:
+                value = serving.get(slot.name)
+                if value is not None and not value.is_meta and id(slot.tensor) not in preparation.filled:
+                    kept[id(slot.tensor)] = value
+            names = {slot.name for slot in preparation.slots.tensors if id(slot.tensor) in kept}
+            preparation.problems[:] = [
+                problem
+                for problem in preparation.problems
+                if not isinstance(problem, Uninitialised) or problem.taken or problem.name not in names
+            ]
         if preparation.problems:
             raise preparation.error()
         if self._options.exact:
             check_casts(preparation.planned, self.source)
+        return kept
 
     @contextmanager
-    def _swap_errors(self) -> Iterator[None]:
+    def _swap_errors(self, serving: Program) -> Iterator[None]:
         """Replaces a plan's error by one with the remedies of a swap, or by the target's own error."""
         try:
             yield
@@ -323,12 +348,31 @@ class SwapSource:
             only_unexpected = len(unexpected) == len(error.problems)
             if only_unexpected and self._target.unexpected_error is not None:
                 raise self._target.unexpected_error(unexpected) from error
-            raise plan_error(self._target.name, self.source, error.problems, _REMEDIES) from error.__cause__
+            has_values = not any(tensor.is_meta for tensor in serving.tensors)
+            remedies = _REMEDIES if has_values else {**_REMEDIES, Missing: "take a checkpoint that has them"}
+            raise plan_error(self._target.name, self.source, error.problems, remedies) from error.__cause__
 
 
 def _class_of(module: nn.Module) -> type:
     """The class of a module: `GraphModule` and `ScriptModule` for instances, whose copies have another class."""
     return next((kind for kind in (GraphModule, torch.jit.ScriptModule) if isinstance(module, kind)), type(module))
+
+
+def _fill_in(module: nn.Module, values: Mapping[int, torch.Tensor]) -> None:
+    """Gives the tensors of a skeleton, by `id`, copies of other values. Ties stay ties."""
+    copies: dict[int, torch.Tensor] = {}
+    for part in modules_of(module):
+        for table in (own_parameters(part), own_buffers(part)):
+            for name, tensor in list(table.items()):
+                if tensor is None or id(tensor) not in values:
+                    continue
+                if id(tensor) not in copies:
+                    value = values[id(tensor)].detach().clone()
+                    is_parameter = isinstance(tensor, nn.Parameter)
+                    copies[id(tensor)] = nn.Parameter(value, tensor.requires_grad) if is_parameter else value
+                    if is_plain(tensor):  # the attributes of a wrapper subclass are its payload
+                        copies[id(tensor)].__dict__.update(tensor.__dict__)
+                table[name] = copies[id(tensor)]  # type: ignore[assignment]
 
 
 def _devices_as_in(serving: nn.Module, skeleton: nn.Module) -> Callable[[torch.Tensor], torch.device] | None:

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import closing, nullcontext
 from typing import Any, Self
 
-from modelstate.arguments import check_integer
+from modelstate.arguments import check_integer, check_keywords
 from modelstate.checkpoint.open import checked_call, is_objects
 from modelstate.distributed.agreement import Agreement, agreement_of
 from modelstate.distributed.reports import Digest
@@ -443,13 +443,7 @@ def _check_options(steps: int, save_every: int, deadline: Deadline | None, resto
         check_integer(name, value, least=1)
     if deadline is not None and not isinstance(deadline, Deadline):
         raise OptionError("deadline= says when to end", expected="a modelstate.Deadline", found=short_repr(deadline))
-    for name in restoring:  # now, not when there is something to restore
-        if name not in _RESTORE_OPTIONS:
-            raise OptionError(
-                "no option of Store.restore, which takes the further ones",
-                expected=nearest(name, _RESTORE_OPTIONS) or ", ".join(_RESTORE_OPTIONS),
-                found=name,
-            )
+    check_keywords("ms.resumable", restoring, _RESTORE_OPTIONS)  # now, not when there is something to restore
 
 
 def _log_resume(restored: RestoredStep, store: Store, steps: int) -> None:

@@ -115,6 +115,7 @@ class Store(Shown):
         1000
     """
 
+    @checked_call("ms.Store", is_method=True)
     def __init__(
         self,
         directory: str | os.PathLike[str],
