@@ -21,6 +21,7 @@ from modelstate.formats.tree import is_container, items_of, same_value
 from modelstate.objects.loaders import load_state, own_generator, state_of
 from modelstate.objects.optimizer_state import optimizer_state
 from modelstate.objects.parts import Kind, Part
+from modelstate.objects.whole_optimizer import WholeOptimizer, is_saved_whole, is_whole, optimizers_within
 from modelstate.planning.recorder import ModuleContainer
 from modelstate.text_format import listed, short_repr
 from modelstate.torch_compat.modules import broadcast_buffers, tensors_of, unwrapped
@@ -81,7 +82,10 @@ def capture(targets: Mapping[str, Target]) -> dict[str, Part]:
     if any(target.kind is Kind.OPTIMIZER for target in targets.values()):
         modules = modules_of(targets)
         check_owners(targets, modules)
-    parts = {path: Part(target.kind, _state_of(path, target, modules)) for path, target in restore_order(targets)}
+    parts = {}
+    for path, target in restore_order(targets):
+        tree = _state_of(path, target, modules)
+        parts[path] = Part(Kind.STATEFUL if is_whole(tree) else target.kind, tree)
     return {path: parts[path] for path in targets}
 
 
@@ -95,6 +99,8 @@ def _state_of(path: str, target: Target, modules: nn.Module | None) -> object:
                 return target.obj.state_dict()
             case Kind.OPTIMIZER:
                 assert modules is not None
+                if is_saved_whole(target.obj):
+                    return WholeOptimizer(target.obj, parameter_names(modules)).state_dict()
                 return optimizer_state(modules, target.obj)
             case Kind.GENERATOR:
                 return target.obj.get_state()
@@ -129,6 +135,14 @@ def restore_order(targets: Mapping[str, Target]) -> list[tuple[str, Target]]:
 def modules_of(targets: Mapping[str, Target]) -> ModuleContainer:
     """Returns all modules among the targets as submodules of one container."""
     return ModuleContainer({path: target.obj for path, target in targets.items() if target.kind is Kind.MODULE})
+
+
+def parameter_names(modules: nn.Module) -> dict[torch.Tensor, list[str]]:
+    """Returns all names of each parameter."""
+    names: dict[torch.Tensor, list[str]] = {}
+    for name, param in modules.named_parameters(remove_duplicate=False):
+        names.setdefault(param, []).append(name)
+    return names
 
 
 def tensors_within(objects: object, reshards: bool = False) -> Iterator[torch.Tensor]:
@@ -304,20 +318,33 @@ def register_undo(targets: list[tuple[str, Target]], transaction: Transaction) -
                 transaction.register_undo(_undo_of_optimizer(target.obj))
             elif target.kind is Kind.STATEFUL:
                 transaction.register_undo(_undo_of_stateful(path, target.obj))
+                for optimizer in _optimizers_of(target):  # undone first: then the state is the one before
+                    transaction.register_undo(_undo_of_optimizer(optimizer))
             elif target.kind is Kind.GENERATOR:
                 transaction.register_undo(partial(target.obj.set_state, target.obj.get_state()))
-    transaction.protect(
-        tensor for _, target in targets if target.kind is Kind.OPTIMIZER for tensor in _optimizer_tensors(target.obj)
-    )
+    optimizers = [optimizer for _, target in targets for optimizer in _optimizers_of(target)]
+    transaction.protect(tensor for optimizer in optimizers for tensor in _optimizer_tensors(optimizer))
+
+
+def _optimizers_of(target: Target) -> list[torch.optim.Optimizer]:
+    """Returns the optimizers that the restore of a target changes."""
+    if isinstance(target.obj, WholeOptimizer):
+        return optimizers_within(target.obj.optimizer)
+    return [target.obj] if target.kind is Kind.OPTIMIZER else []
 
 
 def _undo_of_optimizer(optimizer: torch.optim.Optimizer) -> Undo:
     """Keeps the containers of the optimizer only: a restore replaces the tensors in them and changes none."""
-    state = optimizer.state
+    attributes = vars(optimizer)
+    bindings, state, of_groups = dict(attributes), optimizer.state, optimizer.param_groups
+    groups_before = list(of_groups)
     entries = [(param, values, dict(values) if isinstance(values, dict) else None) for param, values in state.items()]
-    groups = [(group, dict(group)) for group in optimizer.param_groups]
+    groups = [(group, dict(group)) for group in of_groups]
 
     def undo() -> None:
+        attributes.clear()
+        attributes.update(bindings)
+        of_groups[:] = groups_before
         state.clear()
         for param, values, items in entries:
             if items is not None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -33,8 +33,10 @@ from modelstate.objects.optimizer_values import (
     Path,
     StateLayout,
     Values,
+    in_memory_orders,
     is_number,
     is_torchs,
+    memory_orders,
     place,
     placed_options,
     placed_state,
@@ -43,6 +45,7 @@ from modelstate.objects.optimizer_values import (
     why_not_restored,
 )
 from modelstate.objects.recorded_memory import Recorded, into_recorded_memory, recorded_by_graphs
+from modelstate.objects.whole_optimizer import DTYPES, ORDERS, hidden_attributes, is_saved_whole, is_whole
 from modelstate.planning.differences import wrapper_rule
 from modelstate.planning.matching import Patterns, check_model
 from modelstate.problems import OptimizerMisfit
@@ -58,8 +61,8 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup  # which torch may have been built without
 
 _GROUPS = "param_groups"
-DTYPES = "dtypes"
-"""The key of the dtypes of the parameters in a saved state."""
+_OTHER = "other"
+"""The key of the state under other keys than parameters."""
 _MAX_SHOWN = 12
 
 
@@ -74,7 +77,8 @@ def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[
     The layout is that of `torch.distributed.checkpoint`:
     `{"state": {name: {"exp_avg": ..., "step": ...}}, "param_groups": [{"params": [names], "lr": ...}]}`. Added are the
     class of the optimizer (`"class": name`) and the dtypes of the parameters (`"dtypes": {name: "torch.float32"}`). The
-    state of a parameter may have dicts, lists, tuples and deques of tensors and plain values.
+    state of a parameter may have dicts, lists, tuples and deques of tensors and plain values. State that the optimizer
+    keeps under other keys than parameters is under `"other"`.
 
     Args:
         model: the module that has all parameters of the optimizer.
@@ -86,8 +90,9 @@ def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[
 
     Raises:
         OptionError: An argument is of another type.
-        OptimizerStateError: A parameter is not the model's, the optimizer keeps state beside that of parameters, or the
-            state has a value that could not be restored, such as an array or a generator.
+        OptimizerStateError: A parameter is not the model's; the class of the optimizer has a `state_dict` in a layout
+            of its own (`ms.save` and `Store.save` save its result); or the optimizer keeps a value that could not be
+            restored, such as an array or a generator.
 
     Examples:
         >>> state = ms.optimizer_state(model, optimizer)
@@ -95,15 +100,18 @@ def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[
         ['weight', 'bias']
     """
     names = _parameter_names(check_model(model), optimizer)
-    _check_no_other_state(optimizer)
+    _check_is_by_name(optimizer)
     groups = [
         {**group_options(group), "params": [names[param] for param in group["params"]]}
         for group in optimizer.param_groups
     ]
     state = {name: dict(optimizer.state.get(param, {})) for param, name in names.items()}
-    _check_values(state, names, optimizer)
+    other = {key: value for key, value in optimizer.state.items() if key not in names}
+    _check_values({**state, **({_OTHER: cast(Values, other)} if other else {})}, names, optimizer)
     dtypes = {name: str(param.dtype) for param, name in names.items()}
-    return {"state": state, _GROUPS: groups, CLASS: class_name(computing_class(optimizer)), DTYPES: dtypes}
+    saved = {"state": state, _GROUPS: groups, CLASS: class_name(computing_class(optimizer)), DTYPES: dtypes}
+    orders = memory_orders(state, {name: param for param, name in names.items()})
+    return {**saved, **({_OTHER: other} if other else {}), **({ORDERS: orders} if orders else {})}
 
 
 @checked_call(
@@ -265,6 +273,8 @@ class OptimizerPlan:
     optimizer: torch.optim.Optimizer
     values: Mapping[torch.Tensor, Values]
     """The saved state of each parameter that has some."""
+    other: Mapping[str, object]
+    """The saved state under other keys than parameters."""
     dtypes: Mapping[torch.Tensor, str]
     """The dtypes that the parameters had when their state was saved, as far as they are known."""
     options: Sequence[tuple[dict[str, Any], dict[str, Any]]]
@@ -303,6 +313,7 @@ class OptimizerPlan:
             with copying or nullcontext():
                 try:
                     new_state = placed_state(self.values, self.dtypes, self.layout)
+                    other = placed_options(self.other, cast(Group, optimizer.state))
                     new_options = [(group, placed_options(options, group)) for group, options in self.options]
                 except Exception as error:
                     raise OptimizerStateError(
@@ -318,9 +329,9 @@ class OptimizerPlan:
                 for param in group["params"]:
                     new = new_state.get(param, {})
                     recorded += recorded_by_graphs(optimizer.state.pop(param, {}), new, new)
-            for key in list(optimizer.state):  # state of no parameter, which the saved optimizer had not
-                del optimizer.state[key]
+            optimizer.state.clear()
             optimizer.state.update(new_state)
+            cast(dict[str, object], optimizer.state).update(other)
             for group, options in new_options:
                 recorded += recorded_by_graphs(group, options, group)
                 group.update(options)
@@ -349,6 +360,7 @@ def plan_by_name(
     names = _parameter_names(model, optimizer)
     params = {name: param for name, param in model.named_parameters(remove_duplicate=False) if param in names}
     by_name, groups = _state_and_groups(state)
+    by_name = in_memory_orders(by_name, state.get(ORDERS))
     grouped = [name for group in groups for name in group["params"]]
     in_groups, saved_names = set(grouped), [*by_name, *grouped]
     if isinstance(rules, Schema):
@@ -370,14 +382,16 @@ def plan_by_name(
     group_problems: list[str] = []
     matched = _matched_groups(groups, optimizer, sources, group_problems, keeps)
     unfit_values: list[str] = []
-    if isinstance(optimizer, torch.optim.LBFGS):
+    elsewhere = cast(Mapping[str, object], state.get(_OTHER, {}))
+    if isinstance(optimizer, torch.optim.LBFGS) or elsewhere:
         live = [param for group in optimizer.param_groups for param in group["params"]]
         if len(grouped) != len(live) or any(
             name not in sources[param] for name, param in zip(grouped, live, strict=True)
         ):
-            unfit_values.append(
-                "LBFGS has all parameters in one vector, which only fits the same ones in the same order"
-            )
+            what = f"has state under {listed(map(repr, elsewhere), 8)}" if elsewhere else "has one vector"
+            unfit_values.append(f"{type(optimizer).__name__} {what} for all parameters: it fits the same ones in order")
+    if is_saved_whole(optimizer):
+        unfit_values.append(f"the state is by name, and {type(optimizer).__name__} has one in a layout of its own")
     if any(by_name.values()):
         present = {params[name] for name in by_name if name in params}
         lost = [name for param, name in names.items() if not (param in present or param in new or may_miss(name))]
@@ -391,6 +405,8 @@ def plan_by_name(
     cls = computing_class(optimizer)
     is_same_class = state.get(CLASS) == class_name(cls)
     may_add = not is_torchs(cls) and is_same_class
+    if elsewhere and not is_same_class:
+        unfit_values.append(f"{cls.__name__} has no state under {listed(map(repr, elsewhere), 8)}")
     group_problems += [line for group, options in matched for line in _option_problems(options, group, may_add)]
     unfit_values += [
         line
@@ -419,6 +435,7 @@ def plan_by_name(
         note,
         optimizer,
         by_param,
+        elsewhere,
         dtypes,
         matched,
         layout,
@@ -443,17 +460,30 @@ def _parameter_names(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict
     return {param: all_names[param] for param in params}
 
 
-def _check_no_other_state(optimizer: torch.optim.Optimizer) -> None:
-    """Raises for state that belongs to no parameter, which would be lost silently."""
-    other: list[object] = [key for key in optimizer.state if not isinstance(key, torch.Tensor)]
-    if type(optimizer).state_dict is not torch.optim.Optimizer.state_dict:
-        other += [key for key in optimizer.state_dict() if key not in ("state", _GROUPS)]
-    if other:
+def _check_is_by_name(optimizer: torch.optim.Optimizer) -> None:
+    """Raises where the optimizer keeps state that is not by parameter, and that would be lost silently."""
+    where = type(optimizer).__qualname__
+    if is_saved_whole(optimizer):
         raise OptimizerStateError(
-            "the optimizer keeps state that belongs to no parameter, which has no place here",
-            where=type(optimizer).__qualname__,
-            found=listed(map(repr, other), 8),
-            remedy="save it as an object of its own: one whose state_dict and load_state_dict call the optimizer's",
+            "the class of the optimizer has a state_dict in a layout of its own, which is not by parameter",
+            where=where,
+            remedy="save it whole, with ms.save or Store.save: ms.save({'model': model, 'optimizer': optimizer}, path)",
+        )
+    if attributes := hidden_attributes(optimizer):
+        raise OptimizerStateError(
+            "the optimizer keeps tensors or another optimizer in attributes that its state_dict leaves out",
+            where=where,
+            found=", ".join(attributes),
+            remedy="define state_dict and load_state_dict in its class, so that they have this state",
+        )
+    params = {param for group in optimizer.param_groups for param in group["params"]}
+    foreign = sum(isinstance(key, torch.Tensor) and key not in params for key in optimizer.state)
+    if foreign:
+        raise OptimizerStateError(
+            "the optimizer has state for tensors that are not its parameters, and have no names",
+            where=where,
+            found=f"{foreign} tensors",
+            remedy="remove it: del optimizer.state[tensor]; or add the tensors with optimizer.add_param_group",
         )
 
 
@@ -502,6 +532,7 @@ def _state_and_groups(state: object) -> tuple[dict[str, Any], list[dict[str, Any
         raise OptimizerStateError(
             "not the state of an optimizer",
             expected='a mapping with "state" and "param_groups", as modelstate.optimizer_state gives it',
+            remedy="restore it with its model: ms.restore({...}, path), or Store.restore" if is_whole(state) else "",
             found=f"a mapping with {', '.join(map(repr, state))}"
             if isinstance(state, Mapping)
             else type(state).__name__,

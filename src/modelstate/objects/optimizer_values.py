@@ -146,6 +146,46 @@ def why_not_restored(leaf: object) -> str:
     return ""
 
 
+def memory_orders(tree: object, params: Mapping[str, torch.Tensor] | None = None) -> list[list[object]]:
+    """Returns the tensors of a tree whose elements are not in the usual order in memory, with the order of their dims.
+
+    Files have no strides, and a product with a transposed matrix is rounded otherwise than one with a copy of it.
+    Tensors that lie in memory as their parameter does are left out. A result is `[path, dims]`.
+
+    Args:
+        tree: Containers of tensors and plain values.
+        params: Parameters by the first key of a path.
+    """
+    orders: list[list[object]] = []
+
+    def note(path: Path, leaf: object) -> None:
+        if type(leaf) is not torch.Tensor or leaf.layout is not torch.strided or leaf.is_contiguous():
+            return
+        param = params.get(str(path[0])) if params else None
+        if param is not None and (leaf.shape, leaf.stride()) == (param.shape, param.stride()):
+            return
+        strides = leaf.stride()
+        dims = sorted(range(leaf.dim()), key=lambda dim: -strides[dim])
+        if leaf.permute(dims).is_contiguous():
+            orders.append([list(path), dims])
+
+    map_leaves(tree, note)
+    return orders
+
+
+def in_memory_orders(tree: Any, orders: object) -> Any:
+    """Returns a tree whose tensors lie in memory as they did, by the result of `memory_orders`."""
+    dims_of = {tuple(path): dims for path, dims in orders} if isinstance(orders, list) else {}
+
+    def order(path: Path, leaf: Any) -> Any:
+        dims = dims_of.get(path)
+        if dims is None or not isinstance(leaf, torch.Tensor) or sorted(dims) != list(range(leaf.dim())):
+            return leaf
+        return leaf.permute(dims).contiguous().permute([dims.index(dim) for dim in range(leaf.dim())])
+
+    return map_leaves(tree, order) if dims_of else tree
+
+
 def _refuse_tensor(_: torch.Tensor) -> str:
     raise TypeError("a tensor in a value that is copied as a whole")
 
@@ -250,14 +290,14 @@ def _placed(
 
 
 def placed_options(options: Mapping[str, object], group: Group) -> dict[str, object]:
-    """Returns copies of options for a group.
+    """Returns copies of options for a group, or of state under other keys than parameters for that of an optimizer.
 
     A tensor gets the device of the one that it replaces; without one, that of the first parameter, since files have no
     devices.
     """
     placed = deepcopy(dict(options))
     for key, value in placed.items():
-        live = next(iter(group["params"]), None) if key not in group else group[key]
+        live = next(iter(group.get("params", ())), None) if key not in group else group[key]
         if isinstance(value, torch.Tensor) and isinstance(live, torch.Tensor):
             placed[key] = value.to(live.device)
     return placed
@@ -278,7 +318,7 @@ def _copied(
         local = values_of(source, cast(Read, torch.Tensor.detach))
         return dtensor_like(param, local.to(local_tensor(param).device, dtype, copy=True).contiguous())
     plain = type(value) is torch.Tensor and type(param.detach()) is torch.Tensor
-    if plain and value.shape == param.shape and value.stride() != param.stride():
+    if plain and value.shape == param.shape and value.is_contiguous() and value.stride() != param.stride():
         return torch.empty_like(param.detach(), dtype=dtype).copy_(value.detach())  # files have no strides
     return value.detach().to(param.device, dtype, copy=True)
 

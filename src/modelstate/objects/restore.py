@@ -39,13 +39,13 @@ from modelstate.objects.objects import (
     combined_checkpoint,
     modules_of,
     object_code,
+    parameter_names,
     register_undo,
     restore_order,
     targets_of,
     tensors_within,
 )
 from modelstate.objects.optimizer_state import (
-    DTYPES,
     OptimizerPlan,
     check_keep_options,
     misfit,
@@ -55,6 +55,7 @@ from modelstate.objects.optimizer_state import (
 )
 from modelstate.objects.parts import KEPT, Kind, Part
 from modelstate.objects.recorded_memory import Recorded, into_recorded_memory
+from modelstate.objects.whole_optimizer import DTYPES, WholeOptimizer, is_whole
 from modelstate.planning.matching import Patterns, options_of
 from modelstate.planning.recorder import ModuleContainer
 from modelstate.problems import (
@@ -332,6 +333,12 @@ def restore_objects(
         modules = modules_of(targets)
         check_owners(targets, modules)
         _check_parts(saved)
+        whole = {
+            path: saved[path]
+            for path, target in targets.items()
+            if target.kind is Kind.OPTIMIZER and path in saved and is_whole(saved[path].tree)
+        }
+        saved = {**saved, **{path: replace(part, kind=Kind.OPTIMIZER) for path, part in whole.items()}}
         if not (in_place is None or in_place is False):
             raise OptionError(
                 "in_place= of a restore says whether all values are read before the first one changes",
@@ -368,6 +375,10 @@ def restore_objects(
                 with object_code(path, "its state cannot be opened"):
                     checkpoints[path] = open_checkpoint(saved[path].tree)
         options = replace(options, rules=_rules(rules, checkpoints))
+        for path, part in whole.items():
+            keeps = partial(_keeps, kept_options, path)
+            wrapper = WholeOptimizer(targets[path].obj, parameter_names(modules), options.rules, keeps)
+            targets[path], saved[path] = Target(Kind.STATEFUL, wrapper), replace(part, kind=Kind.STATEFUL)
         restoring = _Restoring(targets, saved, checkpoints, options.rules, may_miss, may_exceed, kept_options)
         restoring.note_used_patterns()
     models = ModuleContainer({path: targets[path].obj for path in checkpoints})
@@ -471,6 +482,11 @@ def _rules(rules: RulesOf, checkpoints: Mapping[str, Checkpoint]) -> tuple[Rule,
     return tuple(scoped)
 
 
+def _keeps(patterns: Iterable[str], path: str, option: str) -> bool:
+    """Whether the optimizer at a path keeps its own value of an option."""
+    return any(fnmatchcase(path, pattern) or fnmatchcase(f"{path}.{option}", pattern) for pattern in patterns)
+
+
 class _Restoring:
     """The part of a restore that follows the load of the modules."""
 
@@ -541,6 +557,8 @@ class _Restoring:
                 ):
                     # A copy, since the object may keep the state that it is given.
                     load_state(target.obj, deepcopy(self._saved[path].tree), generators)
+                if isinstance(target.obj, WholeOptimizer):
+                    self.notes.append(f"{path}: {target.obj.note}")
             elif target.kind is Kind.GENERATOR:
                 with object_code(path, "the generator does not take the state; nothing has been changed"):
                     target.obj.set_state(self._saved[path].tree)
@@ -563,9 +581,7 @@ class _Restoring:
             rules=self._rules,
             may_miss=lambda name: is_initialised(name) or self._may_miss.allow(f"{path}.{name}"),
             may_exceed=lambda name: self._may_exceed.allow(f"{path}.{name}"),
-            keeps=lambda option: any(
-                fnmatchcase(path, pattern) or fnmatchcase(f"{path}.{option}", pattern) for pattern in self._keep_options
-            ),
+            keeps=partial(_keeps, self._keep_options, path),
         )
 
     def plan_error(

@@ -1,0 +1,237 @@
+"""Saves and restores an optimizer whose class has a `state_dict` in a layout of its own: whole, by its own methods.
+
+Such an optimizer wraps another one, as Lookahead does, or keeps attributes beside the state of the parameters. Its
+state goes by the positions of the parameters. The names of the parameters are saved beside it, so that a model with
+other parameters, or with the same ones in another order, is refused.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import deepcopy
+from typing import Any
+
+import torch
+
+from modelstate.errors import OptimizerStateError
+from modelstate.formats.tree import map_leaves, same_value
+from modelstate.objects.optimizer_class import CLASS, class_name, group_options
+from modelstate.objects.optimizer_values import in_memory_orders, memory_orders
+from modelstate.rules.rule import Rule
+from modelstate.rules.schema import renaming
+from modelstate.text_format import listed
+from modelstate.torch_compat.values import is_tensor
+
+DTYPES = "dtypes"
+"""The key of the dtypes of the parameters in a saved state."""
+ORDERS = "memory_orders"
+"""The key of the result of `modelstate.objects.optimizer_values.memory_orders` in a saved state."""
+_NAMES, _STATE, _NOTE = "param_names", "state_dict", "note"
+_KEYS = {_NOTE, CLASS, _NAMES, DTYPES, ORDERS, _STATE}
+_Optimizer = torch.optim.Optimizer
+
+
+def is_whole(state: object) -> bool:
+    """Whether a saved state is a result of `WholeOptimizer.state_dict`."""
+    return isinstance(state, Mapping) and state.keys() == _KEYS
+
+
+def is_saved_whole(optimizer: _Optimizer) -> bool:
+    """Whether the class of an optimizer returns another state than the one that is kept for each parameter.
+
+    Raises:
+        OptimizerStateError: It does, and has no `load_state_dict` that takes it.
+    """
+    if type(optimizer).state_dict is _Optimizer.state_dict:
+        return False
+    own: Any = optimizer.state_dict()
+    params = {param: index for index, param in enumerate(_params(optimizer))}
+    live = {params.get(key, key): values for key, values in optimizer.state.items()}
+    if isinstance(own, Mapping) and own.keys() == {"state", "param_groups"}:
+        groups = [group_options(group) for group in own["param_groups"]]
+        if same_value(own["state"], live) and same_value(groups, [*map(group_options, optimizer.param_groups)]):
+            return False
+    if type(optimizer).load_state_dict is _Optimizer.load_state_dict:
+        raise OptimizerStateError(
+            "the class of the optimizer has a state_dict in a layout of its own, and no load_state_dict for it",
+            where=type(optimizer).__qualname__,
+            remedy="define load_state_dict in the class",
+        )
+    return True
+
+
+class WholeOptimizer:
+    """An optimizer that is saved whole, as an object with a state.
+
+    Args:
+        optimizer: the optimizer.
+        names: all names of each parameter; the first one is saved.
+        rules: the rules of the names.
+        keeps: whether the optimizer keeps its own value of the option of this name.
+    """
+
+    def __init__(
+        self,
+        optimizer: _Optimizer,
+        names: Mapping[torch.Tensor, Sequence[str]],
+        rules: Sequence[Rule] = (),
+        keeps: Callable[[str], bool] = lambda _: False,
+    ) -> None:
+        self.optimizer, self._names, self._rules, self._keeps = optimizer, names, rules, keeps
+
+    def state_dict(self) -> dict[str, object]:
+        """Returns the optimizer's own state with the names and dtypes of its parameters."""
+        optimizer = self.optimizer
+        state = optimizer.state_dict()
+        return {
+            _NOTE: self.note,
+            CLASS: class_name(type(optimizer)),
+            _NAMES: [[self._names[param][0] for param in group["params"]] for group in optimizer.param_groups],
+            DTYPES: {self._names[param][0]: str(param.dtype) for param in _params(optimizer)},
+            ORDERS: memory_orders(state),
+            _STATE: state,
+        }
+
+    @property
+    def note(self) -> str:
+        return f"not by name: what {type(self.optimizer).__name__}.state_dict returns, by positions of parameters"
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Loads the result of `state_dict` by the optimizer's own `load_state_dict`, and compares what it has then.
+
+        Torch's own `load_state_dict` casts tensors to the dtypes of the parameters. They get their saved dtypes again,
+        unless the parameters have other dtypes than the saved ones.
+
+        Raises:
+            OptimizerStateError: The state is of other parameters or of another class, or the optimizer does not have it
+                afterwards.
+        """
+        optimizer = self.optimizer
+        if problems := [*self._misfits(state)]:
+            raise OptimizerStateError(
+                "the state does not fit the optimizer; nothing has been changed",
+                where=type(optimizer).__name__,
+                expected="the same class over the same parameters in the same order, since the state goes by positions",
+                found=listed(problems, 8, "\n    "),
+                remedy="build the optimizer as the one that was saved",
+            )
+        kept = [
+            (each, [{key: group[key] for key in group if self._keeps(str(key))} for group in each.param_groups])
+            for each in optimizers_within(optimizer)
+        ]
+        saved = in_memory_orders(state[_STATE], state[ORDERS])
+        optimizer.load_state_dict(deepcopy(saved))
+        if [*state[DTYPES].values()] == [str(param.dtype) for param in _params(optimizer)]:
+            _put_back(optimizer.state_dict(), saved)
+            if (place := _difference(optimizer.state_dict(), saved)) is not None:
+                raise OptimizerStateError(
+                    "the optimizer's load_state_dict does not give it the state that its state_dict returned; nothing "
+                    "has been changed",
+                    where=type(optimizer).__name__,
+                    found=f"another value of {'.'.join(map(str, place)) or 'the state'}",
+                    remedy="mend load_state_dict in the class of the optimizer",
+                )
+        for each, of_groups in kept:
+            for group, options in zip(each.param_groups, of_groups, strict=False):
+                group.update(group_options(options))
+
+    def _misfits(self, state: Mapping[str, Any]) -> Iterator[str]:
+        cls = class_name(type(self.optimizer))
+        if str(state[CLASS]).rpartition(".")[2] != cls.rpartition(".")[2]:
+            yield f"the state is of {state[CLASS]}, the optimizer is {cls}"
+        renamed = renaming(self._rules)
+        groups = [[self._names[param] for param in group["params"]] for group in self.optimizer.param_groups]
+        saved = [[renamed(name) for name in names] for names in state[_NAMES]]
+        if [len(names) for names in saved] != [len(names) for names in groups]:
+            yield f"groups of {[len(names) for names in saved]} parameters, the optimizer has {[*map(len, groups)]}"
+            return
+        for of_group, names in zip(groups, saved, strict=True):
+            for own, name in zip(of_group, names, strict=True):
+                if name not in own:
+                    yield f"{name}: the optimizer has {own[0]} in its place"
+
+
+def optimizers_within(optimizer: _Optimizer) -> list[_Optimizer]:
+    """Returns the optimizer and those that it holds in its attributes, at any depth."""
+    found: dict[int, _Optimizer] = {}
+    stack: list[object] = [optimizer]
+    while stack:
+        value = stack.pop()
+        if isinstance(value, _Optimizer):
+            if id(value) not in found:
+                found[id(value)] = value
+                stack.extend(vars(value).values())
+        elif isinstance(value, list | tuple) and not is_tensor(next(iter(value), None)):
+            stack.extend(value)
+        elif isinstance(value, dict):
+            stack.extend(item for item in value.values() if isinstance(item, _Optimizer))
+    return [*found.values()]
+
+
+def hidden_attributes(optimizer: _Optimizer) -> list[str]:
+    """Returns the attributes with state that torch's own `state_dict` of the optimizer leaves out.
+
+    That is another optimizer, whose state is not this one's, or containers with a tensor for each parameter.
+    """
+    if type(optimizer).state_dict is not _Optimizer.state_dict:
+        return []
+    params = _params(optimizer)
+    shapes = sorted(tuple(param.shape) for param in params if not torch.nn.parameter.is_lazy(param))
+    hidden = []
+    for name, value in vars(optimizer).items():
+        if name in ("state", "param_groups", "defaults") or not isinstance(value, _Optimizer | dict | list | tuple):
+            continue
+        inner = [value] if isinstance(value, _Optimizer) else []
+        tensors: list[torch.Tensor] = []
+
+        def note(_: object, leaf: object, inner: list[Any] = inner, tensors: list[Any] = tensors) -> None:
+            if isinstance(leaf, _Optimizer):
+                inner.append(leaf)
+            elif isinstance(leaf, torch.Tensor) and leaf not in params and not torch.nn.parameter.is_lazy(leaf):
+                tensors.append(leaf)
+
+        map_leaves(value, note)
+        found = sorted(tuple(tensor.shape) for tensor in tensors)
+        if any(other.state is not optimizer.state for other in inner) or (shapes and _contains(found, shapes)):
+            hidden.append(name)
+    return hidden
+
+
+def _contains(found: list[tuple[int, ...]], shapes: list[tuple[int, ...]]) -> bool:
+    """Whether each of the shapes, with its multiplicity, is among those that were found. Both are sorted."""
+    iterator = iter(found)
+    return all(shape in iterator for shape in shapes)
+
+
+def _params(optimizer: _Optimizer) -> dict[torch.Tensor, None]:
+    return {param: None for group in optimizer.param_groups for param in group["params"]}
+
+
+def _put_back(live: Any, saved: Any) -> Any:
+    """Returns the live value with the saved leaves that a cast has changed in its place, in its own containers."""
+    if isinstance(live, dict) and isinstance(saved, Mapping):
+        for key in live.keys() & saved.keys():
+            live[key] = _put_back(live[key], saved[key])
+    elif isinstance(live, list) and isinstance(saved, list | tuple) and len(live) == len(saved):
+        live[:] = map(_put_back, live, saved)
+    elif isinstance(live, tuple) or isinstance(saved, Mapping | list | tuple) or same_value(live, saved):
+        return live
+    elif isinstance(saved, torch.Tensor):
+        if isinstance(live, torch.Tensor) and live.shape == saved.shape and live.dtype != saved.dtype:
+            return saved.detach().to(live.device, copy=True)
+    else:
+        return deepcopy(saved)
+    return live
+
+
+def _difference(live: Any, saved: Any) -> tuple[object, ...] | None:
+    """Returns the place of the first saved value that is not the live one; None where all are. More may be live."""
+    if isinstance(live, Mapping) and isinstance(saved, Mapping):
+        pairs = [(key, live.get(key), saved[key]) for key in saved]
+    elif isinstance(live, list | tuple) and isinstance(saved, list | tuple) and len(live) == len(saved):
+        pairs = [(index, *pair) for index, pair in enumerate(zip(live, saved, strict=True))]
+    else:
+        return None if same_value(live, saved) else ()
+    for key, own, other in pairs:
+        place = _difference(own, other)
+        if place is not None:
+            return (key, *place)
+    return None
