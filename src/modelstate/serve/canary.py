@@ -9,7 +9,7 @@ import torch
 from modelstate.errors import CanaryError, OptionError
 from modelstate.serve.targets import Program, buffer_restorer, carry_over
 from modelstate.text_format import short_repr
-from modelstate.torch_compat.private import flatten, unflatten
+from modelstate.torch_compat.private import default_modes, flatten, unflatten
 
 _T = TypeVar("_T")
 Calls = Callable[..., Any]
@@ -141,15 +141,18 @@ def run_canary(
 
     Raises `CanaryError`.
     """
-    restore = buffer_restorer(new)
+    with default_modes():
+        restore = buffer_restorer(new)
     try:
-        carry_over(buffers, new)
+        with default_modes():
+            carry_over(buffers, new)
         if isinstance(canary, Canary):
             canary._try_out(new)
         else:
             run_check(canary, new)
     finally:
-        restore()
+        with default_modes():
+            restore()
 
 
 def run_check(check: Callable[[_T], object], value: _T) -> None:

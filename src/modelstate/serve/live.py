@@ -66,7 +66,7 @@ from modelstate.serve.versions import (
     wait_all,
 )
 from modelstate.text_format import listed
-from modelstate.torch_compat.private import payload_of, require_aoti
+from modelstate.torch_compat.private import default_modes, payload_of, require_aoti
 from modelstate.transaction.transaction import exclusive
 
 _HISTORY = 1000
@@ -259,8 +259,10 @@ class Live:
     ) -> None:
         check_integer("keep_versions", keep_versions, least=0)
         check_integer("spare_bytes", spare_bytes, least=0, accepts_none=True)
-        with gc_paused():
+        with gc_paused(), default_modes():
             self._target = target_factory(target, names, training)
+            program = self._target.first()
+            digests = buffer_digests(program)
         fixed = listed(self._target.fixed, 8)
         stale = "not in the state, so not changed; stale where the values were computed from weights"
         self._notes = (f"{stale}: {fixed}",) if fixed else ()
@@ -274,10 +276,9 @@ class Live:
         """Held by a swap from its start to its flip."""
         self._flip_lock = SwapLock()
         """Held while the current version, or its memory, changes. It is acquired after `_swap_lock`."""
-        program = self._target.first()
         has_values = not any(part.is_meta for tensor in program.tensors for part in payload_of(tensor))
         source = "the target as it was given" if has_values else "none: the weights of the target are on meta"
-        first = Version(int(has_values), program, source, buffer_digests(program) if has_values else {})
+        first = Version(int(has_values), program, source, digests)
         self._first_id = self._last_id = first.id
         self._gate = VersionGate(first)
         self._events: deque[Event] = deque([Event("started", first.id, first.source, first.time, 0.0)], _HISTORY)
@@ -579,7 +580,7 @@ class Live:
         (old, serving), copies, clock = self._serving(), self._gate.programs + 1, swap.clock
         with self._pool.lending() as memory:
             try:
-                with clock("staged"), gc_paused():
+                with clock("staged"), gc_paused(), default_modes():
                     self._free_settled()
                     incoming = SwapSource(self._target, swap.source, swap.options)
                     program, loaded = incoming.stage(serving)
@@ -592,8 +593,10 @@ class Live:
             with clock("canary"):
                 if swap.canary is not None:
                     prepared = self._prepared(swap.canary)
-                    run_canary(prepared, program, modified_buffers(serving, old.buffer_digests) if carries else {})
-            with clock("flip"), gc_paused(), self._flipping(old, None):
+                    with default_modes():
+                        buffers = modified_buffers(serving, old.buffer_digests) if carries else {}
+                    run_canary(prepared, program, buffers)
+            with clock("flip"), gc_paused(), default_modes(), self._flipping(old, None):
                 new = self._new_version(program, incoming.source, buffer_digests(program))
                 new.memory = memory
                 carried: tuple[str, ...] = ()
@@ -619,30 +622,31 @@ class Live:
         (old, program), copies, clock = self._serving(), self._gate.programs + 1, swap.clock
         if self._gate.holds(old):
             raise OptionError("a swap in place waits for all pins, and this thread holds one", where="mode='in_place'")
-        with clock("staged"), gc_paused():
+        with clock("staged"), gc_paused(), default_modes():
             incoming = SwapSource(self._target, swap.source, swap.options)
             incoming.check(program)
-            prepared = None if swap.canary is None else self._prepared(swap.canary)
+        prepared = None if swap.canary is None else self._prepared(swap.canary)
         with (
             self._flipping(old, swap.deadline),
             DrainGuard(self._gate, swap.deadline, clock("drain")),
             exclusive(program.weights_module),
         ):
-            settle(program.tensors)
-            touched = modified_buffers(program, old.buffer_digests) if swap.buffers == "carry" else {}
-            if program.answers_alias_weights:
-                detach_shared_storage(program)
-            undo = Undo(program)
-            self._gate.register_undo(undo)
-            before = undo.before
-            with clock("staged"):
-                renew_buffers(program.weights_module, self._target.skeleton)
-                loaded = incoming.overwrite(program, before)
-            with clock("flip"):
-                if swap.buffers == "reset":
-                    carry_over(self._target.hidden, program)
-                digests = buffer_digests(program)
-                carried = carry_over({name: before.get(name) for name in touched}, program)
+            with default_modes():
+                settle(program.tensors)
+                touched = modified_buffers(program, old.buffer_digests) if swap.buffers == "carry" else {}
+                if program.answers_alias_weights:
+                    detach_shared_storage(program)
+                undo = Undo(program)
+                self._gate.register_undo(undo)
+                before = undo.before
+                with clock("staged"):
+                    renew_buffers(program.weights_module, self._target.skeleton)
+                    loaded = incoming.overwrite(program, before)
+                with clock("flip"):
+                    if swap.buffers == "reset":
+                        carry_over(self._target.hidden, program)
+                    digests = buffer_digests(program)
+                    carried = carry_over({name: before.get(name) for name in touched}, program)
             with clock("canary"):
                 if prepared is not None:
                     run_canary(prepared, program, {})

@@ -10,7 +10,7 @@ import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import IO, TYPE_CHECKING, Any
 
 import torch
@@ -407,6 +407,16 @@ def without_modes() -> Iterator[None]:
     finally:
         for mode in reversed(functions):
             torch._C._push_on_torch_function_stack(mode)
+
+
+@contextmanager
+def default_modes() -> Iterator[None]:
+    """A context with the modes that a new thread has: no modes of a user, no autocast, no inference mode, gradients."""
+    with without_modes(), torch.inference_mode(False), torch.enable_grad(), ExitStack() as stack:
+        for device in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(device):
+                stack.enter_context(torch.autocast(device, enabled=False))
+        yield
 
 
 def copy_each(targets: Sequence[torch.Tensor], values: Sequence[torch.Tensor], *, non_blocking: bool = False) -> None:
