@@ -309,7 +309,8 @@ class QuantizedWeight(Problem):
     page: ClassVar = "quantized-tensors"
 
     def line(self) -> str:
-        return f"{self.name}: {self.layout}" + (f": {listed(self.beside, 2)}" if self.beside else "")
+        beside = [name.rpartition(".")[2] for name in self.beside]
+        return f"{self.name}: {self.layout}" + (f": {listed(beside, 2)}" if beside else "")
 
     @classmethod
     def remedy_for(cls, problems: Sequence[Problem]) -> str:
@@ -738,9 +739,10 @@ def explain(
         hint = f"if the names below are these in another spelling, {suggest}; "
     for cause, members in groups:
         lines.append(f"  {cause.title} ({len(members)}):")
-        lines += [f"    {printable(problem.line())}" for problem in members[:_SHOWN]]
-        if len(members) > _SHOWN:
-            lines.append(f"    ... and {len(members) - _SHOWN} more")
+        texts = _lines(members)
+        lines += [f"    {printable(text)}" for text, _ in texts[:_SHOWN]]
+        if more := sum(count for _, count in texts[_SHOWN:]):
+            lines.append(f"    ... and {more} more")
         other = (remedies or {}).get(cause)
         remedy = other(members) if callable(other) else other
         remedy = remedy or (hint if cause is Missing else "") + cause.remedy_for(members)
@@ -748,6 +750,22 @@ def explain(
             remedy = remedy if before in remedy else remedy.replace(f"{option}=[", f"{option}=[{before}, ")
         lines += [f"    to do: {remedy}", f"    more: modelstate explain {cause.page}"]
     return "\n".join(lines)
+
+
+def _lines(problems: Sequence[Problem]) -> list[tuple[str, int]]:
+    """Returns the lines of problems of one class, each with the number of its problems.
+
+    Where they are many, problems that differ only in numbers within their names share a line.
+    """
+    if len(problems) <= _SHOWN:
+        return [(problem.line(), 1) for problem in problems]
+    counts: dict[str, int] = {}
+    for problem in problems:
+        line = problem.line()
+        if problem.name:
+            line = line.replace(problem.name, folded([problem.name])[0], 1)
+        counts[line] = counts.get(line, 0) + 1
+    return [(f"{line} ({count} of these)" if count > 1 else line, count) for line, count in counts.items()]
 
 
 def plan_error(

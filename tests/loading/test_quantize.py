@@ -624,3 +624,42 @@ def test_weights_that_are_too_wide_for_a_sample(tmp_path: Path) -> None:
     ms.load(ours, tmp_path / "x", transform=transform)
     same(ours, after_load(theirs, Q.Int8WeightOnlyConfig()))
     assert transform.rows_writer((3, 100_000), torch.float32, ours[0]) is None
+
+
+def test_many_quantized_tensors_for_plain_ones_are_one_line() -> None:
+    model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(28)))
+    Q.quantize_(model, Q.Int8WeightOnlyConfig())
+    with pytest.raises(errors.PlanError) as caught:
+        ms.load(nn.Sequential(*(nn.Linear(16, 16) for _ in range(28))), model.state_dict())
+    lines = [line for line in str(caught.value).splitlines() if "Int8Tensor" in line]
+    assert len(caught.value.problems) == 28
+    assert len(lines) == 1
+    assert lines[0].endswith("(28 of these)")
+
+
+@pytest.mark.parametrize(
+    "transform", [ms.loading.Quantize, Q.Int8WeightOnlyConfig, Q.Int8WeightOnlyConfig(), {"*": ms.loading.Quantize}]
+)
+def test_what_is_no_instance_is_refused_with_the_call_that_is_right(transform: Any) -> None:
+    model = nn.Sequential(nn.Linear(16, 16))
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(errors.OptionError) as caught:
+        ms.load(model, state, transform=transform)
+    code = caught.value.remedy.removeprefix("transform=").partition("), ")[0] + ")"
+    names = {"ms": ms, "Int8WeightOnlyConfig": Q.Int8WeightOnlyConfig, "torchao": pytest.importorskip("torchao")}
+    ms.load(model, state, transform=eval(code, names))
+    assert type(model[0].weight.data).__name__ == "Int8Tensor"
+    with pytest.raises(errors.OptionError, match=r"an instance: ms.loading.Quantize\(Int8WeightOnlyConfig\(\)\)"):
+        ms.loading.Quantize(Q.Int8WeightOnlyConfig)
+
+
+def test_a_package_that_a_config_needs_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object, **__: object) -> None:
+        raise ImportError("Requires mslk >= 1.0.0")
+
+    monkeypatch.setattr(Q, "quantize_", fails)
+    model = nn.Sequential(nn.Linear(128, 128))
+    quantize = ms.loading.Quantize(Q.Int4WeightOnlyConfig())
+    with pytest.raises(errors.PackageError, match=r"Int4WeightOnlyConfig, 0\.weight: .* needs mslk") as caught:
+        ms.load(model, dict(model.state_dict()), transform=quantize)
+    assert "pip install mslk-cuda" in caught.value.remedy

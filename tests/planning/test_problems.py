@@ -88,10 +88,10 @@ SAMPLES: dict[Problem, str] = {
         "a.w: the checkpoint has Int8Tensor of bfloat16, the model a plain tensor of float32"
     ),
     QuantizedWeight("a.w", "float8_e4m3fn with scales", ("a.w_scale",), ("ms.rules.Dequantize('a.w', 'a.w_scale')",)): (
-        "a.w: float8_e4m3fn with scales: a.w_scale"
+        "a.w: float8_e4m3fn with scales: w_scale"
     ),
     QuantizedWeight("a.w", "GPTQ", ("a.g_idx", "a.qweight", "a.scales"), tool="gptqmodel reads it"): (
-        "a.w: GPTQ: a.g_idx, a.qweight, and 1 more"
+        "a.w: GPTQ: g_idx, qweight, and 1 more"
     ),
     NotATensor("a.w", "list"): "a.w: found list",
     FakeTensors("a.w"): "a.w: a FakeTensor in the model",

@@ -1,5 +1,6 @@
 """`Quantize`: quantizes weights with torchao while they are loaded, row by row for int8."""
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -126,10 +127,12 @@ class Quantize(ModuleTransform):
         from torchao.core.config import AOBaseConfig
 
         if not isinstance(self.config, AOBaseConfig):
+            is_class = isinstance(self.config, type) and issubclass(self.config, AOBaseConfig)
             raise OptionError(
-                "not a config of torchao",
+                "this is a class, not a config of torchao" if is_class else "not a config of torchao",
                 expected="such as torchao.quantization.Int8WeightOnlyConfig()",
                 found=self.config,
+                remedy=f"an instance: ms.loading.Quantize({self.config.__name__}())" if is_class else "",
             )
         if isinstance(self.config, quantization.FqnToConfig):
             raise OptionError(
@@ -176,15 +179,20 @@ class Quantize(ModuleTransform):
     def _by_torchao(self, name: str, tensor: torch.Tensor, module: nn.Module) -> torch.Tensor:
         layer = _linear(tensor, module)
         bias, quantize_ = layer.bias, _torchao().quantize_
-        if _by_rows(self.config):
-            # There are many small calls. Without a container each call takes a third less time, and configs of rows
-            # never replace the layer.
-            model: Any = layer
-            quantize_(layer, self.config)
-        else:
-            container = nn.Sequential(layer)
+        # There are many small calls for configs of rows. Without a container each call takes a third less time, and
+        # these configs never replace the layer.
+        container: Any = layer if _by_rows(self.config) else nn.Sequential(layer)
+        try:
             quantize_(container, self.config)
-            model = container[0]
+        except ImportError as error:
+            package = (re.findall(r"[Rr]equires (\w+)", str(error)) or [error.name or "a package"])[0]
+            raise PackageError(
+                f"this config of torchao needs {package}, which is not installed; nothing has been changed",
+                where=f"{type(self.config).__name__}, {name}",
+                found=error,
+                remedy=_INSTALL.get(package, f"install {package} as torchao's documentation says"),
+            ) from error
+        model: Any = layer if container is layer else container[0]
         weight: Any = layer.weight
         touched = model is not layer or type(layer) is not nn.Linear or layer.bias is not bias
         vars(layer).pop("extra_repr", None)  # a bound method, set by torchao, that keeps the layer alive
@@ -294,6 +302,9 @@ def _linear(weight: torch.Tensor, like: nn.Module) -> nn.Linear:
     else:
         layer.register_parameter("bias", None)
     return layer
+
+
+_INSTALL = {"mslk": "pip install mslk-cuda, or mslk-rocm; the package of the name mslk alone may be empty"}
 
 
 def _torchao() -> Any:

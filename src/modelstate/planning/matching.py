@@ -157,6 +157,28 @@ def options_of(
     )
 
 
+def _check_transform(transform: object) -> None:
+    """Raises `OptionError` for a class of transforms, and for a config of torchao."""
+    cls = transform if isinstance(transform, type) else type(transform)
+    if cls.__module__.partition(".")[0] == "torchao":
+        raise OptionError(
+            "transform= takes no config of torchao by itself",
+            expected="Quantize with an instance of the config",
+            found=short_repr(transform),
+            remedy=f"transform=ms.loading.Quantize({cls.__name__}()), with the arguments of the config",
+        )
+    if isinstance(transform, type) and issubclass(transform, ModuleTransform):
+        arguments = "config" if cls.__name__ == "Quantize" else "..."
+        raise OptionError(
+            "transform= takes an instance, not a class",
+            expected=f"an instance: {cls.__name__}({arguments})",
+            found=f"the class {cls.__qualname__}",
+            remedy="transform=ms.loading.Quantize(torchao.quantization.Int8WeightOnlyConfig()), for example"
+            if cls.__name__ == "Quantize"
+            else "",
+        )
+
+
 def _transforms(given: Any) -> AnyTransform | Pairs | None:
     if isinstance(given, Mapping):
         pairs = tuple(given.items())
@@ -167,6 +189,7 @@ def _transforms(given: Any) -> AnyTransform | Pairs | None:
                     expected="a string such as '*.mlp.*'",
                     found=short_repr(pattern),
                 )
+            _check_transform(transform)
             if transform is not None and not callable(transform):
                 raise OptionError(
                     "the values of transform= must be functions",
@@ -175,6 +198,7 @@ def _transforms(given: Any) -> AnyTransform | Pairs | None:
                     found=short_repr(transform),
                 )
         return pairs or None
+    _check_transform(given)
     if given is not None and not callable(given):
         expected = "a function of name and tensor, or a mapping from patterns to such functions"
         raise OptionError("transform= must be a function", expected=expected, found=short_repr(given))
