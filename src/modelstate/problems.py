@@ -350,6 +350,25 @@ class NotATensor(Problem):
 
 
 @dataclass(frozen=True, slots=True)
+class Unread(Problem):
+    """A value of the checkpoint that is not read, as its class is not allowed, or its kind is not supported."""
+
+    why: str = ""
+    way: str = ""
+    """What to do about this one."""
+
+    title: ClassVar = "values of the checkpoint that are not read"
+    remedy: ClassVar = "look at the file with `modelstate inspect`"
+    page: ClassVar = "forbidden-global"
+    template: ClassVar = "{0.name}: {0.why}"
+
+    @classmethod
+    def remedy_for(cls, problems: Sequence[Problem]) -> str:
+        ways = [problem.way for problem in problems if isinstance(problem, Unread) and problem.way]
+        return "; ".join(dict.fromkeys(ways)) or cls.remedy
+
+
+@dataclass(frozen=True, slots=True)
 class NumPyArray(NotATensor):
     """A NumPy array in place of a tensor."""
 

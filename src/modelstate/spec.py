@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, TypeGuard, TypeVar
 
-from modelstate.errors import DamagedFileError
+from modelstate.errors import DamagedFileError, OpenError
 from modelstate.process import cached_attribute
 
 if TYPE_CHECKING:
@@ -650,15 +650,22 @@ class Encoded:
 
 
 class Refused:
-    """An inert placeholder for a class or function that is not allowed, or for an object of it."""
+    """An inert placeholder for a value of a pickle that is not read.
 
-    __slots__ = ("held", "name")
+    It stands for a class or function that is not allowed, for an object of it, for a tensor of a kind that is not
+    supported, or for a container within itself. It never becomes live state: `modelstate.formats.construct.refusal`
+    is the error for it.
+    """
 
-    def __init__(self, name: str, *held: object) -> None:
+    __slots__ = ("error", "held", "name")
+
+    def __init__(self, name: str, *held: object, error: OpenError | None = None) -> None:
         self.name = name
-        """Module and qualified name."""
+        """Module and qualified name of the class or function, or what else is not read."""
         self.held = list(held)
         """The arguments and the state, which are not used; more refused names may be among them."""
+        self.error = error
+        """Why the value is not read; None for a class or function that is not allowed."""
 
     def __repr__(self) -> str:
         return f"<refused {self.name}>"
@@ -666,7 +673,7 @@ class Refused:
     @property
     def module_fields(self) -> dict[str, object] | None:
         """The attributes of the object if it is a `torch.nn.Module`; None for any other."""
-        state = self.held[-1] if self.held else None
+        state = self.held[-1] if self.held and self.error is None else None
         if type(state) is tuple and len(state) == 2:  # the state of a class with slots
             state = state[0]
         if not isinstance(state, dict):

@@ -572,7 +572,7 @@ def test_chunks_of_another_shape_or_kind(tmp_path: Path) -> None:
     ):
         directory = write(tmp_path / str(number), {"a": {**good, second: chunk}}, shapes={"a": (4, 3)})
         with pytest.raises(error, match=rf"^{re.escape(str(directory))}"):
-            ms.open(directory)
+            ms.open(directory).tensor("a")
     directory = write(tmp_path / "x", {"a": {(0,): torch.ones(2)}}, {"b": 1})
     # The places of the two are exchanged.
     raw = pickle.loads((directory / ".metadata").read_bytes())

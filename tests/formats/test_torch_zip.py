@@ -244,13 +244,26 @@ def test_conjugated_and_negative_views(tmp_path: Path) -> None:
     ],
 )
 def test_unsupported_tensors_are_named_with_their_place(tmp_path: Path, made: Any, kind: str) -> None:
-    path = saved(tmp_path / "x.pt", {"layers": [1, {"w": made()}]})
+    path = saved(tmp_path / "x.pt", {"layers": [1, {"w": made(), "good": torch.ones(2)}]})
     # torch 2.15 no longer allows jagged tensors by itself.
     names = [f"torch.nested._internal.nested_tensor.{name}" for name in ("NestedTensor", "_rebuild_njt")]
-    with pytest.raises(errors.UnsupportedTensorError, match=kind) as caught:
-        tree(path, allow=names)
-    assert str(caught.value).startswith(f"{path}: layers.1.w: ")
-    assert caught.value.remedy
+    checkpoint = ms.open(path, allow=names)
+    assert torch.equal(checkpoint.tensor("layers.1.good"), torch.ones(2))
+    assert list(checkpoint) == ["layers.1.good"]
+    for ask in (
+        lambda: checkpoint.tensor("layers.1.w"),
+        lambda: checkpoint["layers.1.w"],
+        lambda: checkpoint.value("layers"),
+        lambda: checkpoint.select("layers.1").tensor("w"),
+        lambda: ms.save(checkpoint, tmp_path / "copy.safetensors"),
+        lambda: ms.convert_checkpoint(path, tmp_path / "copy.safetensors"),
+        lambda: ms.convert_checkpoint(path, tmp_path / "copy.pt", rules=[ms.rules.Rename("layers.*", "*")]),
+    ):
+        with pytest.raises(errors.UnsupportedTensorError, match=kind) as caught:
+            ask()
+        assert str(caught.value).replace("layers.", "").startswith(f"{path}: 1.w: ")
+        assert caught.value.remedy
+    assert sorted(tmp_path.iterdir()) == [Path(path)]
 
 
 @pytest.mark.slow

@@ -5,7 +5,9 @@ import json
 import pickletools
 import struct
 import zipfile
+from collections import OrderedDict
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import modelstate as ms
 from modelstate import errors
 from modelstate.formats.construct import construct
 from modelstate.formats.torch_globals import TorchGlobals
@@ -40,16 +43,46 @@ def copies(call: bytes, times: int) -> bytes:
     return b"\x80\x02](" + call + (b"h\0h\1\x85R" * times) + b"e."
 
 
-def test_containers_that_cannot_be_loaded_have_a_remedy(tmp_path: Path) -> None:
+def test_containers_that_are_not_read_leave_the_others_readable(tmp_path: Path) -> None:
     ring: list[Any] = []
     ring.append({"again": ring})
+    tuple_ring: tuple[Any, ...] = ([],)
+    tuple_ring[0].append(tuple_ring)
+    ordered: OrderedDict[str, Any] = OrderedDict()
+    ordered["x"] = [ordered]
     deep: list[Any] = []
     for _ in range(200):
         deep = [deep]
-    for number, value in enumerate((ring, deep)):
-        with pytest.raises(errors.DamagedFileError, match=r"holds itself|too deep") as caught:
-            read_contents(saved(tmp_path / f"{number}.pt", {"a": value}))
-        assert "state dicts" in caught.value.remedy
+    for number, value in enumerate((ring, tuple_ring, ordered, deep)):
+        checkpoint = ms.open(saved(tmp_path / f"{number}.pt", {"a": value, "w": torch.ones(2), "b": [1]}))
+        assert torch.equal(checkpoint.tensor("w"), torch.ones(2))
+        assert checkpoint.value("b") == [1]
+        assert "refused" in repr(checkpoint.extra)
+        for ask in (partial(checkpoint.value, "a"), checkpoint.value):
+            with pytest.raises(errors.UnsupportedTensorError, match=r"holds itself|more than 100") as caught:
+                ask()
+            assert "save it" in caught.value.remedy
+            assert caught.value.names[0].startswith("a.")
+
+
+def test_a_checkpoint_within_itself(tmp_path: Path) -> None:
+    state: dict[str, Any] = {"model": {"weight": torch.ones(2)}}
+    state["callbacks"] = {"last": [state]}
+    checkpoint = ms.open(saved(tmp_path / "x.pt", state))
+    assert list(checkpoint) == ["model.weight"]
+    model = torch.nn.RMSNorm(2)
+    assert ms.load(model, checkpoint, key="model").coverage == 1
+    with pytest.raises(errors.UnsupportedTensorError, match=r"callbacks\.last\.0: a dict that holds itself"):
+        checkpoint.value("callbacks")
+
+
+def test_a_cycle_is_no_way_around_the_limit_of_shared_containers(tmp_path: Path) -> None:
+    """Each list holds all lists: what is left when the cycles are cut has 2**40 values."""
+    lists: list[list[Any]] = [[] for _ in range(40)]
+    for one in lists:
+        one.extend(lists)
+    with pytest.raises(errors.DamagedFileError, match="more than any memory"):
+        ms.open(saved(tmp_path / "x.pt", {"a": lists[0]}))
 
 
 HOSTILE = {
@@ -134,7 +167,8 @@ print(json.dumps(outcomes))
 """
     done = run_program(code, timeout=120)
     assert done.returncode == 0, done.stderr[-2000:]
-    assert json.loads(done.stdout) == dict.fromkeys(HOSTILE, "refused")
+    loaded = ("deep lists", "deep tuples", "a list that holds itself", "a dict that holds itself")
+    assert json.loads(done.stdout) == dict.fromkeys(HOSTILE, "refused") | dict.fromkeys(loaded, "loaded")
 
 
 def tuples(numbers: Iterable[int]) -> bytes:
@@ -199,7 +233,7 @@ def test_impossible_tensors(tmp_path: Path, args: tuple[Any, ...], error: type[E
 
     path = saved(tmp_path / "x.pt", {"a": [Made()]})
     with pytest.raises(error, match=says) as caught:
-        read_contents(path)
+        ms.open(path).tensor("a.0")
     if error is not errors.DamagedFileError:
         assert "a.0" in str(caught.value)
 

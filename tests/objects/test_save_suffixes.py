@@ -1,6 +1,9 @@
 """The format of a file that is written is that of its suffix."""
 
+import re
 from collections import OrderedDict, defaultdict
+from collections.abc import Callable
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -138,3 +141,68 @@ def test_training_state_in_a_torch_file(tmp_path: Path) -> None:
     fresh = torch.optim.Adam(nn.Linear(2, 2).parameters())
     fresh.load_state_dict(found["optimizer"])
     assert torch.equal(fresh.state_dict()["state"][0]["exp_avg"], optimizer.state_dict()["state"][0]["exp_avg"])
+
+
+def _freed(nbytes: int) -> torch.Tensor:
+    tensor = torch.ones(8)
+    tensor.untyped_storage().resize_(nbytes)
+    return tensor
+
+
+def _nested(layout: torch.layout) -> torch.Tensor:
+    return torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=layout)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("create", "why"),
+    [
+        (lambda: torch.ones(3, device="meta"), "meta"),
+        (lambda: nn.Parameter(torch.ones(3, device="meta")), "meta"),
+        (lambda: torch.eye(3).to_sparse().to("meta"), "meta"),
+        (lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 2, torch.qint8), "quantized"),
+        (lambda: _nested(torch.strided), "nested"),
+        (lambda: _nested(torch.jagged), "nested|NestedTensor"),
+        (lambda: _freed(0), "given back"),
+        (lambda: _freed(4), "given back"),
+        (lambda: {2**61: torch.ones(2)}, "key of type int"),
+        (lambda: {("a", ("b",)): torch.ones(2)}, "key of type tuple"),
+        (lambda: reduce(lambda inner, _: [inner], range(150), torch.ones(2)), "more than 100 others"),
+    ],
+)
+def test_no_torch_file_has_what_open_would_not_read(create: Callable[[], Any], why: str, tmp_path: Path) -> None:
+    ms.save({"w": torch.ones(2)}, tmp_path / "x.pt")
+    before = (tmp_path / "x.pt").read_bytes()
+    with pytest.raises(UnsavableError) as caught:
+        ms.save({"good": torch.ones(2), "list": [{"bad": create()}]}, tmp_path / "x.pt")
+    assert re.search(why, caught.value.found)
+    assert "list.0.bad" in caught.value.found or "key of type" in caught.value.found
+    assert "leave" in caught.value.remedy
+    assert (tmp_path / "x.pt").read_bytes() == before
+    assert list(tmp_path.iterdir()) == [tmp_path / "x.pt"]
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.eye(4).to_sparse(),
+        torch.sparse_coo_tensor(torch.tensor([[0, 0]]), torch.ones(2), (3,)),
+        torch.eye(4).to_sparse_csr(),
+        torch.eye(4).to_sparse_csc(),
+        torch.eye(4).to_sparse_bsr((2, 2)),
+        torch.eye(4).to_sparse_bsc((2, 2)),
+        torch.ones(2, dtype=torch.complex64).conj(),
+        torch.ones(2, dtype=torch.complex64).conj().imag,
+        nn.Parameter(torch.eye(3).to_sparse()),
+        torch.ones(1).expand(5),
+        torch.empty(0, 3),
+        torch.ones(2).untyped_storage(),
+    ],
+    ids=lambda tensor: str(getattr(tensor, "layout", "storage")),
+)
+def test_every_other_kind_of_tensor_comes_back(tensor: Any, tmp_path: Path) -> None:
+    ms.save({"good": torch.ones(2), "list": [{"t": tensor}]}, tmp_path / "x.pt")
+    found = ms.open(tmp_path / "x.pt").value()["list"][0]["t"]
+    if isinstance(tensor, torch.Tensor):
+        assert found.layout is tensor.layout
+        assert torch.equal(found.to_dense().detach(), tensor.to_dense().detach())

@@ -49,6 +49,7 @@ from modelstate.problems import (
     Uninitialised,
     UnloadableLayout,
     UnmergedAdapter,
+    Unread,
     WrongDtype,
     WrongShape,
     explain,
@@ -94,6 +95,7 @@ SAMPLES: dict[Problem, str] = {
         "a.w: GPTQ: g_idx, qweight, and 1 more"
     ),
     NotATensor("a.w", "list"): "a.w: found list",
+    Unread("a.w", "a nested tensor is not supported", "save its parts"): "a.w: a nested tensor is not supported",
     FakeTensors("a.w"): "a.w: a FakeTensor in the model",
     ShardedTensors("a.w"): "a.w: a DTensor in the checkpoint, a whole tensor in the model",
     UnloadableLayout("a.w", "the ranks hold partial sums"): "a.w: the ranks hold partial sums",

@@ -29,6 +29,7 @@ from modelstate.formats.tree import (
     leaves,
     rebuild,
     referred_to,
+    refused_in,
     subtree,
 )
 from modelstate.html.page import Kind, Page, Shown, area_chart, bar_chart
@@ -160,6 +161,8 @@ class Checkpoint(Mapping[str, TensorSpec], Shown):
         try:
             return tensors[name]
         except KeyError:
+            above = {path: value for path, value in self.flat.values.items() if f"{name}.".startswith(f"{path}.")}
+            self._check_read(refused_in(above).get(name), name)
             ending = (other for other in tensors if other.endswith(f".{name}"))
             near = [*islice(ending, 3)] or get_close_matches(str(name), tensors, n=1)
             raise KeyNotFoundError(
@@ -171,6 +174,13 @@ class Checkpoint(Mapping[str, TensorSpec], Shown):
                 if near
                 else "iterate over the checkpoint to see its names",
             ) from None
+
+    def _check_read(self, value: object, path: str) -> None:
+        """Raises the error for the placeholders in a value at a path of this checkpoint."""
+        if found := refused_in(value, ".".join(filter(None, (self.key, path)))):
+            from modelstate.formats.construct import refusal
+
+            raise refusal(found, self.source)
 
     def __hash__(self) -> int:
         return id(self)
@@ -290,6 +300,8 @@ class Checkpoint(Mapping[str, TensorSpec], Shown):
         Iterating yields the largest parts of the tree without tensors; any path within them can be looked up, too. Each
         access returns a copy of the containers, so that changes to it do not change the checkpoint. A value that
         `modelstate.save` has encoded is decoded at the access, which raises `CodecError` where that fails.
+
+        Values that are not read have placeholders here, which print as `<refused ...>`. `value` raises for them.
         """
         return _Extra(self)
 
@@ -305,10 +317,13 @@ class Checkpoint(Mapping[str, TensorSpec], Shown):
         Raises:
             KeyNotFoundError: There is nothing at the path.
             CodecError: A value cannot be decoded.
+            ForbiddenGlobalError: A value is of a class that is not allowed, and was skipped when the file was opened.
+            UnsupportedTensorError: A tensor is of a kind that is not supported, or a container holds itself.
             ReadFailedError: A file cannot be read, or has changed since it was opened.
         """
         node = subtree(self.contents.tree, ".".join(filter(None, (self.key, path))), self.source, self._decoded)
         check_flag("map", map, accepts_none=True)
+        self._check_read(node, path)
         names = (name for name in self if not path or f"{name}.".startswith(f"{path}."))
         known = self._read_at_once(names, may_map=map is not False)
 

@@ -19,6 +19,7 @@ from modelstate.checkpoint.checkpoint import Checkpoint
 from modelstate.checkpoint.reduction import kind_of
 from modelstate.errors import KeyNotFoundError, OptionError, SaveTargetError, SourceTypeError, TargetExistsError
 from modelstate.formats.block_writer import LazyTensor, OnCast, lazy_tensor, storages_of, threads_within, whole
+from modelstate.formats.construct import refusal
 from modelstate.formats.serialize import serialize
 from modelstate.formats.sharded import INDEX_SUFFIX
 from modelstate.formats.torch_zip import write_torch_file
@@ -86,27 +87,47 @@ class LazyStateBuilder:
         """Dtypes that torch can cast to the dtype that is asked for."""
         self._uncast: dict[str, list[str]] = {}
         """The names of tensors that are not cast, by the names of their classes."""
+        self._left_out: dict[str, Refused] = {}
+        """Values that are not read, by their paths."""
 
     def node(self, node: Any, path: str) -> Any:
         """The lazy copy of a node of the tree; `path` is its dotted path."""
         if path in self._values:
-            return allowed(rebuild(node, self._checkpoint.read))
+            return self.value(rebuild(node, self._checkpoint.read), path)
         if not is_container(node):
             return self.tensor(node, path)
         if isinstance(node, Mapping):
             mapping: dict[object, object] = OrderedDict() if isinstance(empty_like(node), OrderedDict) else {}
             for key, item in node.items():
-                if not isinstance(item, Refused):
-                    mapping[key] = self.node(item, f"{path}.{key}" if path else str(key))
+                lazy = self.node(item, f"{path}.{key}" if path else str(key))
+                if not isinstance(lazy, Refused):
+                    mapping[key] = lazy
             if (versions := version_metadata(node)) is not None:
                 set_version_metadata(mapping, versions)
             return mapping
-        items = [
-            self.node(item, f"{path}.{index}" if path else str(index))
-            for index, item in enumerate(node)
-            if not isinstance(item, Refused)
-        ]
+        items = [self.node(item, f"{path}.{index}" if path else str(index)) for index, item in enumerate(node)]
+        if any(isinstance(item, Refused) for item in items):
+            raise refusal(self._left_out, self._checkpoint.source)  # without them, the others had another index
         return items if isinstance(node, list) else tuple(items)
+
+    def value(self, value: Any, path: str) -> Any:
+        """The value without the keys whose values are not read; a `Refused` where nothing is left to write.
+
+        A list or a tuple with an item that is not read is left out as a whole.
+        """
+        if isinstance(value, Refused):
+            self._left_out[path] = value
+            return value
+        if type(value) in (dict, OrderedDict):
+            items = (
+                (key, self.value(key if isinstance(key, Refused) else item, f"{path}.{key}"))
+                for key, item in value.items()
+            )
+            return type(value)((key, item) for key, item in items if not isinstance(item, Refused))
+        if type(value) in (list, tuple):
+            kept = [self.value(item, f"{path}.{index}") for index, item in enumerate(value)]
+            return next((item for item in kept if isinstance(item, Refused)), type(value)(kept))
+        return value
 
     def tensor(self, stored: Stored, path: str) -> object:
         """The lazy tensor for a stored one. A tensor that consists of several parts is read at once."""
@@ -153,8 +174,16 @@ class LazyStateBuilder:
         )
 
     def notes(self) -> list[str]:
-        """Notes for the report, about tensors that are not cast."""
-        return [
+        """Notes for the report, about tensors that are not cast, and about values that are left out.
+
+        Raises the error of a value that is not read although no class of it was skipped.
+        """
+        if flawed := {path: value for path, value in self._left_out.items() if value.error is not None}:
+            error = refusal(flawed, self._checkpoint.source)
+            error.remedy = f"name another part with key=, or leave it out with ms.rules.Drop; or {error.remedy}"
+            raise error
+        skipped = [f"{path} ({value.name})" for path, value in self._left_out.items()]
+        return [f"left out, as classes of them are not allowed: {listed(skipped, 10)}"] * bool(skipped) + [
             f"{count(len(paths), 'tensor')} of the class {name} {'is' if len(paths) == 1 else 'are'} not cast: "
             f"{listed(paths, 3)}"
             for name, paths in self._uncast.items()
@@ -176,16 +205,6 @@ class LazyStateBuilder:
                 raise self._no_cast(tensor.dtype, path, error) from error
             self._castable.add(tensor.dtype)
         return to
-
-
-def allowed(value: Any) -> object:
-    """The value without the placeholders for classes and functions that the file may not use."""
-    if type(value) in (dict, OrderedDict):
-        kept = {key: allowed(item) for key, item in value.items() if not isinstance(item, Refused)}
-        return kept if type(value) is dict else OrderedDict(kept)
-    if type(value) in (list, tuple):
-        return type(value)(allowed(item) for item in value if not isinstance(item, Refused))
-    return value
 
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)

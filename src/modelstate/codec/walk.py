@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from modelstate.errors import CodecError, ModelStateError
+from modelstate.spec import Refused
 from modelstate.tensor_spec import TensorSpec
 from modelstate.text_format import is_unicode, printable
 from modelstate.torch_compat.values import is_tensor
@@ -263,6 +264,12 @@ class Encoder(Walk):
             for key, item in value.items():
                 trees[key] = self.child(item, (ITEM, key))
             return trees
+        if cls is Refused:
+            raise self.fail(
+                "a placeholder for a value that was not read from its file",
+                found=_shown(value),
+                remedy="open the file with allow=, or leave the value out",
+            )
         if cls is TensorSpec:
             raise self.fail(
                 "a TensorSpec, which describes a stored tensor and has no values",

@@ -24,6 +24,7 @@ from modelstate.checkpoint.reduction import Chunk, Operand, Region, kind_of, ope
 from modelstate.comparison.difference import Accumulator, equal_unread, is_comparable
 from modelstate.comparison.result import Diff, Match, Status, TensorDiff, ValueDiff
 from modelstate.errors import (
+    CodecError,
     MissingValuesError,
     NothingInCommonError,
     OptionError,
@@ -34,7 +35,7 @@ from modelstate.formats.tree import same_value
 from modelstate.io.engine import read_ranges
 from modelstate.io.files import FileFingerprint
 from modelstate.io.tensors import read_tensor
-from modelstate.planning.matching import DecodeFailure, entries_of, matching_part
+from modelstate.planning.matching import entries_of, matching_part
 from modelstate.process import gc_paused
 from modelstate.remote.cache import Cache
 from modelstate.rules.expression import Derived, lacks_values, leaves, memory_bytes, region, values_of
@@ -182,7 +183,7 @@ class _Comparison:
     def __post_init__(self) -> None:
         first, second, given = self.first, self.second, self.given_rules
         rules = given.rules_for(first) if isinstance(given, Schema) else check_rules(given)
-        self.entries, self.others = _applied(first, rules), entries_of(second, with_refused=False)
+        self.entries, self.others = _applied(first, rules), entries_of(second)
         matched = {name: Match.RULE if self.entries[name].rules else Match.NAME for name in self._tensors()}
         matched = {name: how for name, how in matched.items() if name in second}
         found = {name: self.entries[name] for name in matched}
@@ -230,16 +231,15 @@ class _Comparison:
     def values(self) -> Iterable[ValueDiff]:
         """The values other than tensors that differ."""
         first, second = (
-            {path: entry.content.value for path, entry in entries.items() if isinstance(entry.content, Value)}
+            {path: entry.content for path, entry in entries.items() if isinstance(entry.content, Value)}
             for entries in (self.entries, self.others)
         )
         for path in dict.fromkeys([*first, *second]):
             if not self._is_asked(path):
                 continue
             is_in = path in first, path in second
-            a, b = first.get(path), second.get(path)
-            are_decoded = not isinstance(a, DecodeFailure) and not isinstance(b, DecodeFailure)
-            if is_in == (True, True) and are_decoded and same_value(a, b):
+            a, b = first.get(path, Value(None)), second.get(path, Value(None))
+            if is_in == (True, True) and not (a.error or b.error) and same_value(a.value, b.value):
                 continue
             yield ValueDiff(path, is_in, (_shown(a), _shown(b)))
 
@@ -277,15 +277,15 @@ class _Comparison:
 
 def _applied(checkpoint: Checkpoint, rules: Iterable[Rule]) -> Entries:
     """What a checkpoint holds, after rules. Raises `RuleError`."""
-    applied = apply_rules(rules, entries_of(checkpoint, with_refused=False), checkpoint.read)
+    applied = apply_rules(rules, entries_of(checkpoint), checkpoint.read)
     applied.check("the rules cannot be applied", where=checkpoint.source)
     return applied.entries
 
 
-def _shown(value: object) -> object:
-    if isinstance(value, DecodeFailure):
+def _shown(value: Value) -> object:
+    if isinstance(value.error, CodecError):
         return f"not decoded: {printable(value.error.what)}"
-    return plain_value(value)
+    return plain_value(value.value)
 
 
 # Parts: plain tensors that are read.

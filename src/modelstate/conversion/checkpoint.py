@@ -17,21 +17,22 @@ from modelstate.checkpoint.write import (
     SaveOptions,
     SaveReport,
     StateToWrite,
-    allowed,
     around,
     streamed,
     target_path,
     write_state,
 )
+from modelstate.errors import CodecError
 from modelstate.formats.block_writer import storages_of, whole
 from modelstate.formats.writing import check_both
 from modelstate.io.atomic import LOCK_TIMEOUT_SECONDS
-from modelstate.planning.matching import DecodeFailure, ModelSchemaView, check_model, entries_of, renamed_versions
+from modelstate.planning.matching import ModelSchemaView, check_model, entries_of, renamed_versions
 from modelstate.remote.cache import Cache
 from modelstate.rules.expression import Derived, values_of
 from modelstate.rules.expression import Source as DerivedSource
 from modelstate.rules.rule import Entry, Rule, Value
 from modelstate.rules.schema import Schema, apply_rules, check_rules
+from modelstate.spec import Refused
 from modelstate.torch_compat.dtypes import floating_dtype
 from modelstate.torch_compat.modules import unwrapped
 from modelstate.torch_compat.values import set_version_metadata
@@ -126,10 +127,11 @@ def _changed_by_rules(
     if model is not None:
         model = unwrapped(check_model(model))
         wanted = ModelSchemaView(model, slots_of(model)).before
-    applied = apply_rules(rules, entries_of(checkpoint, with_refused=False), checkpoint.read, wanted)
+    applied = apply_rules(rules, entries_of(checkpoint), checkpoint.read, wanted)
     applied.check("the rules cannot be applied; nothing has been written", where=checkpoint.source)
     builder = LazyStateBuilder(checkpoint, dtype)
-    state = OrderedDict((name, _to_write(builder, checkpoint, name, entry)) for name, entry in applied.entries.items())
+    written = ((name, _to_write(builder, checkpoint, name, entry)) for name, entry in applied.entries.items())
+    state = OrderedDict((name, value) for name, value in written if not isinstance(value, Refused))
     if checkpoint.versions is not None:
         set_version_metadata(state, renamed_versions(checkpoint.versions, applied, rules))
     return around(checkpoint, state, builder)
@@ -139,9 +141,9 @@ def _to_write(builder: LazyStateBuilder, checkpoint: Checkpoint, name: str, entr
     """Returns the value of an entry, or a tensor that is read and computed when it is written."""
     content = entry.content
     if isinstance(content, Value):
-        if isinstance(content.value, DecodeFailure):
-            raise content.value.error
-        return allowed(content.value)
+        if isinstance(content.error, CodecError):
+            raise content.error
+        return builder.value(content.value, name)
     if not isinstance(content, Derived):
         return builder.tensor(content, name)
     if _is_initialised(content):

@@ -1,7 +1,7 @@
 """Creates the tree of a checkpoint from the value of a pickle, after an audit of everything that it asks for."""
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -14,9 +14,9 @@ from modelstate.formats.unpickle import (
     Allowed,
     DeferredCall,
     DeferredTensor,
-    InvalidTensor,
     SafeGlobal,
     Storage,
+    invalid,
 )
 from modelstate.spec import Refused, StoredComposite, StoredTensor
 from modelstate.text_format import listed
@@ -26,7 +26,7 @@ from modelstate.torch_compat.values import set_version_metadata, version_metadat
 MAX_DEPTH = 100
 
 TENSOR, INERT, UNFINISHED = 1, 2, 4
-"""What a value contains: tensors, refused or invalid parts, parts that have still to be created."""
+"""What a value contains: tensors, refused parts, parts that have still to be created."""
 
 _PLAIN = frozenset(
     {str, int, float, bool, type(None), bytes, bytearray, complex, torch.dtype, torch.device, torch.Size, torch.layout}
@@ -50,8 +50,8 @@ def dotted(path: Path) -> str:
 class Audit:
     """The findings in the value of a pickle of `data_nbytes` bytes.
 
-    Raises `DamagedFileError` where containers contain themselves, are nested deeper than 100 levels, or are shared so
-    often that the value stands for far more than the file has bytes.
+    Raises `DamagedFileError` where containers are shared so often that the value stands for far more than the file has
+    bytes.
     """
 
     def __init__(self, value: object, data_nbytes: int) -> None:
@@ -62,6 +62,8 @@ class Audit:
         self.sizes: dict[int, tuple[int, int, int]] = {}
         """What `visit` has returned for each container, by its id."""
         self.open: set[int] = set()
+        self.too_deep: set[int] = set()
+        """The ids of containers that are not audited, since more than 100 others are around them."""
         nodes, characters, _ = self.visit(value, (), 0)
         if nodes > 100_000 + data_nbytes or characters > 1_000_000 + 16 * data_nbytes:
             raise DamagedFileError(
@@ -89,17 +91,11 @@ class Audit:
         if key in self.sizes:
             return self.sizes[key]
         if key in self.open:
-            raise DamagedFileError(
-                "a container in the pickle holds itself",
-                where=dotted(path)[:1000],
-                remedy="load it where it was written, and save the state dicts in it alone",
-            )
+            # An object of an allowed class may hold itself. Of a container, the constructor replaces the inner one.
+            return 1, 0, UNFINISHED if kind is DeferredCall else INERT | UNFINISHED
         if depth > MAX_DEPTH:
-            raise DamagedFileError(
-                "containers in the pickle are nested too deep",
-                expected=f"at most {MAX_DEPTH} levels",
-                remedy="load it where it was written, and save the state dicts in it alone",
-            )
+            self.too_deep.add(key)
+            return 1, 0, INERT | UNFINISHED
         self.open.add(key)
         nodes, characters, flags = 1, 0, self.own_flags(node, path)
         for name, child in _children(node, bare):
@@ -118,19 +114,15 @@ class Audit:
     def own_flags(self, node: Any, path: Path) -> int:
         kind = type(node)
         if kind is Refused:
-            self.refused.append((node.name, path))
+            if node.error is None:
+                self.refused.append((node.name, path))
+            else:
+                self.flawed.append((node.error, path))
             return INERT if node.module_fields is None else INERT | UNFINISHED
-        if kind is InvalidTensor:
-            self.flawed.append((node.error, path))
-            return INERT
         if kind is StoredTensor:
             return TENSOR
         if kind is Storage:
-            if node.dtype in QUANTIZED:
-                remedy = "save the dequantize()d form of its tensor"
-                error = UnsupportedTensorError(f"a quantized storage ({node.dtype}) is not supported", remedy=remedy)
-                self.flawed.append((error, path))
-            return TENSOR | UNFINISHED
+            return INERT | UNFINISHED if node.dtype in QUANTIZED else TENSOR | UNFINISHED
         if kind is DeferredTensor:
             return TENSOR | UNFINISHED
         if kind in (DeferredCall, Allowed, SafeGlobal):
@@ -176,16 +168,19 @@ def construct(value: object, *, path: str, data_nbytes: int, names: TorchGlobals
 
     Raises:
         ForbiddenGlobalError: The pickle asks for a class or function that is not allowed.
-        OpenError: The error of the first tensor that is not supported or contradicts itself, with its place.
-        DamagedFileError: An allowed class raised.
+        DamagedFileError: A tensor contradicts itself, or an allowed class raised.
+
+    A tensor of a kind that is not supported, and a container within itself or within more than 100 others, become a
+    `Refused`.
     """
     try:
         findings = Audit(value, data_nbytes)
         if not skip_forbidden:
             _raise_refused(findings, path, names)
         for error, place in findings.flawed:
-            error.where = f"{path}: {dotted(place)}" if place else path
-            raise error
+            if not isinstance(error, UnsupportedTensorError):
+                error.where = f"{path}: {dotted(place)}" if place else path
+                raise error
         return _Constructor(findings, path).make(value, ())
     except RecursionError as error:
         raise DamagedFileError(
@@ -202,35 +197,89 @@ def _raise_refused(findings: Audit, path: str, names: TorchGlobals) -> None:
     refused += [(name, "") for name in sorted(names.refused - {name for name, _ in refused})]
     if not refused:
         return
+    failed = "; ".join(f"{name} is allowed, but its import failed: {why}" for name, why in names.failed.items())
+    error = _forbidden(
+        "the pickle asks for {} that {} not allowed",
+        refused,
+        f'if you trust them: ms.load(model, ms.open("{path}", allow={{}})); without them: '
+        f'ms.open("{path}", skip_forbidden=True), which leaves placeholders in their places',
+        f'the file holds a whole module: ms.open("{path}", skip_forbidden=True) finds its parameters and buffers '
+        "without running its code; or save its state_dict() where it can be loaded",
+    )
+    error.where = path
+    error.found += f" ({failed})" if failed else ""
+    raise error
+
+
+def refusal(found: Mapping[str, Refused], source: str) -> OpenError:
+    """Returns the error for values that are not read, by their paths, where they are needed."""
+    names = [(name, path) for path, value in found.items() for name in _refused_names(value)]
+    if names:
+        error: OpenError = _forbidden(
+            "a value is not read, since it takes {} that {} not allowed",
+            names,
+            f'if you trust them: ms.open("{source}", allow={{}})',
+            "save the state_dict() of the module where it can be loaded",
+        )
+        error.where = source
+    else:
+        first, value = next(iter(found.items()))
+        cause = value.error or UnsupportedTensorError("it is not read")
+        others = listed([path for path in found if path != first], 5)
+        error = type(cause)(
+            cause.what,
+            where=f"{source}: {first}",
+            found=cause.found or (f"the same, or a similar value, at {others}" if others else ""),
+            remedy=cause.remedy,
+        )
+    error.names = tuple(found)
+    return error
+
+
+def _forbidden(what: str, refused: list[tuple[str, str]], remedy: str, of_modules: str) -> ForbiddenGlobalError:
+    """The error for classes and functions, each with a path. `{}` in `remedy` is the value of `allow=`."""
     unique = dict(reversed(refused))
     ordered = list(dict.fromkeys(name for name, _ in refused))
-    shown = listed((f"{name} at {unique[name]}" if unique[name] else name for name in ordered), 10)
     never = [name for name in ordered if is_never(name)]
-    failed = "; ".join(f"{name} is allowed, but its import failed: {why}" for name, why in names.failed.items())
     allow: list[str] = []
     if never:
         remedy = f"do not trust this file: {never[0]} has no place in a checkpoint"
     elif any(name.startswith("torch.nn.modules.") for name in ordered):
-        remedy = (
-            f'the file holds a whole module: ms.open("{path}", skip_forbidden=True) finds its parameters and buffers '
-            "without running its code; or save its state_dict() where it can be loaded"
-        )
+        remedy = of_modules
     else:
         allow = ordered
-        quoted = ", ".join(f'"{name}"' for name in ordered)
-        remedy = (
-            f'if you trust them: ms.load(model, ms.open("{path}", allow=[{quoted}])); '
-            f'without them: ms.open("{path}", skip_forbidden=True), which leaves placeholders in their places'
-        )
-    raise ForbiddenGlobalError(
-        f"the pickle asks for {len(ordered)} {'class or function' if len(ordered) == 1 else 'classes or functions'} "
-        "that {} not allowed".format("is" if len(ordered) == 1 else "are"),
+        remedy = remedy.format("[" + ", ".join(f'"{name}"' for name in ordered) + "]")
+    is_one = len(ordered) == 1
+    return ForbiddenGlobalError(
+        what.format(
+            "1 class or function" if is_one else f"{len(ordered)} classes or functions", "is" if is_one else "are"
+        ),
         refused=refused,
         allow=allow,
-        where=path,
-        found=shown + (f" ({failed})" if failed else ""),
+        found=listed((f"{name} at {unique[name]}" if unique[name] else name for name in ordered), 10),
         remedy=remedy,
     )
+
+
+def _refused_names(node: object) -> dict[str, None]:
+    """The classes and functions that are refused in a value of a pickle, in the order of the value."""
+    names: dict[str, None] = {}
+    for refused in _refused_in(node):
+        if refused.error is None:
+            names[refused.name] = None
+    return names
+
+
+def _refused_in(node: object) -> Iterator[Refused]:
+    waiting, seen = [node], set[int]()
+    while waiting:
+        node = waiting.pop()
+        if id(node) in seen or type(node) in _PLAIN:
+            continue
+        seen.add(id(node))
+        if type(node) is Refused:
+            yield node
+        waiting += reversed([child for _, child in _children(node, bare=True)])
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,15 +304,23 @@ class _Constructor:
         self.audit = findings
         self.path = path
         self.values: dict[int, Any] = {}
+        self.open: set[int] = set()
 
     def make(self, node: object, path: Path) -> Any:
         """The finished value of a node; containers keep their identity where possible."""
-        flags = self.audit.flags(node)
+        flags, key = self.audit.flags(node), id(node)
+        if key in self.audit.too_deep:
+            what = f"a container within more than {MAX_DEPTH} others"
+            return _unsupported(what, "load it where it was written, and save it flatter")
         if not flags & UNFINISHED:
             return node
-        if id(node) not in self.values:
-            self.values[id(node)] = self.finish(node, path, flags)
-        return self.values[id(node)]
+        if key not in self.values:
+            if key in self.open:
+                return _within_itself(node)
+            self.open.add(key)
+            self.values[key] = self.finish(node, path, flags)
+            self.open.discard(key)
+        return self.values[key]
 
     def finish(self, node: Any, path: Path, flags: int) -> object:
         kind = type(node)
@@ -282,6 +339,9 @@ class _Constructor:
         if kind is SafeGlobal:
             return Refused(node.name) if node.real is None else node.real
         if kind is Storage:
+            if node.dtype in QUANTIZED:
+                what, remedy = f"a quantized storage ({node.dtype})", "save the dequantize()d form of its tensor"
+                return _unsupported(what, remedy)
             return StoredTensor(node.dtype, (node.numel,), (1,), node.region, node.offset)
         if kind is StoredTensor:
             return replace(node, attributes=self.make(node.attributes, path))
@@ -289,18 +349,18 @@ class _Constructor:
             fields = node.module_fields
             return node if fields is None else self.module_state(fields, path)
         if flags & INERT:
-            return Refused(node.name if kind is DeferredCall else node.kind, node)
+            return _with_refused(node, node) or _within_itself(node)
         if kind is DeferredTensor:
             return self.composite(node, path)
         if flags & TENSOR:
-            raise UnsupportedTensorError(
-                f"tensors inside an object of {node.name} are not supported",
-                where=f"{self.path}: {dotted(path)}",
-                remedy="leave it out of what is allowed, and open with skip_forbidden=True to read the rest",
-            )
-        pieces = tuple(self.make(piece, path) for piece in node.pieces)
+            return _unsupported(f"an object of {node.name} with tensors in it", "save the tensors beside it")
         try:
-            return _execute(node, pieces)
+            args, kwargs = self.make(node.args, path), self.make(node.kwargs, path)
+            if refused := _with_refused(node, (args, kwargs)):
+                return refused
+            target = self.values[id(node)] = _created(node, args, kwargs)
+            pieces = [self.make(piece, path) for piece in (node.states, node.appended, node.inserted)]
+            return _with_refused(node, pieces) or _filled(target, *pieces)
         except ModelStateError:
             raise
         except Exception as error:  # an allowed class may raise anything for damaged values
@@ -425,7 +485,7 @@ class _Constructor:
                 below(recipe.parts),
             )
         if kind is DeferredCall:
-            return _Call(partial(_execute, node), tuple(below(piece) for piece in node.pieces))
+            return _Call(partial(_executed, node), tuple(below(piece) for piece in node.pieces))
         raise DamagedFileError("the pickle is damaged: tensors where none can be", found=kind.__name__)
 
 
@@ -469,11 +529,18 @@ def _fill(node: Any, tensors: Sequence[torch.Tensor], memo: dict[int, Any]) -> A
     return memo[id(node)]
 
 
-def _execute(recipe: DeferredCall, pieces: Sequence[Any]) -> Any:
+def _executed(call: DeferredCall, pieces: Sequence[Any]) -> Any:
     """Creates the object of a deferred call, in the order of the pickle's opcodes."""
-    args, kwargs, states, appended, inserted = pieces
-    cls: Any = recipe.make
-    target: Any = cls.__new__(cls, *args, **kwargs) if recipe.new else cls(*args)
+    args, kwargs, *rest = pieces
+    return _filled(_created(call, args, kwargs), *rest)
+
+
+def _created(call: DeferredCall, args: Any, kwargs: Any) -> Any:
+    cls: Any = call.make
+    return cls.__new__(cls, *args, **kwargs) if call.new else cls(*args)
+
+
+def _filled(target: Any, states: Any, appended: Any, inserted: Any) -> Any:
     if appended:
         add = target.append if hasattr(target, "append") else target.add
         for item in appended:
@@ -483,3 +550,18 @@ def _execute(recipe: DeferredCall, pieces: Sequence[Any]) -> Any:
     for state in states:
         set_state(target, state)
     return target
+
+
+def _with_refused(node: object, pieces: object) -> Refused | None:
+    """The placeholder for an object with refused values among its pieces; None where there are none."""
+    inner = next(_refused_in(pieces), None)
+    return None if inner is None else Refused(inner.name, node, error=inner.error)
+
+
+def _unsupported(what: str, remedy: str) -> Refused:
+    return invalid(UnsupportedTensorError(f"{what} is not supported", remedy=remedy))
+
+
+def _within_itself(node: object) -> Refused:
+    kind = f"an object of {node.name}" if type(node) is DeferredCall else f"a {type(node).__name__}"
+    return _unsupported(f"{kind} that holds itself", "load it where it was written, and save it without the loop")

@@ -2,7 +2,7 @@
 
 The allowed names are those of torch's own `weights_only` loading. A call that would rebuild a tensor is described
 instead, so no tensor is created here, and no function that the pickle chooses is called. A tensor that is not
-supported, or whose description contradicts itself, becomes an `InvalidTensor`, so that the error can name its place.
+supported, or whose description contradicts itself, becomes a `Refused`, so that the error can name its place.
 
 The keys of `FUNCTIONS`, and their arguments, are those that torch.save has written since 0.2.
 """
@@ -30,11 +30,11 @@ from modelstate.formats.unpickle import (
     Allowed,
     DeferredCall,
     DeferredTensor,
-    InvalidTensor,
     Keys,
     SafeGlobal,
     Storage,
     damaged,
+    invalid,
 )
 from modelstate.spec import Refused, StoredTensor
 from modelstate.text_format import short_repr
@@ -284,7 +284,7 @@ MAX_INDEX = 2**63
 _INTEGERS = frozenset({int})
 
 _T = TypeVar("_T")
-Rebuilt = StoredTensor | DeferredTensor | InvalidTensor | Refused
+Rebuilt = StoredTensor | DeferredTensor | Refused
 """What a function that rebuilds a tensor returns here."""
 
 
@@ -310,12 +310,12 @@ def _shape(sizes: object) -> tuple[int, ...]:
     return shape
 
 
-def unsupported(kind: str, remedy: str = "") -> InvalidTensor:
+def unsupported(kind: str, remedy: str = "") -> Refused:
     """The placeholder for a tensor that is not supported."""
-    return InvalidTensor(UnsupportedTensorError(f"{kind} is not supported", remedy=remedy))
+    return invalid(UnsupportedTensorError(f"{kind} is not supported", remedy=remedy))
 
 
-def _nested() -> InvalidTensor:
+def _nested() -> Refused:
     return unsupported("a nested tensor", "save its values() and offsets()")
 
 
@@ -340,12 +340,17 @@ def _strided(
         return unsupported(f"a quantized tensor ({dtype})", _QUANTIZED)
     try:
         shape, steps, first = _shape(size), dims(stride), dims((offset,))[0]
+        if not storage.numel and 0 not in shape:
+            return unsupported(
+                "a tensor whose memory had been given back when it was saved",
+                "save it where its memory is there, as in the hooks of the code that frees it",
+            )
         grad = _typed(requires_grad, bool, "requires_grad is neither True nor False")
         if grad and not (dtype.is_floating_point or dtype.is_complex):
             raise DamagedFileError("a tensor of integers that requires a gradient", found=str(dtype))
         stored = StoredTensor(dtype, shape, steps, storage.region, storage.offset + first, grad)
     except OpenError as error:
-        return InvalidTensor(error)
+        return invalid(error)
     return _with_bits(stored, metadata) if metadata else stored
 
 
@@ -357,7 +362,7 @@ def _with_bits(stored: StoredTensor, metadata: object) -> Rebuilt:
     if not conj and not neg:
         return stored
     if conj and not stored.dtype.is_complex:
-        return InvalidTensor(damaged("real numbers that are conjugated"))
+        return invalid(damaged("real numbers that are conjugated"))
 
     def make(parts: Sequence[torch.Tensor]) -> torch.Tensor:
         value = parts[0].conj() if conj else parts[0]  # a view: a small file may expand a number to any size
@@ -402,14 +407,12 @@ def _dtype(value: object) -> torch.dtype:
 
 
 def _parameter(data: object, requires_grad: object = True, hooks: object = None, state: object = None) -> Rebuilt:
-    if isinstance(data, Refused | InvalidTensor):
+    if isinstance(data, Refused):
         return data
     grad = _typed(requires_grad, bool, "requires_grad is neither True nor False")
     if type(data) is StoredTensor:
         if grad and not (data.dtype.is_floating_point or data.dtype.is_complex):
-            return InvalidTensor(
-                DamagedFileError("a parameter of integers that requires a gradient", found=str(data.dtype))
-            )
+            return invalid(DamagedFileError("a parameter of integers that requires a gradient", found=str(data.dtype)))
         return _with_attributes(replace(data, requires_grad=grad, is_parameter=True), state)
     if type(data) is DeferredTensor:
         return replace(data, requires_grad=grad, is_parameter=True)
@@ -441,7 +444,7 @@ def _sparse(layout: object, data: object) -> Rebuilt:
     count = len(SPARSE_PARTS[layout])
     parts, rest = data[:count], data[count:]
     for part in parts:
-        if isinstance(part, Refused | InvalidTensor):
+        if isinstance(part, Refused):
             return part
         if type(part) is not StoredTensor and type(part) is not DeferredTensor:
             raise damaged("a part of a sparse tensor is not a tensor", type(part).__name__)
@@ -450,7 +453,7 @@ def _sparse(layout: object, data: object) -> Rebuilt:
     try:
         size = _shape(rest[0])
     except OpenError as error:
-        return InvalidTensor(error)
+        return invalid(error)
     # Files from before 2.1 do not store whether the indices are coalesced.
     coalesced = rest[1] if len(rest) == 2 and type(rest[1]) is bool else None
 
@@ -472,23 +475,21 @@ def _from_type(function: object, cls: object, args: object, state: object) -> Re
     """`torch._tensor._rebuild_from_type_v2`: tensors with attributes, and subclasses."""
     for name in (cls, function):
         if isinstance(name, Refused):
-            return Refused(name.name, args, state)
+            return Refused(name.name, args, state, error=name.error)
     if isinstance(function, Allowed) and function.name.startswith("torch.nested."):
         return _nested()
     if type(args) is not tuple or type(function) is not SafeGlobal or not isinstance(cls, SafeGlobal | Allowed):
         raise damaged("a class that is not a tensor subclass")
-    inert = next((arg for arg in args[:MAX_ARGUMENTS] if isinstance(arg, Refused | InvalidTensor)), None)
+    inert = next((arg for arg in args[:MAX_ARGUMENTS] if isinstance(arg, Refused)), None)
     if inert is not None:
-        return Refused(inert.name, args, state) if isinstance(inert, Refused) else inert
+        return Refused(inert.name, args, state, error=inert.error)
     if function.name == "torch._utils._rebuild_wrapper_subclass":
         return _wrapper_subclass(cls, args, state)
     if function.call is _from_type or function.name not in FUNCTIONS or len(args) > MAX_ARGUMENTS:
         raise damaged("a class that is not a tensor subclass", function.name)
     base = FUNCTIONS[function.name](*args)
     if isinstance(base, Refused):
-        return Refused(base.name, base, state)
-    if isinstance(base, InvalidTensor):
-        return base
+        return Refused(base.name, base, state, error=base.error)
     if type(base) is not StoredTensor and type(base) is not DeferredTensor:
         raise damaged("a subclass of a value that is not a tensor", type(base).__name__)
     if cls.real is torch.Tensor:
@@ -509,7 +510,7 @@ def _wrapper_subclass(cls: object, args: tuple[object, ...], state: object) -> R
         if min((*steps, first)) < 0:
             raise DamagedFileError("a tensor has an impossible layout", found=f"shape {shape}, stride {steps}")
     except OpenError as error:
-        return InvalidTensor(error)
+        return invalid(error)
     dtype, layout = _dtype(dtype), _typed(layout, torch.layout, "a value that is not a layout")
 
     def make(parts: Sequence[object]) -> torch.Tensor:

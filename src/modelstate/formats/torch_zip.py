@@ -23,15 +23,16 @@ from modelstate.errors import (
     UnsupportedTensorError,
 )
 from modelstate.formats.block_writer import LazyTensor, check_repeated, threads_within, write_blocks
-from modelstate.formats.construct import construct
+from modelstate.formats.construct import MAX_DEPTH, construct, refusal
 from modelstate.formats.safetensors import listed_problems
 from modelstate.formats.torch_globals import StorageType, TorchGlobals
-from modelstate.formats.tree import Contents, items_of, leaves
+from modelstate.formats.tree import Contents, items_of, leaves, refused_in
 from modelstate.formats.unpickle import (
-    InvalidTensor,
+    MAX_KEY_INT,
     Storage,
     check_protocol,
     damaged,
+    invalid,
     unpickle,
 )
 from modelstate.formats.writing import write_file
@@ -42,7 +43,7 @@ from modelstate.io.files import SourceFile
 from modelstate.process import deferred_signals
 from modelstate.spec import ByteRange, Checksum, LazyMapping, Refused
 from modelstate.text_format import excerpt, listed
-from modelstate.torch_compat.plain import remedies_for, why_not_plain
+from modelstate.torch_compat.plain import remedies_for, why_not_saved
 from modelstate.torch_compat.values import set_version_metadata, version_metadata
 
 FORMAT = "torch zip"
@@ -76,7 +77,7 @@ def read(file: SourceFile, *, allow: Sequence[object] = (), skip_forbidden: bool
         ForbiddenGlobalError: The pickle asks for a class or function that is not allowed.
         UnknownFormatError: The file is a TorchScript program, an archive of another kind, or has a pickle of protocol
             0 or 1.
-        UnsupportedTensorError: A quantized, nested or meta tensor, or a file of a big-endian machine.
+        UnsupportedTensorError: A file of a big-endian machine.
         OpenError: The file is damaged; a subclass says how.
     """
     names, path = TorchGlobals(allow), file.path
@@ -216,7 +217,7 @@ class _Storages:
             region = self.directory.region(record)
             nbytes = numel * kind.dtype.itemsize
             if not 0 <= nbytes <= region.nbytes:
-                return InvalidTensor(
+                return invalid(
                     DamagedFileError(
                         "a storage is shorter in the archive than in the pickle",
                         expected=f"{numel} elements of {kind.dtype}",
@@ -262,17 +263,22 @@ def write_torch_file(
         )
 
 
+_CONVERT = (
+    "leave them out, or save others in their place: the dequantize() of a quantized tensor, the values() and offsets() "
+    "of a nested one, tensors with values for those on meta"
+)
+
+
 def _check_tensors(state: Mapping[object, object], path: str) -> None:
-    """Raises `UnsavableError` for tensors that pickle accepts, although the file would lack some of their values."""
-    refused = {
-        name: value for name, value in leaves(state) if isinstance(value, torch.Tensor) and remedies_for([value])
-    }
+    """Raises `UnsavableError` for tensors that pickle accepts, although `modelstate.open` would not read them."""
+    tensors = {name: value for name, value in leaves(state) if isinstance(value, torch.Tensor)}
+    refused = {name: why for name, tensor in tensors.items() if (why := why_not_saved(tensor))}
     if refused:
         raise UnsavableError(
-            "tensors have no values here, or only a part of them",
+            "tensors have no values here, or only a part of them, or are of a kind that is not read",
             where=path,
-            found=listed_problems({name: why_not_plain(tensor) for name, tensor in refused.items()}),
-            remedy="; ".join(remedies_for(refused.values())),
+            found=listed_problems(refused),
+            remedy="; ".join(remedies_for(tensors[name] for name in refused)) or _CONVERT,
         )
 
 
@@ -291,7 +297,7 @@ def _save(state: Mapping[object, object], output: Output, path: str) -> None:
             ) from error
     outline = _outline(state)
     # torch.load maps the file, so it reads no tensor. To make each tensor would take as long as to save it, so plain
-    # tensors are left out where the other values are plain, too.
+    # tensors are left out where the other values are plain, too, and `read` surely reads them.
     failure = _load_error(output.path if outline is None else pickled(outline))
     if failure is not None:
         refused = {name: type(value) for name, value in _values_in(state) if _load_error(pickled(value)) is not None}
@@ -309,6 +315,20 @@ def _save(state: Mapping[object, object], output: Output, path: str) -> None:
             remedy="save to a path that ends in .safetensors, which keeps every value that has an encoding, or leave "
             "these out",
         ) from failure
+    if outline is None:
+        try:
+            with SourceFile(output.path) as written:
+                unread = refused_in(read(written).tree)
+            if unread:
+                raise refusal(unread, path)
+        except OpenError as error:
+            raise UnsavableError(
+                "modelstate.open would not read the file",
+                where=path,
+                found=": ".join(filter(None, (error.where.removeprefix(f"{output.path}: "), error.what, error.found))),
+                remedy=f"leave it out; or {error.remedy}",
+                names=error.names,
+            ) from error
 
 
 def _load_error(source: str | io.BytesIO) -> Exception | None:
@@ -332,25 +352,29 @@ _NOTHING_ELSE = (bool, int, float, str)
 """The classes of values that hold no tensors."""
 
 
-def _outline(node: Any) -> Any:
+def _outline(node: Any, depth: int = 0) -> Any:
     """Returns a tree with 0 in place of each plain tensor and each None, which torch.load always accepts.
 
-    None for a tree that has anything but plain containers, plain tensors and plain values in it.
+    None for a tree that has anything but plain containers, plain tensors and plain values in it, or is nested deeply.
     """
     kind = type(node)
     if node is None:
         return 0
+    if depth > MAX_DEPTH // 2 or (kind is int and abs(node) >= MAX_KEY_INT):
+        return None
     if kind in (torch.Tensor, torch.nn.Parameter):
         is_plain = node.layout is torch.strided and not node.is_quantized and node.device.type in ("cpu", "cuda")
         return 0 if is_plain and not vars(node) else None
     if kind in _NOTHING_ELSE:
         return node
     if kind in (list, tuple):
-        items = [_outline(value) for value in node]
+        items = [_outline(value, depth + 1) for value in node]
         return None if None in items else kind(items)
-    if kind not in (dict, OrderedDict):
+    if kind not in (dict, OrderedDict) or not all(
+        type(key) is str or (type(key) is int and abs(key) < MAX_KEY_INT) for key in node
+    ):
         return None
-    copy = kind((key, _outline(value)) for key, value in node.items())
+    copy = kind((key, _outline(value, depth + 1)) for key, value in node.items())
     if None in copy.values():
         return None
     if kind is OrderedDict:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import sys
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from copy import copy
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from modelstate.errors import AmbiguousCheckpointError, CodecError, KeyNotFoundError, SourceTypeError
 from modelstate.io.files import FileFingerprint
-from modelstate.spec import ByteRange, Checksum, Described, Encoded, Stored, StoredTensor, StoredTensors
+from modelstate.spec import ByteRange, Checksum, Described, Encoded, Refused, Stored, StoredTensor, StoredTensors
 from modelstate.torch_compat.values import is_size, is_tensor, is_uninitialised, set_version_metadata, version_metadata
 
 if TYPE_CHECKING:
@@ -124,6 +124,35 @@ def paths_of_containers(node: object, path: str = "") -> Iterator[str]:
                 yield from paths_of_containers(child, below)
 
 
+def refused_in(node: object, path: str = "") -> dict[str, Refused]:
+    """Returns the placeholders in a tree by their dotted paths; `path` is that of the node.
+
+    Each has the path of the first container that holds it. A key that is a placeholder counts, too.
+    """
+    found: dict[str, Refused] = {}
+    waiting, seen = [(path, node)], set[int]()
+    while waiting:
+        path, node = waiting.pop()
+        if isinstance(node, Refused):
+            found.setdefault(path, node)
+        elif id(node) not in seen and (is_container(node) or isinstance(node, set | frozenset)):
+            seen.add(id(node))
+            if isinstance(node, StoredTensors):
+                continue
+            pairs: Any = node.items() if isinstance(node, Mapping) else enumerate(cast("Iterable[object]", node))
+            below = [
+                (f"{path}.{key}" if path else str(key), child)
+                for key, value in pairs
+                for child in ((key, value) if isinstance(key, tuple | Refused) else (value,))
+                if type(child) not in _LEAVES
+            ]
+            waiting += reversed(below)
+    return found
+
+
+_LEAVES = frozenset({StoredTensor, str, int, float, bool, type(None)})
+
+
 def flatten(tree: object, where: str) -> FlatTree:
     """Returns the flat view of a tree.
 
@@ -149,6 +178,8 @@ class _Flattener:
             self.add(self.tensors, path if depth else "tensor", node)
             return True
         if not is_container(node):
+            if isinstance(node, Refused) and not depth:
+                self.flat.values["tensor"] = node
             return False
         if depth > _MAX_DEPTH or self.nodes > _MAX_NODES:
             raise SourceTypeError(

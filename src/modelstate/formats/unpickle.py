@@ -59,12 +59,9 @@ def check_protocol(data: bytes) -> None:
         )
 
 
-@dataclass(slots=True, eq=False)
-class InvalidTensor:
-    """An inert placeholder for a tensor that is not supported, or whose description contradicts itself."""
-
-    error: OpenError
-    """Raised when the place in the tree is known."""
+def invalid(error: OpenError) -> Refused:
+    """Returns the placeholder for a tensor that is not supported, or whose description contradicts itself."""
+    return Refused(error.what, error=error)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -186,8 +183,6 @@ class Keys:
 
 
 MAX_INT_BYTES = 256
-
-_INERT = frozenset({Refused, InvalidTensor})
 
 _u16 = struct.Struct("<H").unpack_from
 _u32 = struct.Struct("<I").unpack_from
@@ -543,9 +538,9 @@ class _Machine:
         if type(function) is SafeGlobal:
             if function.call is None or len(args) > MAX_ARGUMENTS:
                 raise damaged("a call that is not possible", f"{function.name} of {len(args)} values")
-            if not _INERT.isdisjoint(map(type, args)) and not function.takes_inert:
-                inert = next(arg for arg in args if type(arg) in _INERT)
-                return Refused(inert.name, args) if type(inert) is Refused else inert
+            if Refused in map(type, args) and not function.takes_inert:
+                inert = next(arg for arg in args if type(arg) is Refused)
+                return Refused(inert.name, args, error=inert.error)
             if args and function.copies:
                 self.budget -= sum(len(arg) for arg in args if hasattr(arg, "__len__"))
                 self.check_budget()
@@ -581,7 +576,7 @@ class _Machine:
             target.inserted.extend(pairs)
         elif kind is Refused:
             target.held.extend(items)
-        elif kind is not InvalidTensor:
+        else:
             raise damaged("keys and values for a value that is not a dict", kind.__name__)
 
     def extend(self, items: list[object]) -> None:
@@ -594,7 +589,7 @@ class _Machine:
             target.appended.extend(items)
         elif kind is Refused:
             target.held.extend(items)
-        elif kind is not InvalidTensor:
+        else:
             raise damaged("items for a value that is not a list", kind.__name__)
 
     def members(self, items: list[Any]) -> list[Any]:
@@ -614,7 +609,7 @@ class _Machine:
             versions = state.get("_metadata") if isinstance(state, dict) else None
             if isinstance(versions, dict):
                 set_version_metadata(target, versions)
-        elif kind is not InvalidTensor:
+        else:
             raise damaged("a state for a value without a state", kind.__name__)
 
     def pop(self) -> None:

@@ -34,10 +34,12 @@ from modelstate.checkpoint.write import SaveOptions
 from modelstate.distributed.agreement import TIMEOUT_SECONDS, Agreement, agreement_of
 from modelstate.distributed.connections import number_of
 from modelstate.distributed.reports import Digest
-from modelstate.errors import OptionError, ProcessGroupError, RanksDifferError
+from modelstate.errors import CodecError, OptionError, ProcessGroupError, RanksDifferError
 from modelstate.formats.block_writer import write_blocks
+from modelstate.formats.construct import refusal
 from modelstate.formats.dcp import with_positions
 from modelstate.formats.torch_zip import pickled
+from modelstate.formats.tree import refused_in
 from modelstate.io.atomic import make_directory, write_errors
 from modelstate.io.engine import Request, read_ranges
 from modelstate.io.files import local_path
@@ -125,7 +127,9 @@ class Reader(StorageReader):
         described: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
         for name, entry in self._entries.items():
             if isinstance(entry.content, Value):
-                self._values |= _leaves(name, entry.content.value)
+                error = entry.content.error
+                failed = {name: DecodeFailure(error)} if isinstance(error, CodecError) else {}
+                self._values |= failed or _leaves(name, entry.content.value)
             else:
                 shape = torch.Size(entry.content.shape)
                 whole = ChunkStorageMetadata(torch.Size([0] * len(shape)), shape)
@@ -143,6 +147,8 @@ class Reader(StorageReader):
                 problems.append(NotATensor(name, why))
             if isinstance(failure := self._values.get(name), DecodeFailure):
                 raise failure.error
+            if found := refused_in(self._values.get(name), name):
+                raise refusal(found, self._checkpoint.source)
         if problems:
             raise plan_error(_TARGET, self._checkpoint.source, problems)
         if self._verify:

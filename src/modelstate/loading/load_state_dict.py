@@ -10,6 +10,8 @@ import torch
 from torch import nn
 
 from modelstate.checkpoint.open import checked_call, is_module, is_source
+from modelstate.formats.construct import refusal
+from modelstate.formats.tree import refused_in
 from modelstate.planning.assignment import copy_cannot_fail
 from modelstate.planning.matching import check_model
 from modelstate.planning.recorder import IncompatibleKeys, Owner, walk
@@ -115,6 +117,8 @@ class _TorchSink:
         self._swaps = torch.__future__.get_swap_module_params_on_conversion()
 
     def extra_state(self, module: nn.Module, key: str, value: Any) -> None:
+        if unread := refused_in(value, key):
+            raise refusal(unread, "the state dict")
         module.set_extra_state(value)
 
     def device_after(self, param: torch.Tensor) -> torch.device:

@@ -17,7 +17,8 @@ from modelstate.checkpoint.open import checked_call, is_module, patterns_of
 from modelstate.distributed.agreement import TIMEOUT_SECONDS, agreement_of
 from modelstate.distributed.reports import Digest
 from modelstate.errors import OptimizerStateError, OptionError
-from modelstate.formats.tree import map_leaves
+from modelstate.formats.construct import refusal
+from modelstate.formats.tree import map_leaves, refused_in
 from modelstate.loading.collective import before_call, described, text_of
 from modelstate.objects.optimizer_class import (
     CLASS,
@@ -184,6 +185,8 @@ def load_optimizer_state(
             rules = rules if isinstance(rules, Schema) else check_rules(rules)
             may_miss = patterns_of("allow_missing", allow_missing)
             given = [state, patterns, may_miss, text_of(rules)]
+            if found := refused_in(state):
+                raise refusal(found, "the state")
             planned = plan_by_name(
                 model,
                 optimizer,

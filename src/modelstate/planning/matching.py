@@ -17,7 +17,9 @@ from torch.nn.parameter import is_lazy
 
 from modelstate.checkpoint.checkpoint import Checkpoint
 from modelstate.checkpoint.open import patterns_of
-from modelstate.errors import AmbiguousCheckpointError, CodecError, OptionError, PlacementError
+from modelstate.errors import AmbiguousCheckpointError, CodecError, ModelStateError, OptionError, PlacementError
+from modelstate.formats.construct import refusal
+from modelstate.formats.tree import refused_in
 from modelstate.planning.differences import Rewrapped, prefixes, without_wrappers, wrapper_rule
 from modelstate.planning.initialise import Initialisers
 from modelstate.planning.transforms import ModuleTransform, Pairs, Transform
@@ -27,7 +29,7 @@ from modelstate.rules.expression import Derived, to_be_computed
 from modelstate.rules.rule import Entries, Entry, Rule, Value, Wanted, describe
 from modelstate.rules.schema import Applied, Schema, apply_rules, check_rules, renaming, way_back
 from modelstate.rules.transformers_mapping import from_transformers, is_transformers_model, notes_of
-from modelstate.spec import Refused, Stored, StoredTensor, StoredTensors
+from modelstate.spec import Stored, StoredTensor, StoredTensors
 from modelstate.text_format import count, short_repr
 from modelstate.torch_compat.dtypes import floating_dtype
 from modelstate.torch_compat.modules import unwrapped
@@ -248,9 +250,9 @@ class _Before:
 
 @dataclass(frozen=True, slots=True)
 class DecodeFailure:
-    """A value of the checkpoint that cannot be decoded. The error is raised only if the model needs the value."""
+    """Stands in a state dict for a value that cannot be decoded, or that is not read as a whole."""
 
-    error: CodecError
+    error: ModelStateError
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -276,13 +278,8 @@ class StoredEntries(Mapping[str, Entry]):
         return len(self.tensors)
 
 
-def entries_of(checkpoint: Checkpoint, *, with_refused: bool = True) -> Entries:
-    """Returns the entries of a checkpoint by their names, before rules.
-
-    Args:
-        checkpoint: the checkpoint.
-        with_refused: whether the placeholders of values that were skipped as forbidden are among the entries.
-    """
+def entries_of(checkpoint: Checkpoint) -> Entries:
+    """Returns the entries of a checkpoint by their names, before rules."""
     tensors = checkpoint.flat.tensors
     if not checkpoint.flat.values:
         table = tensors if isinstance(tensors, StoredTensors) else StoredTensors.of(tensors)
@@ -295,11 +292,12 @@ def entries_of(checkpoint: Checkpoint, *, with_refused: bool = True) -> Entries:
     }
     for name in checkpoint.flat.values:
         try:
-            value = checkpoint.extra[name]
+            value = Value(checkpoint.extra[name])
+            if found := refused_in(value.value, f"{checkpoint.key}.{name}" if checkpoint.key else name):
+                value = replace(value, error=refusal(found, checkpoint.source))
         except CodecError as error:
-            value = DecodeFailure(error)
-        if with_refused or not isinstance(value, Refused):
-            entries[name] = Entry(Value(value), (name,))
+            value = Value(None, error)
+        entries[name] = Entry(value, (name,))
     return entries
 
 

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from modelstate.checkpoint.mapped import UNALIGNED
-from modelstate.errors import CodecError, ExtraStateError, PlanError
+from modelstate.errors import CodecError, ExtraStateError, ModelStateError, PlanError
 from modelstate.io.engine import ReadStrategy
 from modelstate.planning.assignment import (
     CALL,
@@ -51,6 +51,7 @@ from modelstate.problems import (
     ShardedTransform,
     ShardsInUse,
     TieConflict,
+    Unread,
     WrongDtype,
     one_line,
     plan_error,
@@ -59,7 +60,7 @@ from modelstate.problems import (
 from modelstate.process import cached_attribute
 from modelstate.rules.expression import Derived, Source, is_dequantized, lacks_values, placed_tensors, read_bytes
 from modelstate.spec import GAP_BYTES, ByteRange, Described, StoredComposite, StoredTensor, is_run
-from modelstate.text_format import count, size
+from modelstate.text_format import count, printable, size
 from modelstate.torch_compat.dtypes import Overflows, cast_between, short
 from modelstate.torch_compat.plain import (
     has_its_memory,
@@ -255,6 +256,8 @@ class Preparation:
         take = module.set_extra_state if self._call_extra_state else getattr(module, CHECK_EXTRA_STATE, None)
         try:
             if isinstance(value, DecodeFailure):
+                if not isinstance(value.error, CodecError):
+                    return self.unread(key, value.error)
                 raise value.error
             if take is not None:
                 take(value)
@@ -268,7 +271,9 @@ class Preparation:
             slot = self.slots.by_name.get(key)
             if slot is None or slot.tensor is not param:  # a module that loads a child by itself uses a shorter name
                 key = self._names.get(id(param), key)
-        if not isinstance(value, torch.Tensor):
+        if isinstance(value, DecodeFailure):
+            self.unread(key, value.error)
+        elif not isinstance(value, torch.Tensor):
             is_array = f"{type(value).__module__}.{type(value).__name__}" == "numpy.ndarray"
             self.problems.append((NumPyArray if is_array else NotATensor)(key, type(value).__name__))
         elif type(value) is not torch.Tensor and is_lazy(value):
@@ -282,6 +287,12 @@ class Preparation:
             self.problems.append(wrong_shape(key, tuple(param.size()), tuple(value.size()), seen_by_rules))
         else:
             self.assign(key, PARAMETER if isinstance(param, nn.Parameter) else BUFFER, param, value)
+
+    def unread(self, key: str, error: ModelStateError) -> None:
+        """Adds the problem of a value that is not read."""
+        self._cause = self._cause or error
+        why = ": ".join(filter(None, (error.what, error.found)))
+        self.problems.append(Unread(key, printable(why), error.remedy))
 
     # Values and slots become assignments.
 

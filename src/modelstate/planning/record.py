@@ -16,7 +16,7 @@ from modelstate.checkpoint.checkpoint import Checkpoint
 from modelstate.errors import ModelStateError, StalePlanError
 from modelstate.planning.assignment import Assignment
 from modelstate.planning.differences import adapter_names, one_prefix, prefixes
-from modelstate.planning.matching import Patterns
+from modelstate.planning.matching import Patterns, StoredEntries
 from modelstate.planning.plain_table import PlainTable, bound_tables
 from modelstate.planning.plan import LoadPlan, Step
 from modelstate.planning.preparation import Preparation
@@ -36,6 +36,7 @@ from modelstate.problems import (
     wrong_shape,
 )
 from modelstate.rules.expression import lacks_values
+from modelstate.rules.rule import Value
 from modelstate.spec import StoredComposite
 from modelstate.text_format import listed
 from modelstate.torch_compat.dtypes import short
@@ -252,6 +253,7 @@ class _Coverage:
     def settle(self) -> None:
         """Adds the problems and notes of the load."""
         problems = self.preparation.problems
+        self._check_unread({problem.name for problem in problems})
         misfits = {problem.name for problem in problems}  # names with a value that does not fit
         missing = [
             name for name in dict.fromkeys(self.outcome.missing) if not self._is_filled(name) and name not in misfits
@@ -426,6 +428,16 @@ class _Coverage:
         preparation = self.preparation
         known = {*named, *self.outcome.unexpected, *preparation.extra_states, *preparation.uninitialised}
         return sorted(preparation.incoming.entries.keys() - preparation.used - known)
+
+    def _check_unread(self, reported: Collection[str]) -> None:
+        """Adds problems for values that are not read, and that the model's own loading code has taken."""
+        entries = self.preparation.matched.applied.entries
+        if isinstance(entries, StoredEntries):
+            return
+        unread = {name: entry.content.error for name, entry in entries.items() if isinstance(entry.content, Value)}
+        for name in self._taken_by_code(reported) if any(unread.values()) else ():
+            if error := unread.get(name):
+                self.preparation.unread(name, error)
 
     def _note_own_code(self, missing: list[str], unexpected: list[str], unfilled: Sequence[Slot]) -> None:
         """Notes names that the model's own loading code handled: they are neither assigned nor missing."""

@@ -52,6 +52,8 @@ class Value:
     """The content of an entry that is not a tensor."""
 
     value: object
+    error: ModelStateError | None = None
+    """Why the value, or a part of it, is not read. Raised only if the value is needed."""
 
 
 class Entry(NamedTuple):

@@ -10,6 +10,7 @@ import torch
 
 from modelstate.errors import RuleError, TransformError
 from modelstate.io.memory import empty_cpu
+from modelstate.problems import one_line
 from modelstate.rules.expression import (
     Derived,
     Source,
@@ -211,6 +212,8 @@ class Apply(_TensorRule):
     def apply_to(self, context: RuleContext, name: str, entry: Entry) -> None:
         try:
             if isinstance(entry.content, Value):
+                if entry.content.error is not None:
+                    return context.fail(name, one_line(entry.content.error))
                 result: Source | Value = Value(self.fn(deepcopy(entry.content.value)))
             else:
                 result = self._derive(entry.content, context)

@@ -138,6 +138,14 @@ def why_not_plain(tensor: torch.Tensor) -> str:
     return "" if has_its_memory(tensor) else "a tensor whose memory has been given back"
 
 
+def why_not_saved(tensor: torch.Tensor) -> str:
+    """Why a file of `torch.save` would not have a tensor's values; empty where it would, or where the class decides."""
+    has_own_class = type(tensor) is not torch.Tensor and type(tensor) is not torch.nn.Parameter
+    if has_own_class and not is_fake(tensor) and not is_sharded(tensor):
+        return ""
+    return "" if is_plain_or_sparse(tensor) else why_not_plain(tensor)
+
+
 _SPARSE = {torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc}
 
 
