@@ -113,10 +113,10 @@ def test_the_text_moves_no_cursor(field: str) -> None:
 
 
 def test_names_of_files_move_no_cursor(tmp_path: Path) -> None:
-    (tmp_path / "mod\x1b[31mel.pt").touch()
+    (tmp_path / "mod\x1b-el.pt").touch()
     with pytest.raises(errors.SourceNotFoundError) as raised:
         ms.open(tmp_path / "model.pt")
-    assert "mod\\x1b[31mel.pt" in str(raised.value)
+    assert "mod\\x1b-el.pt" in str(raised.value)
     assert "\x1b" not in str(raised.value)
 
 

@@ -165,6 +165,28 @@ class UnmergedAdapter(Problem):
 
 
 @dataclass(frozen=True, slots=True)
+class OneShard(Problem):
+    """The checkpoint is a shard without the others, and the model has names that it lacks."""
+
+    index: str = ""
+    """The path of the index that names the shard; empty where none is beside it."""
+    others: tuple[str, ...] = ()
+    """The shards that are not loaded."""
+
+    title: ClassVar = "shards that are loaded without the others of their checkpoint"
+    remedy: ClassVar = "get the index (*.index.json) and the other shards, and load the index"
+    page: ClassVar = "missing-keys"
+
+    @classmethod
+    def remedy_for(cls, problems: Sequence[Problem]) -> str:
+        indexes = [problem.index for problem in problems if isinstance(problem, OneShard) and problem.index]
+        return f"load the index, which has all of them: {indexes[0]}" if indexes else cls.remedy
+
+    def line(self) -> str:
+        return f"{self.name} without {listed(self.others, 8)}"
+
+
+@dataclass(frozen=True, slots=True)
 class OtherNames(Problem):
     """Names that differ in one prefix, which a rule adds or removes."""
 
@@ -754,6 +776,8 @@ def explain(
     hint = ""  # for missing names, if another cause explains them
     if UnmergedAdapter in causes:
         hint = "open the base with the adapter; "
+    elif OneShard in causes:
+        hint = "load all shards; "
     elif Unexpected in causes:
         hint = f"if the names below are these in another spelling, {suggest}; "
     for cause, members in groups:

@@ -326,14 +326,6 @@ def test_a_name_that_is_too_long(tmp_path: Path) -> None:
         open_checkpoint(tmp_path / ("x" * 1000))
 
 
-def test_a_home_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path))
-    save_file(STATE, tmp_path / "x.safetensors")
-    with pytest.raises(SourceNotFoundError, match="the shell expands ~") as raised:
-        open_checkpoint("~/x.safetensors")
-    assert str(tmp_path / "x.safetensors") in raised.value.remedy
-
-
 def test_a_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)  # as where it is not installed

@@ -508,7 +508,7 @@ class TestConvert:
 
 @pytest.mark.parametrize(
     ("text", "nbytes"),
-    [("1", 1), ("512MB", 512_000_000), ("5 GB", 5_000_000_000), ("1.5kb", 1500), ("2GiB", 2 << 30), ("7b", 7)],
+    [("1B", 1), ("512MB", 512_000_000), ("5 GB", 5_000_000_000), ("1.5kb", 1500), ("2GiB", 2 << 30), ("7b", 7)],
 )
 def test_sizes(text: str, nbytes: int) -> None:
     assert parse_size(text) == nbytes

@@ -31,6 +31,7 @@ from modelstate.problems import (
     NotYetInitialised,
     NoValues,
     NumPyArray,
+    OneShard,
     OptimizerMisfit,
     OtherDimensions,
     OtherNames,
@@ -65,6 +66,8 @@ CLASSES = {
 }
 
 SAMPLES: dict[Problem, str] = {
+    OneShard("a-00001-of-00002.bin", "x.json", ("a-00002-of-00002.bin",)): "a-00001-of-00002.bin without "
+    "a-00002-of-00002.bin",
     Missing("a.w", (2, 3)): "a.w [2, 3]",
     Missing("a.w", ()): "a.w []",
     Missing("a._extra_state"): "a._extra_state",

@@ -282,9 +282,12 @@ def parse_dtype(name: str) -> torch.dtype:
 
 
 def parse_size(text: str) -> int:
-    """Returns a number of bytes: 512MB and 5GB count by 1,000, 5GiB by 1,024; 4096. Raises `click.BadParameter`."""
+    """Returns a number of bytes: 512MB and 5GB count by 1,000, 5GiB by 1,024; 64B. Raises `click.BadParameter`."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?\s*", text, re.IGNORECASE)
     nbytes = 0
+    if re.fullmatch(r"\s*(?=.*[1-9])\d+(\.\d+)?\s*", text):
+        number = text.strip()
+        raise click.BadParameter(f"{text!r} has no unit: give {number}GB, {number}MB, {number}kB or {number}B")
     if match and not (match[3] and not match[2]):
         nbytes = int(float(match[1]) * (1024 if match[3] else 1000) ** " kmgt".index(match[2].lower() or " "))
     if nbytes < 1:

@@ -157,6 +157,7 @@ def _initialised(members: Sequence[causes.Missing | causes.Uninitialised]) -> li
 _PROBLEMS: dict[type[Problem], Callable[[Sequence[Any]], list[str]]] = {
     causes.Missing: lambda members: [_MISSING, *_initialised(members)],
     causes.Unexpected: lambda _: [_UNEXPECTED],
+    causes.OneShard: lambda members: [f"SOURCE {shlex.quote(member.index)}" for member in members if member.index],
     causes.UnmergedAdapter: lambda _: [_LORA_IN_PYTHON],
     causes.BufferConflict: lambda _: [_UNEXPECTED],
     causes.NothingFits: lambda _: ["narrower patterns for --allow-missing and --allow-unexpected"],

@@ -24,6 +24,7 @@ import re
 import stat
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import PurePosixPath, PureWindowsPath
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -351,8 +352,35 @@ Kind = TypeVar("Kind", "torch.Tensor", "LazyTensor", "torch.Tensor | LazyTensor"
 SUFFIX = ".safetensors"
 SHARD_METADATA = {"format": "pt"}
 """What the header of each file says, which transformers needs."""
-_ANY = re.compile(r".*-\d{5,}-of-\d{5,}\.\w+", re.DOTALL)
+_ANY = re.compile(r"(.*)-(\d{5,})-of-(\d{5,})(\.\w+)", re.DOTALL)
 """The shard names of other tools. A file with another name is left alone, even if an index names it."""
+
+
+def other_shards(files: Collection[str]) -> tuple[str, str, tuple[str, ...]] | None:
+    """A shard among the files, the path of the index beside it, and its other shards, which are not among the files.
+
+    Returns None where no file is such a shard. The path is empty where no index names the shard.
+    """
+    loaded = {os.path.basename(path) for path in files}
+    for path in files:
+        directory, shard = os.path.split(path)
+        match = _ANY.fullmatch(shard)
+        if match is None:
+            continue
+        index, names = "", frozenset[str]()
+        with suppress(OSError):
+            for entry in () if is_remote(path) else sorted(os.listdir(directory)):
+                if entry.endswith(INDEX_SUFFIX) and not names:
+                    index = os.path.join(directory, entry)
+                    named = named_in(index) or frozenset()
+                    names = named if shard in named else names
+        if not names and int(match[3]) <= MAX_SHARDS:
+            numbers = range(1, int(match[3]) + 1)
+            names = frozenset(f"{match[1]}-{number:0{len(match[2])}d}-of-{match[3]}{match[4]}" for number in numbers)
+            index = ""
+        if others := tuple(sorted(names - loaded)):
+            return shard, index, others
+    return None
 
 
 def in_shards(tensors: Mapping[str, Kind], shard_bytes: int) -> list[dict[str, Kind]]:

@@ -12,7 +12,6 @@ import stat
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from difflib import get_close_matches
 from itertools import starmap
 from types import TracebackType
 from typing import Any
@@ -42,6 +41,8 @@ NOT_FOUND = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG)
 """The errors of the operating system that mean that there is no file at a path."""
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
+_MISSPELT_URL = re.compile(r"(s3|gs|az|https?|hf|file):/?(?=[^/])", re.IGNORECASE)
+"""The beginning of a URL with too few slashes."""
 _FILE = re.compile(r"\.(safetensors|bin|pt|pth|ckpt|json)$")
 """The end of the name of a file, which no repository has."""
 _REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
@@ -57,6 +58,8 @@ _HUB = re.compile(r"hf://(?P<repository>[^/]+/[^/@]+)(?:@(?P<revision>[^/]+))?(?
 
 def local_path(path: str) -> str:
     """Returns the absolute path, which stays valid when the working directory changes. Accepts `file://` URLs.
+
+    `~` and `~USER` at the beginning stand for home directories.
 
     Raises `SourceTypeError` for any other URL, and for a string that cannot be a path.
     """
@@ -88,6 +91,14 @@ def local_path(path: str) -> str:
         path, given = os.fsdecode(unquote_to_bytes(os.fsencode(urlsplit(path).path))), path
         if "\0" in path or not path:
             raise SourceTypeError("this can be no path", where=given, remedy="write file:///DIRECTORY/FILE")
+    elif (url := _MISSPELT_URL.match(path)) and not os.path.lexists(path.partition("/")[0]):
+        scheme = url[1].lower()
+        right = redacted_url(f"{scheme}://{'/' if scheme == 'file' else ''}{path[url.end() :]}")
+        raise SourceTypeError(
+            f"this is a misspelt URL: {right} has two slashes",
+            remedy="write the URL as a str: pathlib.Path makes one slash of two. A path like this needs ./ before it",
+        )
+    given, path = path, os.path.expanduser(path)
     try:
         # Normalizing `x/..` away would be wrong where x is a symbolic link.
         absolute = os.path.abspath(path) if ".." not in path.split(os.sep) else os.path.join(os.getcwd(), path)
@@ -98,8 +109,8 @@ def local_path(path: str) -> str:
             found=error,
             remedy="change to a directory that is there, or give an absolute path",
         ) from error
-    if absolute != path or given_directories:
-        note_given(absolute, path)
+    if absolute != given or given_directories:
+        note_given(absolute, given)
     return absolute
 
 
@@ -124,13 +135,11 @@ def not_found(path: str, given: str) -> SourceNotFoundError:
         parent = os.path.dirname(parent)
     first_missing = path.removeprefix(parent).lstrip(os.sep).split(os.sep)[0]
     try:
-        close = get_close_matches(first_missing, sorted(os.listdir(parent))[:10_000], n=3)
+        entries = sorted(os.listdir(parent))[:10_000]
     except OSError:
-        close = []
-    home = os.path.expanduser(given)
-    if given.startswith("~") and os.path.exists(home):
-        remedy = f"the shell expands ~ and Python does not: {home}"
-    elif close:
+        entries = []
+    close = [name for name in entries if _is_misspelling(first_missing, name)][:3]
+    if close:
         remedy = "did you mean " + " or ".join(os.path.join(parent, name) for name in close) + "?"
     elif _REPOSITORY.fullmatch(given) and not _FILE.search(given) and not os.path.exists(os.path.dirname(path)):
         remedy = f'if this is a repository of huggingface.co: modelstate.open("hf://{given}")'
@@ -138,6 +147,34 @@ def not_found(path: str, given: str) -> SourceNotFoundError:
         remedy = "check the path, and the directory that it is relative to"
     found = f"the directory {parent} has no {first_missing}" if os.path.isdir(parent) else f"{parent} is a file"
     return SourceNotFoundError("there is no such file or directory", where=path, found=found, remedy=remedy)
+
+
+_SUFFIXES = re.compile(r"(\.(safetensors|bin|pt|pth|ckpt|tar|json|index))+$", re.IGNORECASE)
+_ANY_SUFFIX = re.compile(rf"{_SUFFIXES.pattern}|\.[a-z]+$", re.IGNORECASE)
+_LEAST_LETTERS = 5
+
+
+def _is_misspelling(given: str, name: str) -> bool:
+    """Whether a name is that of the same model: but for its suffix, for case and separators, or for one slip.
+
+    A slip is a letter that is doubled or left out within the name, or two that are exchanged. Other letters and other
+    numbers make the name of another model, such as bert and bart, or 7b and 13b.
+    """
+    if _ANY_SUFFIX.search(given) and not _SUFFIXES.search(name):
+        return False
+    one, other = (re.sub(r"[\W_]", "", _ANY_SUFFIX.sub("", text)).lower() for text in (given, name))
+    if one == other or max(len(one), len(other)) < _LEAST_LETTERS:
+        return one == other != ""
+    if re.findall(r"\d+", one) != re.findall(r"\d+", other):
+        return False
+    longer, shorter = sorted((one, other), key=len, reverse=True)
+    differing = [at for at, (left, right) in enumerate(zip(longer, shorter, strict=False)) if left != right]
+    if len(longer) == len(shorter):
+        at = differing[0]
+        return differing == [at, at + 1] and longer[at : at + 2] == shorter[at : at + 2][::-1]
+    at = differing[0] if differing else len(shorter)
+    is_inside = 0 < at < len(shorter) or longer[at] in (longer[at - 1], longer[at + 1 : at + 2])
+    return is_inside and longer[:at] + longer[at + 1 :] == shorter
 
 
 def no_access(path: str, error: Exception) -> SourceAccessError:

@@ -14,6 +14,7 @@ from torch.nn.parameter import is_lazy
 
 from modelstate.checkpoint.checkpoint import Checkpoint
 from modelstate.errors import ModelStateError, StalePlanError
+from modelstate.formats.sharded import other_shards
 from modelstate.planning.assignment import Assignment
 from modelstate.planning.differences import adapter_names, one_prefix, prefixes
 from modelstate.planning.matching import Patterns, StoredEntries
@@ -26,6 +27,7 @@ from modelstate.problems import (
     IdlePattern,
     Missing,
     NothingFits,
+    OneShard,
     Problem,
     QuantizedIntoPlain,
     ScriptedOnMeta,
@@ -379,6 +381,8 @@ class _Coverage:
         return left
 
     def _differences(self, missing: list[str], unexpected: list[str]) -> Iterable[Problem]:
+        if missing and (shard := other_shards(self.preparation.checkpoint.files)):
+            yield OneShard(*shard)
         computed = self._computed()
         slots, incoming = self.preparation.slots.by_name, self.preparation.incoming
         lacking = {name: _shape(slots[name].tensor if name in slots else None) for name in (*missing, *computed)}

@@ -176,10 +176,10 @@ def as_keep(keep: Keep | int | None) -> Keep | None:
     """Returns rules as a `Keep`: a number means that many of the last ones, None keeps all. Raises `OptionError`."""
     if keep is None or isinstance(keep, Keep):
         return keep
-    if type(keep) is not int:
+    if type(keep) is not int or keep < 1:
         raise OptionError(
             "keep= says which checkpoints stay",
-            expected="a modelstate.Keep, a number of checkpoints, or None",
+            expected="an int >= 1, which is the number of the last ones; a modelstate.Keep; or None for all",
             found=short_repr(keep),
         )
     return Keep(last=keep)

@@ -1,0 +1,246 @@
+"""Paths as people write them: home directories, misspelt names and URLs, and one shard of several."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+from huggingface_hub import save_torch_state_dict
+from safetensors.torch import save_file
+
+import modelstate as ms
+from modelstate.cli.main import app
+from modelstate.errors import OptionError, PlanError, SaveTargetError, SourceNotFoundError, SourceTypeError
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The home directory, which is not the working directory."""
+    (tmp_path / "home").mkdir()
+    (tmp_path / "work").mkdir()
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path / "work")
+    return tmp_path / "home"
+
+
+# Home directories.
+
+
+@pytest.mark.parametrize("as_path", [str, Path], ids=["str", "Path"])
+def test_functions_expand_the_home_directory(home: Path, as_path: Callable[[str], Any]) -> None:
+    model = torch.nn.Linear(2, 2)
+    ms.save(model, as_path("~/net.safetensors"))
+    assert (home / "net.safetensors").is_file()
+    ms.save(model, as_path("~/shards"), shard_size_bytes=16)
+    assert (home / "shards.index.json").is_file()
+    ms.load(torch.nn.Linear(2, 2), as_path("~/net.safetensors"))
+    assert len(ms.open(as_path("~/shards"))) == len(ms.open(as_path("~/net.safetensors"))) == 2
+    assert ms.verify(as_path("~/net.safetensors")).tensors == len(ms.inspect(as_path("~/net.safetensors")).tensors) == 2
+    assert ms.diff(as_path("~/net.safetensors"), as_path("~/shards")).is_equal
+    ms.convert_checkpoint(as_path("~/net.safetensors"), as_path("~/net.pt"))
+    assert (home / "net.pt").is_file()
+    with ms.Store(as_path("~/run")) as store:
+        store.save(1, {"model": model})
+    assert (home / "run" / "store.json").is_file()
+    assert os.listdir() == []
+    with pytest.raises(SourceNotFoundError) as raised:
+        ms.open(as_path("~/nowhere.pt"))
+    assert raised.value.where == str(home / "nowhere.pt")
+
+
+def test_commands_expand_the_home_directory(home: Path) -> None:
+    ms.save(torch.nn.Linear(2, 2), "~/net.safetensors")
+    with ms.Store("~/run") as store:
+        store.save(1, {"model": torch.nn.Linear(2, 2)})
+    for command in (
+        "inspect ~/net.safetensors --html ~/page.html",
+        "verify ~/net.safetensors",
+        "verify ~/run",
+        "diff ~/net.safetensors ~/net.safetensors",
+        "convert ~/net.safetensors ~/new/net.pt",
+        "store ls ~/run",
+        "store restore ~/run ~/restored.safetensors",
+    ):
+        done = CliRunner().invoke(app, command.split())
+        assert done.exit_code == 0, done.output
+    assert os.listdir() == []
+    assert {"page.html", "new", "restored.safetensors"} <= {*os.listdir(home)}
+
+
+# URLs.
+
+
+@pytest.mark.parametrize(
+    ("path", "right"),
+    [
+        ("s3:/bucket/x.safetensors", "s3://bucket/x.safetensors"),
+        ("s3:bucket/x.safetensors", "s3://bucket/x.safetensors"),
+        (Path("s3://bucket/x.safetensors"), "s3://bucket/x.safetensors"),
+        (Path("https://host/x.safetensors"), "https://host/x.safetensors"),
+        ("HF:/org/name", "hf://org/name"),
+        ("file:/x/y.pt", "file:///x/y.pt"),
+    ],
+)
+def test_a_misspelt_url(path: str | Path, right: str) -> None:
+    model = torch.nn.Linear(2, 2)
+    with pytest.raises(SourceTypeError, match="misspelt URL") as raised:
+        ms.open(path)
+    assert right in str(raised.value)
+    for call in (ms.verify, ms.inspect):
+        with pytest.raises(SourceTypeError, match="misspelt URL"):
+            call(path)
+    for save in (lambda: ms.save(model, path, format="safetensors"), lambda: ms.Store(path)):
+        with pytest.raises(SaveTargetError, match=right):
+            save()
+    assert os.listdir() == []
+
+
+def test_a_secret_of_a_misspelt_url_is_not_shown() -> None:
+    with pytest.raises(SourceTypeError) as raised:
+        ms.open("https:/user:secret@host/x.pt?sig=secret")
+    assert "secret" not in str(raised.value)
+
+
+def test_a_directory_with_the_name_of_a_scheme() -> None:
+    os.mkdir("s3:")
+    ms.save(torch.nn.Linear(2, 2), "s3:/x.safetensors")
+    assert len(ms.open("s3:/x.safetensors")) == 2
+    ms.save(torch.nn.Linear(2, 2), "./gs:x.safetensors")
+    assert len(ms.open("gs:x.safetensors")) == 2
+
+
+# Names that are not there.
+
+
+@pytest.mark.parametrize(
+    ("given", "there"),
+    [
+        ("modle.safetensors", "model.safetensors"),
+        ("modl.safetensors", "model.safetensors"),
+        ("modeel.pt", "model.pt"),
+        ("Model.safetensors", "model.safetensors"),
+        ("my-model.pt", "my_model.pt"),
+        ("net.pt", "net.safetensors"),
+        ("model.safetensor", "model.safetensors"),
+        ("exprots/net.pt", "exports"),
+        ("step-100-modle.pt", "step-100-model.pt"),
+    ],
+)
+def test_a_misspelt_name(given: str, there: str) -> None:
+    Path(there).mkdir() if there == "exports" else Path(there).write_bytes(b"x")
+    with pytest.raises(SourceNotFoundError) as raised:
+        ms.open(Path(given))
+    assert raised.value.remedy == f"did you mean {os.path.abspath(there)}?"
+
+
+@pytest.mark.parametrize(
+    ("given", "there"),
+    [
+        ("nowhere.pt", "net.pt"),
+        ("a.safetensors", "b.safetensors"),
+        ("net.safetensors", "nest.safetensors"),
+        ("bert-base.safetensors", "bart-base.safetensors"),
+        ("llama-7b.safetensors", "llama-13b.safetensors"),
+        ("llama-7b.safetensors", "llama-7b-chat.safetensors"),
+        ("step-100.pt", "step-10.pt"),
+        ("step-100.pt", "step-200.pt"),
+        ("model_a.pt", "model_b.pt"),
+        ("model.pt", "models.pt"),
+        ("netG.pt", "netD.pt"),
+        ("encoder.pt", "decoder.pt"),
+        ("training.pt", "training.py"),
+        ("-.pt", "_.pt"),
+    ],
+)
+def test_another_model_is_not_proposed(given: str, there: str) -> None:
+    Path(there).write_bytes(b"x")
+    with pytest.raises(SourceNotFoundError) as raised:
+        ms.open(Path(given))
+    assert there not in str(raised.value)
+
+
+# One shard of several.
+
+
+class Layers(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(3))
+
+
+SHARDS = tuple(f"model-{number:05d}-of-00003.safetensors" for number in (1, 2, 3))
+
+
+@pytest.fixture
+def shards() -> Path:
+    os.mkdir("repo")
+    save_torch_state_dict(Layers().state_dict(), "repo", max_shard_size=300)
+    return Path("repo")
+
+
+@pytest.mark.parametrize("options", [{}, {"init_missing": True}])
+def test_one_shard_names_the_index_and_the_others(shards: Path, options: dict[str, Any]) -> None:
+    with pytest.raises(PlanError) as raised:
+        ms.load(Layers(), shards / SHARDS[0], **options)
+    text, first = str(raised.value), raised.value.problems[0]
+    assert first.index == str((shards / "model.safetensors.index.json").absolute())
+    assert (first.name, first.others) == (SHARDS[0], SHARDS[1:])
+    assert text.index("repo/model.safetensors.index.json") < text.find("allow_missing") % len(text)
+    assert ms.load(Layers(), first.index).coverage == 1
+
+
+def test_shards_without_an_index_and_a_list_of_shards(shards: Path) -> None:
+    (shards / "model.safetensors.index.json").unlink()
+    with pytest.raises(PlanError) as raised:
+        ms.load(Layers(), [shards / SHARDS[0], shards / SHARDS[2]])
+    problem = raised.value.problems[0]
+    assert (problem.index, problem.others) == ("", (SHARDS[1],))
+    assert "index" in problem.remedy_for([problem])
+    assert ms.load(Layers(), [shards / name for name in SHARDS]).coverage == 1
+
+
+def test_one_shard_is_loaded_where_the_rest_may_be_missing(shards: Path) -> None:
+    names = list(ms.open(shards / SHARDS[0]))
+    model = Layers()
+    ms.load(model, shards / SHARDS[0], allow_missing=["*"])
+    assert all(torch.equal(model.state_dict()[name], ms.open(shards).tensor(name)) for name in names)
+
+
+def test_the_command_proposes_the_index(shards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Path("layers_of_one_shard.py").write_text(
+        "from torch import nn\ndef build():\n"
+        "    return nn.ModuleDict({'layers': nn.ModuleList(nn.Linear(8, 8) for _ in range(3))})\n"
+    )
+    monkeypatch.syspath_prepend(os.getcwd())
+    done = CliRunner().invoke(app, ["plan", "layers_of_one_shard:build", str(shards / SHARDS[1])])
+    assert done.exit_code == 1
+    options = done.stdout.partition("on the command line:")[2]
+    assert "SOURCE" in options.split("--allow-missing")[0]
+    done = CliRunner().invoke(app, ["plan", "layers_of_one_shard:build", str(shards / "model.safetensors.index.json")])
+    assert done.exit_code == 0
+
+
+# Arguments.
+
+
+@pytest.mark.parametrize("keep", [0, -1, True, 1.5, "3"])
+def test_what_keep_may_be(keep: Any) -> None:
+    with pytest.raises(OptionError, match="keep=") as raised:
+        ms.Store("run", keep=keep)
+    assert ">= 1" in raised.value.expected
+    assert "Keep" in raised.value.expected
+
+
+@pytest.mark.parametrize("option", ["--shard-size", "--max-memory"])
+def test_a_size_without_a_unit_is_asked_about(option: str) -> None:
+    save_file({"w": torch.ones(4)}, "a.safetensors")
+    for number in ("5", "4096", "0.5"):
+        done = CliRunner().invoke(app, ["convert", "a.safetensors", "b.safetensors", option, number])
+        assert done.exit_code == 2
+        assert f"{number}GB" in done.stderr
+        assert f"{number}B" in done.stderr
+    done = CliRunner().invoke(app, ["convert", "a.safetensors", "b.safetensors", option, "4096B"])
+    assert done.exit_code == 0, done.output
