@@ -343,3 +343,16 @@ def test_to_a_device_and_back(variant: str) -> None:
         assert all(math.isfinite(loss) for loss in one.losses)
     else:
         close(one, other, 2e-3)
+
+
+def test_state_that_was_made_on_meta_needs_the_call_that_takes_optimizers() -> None:
+    """As the documentation of `reference_keeping` says."""
+    with torch.device("meta"):
+        model = nn.Linear(2, 2)
+    optimizer = torch.optim.Adagrad(model.parameters(), initial_accumulator_value=0.5)
+    with ms.reference_keeping():
+        model.to_empty(device="meta")
+    assert all(state["sum"].is_meta for state in optimizer.state.values())
+    ms.convert(model, device="cpu", empty=True, optimizers=[optimizer])
+    for param in model.parameters():
+        assert torch.equal(optimizer.state[param]["sum"], torch.full_like(param, 0.5))

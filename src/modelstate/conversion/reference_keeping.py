@@ -41,6 +41,11 @@ class reference_keeping:
     as an unknown device, come as torch raises them. A tensor that is held by a graph that waits for backward raises
     `modelstate.errors.SwapError`; torch finds that out at the backward, or never.
 
+    The state of optimizers does not follow, since `Module.to` gets no optimizers. Where an optimizer has state already,
+    call `modelstate.convert(model, dtype, optimizers=[optimizer])` instead. That holds in particular for an optimizer
+    that was built on meta and made its state there, as `Adagrad` does: in place of `model.to_empty(device=device)`,
+    call `modelstate.convert(model, device=device, empty=True, optimizers=[optimizer])`, which initialises the state.
+
     `torch.__future__.set_overwrite_module_params_on_conversion` and `set_swap_module_params_on_conversion` have no
     effect meanwhile. Modules that are traced (within `FakeTensorMode`, or with tensors of one) are left to torch.
 

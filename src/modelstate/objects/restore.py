@@ -55,6 +55,7 @@ from modelstate.objects.optimizer_state import (
 )
 from modelstate.objects.parts import KEPT, Kind, Part
 from modelstate.objects.recorded_memory import Recorded, into_recorded_memory
+from modelstate.objects.schedulers import go_on_from_kept_rates
 from modelstate.objects.whole_optimizer import DTYPES, WholeOptimizer, is_whole
 from modelstate.planning.matching import Patterns, options_of
 from modelstate.planning.recorder import ModuleContainer
@@ -178,7 +179,7 @@ def restore(
             ("model.head.*"), and parameters by the path of their optimizer ("optimizer.model.head.*").
         allow_unexpected: glob patterns of what was saved and need not be among the objects.
         keep_options: glob patterns of optimizers that keep their own options: all options ("optimizer"), or some
-            ("optimizer.lr").
+            ("optimizer.lr"). The schedule of a scheduler of torch that is restored too goes on from a kept rate.
         device, map, verify, progress, max_memory_bytes, cache: as in `modelstate.load`.
         in_place: None reads tensors directly into the memory of the modules where the read cannot fail, as
             `modelstate.load` does; False reads all values before the first one changes. True, which `modelstate.load`
@@ -562,6 +563,14 @@ class _Restoring:
             elif target.kind is Kind.GENERATOR:
                 with object_code(path, "the generator does not take the state; nothing has been changed"):
                     target.obj.set_state(self._saved[path].tree)
+        self._go_on_from_kept_rates()
+
+    def _go_on_from_kept_rates(self) -> None:
+        others = {path: target.obj for path, target in self.targets if target.kind is Kind.STATEFUL}
+        for path, target in self.targets:
+            optimizer = target.obj.optimizer if isinstance(target.obj, WholeOptimizer) else target.obj
+            if others and isinstance(optimizer, torch.optim.Optimizer):
+                go_on_from_kept_rates(path, optimizer, others, partial(_keeps, self._keep_options, path))
 
     def _plan_optimizer(
         self, path: str, optimizer: torch.optim.Optimizer, is_initialised: Callable[[str], bool]

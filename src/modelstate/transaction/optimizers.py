@@ -1,5 +1,6 @@
 """The state of optimizers whose parameters change dtype or device, or get memory for the first time."""
 
+import inspect
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -239,8 +240,10 @@ def _initialised_state(optimizer: torch.optim.Optimizer, finals: Mapping[torch.T
         for group in optimizer.param_groups
     ]
     build: Any = type(optimizer)
+    defaults = optimizer.defaults  # a constructor may make state by its arguments, and not by the options of a group
     try:
-        twin: torch.optim.Optimizer = build([group for group in groups if group["params"]])
+        arguments = {key: defaults[key] for key in inspect.signature(build).parameters if key in defaults}
+        twin: torch.optim.Optimizer = build([group for group in groups if group["params"]], **arguments)
     except Exception as error:
         raise PlacementError(
             "the optimizer's state was made on meta and cannot be made again; nothing has been changed",
