@@ -546,7 +546,8 @@ class Uninitialised(Problem):
         if buffers:
             remedy = (
                 "build the model with `with ms.skeleton():`, which leaves buffers what the constructor computes; "
-                "without it, where the constructor computes them from parameters"
+                "without it, where the constructor computes them from parameters; where it only allocates them "
+                f"(torch.empty), assign them before the load, such as model.{buffers[0].name} = torch.zeros(...)"
             )
             remedies.append(
                 remedy + ("; or init_missing=True" if all(buffer.initialiser for buffer in buffers) else "")

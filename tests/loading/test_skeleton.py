@@ -1,5 +1,6 @@
 """Models built without memory for their parameters, and with everything that their constructors compute."""
 
+import resource
 import threading
 from typing import Any
 
@@ -260,3 +261,144 @@ def test_the_default_device_does_not_matter(default: str, tmp_path: Any) -> None
         vars(torch._GLOBAL_DEVICE_CONTEXT).pop("device_context", None)  # type: ignore[attr-defined]
     assert torch.equal(skeleton.weight, state["weight"])
     assert torch.equal(plain.weight, state["weight"].double())
+
+
+class Table(nn.Module):
+    """Fills its buffers where its parameter has memory, as models of timm do."""
+
+    def __init__(self, condition: str = "is_meta", size: tuple[int, ...] = (8, 8)) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(9, 2))
+        self.child = nn.Linear(2, 2)
+        self.register_buffer("index", torch.empty(size, dtype=torch.long), persistent=False)
+        self.register_buffer("mask", None, persistent=False)
+        if not (self.bias.is_meta if condition == "is_meta" else self.child.weight.device.type == "meta"):
+            self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.trunc_normal_(self.bias)
+        self.index.copy_(torch.arange(self.index.numel()).view_as(self.index) % 9)
+        self.register_buffer("mask", torch.ones(2, device=self.bias.device), persistent=False)
+
+
+@pytest.mark.parametrize("condition", ["is_meta", "device"])
+def test_a_constructor_fills_buffers_where_its_parameters_have_memory(condition: str) -> None:
+    right = Table()
+    with ms.skeleton():
+        model = Table(condition)
+    assert model.bias.is_meta
+    assert model.bias.device.type == "meta"
+    report = ms.load(model, right.state_dict())
+    assert not report.notes
+    assert {name for name, _ in model.named_buffers()} == {"index", "mask"}
+    assert all(torch.equal(getattr(model, name), getattr(right, name)) for name in ("index", "mask"))
+
+
+def test_code_outside_of_the_new_modules_sees_meta_within_a_skeleton() -> None:
+    with ms.skeleton():
+        model = Table()
+        assert model.bias.is_meta
+        assert model.bias.device.type == "meta"
+        assert torch.nn.Parameter(torch.empty(1)).device.type == "cpu"
+
+
+def allocations() -> dict[str, Any]:
+    def partly(size: int) -> torch.Tensor:
+        values = torch.empty(size)
+        values[: size // 2] = 1.0
+        return values
+
+    return {
+        "int64": lambda: torch.empty(64, 64, dtype=torch.long),
+        "float32": lambda: torch.empty(64, 64),
+        "float64": lambda: torch.empty(3, dtype=torch.double),
+        "bfloat16": lambda: torch.empty(5, dtype=torch.bfloat16),
+        "bool": lambda: torch.empty(64, dtype=torch.bool),
+        "uint8": lambda: torch.empty(64, dtype=torch.uint8),
+        "int16": lambda: torch.empty(3, dtype=torch.int16),
+        "complex64": lambda: torch.empty(7, dtype=torch.complex64),
+        "scalar": lambda: torch.empty(()),
+        "large": lambda: torch.empty(1000, 1000),
+        "large uint8": lambda: torch.empty(1000, 1000, dtype=torch.uint8),
+        "empty_like": lambda: torch.empty_like(torch.zeros(8, 8)),
+        "new_empty": lambda: torch.zeros(1).new_empty(8, 8),
+        "Tensor": lambda: torch.Tensor(8, 8),
+        "LongTensor": lambda: torch.LongTensor(8),
+        "a view": lambda: torch.empty(4, 4).t()[:2],
+        "a copy": lambda: torch.empty(4, 4).clone(),
+        "channels last": lambda: torch.empty(2, 3, 4, 4, memory_format=torch.channels_last),
+        "half of it written": lambda: partly(100),
+        "half of a large one written": lambda: partly(100_000),
+    }
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize("kind", allocations())
+def test_a_buffer_that_is_only_allocated_has_no_values(kind: str, persistent: bool) -> None:
+    class Module(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.zeros(2))
+            self.register_buffer("table", allocations()[kind](), persistent=persistent)
+
+        def reset_parameters(self) -> None:
+            nn.init.ones_(self.weight)
+            self.table.copy_(torch.arange(self.table.numel()).view_as(self.table) % 2)
+
+    right = Module()
+    right.reset_parameters()
+    with ms.skeleton():
+        model = Module()
+    assert model.table.is_meta
+    values = {"weight": torch.zeros(2)}
+    with pytest.raises(ms.PlanError, match="table"):
+        ms.load(model, values)
+    ms.load(model, values, init_missing=True)
+    assert torch.equal(model.table, right.table)
+    assert torch.equal(model.weight, values["weight"])
+
+
+def test_a_buffer_that_is_written_keeps_what_the_constructor_has_written() -> None:
+    class Module(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("bytes", torch.empty(1024, dtype=torch.uint8).copy_(torch.arange(1024) % 256))
+            self.register_buffer("shorts", torch.empty(65536, dtype=torch.int16).copy_(torch.arange(65536) - 32768))
+            self.register_buffer("positions", torch.empty(100_000, dtype=torch.long))
+            self.positions.numpy()[:] = range(100_000)
+            self.register_buffer("nothing", torch.empty(0))
+            self.register_buffer("limits", torch.full((3,), float("nan")))
+            self.register_buffer("later", torch.empty(4))
+
+    expected = Module()
+    expected.later.fill_(2)
+    with ms.skeleton():
+        model = Module()
+        model.later.data.fill_(2)
+    for name, buffer in expected.named_buffers():
+        assert torch.equal(buffer.nan_to_num(7), getattr(model, name).nan_to_num(7)), name
+
+
+def test_attributes_without_values_are_noted() -> None:
+    class Module(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(2))
+            self.table, self.tables = torch.empty(3), [torch.empty(3), torch.ones(3)]
+            self.scale = self.weight.sum()
+
+    with ms.skeleton():
+        model = Module()
+    assert [model.table.is_meta, *(table.is_meta for table in model.tables)] == [True, True, False]
+    report = ms.load(model, Module().state_dict())
+    (note,) = report.notes
+    assert note.startswith("3 attributes are tensors on meta")
+    assert all(name in note for name in ("table", "tables", "scale"))
+
+
+def test_memory_of_parameters_is_not_written() -> None:
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with ms.skeleton():
+        layer = nn.Linear(1 << 14, 1 << 15, bias=False)
+    assert layer.weight.nbytes == 2 << 30
+    assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) << 10 < 100 << 20

@@ -1,7 +1,9 @@
 """`skeleton`: builds models whose parameters have no memory, and whose buffers have their values."""
 
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -9,8 +11,9 @@ import torch
 from torch import nn
 
 from modelstate.process import ThreadValue
-from modelstate.torch_compat.modules import MethodOverride, Overrides
+from modelstate.torch_compat.modules import MethodOverride, Overrides, modules_of
 from modelstate.torch_compat.plain import is_plain
+from modelstate.torch_compat.private import is_unwritten, marked_empties
 from modelstate.transaction.swap_tensors import give_memory
 
 _FILLS = ("normal_", "uniform_", "log_normal_", "exponential_", "cauchy_", "geometric_", "erfinv_", "clamp_")
@@ -19,6 +22,10 @@ kernels in Python. For many models they are most of the construction time. Other
 
 _created = ThreadValue[WeakValueDictionary[int, nn.Parameter] | None](None)
 """The parameters that a thread has created within `skeleton`, by id; None outside of `skeleton`."""
+_modules = ThreadValue[WeakValueDictionary[int, nn.Module] | None](None)
+"""The modules that a thread has created within `skeleton`, by id."""
+_devices = ThreadValue[dict[int, torch.device]]({})
+"""The devices of the parameters that have moved to meta, before, by the ids of the parameters."""
 
 
 @contextmanager
@@ -30,6 +37,12 @@ def skeleton() -> Iterator[None]:
     initialise tensors on meta do nothing. Buffers (position ids, rotary tables, masks) keep the values that the
     constructor computes; a model that is built with `torch.device("meta")` lacks these values. Parameters that existed
     before, and are tied into the new model, are left alone.
+
+    Methods of the new modules see `is_meta` and `device` of a new parameter as they were when it was created: many
+    constructors fill their buffers only where parameters are not on meta. At the end of the context, a buffer or an
+    attribute moves to meta if the constructor has only allocated it (`torch.empty`) and written none or not all of it,
+    so that a load initialises it (`init_missing=True`), or reports it. Tensors that only closures or deeper containers
+    refer to are not looked at.
 
     The context applies to the current thread, and may be nested. A constructor that reads the values of its parameters
     fails in it, and so does a constructor that fails under `torch.device("meta")`.
@@ -46,9 +59,30 @@ def skeleton() -> Iterator[None]:
         >>> model.weight.device
         device(type='meta')
     """
-    outer = _created.value
-    with _created.replaced(WeakValueDictionary() if outer is None else outer), _overrides.used():
+    if _created.value is not None:
         yield
+        return
+    modules = WeakValueDictionary[int, nn.Module]()
+    with (
+        _created.replaced(WeakValueDictionary()),
+        _modules.replaced(modules),
+        _devices.replaced({}),
+        _overrides.used(),
+        marked_empties(),
+    ):
+        yield
+    for tensor in _tensors_of(modules.values()):
+        if is_plain(tensor) and not tensor.is_meta and not isinstance(tensor, nn.Parameter) and is_unwritten(tensor):
+            give_memory(tensor, torch.empty_like(tensor, device="meta"))
+
+
+def _tensors_of(created: Iterable[nn.Module]) -> list[torch.Tensor]:
+    """Returns the buffers of modules and of those below them, and the tensors among their attributes, each once."""
+    values = [value for root in created for module in modules_of(root) for value in vars(module).values()]
+    within = [item for value in values if isinstance(value, dict) for item in value.values()]
+    within += [item for value in values if isinstance(value, list | tuple) for item in value]
+    tensors = {id(value): value for value in (*values, *within) if isinstance(value, torch.Tensor)}
+    return [*tensors.values()]
 
 
 def _new(stock: Any, cls: type[nn.Parameter], *args: Any, **named: Any) -> nn.Parameter:
@@ -64,7 +98,38 @@ def _register(stock: Any, module: nn.Module, name: str, param: nn.Parameter | No
     created = _created.value
     # A parameter of an existing model keeps its memory.
     if param is not None and created is not None and id(param) in created and is_plain(param) and not param.is_meta:
+        _devices.value[id(param)] = param.device
         give_memory(param, torch.empty_like(param, device="meta", requires_grad=False))
+
+
+def _init(stock: Any, module: nn.Module, *args: Any, **named: Any) -> None:
+    stock(module, *args, **named)
+    modules = _modules.value
+    if modules is not None:
+        modules[id(module)] = module
+
+
+def _is_meta(stock: Any, param: nn.Parameter) -> bool:
+    is_meta: bool = stock.__get__(param)
+    return is_meta and not _is_concealed(param, sys._getframe(2))
+
+
+def _device(stock: Any, param: nn.Parameter) -> torch.device:
+    device: torch.device = stock.__get__(param)
+    return _devices.value[id(param)] if device.type == "meta" and _is_concealed(param, sys._getframe(2)) else device
+
+
+def _is_concealed(param: nn.Parameter, caller: FrameType) -> bool:
+    """Whether methods of a new module see a parameter on the device where the constructor has created it.
+
+    Constructors fill buffers only `if not self.weight.is_meta`, and compute buffers on `self.weight.device`.
+    """
+    created, modules, code = _created.value, _modules.value, caller.f_code
+    if created is None or modules is None or id(param) not in created or id(param) not in _devices.value:
+        return False
+    if code.co_varnames[:1] != ("self",) or caller.f_globals.get("__name__", "").partition(".")[0] == "torch":
+        return False
+    return id(caller.f_locals.get("self")) in modules
 
 
 def _fill(stock: Any, tensor: torch.Tensor, *args: Any, **named: Any) -> torch.Tensor:
@@ -78,5 +143,8 @@ def _fill(stock: Any, tensor: torch.Tensor, *args: Any, **named: Any) -> torch.T
 _overrides = Overrides(
     MethodOverride(nn.Module, "register_parameter", _register),
     MethodOverride(nn.Parameter, "__new__", _new),
+    MethodOverride(nn.Parameter, "is_meta", _is_meta),
+    MethodOverride(nn.Parameter, "device", _device),
+    MethodOverride(nn.Module, "__init__", _init),
     *(MethodOverride(torch.Tensor, name, _fill) for name in _FILLS),
 )

@@ -83,6 +83,8 @@ def record(preparation: Preparation) -> None:
                 value = preparation.incoming[name]
                 preparation.tensor(name, slots.by_name[name].tensor, value, None, outcome.errors)
     preparation.notes += _notes_of_overrides(preparation.model)
+    if any(slot.tensor.is_meta for slot in slots.tensors):
+        preparation.notes += _notes_of_attributes(slots)
     preparation.problems += _scripted_on_meta(slots)
     if transaction.armed or preparation.quantized:
         _check_quantized(preparation)
@@ -106,6 +108,22 @@ def _notes_of_overrides(model: nn.Module) -> list[str]:
         f"{name} overrides load_state_dict, which is not called: of the code of {name}, a load calls hooks and "
         "_load_from_state_dict"
     ]
+
+
+def _notes_of_attributes(slots: Slots) -> list[str]:
+    """Notes tensors on meta that a load cannot fill, since they are attributes and neither parameters nor buffers."""
+    known = {id(slot.tensor) for slot in slots.tensors}
+    names = [
+        prefix + name
+        for prefix, module in slots.modules.items()
+        for name, value in vars(module).items()
+        for tensor in (value if isinstance(value, list | tuple) else (value,))
+        if isinstance(tensor, torch.Tensor) and tensor.is_meta and id(tensor) not in known
+    ]
+    if not names:
+        return []
+    what = "attributes are tensors on meta, which no load fills: assign them, or register them as buffers"
+    return [f"{len(names)} {what}: {listed(names, 4)}"]
 
 
 def _scripted_on_meta(slots: Slots) -> list[Problem]:

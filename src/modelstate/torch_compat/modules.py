@@ -458,7 +458,7 @@ class MethodOverride:
 
     Args:
         owner: the class.
-        name: the name of the method.
+        name: the name of the method, or of a property that can only be read.
         function: called as `function(stock, *args, **kwargs)`, where `stock` is the method at the time of the import.
         over_others: whether it also replaces a method that another library has installed.
     """
@@ -473,7 +473,11 @@ class MethodOverride:
             return function(stock, *args, **kwargs)
 
         self.replacement: Callable[..., object] = replacement
-        self._installed: object = staticmethod(replacement) if name == "__new__" else replacement
+        self._installed: object = replacement
+        if name == "__new__":
+            self._installed = staticmethod(replacement)
+        elif not callable(stock):
+            self._installed = property(replacement)
         self._before: object = None
 
     def install(self) -> None:

@@ -5,6 +5,7 @@ Each is used by torch's own `nn.Module`, `torch.utils.swap_tensors` or `torch.ex
 
 from __future__ import annotations
 
+import ctypes
 import re
 import sys
 import threading
@@ -208,6 +209,73 @@ def recorded_fills() -> Iterator[dict[int, int]]:
 
     with Recorder():  # type: ignore[no-untyped-call]
         yield found
+
+
+_UNWRITTEN = (0x7FA57FA57FA57FA5).to_bytes(8, sys.byteorder) * (8 << 10)
+"""What memory contains that nothing has written to.
+
+As a float of 16 or 32 bits it is a NaN whose payload no operation makes. It is no valid boolean, and an unlikely integer
+or float of 64 bits.
+"""
+
+
+@contextmanager
+def marked_empties() -> Iterator[None]:
+    """Marks the memory that this thread allocates without writing to it, so that `is_unwritten` recognises it.
+
+    Larger memory is only marked at some places, since pages that are not written to cost nothing.
+    """
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    names = ("empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided")
+    packets = [getattr(torch.ops.aten, name) for name in names]
+    creators = {getattr(packet, overload) for packet in packets for overload in packet.overloads()}
+
+    class Marker(TorchDispatchMode):  # type: ignore[no-untyped-call]
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            result = func(*args, **kwargs) if kwargs else func(*args)
+            if func not in creators:
+                return result
+            is_strided = type(result) is torch.Tensor and result.layout is torch.strided
+            if is_strided and not (result.is_meta or result.is_quantized):
+                _mark(result)
+            return result
+
+    with Marker():  # type: ignore[no-untyped-call]
+        yield
+
+
+def _mark(tensor: torch.Tensor) -> None:
+    storage = tensor.untyped_storage()
+    nbytes = storage.nbytes()
+    spans = [(0, nbytes)]
+    if nbytes > len(_UNWRITTEN):
+        spans = [(start // 16 * 16, 16) for start in (0, nbytes // 2, nbytes - 16)]
+    for start, length in spans:
+        if tensor.is_cpu:
+            ctypes.memmove(storage.data_ptr() + start, _UNWRITTEN, length)
+        else:
+            data = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
+            data[start : start + length] = torch.frombuffer(bytearray(_UNWRITTEN[:length]), dtype=torch.uint8)
+
+
+def is_unwritten(tensor: torch.Tensor) -> bool:
+    """Whether elements of a plain tensor lie in memory of `marked_empties` that nothing has written to since.
+
+    An integer of 8 or 16 bits may have any value: a run of 16 bytes must be unwritten.
+    """
+    with torch.no_grad():
+        values = torch.view_as_real(tensor.detach().resolve_conj()) if tensor.is_complex() else tensor.detach()
+        if values.dtype is torch.bool:
+            return bool((values.view(torch.uint8) > 1).any())
+        if values.itemsize >= 4 or values.dtype in (torch.float16, torch.bfloat16):
+            mark = int.from_bytes(_UNWRITTEN[: values.itemsize], sys.byteorder)
+            return bool((values.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[values.itemsize]) == mark).any())
+        data = values.contiguous().view(-1).view(torch.uint8)
+        if data.numel() < 16:
+            return bytes(data.tolist()) == _UNWRITTEN[: data.numel()]
+        runs = data[: data.numel() // 16 * 16].view(-1, 16)
+        return bool((runs == runs.new_tensor([*_UNWRITTEN[:16]])).all(1).any())
 
 
 def leave_mode(mode: torch.overrides.TorchFunctionMode) -> None:
