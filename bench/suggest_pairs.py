@@ -252,7 +252,7 @@ class Towers(nn.Module):
         self.head = nn.Linear(16, 2)
 
 
-HEAD = ("checkpoint", "model", "explained", "rules", "open", "ambiguous", "loaded with the rules", "ms")
+HEAD = ("checkpoint", "model", "explained", "rules", "guesses", "open", "ambiguous", "loaded with the rules", "ms")
 
 
 class NotHere(Exception):
@@ -560,24 +560,24 @@ def row(what: tuple[str, str]) -> tuple[str, ...]:
     try:
         pair = PAIRS[what]()
     except NotHere as missing:
-        return *what, f"not run: needs {missing}", *[""] * 5
+        return *what, f"not run: needs {missing}", *[""] * 6
     started = time.perf_counter()
     found = ms.suggest(pair.model, pair.source)
     seconds = time.perf_counter() - started
     loaded = verdict(pair, found)
     left, doubted = len(found.missing) + len(found.unused), len(found.ambiguous)
     explained = f"{found.explained} of {found.total}"
-    return *what, explained, str(len(found)), str(left), str(doubted), loaded, f"{seconds * 1000:.0f}"
+    counts = map(str, (len(found), len(found.guesses), left, doubted))
+    return *what, explained, *counts, loaded, f"{seconds * 1000:.0f}"
 
 
 def verdict(pair: Pair, found: ms.suggestion.Suggestion) -> str:
-    """How the model is after a load with the rules."""
-    if not found.complete:
-        if found.missing or found.ambiguous:
-            return "not loaded: open"
-        ms.load(pair.model, pair.source, rules=found, allow_unexpected=found.unused)
+    """How the model is after a load with the rules, guesses included."""
+    if found.missing or found.ambiguous:
+        return "not loaded: open"
+    ms.load(pair.model, pair.source, rules=found.accept_guesses(), allow_unexpected=found.unused)
+    if found.unused:
         return "loads, without what is not used"
-    ms.load(pair.model, pair.source, rules=found)
     return pair.check(pair.model) if pair.check is not None else "loads"
 
 

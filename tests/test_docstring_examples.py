@@ -229,7 +229,7 @@ SETUPS = {
     "rules.Rule": tied("nn.Linear(2, 2)", '{"Weight": torch.ones(2, 2), "BIAS": torch.ones(2)}', "old.pt"),
     "rules.Schema": SCHEMA,
     **dict.fromkeys(
-        ("suggest", "suggestion.Suggestion"),
+        ("suggest", "suggestion.Suggestion", "suggestion.Suggestion.accept_guesses", "rules.Guess"),
         'model = nn.ModuleDict({"q": nn.Linear(2, 2), "norm": nn.LayerNorm(2)})\n'
         'other = nn.ModuleDict({"query": nn.Linear(2, 2), "layer_norm": nn.LayerNorm(2)})\n'
         'path = "other_names.safetensors"\nms.save(other, path)\n',

@@ -693,6 +693,19 @@ class BadRule(Problem):
 
 
 @dataclass(frozen=True, slots=True)
+class GuessedRule(Problem):
+    """A rule that `modelstate.suggest` marks as a guess."""
+
+    title: ClassVar = "rules that are guesses, which nothing is loaded with"
+    remedy: ClassVar = (
+        "compare them with the code of both models; then take the rules out of ms.rules.Guess(...), or pass "
+        "rules=suggestion.accept_guesses()"
+    )
+    page: ClassVar = "bad-rule"
+    template: ClassVar = "{0.name}"
+
+
+@dataclass(frozen=True, slots=True)
 class NeedsModel(Problem):
     """A rule needs a model, and is applied without one."""
 

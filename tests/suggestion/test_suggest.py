@@ -257,7 +257,7 @@ def loads_right(
     model: nn.Module, state: Mapping[str, torch.Tensor], new: Mapping[str, str], found: ms.suggestion.Suggestion
 ) -> None:
     """Whatever the rules give a place in the model is what belongs there."""
-    applied = ms.rules.Rules(found).apply(state)
+    applied = ms.rules.Rules(found.accept_guesses()).apply(state)
     wanted = {new[name]: value for name, value in state.items()}
     for name, _ in model.named_parameters():
         if name in applied:
@@ -285,7 +285,7 @@ def test_it_never_guesses_wrong(given_names: tuple[dict[str, tuple[int, ...]], d
     found = ms.suggest(model, state)
     loads_right(model, state, new, found)
     opened = {*found.missing, *(name for group in found.ambiguous for name in group.names)}
-    applied = ms.rules.Rules(found).apply(state)
+    applied = ms.rules.Rules(found.accept_guesses()).apply(state)
     assert opened.isdisjoint(applied)
     assert found.explained == len(shapes) - len(opened)
 

@@ -270,7 +270,8 @@ def plan(
     def planned(model: torch.nn.Module, source: ms.Checkpoint, **options: Any) -> ms.LoadPlan:
         if suggest:
             nonlocal rules
-            options["rules"] = suggestion = ms.suggest(model, source, key=options["key"])
+            suggestion = ms.suggest(model, source, key=options["key"])
+            options["rules"] = suggestion.accept_guesses()  # a plan loads nothing
             rules = f"{suggestion}\n\n"
         return ms.plan(model, source, **options)
 

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from modelstate.rules.names import Rename as Rename
     from modelstate.rules.names import Same as Same
     from modelstate.rules.quantized import Dequantize as Dequantize
+    from modelstate.rules.rule import Guess as Guess
     from modelstate.rules.rule import Rule as Rule
     from modelstate.rules.schema import Migration as Migration
     from modelstate.rules.schema import Rules as Rules
@@ -36,6 +37,7 @@ else:
             "Copy": "modelstate.rules.names",
             "Dequantize": "modelstate.rules.quantized",
             "Fill": "modelstate.rules.names",
+            "Guess": "modelstate.rules.rule",
             "Ignore": "modelstate.rules.names",
             "Migration": "modelstate.rules.schema",
             "Multiply": "modelstate.rules.tensors",
@@ -61,6 +63,7 @@ __all__ = [
     "Copy",
     "Dequantize",
     "Fill",
+    "Guess",
     "Ignore",
     "Migration",
     "Multiply",

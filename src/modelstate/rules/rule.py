@@ -14,7 +14,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 import torch
 
 from modelstate.errors import ModelStateError, RuleError
-from modelstate.problems import BadRule, CyclicRules, NameClash, NeedsModel, Problem
+from modelstate.problems import BadRule, CyclicRules, GuessedRule, NameClash, NeedsModel, Problem
 from modelstate.rules.expression import Read, Source, values_of, why_not_plain
 from modelstate.spec import StoredTensor
 from modelstate.text_format import short_repr
@@ -305,6 +305,35 @@ class Scoped:
 
 
 @dataclass(frozen=True)
+class Guess:
+    """A rule that `modelstate.suggest` cannot be sure of. Nothing is loaded with it until its rule is taken out of it.
+
+    Args:
+        rule: the rule.
+
+    Examples:
+        >>> suggestion = ms.suggest(model, path)
+        >>> print(suggestion)
+        >>> ms.load(model, path, rules=suggestion.accept_guesses())
+    """
+
+    rule: Rule
+
+    def __repr__(self) -> str:
+        return f"Guess({self.rule!r})"
+
+    def rename(self, name: str) -> str | None:
+        return self.rule.rename(name)
+
+    def apply(self, context: RuleContext) -> None:
+        context.problems.append(GuessedRule(repr(self.rule)))
+        if hasattr(self.rule, "apply"):
+            self.rule.apply(context)
+        else:
+            rename_all(self, context)
+
+
+@dataclass(frozen=True)
 class _WantedBelow:
     """The tensors of the model below a prefix, without that prefix."""
 
@@ -449,6 +478,8 @@ def _raw(text: str) -> str:
 
 def as_code(rule: object) -> str:
     """Returns the rule as a user writes it."""
+    if isinstance(rule, Guess):
+        return f"ms.rules.Guess({as_code(rule.rule)})"
     return f"ms.rules.{rule!r}" if _is_built_in(rule) else repr(rule)
 
 

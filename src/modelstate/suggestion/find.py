@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from modelstate.planning.differences import prefixes, without_wrappers
+from modelstate.suggestion.certainty import guesses
 from modelstate.suggestion.pairing import Orientation, Pairing, Unit, buckets, match, order_is_clear, orientation, units
 from modelstate.suggestion.skeletons import Leaf, Level, Skeleton, by_convention, in_context
 from modelstate.suggestion.words import INTERLEAVED, PARTS, contradict, of_path, shared
@@ -76,6 +77,8 @@ class Findings:
     """Names of the checkpoint that certainly are transposed."""
     inferred: set[str] = field(default_factory=set)
     """Names of square tensors that are transposed because their neighbours are."""
+    guesses: set[str] = field(default_factory=set)
+    """Names of the model whose match, or whose transposition, is a guess."""
     ambiguous: list[Ambiguous] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
@@ -121,6 +124,11 @@ def find(sources: Sequence[Leaf], targets: Sequence[Leaf], slots: Slots) -> Find
         names = ", ".join(folded(interleaved))
         findings.notes.append(f"{names}: query, key and value may take turns in it, head by head; it is not cut")
     _find_transposed(findings, first, second)
+    matches = [(name, target) for target, names in findings.expected.items() for name in names]
+    is_whole = not (open_sources or open_targets or findings.ambiguous)
+    sure, conventional = ({*names} for names in findings.conventional)
+    findings.guesses |= {target for name, target in matches if (name in sure) != (target in conventional)}
+    findings.guesses |= guesses(straight_sources, straight_targets, matches, is_whole=is_whole)
     return findings
 
 
@@ -235,16 +243,19 @@ def _find_transposed(findings: Findings, first: Orientation, second: Orientation
     """Finds the pairs in which one tensor is the transpose of the other."""
     sources, targets = ({leaf.name: leaf for leaf in side} for side in (findings.sources, findings.targets))
     doubtful = []
+    findings.transposed |= {name for name, goal in findings.pairs.items() if sources[name].shape != targets[goal].shape}
+    is_mixed = bool(findings.transposed or first.transposed or second.transposed)
     for name, goal in findings.pairs.items():
-        source, target = sources[name], targets[goal]
-        if source.shape != target.shape:
-            findings.transposed.add(name)
-        elif source.is_square and source.shape[0] > 1 and name.endswith("weight"):
+        source = sources[name]
+        if name in findings.transposed:
+            continue
+        if source.is_square and source.shape[0] > 1 and name.endswith("weight"):
             here, there = first.of_square(name), second.of_square(goal)
             if None not in (here, there):
                 findings.inferred |= {name} if here != there else set()
-            elif here is True or there is True:
+            elif here is True or there is True or (is_mixed and None in (here, there)):
                 doubtful.append(name)
+    findings.guesses.update(findings.pairs[name] for name in (*findings.inferred, *doubtful))
     if doubtful:
         names = ", ".join(folded(doubtful))
         findings.notes.append(f"square, and nothing shows whether to transpose: {names}; left as they are")

@@ -22,7 +22,7 @@ from modelstate.html.page import Page, Shown
 from modelstate.planning.matching import matching_part
 from modelstate.process import gc_paused
 from modelstate.rules.names import Rename
-from modelstate.rules.rule import Entry, Rule, Template, Value, as_code
+from modelstate.rules.rule import Entry, Guess, Rule, Template, Value, as_code
 from modelstate.rules.schema import Applied, apply_rules
 from modelstate.rules.tensors import Concat, Split, Transpose
 from modelstate.spec import Stored
@@ -43,6 +43,9 @@ _SHOWN = 12
 class Suggestion(list[Rule], Shown):
     """A list of suggested rules. Printing it shows the Python code that makes them, and what stays open.
 
+    A rule is in the list as it is where names or structure leave one match. Any other rule is a
+    `modelstate.rules.Guess`, and a load with it is refused until the guesses are accepted.
+
     Examples:
         >>> suggestion = ms.suggest(model, path)
         >>> if suggestion.complete:
@@ -57,6 +60,7 @@ class Suggestion(list[Rule], Shown):
         comments: Sequence[str] = (),
         explained: int = 0,
         total: int = 0,
+        guesses: Iterable[str] = (),
         missing: Iterable[str] = (),
         unused: Iterable[str] = (),
         ambiguous: Iterable[Ambiguous] = (),
@@ -71,6 +75,8 @@ class Suggestion(list[Rule], Shown):
         """The number of names of the model that get a value, with the rules or without."""
         self.total = total
         """The number of names of the model that need a value. A tied tensor needs one under one of its names."""
+        self.guesses = tuple(guesses)
+        """Names of the model whose match is a guess, or of which it is a guess whether they are transposed."""
         self.missing = tuple(missing)
         """Names of the model without a match."""
         self.unused = tuple(unused)
@@ -80,12 +86,24 @@ class Suggestion(list[Rule], Shown):
 
     @property
     def complete(self) -> bool:
-        """Whether nothing stays open."""
-        return not (self.missing or self.unused or self.ambiguous)
+        """Whether nothing stays open, and nothing is a guess."""
+        return not (self.guesses or self.missing or self.unused or self.ambiguous)
+
+    def accept_guesses(self) -> list[Rule]:
+        """Returns the rules, with those that are guesses as any other rule.
+
+        Returns:
+            The rules for a load, once the guesses have been checked.
+
+        Examples:
+            >>> suggestion = ms.suggest(model, path)
+            >>> ms.load(model, path, rules=suggestion.accept_guesses())
+        """
+        return [rule.rule if isinstance(rule, Guess) else rule for rule in self]
 
     def __repr__(self) -> str:
         """Returns how much of the model the rules explain; `print` shows the rules."""
-        lists = ("missing", "unused", "ambiguous", "notes")
+        lists = ("guesses", "missing", "unused", "ambiguous", "notes")
         lengths = [f"{len(getattr(self, name))} {name}" for name in lists if getattr(self, name)]
         explained = f"{self.explained} of {self.total} names of the model explained"
         return f"<{type(self).__name__}: {len(self)} rules, {', '.join([explained, *lengths])}>"
@@ -109,6 +127,12 @@ class Suggestion(list[Rule], Shown):
 
     def _open(self) -> list[str]:
         lines = [f"# note: {printable(note)}" for note in self.notes]
+        if self.guesses:
+            lines += [
+                f"# names of the model whose source is a guess ({len(self.guesses)}):",
+                *_listed(self.guesses),
+                "# a load with a Guess is refused: compare both models, then use rules=suggestion.accept_guesses()",
+            ]
         if self.missing:
             lines += [f"# names of the model without a source ({len(self.missing)}):", *_listed(self.missing)]
         if self.unused:
@@ -125,12 +149,18 @@ class Suggestion(list[Rule], Shown):
         return json.dumps(
             {
                 "rules": [
-                    {"rule": as_code(rule), "names": count, "comment": comment}
+                    {
+                        "rule": as_code(rule.rule if isinstance(rule, Guess) else rule),
+                        "guess": isinstance(rule, Guess),
+                        "names": count,
+                        "comment": comment,
+                    }
                     for rule, count, comment in zip(self, self.counts, self.comments, strict=True)
                 ],
                 "complete": self.complete,
                 "explained": self.explained,
                 "total": self.total,
+                "guesses": list(self.guesses),
                 "missing": list(self.missing),
                 "unused": list(self.unused),
                 "ambiguous": [
@@ -168,8 +198,9 @@ def suggest(
 
     Nothing is loaded, no tensor's bytes are read, and the model is not changed. The result is a list of rules for
     `rules=` of `modelstate.load`. Print it and check it first: a suggestion cannot see what a tensor means, so parts
-    or elements in another order, of the same shape, look the same. If several answers are equally good, none is
-    given, and they are listed as ambiguous.
+    or elements in another order, of the same shape, look the same. Where names or structure do not leave one match, the
+    rule is a `modelstate.rules.Guess`, which a load refuses until `accept_guesses`. If several answers are equally
+    good, none is given, and they are listed as ambiguous.
 
     Args:
         model: the model, with memory or on the meta device.
@@ -188,7 +219,8 @@ def suggest(
     Examples:
         >>> suggestion = ms.suggest(model, "other_names.safetensors")
         >>> print(suggestion)
-        >>> ms.load(model, "other_names.safetensors", rules=suggestion)
+        >>> if suggestion.complete:
+        ...     ms.load(model, "other_names.safetensors", rules=suggestion)
     """
     if not isinstance(model, nn.Module):
         raise OptionError("not a model", expected="a torch.nn.Module", found=type(model).__name__)
@@ -383,6 +415,8 @@ def _reported(
 ) -> Suggestion:
     right = _right(findings, applied)
     counts = Counter(rule for name in right for rule in applied.entries[name].rules)
+    guesses = [name for name in findings.expected if name in right & findings.guesses]
+    guessed = {rule for name in guesses for rule in applied.entries[name].rules}
     filled = {id(slots.by_name[name].tensor) for name in right}
     wanted = [slot for slot in slots.tensors if slot.kind != HIDDEN]
     extra = {name for name in slots.extra if name in applied.entries}
@@ -397,11 +431,12 @@ def _reported(
     doubted = {name for group in ambiguous for name in (*group.names, *group.candidates)}
     total = len(wanted) + len(slots.extra)
     return Suggestion(
-        [commented.rule for commented in rules],
+        [Guess(commented.rule) if repr(commented.rule) in guessed else commented.rule for commented in rules],
         counts=[counts[repr(commented.rule)] for commented in rules],
         comments=[commented.comment for commented in rules],
         explained=total - len(open_names),
         total=total,
+        guesses=guesses,
         missing=[name for name in open_names if name not in doubted],
         unused=[name for name in unused if name not in doubted],
         ambiguous=ambiguous,

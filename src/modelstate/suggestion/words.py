@@ -68,7 +68,7 @@ _GENERIC_TEXT = """
 linear dense lin fc layer layers block blocks module model h net list to modules transformer projection backbone base w
 c parametrizations original
 """
-_GENERIC = frozenset(_GENERIC_TEXT.split())
+GENERIC = frozenset(_GENERIC_TEXT.split())
 """Words that hardly say which tensor it is."""
 _EXCLUSIVE = (
     {"q", "k", "v", "qkv", "kv", "interleaved", "out"},
@@ -151,7 +151,7 @@ def contradict(first: frozenset[str], second: frozenset[str]) -> bool:
 @lru_cache(maxsize=65536)
 def shared(first: frozenset[str], second: frozenset[str]) -> float:
     """Returns the score of the concepts that two names have in common."""
-    return sum(_GENERIC_SHARED if word in _GENERIC else _SHARED for word in first & second)
+    return sum(_GENERIC_SHARED if word in GENERIC else _SHARED for word in first & second)
 
 
 @lru_cache(maxsize=65536)
