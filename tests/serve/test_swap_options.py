@@ -111,6 +111,25 @@ def test_names_that_hooks_rename_may_be_missing() -> None:
     assert torch.equal(live(X), expected(X))
 
 
+def test_what_else_refers_to_a_kept_weight_follows() -> None:
+    class Listed(nn.Module):
+        def __init__(self, k: float) -> None:
+            super().__init__()
+            self.inner = layer(k, k)
+            self.tensors = [self.inner.weight, self.inner.bias]
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x @ self.tensors[0].T + self.tensors[1]
+
+    live = ms.Live(Listed(1).eval())
+    live.swap({"inner.bias": torch.full((4,), 9.0)}, allow_missing=["*.weight"])
+    assert torch.equal(live(X), layer(1, 9)(X))
+    gru = nn.GRU(4, 4).eval()
+    expected, live = gru(X)[0], ms.Live(gru)
+    live.swap({"bias_ih_l0": gru.bias_ih_l0.detach().clone()}, allow_missing=["weight_*", "bias_hh_l0"])
+    assert torch.equal(live(X)[0], expected)
+
+
 def test_first_weights_cannot_be_kept() -> None:
     with ms.skeleton():
         module = nn.Linear(4, 4)

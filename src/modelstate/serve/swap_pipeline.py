@@ -53,13 +53,12 @@ from modelstate.text_format import listed, size
 from modelstate.torch_compat.dtypes import has_finite_sum, nonfinite, short
 from modelstate.torch_compat.modules import (
     modules_of,
-    own_buffers,
-    own_parameters,
     tensors_of,
     without_state_dict_hooks,
 )
 from modelstate.torch_compat.plain import is_plain, remedies_for
 from modelstate.torch_compat.private import payload_of, storage_id, storage_of, storage_owners
+from modelstate.transaction.swap_tensors import become
 from modelstate.transaction.transaction import Transaction
 
 Buffers = Literal["carry", "reset"]
@@ -359,20 +358,11 @@ def _class_of(module: nn.Module) -> type:
 
 
 def _fill_in(module: nn.Module, values: Mapping[int, torch.Tensor]) -> None:
-    """Gives the tensors of a skeleton, by `id`, copies of other values. Ties stay ties."""
-    copies: dict[int, torch.Tensor] = {}
-    for part in modules_of(module):
-        for table in (own_parameters(part), own_buffers(part)):
-            for name, tensor in list(table.items()):
-                if tensor is None or id(tensor) not in values:
-                    continue
-                if id(tensor) not in copies:
-                    value = values[id(tensor)].detach().clone()
-                    is_parameter = isinstance(tensor, nn.Parameter)
-                    copies[id(tensor)] = nn.Parameter(value, tensor.requires_grad) if is_parameter else value
-                    if is_plain(tensor):  # the attributes of a wrapper subclass are its payload
-                        copies[id(tensor)].__dict__.update(tensor.__dict__)
-                table[name] = copies[id(tensor)]  # type: ignore[assignment]
+    """Makes copies of other values of the tensors of a skeleton, by `id`. They stay the same objects."""
+    for tensor in tensors_of(modules_of(module)):
+        value = values.get(id(tensor))
+        if value is not None:
+            become(tensor, value.detach().clone())
 
 
 def _devices_as_in(serving: nn.Module, skeleton: nn.Module) -> Callable[[torch.Tensor], torch.device] | None:
