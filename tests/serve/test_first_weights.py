@@ -148,14 +148,36 @@ def test_weights_on_meta_go_to_the_cpu_beside_real_buffers() -> None:
     assert live(X).device.type == "cpu"
 
 
-def test_what_no_swap_can_fill_is_refused() -> None:
+class Allocating(nn.Module):
+    """Allocates a buffer in the constructor, and fills it only where its parameter has memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.zeros(4, 2))
+        self.register_buffer("index", torch.empty(6, dtype=torch.long), persistent=False)
+        if not self.table.is_meta:
+            self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        self.index.copy_(torch.arange(6) % 4)
+
+    def forward(self) -> torch.Tensor:
+        return self.table[self.index]
+
+
+@pytest.mark.parametrize("make", [Net, Allocating])
+def test_what_no_swap_can_fill_is_refused(make: Callable[[], nn.Module]) -> None:
     with torch.device("meta"):
-        net = Net().eval()
-    with pytest.raises(PlanError, match=r"(?s)shift.*ms\.skeleton\(\)"):
-        ms.Live(net).swap(Net(2).state_dict())
+        module = make().eval()
+    with pytest.raises(LiveTargetError, match=r"(?s)found: (shift|index)\n.*modelstate\.skeleton\(\)"):
+        ms.Live(module)
+    with ms.skeleton():
+        module = make().eval()
+    ms.load(module, make().state_dict(), init_missing=True)
+    assert ms.Live(module).version == 1
     module = nn.Sequential(linear(1))
     module[0].constant = torch.empty(4, device="meta")
-    with pytest.raises(LiveTargetError, match=r"(?s)found: 0\.constant.*modelstate\.skeleton\(\)"):
+    with pytest.raises(LiveTargetError, match=r"(?s)found: 0\.constant\n.*init_missing=True"):
         ms.Live(module.eval())
 
 

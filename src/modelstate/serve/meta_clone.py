@@ -271,12 +271,15 @@ def check_captured_references(module: nn.Module, clone: nn.Module) -> tuple[str,
         base = next((name_of_address[address] for address in _addresses(value) if address in name_of_address), None)
         if base is not None:
             found.append(f"{path} is a view of {base}")
+    hidden = _hidden_buffer_ids(modules_of(module))
+    on_meta += [name for name, buffer in module.named_buffers() if buffer.is_meta and id(buffer) in hidden]
     if on_meta:
         raise LiveTargetError(
-            "plain attributes of the module are on the meta device, and no checkpoint has values for them",
+            "buffers or attributes of the module are on the meta device, and no checkpoint has values for them",
             where=type(module).__name__,
             found=listed(on_meta, 4),
-            remedy="build the module with `with modelstate.skeleton():`, which leaves these tensors what they are",
+            remedy="build the module with `with modelstate.skeleton():`; where the constructor only allocates them, "
+            "load before it is served: modelstate.load(module, source, init_missing=True)",
         )
     if found:
         raise LiveTargetError(

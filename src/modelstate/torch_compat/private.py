@@ -214,8 +214,8 @@ def recorded_fills() -> Iterator[dict[int, int]]:
 _UNWRITTEN = (0x7FA57FA57FA57FA5).to_bytes(8, sys.byteorder) * (8 << 10)
 """What memory contains that nothing has written to.
 
-As a float of 16 or 32 bits it is a NaN whose payload no operation makes. It is no valid boolean, and an unlikely integer
-or float of 64 bits.
+As a float of 16 or 32 bits it is a NaN whose payload no operation makes. It is no valid boolean, and an unlikely
+integer or float of 64 bits.
 """
 
 
