@@ -20,6 +20,7 @@ ModelStateError
 │   └── CombineError              (ValueError)
 ├── KeyNotFoundError              (KeyError)
 ├── ReadFailedError               (OSError)
+│   └── ServerError
 ├── ChecksumError                 (ValueError)
 ├── NothingInCommonError          (ValueError)
 ├── MissingValuesError            (ValueError)
@@ -91,6 +92,7 @@ class ErrorFields(TypedDict, total=False):
     found: object
     remedy: object
     names: Sequence[str]
+    page: str
 
 
 class ModelStateError(Exception):
@@ -106,6 +108,7 @@ class ModelStateError(Exception):
         found: what was found.
         remedy: what to do next; empty for the remedy of the class.
         names: the names of the tensors, attributes or values that are wrong.
+        page: the page about the error; empty for the page of the class.
 
     Examples:
         >>> try:
@@ -114,7 +117,7 @@ class ModelStateError(Exception):
         ...     print(error.where, error.remedy)
     """
 
-    page: ClassVar[str] = ""
+    page: str = ""
     """The page that shows the cause and the fix: `modelstate explain PAGE` prints it."""
     _class_remedy: ClassVar[str] = ""
 
@@ -132,6 +135,7 @@ class ModelStateError(Exception):
         found: object = "",
         remedy: object = "",
         names: Sequence[str] = (),
+        page: str = "",
     ) -> None:
         super().__init__(what)
         self.what = what
@@ -146,6 +150,8 @@ class ModelStateError(Exception):
         """What to do next."""
         self.names = tuple(names)
         """The names of the tensors, attributes or values that are wrong; empty where the text alone names them."""
+        if page:
+            self.page = page
 
     @property
     def has_fields(self) -> bool:
@@ -250,6 +256,10 @@ class KeyNotFoundError(ModelStateError, KeyError, page="no-such-key"):
 
 class ReadFailedError(ModelStateError, OSError, page="file-changed"):
     """An I/O error while tensors were read, or fewer bytes than when the file was opened."""
+
+
+class ServerError(ReadFailedError, page="server"):
+    """A server does not answer, or its answer cannot be used."""
 
 
 class ChecksumError(ModelStateError, ValueError, page="checksum"):

@@ -1,6 +1,8 @@
 """What cannot be read from a server: each is an error of its own, with a remedy, and without secrets."""
 
+import gzip
 import json
+import re
 import subprocess
 import sys
 import zipfile
@@ -12,12 +14,13 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import save, save_file
 
 import modelstate as ms
 from modelstate.errors import (
     DamagedFileError,
     ReadFailedError,
+    ServerError,
     SourceAccessError,
     SourceNotFoundError,
     SourceTypeError,
@@ -26,7 +29,7 @@ from modelstate.errors import (
     WriteFailedError,
 )
 from modelstate.remote import requests
-from modelstate.remote.location import Cause, failure_of, locate
+from modelstate.remote.location import Cause, _store, failure_of, locate
 from tests.proxy import FaultProxy
 from tests.remote.servers import FileServer, http_server
 
@@ -48,6 +51,16 @@ class Odd(BaseHTTPRequestHandler):
             "/forbidden": (403, {}, b""),
             "/login": (401, {}, b""),
             "/broken": (500, {}, b""),
+            "/gone": (410, {}, b""),
+            "/invalid": (400, {}, b""),
+            "/method": (405, {}, b""),
+            "/conflict": (409, {}, b""),
+            "/legal": (451, {}, b""),
+            "/unnamed": (206, {}, b"hello"),
+            "/unreadable": (206, {"Content-Range": "bytes x-y/z"}, b"hello"),
+            "/shifted": (206, {"Content-Range": "bytes 5-9/10"}, b"hello"),
+            "/gzip": (206, {"Content-Range": "bytes 0-4/5", "Content-Encoding": "gzip"}, gzip.compress(b"hello")),
+            "/gzip-whole": (200, {"Content-Encoding": "gzip"}, gzip.compress(b"hello")),
             "/text": (206, {"Content-Range": "bytes 0-4/5"}, b"hello"),
             "/short": (206, {"Content-Range": "bytes 0-4/5"}, b""),
             "/empty": (416, {}, b"") if "Range" in self.headers else (200, {}, b""),
@@ -85,6 +98,11 @@ def odd() -> Iterator[str]:
         ("login", SourceAccessError, "no credentials"),
         ("missing", SourceNotFoundError, "no such object"),
         ("broken", ReadFailedError, "answers with errors"),
+        ("gone", SourceNotFoundError, "no such object"),
+        *((name, ServerError, "rejects the request") for name in ("invalid", "method", "conflict", "legal")),
+        *((name, SourceTypeError, "which part") for name in ("unnamed", "unreadable", "shifted")),
+        ("gzip", SourceTypeError, "compresses"),
+        ("gzip-whole", SourceTypeError, "compresses"),
         ("text", UnknownFormatError, "a text file"),
         ("short", ReadFailedError, "sends no bytes"),
         ("empty", TruncatedFileError, "the file is empty"),
@@ -100,6 +118,88 @@ def test_each_answer_is_an_error_of_its_own(
     assert raised.value.remedy
     assert raised.value.remedy.startswith("try again") == (name in ("broken", "short"))
     assert "word" not in str(raised.value)
+
+
+@pytest.mark.parametrize("encoding", ["gzip", "br", "zstd", "deflate"])
+def test_a_tensor_is_not_taken_from_compressed_bytes(encoding: str) -> None:
+    weight = torch.zeros(256, 256)
+    data = save({"w": weight})
+    asked: list[str] = []
+
+    class Compresses(BaseHTTPRequestHandler):
+        """Sends the header of the file as it is, and everything else compressed."""
+
+        protocol_version = "HTTP/1.1"
+
+        def do_GET(self) -> None:
+            match = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers["Range"])
+            assert match
+            asked.append(match[0])
+            start, end = int(match[1]), min(int(match[2]), len(data) - 1)
+            body = data[start : end + 1]
+            self.send_response_only(206)
+            if start:
+                body = gzip.compress(body)
+                self.send_header("Content-Encoding", encoding)
+            self.send_header("ETag", '"one"')
+            self.send_header("Content-Range", f"bytes {start}-{end}/{len(data)}")
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: object) -> None:
+            """Writes nothing."""
+
+    model = torch.nn.ParameterDict({"w": torch.ones(256, 256)})
+    with http_server(Compresses) as url:
+        with pytest.raises(ServerError, match="compresses") as raised:
+            ms.load(model, f"{url}/x.safetensors")
+        assert len(asked) == len({*asked})  # nothing was asked for again
+        assert encoding in raised.value.found
+        checkpoint = ms.open(f"{url}/x.safetensors")
+        with pytest.raises(ServerError, match="compresses"):
+            checkpoint.tensor("w")
+    assert bool((model["w"] == 1).all())
+
+
+def test_an_encoding_that_leaves_the_bytes_alone(s3_client: Any, bucket: str) -> None:
+    """As an upload of botocore to a server that stores its header."""
+    s3_client().put_object(
+        Bucket=bucket, Key="x.safetensors", Body=save({"w": torch.ones(4)}), ContentEncoding="aws-chunked"
+    )
+    assert torch.equal(ms.open(f"s3://{bucket}/x.safetensors").tensor("w"), torch.ones(4))
+    s3_client().put_object(Bucket=bucket, Key="y.safetensors", Body=save({"w": torch.ones(4)}), ContentEncoding="gzip")
+    with pytest.raises(SourceTypeError, match="compresses"):
+        ms.open(f"s3://{bucket}/y.safetensors")
+
+
+def test_errors_of_servers_name_the_page_about_servers(
+    proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch, odd: str
+) -> None:
+    monkeypatch.setattr(requests, "RETRIES", 0)
+    monkeypatch.setattr(requests, "FIRST_WAIT", timedelta(milliseconds=1))
+    _store.cache_clear()
+    missing = "s3://there-is-no-such-bucket/x"
+    for call in (
+        lambda: ms.open("http://127.0.0.1:9/x.safetensors"),
+        lambda: ms.open(f"{odd}/forbidden"),
+        lambda: ms.open(f"{odd}/broken"),
+        lambda: ms.open(missing),
+        lambda: ms.open(f"{missing}.safetensors"),
+        lambda: ms.verify(f"{missing}/"),
+        lambda: ms.Store(missing).steps(),
+        lambda: ms.Store(missing).open("model"),
+        lambda: ms.save(torch.nn.Linear(2, 2), f"{missing}.safetensors"),
+    ):
+        with pytest.raises(ms.ModelStateError) as raised:
+            call()
+        assert raised.value.page == "server"
+        assert "modelstate explain server" in str(raised.value)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+    for source in ("s3://bucket/x.safetensors", "s3://bucket/x/"):
+        with pytest.raises(ServerError, match="does not answer"):
+            ms.open(source)
+    _store.cache_clear()
 
 
 @pytest.mark.slow

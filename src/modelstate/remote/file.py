@@ -8,6 +8,7 @@ arrived are kept, and the rest is requested again.
 from __future__ import annotations
 
 import hashlib
+import re
 import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -16,8 +17,10 @@ from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from modelstate.errors import (
+    ModelStateError,
     OpenError,
     ReadFailedError,
+    ServerError,
     SourceAccessError,
     SourceNotFoundError,
     SourceTypeError,
@@ -28,6 +31,7 @@ from modelstate.remote import requests
 from modelstate.remote.cache import BLOCK_BYTES, Cache
 from modelstate.remote.hub import files_of
 from modelstate.remote.location import (
+    DOWNLOAD,
     Cause,
     Failure,
     Location,
@@ -56,6 +60,8 @@ _MOST_BLOCKS = 64
 """Parts of headers that are kept beside the first one: readers go through a file in order."""
 _CHUNK_BYTES = 256 << 10
 """The memory that a reply needs on its way to its destination."""
+_COMPRESSION = re.compile(r"gzip|deflate|\bbr\b|zstd|compress", re.IGNORECASE)
+"""The encodings that change the bytes of an object. Others, such as aws-chunked, name what a client has sent."""
 _LEAST_ADDRESS_SECONDS = 1.0
 """For how long an address of the hub is valid at least: a file that is refused sooner is not asked for again."""
 
@@ -215,7 +221,7 @@ class RemoteFile:
                 end = min(end, self.version.nbytes)
                 if start == before and start < end:
                     if tries >= requests.RETRIES:
-                        raise ReadFailedError(
+                        raise ServerError(
                             "the server sends no bytes",
                             where=f"{self.path}, byte {start}",
                             expected=f"{end - start:,} bytes",
@@ -225,7 +231,7 @@ class RemoteFile:
                     wait_to_retry(tries)
                     tries += 1
             except Exception as error:
-                if isinstance(error, ReadFailedError):
+                if isinstance(error, ModelStateError):
                     raise
                 failure = failure_of(error, self.location)
                 refusals = (Cause.REFUSED, Cause.NO_CREDENTIALS, Cause.EXPIRED)
@@ -249,6 +255,7 @@ class RemoteFile:
         yield from chunks(result.stream(min_chunk_size=_CHUNK_BYTES))
 
     def _check(self, result: GetResult) -> None:
+        self._check_encoding(result)
         meta = result.meta
         modified_ns = int(meta["last_modified"].timestamp()) * 1_000_000_000
         found = Version(meta["size"], modified_ns, meta["e_tag"] or "")
@@ -268,6 +275,15 @@ class RemoteFile:
                 remedy="open the checkpoint again, when nothing writes to it any more",
             )
 
+    def _check_encoding(self, result: GetResult) -> None:
+        """Raises an error for an answer that is compressed: its bytes are not those of the object."""
+        encoding = str(result.attributes.get("Content-Encoding", ""))
+        if _COMPRESSION.search(encoding):
+            failure = Failure(Cause.COMPRESSED, f"Content-Encoding: {encoding[:60]}", DOWNLOAD)
+            if self._pinned is None:
+                raise _open_error(failure, self.path)
+            raise ServerError(failure.cause.value, where=self.path, found=failure.found, remedy=failure.remedy)
+
     def _is_new_address(self, refused: ObjectStore) -> bool:
         """Asks the hub where the file is now, unless another thread has: the signature of an address expires."""
         if self._pinned is None or self.location.scheme != "hf":
@@ -283,18 +299,21 @@ class RemoteFile:
             return True
 
     def _error(self, failure: Failure, offset: int) -> Exception:
-        if self._pinned is None and failure.cause is Cause.NO_SUCH_RANGE and self._is_empty():
-            return _EmptyError()
+        if self._pinned is None and failure.cause is Cause.NO_SUCH_RANGE:
+            if self._is_empty():
+                return _EmptyError()
+            failure = Failure(Cause.NO_RANGES, failure.found, DOWNLOAD)
         is_open = self._pinned is not None
         where = f"{self.path}, byte {offset}" if is_open else self.path
         if is_open:
-            what, remedy = "reading failed", failure.remedy
-            if failure.cause is Cause.CHANGED:
-                what = "the object has changed since it was opened"
+            what, remedy = f"reading failed: {failure.cause.value}", failure.remedy
+            kind: type[ReadFailedError] = ServerError
+            if failure.cause in (Cause.CHANGED, Cause.NO_SUCH_RANGE):
+                what, kind = "the object has changed since it was opened", ReadFailedError
             elif failure.cause in (Cause.NO_OBJECT, Cause.NO_BUCKET):
-                what = "the object has been removed since it was opened"
+                what, kind = "the object has been removed since it was opened", ReadFailedError
                 remedy = "open the checkpoint again, or another one: what wrote or cleans up there has removed this one"
-            return ReadFailedError(what, where=where, found=failure.found, remedy=remedy)
+            return kind(what, where=where, found=failure.found, remedy=remedy)
         if failure.cause is Cause.NO_RANGES and (page := self._page()):
             return page
         return _open_error(failure, self.path)
@@ -311,13 +330,16 @@ class RemoteFile:
         self._pinned = Version(0, int(meta["last_modified"].timestamp()) * 1_000_000_000, meta["e_tag"] or "")
         return True
 
-    def _page(self) -> UnknownFormatError | None:
-        """The error for a web page in place of a file; None where the server sends something else."""
+    def _page(self) -> OpenError | None:
+        """The error for a web page or for a compressed file in place of a file; None for something else."""
         import obstore
 
         try:
             reply = call(obstore.get_async, self._store, self._key)
+            self._check_encoding(reply)
             kind = str(reply.attributes.get("Content-Type", ""))
+        except SourceTypeError as error:
+            return error
         except Exception:
             return None  # the first answer is the error
         if not kind.startswith("text/html"):
@@ -349,6 +371,8 @@ _ERRORS: dict[Cause, type[OpenError]] = {
     Cause.EXPIRED: SourceAccessError,
     Cause.CLOCK: SourceAccessError,
     Cause.NO_RANGES: SourceTypeError,
+    Cause.OTHER_RANGE: SourceTypeError,
+    Cause.COMPRESSED: SourceTypeError,
     Cause.REDIRECTED: SourceTypeError,
     Cause.REDIRECTED_TOO_OFTEN: SourceTypeError,
     Cause.OTHER_REGION: SourceAccessError,
@@ -356,8 +380,9 @@ _ERRORS: dict[Cause, type[OpenError]] = {
 
 
 def _open_error(failure: Failure, where: str) -> OpenError | ReadFailedError:
-    kind = _ERRORS.get(failure.cause, ReadFailedError)
-    return kind(failure.cause.value, where=where, found=failure.found, remedy=failure.remedy)
+    kind = _ERRORS.get(failure.cause, ServerError)
+    page = "" if failure.cause is Cause.NO_OBJECT else ServerError.page
+    return kind(failure.cause.value, where=where, found=failure.found, remedy=failure.remedy, page=page)
 
 
 def _scatter(buffers: Sequence[memoryview], done: int, chunk: Any) -> None:

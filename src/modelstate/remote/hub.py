@@ -14,7 +14,14 @@ from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import Any, NamedTuple, TypeVar
 
-from modelstate.errors import PackageError, ReadFailedError, SourceAccessError, SourceNotFoundError, SourceTypeError
+from modelstate.errors import (
+    PackageError,
+    ReadFailedError,
+    ServerError,
+    SourceAccessError,
+    SourceNotFoundError,
+    SourceTypeError,
+)
 from modelstate.remote import requests
 
 _URL = re.compile(r"hf://(?P<name>[\w.-]+/[\w.-]+)(?:@(?P<revision>[^/]+))?(?:/(?P<file>.*))?", re.DOTALL)
@@ -222,7 +229,7 @@ def _hub_errors(wanted: HubFile) -> Iterator[None]:
                 found=str(error).partition("\n")[0][:200],
                 remedy="hf auth login, or set HF_TOKEN to a valid token with the right to read the repository",
             ) from error
-        raise ReadFailedError(
+        raise ServerError(
             "the hub does not answer",
             where=wanted.url,
             found=str(error).partition("\n")[0][:200],

@@ -369,14 +369,22 @@ class Cause(Enum):
     CHANGED = "the object is not the one that was expected"
     EXISTS = "there is an object already"
     NO_RANGES = "the server answers with the whole object where a part was asked for"
+    OTHER_RANGE = "the server does not say which part of the object it sends, or sends another than was asked for"
+    COMPRESSED = "the server compresses what it sends, so that a part of it is not a part of the object"
     NO_SUCH_RANGE = "the object is shorter"
     REDIRECTED = "the server redirects to no address, or to one of another scheme"
     REDIRECTED_TOO_OFTEN = "the server redirects too often, which may be a loop"
     OTHER_REGION = "the bucket is in another region"
     CUT = "the answer of the server is cut short"
+    REJECTED = "the server rejects the request"
     FAILED = "the server does not answer, or answers with errors"
 
 
+DOWNLOAD = "open the URL in a browser, to see what the server sends; or download the file first"
+_OTHER_RANGE = re.compile(r"Requested \d+\.\.\d+, got ")
+_REJECTED = "check the address and the settings of the server: the same request will be rejected again"
+_PASSING = (408, 423, 425, 429)
+"""The statuses from 400 to 499 that may be others when a request is repeated."""
 _REDIRECTIONS = (301, 302, 303, 307, 308)
 _CLOCK_CODES = ("RequestTimeTooSkewed", "RequestInTheFuture")
 _EXPIRED_CODES = ("ExpiredToken", "ExpiredTokenException", "RequestExpired")
@@ -415,6 +423,12 @@ def failure_of(error: BaseException, location: Location) -> Failure:
         return Failure(Cause.CLOCK, found, "set the clock, such as by timedatectl set-ntp true, and try again")
     if code in _EXPIRED_CODES:
         return Failure(Cause.EXPIRED, found, f"get new ones: {login}")
+    if "Content-Range" in text or "CONTENT_RANGE" in text or _OTHER_RANGE.search(text):
+        return Failure(Cause.OTHER_RANGE, found, DOWNLOAD)
+    if status == 410:
+        return Failure(Cause.NO_OBJECT, found, "it was there once: ask who runs the server for its address now")
+    if status == 405 or (status == 409 and "performing GET" in text):
+        return Failure(Cause.REJECTED, found, _REJECTED)
     match error:
         case FileNotFoundError():
             return Failure(Cause.NO_OBJECT, found, "check the name; names are case-sensitive")
@@ -427,8 +441,7 @@ def failure_of(error: BaseException, location: Location) -> Failure:
         case exceptions.AlreadyExistsError():
             return Failure(Cause.EXISTS, found, "overwrite=True replaces it")
         case exceptions.NotSupportedError():
-            remedy = "open the URL in a browser, to see what the server sends; or download the file first"
-            return Failure(Cause.NO_RANGES, found, remedy)
+            return Failure(Cause.NO_RANGES, found, DOWNLOAD)
     if "builder error" in text or "URL scheme is not allowed" in text:
         return Failure(Cause.REDIRECTED, found, "give the address that it redirects to, if you trust it")
     if "error following redirect" in text:
@@ -446,6 +459,8 @@ def failure_of(error: BaseException, location: Location) -> Failure:
         return Failure(Cause.OTHER_REGION, found, "set AWS_REGION to the region of the bucket")
     if is_region or status in _REDIRECTIONS:  # to what the client cannot follow, such as file:///x
         return Failure(Cause.REDIRECTED, found, "ask who runs the server for the address of the file")
+    if 400 <= status < 500 and status not in _PASSING:
+        return Failure(Cause.REJECTED, found, _REJECTED)
     return Failure(Cause.FAILED, found, "try again; check the address and the network")
 
 

@@ -20,7 +20,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from modelstate.errors import SaveTargetError, TargetExistsError, WriteFailedError
+from modelstate.errors import SaveTargetError, ServerError, TargetExistsError, WriteFailedError
 from modelstate.remote.location import Cause, Location, ObjectInfo, failure_of, listed_below, store_of
 from modelstate.remote.requests import call, cleanup, pause
 
@@ -373,4 +373,5 @@ def _failed(location: Location, error: BaseException, what: str = "the object ca
         where=location.url,
         found=failure.found,
         remedy=failure.remedy,
+        page=ServerError.page,
     )

@@ -24,6 +24,7 @@ from modelstate.errors import (
     OptionError,
     RanksDifferError,
     ReadFailedError,
+    ServerError,
     SourceNotFoundError,
     StepNotFoundError,
 )
@@ -345,9 +346,7 @@ class StepIndex:
             return []
         except OSError as error:
             if isinstance(error, ModelStateError):  # of a bucket
-                raise ReadFailedError(
-                    error.what, where=self.directory, found=error.found, remedy=error.remedy
-                ) from error
+                raise ServerError(error.what, where=self.directory, found=error.found, remedy=error.remedy) from error
             remedy = remedy_for_limit(error)
             if isinstance(error, PermissionError):
                 remedy = "ask the owner of the directory for the permissions to list and to search it"
