@@ -98,7 +98,11 @@ def convert(
         report = LoadReport(
             target=type(conversion.root).__name__,
             source="",
-            notes=(*conversion.notes, *(conversion.overflows.notes() if conversion.overflows is not None else ())),
+            notes=(
+                *conversion.notes,
+                *transaction.notes,
+                *(conversion.overflows.notes() if conversion.overflows is not None else ()),
+            ),
             slots=len(conversion.slots.tensors),
             seconds=time.perf_counter() - started,
             peak_memory_bytes=conversion.peak_bytes,

@@ -550,7 +550,7 @@ def _execute(
     return LoadReport(
         target=facts.target,
         source=facts.source,
-        notes=(*notes, *(staging.overflows.notes() if staging.overflows.counts else ())),
+        notes=(*notes, *transaction.notes, *(staging.overflows.notes() if staging.overflows.counts else ())),
         slots=facts.slots,
         seconds=time.perf_counter() - load_options.started,
         peak_memory_bytes=staging.held.peak_bytes,

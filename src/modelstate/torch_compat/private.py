@@ -211,6 +211,23 @@ def recorded_fills() -> Iterator[dict[int, int]]:
         yield found
 
 
+def drop_frozen_code() -> list[str]:
+    """Drops everything that `torch.compile` has compiled, where it may have made constants of weights.
+
+    Inductor imports a module for that when `torch._inductor.config.freezing` is on for the first time. It does not say
+    which code has which weights.
+
+    Returns:
+        A note for a report; none where nothing is dropped.
+    """
+    if "torch._inductor.freezing" not in sys.modules:
+        return []
+    import torch._dynamo
+
+    torch._dynamo.reset()
+    return ["torch.compile has frozen weights: all compiled code is dropped, and compiled again at the next call"]
+
+
 _UNWRITTEN = (0x7FA57FA57FA57FA5).to_bytes(8, sys.byteorder) * (8 << 10)
 """What memory contains that nothing has written to.
 

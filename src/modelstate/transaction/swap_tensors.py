@@ -10,7 +10,14 @@ from torch import nn
 from modelstate.errors import OptionError, SwapError
 from modelstate.process import deferred_signals
 from modelstate.torch_compat.plain import has_dispatch, is_plain
-from modelstate.torch_compat.private import is_transforming, keep_hooks, slots_of_class, swap_impl, without_modes
+from modelstate.torch_compat.private import (
+    drop_frozen_code,
+    is_transforming,
+    keep_hooks,
+    slots_of_class,
+    swap_impl,
+    without_modes,
+)
 from modelstate.transaction.object_snapshot import set_grad
 from modelstate.transaction.references import holders_of
 
@@ -256,6 +263,7 @@ def swap_tensors(a: torch.Tensor, b: torch.Tensor) -> None:
                 found=f"{type(a).__name__} and {type(b).__name__}: {error}",
                 remedy="clone the tensor, and use the clone from now on",
             ) from error
+        drop_frozen_code()
 
 
 def check_slots(a: torch.Tensor, b: torch.Tensor) -> None:

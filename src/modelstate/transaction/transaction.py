@@ -32,6 +32,7 @@ from modelstate.text_format import listed
 from modelstate.torch_compat.modules import modules_of, own_buffers, own_parameters
 from modelstate.torch_compat.plain import has_dispatch
 from modelstate.torch_compat.private import (
+    drop_frozen_code,
     leave_mode,
     payload_of,
     storage_id,
@@ -85,6 +86,8 @@ class Transaction:
         """All writes, in order; those that have run are `done`."""
         self.used_storages: set[int] = set()
         """The `storage_id` of each storage that model code has used, of the model or not."""
+        self.notes: list[str] = []
+        """What a report says of the commit."""
         self.armed = False
         """Whether model code may have run, so that `ObjectSnapshot` has recorded the objects."""
         self._lock: exclusive | None = None
@@ -152,6 +155,7 @@ class Transaction:
                     write.done = True
             for function in last:
                 function()
+            self.notes += drop_frozen_code()
             self._end()
 
     def rollback(self) -> None:
