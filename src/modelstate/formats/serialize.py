@@ -66,7 +66,8 @@ class SerializedState:
         """Returns what stands for each value that is no tensor, by its name; the names begin with `path`."""
         prefix = f"{path}." if path else ""
         named = {f"{prefix}{name}": value for name, value in self.extra.items()}
-        for key in ("aliases", "subclasses", "versions", "extra_tensors", "attached"):
+        named |= {f"tied names of {path or 'tensors'}": self.aliases, "extra=": self.attached}
+        for key in ("subclasses", "versions", "extra_tensors"):
             named[f"the {key} of {path or 'the state'}"] = getattr(self, key)
         return named | dict(_values_of(self.tree, path))
 

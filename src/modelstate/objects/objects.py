@@ -16,15 +16,15 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from modelstate.checkpoint.checkpoint import Checkpoint, join
-from modelstate.errors import ModelStateError, ObjectStateError, OptimizerStateError, OptionError
-from modelstate.formats.tree import is_container, items_of, same_value
+from modelstate.errors import KeyNotFoundError, ModelStateError, ObjectStateError, OptimizerStateError, OptionError
+from modelstate.formats.tree import is_container, items_of, same_value, subtree
 from modelstate.objects.loaders import load_state, own_generator, state_of
 from modelstate.objects.optimizer_state import optimizer_state
 from modelstate.objects.parts import Kind, Part
 from modelstate.objects.whole_optimizer import WholeOptimizer, is_saved_whole, is_whole, optimizers_within
 from modelstate.planning.recorder import ModuleContainer
 from modelstate.text_format import listed, short_repr
-from modelstate.torch_compat.modules import broadcast_buffers, tensors_of, unwrapped
+from modelstate.torch_compat.modules import broadcast_buffers, names_not_loaded, tensors_of, unwrapped
 from modelstate.torch_compat.modules import modules_of as modules_within
 from modelstate.torch_compat.sharding import reshard
 from modelstate.torch_compat.values import set_version_metadata
@@ -96,7 +96,9 @@ def _state_of(path: str, target: Target, modules: nn.Module | None) -> object:
             case Kind.VALUE:
                 return target.obj
             case Kind.MODULE:
-                return target.obj.state_dict()
+                state = target.obj.state_dict()
+                check_loadable(path, target.obj, state)
+                return state
             case Kind.OPTIMIZER:
                 assert modules is not None
                 if is_saved_whole(target.obj):
@@ -106,6 +108,19 @@ def _state_of(path: str, target: Target, modules: nn.Module | None) -> object:
                 return target.obj.get_state()
             case _:
                 return state_of(target.obj)
+
+
+def check_loadable(path: str, module: nn.Module, state: object) -> None:
+    """Raises `ObjectStateError` where the `state_dict()` of a module has names that nothing of it would load."""
+    names = names_not_loaded(module, state) if isinstance(state, Mapping) else []
+    if names:
+        raise ObjectStateError(
+            "the module's own state_dict gives names that nothing of the module loads, so it could not be restored",
+            where=path,
+            found=listed(names),
+            remedy="override load_state_dict, too, so that it takes them; of an extra state, set_extra_state. Or save "
+            "the state dict, which a restore returns as a value: model.state_dict() in place of the model",
+        )
 
 
 def targets_of(objects: Mapping[str, object]) -> dict[str, Target]:
@@ -288,9 +303,12 @@ def combined_checkpoint(checkpoints: Mapping[str, Checkpoint]) -> Checkpoint:
     tree: OrderedDict[str, object] = OrderedDict()
     versions: dict[str, object] = {}
     for path, checkpoint in checkpoints.items():
-        whole, flat = checkpoint.contents.tree, checkpoint.flat
-        nested = not checkpoint.key and is_container(whole)
-        for name, node in items_of(whole) if nested else (*flat.tensors.items(), *flat.values.items()):
+        flat = checkpoint.flat
+        whole: object = None
+        with suppress(KeyNotFoundError):  # the key ends within a name
+            whole = subtree(checkpoint.contents.tree, checkpoint.key, checkpoint.source)
+        items = items_of(whole) if is_container(whole) else (*flat.tensors.items(), *flat.values.items())
+        for name, node in items:
             tree[f"{path}.{name}"] = node
         for name, version in (checkpoint.versions or {}).items():
             versions[f"{path}.{name}" if name else path] = version

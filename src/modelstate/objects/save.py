@@ -19,7 +19,7 @@ from modelstate.distributed.writing import PLANNING
 from modelstate.errors import SaveTargetError, UnsavableError
 from modelstate.formats.writing import check_both
 from modelstate.io.atomic import LOCK_TIMEOUT_SECONDS
-from modelstate.objects.objects import capture, holds_stateful, targets_of, tensors_within
+from modelstate.objects.objects import capture, check_loadable, holds_stateful, targets_of, tensors_within
 from modelstate.problems import GATHER
 from modelstate.torch_compat.modules import state_dict_of, unwrapped
 
@@ -146,7 +146,10 @@ def save_with(
 def _tree_of(state: object) -> Mapping[Any, object]:
     if isinstance(state, Mapping) and holds_stateful(state):
         return _nested({path: part.tree for path, part in capture(targets_of(state)).items()})
-    tree = state_dict_of(unwrapped(state)) if isinstance(state, nn.Module) else state
+    tree: Any = state
+    if isinstance(state, nn.Module):
+        tree = state_dict_of(unwrapped(state))
+        check_loadable(type(state).__name__, unwrapped(state), tree)
     if isinstance(tree, Mapping):
         return tree
     is_class = isinstance(state, type)

@@ -19,7 +19,7 @@ from modelstate.rules.known import WRAPPERS
 from modelstate.rules.names import Prefix, Rename
 from modelstate.rules.rule import Rule, as_code
 from modelstate.text_format import count
-from modelstate.torch_compat.modules import named_modules_of
+from modelstate.torch_compat.modules import has_own_load, named_modules_of
 
 Shape = tuple[int, ...] | None
 _MOST_HEADS = 12
@@ -128,8 +128,10 @@ def wrapper_rule(
     if model is not None:
         of_model = named_modules_of(model)
         above = {prefix[:-1] for place in modules.values() for prefix in prefixes(place)} | {""}
-        if any(path in of_model and loads_names_itself(of_model[path]) for path in above):
-            return None  # a module at or above a wrapper may change the meaning of names while it loads
+        is_wrapped = any(map(_has_wrapper, modules.values()))
+        for module in (of_model[path] for path in above if path in of_model):
+            if loads_names_itself(module) or (is_wrapped and has_own_load(module)):
+                return None  # a module at or above a wrapper may change the meaning of names while it loads
     return rule
 
 

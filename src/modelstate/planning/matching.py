@@ -22,6 +22,7 @@ from modelstate.formats.construct import refusal
 from modelstate.formats.tree import refused_in
 from modelstate.planning.differences import Rewrapped, prefixes, without_wrappers, wrapper_rule
 from modelstate.planning.initialise import Initialisers
+from modelstate.planning.recorder import outermost, own_names
 from modelstate.planning.transforms import ModuleTransform, Pairs, Transform
 from modelstate.problems import IdlePattern, Problem
 from modelstate.process import cached_attribute
@@ -32,7 +33,7 @@ from modelstate.rules.transformers_mapping import from_transformers, is_transfor
 from modelstate.spec import Stored, StoredTensor, StoredTensors
 from modelstate.text_format import count, short_repr
 from modelstate.torch_compat.dtypes import floating_dtype
-from modelstate.torch_compat.modules import unwrapped
+from modelstate.torch_compat.modules import has_own_load, has_own_state_dict, unwrapped
 from modelstate.torch_compat.plain import is_fake
 from modelstate.torch_compat.private import is_faking, is_transforming
 from modelstate.transaction.slots import HIDDEN, Slots
@@ -215,6 +216,14 @@ class ModelSchemaView:
     model: nn.Module
     slots: Slots
 
+    def names(self) -> set[str]:
+        """Returns the names of the slots; of a module that saves and loads its state itself those that it saves."""
+        names = {*self.slots.by_name, *self.slots.extra, *self.slots.lazy}
+        for prefix, module in outermost(self.model):
+            if has_own_load(module) and has_own_state_dict(module) and (own := own_names(module)):
+                names = {name for name in names if not name.startswith(prefix)}.union(prefix + name for name in own)
+        return names
+
     @cached_attribute
     def initialisers(self) -> Initialisers:
         """What initialises the tensors of the model."""
@@ -379,7 +388,7 @@ def match(checkpoint: Checkpoint, asked: Options, view: ModelSchemaView) -> Matc
     the errors of rules.
     """
     slots = view.slots
-    part, options = select_part(checkpoint, asked, lambda: {*slots.by_name, *slots.extra, *slots.lazy})
+    part, options = select_part(checkpoint, asked, view.names)
     rest = 0 if part is checkpoint or options.key is not None else len(checkpoint) - len(part)
     notes = [f"not loaded: {count(rest, 'tensor')} of other parts of the checkpoint"] if rest else []
     applied, names, fits_in_part = Applied(entries_of(part)), slots.by_name.keys(), False
@@ -395,8 +404,10 @@ def match(checkpoint: Checkpoint, asked: Options, view: ModelSchemaView) -> Matc
     rules, before_wrappers = options.rules, dict[str, str]()
     if not applied.entries.keys() <= names:
         given = [name for name, entry in applied.entries.items() if entry.sources]
-        wanted = {*names, *slots.extra, *slots.lazy}
-        wrappers = wrapper_rule(given, wanted, view.model, kept_names=applied.entries.keys() - given)
+        kept = applied.entries.keys() - given
+        wrappers = wrapper_rule(given, view.names(), view.model, kept_names=kept)
+        if wrappers is None:
+            wrappers = wrapper_rule(given, {*names, *slots.extra, *slots.lazy}, view.model, kept_names=kept)
         if wrappers is not None:
             applied, before_wrappers = _rewrapped(applied, wrappers)
             rules = (*rules, wrappers)

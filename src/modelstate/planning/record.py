@@ -15,13 +15,14 @@ from torch.nn.parameter import is_lazy
 from modelstate.checkpoint.checkpoint import Checkpoint
 from modelstate.errors import ModelStateError, StalePlanError
 from modelstate.formats.sharded import other_shards
+from modelstate.formats.tree import leaves
 from modelstate.planning.assignment import Assignment
 from modelstate.planning.differences import adapter_names, one_prefix, prefixes
 from modelstate.planning.matching import Patterns, StoredEntries
 from modelstate.planning.plain_table import PlainTable, bound_tables
 from modelstate.planning.plan import LoadPlan, Step
 from modelstate.planning.preparation import Preparation
-from modelstate.planning.recorder import IncompatibleKeys, ModuleContainer, walk
+from modelstate.planning.recorder import IncompatibleKeys, outermost, walk
 from modelstate.problems import (
     Complaint,
     IdlePattern,
@@ -43,11 +44,14 @@ from modelstate.spec import StoredComposite
 from modelstate.text_format import listed
 from modelstate.torch_compat.dtypes import short
 from modelstate.torch_compat.modules import (
+    changes_state,
     needs_protocol,
     overrides_loading,
     runs_loading_code,
+    state_dict_of,
 )
 from modelstate.torch_compat.plain import is_plain, is_quantized
+from modelstate.torch_compat.private import storage_id
 from modelstate.transaction.slots import HIDDEN, PARAMETER, Slot, Slots, compare_names, slots_of
 
 _FITS_IN_PART = (
@@ -75,6 +79,7 @@ def record(preparation: Preparation) -> None:
                 sink=preparation,
                 outcome=outcome,
                 nested=preparation.incoming.nested_values(),
+                calls_own=True,
             )
     else:
         common, outcome.missing, outcome.unexpected = compare_names(slots, names, preparation.take_plain())
@@ -82,7 +87,7 @@ def record(preparation: Preparation) -> None:
             for name in common:
                 value = preparation.incoming[name]
                 preparation.tensor(name, slots.by_name[name].tensor, value, None, outcome.errors)
-    preparation.notes += _notes_of_overrides(preparation.model)
+    preparation.notes += [f"{type(module).__name__}: its own load_state_dict was called" for module in outcome.called]
     if any(slot.tensor.is_meta for slot in slots.tensors):
         preparation.notes += _notes_of_attributes(slots)
     preparation.problems += _scripted_on_meta(slots)
@@ -95,19 +100,6 @@ def record(preparation: Preparation) -> None:
     if matched.fits_in_part and not preparation.problems:
         preparation.problems.append(Complaint("", _FITS_IN_PART))
     preparation.settle()
-
-
-def _notes_of_overrides(model: nn.Module) -> list[str]:
-    """Notes the methods that `model.load_state_dict` would call and the protocol does not."""
-    if isinstance(model, ModuleContainer):
-        return [note for child in model.children() for note in _notes_of_overrides(child)]
-    if getattr(model.load_state_dict, "__func__", None) is nn.Module.load_state_dict:
-        return []
-    name = type(model).__name__
-    return [
-        f"{name} overrides load_state_dict, which is not called: of the code of {name}, a load calls hooks and "
-        "_load_from_state_dict"
-    ]
 
 
 def _notes_of_attributes(slots: Slots) -> list[str]:
@@ -278,11 +270,12 @@ class _Coverage:
         missing = [
             name for name in dict.fromkeys(self.outcome.missing) if not self._is_filled(name) and name not in misfits
         ]
-        allowed = {name for name in missing if self.may_miss.allow(name)}
+        left_out = self._left_out(missing)
+        allowed = left_out.union(name for name in missing if self.may_miss.allow(name))
         of_quantized = self._quantized([name for name in missing if name not in allowed])
         missing = [name for name in missing if name not in {problem.name for problem in problems}]
         unexpected = [name for name in self._unexpected() if name not in of_quantized]
-        has_matches = bool(self.preparation.filled or self.preparation.uninitialised)
+        has_matches = bool(self.preparation.filled or self.preparation.uninitialised or self.outcome.called)
         initialised = self._initialised(missing, allowed) if self.preparation.options.init_missing else {}
         problems += self._differences([name for name in missing if name not in allowed], unexpected)
         problems += [Complaint("", message) for message in self.outcome.errors]
@@ -304,8 +297,25 @@ class _Coverage:
             self._note(self.preparation.uninitialised, "stay uninitialised, as they were when the checkpoint was saved")
         for how in dict.fromkeys(initialised.values()):
             self._note([name for name in initialised if initialised[name] == how], f"initialised by {how}")
-        if left := allowed - initialised.keys():
+        if left := allowed - initialised.keys() - left_out:
             self._note(left, "left as they are, as allowed by allow_missing")
+        if left_out:
+            self._note(left_out, "left as they are: the model's own state_dict leaves them out")
+
+    def _left_out(self, missing: Sequence[str]) -> set[str]:
+        """Returns the missing tensors of the model that its own code keeps out of its state dict."""
+        slots, left_out = self.preparation.slots.by_name, set[str]()
+        for path, module in outermost(self.preparation.model) if missing else ():
+            own = [name for name in missing if name in slots and name.startswith(path)]
+            if own and changes_state(module):
+                state = dict(leaves(state_dict_of(module)))
+                saved = {storage_id(value) for value in state.values() if isinstance(value, torch.Tensor)}
+                left_out.update(
+                    name
+                    for name in own
+                    if name.removeprefix(path) not in state and storage_id(slots[name].tensor) not in saved
+                )
+        return left_out
 
     def _quantized(self, missing: Sequence[str]) -> set[str]:
         """Adds a problem for each plain weight that the checkpoint has quantized, in place of other problems with it.

@@ -19,12 +19,14 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import nn
 
-from modelstate.formats.tree import EXTRA_STATE
+from modelstate.formats.tree import EXTRA_STATE, leaves
 from modelstate.process import ThreadValue
 from modelstate.torch_compat.modules import IncompatibleKeys as ReturnedKeys
 from modelstate.torch_compat.modules import (
     MethodOverride,
     Overrides,
+    has_own_load,
+    has_own_state_dict,
     load_from_state_dict,
     load_post_hooks,
     load_pre_hooks,
@@ -34,7 +36,7 @@ from modelstate.torch_compat.modules import (
     own_modules,
     own_parameters,
 )
-from modelstate.torch_compat.values import set_version_metadata
+from modelstate.torch_compat.values import set_version_metadata, version_metadata
 from modelstate.transaction.slots import Slots
 from modelstate.transaction.transaction import Transaction
 
@@ -62,6 +64,8 @@ class IncompatibleKeys:
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
+    called: list[nn.Module] = field(default_factory=list)
+    """The modules whose own `load_state_dict` was called."""
 
 
 class NestedValue(NamedTuple):
@@ -144,20 +148,24 @@ def walk(
     sink: LoadSink,
     outcome: IncompatibleKeys,
     nested: Mapping[str, NestedValue] | None = None,
+    calls_own: bool = False,
 ) -> None:
     """Runs the protocol for `root`, whose slots are given, and its descendants.
 
-    The model's own code also finds the values of `nested` in the state dict, under their names.
+    The model's own code also finds the values of `nested` in the state dict, under their names. With `calls_own`, an
+    override of `load_state_dict` is called: that of `root`, as torch does, and that of a descendant which overrides
+    `state_dict` too, so that what its own method saves goes to its own method.
 
     Passes on every exception of the model's own code.
     """
     modules = list(slots.modules.values())
-    recording = _Recording(transaction, sink, outcome, set(map(id, modules)), _Overriding())
+    recording = _Recording(transaction, sink, outcome, set(map(id, modules)), _Overriding(), calls_own)
     ordered = _StateDict(state_dict, nested) if nested else OrderedDict(state_dict)
     if versions is not None:
         set_version_metadata(ordered, versions)
-    with _patched(recording) if any(map(recording.overriding.has, modules)) else nullcontext():
-        _visit(recording, root, ordered, "", versions, assign)
+    has_code = any(map(recording.overriding.has, modules)) or (calls_own and any(map(has_own_load, modules)))
+    with _patched(recording) if has_code else nullcontext():
+        _visit(recording, root, ordered, "", versions, assign, is_root=True)
 
 
 @dataclass(slots=True, weakref_slot=True, eq=False)
@@ -167,6 +175,7 @@ class _Recording:
     outcome: IncompatibleKeys
     modules: set[int]
     overriding: "_Overriding"
+    calls_own: bool = False
 
 
 def _visit(
@@ -176,7 +185,11 @@ def _visit(
     prefix: str,
     versions: Mapping[str, dict[str, Any]] | None,
     assign: bool,
+    is_root: bool = False,
 ) -> None:
+    if is_root and recording.calls_own and has_own_load(module):
+        _call_own(recording, module, state_dict)
+        return
     # A copy: torch writes the flag below into the state dict's own metadata, where it decides the next load too.
     local_metadata = {} if versions is None else copy(versions.get(prefix[:-1], {}))
     if assign:
@@ -201,7 +214,8 @@ def _visit(
                 parts, _ = _by_child(state_dict, prefix, own_modules(module))
                 count = len(state_dict)
             is_alone = isinstance(module, ModuleContainer) and not isinstance(child, ModuleContainer)
-            visit = _visit_alone if is_alone else _visit
+            has_own_pair = recording.calls_own and has_own_load(child) and has_own_state_dict(child)
+            visit = _visit_alone if is_alone or has_own_pair else _visit
             visit(recording, child, parts[name], f"{prefix}{name}.", versions, assign)
     if hooks := load_post_hooks(module):
         _run_post_hooks(recording, module, hooks)
@@ -234,7 +248,7 @@ def _visit_alone(
     versions: Mapping[str, dict[str, Any]] | None,
     assign: bool,
 ) -> None:
-    """Visits a module of a container as if it were loaded alone: its code sees its own state dict, without a prefix."""
+    """Visits a module as if it were loaded alone: its code sees its own state dict, without a prefix."""
     cut = len(prefix)
     own = OrderedDict((key[cut:], value) for key, value in state_dict.items())
     if isinstance(state_dict, _StateDict):
@@ -246,10 +260,101 @@ def _visit_alone(
         set_version_metadata(own, versions)
     alone = replace(recording, sink=_PrefixingSink(recording.sink, prefix), outcome=IncompatibleKeys())
     with _recording.replaced(alone) if _recording.value is recording else nullcontext():
-        _visit(alone, root, own, "", versions, assign)
+        _visit(alone, root, own, "", versions, assign, is_root=True)
+    recording.outcome.called += alone.outcome.called
     recording.outcome.missing += [prefix + key for key in alone.outcome.missing]
     recording.outcome.unexpected += [prefix + key for key in alone.outcome.unexpected]
     recording.outcome.errors += alone.outcome.errors
+
+
+class _OwnLoad:
+    """A call of the `load_state_dict` of a module that overrides it.
+
+    What it calls of torch's own method, for the module or for modules in it, is recorded as a load without an override.
+    """
+
+    def __init__(self, recording: _Recording, root: nn.Module) -> None:
+        self.recording = recording
+        self.paths = {id(module): path for path, module in root.named_modules()}
+        self.outcomes: dict[int, tuple[str, IncompatibleKeys]] = {}
+        """The prefix of each module for which torch's method was called, and what the last call found."""
+        self.refused: RuntimeError | None = None
+        """The error of a strict call of torch's method. The names in it are problems of the load."""
+
+    def load(self, module: nn.Module, state_dict: Mapping[str, Any], strict: bool, assign: bool) -> ReturnedKeys:
+        """Does what torch's method does, with the sink in place of writes."""
+        path, outcome = self.paths[id(module)], IncompatibleKeys()
+        recording = replace(self.recording, outcome=outcome)
+        own = state_dict.copy() if isinstance(state_dict, _StateDict) else OrderedDict(state_dict)
+        versions: Any = version_metadata(state_dict)
+        if versions is not None:
+            set_version_metadata(own, versions)
+        with recording.transaction.library_code(), _recording.replaced(recording):
+            _visit(recording, module, own, "", versions, assign)
+        self.outcomes[id(module)] = f"{path}." if path else "", outcome
+        self.recording.outcome.called += outcome.called
+        if outcome.errors or (strict and (outcome.missing or outcome.unexpected)):
+            self.refused = RuntimeError(
+                f"Error(s) in loading state_dict for {type(module).__name__}: "
+                f"missing keys {outcome.missing}, unexpected keys {outcome.unexpected} {outcome.errors}"
+            )
+            raise self.refused
+        return ReturnedKeys(outcome.missing, outcome.unexpected)
+
+
+def _call_own(recording: _Recording, module: nn.Module, state_dict: dict[str, Any]) -> None:
+    """Calls the `load_state_dict` of a module that overrides it.
+
+    Names are as strict as with torch's own method: whatever the override tolerates, each name that the module's own
+    `state_dict` gives has to be there, and others are unexpected. Names that the override takes itself are known to it.
+    """
+    own, outcome = _OwnLoad(recording, module), recording.outcome
+    versions = version_metadata(state_dict)
+
+    def given() -> dict[str, Any]:
+        state = state_dict.copy()
+        if versions is not None:
+            set_version_metadata(state, versions)
+        return state
+
+    load: Callable[..., object] = module.load_state_dict
+    with recording.transaction.model_code(), _own_load.replaced(own), _base_loads.used():
+        names = own_names(module)
+        try:
+            load(given())
+        except RuntimeError as error:
+            if error is not own.refused:
+                raise
+            own.outcomes.clear()
+            load(given(), strict=False)  # options of the load may allow these names
+    outcome.called.append(module)
+    has_base = False
+    for prefix, of_module in own.outcomes.values():
+        has_base = has_base or not prefix
+        outcome.missing += [prefix + name for name in of_module.missing]
+        outcome.unexpected += [name for name in of_module.unexpected if prefix + name not in names]
+        outcome.errors += of_module.errors
+    if not has_base or outcome.missing:
+        known = {name for name, _ in (*module.named_parameters(), *module.named_buffers())} if has_base else set()
+        outcome.missing += [name for name in names if name not in given() and name not in known]
+
+
+def outermost(model: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """Yields the modules that were given, each with the prefix of its names: those of a container, or the model."""
+    if not isinstance(model, ModuleContainer):
+        yield prefix, model
+        return
+    for name, child in model.named_children():
+        yield from outermost(child, f"{prefix}{name}.")
+
+
+def own_names(module: nn.Module) -> list[str]:
+    """Returns the names that the module's own `state_dict` gives; none where it cannot tell, as on the meta device."""
+    try:
+        state = module.state_dict()
+        return [name for name, _ in leaves(state) if name] if isinstance(state, Mapping) else []
+    except Exception:
+        return []
 
 
 @dataclass(frozen=True, slots=True)
@@ -440,3 +545,17 @@ def _load_from_state_dict(
 
 _override = MethodOverride(nn.Module, "_load_from_state_dict", _load_from_state_dict, over_others=False)
 _overrides = Overrides(_override)
+
+
+def _load_state_dict(
+    stock: Callable[..., ReturnedKeys], self: nn.Module, state_dict: Any, strict: bool = True, assign: bool = False
+) -> ReturnedKeys:
+    own = _own_load.value
+    if own is None or id(self) not in own.paths or not isinstance(state_dict, Mapping):
+        return stock(self, state_dict, strict, assign)
+    return own.load(self, state_dict, strict, assign)
+
+
+_own_load = ThreadValue[_OwnLoad | None](None)
+"""The call of an override of `load_state_dict` in a thread."""
+_base_loads = Overrides(MethodOverride(nn.Module, "load_state_dict", _load_state_dict))

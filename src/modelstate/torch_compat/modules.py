@@ -168,7 +168,11 @@ def runs_loading_code(modules: Mapping[str, torch.nn.Module], given: Container[o
     one_of_each = {type(module): module for module in modules.values()}
     if any(cls.set_extra_state is not torch.nn.Module.set_extra_state for cls in one_of_each):
         return True
+    if any(map(has_own_load, one_of_each.values())):
+        return True
     for module in modules.values():
+        if "load_state_dict" in module.__dict__:
+            return True
         for hooks in (module._load_state_dict_pre_hooks, module._load_state_dict_post_hooks):
             if not all(is_hook_of_fsdp(hook) for hook in hooks.values()):
                 return True
@@ -193,6 +197,51 @@ def overrides_loading(module: torch.nn.Module) -> bool:
     """Whether `_load_from_state_dict` of a module is not torch's own, nor what a `MethodOverride` has put there."""
     function = getattr(module._load_from_state_dict, "__func__", None)
     return getattr(getattr(function, "__code__", None), "co_filename", "") not in _STOCK_OR_REPLACED
+
+
+def has_own_load(module: torch.nn.Module) -> bool:
+    """Whether the class of a module, or the module itself, overrides `load_state_dict`."""
+    return _is_overridden(module, "load_state_dict")
+
+
+def has_own_state_dict(module: torch.nn.Module) -> bool:
+    """Whether the class of a module, or the module itself, overrides `state_dict`."""
+    return _is_overridden(module, "state_dict")
+
+
+def _is_overridden(module: torch.nn.Module, name: str) -> bool:
+    is_stock = getattr(type(module), name) is getattr(torch.nn.Module, name) and name not in module.__dict__
+    return not is_stock and getattr(getattr(type(module), name), "__module__", "").partition(".")[0] != "torch"
+
+
+def changes_state(module: torch.nn.Module) -> bool:
+    """Whether code of a module, or of one in it, takes part in its `state_dict`: an override, or a hook."""
+    for inner in module.modules():
+        held: Any = inner
+        hooks = [*held._state_dict_hooks.values(), *held._state_dict_pre_hooks.values()]
+        if has_own_state_dict(inner) or not all(map(is_hook_of_fsdp, hooks)):
+            return True
+    return False
+
+
+def names_not_loaded(module: torch.nn.Module, state: Mapping[str, object]) -> list[str]:
+    """Returns the names of a module's own state dict that neither a tensor of it has, nor code of it could take."""
+    modules = {f"{path}." if path else "": inner for path, inner in module.named_modules()}
+    for inner in modules.values():
+        has_override = overrides_loading(inner) and not _only_adds_counter(inner)
+        if has_own_load(inner) or has_override or load_pre_hooks(inner) or load_post_hooks(inner):
+            return []
+    stock = torch.nn.Module
+    getting = [prefix for prefix, inner in modules.items() if type(inner).get_extra_state is not stock.get_extra_state]
+    extra = {
+        f"{prefix}_extra_state": type(modules[prefix]).set_extra_state is not stock.set_extra_state
+        for prefix in getting
+    }
+    if not changes_state(module):
+        return [name for name, is_loaded in extra.items() if not is_loaded]
+    tensors = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
+    known = {name for name, _ in tensors}
+    return [str(name) for name in state if name not in known and not extra.get(name)]
 
 
 def load_pre_hooks(module: torch.nn.Module) -> list[Callable[..., object]]:
