@@ -47,7 +47,7 @@ from modelstate.objects.optimizer_values import (
 )
 from modelstate.objects.recorded_memory import Recorded, into_recorded_memory, recorded_by_graphs
 from modelstate.objects.whole_optimizer import DTYPES, ORDERS, hidden_attributes, is_saved_whole, is_whole
-from modelstate.planning.differences import wrapper_rule
+from modelstate.planning.differences import without_wrappers, wrapper_rule
 from modelstate.planning.matching import Patterns, check_model
 from modelstate.problems import OptimizerMisfit
 from modelstate.process import deferred_signals
@@ -350,6 +350,7 @@ def plan_by_name(
     may_miss: Callable[[str], bool],
     may_exceed: Callable[[str], bool],
     keeps: Callable[[str], bool],
+    paths: Sequence[str] = (),
 ) -> OptimizerPlan:
     """Plans `load_optimizer_state`, and changes nothing.
 
@@ -358,17 +359,23 @@ def plan_by_name(
         may_miss: whether the state of the parameter of this name may be missing.
         may_exceed: whether the saved state of this name may belong to no parameter.
         keeps: whether the optimizer keeps its own value of the option of this name.
+        paths: the paths of modules in `model`, where the state may have the names that these modules have alone.
     """
     model = check_model(model)
     names = _parameter_names(model, optimizer)
     params = {name: param for name, param in model.named_parameters(remove_duplicate=False) if param in names}
     by_name, groups = _state_and_groups(state)
     by_name = in_memory_orders(by_name, state.get(ORDERS))
-    grouped = [name for group in groups for name in group["params"]]
-    in_groups, saved_names = set(grouped), [*by_name, *grouped]
     if isinstance(rules, Schema):
+        saved_names = [*by_name, *(name for group in groups for name in group["params"])]
         rules = rules.rules(rules.version_of_names(saved_names, type(optimizer).__name__))
     checked = check_rules(rules)
+    if paths:
+        path_of = _paths_of_names(by_name, params, renaming(checked), paths, CLASS in state)
+        by_name = {path_of(name): values for name, values in by_name.items()}
+        groups = [{**group, "params": [path_of(name) for name in group["params"]]} for group in groups]
+    grouped = [name for group in groups for name in group["params"]]
+    in_groups, saved_names = set(grouped), [*by_name, *grouped]
     wrappers = wrapper_rule(set(map(renaming(checked), saved_names)), params)
     checked = checked if wrappers is None else (*checked, wrappers)
     origins: dict[str, tuple[str, ...]] = {}
@@ -536,9 +543,7 @@ def _state_and_groups(state: object) -> tuple[dict[str, Any], list[dict[str, Any
             "not the state of an optimizer",
             expected='a mapping with "state" and "param_groups", as modelstate.optimizer_state gives it',
             remedy="restore it with its model: ms.restore({...}, path), or Store.restore" if is_whole(state) else "",
-            found=f"a mapping with {', '.join(map(repr, state))}"
-            if isinstance(state, Mapping)
-            else type(state).__name__,
+            found=f"a mapping with {listed(map(repr, state))}" if isinstance(state, Mapping) else type(state).__name__,
         )
     groups = [dict(group) for group in saved_groups]
     for name, values in state["state"].items():
@@ -562,6 +567,57 @@ def _state_and_groups(state: object) -> tuple[dict[str, Any], list[dict[str, Any
         names.update(zip(group["params"], param_names, strict=True))
         group["params"] = list(param_names)
     return {name: dict(state["state"].get(number, {})) for number, name in names.items()}, groups
+
+
+def names_with_paths(
+    model: nn.Module, optimizer: torch.optim.Optimizer, state: object, rules: Iterable[Rule], paths: Sequence[str]
+) -> list[str]:
+    """Returns the names of the parameters in a state of an optimizer, as `plan_by_name` sees them."""
+    owned = {param for group in optimizer.param_groups for param in group["params"]}
+    params = {name: param for name, param in model.named_parameters(remove_duplicate=False) if param in owned}
+    by_name, groups = _state_and_groups(state)
+    path_of = _paths_of_names(by_name, params, renaming(rules), paths, isinstance(state, Mapping) and CLASS in state)
+    return [
+        path_of(name) for name in dict.fromkeys([*by_name, *(name for group in groups for name in group["params"])])
+    ]
+
+
+def _paths_of_names(
+    saved: Iterable[str],
+    params: Mapping[str, torch.Tensor],
+    renamed: Callable[[str], str],
+    paths: Sequence[str],
+    has_class: bool,
+) -> Callable[[str], str]:
+    """Returns what puts the path of a module before the names of a state that has the names of the module alone.
+
+    A state that `modelstate.save` has written has names with paths; those of torch's optimizers and of
+    `torch.distributed.checkpoint` have none. Names that fit the parameters tell which they are.
+
+    Args:
+        saved: the names of the state.
+        params: the parameters of the optimizer, by their names with paths.
+        renamed: the change of a name with a path, by the rules of the load.
+        paths: the paths of the modules.
+        has_class: whether the state has the class of its optimizer, as one of `modelstate.optimizer_state` has.
+    """
+    saved = list(saved)
+    bare_params = {without_wrappers(name) for name in params}
+    of_params = [path for path in paths if any(name.startswith(f"{path}.") for name in params)]
+
+    def fits(name: str) -> bool:
+        return without_wrappers(renamed(name)) in bare_params
+
+    def with_path(name: str) -> str:
+        candidates = of_params if len(of_params) == 1 else [path for path in of_params if fits(f"{path}.{name}")]
+        return f"{candidates[0]}.{name}" if len(candidates) == 1 else name
+
+    as_saved, below_paths = sum(map(fits, saved)), sum(fits(with_path(name)) for name in saved)
+    if as_saved == below_paths and not as_saved:
+        has_paths = all(any(name.startswith(f"{path}.") for path in paths) for name in saved)
+    else:
+        has_paths = as_saved > below_paths or (as_saved == below_paths and has_class)
+    return str if has_paths else with_path
 
 
 def _sources(

@@ -23,6 +23,7 @@ from modelstate.checkpoint.open import open as open_checkpoint
 from modelstate.distributed.agreement import Agreement, agreement_of
 from modelstate.errors import (
     KeyNotFoundError,
+    ModelStateError,
     ObjectStateError,
     OptimizerStateError,
     OptionError,
@@ -50,6 +51,7 @@ from modelstate.objects.optimizer_state import (
     check_keep_options,
     misfit,
     name_patterns,
+    names_with_paths,
     plan_by_name,
     remedies_for_names,
 )
@@ -517,6 +519,7 @@ class _Restoring:
             if target.is_restored_last or own_generator(target.obj) is not None
         )
         self._container = modules_of(targets)
+        self._paths = [path for path, target in targets.items() if target.kind is Kind.MODULE]
         self._saved, self._checkpoints, self._rules = saved, checkpoints, rules
         self._may_miss, self._may_exceed, self._keep_options = may_miss, may_exceed, keep_options
 
@@ -525,12 +528,12 @@ class _Restoring:
         names = [name for name, _ in self._container.named_parameters()]
         for path, target in self.targets:
             if target.kind is Kind.OPTIMIZER:
-                state = self._saved[path].tree
-                saved_names = state.get("state", ()) if isinstance(state, Mapping) else ()
                 for name in names:
                     self._may_miss.allow(f"{path}.{name}")
-                for name in saved_names:
-                    self._may_exceed.allow(f"{path}.{name}")
+                with suppress(ModelStateError):  # the plan of the optimizer raises it
+                    state = self._saved[path].tree
+                    for name in names_with_paths(self._container, target.obj, state, self._rules, self._paths):
+                        self._may_exceed.allow(f"{path}.{name}")
 
     def restore_others(self, transaction: Transaction, initialised: Set[str]) -> None:
         """Restores all objects except modules. Optimizers may lack the state of `initialised` parameters."""
@@ -591,6 +594,7 @@ class _Restoring:
             may_miss=lambda name: is_initialised(name) or self._may_miss.allow(f"{path}.{name}"),
             may_exceed=lambda name: self._may_exceed.allow(f"{path}.{name}"),
             keeps=partial(_keeps, self._keep_options, path),
+            paths=self._paths,
         )
 
     def plan_error(
