@@ -370,10 +370,13 @@ def plan_by_name(
         saved_names = [*by_name, *(name for group in groups for name in group["params"])]
         rules = rules.rules(rules.version_of_names(saved_names, type(optimizer).__name__))
     checked = check_rules(rules)
+    saved_dtypes = state.get(DTYPES)
     if paths:
         path_of = _paths_of_names(by_name, params, renaming(checked), paths, CLASS in state)
         by_name = {path_of(name): values for name, values in by_name.items()}
         groups = [{**group, "params": [path_of(name) for name in group["params"]]} for group in groups]
+        if CLASS in state and isinstance(saved_dtypes, Mapping):
+            saved_dtypes = {path_of(name): dtype for name, dtype in saved_dtypes.items()}
     grouped = [name for group in groups for name in group["params"]]
     in_groups, saved_names = set(grouped), [*by_name, *grouped]
     wrappers = wrapper_rule(set(map(renaming(checked), saved_names)), params)
@@ -428,7 +431,6 @@ def plan_by_name(
     other, note = other_class(state, groups, optimizer, keeps, bool(group_problems), bool(unfit_values))
     problems = [*([other.text] if other else []), *problems, *group_problems, *unfit_values]
     problems = list(dict.fromkeys(problems))
-    saved_dtypes = state.get(DTYPES)
     dtypes: dict[torch.Tensor, str] = {}
     if isinstance(saved_dtypes, Mapping):
         for param in by_param:
