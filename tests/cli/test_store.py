@@ -329,9 +329,18 @@ class TestRestore:
     def test_a_damaged_one_is_passed_over(self) -> None:
         damage(30)
         done = run("store", "restore", "run", "model.safetensors")
-        assert done.exit_code == 0
+        assert done.exit_code == 3
         assert done.stdout.startswith("step 20: ")
         assert "step 30 is passed over" in done.stderr
+        done = run("store", "restore", "run", "model.safetensors", "--overwrite", "--json")
+        assert done.exit_code == 3
+        report = json.loads(done.stdout)
+        assert (report["step"], [skipped["step"] for skipped in report["skipped"]]) == (20, [30])
+        assert "step 30 is passed over" in report["skipped"][0]["problem"]
+        assert report["tensors"] == 2
+        done = run("store", "restore", "run", "other.safetensors", "--step", "20", "--json")
+        assert done.exit_code == 0
+        assert (json.loads(done.stdout)["step"], json.loads(done.stdout)["skipped"]) == (20, [])
         before = Path("model.safetensors").read_bytes()
         done = run("store", "restore", "run", "model.safetensors", "--step", "30")
         assert done.exit_code == 1

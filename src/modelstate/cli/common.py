@@ -33,6 +33,8 @@ PROBLEMS = 1
 """Exit code for problems: an error of modelstate or of the model's code, or a plan that is not ok."""
 USAGE = 2
 """Exit code for a wrong command line, and for an error of a command whose exit code 1 is a result."""
+PASSED_OVER = 3
+"""Exit code where a file was written from an earlier step of a store, since a newer one is damaged."""
 INTERRUPTED = 130
 """Exit code for an interrupt (Ctrl-C), as in a shell: 1 would say that problems were found."""
 

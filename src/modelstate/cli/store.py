@@ -13,6 +13,7 @@ import click
 import modelstate as ms
 from modelstate.cli import options
 from modelstate.cli.common import (
+    PASSED_OVER,
     PROBLEMS,
     USAGE,
     echo,
@@ -364,16 +365,23 @@ def restore(
 ) -> None:
     """Write one object of a checkpoint as a file of its own.
 
-    By default the newest intact checkpoint is used. Its bytes are compared with their digests first. An existing file
-    is not changed, unless --overwrite is given.
+    By default the newest intact checkpoint is used. Its bytes are compared with their digests first. Exit code 3 if a
+    newer one was passed over. An existing file is not changed, unless --overwrite is given.
     """
     with reported(debug):
         writing: dict[str, Any] = {"dtype": dtype, "shard_size_bytes": shard_size}
         writing["format"] = parse_format(format, path)
         index = _index(directory)
         make_parents(path)
+        skipped: dict[int, str] = {}
+
+        def pass_over(number: int, text: str) -> None:
+            if number not in skipped:
+                skipped[number] = in_a_line(text)
+                echo(skipped[number], err=True)
+
         while True:
-            save = index.whole_save(step, lambda _, text: echo(in_a_line(text), err=True), progress=None)
+            save = index.whole_save(step, pass_over, progress=None)
             if save is None:
                 raise ms.errors.StepNotFoundError(
                     "there is no checkpoint that is whole",
@@ -388,4 +396,10 @@ def restore(
                 if step is not None or not save.is_gone:
                     raise
                 # The step was deleted while it was read: the next one is tried.
-        echo(report.to_json() if as_json else f"step {save.place.step}: {report}")
+        if as_json:
+            of_steps = {"step": save.place.step, "skipped": [{"step": n, "problem": skipped[n]} for n in skipped]}
+            echo(json.dumps({**json.loads(report.to_json()), **of_steps}, indent=2))
+        else:
+            echo(f"step {save.place.step}: {report}")
+        if skipped:
+            raise click.exceptions.Exit(PASSED_OVER)
