@@ -42,6 +42,11 @@ class Problem:
     template: ClassVar[str] = "{0.name}"
     """The format of a problem as one line of text."""
 
+    @property
+    def seen_by_rules(self) -> str:
+        """The name that rules see."""
+        return self.name_for_rules or self.name
+
     def line(self) -> str:
         """Returns the problem as one line of text."""
         return self.template.format(self)
@@ -88,7 +93,7 @@ def ignoring(problems: Sequence[Problem]) -> str:
     """
     if len(problems) > _MOST_NAMES:
         return "rules=[ms.rules.Ignore(name) for name in names], with all of these names"
-    names = dict.fromkeys(problem.name_for_rules or problem.name for problem in problems)
+    names = dict.fromkeys(problem.seen_by_rules for problem in problems)
     return f"rules=[{', '.join(f'ms.rules.Ignore({name!r})' for name in names)}]"
 
 
@@ -239,7 +244,8 @@ class OtherDimensions(WrongShape):
 
     @classmethod
     def remedy_for(cls, problems: Sequence[Problem]) -> str:
-        return cls.remedy
+        rules = [problem.rule for problem in problems if isinstance(problem, OtherDimensions)]
+        return f"{cls.remedy}: rules=[{', '.join(rules)}]" if len(rules) <= _MOST_NAMES else cls.remedy
 
     def line(self) -> str:
         return f"{WrongShape.line(self)}: rules=[{self.rule}]"
@@ -275,7 +281,7 @@ class WrongDtype(Problem):
         if len(floats) == 1 and all(member.expected in floats and member.how == "lossy" for member in members):
             remedies.append(f"to cast all floats: dtype={floats.pop()!r}")
         if len(members) <= _MOST_NAMES:
-            names = {member.name_for_rules or member.name: member.expected for member in members}
+            names = {member.seen_by_rules: member.expected for member in members}
             rules = ", ".join(f"ms.rules.Cast({name!r}, {dtype!r})" for name, dtype in names.items())
             kinds = any(member.how == "kind" for member in members)
             meant = "where the numbers mean the same, to cast them" if kinds else "to cast these"
@@ -582,9 +588,17 @@ class UnevenTransform(Problem):
 
     title: ClassVar = "tied tensors with a transform for some of their names only"
     page: ClassVar = "transform"
-    remedy: ClassVar = (
-        "leave them alone, with a pattern before the others: transform={'its.name': None, ...}; or untie them"
-    )
+    remedy: ClassVar = "untie them, or leave them alone"
+
+    @classmethod
+    def remedy_for(cls, problems: Sequence[Problem]) -> str:
+        members = [problem for problem in problems if isinstance(problem, UnevenTransform)]
+        names = glob_patterns(name for member in members for name in (member.name, *member.others))
+        alone = ", ".join(f"{pattern!r}: None" for pattern in names)
+        return (
+            f"{cls.remedy}: transform={{{alone}, '*': transform}}; where transform= is a mapping, its patterns follow "
+            "these names"
+        )
 
     def line(self) -> str:
         return f"{self.transform} is for {self.name}, but not for {', '.join(self.others)}, which is the same tensor"
@@ -713,8 +727,8 @@ class NeedsModel(Problem):
 
     title: ClassVar = "rules that need the names and shapes of a model"
     remedy: ClassVar = (
-        "ms.convert_checkpoint(..., model=model), or load the model with these rules and save it; a tensor under a "
-        "whole name needs no model: ms.rules.Fill('name', tensor)"
+        "give the model to the conversion: model=model, or load the model with these rules and save it; a tensor under "
+        "a whole name needs no model: ms.rules.Fill(name, tensor)"
     )
     page: ClassVar = "bad-rule"
     template: ClassVar = "{0.rule}"
@@ -797,16 +811,22 @@ def explain(
     for cause, members in groups:
         lines.append(f"  {cause.title} ({len(members)}):")
         texts = _lines(members)
-        lines += [f"    {printable(text)}" for text, _ in texts[:_SHOWN]]
+        lines += [f"    {printable(_extended(text, given))}" for text, _ in texts[:_SHOWN]]
         if more := sum(count for _, count in texts[_SHOWN:]):
             lines.append(f"    ... and {more} more")
         other = (remedies or {}).get(cause)
         remedy = other(members) if callable(other) else other
         remedy = remedy or (hint if cause is Missing else "") + cause.remedy_for(members)
-        for option, before in (given or {}).items():
-            remedy = remedy if before in remedy else remedy.replace(f"{option}=[", f"{option}=[{before}, ")
+        remedy = _extended(remedy, given)
         lines += [f"    to do: {remedy}", f"    more: modelstate explain {cause.page}"]
     return "\n".join(lines)
+
+
+def _extended(text: str, given: Mapping[str, str] | None) -> str:
+    """Returns a text with the lists that the call has already at the beginnings of those that it proposes."""
+    for option, before in (given or {}).items():
+        text = text if before in text else text.replace(f"{option}=[", f"{option}=[{before}, ")
+    return text
 
 
 def _lines(problems: Sequence[Problem]) -> list[tuple[str, int]]:

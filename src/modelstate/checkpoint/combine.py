@@ -99,8 +99,8 @@ class Disjoint(Combination):
                 f"names that are in more than one checkpoint ({len(twice):,})",
                 where=where(sources),
                 found=listed(twice),
-                remedy="choose how they are combined with combine=: ms.merge.Average(), ms.merge.LoRA(), or a function "
-                "of the name and the tensors",
+                remedy="choose how they are combined: combine=ms.merge.Average() averages checkpoints of one model; "
+                "combine=ms.merge.LoRA() merges adapters into the first; a function of name and tensors does the rest",
             )
         tensors = {name: stored for source in sources for name, stored in source.flat.tensors.items()}
         values = {name: value for source in sources for name, value in source.flat.values.items()}

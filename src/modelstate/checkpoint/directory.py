@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import stat
 from collections.abc import Mapping
 from enum import Enum
@@ -212,7 +213,7 @@ def _nothing(directory: str, entries: Mapping[str, _Kind]) -> SourceNotFoundErro
     if "store.json" in there:
         remedy = (
             "it is a store: give one object of it, such as modelstate.Store(path).open('model'). Store.restore and "
-            "Store.verify read all objects; `modelstate store ls` lists the steps"
+            f"Store.verify read all objects; `modelstate store ls {shlex.quote(directory)}` lists the steps"
         )
     elif below:
         remedy = f"subdirectories are not searched: give one of {listed(below)}"

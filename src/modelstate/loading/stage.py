@@ -67,7 +67,8 @@ def limit_memory(staging: Staging, planned: Sequence[Planned], most_bytes: int) 
     needed = peak_bytes(planned, staging.strategy)
     if needed <= most_bytes:
         return
-    could = not staging.options.in_place and any(item.staged_bytes for item in planned)
+    staged = 0 if staging.options.in_place else sum(item.staged_bytes for item in planned)
+    could = staged > 0 and needed - staged <= most_bytes
     raise MemoryBudgetError(
         "the load needs more memory beyond the final tensors than it was given; nothing has been changed",
         expected=f"at most {most_bytes} bytes",

@@ -158,9 +158,9 @@ def _tree_of(state: object) -> Mapping[Any, object]:
     if is_class and issubclass(cls, nn.Module):
         remedy = f"pass a module: {cls.__name__}(...)"
     elif isinstance(tree, list | tuple):
-        remedy = "pass a mapping: ms.save({'first': ..., 'second': ...}, path)"
+        remedy = f"give it a name: ms.save({{'{cls.__name__}': state}}, path)"
     elif isinstance(tree, torch.Tensor) or (not is_class and hasattr(tree, "state_dict")):
-        remedy = f"give it a name: ms.save({{'{cls.__name__.lower()}': ...}}, path)"
+        remedy = f"give it a name: ms.save({{'{cls.__name__.lower()}': state}}, path)"
     raise SaveTargetError(
         f"cannot save {'the class' if is_class else 'an object of type'} {cls.__name__}",
         expected="a module, a state dict, a mapping of several, or a Checkpoint",

@@ -45,7 +45,7 @@ from modelstate.problems import (
     plan_error,
 )
 from modelstate.rules.rule import Rule
-from modelstate.rules.schema import Schema, renaming
+from modelstate.rules.schema import Schema, renaming, way_back
 from modelstate.serve.meta_clone import items_of_container, runtime_state
 from modelstate.serve.targets import Program, Target, buffer_restorer, settle
 from modelstate.spec import StoredComposite, StoredTensor
@@ -145,7 +145,7 @@ _REMEDIES: dict[type[Problem], str | Remedy] = {
     ),
     Unexpected: lambda members: (
         f"if they are not needed: {allowing('allow_unexpected', members)}; if they are missing ones in another "
-        f"spelling: rules=[ms.rules.Rename({members[0].name!r}, other)]"
+        f"spelling: rules=[ms.rules.Rename({members[0].seen_by_rules!r}, other)]"
     ),
     WrongShape: "take a checkpoint with the sizes of the program, or serve a model with those of the checkpoint",
     WrongDtype: _CAST,
@@ -192,6 +192,7 @@ class SwapSource:
             names = set(map(renaming(rules), self.part))
         self._skeleton, own_rules, without_hooks = target.read_plan(names)
         self._selection = replace(selection, key=None, rules=(*rules, *own_rules))
+        self._name_for_rules = renaming(way_back((*rules[len(selection.rules) :], *own_rules)))
         self._without_hooks: Callable[[nn.Module], AbstractContextManager[None]] = (
             without_state_dict_hooks if without_hooks else lambda module: nullcontext()
         )
@@ -349,7 +350,11 @@ class SwapSource:
                 raise self._target.unexpected_error(unexpected) from error
             has_values = not any(tensor.is_meta for tensor in serving.tensors)
             remedies = _REMEDIES if has_values else {**_REMEDIES, Missing: "take a checkpoint that has them"}
-            raise plan_error(self._target.name, self.source, error.problems, remedies) from error.__cause__
+            problems = [
+                replace(problem, name_for_rules=self._name_for_rules(problem.name)) for problem in error.problems
+            ]
+            given = {"rules": "*rules"} if self._has_rules else {}
+            raise plan_error(self._target.name, self.source, problems, remedies, given=given) from error.__cause__
 
 
 def _class_of(module: nn.Module) -> type:

@@ -1,0 +1,827 @@
+"""Every remedy that has code is right when it is followed: the code is taken from the text of the error, and it runs.
+
+`SCENARIOS` has a call that fails for each remedy, and `NOT_FOLLOWED` the remedies whose code needs what a test does not
+have. A remedy with code that is in neither fails `test_every_remedy_with_code_is_followed`.
+"""
+
+import ast
+import json
+import re
+import shlex
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+from torch import nn
+
+import modelstate as ms
+from modelstate.cli.main import app
+from modelstate.errors import ModelStateError, PlanError
+
+SOURCE = Path(ms.__file__).parent
+
+# What an error advises.
+
+ARGUMENT = re.compile(r"(?<![\w.(])([a-z_]+)=(?=\S)")
+CALL = re.compile(r"(?<![\w.'\"`=(])(?:ms|modelstate|torch)(?:\.\w+)+\(")
+COMMAND = re.compile(r"\b(modelstate (?:inspect|verify|store) [^;`\n]+?)(?= shows| says|[;`\n]|$)")
+
+
+@dataclass(frozen=True)
+class Advice:
+    """The code in a remedy."""
+
+    calls: list[str]
+    arguments: list[dict[str, str]]
+    """Arguments for the call that failed. Those that a comma joins belong together; others are alternatives."""
+    commands: list[str]
+
+
+def expression_at(text: str) -> str:
+    """The Python expression at the beginning of a text: up to the first end that can be one."""
+    for end in range(1, len(text) + 1):
+        if end == len(text) or text[end] in ",; \n)]:`":
+            code = text[:end].removesuffix(".")
+            try:
+                ast.parse(code, mode="eval")
+            except SyntaxError:
+                continue
+            return code
+    return ""
+
+
+def advice_in(text: str) -> Advice:
+    advice, end_of_calls, end = Advice([], [], COMMAND.findall(text)), 0, -1
+    calls = list[tuple[int, int]]()
+    for match in CALL.finditer(text):
+        if match.start() >= end_of_calls and (code := expression_at(text[match.start() :])).endswith(")"):
+            end_of_calls = match.start() + len(code)
+            calls.append((match.start(), end_of_calls))
+            advice.calls.append(code)
+    for match in ARGUMENT.finditer(text):
+        inside = match.start() < end or any(start <= match.start() < stop for start, stop in calls)
+        code = "" if inside else expression_at(text[match.end() :])
+        if not code or code == "...":
+            continue
+        if end >= 0 and text[end : match.start()] == ", ":
+            advice.arguments[-1][match[1]] = code
+        else:
+            advice.arguments.append({match[1]: code})
+        end = match.end() + len(code)
+    return advice
+
+
+def text_of(error: ModelStateError) -> str:
+    """The lines of an error that say what to do. Some problems have rules in their own lines."""
+    return "\n".join(line for line in str(error).splitlines() if "to do: " in line or re.match(" {4}.*rules=", line))
+
+
+def causes(error: PlanError) -> set[str]:
+    return {type(problem).__name__ for problem in error.problems}
+
+
+# Scenarios.
+
+
+@dataclass
+class Scenario:
+    """A call that fails."""
+
+    call: Callable[..., object]
+    """Called with the arguments that the error advises."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """The arguments of the first call."""
+    names: dict[str, Any] = field(default_factory=dict)
+    """The values of names that the advice does not define, such as `value`."""
+    takes: tuple[str, ...] = ()
+    """The arguments, or the functions, that the advice has to name; all that it names are followed."""
+
+
+SCENARIOS: dict[str, tuple[tuple[str, ...], Callable[[Path], Scenario]]] = {}
+"""By name: the places of the source that raise the error, and what makes the scenario in a folder."""
+
+
+def scenario(*places: str) -> Callable[[Callable[[Path], Scenario]], Callable[[Path], Scenario]]:
+    def register(make: Callable[[Path], Scenario]) -> Callable[[Path], Scenario]:
+        assert make.__name__ not in SCENARIOS
+        SCENARIOS[make.__name__] = places, make
+        return make
+
+    return register
+
+
+def net() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+
+
+def state(prefix: str = "", **changes: Any) -> dict[str, torch.Tensor]:
+    """A state dict of `net()`; None leaves a name out, and `_` stands for a dot."""
+    values: dict[str, Any] = {name: value.clone() for name, value in net().state_dict().items()}
+    values |= {name.replace("_", ".", 1).lstrip("n"): value for name, value in changes.items()}
+    return {prefix + name: value for name, value in values.items() if value is not None}
+
+
+def loading(source: Any, build: Callable[[], nn.Module] = net, **options: Any) -> Scenario:
+    return Scenario(lambda **given: ms.load(build(), source, **given), options)
+
+
+@scenario()
+def missing(_: Path) -> Scenario:
+    return loading(state(n0_bias=None))
+
+
+@scenario()
+def missing_in_many_layers(_: Path) -> Scenario:
+    layers = nn.Sequential(*(nn.Linear(2, 2) for _ in range(30)))
+    source = {name: value for name, value in layers.state_dict().items() if name.endswith("weight")}
+    return loading(source, lambda: nn.Sequential(*(nn.Linear(2, 2) for _ in range(30))))
+
+
+@scenario()
+def missing_beside_what_may_be_missing(_: Path) -> Scenario:
+    return loading(state(n0_bias=None, n1_bias=None), allow_missing=["0.bias"])
+
+
+@scenario()
+def missing_behind_a_wrapper(_: Path) -> Scenario:
+    return loading(state("module.", n0_bias=None))
+
+
+@scenario("problems.py::_initialisation_remedies")
+def missing_on_meta(_: Path) -> Scenario:
+    def build() -> nn.Module:
+        with ms.skeleton():
+            return net()
+
+    return loading(state(n0_bias=None), build)
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(2))
+        self.weight = nn.Parameter(torch.ones(2))
+
+
+@scenario()
+def missing_and_not_initialised(_: Path) -> Scenario:
+    def build() -> nn.Module:
+        with ms.skeleton():
+            return Scaled()
+
+    made = loading({"weight": torch.ones(2)}, build)
+    made.names = {"value": 2.0}
+    return made
+
+
+@scenario()
+def unexpected(_: Path) -> Scenario:
+    return loading(state(extra=torch.ones(1)))
+
+
+@scenario()
+def unexpected_with_brackets(_: Path) -> Scenario:
+    return loading(state() | {"extra[0]": torch.ones(1), "more*": torch.ones(1)})
+
+
+@scenario()
+def many_unexpected(_: Path) -> Scenario:
+    return loading(state() | {f"ema.{a}.{b}.{c}": torch.ones(1) for a in "xyz" for b in "uvw" for c in range(9)})
+
+
+@scenario()
+def unexpected_behind_a_wrapper(_: Path) -> Scenario:
+    return loading(state("_orig_mod.") | {"_orig_mod.extra": torch.ones(1)})
+
+
+@scenario()
+def unexpected_in_a_part(_: Path) -> Scenario:
+    return loading({"model": state(extra=torch.ones(1)), "epoch": 3}, key="model")
+
+
+@scenario()
+def unexpected_after_rules(_: Path) -> Scenario:
+    return loading(state("old.", extra=torch.ones(1)), rules=[ms.rules.Prefix(strip="old.")])
+
+
+@scenario()
+def unexpected_in_transformers_names(tmp_path: Path) -> Scenario:
+    pytest.importorskip("transformers")
+    from transformers import BertConfig, BertModel
+
+    config = BertConfig(hidden_size=8, num_attention_heads=2, num_hidden_layers=1, intermediate_size=8, vocab_size=9)
+    source = BertModel(config).state_dict() | {"extra": torch.ones(1)}
+    return loading(source, lambda: BertModel(config))
+
+
+@scenario()
+def other_shape(_: Path) -> Scenario:
+    return loading(state(n0_weight=torch.ones(7, 7)))
+
+
+@scenario()
+def other_shape_behind_a_wrapper(_: Path) -> Scenario:
+    return loading(state("module.", n0_weight=torch.ones(7, 7)))
+
+
+@scenario()
+def other_shape_after_rules(_: Path) -> Scenario:
+    rules = [ms.rules.Prefix(strip="old.")]
+    return loading(state("old.", n0_weight=torch.ones(7, 7), n1_weight=torch.ones(5)), rules=rules)
+
+
+@scenario("problems.py::OtherDimensions.remedy_for")
+def other_dimensions(_: Path) -> Scenario:
+    return loading(state(n0_bias=torch.ones(1, 4)))
+
+
+@scenario()
+def other_dimensions_behind_a_wrapper(_: Path) -> Scenario:
+    return loading(state("module.", n0_bias=torch.ones(1, 4)))
+
+
+@scenario()
+def other_prefix(_: Path) -> Scenario:
+    return loading(state("backbone."))
+
+
+@scenario("problems.py::WrongDtype.remedy_for")
+def lossy_cast(_: Path) -> Scenario:
+    return loading(state(), lambda: net().half())
+
+
+@scenario()
+def lossy_cast_behind_a_wrapper(_: Path) -> Scenario:
+    return loading({name: value.half() if "0" in name else value for name, value in state("module.").items()}, half)
+
+
+def half() -> nn.Module:
+    return net().half()
+
+
+@scenario()
+def numbers_for_floats(_: Path) -> Scenario:
+    return loading(state(n0_bias=torch.arange(4)))
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.wte, self.head = nn.Embedding(3, 2), nn.Linear(2, 3, bias=False)
+        self.head.weight = self.wte.weight
+
+
+@scenario()
+def tie_conflict(_: Path) -> Scenario:
+    return loading({"wte.weight": torch.ones(3, 2), "head.weight": torch.zeros(3, 2)}, Tied)
+
+
+@scenario()
+def tie_conflict_behind_a_wrapper(_: Path) -> Scenario:
+    return loading({"module.wte.weight": torch.ones(3, 2), "module.head.weight": torch.zeros(3, 2)}, Tied)
+
+
+class Rotary(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("frequency", torch.ones(2), persistent=False)
+        self.weight = nn.Parameter(torch.ones(2))
+
+
+@scenario()
+def buffer_conflict(_: Path) -> Scenario:
+    return loading({"frequency": torch.zeros(2), "weight": torch.zeros(2)}, Rotary)
+
+
+@scenario()
+def buffer_conflict_behind_a_wrapper(_: Path) -> Scenario:
+    return loading({"module.frequency": torch.zeros(2), "module.weight": torch.zeros(2)}, Rotary)
+
+
+@scenario("problems.py::QuantizedWeight.remedy_for")
+def quantized_weight(_: Path) -> Scenario:
+    numbers = torch.ones(4, 3).to(torch.float8_e4m3fn)
+    return loading(state("module.", n0_weight=numbers) | {"module.0.weight_scale": torch.tensor(0.5)})
+
+
+@scenario("rules/quantized.py::dequantized")
+def quantized_weight_with_rules(_: Path) -> Scenario:
+    source = state("old.", n0_weight=torch.ones(4, 3).to(torch.float8_e4m3fn))
+    return loading(source | {"old.0.weight_scale": torch.tensor(0.5)}, rules=[ms.rules.Prefix(strip="old.")])
+
+
+@scenario("planning/matching.py::matching_part")
+def several_parts(_: Path) -> Scenario:
+    source = {"model": state(), "ema": state()}
+    made = loading(source)
+    made.names = {"source": source}
+    return made
+
+
+@scenario("planning/matching.py::options_of")
+def load_onto_meta(_: Path) -> Scenario:
+    return loading(state(), device="meta")
+
+
+@scenario("planning/matching.py::device_of")
+def load_onto_no_device(_: Path) -> Scenario:
+    return loading(state(), device="cuda:99")
+
+
+@scenario("loading/stage.py::limit_memory")
+def memory_budget(tmp_path: Path, most_bytes: int = 200_000) -> Scenario:
+    def build() -> nn.Module:
+        return nn.Linear(512, 512).half()
+
+    ms.save(nn.Linear(512, 512), tmp_path / "x.safetensors")
+    return loading(tmp_path / "x.safetensors", build, dtype=torch.float16, in_place=False, max_memory_bytes=most_bytes)
+
+
+@scenario()
+def small_memory_budget(tmp_path: Path) -> Scenario:
+    return memory_budget(tmp_path, 1000)
+
+
+@scenario("checkpoint/reduction.py::_too_small")
+def memory_of_a_comparison(tmp_path: Path) -> Scenario:
+    for name in "ab":
+        ms.save(nn.Linear(512, 512), tmp_path / f"{name}.safetensors")
+    paths = [tmp_path / f"{name}.safetensors" for name in "ab"]
+    return Scenario(partial(ms.diff, *paths), {"max_memory_bytes": 1000})
+
+
+@scenario()
+def memory_of_a_save(tmp_path: Path) -> Scenario:
+    return Scenario(partial(ms.convert_checkpoint, saved(tmp_path), tmp_path / "y.pt"), {"max_memory_bytes": 1})
+
+
+def saved(folder: Path, name: str = "x.safetensors") -> Path:
+    ms.save(net(), folder / name)
+    return folder / name
+
+
+@scenario("errors.py::TargetExistsError")
+def target_exists(tmp_path: Path) -> Scenario:
+    return Scenario(partial(ms.save, net(), saved(tmp_path)), {"overwrite": False})
+
+
+@scenario("checkpoint/write.py::format_of")
+def unknown_suffix(tmp_path: Path) -> Scenario:
+    return Scenario(partial(ms.save, net(), tmp_path / "x.weights"))
+
+
+@scenario("objects/save.py::_tree_of")
+def save_of_a_list(tmp_path: Path) -> Scenario:
+    return Scenario(
+        partial(ms.save, [torch.ones(1)], tmp_path / "x.pt"),
+        names={"path": tmp_path / "x.pt", "state": [torch.ones(1)]},
+    )
+
+
+@scenario()
+def save_of_a_tensor(tmp_path: Path) -> Scenario:
+    return Scenario(
+        partial(ms.save, torch.ones(1), tmp_path / "x.pt"), names={"path": tmp_path / "x.pt", "state": [torch.ones(1)]}
+    )
+
+
+@scenario("checkpoint/checkpoint.py::Checkpoint.verification")
+def no_checksums(tmp_path: Path) -> Scenario:
+    from safetensors.torch import save_file
+
+    save_file(state(), tmp_path / "x.safetensors")
+    names = {"path": tmp_path / "x.safetensors", "new_path": tmp_path / "y.safetensors"}
+    return Scenario(partial(ms.verify, tmp_path / "x.safetensors"), names=names)
+
+
+@scenario("checkpoint/checkpoint.py::_check_target")
+def reading_into_another_shape(tmp_path: Path) -> Scenario:
+    checkpoint = ms.open(saved(tmp_path))
+    return Scenario(partial(checkpoint.read_into, "0.weight"), {"out": torch.empty(1)})
+
+
+@scenario("checkpoint/combine.py::Disjoint.merge")
+def several_checkpoints(tmp_path: Path) -> Scenario:
+    sources = [saved(tmp_path, "a.safetensors"), saved(tmp_path, "b.safetensors")]
+    return Scenario(partial(ms.open, sources), takes=("ms.merge.Average",))
+
+
+@scenario("checkpoint/directory.py::_nothing")
+def a_store_as_a_checkpoint(tmp_path: Path) -> Scenario:
+    ms.Store(tmp_path / "run").save(1, {"model": net()})
+    names = {"path": tmp_path / "run"}
+    return Scenario(partial(ms.open, tmp_path / "run"), names=names, takes=("modelstate.Store", "store ls"))
+
+
+@scenario()
+def forbidden_class(tmp_path: Path) -> Scenario:
+    torch.save({"model": state(), "config": Config()}, tmp_path / "x.pt")
+    return Scenario(partial(ms.load, net(), tmp_path / "x.pt"), names={"model": net()}, takes=("ms.load", "ms.open"))
+
+
+class Config:
+    """A class that a checkpoint names."""
+
+
+@scenario()
+def forbidden_module(tmp_path: Path) -> Scenario:
+    torch.save(net(), tmp_path / "x.pt")
+    return Scenario(partial(ms.load, net(), tmp_path / "x.pt"), takes=("ms.open",))
+
+
+@scenario("comparison/diff.py::_Comparison._check_values")
+def comparison_without_values(_: Path) -> Scenario:
+    with torch.device("meta"):
+        empty = net()
+    return Scenario(partial(ms.diff, empty, net()))
+
+
+@scenario("conversion/convert.py::_check_is_no_device")
+def conversion_to_a_device(_: Path) -> Scenario:
+    return Scenario(partial(ms.convert, net(), "cpu"), names={"model": net()}, takes=("ms.convert",))
+
+
+@scenario("objects/restore.py::_check_matched")
+def restore_of_more(tmp_path: Path) -> Scenario:
+    ms.save({"model": net()}, tmp_path / "x.safetensors")
+    return Scenario(lambda **given: ms.restore({"model": net(), "ema": net()}, tmp_path / "x.safetensors", **given))
+
+
+@scenario()
+def restore_of_less(tmp_path: Path) -> Scenario:
+    ms.save({"model": net(), "ema": net()}, tmp_path / "x.safetensors")
+    return Scenario(lambda **given: ms.restore({"model": net()}, tmp_path / "x.safetensors", **given))
+
+
+@scenario()
+def restore_of_other_names(tmp_path: Path) -> Scenario:
+    ms.save({"model": nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(3, 3)})}, tmp_path / "x.safetensors")
+
+    def call(**given: Any) -> object:
+        model = nn.ModuleDict({"a": nn.Linear(2, 2), "c": nn.Linear(3, 3)})
+        return ms.restore({"model": model}, tmp_path / "x.safetensors", **given)
+
+    return Scenario(call, names={"model": nn.ModuleDict({"a": nn.Linear(2, 2), "c": nn.Linear(3, 3)})})
+
+
+@scenario("serve/swap_pipeline.py::")
+def swap_with_more(_: Path) -> Scenario:
+    return swapping(state(extra=torch.ones(1)))
+
+
+def swapping(source: Any, **options: Any) -> Scenario:
+    return Scenario(lambda **given: ms.Live(net()).swap(source, **given), options, {"other": "0.bias"})
+
+
+@scenario()
+def swap_with_more_behind_a_wrapper(_: Path) -> Scenario:
+    made = swapping(state("module.", n0_bias=None) | {"module.extra": torch.ones(4)})
+    made.names = {"other": "module.0.bias"}
+    return made
+
+
+@scenario("store/retention.py::Keep.__post_init__")
+def retention_without_metric(_: Path) -> Scenario:
+    return Scenario(partial(ms.Keep, best=3), takes=("metric",))
+
+
+@scenario("suggestion/suggest.py::_part")
+def suggestion_for_several_parts(_: Path) -> Scenario:
+    source = {part: {f"x.{name}": value for name, value in state().items()} for part in ("a", "b")}
+    return Scenario(partial(ms.suggest, net(), source))
+
+
+@scenario("integrations/dcp.py::Reader.read_data")
+def lossy_cast_of_dcp(tmp_path: Path) -> Scenario:
+    import torch.distributed.checkpoint as dcp
+
+    path = saved(tmp_path)
+
+    def call(**given: Any) -> None:
+        wanted = {name: value.half() for name, value in state().items()}
+        try:
+            dcp.load(wanted, storage_reader=ms.dcp.Reader(path, **given))
+        except dcp.api.CheckpointException as error:
+            raise error.failures[0][0] from error
+
+    return Scenario(call, names={"name": "*", "dtype": torch.float16})
+
+
+@scenario("merge/average.py::_same", "checkpoint/combine.py::check_values")
+def average_of_other_integers(tmp_path: Path) -> Scenario:
+    sources = [tmp_path / "a.safetensors", tmp_path / "b.safetensors"]
+    for number, path in enumerate(sources):
+        ms.save({"w": torch.ones(2), "ids": torch.full((2,), number)}, path)
+
+    def call(combine: Any = None) -> object:
+        return ms.open(sources, combine=combine or ms.merge.Average()).tensor("ids")
+
+    return Scenario(call, takes=("ms.merge.Average",))
+
+
+@scenario("planning/matching.py::check_model")
+def a_class_as_a_model(_: Path) -> Scenario:
+    return Scenario(partial(ms.load, Tied, {}))
+
+
+@scenario("arguments.py::")
+def patterns_of_init_missing(_: Path) -> Scenario:
+    def call(init_missing: Any = False, **given: Any) -> object:
+        return ms.load(net(), state(n0_bias=None), **(given or {"init_missing": init_missing}))
+
+    return Scenario(call, {"init_missing": ["0.bias"]}, {"pattern": "0.bias"})
+
+
+@scenario("cli/store.py::_no_directory", "cli/store.py::_index")
+def a_file_as_a_store(tmp_path: Path) -> Scenario:
+    return Scenario(partial(command, "store", "ls", str(saved(tmp_path))))
+
+
+@scenario("problems.py::Uninitialised", "problems.py::Uninitialised.remedy_for")
+def kept_on_meta(_: Path) -> Scenario:
+    def build() -> nn.Module:
+        with ms.skeleton():
+            return net()
+
+    return loading(state(n0_bias=None), build, allow_missing=["0.bias"])
+
+
+class Failing(nn.Linear):
+    """A Linear whose initialisation fails."""
+
+    def __init__(self) -> None:
+        super().__init__(3, 4)
+        self.is_built = True
+
+    def reset_parameters(self) -> None:
+        if hasattr(self, "is_built"):
+            raise ValueError("no")
+
+
+@scenario("planning/initialise.py::_Copies._failed")
+def failing_initialisation(_: Path) -> Scenario:
+    source = {"0.weight": torch.ones(4, 3)}
+
+    def call(init_missing: bool = False, **given: Any) -> object:
+        return ms.load(nn.Sequential(Failing()), source, **(given or {"init_missing": init_missing}))
+
+    return Scenario(call, {"init_missing": True}, {"value": 0.0})
+
+
+@scenario("problems.py::UnevenTransform.remedy_for")
+def transform_of_one_name(_: Path) -> Scenario:
+    class OfLinears(ms.loading.ModuleTransform):
+        def applies_to(self, name: str, module: nn.Module) -> bool:
+            return isinstance(module, nn.Linear)
+
+        def __call__(self, name: str, tensor: torch.Tensor, module: nn.Module) -> torch.Tensor:
+            return tensor * 2
+
+    return loading({"wte.weight": torch.ones(3, 2)}, Tied, transform=OfLinears())
+
+
+@scenario("problems.py::NeedsModel")
+def conversion_that_fills(tmp_path: Path) -> Scenario:
+    path, rules = saved(tmp_path), [ms.rules.Fill("2.*", 0.0)]
+    model = nn.Sequential(*net(), nn.Linear(2, 2))
+    names = {"model": model, "name": "2.weight", "tensor": torch.zeros(2, 2)}
+    return Scenario(partial(ms.convert_checkpoint, path, tmp_path / "y.safetensors", rules=rules), names=names)
+
+
+@scenario("objects/restore.py::_rules")
+def restore_with_one_schema_for_two(tmp_path: Path) -> Scenario:
+    schema = ms.rules.Schema("1.0", recognise={"1.0": lambda _: True})
+    ms.save({"a": net(), "b": net()}, tmp_path / "x.safetensors")
+    call = partial(ms.restore, {"a": net(), "b": net()}, tmp_path / "x.safetensors")
+    return Scenario(call, {"rules": schema}, {"schema": schema})
+
+
+@scenario("serve/swap_pipeline.py::FiniteCheck.check")
+def swap_with_nan(_: Path) -> Scenario:
+    return swapping(state(n0_bias=torch.full((4,), torch.nan)))
+
+
+@scenario("store/saving.py::NewStep.begin")
+def step_that_exists(tmp_path: Path) -> Scenario:
+    store = ms.Store(tmp_path)
+    store.save(1, {"model": net()})
+    return Scenario(partial(store.save, 1, {"model": net()}))
+
+
+@scenario("conversion/tensors.py::CastAndMove.make")
+def conversion_without_values(_: Path) -> Scenario:
+    with torch.device("meta"):
+        empty = net()
+    return Scenario(lambda **given: ms.convert(empty, device="cpu", **given))
+
+
+@scenario("problems.py::UnmergedAdapter", "merge/lora.py::LoRA.__post_init__")
+def adapter_without_its_base(tmp_path: Path) -> Scenario:
+    def build() -> nn.Module:
+        return nn.ModuleDict({"up": nn.Linear(10, 10)})
+
+    pair = {"lora_A": torch.ones(2, 10), "lora_B": torch.ones(10, 2)}
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    ms.save(build(), tmp_path / "base.safetensors")
+    tensors = {f"base_model.model.up.{name}.weight": value for name, value in pair.items()}
+    ms.save(tensors, adapter / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 2, "fan_in_fan_out": False}
+    (adapter / "adapter_config.json").write_text(json.dumps(config))
+    names = {"base": tmp_path / "base.safetensors", "adapter": adapter}
+
+    def call(source: Any = adapter / "adapter_model.safetensors", **given: Any) -> object:
+        return ms.load(build(), source, **given)
+
+    return Scenario(call, names=names, takes=("ms.open([base, adapter], combine=ms.merge.LoRA())",))
+
+
+def command(*arguments: str) -> None:
+    result = CliRunner().invoke(app, [*arguments])
+    if result.exit_code:
+        raise ms.ModelStateError(result.output, remedy=" ".join(re.findall(r"to do: (.*)", result.output)))
+
+
+# The tests.
+
+
+def failure(call: Callable[[], object]) -> ModelStateError | None:
+    try:
+        call()
+    except ModelStateError as error:
+        return error
+    return None
+
+
+def is_other(error: ModelStateError, first: ModelStateError) -> bool:
+    """Whether an error is about something else than the first, or about less."""
+    if isinstance(error, PlanError) and isinstance(first, PlanError):
+        return causes(error).isdisjoint(causes(first)) or causes(error) < causes(first)
+    return error.what != first.what
+
+
+SLOW = {"unexpected_in_transformers_names"}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in SCENARIOS]
+)
+def test_what_an_error_advises_works(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    made = SCENARIOS[name][1](tmp_path)
+    with pytest.raises(ModelStateError) as caught:
+        made.call(**made.options)
+    advice = advice_in(text_of(caught.value))
+    names = {"ms": ms, "modelstate": ms, "torch": torch, "nn": nn, **made.options, **made.names}
+    for code in advice.calls:
+        result = eval(code, names)
+        option = next((option for start, option in PASSED.items() if code.startswith(start)), "")
+        if option:
+            made.call(**(made.options | {option: result}))
+    for group in advice.arguments:
+        added = {option: eval(code, names) for option, code in group.items()}
+        error = failure(partial(made.call, **(made.options | added)))
+        assert error is None or is_other(error, caught.value), f"{group} does not help: {error}"
+    for line in advice.commands:
+        command(*shlex.split(line)[1:])
+    assert advice.calls or advice.arguments or advice.commands, f"no code was found in: {text_of(caught.value)}"
+    assert all(taken in str(advice) for taken in made.takes)
+
+
+PASSED = {"ms.merge.": "combine", "torch.empty(": "out", "ms.suggest(": "rules", "ms.open([base": "source"}
+"""The arguments that take what a call returns."""
+
+
+# Which remedies there are.
+
+CODE = re.compile(
+    r"\b[a-z_]+=(?=[\[{'\"\d*]|True|False|None|modelstate\.|ms\.)|\b(?:ms|modelstate)(?:\.\w+)+\("
+    r"|\bmodelstate (?:inspect|plan|load|suggest|convert|verify|diff|store)\b"
+)
+NAMES = re.compile("remed|REMED|^REGISTER$|^GATHER$|^REAL$|SUGGEST|_CAST|_CONVERT|_TRY_TORCH|_FLAG_REMEDIES|hint")
+"""The names of constants, class attributes and functions that have remedies."""
+
+
+def literal_text(node: ast.AST) -> str:
+    if isinstance(node, ast.Constant):
+        return node.value if isinstance(node.value, str) else ""
+    if isinstance(node, ast.FormattedValue):
+        return "[]" if isinstance(node.value, ast.Call | ast.Name | ast.Attribute) else ""
+    return "".join(map(literal_text, ast.iter_child_nodes(node)))
+
+
+def remedies_in(node: ast.AST, scope: tuple[str, ...] = ()) -> Iterator[tuple[str, str]]:
+    """Yields the remedies below a node, each with the class and function that it is in."""
+    for child in ast.iter_child_nodes(node):
+        is_scope = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+        inner = (*scope, child.name) if isinstance(child, ast.FunctionDef | ast.ClassDef) else scope
+        found: ast.AST | None = None
+        if isinstance(child, ast.keyword) and child.arg == "remedy":
+            found = child.value
+        elif isinstance(child, ast.Assign | ast.AnnAssign):
+            targets = child.targets if isinstance(child, ast.Assign) else [child.target]
+            found = child.value if any(NAMES.search(ast.unparse(target)) for target in targets) else None
+        elif is_scope and isinstance(child, ast.FunctionDef) and NAMES.search(child.name):
+            found = ast.Module(child.body[ast.get_docstring(child) is not None :], [])
+        if found is not None and CODE.search(text := literal_text(found)):
+            yield ".".join(inner), text
+        yield from remedies_in(child, inner)
+
+
+def remedies_with_code() -> dict[str, str]:
+    """The remedies by the files and functions that have them."""
+    found = {}
+    for path in sorted(SOURCE.rglob("*.py")):
+        for scope, text in remedies_in(ast.parse(path.read_text())):
+            found[f"{path.relative_to(SOURCE).as_posix()}::{scope}"] = text
+    return found
+
+
+_ELSEWHERE = "tests/objects/test_restore_remedies.py and test_optimizer_state.py follow them"
+_PLACEHOLDERS = "an outline of a call: the values are those of the user"
+_RANKS = "needs several ranks"
+_EXPORT = "needs an export or a compiler"
+_OTHER = "code of another library"
+_PROSE = "names an argument or a command in a sentence"
+NOT_FOLLOWED = {
+    "background.py::BackgroundTask.start": "needs a limit of threads",
+    "cli/store.py::_no_store": _PROSE,
+    "cli/store.py::restore": "needs a store whose steps are all damaged",
+    "codec/walk.py::Encoder._container": _PROSE,
+    "distributed/agreement.py::Agreement.check_equal": _RANKS,
+    "formats/dcp.py::_forbidden": "needs a hostile checkpoint",
+    "formats/manifest.py::_allowed": "needs a package that is not imported",
+    "formats/torch_legacy.py::read": _OTHER,
+    "formats/tree.py::subtree": _PROSE,
+    "formats/unpickle.py::check_protocol": _OTHER,
+    "integrations/dcp.py::Reader.prepare_global_plan": _RANKS,
+    "integrations/dcp.py::Writer.prepare_global_plan": _RANKS,
+    "integrations/dcp.py::Writer._file": _PLACEHOLDERS,
+    "integrations/lightning.py::": _OTHER,
+    "integrations/transformers.py::StoreCallback.train": _OTHER,
+    "integrations/transformers.py::StoreCallback._whole_step": _OTHER,
+    "io/files.py::not_found": "needs a network",
+    "io/memory.py::new_mapping": "needs a machine without memory",
+    "loading/commit.py::overwrite": "needs a read that fails",
+    "loading/commit.py::commit_values": "needs a read that fails",
+    "loading/load.py::_check_background": _PROSE,
+    "loading/load.py::_check_optimizers": _PLACEHOLDERS,
+    "loading/quantize.py::Quantize.__post_init__": _PLACEHOLDERS,
+    "merge/lora.py::LoRA.merge": "tests/merge/test_lora.py follows them",
+    "merge/lora.py::config_beside": _PLACEHOLDERS,
+    "objects/attributes.py::check": "changes a class",
+    "objects/extra_state.py::Layer._values": "changes a class",
+    "objects/objects.py::_walk": _PLACEHOLDERS,
+    "objects/optimizer_class.py::OtherClass.remedy": _ELSEWHERE,
+    "objects/optimizer_state.py::remedies_for_names": _ELSEWHERE,
+    "objects/optimizer_state.py::OptimizerPlan.own_remedies": _ELSEWHERE,
+    "objects/optimizer_state.py::_check_is_by_name": _PLACEHOLDERS,
+    "objects/optimizer_state.py::_state_and_groups": _PLACEHOLDERS,
+    "objects/per_rank.py::of_this_rank": _RANKS,
+    "objects/restore.py::_part": _PROSE,
+    "objects/restore.py::restore_objects": _PROSE,
+    "objects/restore.py::_own_remedies": _ELSEWHERE,
+    "objects/schedulers.py::_refusal": "tests/objects/test_schedulers.py follows it",
+    "planning/matching.py::_check_transform": "tests/loading/test_quantize.py follows it",
+    "problems.py::": "tests/suggestion has what ms.suggest finds",
+    "problems.py::QuantizedIntoPlain": "tests/loading/test_quantize.py follows it",
+    "problems.py::GuessedRule": "tests/suggestion follows it",
+    "problems.py::NotATensor": _PROSE,
+    "problems.py::Unread": _PROSE,
+    "problems.py::FakeTensors": "tests/loading/test_sharded.py follows it",
+    "problems.py::UnloadableLayout": _OTHER,
+    "problems.py::OptimizerMisfit": _PROSE,
+    "remote/cache.py::check_cache": _PLACEHOLDERS,
+    "remote/location.py::store_of": _OTHER,
+    "remote/upload.py::new_object": "needs a server",
+    "serve/aoti.py::AotiTarget._fixed_error": _EXPORT,
+    "serve/aoti.py::_values": _EXPORT,
+    "serve/export.py::": _EXPORT,
+    "serve/export.py::_check_on_cpu": _EXPORT,
+    "serve/export.py::_exported": _EXPORT,
+    "serve/export.py::_compiled": _EXPORT,
+    "serve/export.py::_unsupported_guards": _EXPORT,
+    "serve/export.py::Trial.__init__": _EXPORT,
+    "serve/exported.py::_Graph.__init__": _EXPORT,
+    "serve/meta_clone.py::check_captured_references": _PROSE,
+    "serve/program_file.py::_unsupported": _EXPORT,
+    "serve/state_names.py::_Groups.check": _PLACEHOLDERS,
+    "serve/swap_pipeline.py::SwapSource.check": "tests/serve/test_hooks.py follows it",
+    "serve/targets.py::_check_weights_are_read": _OTHER,
+    "serve/versions.py::method_of": _PLACEHOLDERS,
+    "serve/versions.py::VersionGate._close": "needs requests that do not end",
+    "serve/versions.py::VersionGate._open_entry": "needs requests within a canary",
+}
+"""The places of remedies with code that no scenario follows, each with the reason."""
+
+
+@pytest.mark.slow
+def test_every_remedy_with_code_is_followed() -> None:
+    followed = {place for places, _ in SCENARIOS.values() for place in places}
+    lacking = remedies_with_code().keys() - followed - NOT_FOLLOWED.keys()
+    assert not lacking, f"add a scenario that follows the remedy, or a reason to NOT_FOLLOWED: {sorted(lacking)}"
