@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 import modelstate as ms
-from modelstate.errors import ModelStateError, OptimizerStateError, RuleError
+from modelstate.errors import ModelStateError, OptimizerStateError, PlacementError, RuleError
+from tests.loading.fingerprint import described
 
 
 class Factors(NamedTuple):
@@ -261,6 +262,39 @@ def test_state_in_the_dtype_of_a_parameter_follows_it_and_other_state_keeps_its_
         (moments,) = state["nested"]
         dtypes = moments["exp_avg"].dtype, moments["half"].dtype, state["step"].dtype, state["scale"].dtype
         assert dtypes == (after, torch.float16, torch.float32, before)
+
+
+@pytest.mark.parametrize(
+    ("cls", "dtype"), [(torch.optim.Adam, torch.bfloat16), (partial(torch.optim.SGD, momentum=0.9), torch.float32)]
+)
+def test_a_state_without_dtypes_gets_that_of_the_parameters_where_the_optimizer_needs_it(cls: Any, dtype: Any) -> None:
+    """Adam of torch does not step with moments in float32 beside weights in bfloat16, and SGD does."""
+    saved, of = built(cls), built(cls, torch.bfloat16)
+    saved["optimizer"] = cls(saved["model"].named_parameters())
+    step(saved)
+    ms.load_optimizer_state(of["model"], of["optimizer"], saved["optimizer"].state_dict())
+    key = "exp_avg" if cls is torch.optim.Adam else "momentum_buffer"
+    assert {state[key].dtype for state in of["optimizer"].state.values()} == {dtype}
+    step(of)
+
+
+def test_state_for_all_parameters_together_is_not_left_behind_by_a_conversion() -> None:
+    of = step(built())
+    of["optimizer"].state["sums"] = [torch.zeros(2, 3)]
+    before = described(of["optimizer"].state_dict()["state"]["sums"])
+    with pytest.raises(PlacementError, match="state under sums"):
+        ms.convert(of["model"], torch.float64, optimizers=[of["optimizer"]])
+    assert of["model"]["fc"].weight.dtype == torch.float32
+    assert described(of["optimizer"].state_dict()["state"]["sums"]) == before
+    of["optimizer"].state["sums"] = [torch.zeros(2, 3, dtype=torch.float16), torch.zeros(3, dtype=torch.int), 1]
+    ms.convert(of["model"], torch.float64, optimizers=[of["optimizer"]])
+
+
+def test_state_of_a_parameter_that_is_no_dict_is_refused(tmp_path: Path) -> None:
+    of = built()
+    of["optimizer"].state[of["model"]["fc"].weight] = [torch.zeros(2)]
+    with pytest.raises(OptimizerStateError, match=r"fc\.weight: .*something else than a dict"):
+        ms.Store(tmp_path).check(of)
 
 
 def test_nested_state_follows_a_conversion() -> None:

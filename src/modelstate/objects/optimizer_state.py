@@ -106,6 +106,13 @@ def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[
         {**group_options(group), "params": [names[param] for param in group["params"]]}
         for group in optimizer.param_groups
     ]
+    wrong = [name for param, name in names.items() if not isinstance(optimizer.state.get(param, {}), Mapping)]
+    if wrong:
+        raise OptimizerStateError(
+            "the optimizer keeps something else than a dict for a parameter",
+            where=f"{type(optimizer).__qualname__}: {wrong[0]}",
+            remedy="keep a dict of tensors and plain values for each parameter",
+        )
     state = {name: dict(optimizer.state.get(param, {})) for param, name in names.items()}
     other = {key: value for key, value in optimizer.state.items() if key not in names}
     _check_values({**state, **({_OTHER: cast(Values, other)} if other else {})}, names, optimizer)
@@ -137,9 +144,10 @@ def load_optimizer_state(
 
     Tensors take the device of their parameter; `step` stays where the optimizer keeps it. Tensors keep the dtype that
     was saved: momentum in float32 beside weights in bfloat16 stays in float32. Where the parameter had another dtype
-    when its state was saved, tensors that had the parameter's dtype get the new one. A parameter with an empty saved
-    state has no state afterwards. LBFGS, which keeps all parameters in one vector, takes only the same ones in the same
-    order.
+    when its state was saved, tensors that had the parameter's dtype get the new one. A `state_dict()` of torch does not
+    have that dtype; its tensors get the parameter's dtype if the optimizer cannot step without it. A parameter with an
+    empty saved state has no state afterwards. LBFGS, which keeps all parameters in one vector, takes only the same ones
+    in the same order.
 
     The state of another class of optimizer is refused where it does not fit, and where the saved options would change
     what this optimizer computes: the state of an `Adam` would turn off the decoupled weight decay of an `AdamW`. With

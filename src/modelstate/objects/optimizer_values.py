@@ -48,6 +48,7 @@ class StateLayout:
         self._new_options = {id(group): options for group, options in matched}
         """The options that each group is going to have, by the id of the group."""
         self._trials: dict[tuple[int, int], Values | None] = {}
+        self._steps: dict[tuple[object, ...], bool] = {}
 
     def values_of(self, param: torch.Tensor) -> Values | None:
         """Returns what the state of a parameter would be with the new options, else what it is; None for unknown."""
@@ -60,6 +61,16 @@ class StateLayout:
         trial = self._trials[key]
         return (self._optimizer.state.get(param) or None) if trial is None else trial
 
+    def steps_with(self, values: Values, param: torch.Tensor) -> bool:
+        """Whether an optimizer of torch's takes a step with tensors in the dtypes of the values; true for others."""
+        dtypes = {key: value.dtype for key, value in values.items() if isinstance(value, torch.Tensor) and value.dim()}
+        group = self.group_of[param]
+        key = id(group), param.dim(), param.dtype, *sorted((name, str(dtype)) for name, dtype in dtypes.items())
+        if key not in self._steps:
+            trial = _trial(self._optimizer, self.options_of(param), param.dim(), param.dtype)
+            self._steps[key] = trial is None or _steps_with(*trial, dtypes)
+        return self._steps[key]
+
     def options_of(self, param: torch.Tensor) -> dict[str, object]:
         """Returns the options that the group of a parameter is going to have."""
         group = self.group_of[param]
@@ -68,20 +79,40 @@ class StateLayout:
 
 def _trial_state(optimizer: torch.optim.Optimizer, options: Mapping[str, object], dims: int) -> Values | None:
     """Returns the state of a small parameter after a step of an optimizer of torch's; None where it cannot step."""
+    trial = _trial(optimizer, options, dims, torch.float32)
+    return None if trial is None else dict(trial[0].state.get(trial[1], {}))
+
+
+def _trial(
+    optimizer: torch.optim.Optimizer, options: Mapping[str, object], dims: int, dtype: torch.dtype
+) -> tuple[torch.optim.Optimizer, nn.Parameter] | None:
+    """Returns an optimizer of the same class of torch's, after a step, and its parameter; None where it cannot step."""
     build: Any = type(optimizer)
     if not is_torchs(build):
         return None
     arguments = {key: options[key] for key in inspect.signature(build).parameters if key in options and key != "params"}
     if "capturable" in arguments:
         arguments["capturable"] = False  # the trial runs on the CPU
-    param = nn.Parameter(torch.zeros([2] * dims, device="cpu"))
+    param = nn.Parameter(torch.zeros([2] * dims, dtype=dtype, device="cpu"))
     param.grad = torch.ones_like(param)
     try:
         trial: torch.optim.Optimizer = build([param], **arguments)
         trial.step()
     except Exception:  # it needs a closure, sparse gradients, or another device
         return None
-    return dict(trial.state.get(param, {}))
+    return trial, param
+
+
+def _steps_with(trial: torch.optim.Optimizer, param: nn.Parameter, dtypes: Mapping[str, torch.dtype]) -> bool:
+    state = trial.state[param]
+    state.update(
+        {key: state[key].to(dtype) for key, dtype in dtypes.items() if isinstance(state.get(key), torch.Tensor)}
+    )
+    try:
+        trial.step()
+    except RuntimeError:  # its operations do not take several dtypes
+        return False
+    return True
 
 
 def value_problems(
@@ -269,12 +300,14 @@ def _placed(
     copies: dict[tuple[object, ...], torch.Tensor],
 ) -> dict[str, object]:
     options = layout.options_of(param)
+    casts = saved_dtype is None and not layout.steps_with(values, param)
     step_on_device = bool(options.get("capturable") or options.get("fused"))
 
     def copied(path: Path, leaf: object) -> object:
         if not isinstance(leaf, torch.Tensor):
             return deepcopy(leaf)
-        follows = str(leaf.dtype) == saved_dtype and follows_dtype(path, leaf, param, leaf.dtype)
+        had_it = leaf.is_floating_point() if casts else str(leaf.dtype) == saved_dtype
+        follows = had_it and follows_dtype(path, leaf, param, leaf.dtype)
         dtype = param.dtype if follows and param.is_floating_point() else leaf.dtype
         key = id(leaf), dtype, param.device, path[-1] == "step" and step_on_device
         if key not in copies:

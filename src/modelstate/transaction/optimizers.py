@@ -136,11 +136,13 @@ def following_state(
         spend: Called with the bytes of each new tensor before it is allocated.
 
     Raises:
-        PlacementError: The state on meta cannot be initialised.
+        PlacementError: The state on meta cannot be initialised; or an optimizer keeps tensors under other keys than
+            parameters that may have to follow.
     """
     found: list[NewState] = []
     new_tensors: dict[int, torch.Tensor] = {}
     for optimizer in optimizers:
+        _check_other_state(optimizer, finals, before)
         found += _initialised_state(optimizer, finals)
         for group in optimizer.param_groups:
             beside = bool(group.get("capturable") or group.get("fused"))
@@ -156,6 +158,34 @@ def following_state(
                         if new is not old:
                             found.append((state, key, new))
     return found
+
+
+def _check_other_state(
+    optimizer: torch.optim.Optimizer, finals: Mapping[torch.Tensor, torch.Tensor], before: Placed
+) -> None:
+    """Raises for floating-point tensors under other keys than parameters, in a dtype or on a device that changes."""
+    params = {param for group in optimizer.param_groups for param in group["params"]}
+    changed = [(before[param], (finals[param].dtype, finals[param].device)) for param in params & finals.keys()]
+    dtypes = {old[0] for old, new in changed if old[0] != new[0]}
+    devices = {old[1] for old, new in changed if old[1] != new[1]}
+    places: list[str] = []
+
+    def check(path: tuple[object, ...], leaf: object) -> None:
+        is_state = isinstance(leaf, torch.Tensor) and leaf.is_floating_point() and leaf.dim() > 0
+        if isinstance(leaf, torch.Tensor) and is_state and (leaf.dtype in dtypes or leaf.device in devices):
+            places.append(str(path[0]))
+
+    for key, values in optimizer.state.items():
+        if key not in params and (dtypes or devices):
+            map_leaves(values, check, (key,))
+    if places:
+        raise PlacementError(
+            "the optimizer keeps tensors for several parameters together, which cannot follow the parameters; nothing "
+            "has been changed",
+            where=type(optimizer).__name__,
+            found=f"state under {', '.join(dict.fromkeys(places))}",
+            remedy="build the optimizer after the conversion",
+        )
 
 
 def _following(
