@@ -1,5 +1,7 @@
 """Checkpoints on servers are the checkpoints of this machine: the same plan, tensors and errors, in few requests."""
 
+import subprocess
+import sys
 import threading
 import time
 from collections import Counter
@@ -12,6 +14,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from click.testing import CliRunner
+from safetensors.torch import save_file
 from torch import nn
 
 import modelstate as ms
@@ -263,3 +266,25 @@ def test_a_budget_bounds_the_replies_under_way(tmp_path: Path, budget_bytes: int
     replies, requested_bytes = map(max, zip(*sizes, strict=True))
     assert replies <= max(budget_bytes // (5 << 19), 1)  # the client has at most 2.5 MiB of each
     assert requested_bytes <= budget_bytes or budget_bytes >= 5 << 19
+
+
+@pytest.mark.slow
+def test_a_process_that_ends_after_its_last_request(files: tuple[Path, str]) -> None:
+    """A thread of the client has given the reply to the loop, and has not returned from that when Python ends."""
+    directory, url = files
+    save_file({"w": torch.ones(2)}, directory / "x.safetensors")
+    code = f"""
+import asyncio.selector_events, threading, time
+import modelstate as ms
+
+loop = asyncio.selector_events.BaseSelectorEventLoop
+write = loop._write_to_self
+def slow(self):
+    write(self)
+    if threading.current_thread() is not threading.main_thread():
+        time.sleep(0.3)
+loop._write_to_self = slow
+print(len(ms.open("{url}/x.safetensors")))
+"""
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (ended.returncode, ended.stdout) == (0, "1\n"), ended.stderr

@@ -12,6 +12,7 @@ while the process does.
 
 from __future__ import annotations
 
+import atexit
 import random
 import sys
 import threading
@@ -41,13 +42,19 @@ _CLEANUP_SECONDS = 0.5
 _Parameters = ParamSpec("_Parameters")
 _Result = TypeVar("_Result")
 
+_LAST_SECONDS = 1.0
+"""How long the end of the process waits for threads of the client."""
+
 _loop: asyncio.AbstractEventLoop | None = None
+_handing_over: set[int] = set()
+"""The threads of the client that are giving a result to the loop."""
 
 
 def _forget_loop(_: int) -> None:
     """Its thread does not exist in a process that was forked."""
     global _loop
     _loop = None
+    _handing_over.clear()
 
 
 _lock = fork_safe_lock(_forget_loop)
@@ -145,8 +152,35 @@ def _running_loop() -> asyncio.AbstractEventLoop | None:
     with _lock:
         if _loop is None:
             loop = asyncio.new_event_loop()
+            setattr(loop, "call_soon_threadsafe", _noting(loop.call_soon_threadsafe))  # noqa: B010
             if not try_start(threading.Thread(target=loop.run_forever, name="modelstate-requests", daemon=True)):
                 loop.close()
                 return None
             _loop = loop
         return _loop
+
+
+def _noting(hand_over: Callable[..., _Result]) -> Callable[..., _Result]:
+    """The function of a loop by which threads of the client give it a result, so that the process can wait for them.
+
+    The loop may have the result before the function returns. Where Python ends meanwhile, it ends the thread, and the
+    client aborts the process.
+    """
+
+    def noted(*args: Any, **options: Any) -> _Result:
+        thread = threading.get_ident()
+        _handing_over.add(thread)
+        try:
+            return hand_over(*args, **options)
+        finally:
+            _handing_over.discard(thread)
+
+    return noted
+
+
+@atexit.register
+def _wait_for_client() -> None:
+    """Waits for threads of the client that would abort the process."""
+    end = time.monotonic() + _LAST_SECONDS
+    while _handing_over and time.monotonic() < end:
+        time.sleep(0.001)
