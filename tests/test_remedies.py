@@ -315,6 +315,12 @@ def quantized_weight_with_rules(_: Path) -> Scenario:
     return loading(source | {"old.0.weight_scale": torch.tensor(0.5)}, rules=[ms.rules.Prefix(strip="old.")])
 
 
+@scenario("conversion/checkpoint.py::_check_scales")
+def conversion_of_numbers_alone(tmp_path: Path) -> Scenario:
+    source = {"a.weight": torch.ones(2, 2).to(torch.float8_e4m3fn), "a.weight_scale": torch.tensor(0.5)}
+    return Scenario(partial(ms.convert_checkpoint, source, tmp_path / "x.safetensors", dtype="bf16"))
+
+
 @scenario("planning/matching.py::matching_part")
 def several_parts(_: Path) -> Scenario:
     source = {"model": state(), "ema": state()}

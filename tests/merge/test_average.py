@@ -1,5 +1,6 @@
 """The average of checkpoints."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -210,7 +211,26 @@ def test_what_has_no_average(dtype: torch.dtype) -> None:
     assert same(average([one, other, one], others=1), other)
     with pytest.raises(CombineError, match=r"others than in the first in \[1\]") as caught:
         average([one, other])
-    assert 'others="first"' in caught.value.remedy
+    assert ('others="first"' in caught.value.remedy) == (dtype is not torch.float8_e4m3fn)
+
+
+def test_numbers_are_not_taken_without_their_scales(tmp_path: Path) -> None:
+    weights = torch.randn(2, 4, 4)
+    scales = weights.abs().amax((1, 2)) / 448
+    sources = [
+        {"a.weight": (weight / scale).to(torch.float8_e4m3fn), "a.weight_scale": scale}
+        for weight, scale in zip(weights, scales, strict=True)
+    ]
+    with pytest.raises(CombineError, match="float8_e4m3fn with scales") as caught:
+        ms.open(sources, combine=ms.merge.Average(others="first"))
+    assert "rules=[ms.rules.Dequantize('*.weight', '*.weight_scale')]" in caught.value.remedy
+    rule = ms.rules.Dequantize("*.weight", "*.weight_scale")
+    paths = [tmp_path / f"{index}.safetensors" for index in range(2)]
+    for source, path in zip(sources, paths, strict=True):
+        ms.convert_checkpoint(source, path, rules=[rule])
+    result = ms.open(paths, combine=ms.merge.Average()).tensor("a.weight")
+    expected = (sources[0]["a.weight"].double() * scales[0] + sources[1]["a.weight"].double() * scales[1]) / 2
+    assert torch.allclose(result.double(), expected)
 
 
 def test_values_of_the_checkpoint_that_is_chosen() -> None:

@@ -1,6 +1,7 @@
 """`Dequantize`: quantized weights times their scales, compared with the product in float64."""
 
 import itertools
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import modelstate as ms
-from modelstate.errors import RuleError
+from modelstate.errors import OptionError, RuleError
 from modelstate.rules.expression import region, values_of
 from modelstate.rules.quantized import dequantized
 from modelstate.rules.schema import in_memory
@@ -132,6 +133,20 @@ def test_a_file_is_converted(tmp_path: Path) -> None:
     converted = ms.open(tmp_path / "plain.safetensors")
     assert [*converted] == ["a.weight"]
     assert torch.equal(converted.tensor("a.weight"), expected)
+
+
+def test_a_cast_of_numbers_without_their_scales_is_refused(tmp_path: Path) -> None:
+    weight, scale = stored(SHAPE, torch.float8_e4m3fn, ())
+    save_file({"a.weight": weight, "a.weight_scale": scale}, tmp_path / "f.safetensors")
+    convert = partial(ms.convert_checkpoint, tmp_path / "f.safetensors", tmp_path / "g.safetensors", dtype="bf16")
+    rename = ms.rules.Rename("a.*", "b.*")
+    with pytest.raises(OptionError, match=r"rules=\[ms.rules.Dequantize\('\*.weight', '\*.weight_scale'\)\]"):
+        convert()
+    with pytest.raises(OptionError, match=r"rules=\[\*rules, ms.rules.Dequantize"):
+        convert(rules=[rename])
+    assert not (tmp_path / "g.safetensors").exists()
+    convert(rules=[rename, ms.rules.Dequantize("*.weight", "*.weight_scale")])
+    assert torch.equal(ms.open(tmp_path / "g.safetensors").tensor("b.weight"), (weight.float() * scale).bfloat16())
 
 
 @pytest.mark.parametrize(

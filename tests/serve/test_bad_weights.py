@@ -342,3 +342,13 @@ def test_values_that_code_of_the_model_changes_after_the_read_are_checked() -> N
     module.register_load_state_dict_post_hook(spoil)
     with pytest.raises(errors.WeightsError, match="weight: 4 of 4"):
         ms.Live(module).swap(nn.Linear(2, 2).state_dict())
+
+
+def test_a_swap_multiplies_quantized_weights_by_their_scales() -> None:
+    live = ms.Live(nn.Linear(4, 4, bias=False).bfloat16())
+    source = {"weight": torch.full((4, 4), 3.0).to(torch.float8_e4m3fn), "weight_scale": torch.tensor(0.5)}
+    with pytest.raises(errors.PlanError, match=r"rules=\[ms.rules.Dequantize\('weight', 'weight_scale'\)\]"):
+        live.swap(source, allow_unexpected=["weight_scale"])
+    live.swap(source, rules=ms.rules.Dequantize("weight", "weight_scale"))
+    with live.pin() as version:
+        assert torch.equal(version(torch.eye(4).bfloat16()), torch.full((4, 4), 1.5).bfloat16())

@@ -2,9 +2,10 @@
 
 import os
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from time import perf_counter
+from typing import Any
 
 import torch
 from torch import nn
@@ -22,17 +23,19 @@ from modelstate.checkpoint.write import (
     target_path,
     write_state,
 )
-from modelstate.errors import CodecError
+from modelstate.errors import CodecError, OptionError
 from modelstate.formats.block_writer import storages_of, whole
 from modelstate.formats.writing import check_both
 from modelstate.io.atomic import LOCK_TIMEOUT_SECONDS
 from modelstate.planning.matching import ModelSchemaView, check_model, entries_of, renamed_versions
+from modelstate.problems import QuantizedWeight
 from modelstate.remote.cache import Cache
 from modelstate.rules.expression import Derived, values_of
 from modelstate.rules.expression import Source as DerivedSource
 from modelstate.rules.rule import Entry, Rule, Value
 from modelstate.rules.schema import Schema, apply_rules, check_rules
 from modelstate.spec import Refused
+from modelstate.text_format import listed
 from modelstate.torch_compat.dtypes import floating_dtype
 from modelstate.torch_compat.modules import unwrapped
 from modelstate.torch_compat.values import set_version_metadata
@@ -114,6 +117,8 @@ def convert_checkpoint(
     checkpoint = open_checkpoint(source, key=key, cache=cache)
     chain = rules.rules_for(checkpoint) if isinstance(rules, Schema) else check_rules(rules)
     state = _changed_by_rules(checkpoint, chain, cast, model) if chain else streamed(checkpoint, cast)
+    if cast is not None and not chain:
+        _check_scales(checkpoint, checkpoint.source, has_rules=False)
     if isinstance(rules, Schema):
         state.schema = rules.version
     return write_state(state, path, begin, options)
@@ -129,12 +134,31 @@ def _changed_by_rules(
         wanted = ModelSchemaView(model, slots_of(model)).before
     applied = apply_rules(rules, entries_of(checkpoint), checkpoint.read, wanted)
     applied.check("the rules cannot be applied; nothing has been written", where=checkpoint.source)
+    if dtype is not None:
+        tensors = {name: entry.tensor for name, entry in applied.entries.items() if entry.tensor is not None}
+        _check_scales(tensors, checkpoint.source, has_rules=True)
     builder = LazyStateBuilder(checkpoint, dtype)
     written = ((name, _to_write(builder, checkpoint, name, entry)) for name, entry in applied.entries.items())
     state = OrderedDict((name, value) for name, value in written if not isinstance(value, Refused))
     if checkpoint.versions is not None:
         set_version_metadata(state, renamed_versions(checkpoint.versions, applied, rules))
     return around(checkpoint, state, builder)
+
+
+def _check_scales(tensors: Mapping[str, Any], where: str, *, has_rules: bool) -> None:
+    """Raises `OptionError` where a cast would change float8 numbers that have scales, so that no tool reads them."""
+    if not any(tensor.dtype.is_floating_point and tensor.dtype.itemsize == 1 for tensor in tensors.values()):
+        return
+    from modelstate.planning.quantized import stored_quantized
+
+    scaled = [problem for problem in stored_quantized(tensors) if problem.layout.startswith("float8")]
+    if scaled:
+        raise OptionError(
+            "dtype= would cast numbers whose scales are in other tensors; nothing has been written",
+            where=where,
+            found=listed([problem.line() for problem in scaled], 3, "; "),
+            remedy=QuantizedWeight.remedy_for(scaled).replace("rules=[", "rules=[*rules, " if has_rules else "rules=["),
+        )
 
 
 def _to_write(builder: LazyStateBuilder, checkpoint: Checkpoint, name: str, entry: Entry) -> object:

@@ -15,6 +15,9 @@ from modelstate.checkpoint.combine import Combination, Merged, check_values, lab
 from modelstate.checkpoint.reduction import kind_of
 from modelstate.errors import CombineError, OptionError
 from modelstate.formats.tree import FlatTree
+from modelstate.planning.quantized import stored_quantized
+from modelstate.problems import QuantizedWeight
+from modelstate.rules.quantized import SCALABLE
 from modelstate.spec import Allocate, Blocks, Combined, Fill, Stored, bytes_key
 from modelstate.text_format import count, listed, short_repr
 from modelstate.torch_compat.plain import same_values
@@ -126,6 +129,14 @@ class Average(Combination):
             )
         if chosen is None:
             check_values(sources, in_all=True)
+        elif quantized := stored_quantized(sources[0]):
+            raise CombineError(
+                "weights that are stored with scales cannot be taken from one checkpoint: the scales are averaged",
+                where=quantized[0].name,
+                found=f"{quantized[0].layout} in {count(len(quantized), 'weight')}",
+                remedy=f"write plain weights of each first, with modelstate.convert_checkpoint: "
+                f"{QuantizedWeight.remedy_for(quantized)}",
+            )
         averages: dict[object, Stored] = {}
         tensors: dict[str, Stored] = {}
         for name in sources[0]:
@@ -272,7 +283,10 @@ def _same(name: str, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
             where=name,
             expected=f"the same {tensors[0].dtype} values in all",
             found=f"others than in the first in {', '.join(f'[{index}]' for index in differing)}",
-            remedy='take it from one of them: ms.merge.Average(others="first")',
+            remedy="if it has scales, write plain weights of each checkpoint first: modelstate.convert_checkpoint with "
+            "the rule Dequantize; or open other tensors alone, with key="
+            if tensors[0].dtype in SCALABLE
+            else 'take it from one of them: ms.merge.Average(others="first")',
         )
     return tensors[0]
 

@@ -8,8 +8,10 @@ import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
+import torch
+
 from modelstate.problems import QuantizedWeight
-from modelstate.rules.quantized import Dequantize
+from modelstate.rules.quantized import SCALABLE, Dequantize
 from modelstate.rules.rule import as_code, template
 from modelstate.tensor_spec import TensorSpec
 from modelstate.torch_compat.dtypes import short
@@ -106,6 +108,21 @@ def quantized_weights(
         rule, layout_name = code[source, scale], f"{short(part[source].dtype)} with scales"
         problems.append(QuantizedWeight(name, layout_name, (scale,), (rule, *ignored, *then) if rule else ()))
     return problems, {*used, *extra, *(scale for *_, scale in scaled)}
+
+
+def stored_quantized(tensors: Mapping[str, TensorSpec]) -> list[QuantizedWeight]:
+    """Returns the weights that a checkpoint stores as numbers and scales, without regard to a model."""
+    candidates = []
+    for name, tensor in tensors.items():
+        if tensor.dtype in SCALABLE or tensor.dtype == torch.uint8:
+            candidates.append(Candidate(name, name, has_numbers=True))
+        last = name.rpartition(".")[2]
+        if last in _BESIDE_MODULE:
+            weights = [name.removesuffix(last) + "weight"]
+        else:
+            weights = [name.removesuffix(end) for end in _BESIDE_WEIGHT if name.endswith(end)]
+        candidates += [Candidate(weight, weight) for weight in weights]
+    return quantized_weights(dict.fromkeys(candidates), tensors, tensors.keys())[0] if candidates else []
 
 
 def _rules(pairs: Sequence[Names], part: Mapping[str, TensorSpec]) -> dict[Names, str]:

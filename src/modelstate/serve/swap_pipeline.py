@@ -44,6 +44,7 @@ from modelstate.problems import (
     ignoring,
     plan_error,
 )
+from modelstate.rules.expression import is_dequantized
 from modelstate.rules.rule import Rule
 from modelstate.rules.schema import Schema, renaming, way_back
 from modelstate.serve.meta_clone import items_of_container, runtime_state
@@ -448,7 +449,7 @@ def check_casts(planned: Iterable[Planned], where: str) -> None:
     """Raises `WeightsError` where a load casts a weight."""
     cast: list[tuple[str, str]] = []
     for item in planned:
-        if isinstance(item, Assignment) and item.value.dtype != item.dtype:
+        if isinstance(item, Assignment) and item.value.dtype != item.dtype and not is_dequantized(item.stored):
             cast.append((item.name, f"{short(item.value.dtype)} to {short(item.dtype)}"))
         elif isinstance(item, PlainTable) and item.casts:
             stored = short(item.stored_dtype)
