@@ -216,6 +216,22 @@ def test_rules_change_nested_moments() -> None:
     assert second.state[fused["qk"].weight]["step"] == 1
 
 
+@pytest.mark.parametrize("way", WAYS)
+def test_tensors_lie_in_memory_as_before(way: str, tmp_path: Path) -> None:
+    """A product with a transposed matrix, as those of an eigenvalue decomposition, rounds otherwise than a copy."""
+
+    def keeps(param: torch.Tensor) -> dict[str, Any]:
+        return {"basis": [torch.rand(3, 2).T, torch.rand(2, 3, 4).permute(2, 0, 1)], "square": torch.rand(2, 2).T}
+
+    saved, of = step(built(keeps=keeps)), built(keeps=keeps)
+    WAYS[way](tmp_path, saved, of)
+    assert same_states(of, saved)
+    assert [tensor.stride() for tensor in of["optimizer"].state[of["model"]["fc"].weight]["basis"]] == [
+        (1, 2),
+        (1, 12, 4),
+    ]
+
+
 # Dtypes.
 
 
@@ -254,6 +270,7 @@ def test_state_in_the_dtype_of_a_parameter_follows_it_and_other_state_keeps_its_
 ) -> None:
     def keeps(param: torch.Tensor) -> dict[str, Any]:
         moments = {"exp_avg": torch.ones_like(param), "half": torch.ones_like(param, dtype=torch.float16)}
+        moments["mu"] = torch.ones_like(param)  # a name of a number of torch's optimizers
         return {"step": torch.tensor(1.0), "scale": torch.ones((), dtype=before), "nested": [moments]}
 
     saved, of = step(built(dtype=before, keeps=keeps)), built(dtype=after, keeps=keeps)
@@ -262,6 +279,7 @@ def test_state_in_the_dtype_of_a_parameter_follows_it_and_other_state_keeps_its_
         (moments,) = state["nested"]
         dtypes = moments["exp_avg"].dtype, moments["half"].dtype, state["step"].dtype, state["scale"].dtype
         assert dtypes == (after, torch.float16, torch.float32, before)
+        assert moments["mu"].dtype == after
 
 
 @pytest.mark.parametrize(

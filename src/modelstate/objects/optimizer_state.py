@@ -37,7 +37,7 @@ from modelstate.objects.optimizer_values import (
     in_memory_orders,
     is_number,
     is_torchs,
-    memory_orders,
+    memory_order,
     place,
     placed_options,
     placed_state,
@@ -115,10 +115,9 @@ def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[
         )
     state = {name: dict(optimizer.state.get(param, {})) for param, name in names.items()}
     other = {key: value for key, value in optimizer.state.items() if key not in names}
-    _check_values({**state, **({_OTHER: cast(Values, other)} if other else {})}, names, optimizer)
+    orders = _check_values(state, other, names, optimizer)
     dtypes = {name: str(param.dtype) for param, name in names.items()}
     saved = {"state": state, _GROUPS: groups, CLASS: class_name(computing_class(optimizer)), DTYPES: dtypes}
-    orders = memory_orders(state, {name: param for param, name in names.items()})
     return {**saved, **({_OTHER: other} if other else {}), **({ORDERS: orders} if orders else {})}
 
 
@@ -508,21 +507,37 @@ def _check_is_by_name(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _check_values(
-    state: Mapping[str, Values], names: Mapping[torch.Tensor, str], optimizer: torch.optim.Optimizer
-) -> None:
-    """Raises for values that a restore could not bring back."""
+    state: Mapping[str, Values],
+    other: Mapping[Any, object],
+    names: Mapping[torch.Tensor, str],
+    optimizer: torch.optim.Optimizer,
+) -> list[list[object]]:
+    """Raises for values that a restore could not bring back. Returns the `memory_orders` of the state."""
     places = {_address(param) for param in names} - {0}
     problems: list[str] = []
-    for name, values in state.items():
+    orders: list[list[object]] = []
 
-        def check(path: Path, leaf: object, name: str = name) -> None:
+    def check(path: Path, leaf: object) -> None:
+        name = path[0]
+        if not isinstance(leaf, torch.Tensor):
             why = why_not_restored(leaf)
-            if isinstance(leaf, torch.Tensor) and (leaf in names or _address(leaf) in places):
-                why = "shares the memory of a parameter, which a restore would not share"
-            if why:
-                problems.append(f"{name}: {place(path)} {why}")
+        elif leaf in names or _address(leaf) in places:
+            why = "shares the memory of a parameter, which a restore would not share"
+        else:
+            why, param = "", params.get(name)
+            if param is not None and (dims := memory_order(leaf, param)) is not None:
+                orders.append([list(path), dims])
+        if why:
+            problems.append(f"{name}: {place(path[1:])} {why}")
 
-        map_leaves(dict(values), check)
+    params: dict[object, torch.Tensor] = {name: param for param, name in names.items()}
+    for name, values in state.items():
+        for key, value in values.items():
+            if isinstance(value, torch.Tensor):
+                check((name, key), value)
+            else:
+                map_leaves(value, check, (name, key))
+    map_leaves(dict(other), check, (_OTHER,))
     if problems:
         raise OptimizerStateError(
             "the optimizer keeps values that could not be restored",
@@ -531,6 +546,7 @@ def _check_values(
             remedy="keep them as tensors or plain values, or outside of the state of the optimizer, as an object of "
             "their own with state_dict and load_state_dict",
         )
+    return orders
 
 
 def _address(tensor: torch.Tensor) -> int:

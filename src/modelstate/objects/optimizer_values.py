@@ -177,27 +177,26 @@ def why_not_restored(leaf: object) -> str:
     return ""
 
 
-def memory_orders(tree: object, params: Mapping[str, torch.Tensor] | None = None) -> list[list[object]]:
-    """Returns the tensors of a tree whose elements are not in the usual order in memory, with the order of their dims.
+def memory_order(tensor: torch.Tensor, param: torch.Tensor | None = None) -> list[int] | None:
+    """Returns the order of the dims of a tensor in memory, where it is not the usual one nor that of its parameter.
 
     Files have no strides, and a product with a transposed matrix is rounded otherwise than one with a copy of it.
-    Tensors that lie in memory as their parameter does are left out. A result is `[path, dims]`.
-
-    Args:
-        tree: Containers of tensors and plain values.
-        params: Parameters by the first key of a path.
     """
+    if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or tensor.is_contiguous():
+        return None
+    if param is not None and (tensor.shape, tensor.stride()) == (param.shape, param.stride()):
+        return None
+    strides = tensor.stride()
+    dims = sorted(range(tensor.dim()), key=lambda dim: -strides[dim])
+    return dims if tensor.permute(dims).is_contiguous() else None
+
+
+def memory_orders(tree: object) -> list[list[object]]:
+    """Returns `[path, dims]` for each tensor of nested containers that has a `memory_order`."""
     orders: list[list[object]] = []
 
     def note(path: Path, leaf: object) -> None:
-        if type(leaf) is not torch.Tensor or leaf.layout is not torch.strided or leaf.is_contiguous():
-            return
-        param = params.get(str(path[0])) if params else None
-        if param is not None and (leaf.shape, leaf.stride()) == (param.shape, param.stride()):
-            return
-        strides = leaf.stride()
-        dims = sorted(range(leaf.dim()), key=lambda dim: -strides[dim])
-        if leaf.permute(dims).is_contiguous():
+        if isinstance(leaf, torch.Tensor) and (dims := memory_order(leaf)) is not None:
             orders.append([list(path), dims])
 
     map_leaves(tree, note)
@@ -308,7 +307,7 @@ def _placed(
             return deepcopy(leaf)
         had_it = leaf.is_floating_point() if casts else str(leaf.dtype) == saved_dtype
         follows = had_it and follows_dtype(path, leaf, param, leaf.dtype)
-        dtype = param.dtype if follows and param.is_floating_point() else leaf.dtype
+        dtype = param.dtype if follows and param.is_complex() == leaf.is_complex() else leaf.dtype
         key = id(leaf), dtype, param.device, path[-1] == "step" and step_on_device
         if key not in copies:
             copies[key] = _copied(path, leaf, param, dtype, step_on_device)

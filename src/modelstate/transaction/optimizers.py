@@ -231,7 +231,7 @@ def _followed(
     """Returns the new dtype and device of a tensor in the state of a parameter."""
     if value.is_meta or final.is_meta:
         return value.dtype, value.device
-    casts = follows_dtype(path, value, param, before[0]) and final.is_floating_point()
+    casts = follows_dtype(path, value, param, before[0]) and final.is_complex() == value.is_complex()
     return final.dtype if casts else value.dtype, final.device if value.device == before[1] else value.device
 
 
@@ -246,12 +246,12 @@ def follows_dtype(
         param: The parameter.
         before: The dtype that the parameter had with this state; None where that is unknown.
     """
-    is_scalar = path[-1] in _SCALARS or (value.dim() == 0 and param.dim() > 0)
-    return value.dtype == before and not is_scalar
+    is_scalar = path[-1] == "step" or (value.dim() == 0 and (param.dim() > 0 or path[-1] in _SCALARS))
+    return value.dtype == before and (value.is_floating_point() or value.is_complex()) and not is_scalar
 
 
-_SCALARS = ("step", "eta", "mu", "mu_product")
-"""State of torch's optimizers that is one number for a parameter, in a dtype that does not depend on it."""
+_SCALARS = ("eta", "mu", "mu_product")
+"""State of torch's optimizers, beside `step`, that is one number in a dtype that does not depend on its parameter."""
 
 
 def _initialised_state(optimizer: torch.optim.Optimizer, finals: Mapping[torch.Tensor, torch.Tensor]) -> list[NewState]:
