@@ -612,6 +612,11 @@ def swap_with_nan(_: Path) -> Scenario:
     return swapping(state(n0_bias=torch.full((4,), torch.nan)))
 
 
+@scenario("serve/swap_pipeline.py::_cast_remedy")
+def swap_with_a_lossy_cast(_: Path) -> Scenario:
+    return swapping(state(n0_bias=torch.full((4,), 1 / 3, dtype=torch.float64)))
+
+
 @scenario("store/saving.py::NewStep.begin")
 def step_that_exists(tmp_path: Path) -> Scenario:
     store = ms.Store(tmp_path)

@@ -280,13 +280,20 @@ class WrongDtype(Problem):
         remedies = [cls.remedy]
         if len(floats) == 1 and all(member.expected in floats and member.how == "lossy" for member in members):
             remedies.append(f"to cast all floats: dtype={floats.pop()!r}")
-        if len(members) <= _MOST_NAMES:
-            names = {member.seen_by_rules: member.expected for member in members}
-            rules = ", ".join(f"ms.rules.Cast({name!r}, {dtype!r})" for name, dtype in names.items())
-            kinds = any(member.how == "kind" for member in members)
-            meant = "where the numbers mean the same, to cast them" if kinds else "to cast these"
-            remedies.append(f"{meant}: rules=[{rules}]")
+        if casts := cls.casting(members):
+            remedies.append(casts)
         return "; or, ".join(remedies)
+
+    @classmethod
+    def casting(cls, members: Sequence["WrongDtype"]) -> str:
+        """Returns how to cast these tensors, as code; empty text for many."""
+        if len(members) > _MOST_NAMES:
+            return ""
+        names = {member.seen_by_rules: member.expected for member in members}
+        rules = ", ".join(f"ms.rules.Cast({name!r}, {dtype!r})" for name, dtype in names.items())
+        kinds = any(member.how == "kind" for member in members)
+        meant = "where the numbers mean the same, to cast them" if kinds else "to cast these"
+        return f"{meant}: rules=[{rules}]"
 
     def line(self) -> str:
         change = "loses values" if self.how == "lossy" else "changes their kind"
@@ -811,18 +818,18 @@ def explain(
     for cause, members in groups:
         lines.append(f"  {cause.title} ({len(members)}):")
         texts = _lines(members)
-        lines += [f"    {printable(_extended(text, given))}" for text, _ in texts[:_SHOWN]]
+        lines += [f"    {printable(extended(text, given))}" for text, _ in texts[:_SHOWN]]
         if more := sum(count for _, count in texts[_SHOWN:]):
             lines.append(f"    ... and {more} more")
         other = (remedies or {}).get(cause)
         remedy = other(members) if callable(other) else other
         remedy = remedy or (hint if cause is Missing else "") + cause.remedy_for(members)
-        remedy = _extended(remedy, given)
+        remedy = extended(remedy, given)
         lines += [f"    to do: {remedy}", f"    more: modelstate explain {cause.page}"]
     return "\n".join(lines)
 
 
-def _extended(text: str, given: Mapping[str, str] | None) -> str:
+def extended(text: str, given: Mapping[str, str] | None) -> str:
     """Returns a text with the lists that the call has already at the beginnings of those that it proposes."""
     for option, before in (given or {}).items():
         text = text if before in text else text.replace(f"{option}=[", f"{option}=[{before}, ")

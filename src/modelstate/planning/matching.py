@@ -513,7 +513,7 @@ def matching_part(
             "the checkpoint holds several state dicts that fit the model",
             where=checkpoint.source,
             found=listed,
-            remedy=f"say which one is meant, for example key={best!r}; without key=, as in Live.swap, give "
+            remedy=f"say which one is meant, for example key={best!r}; without key=, give "
             f"ms.open(source).select({best!r})",
             candidates=tuple(rivals.items()),
         )

@@ -4,6 +4,7 @@ A `SwapSource` reads no tensor bytes when it is made. `stage` fills a new progra
 `overwrite` fills the serving program, which no request calls at that time; `Undo` restores it after a failure.
 """
 
+import copy
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -19,6 +20,7 @@ from modelstate.checkpoint.open import open_source
 from modelstate.errors import (
     LiveTargetError,
     MemoryBudgetError,
+    PlacementError,
     PlanError,
     QuarantinedError,
     ReadFailedError,
@@ -34,6 +36,7 @@ from modelstate.planning.preparation import Preparation
 from modelstate.problems import (
     BufferConflict,
     Missing,
+    NothingFits,
     Problem,
     Remedy,
     Unexpected,
@@ -41,6 +44,7 @@ from modelstate.problems import (
     WrongDtype,
     WrongShape,
     allowing,
+    extended,
     ignoring,
     plan_error,
 )
@@ -138,7 +142,12 @@ class SwapReport:
         return "\n".join([*lines, *(f"  note: {note}" for note in self.notes)])
 
 
-_CAST = "give weights with the dtype of the program, or cast them: rules=[modelstate.rules.Cast(name, dtype)]"
+def _cast_remedy(problems: Sequence[Problem]) -> str:
+    casts = WrongDtype.casting([problem for problem in problems if isinstance(problem, WrongDtype)])
+    other = casts or "to cast them: rules=[modelstate.rules.Cast(name, dtype)]"
+    return f"give weights with the dtype of the program; or, {other}"
+
+
 _REMEDIES: dict[type[Problem], str | Remedy] = {
     Missing: lambda members: (
         "take a checkpoint that has them; or, to keep those of the version that serves: "
@@ -149,7 +158,8 @@ _REMEDIES: dict[type[Problem], str | Remedy] = {
         f"spelling: rules=[ms.rules.Rename({members[0].seen_by_rules!r}, other)]"
     ),
     WrongShape: "take a checkpoint with the sizes of the program, or serve a model with those of the checkpoint",
-    WrongDtype: _CAST,
+    WrongDtype: _cast_remedy,
+    Uninitialised: "take a checkpoint that has them",
     BufferConflict: lambda members: f"if the values of the program are right: {ignoring(members)}",
 }
 """In place of remedies with options that a swap does not have."""
@@ -192,6 +202,8 @@ class SwapSource:
             rules = (*rules, wrappers)
             names = set(map(renaming(rules), self.part))
         self._skeleton, own_rules, without_hooks = target.read_plan(names)
+        self._kept_extra: list[str] = []
+        """The paths of modules whose extra state the checkpoint may lack."""
         self._selection = replace(selection, key=None, rules=(*rules, *own_rules))
         self._name_for_rules = renaming(way_back((*rules[len(selection.rules) :], *own_rules)))
         self._without_hooks: Callable[[nn.Module], AbstractContextManager[None]] = (
@@ -214,6 +226,9 @@ class SwapSource:
         with self._swap_errors(serving):
             devices = _devices_as_in(serving.weights_module, self._skeleton)
             loaded = self._load(self._skeleton, lambda: runtime_state(serving.weights_module), devices=devices)
+        for path in self._kept_extra:
+            state = serving.weights_module.get_submodule(path).get_extra_state()
+            self._skeleton.get_submodule(path).set_extra_state(copy.deepcopy(state))
         program = self._target.program(self._skeleton)
         settle(program.tensors)  # requests on any stream find what has been copied
         return program, loaded
@@ -320,6 +335,8 @@ class SwapSource:
             check_layout(assignments, self.source)
         kept: dict[int, torch.Tensor] = {}
         if self._selection.allow_missing:
+            missing = [name for name in preparation.slots.extra if name not in preparation.extra_states]
+            self._kept_extra = [name.rpartition(".")[0] for name in missing]
             for slot in preparation.slots.tensors:
                 value = serving.get(slot.name)
                 if value is not None and not value.is_meta and id(slot.tensor) not in preparation.filled:
@@ -330,6 +347,8 @@ class SwapSource:
                 for problem in preparation.problems
                 if not isinstance(problem, Uninitialised) or problem.taken or problem.name not in names
             ]
+            if kept and not preparation.filled and not preparation.problems:
+                preparation.problems.append(NothingFits(self._target.name))
         if preparation.problems:
             raise preparation.error()
         if self._options.exact:
@@ -342,7 +361,13 @@ class SwapSource:
         try:
             yield
         except PlanError as error:
-            dtypes = dtype_error(error.problems, self.source) if self._options.exact else None
+            problems = [
+                replace(problem, name_for_rules=self._name_for_rules(problem.name)) for problem in error.problems
+            ]
+            options = {"rules": self._has_rules, "allow_missing": self._selection.allow_missing}
+            options["allow_unexpected"] = self._selection.allow_unexpected
+            given = {name: f"*{name}" for name, value in options.items() if value}
+            dtypes = dtype_error(problems, self.source, given) if self._options.exact else None
             if dtypes is not None:
                 raise dtypes from error
             unexpected = [problem.name for problem in error.problems if isinstance(problem, Unexpected)]
@@ -351,11 +376,10 @@ class SwapSource:
                 raise self._target.unexpected_error(unexpected) from error
             has_values = not any(tensor.is_meta for tensor in serving.tensors)
             remedies = _REMEDIES if has_values else {**_REMEDIES, Missing: "take a checkpoint that has them"}
-            problems = [
-                replace(problem, name_for_rules=self._name_for_rules(problem.name)) for problem in error.problems
-            ]
-            given = {"rules": "*rules"} if self._has_rules else {}
             raise plan_error(self._target.name, self.source, problems, remedies, given=given) from error.__cause__
+        except PlacementError as error:
+            error.remedy = "give weights of the class that the program has, as the state dict of such a module"
+            raise
 
 
 def _class_of(module: nn.Module) -> type:
@@ -440,9 +464,19 @@ def check_kinds(weights: Mapping[str, object], kinds: Mapping[str, Kind], where:
             wrong.append((name, f"{type(weight).__name__}, {weight.layout}"))
     if wrong:
         what = "weights are another kind of tensor than the program's: sparse, or a tensor subclass"
-        special = remedies_for(weights[name] for name, _ in wrong)
-        remedy = "; ".join(special) or "give plain tensors: weight.to_dense(), weight.as_subclass(torch.Tensor)"
+        tensors = [weights[name] for name, _ in wrong]
+        remedy = "; ".join(remedies_for(tensors))
+        if not remedy:
+            ways = dict.fromkeys(map(_way_to_plain, tensors))
+            remedy = f"give plain tensors: {', '.join(ways)}"
         raise _error(what, wrong, where, "the kind that the program has", remedy)
+
+
+def _way_to_plain(weight: object) -> str:
+    """Returns the call that makes a plain tensor of a sparse one, or of one of a subclass."""
+    if not isinstance(weight, torch.Tensor) or weight.layout is not torch.strided:
+        return "weight.to_dense()"
+    return "weight.dequantize()" if len(payload_of(weight)) > 1 else "weight.as_subclass(torch.Tensor)"
 
 
 def check_casts(planned: Iterable[Planned], where: str) -> None:
@@ -460,14 +494,17 @@ def check_casts(planned: Iterable[Planned], where: str) -> None:
         raise _error(what, cast, where, "the dtype of the program")
 
 
-def dtype_error(problems: Sequence[Problem], where: str) -> WeightsError | None:
-    """Returns the error for a plan whose only problems are lossy casts; None for any other plan."""
+def dtype_error(problems: Sequence[Problem], where: str, given: Mapping[str, str]) -> WeightsError | None:
+    """Returns the error for a plan whose only problems are lossy casts; None for any other plan.
+
+    `given` has the lists that the call has already, as for `plan_error`.
+    """
     wrong = [problem for problem in problems if isinstance(problem, WrongDtype)]
     if not wrong or len(wrong) < len(problems):
         return None
     found = [(problem.name, f"{problem.found}, which would have to be cast to {problem.expected}") for problem in wrong]
     what = "weights have another dtype than the program"
-    return _error(what, found, where, "the dtype of the program", _CAST)
+    return _error(what, found, where, "the dtype of the program", extended(_cast_remedy(wrong), given))
 
 
 class FiniteCheck:
