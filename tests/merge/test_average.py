@@ -239,3 +239,52 @@ def test_values_of_the_checkpoint_that_is_chosen() -> None:
         ms.open(sources, combine=ms.merge.Average())
     assert dict(ms.open(sources, combine=ms.merge.Average(others="first")).extra) == {"step": 1}
     assert dict(ms.open(sources, combine=ms.merge.Average(others="last")).extra) == {"step": 2, "epoch": 0}
+
+
+@pytest.mark.parametrize("number", [torch.arange(4), torch.arange(4).half(), torch.arange(6), torch.ones(2).bool()])
+def test_tensors_without_an_average_may_differ_where_one_is_chosen(number: torch.Tensor, tmp_path: Path) -> None:
+    first = {"w": torch.ones(2), "position_ids": torch.arange(4)}
+    second = {"w": torch.zeros(2), "position_ids": number}
+    for name, state in (("a.pt", first), ("b.pt", second)):
+        torch.save(state, tmp_path / name)
+    sources = [tmp_path / "a.pt", tmp_path / "b.pt"]
+    if number.dtype != torch.int64 or number.shape != (4,):
+        with pytest.raises(CombineError) as caught:
+            ms.open(sources, combine=ms.merge.Average())
+        assert caught.value.remedy.endswith('ms.merge.Average(others="first")')
+        assert "key=" not in str(caught.value)
+    for others, state in (("first", first), ("last", second)):
+        merged = ms.open(sources, combine=ms.merge.Average(others=others))
+        assert same(merged.tensor("position_ids"), state["position_ids"])
+        assert same(merged.tensor("w"), torch.full((2,), 0.5))
+
+
+@pytest.mark.parametrize(
+    ("states", "remedies"),
+    [
+        ([{"w": torch.zeros(2)}, {"w": torch.ones(2).half()}], 1),
+        ([{"w": torch.zeros(2)}, {"w": torch.ones(2), "x": torch.ones(1)}], 1),
+        ([{"w": torch.zeros(2), "y": torch.ones(3)}, {"w": torch.ones(2), "x": torch.ones(1)}], 2),
+        ([{"w": torch.zeros(2), "y": torch.ones(3)}, {"w": torch.ones(2), "y": torch.ones(4)}], 2),
+        (
+            [{"w": torch.zeros(2), "y": torch.ones(3)}, {"w": torch.ones(2)}, {"w": torch.ones(2), "y": torch.ones(3)}],
+            2,
+        ),
+    ],
+)
+def test_the_remedies_for_other_differences_work(
+    states: list[dict[str, torch.Tensor]], remedies: int, tmp_path: Path
+) -> None:
+    paths = [tmp_path / f"{index}.safetensors" for index in range(len(states))]
+    for path, state in zip(paths, states, strict=True):
+        ms.save(state, path)
+    with pytest.raises(CombineError) as caught:
+        ms.open(paths, combine=ms.merge.Average(others="first"))
+    given = list(paths)
+    for remedy in caught.value.remedy.split("; "):
+        index, code = int(remedy[remedy.index("[") + 1]), remedy.partition(": ")[2]
+        given[index] = tmp_path / f"new_{index}.safetensors"
+        eval(code, {"ms": ms, "path": paths[index], "new_path": given[index]})
+    assert len(caught.value.remedy.split("; ")) == remedies
+    expected = torch.full((2,), (len(states) - 1) / len(states))
+    assert torch.allclose(ms.open(given, combine=ms.merge.Average()).tensor("w"), expected)

@@ -4,7 +4,7 @@ Opening an average computes nothing: each tensor is computed when it is read, ch
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -29,6 +29,8 @@ _SUM_OF_ONE = 2.0**-30
 """How far the sum of weights may be from 1 for float32: the result differs by less than it is rounded by."""
 _SUM_OF_ONE_IN_DOUBLE = 2.0**-50
 """The same for float64, where weights such as 0.1, 0.2 and 0.7 are rounded themselves."""
+_SHOWN = 3
+"""The most names that a remedy lists."""
 _LARGEST_WEIGHT = torch.finfo(torch.float32).max
 """torch multiplies no float32 with a larger number."""
 _COMPUTED_IN = {
@@ -118,14 +120,14 @@ class Average(Combination):
         """
         weights = self._weights(sources)
         chosen = self._chosen(sources)
-        differences = list(_differences(sources))
+        differences, remedies = _differences(sources, chosen)
         if differences:
             raise CombineError(
                 f"the checkpoints differ in {count(len(differences), 'place')}, so they have no average",
                 where=where(sources),
                 expected="the same names, shapes and dtypes in all",
                 found=listed(differences, most=12, between="; "),
-                remedy="open the parts that agree alone, with key=",
+                remedy="; ".join(remedies),
             )
         if chosen is None:
             check_values(sources, in_all=True)
@@ -174,7 +176,7 @@ class Average(Combination):
 
     def _averaged(self, name: str, parts: tuple[Stored, ...], weights: tuple[float, ...], chosen: int | None) -> Stored:
         dtype, shape = parts[0].dtype, tuple(parts[0].shape)
-        if dtype not in _COMPUTED_IN or any(kind_of(part) != "strided" for part in parts):
+        if not all(map(_has_average, parts)):
             if chosen is not None:
                 return parts[chosen]
             return Combined(f"the same in {len(parts)}", dtype, shape, parts, lambda tensors: _same(name, tensors))
@@ -291,14 +293,43 @@ def _same(name: str, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     return tensors[0]
 
 
-def _differences(sources: Sequence[Checkpoint]) -> Iterator[str]:
-    """Yields the differences that show that the checkpoints are not of one model."""
+def _has_average(tensor: Stored) -> bool:
+    return tensor.dtype in _COMPUTED_IN and kind_of(tensor) == "strided"
+
+
+def _differences(sources: Sequence[Checkpoint], chosen: int | None) -> tuple[list[str], list[str]]:
+    """Returns the differences that show that the checkpoints are not of one model, and what to do about them."""
     first = sources[0]
+    found: list[str] = []
+    remedies: list[str] = []
+    unfit: dict[str, None] = {}
     for index, other in enumerate(sources[1:], 1):
         at = label(sources, index)
-        yield from (f"{name!r} is not in {at}" for name in first if name not in other)
-        yield from (f"{name!r} is in {at} alone, or not in [0]" for name in other if name not in first)
+        lacking = [name for name in first if name not in other]
+        alone = [name for name in other if name not in first]
+        found += [f"{name!r} is not in {at}" for name in lacking]
+        found += [f"{name!r} is in {at} alone, or not in [0]" for name in alone]
+        unfit |= dict.fromkeys([*lacking, *alone])
         for name, spec in first.items():
-            found = other.get(name)
-            if found is not None and (found.shape != spec.shape or found.dtype != spec.dtype):
-                yield f"{name!r} is {found.dtype} of shape {found.shape} in {at}, {spec.dtype} of {spec.shape} in [0]"
+            if name not in other or (other[name].shape, other[name].dtype) == (spec.shape, spec.dtype):
+                continue
+            if not _has_average(first.stored(name)) or not _has_average(other.stored(name)):
+                if chosen is not None:
+                    continue
+                remedies.append('take tensors without an average from one of them: ms.merge.Average(others="first")')
+            elif other[name].shape == spec.shape:
+                dtype = str(spec.dtype).removeprefix("torch.")
+                remedies.append(f"write {at} in another dtype: ms.convert_checkpoint(path, new_path, dtype={dtype!r})")
+            else:
+                unfit[name] = None
+            found.append(
+                f"{name!r} is {other[name].dtype} of shape {other[name].shape} in {at}, "
+                f"{spec.dtype} of {spec.shape} in [0]"
+            )
+    for index, source in enumerate(sources):
+        names = [name for name in unfit if name in source]
+        if names:
+            rules = ", ".join(f"ms.rules.Ignore({name!r})" for name in names[:_SHOWN]) + ", ..." * (len(names) > _SHOWN)
+            at = label(sources, index)
+            remedies.append(f"write {at} without them: ms.convert_checkpoint(path, new_path, rules=[{rules}])")
+    return found, list(dict.fromkeys(remedies))
