@@ -1,4 +1,4 @@
-"""LoRA adapters of peft, merged into the weights of their base when these are read.
+"""LoRA adapters of peft, diffusers and kohya's tools, merged into the weights of their base when these are read.
 
 Method: "LoRA: Low-Rank Adaptation of Large Language Models", Hu et al., arXiv:2106.09685. The arithmetic is that of
 peft's `merge_and_unload`, step by step, so that the results are the same.
@@ -9,7 +9,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import TypeGuard, TypeVar
@@ -23,7 +23,8 @@ from modelstate.errors import CombineError, OpenError, OptionError, ReadFailedEr
 from modelstate.formats.tree import FlatTree
 from modelstate.io.files import read_whole
 from modelstate.io.memory import aligned
-from modelstate.planning.differences import LORA_MATRIX, PEFT_PREFIX, adapter_names
+from modelstate.planning.differences import KOHYA_PREFIXES, LORA_MATRIX, PEFT_PREFIX, adapter_names
+from modelstate.rules.expression import lacks_values
 from modelstate.spec import Allocate, Blocks, Combined, Fill, Stored, block_elements, bytes_key
 from modelstate.text_format import listed, short_repr
 
@@ -34,6 +35,23 @@ _ORIGINAL = ".original_module."
 _CONV = {3: torch.nn.functional.conv1d, 4: torch.nn.functional.conv2d, 5: torch.nn.functional.conv3d}
 _CONV_COPIES = 3
 """Copies of its result that a convolution makes: it computes in another memory layout, and is brought into order."""
+_OTHER_METHODS = re.compile(
+    r"\.(?:(?P<DoRA>lora_magnitude_vector(?:\..+)?|dora_scale)|(?P<LoHa>hada_\w+)|(?P<LoKr>lokr_\w+)"
+    r"|(?P<LoCon>lora_mid\.weight)|(?P<OFT>oft_\w+))$"
+)
+"""The names of tensors of other methods than LoRA, and of variants of it. LoCon without a third matrix is LoRA."""
+_COMPONENTS = {
+    "unet": ("unet", "diffusion_model", "model.diffusion_model"),
+    "transformer": ("transformer", "diffusion_model", "model.diffusion_model"),
+    "te": ("text_encoder", "te", "cond_stage_model.transformer"),
+    "te1": ("text_encoder", "te1", "conditioner.embedders.0.transformer"),
+    "te2": ("text_encoder_2", "te2"),
+    "te3": ("text_encoder_3", "te3"),
+}
+"""What kohya's tools call the parts of a pipeline, with the paths of these parts. A base may be one part alone."""
+_PARTS = {*_COMPONENTS, *(path for paths in _COMPONENTS.values() for path in paths)}
+_METADATA = "lora_adapter_metadata"
+"""The entry of a file's metadata that has the configuration of an adapter of diffusers."""
 _HALF = (torch.float16, torch.bfloat16)
 _MOST_SUGGESTED = 3
 """Problems that suggest a similar name: finding it compares a name with all names of the base, which is slow."""
@@ -46,8 +64,13 @@ class LoRA(Combination):
     Each weight W for which an adapter has matrices A and B becomes W + alpha / r * B @ A, for linear layers,
     embeddings, `Conv1D` of transformers and convolutions, in the base's dtype. Biases and `modules_to_save` of an
     adapter replace those of the base. Several adapters are added one after the other. `alpha`, `r`, their overrides
-    for single modules and the scaling of rsLoRA are read from the `adapter_config.json` beside an adapter; arguments
-    replace them, for all adapters and modules. DoRA and other variants are refused.
+    for single modules and the scaling of rsLoRA are read from the `adapter_config.json` beside an adapter, or from the
+    metadata that diffusers writes; `alpha` of a module is also read from a tensor of this name. In files of diffusers
+    and of kohya's tools that have none, it is the rank of the module. Arguments replace all of these, for all adapters
+    and modules. DoRA, LoHa, LoKr and other variants are refused.
+
+    Files of kohya's tools have underscores for the dots of a path. A name that stands for several modules of the base
+    is refused.
 
     A matrix that is added to a tied weight of the base changes all its names, as it does in a live model.
 
@@ -124,6 +147,7 @@ class LoRA(Combination):
         for index, adapter in enumerate(sources[1:], 1):
             if not len(adapter):
                 raise CombineError("an adapter has no tensors", where=label(sources, index))
+            _refuse_other_methods(adapter, label(sources, index))
             if not any(name.startswith(PEFT_PREFIX) or LORA_MATRIX.match(name) for name in adapter):
                 raise CombineError(
                     "this checkpoint is not an adapter: it has no LoRA matrices",
@@ -136,12 +160,9 @@ class LoRA(Combination):
         deltas: dict[str, list[_Delta]] = {}
         replaced: dict[str, tuple[int, Stored]] = {}
         for index, adapter in enumerate(sources[1:], 1):
-            config = config_beside(adapter.files) or AdapterConfig()
-            if self.alpha is not None:
-                config = replace(config, alpha=self.alpha, alphas={})
-            if self.rslora is not None:
-                config = replace(config, by_root=self.rslora)
-            reader = _AdapterReader(base, adapter, label(sources, index), config, self)
+            beside = config_beside(adapter.files)
+            configs = {"": beside} if beside is not None else _configs_within(adapter, label(sources, index))
+            reader = _AdapterReader(base, adapter, label(sources, index), configs, self)
             reader.read()
             problems += reader.problems
             for name, stored in reader.replaced.items():
@@ -238,11 +259,27 @@ class _AdapterReader:
     """Matches an adapter's tensors with those of the base, and gathers the problems."""
 
     def __init__(
-        self, base: Checkpoint, adapter: Checkpoint, label: str, config: "AdapterConfig", options: LoRA
+        self,
+        base: Checkpoint,
+        adapter: Checkpoint,
+        label: str,
+        configs: Mapping[str, "AdapterConfig"],
+        options: LoRA,
     ) -> None:
-        self.base, self.adapter, self.label, self.config = base, adapter, label, config
-        self.rank, self.fan_in_fan_out = options.rank, options.fan_in_fan_out
+        self.base, self.adapter, self.label, self.configs, self.options = base, adapter, label, configs, options
+        self.fan_in_fan_out = options.fan_in_fan_out
+        self.alphas: dict[str, str] = {}
+        """The names of the tensors that are the alpha of a module."""
         self.flips_square: bool | None = False
+        self.texts: dict[str, str] = {}
+        """The modules of the base as the adapter names them."""
+        self._by_spelling: dict[str, list[str]] = {}
+        """The modules of the base with a weight, by their paths with underscores, if the adapter has such names."""
+        if any(name.startswith(KOHYA_PREFIXES) for name in adapter):
+            for name in base:
+                if name.endswith(".weight"):
+                    path = name.removesuffix(".weight")
+                    self._by_spelling.setdefault(path.replace(".", "_"), []).append(path)
         self.problems: list[str] = []
         self.deltas: list[_Delta] = []
         self.replaced: dict[str, Stored] = {}
@@ -255,14 +292,24 @@ class _AdapterReader:
         for full in self.adapter:
             name = full.removeprefix(PEFT_PREFIX)
             match = LORA_MATRIX.match(name)
-            if match is None:
+            is_alpha = match is None and name.endswith(".alpha") and name not in self.base
+            if match is None and not is_alpha:
                 self._replacement(full, name.replace(".base_layer.", "."))
+                continue
+            text = name.removesuffix(".alpha") if match is None else match["module"]
+            module = self._module(text, full)
+            if module is None:
+                continue
+            self.texts[module] = text
+            if match is None:
+                self.alphas[module] = full
                 continue
             parts = (match["rest"] or "").split(".")
             last = parts.pop() if parts[-1] in ("weight", "bias", "") else ""
             adapters.add(".".join(parts))  # the adapter's name, empty if it is not in the file
-            kind = f"{match['kind']}.bias" if last == "bias" else match["kind"]
-            if (other := matrices.setdefault(match["module"], {}).setdefault(kind, full)) != full:
+            kind = {"down": "A", "up": "B"}.get(match["kind"], match["kind"])
+            kind = f"{kind}.bias" if last == "bias" else kind
+            if (other := matrices.setdefault(module, {}).setdefault(kind, full)) != full:
                 duplicates.append((full, other))
         if len(adapters) > 1:
             self.problems.append(f"{self.label} holds several adapters: {listed(sorted(adapters))}")
@@ -270,8 +317,67 @@ class _AdapterReader:
         for full, other in duplicates:
             self._problem(full, f"is another matrix for the same as {other!r}")
         self.flips_square = self._flips_square(matrices)
+        for module, full in self.alphas.items():
+            if module not in matrices:
+                self._problem(full, "lacks its counterpart: there are no matrices of this module")
         for module, names in matrices.items():
             self._read_matrices(module, names)
+
+    def _module(self, text: str, full: str) -> str | None:
+        """Returns the path in the base of a module of the adapter; None after a problem.
+
+        Files of diffusers put the part of the pipeline before it. Those of kohya's tools write it with underscores.
+        """
+        component, _, rest = text.partition(".")
+        is_flat = not rest and text.startswith(KOHYA_PREFIXES)
+        if f"{text}.weight" in self.base or full.startswith(PEFT_PREFIX) or not (is_flat or component in _PARTS):
+            return text
+        if not is_flat:
+            return rest if f"{rest}.weight" in self.base else text
+        flat = text.partition("_")[2]
+        component, _, rest = flat.partition("_")
+        paths = _COMPONENTS.get(component, ())
+        spellings = {flat, *([rest] if paths else []), *(f"{path.replace('.', '_')}_{rest}" for path in paths)}
+        modules = [module for spelling in sorted(spellings) for module in self._by_spelling.get(spelling, ())]
+        if len(modules) == 1:
+            return modules[0]
+        if modules:
+            self._problem(full, f"is for one of several modules, and does not say which: {listed(sorted(modules))}")
+        else:
+            self._problem(
+                full, f"is for {rest if paths else flat!r} with dots for some underscores, which the base lacks"
+            )
+        return None
+
+    def _config(self, module: str) -> tuple["AdapterConfig | None", str]:
+        """Returns the configuration for a module, and the path that its patterns match."""
+        text = self.texts[module]
+        component, _, rest = text.partition(".")
+        config = self.configs.get(component)
+        return (self.configs.get(""), text) if config is None else (config, rest)
+
+    def _alpha(self, module: str, first: str, rank: int) -> float | None:
+        """Returns the alpha of a module; None after a problem."""
+        if self.options.alpha is not None:
+            return self.options.alpha
+        if full := self.alphas.get(module):
+            is_number = math.prod(self.adapter[full].shape) == 1 and not lacks_values(self.adapter.stored(full))
+            number = self.adapter.tensor(full).reshape(()).item() if is_number else None
+            if not is_finite_number(number):
+                self._problem(full, "is not one finite number")
+                return None
+            return float(number)
+        config, path = self._config(module)
+        if (
+            config is None
+            and not first.startswith(PEFT_PREFIX)
+            and first.endswith((".lora_A.weight", ".lora_down.weight"))
+        ):
+            return rank  # the convention of diffusers and of kohya's tools
+        alpha = None if config is None else _by_pattern(config.alphas, path, config.alpha)
+        if alpha is None:
+            self._problem(first, "comes without adapter_config.json: give ms.merge.LoRA(alpha=...)")
+        return alpha
 
     def _flips_square(self, matrices: dict[str, dict[str, str]]) -> bool | None:
         """Whether square weights have their inputs first, as those of `Conv1D` do; None if that is ambiguous.
@@ -288,8 +394,7 @@ class _AdapterReader:
                 continue
             if b := self.adapter[names["B"]].shape:
                 seen.add(spec.shape[0] != b[0])
-        if self.config.fan_in_fan_out is not None:
-            seen.add(self.config.fan_in_fan_out)
+        seen |= {config.fan_in_fan_out for config in self.configs.values() if config.fan_in_fan_out is not None}
         return (True in seen) if len(seen) < 2 else None
 
     def _read_matrices(self, module: str, names: dict[str, str]) -> None:
@@ -322,16 +427,19 @@ class _AdapterReader:
             self._problem(first, f"of shape {a.shape}, with B of {b.shape}, does not fit {weight!r} of shape {shape}")
             return
         rank = a.shape[0]
-        ranks = (self.rank, _by_pattern(self.config.ranks, module, self.config.rank))
+        config, path = self._config(module)
+        ranks = (self.options.rank, None if config is None else _by_pattern(config.ranks, path, config.rank))
         expected = {rank for rank in ranks if rank is not None}
         if expected - {rank}:
             self._problem(first, f"has rank {rank}, and rank {sorted(expected)} is expected")
             return
-        alpha = _by_pattern(self.config.alphas, module, self.config.alpha)
+        alpha = self._alpha(module, first, rank)
         if alpha is None:
-            self._problem(first, "comes without adapter_config.json: give ms.merge.LoRA(alpha=...)")
             return
-        scaling = alpha / math.sqrt(rank) if self.config.by_root else alpha / rank
+        by_root = self.options.rslora
+        if by_root is None:
+            by_root = config is not None and config.by_root
+        scaling = alpha / math.sqrt(rank) if by_root else alpha / rank
         self._add(weight, layout, (first, second), scaling)
         if "B.bias" in names:
             bias = self._base_name(f"{module}.bias", names["B.bias"])
@@ -359,7 +467,7 @@ class _AdapterReader:
             if PEFT_PREFIX + name in self.adapter or name in self.replaced:
                 return
         module = f".{name.rpartition('.')[0]}."
-        is_saved = any(f".{saved}." in module for saved in self.config.modules_to_save)
+        is_saved = any(f".{saved}." in module for config in self.configs.values() for saved in config.modules_to_save)
         if is_saved or self._base_name(name, full) is not None:
             self.replaced[name] = self.adapter.stored(full)
 
@@ -373,6 +481,47 @@ class _AdapterReader:
 
     def _problem(self, full: str, what: str) -> None:
         self.problems.append(f"{full!r} of {self.label} {what}")
+
+
+def _refuse_other_methods(adapter: Checkpoint, where: str) -> None:
+    """Raises `CombineError` for an adapter of another method than LoRA."""
+    match = next(filter(None, map(_OTHER_METHODS.search, adapter)), None)
+    if match is not None:
+        raise CombineError(
+            f"an adapter of this kind is not merged here: {match.lastgroup}",
+            where=where,
+            expected="the two matrices of LoRA for each module",
+            found=match.string,
+            remedy="merge it with the library that made it, and save the result: PeftModel.merge_and_unload() of peft, "
+            "or create_lycoris_from_weights(1.0, path, model)[0].merge_to() of LyCORIS",
+        )
+
+
+def _configs_within(adapter: Checkpoint, where: str) -> dict[str, "AdapterConfig"]:
+    """Returns the configurations in the metadata that diffusers writes, by the part of the pipeline; "" for a model."""
+    text = adapter.metadata.get(_METADATA)
+    if not isinstance(text, str):
+        return {}
+    try:
+        content = json.loads(text)
+        if not isinstance(content, dict):
+            raise ValueError(f"a {type(content).__name__} where an object should be")
+        if "lora_alpha" in content:
+            return {"": _checked(content, where)}
+        parts: dict[str, dict[str, object]] = {}
+        for key, value in content.items():
+            part, _, setting = key.partition(".")
+            parts.setdefault(part, {})[setting] = value
+        return {part: _checked(settings, where) for part, settings in parts.items()}
+    except (ValueError, RecursionError) as error:
+        if isinstance(error, CombineError):
+            raise
+        raise CombineError(
+            "the adapter's configuration is damaged",
+            where=f"{where}, {_METADATA}",
+            found=f"{type(error).__name__}: {error}",
+            remedy="copy the file again",
+        ) from error
 
 
 def _layout(weight: tuple[int, ...], a: tuple[int, ...], b: tuple[int, ...], embedding: bool) -> str | None:

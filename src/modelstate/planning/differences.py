@@ -25,8 +25,10 @@ Shape = tuple[int, ...] | None
 _MOST_HEADS = 12
 _MOST_CANDIDATES = 4
 """A name that is the end of more names than this is not evidence of a prefix."""
-LORA_MATRIX = re.compile(r"(?P<module>.+)\.lora_(?P<kind>embedding_A|embedding_B|A|B)(?:\.(?P<rest>.+))?$")
-"""The names that peft gives to the matrices of LoRA."""
+LORA_MATRIX = re.compile(r"(?P<module>.+)\.lora_(?P<kind>embedding_A|embedding_B|A|B|down|up)(?:\.(?P<rest>.+))?$")
+"""The names that peft, diffusers (A and B) and the tools of kohya (down and up) give to the matrices of LoRA."""
+KOHYA_PREFIXES = ("lora_", "lycoris_")
+"""The beginnings of the names of modules in files of kohya's tools, where each dot of the path is an underscore."""
 PEFT_PREFIX = "base_model.model."
 """The prefix of the names of an adapter of peft."""
 
@@ -233,7 +235,8 @@ def nearest(name: str, names: Collection[str]) -> str:
 
 
 def adapter_names(names: Iterable[str]) -> list[str]:
-    """Returns the names that belong to an adapter of peft; empty if no name is the name of a LoRA matrix."""
+    """Returns the names that belong to a LoRA adapter; empty if no name is the name of a LoRA matrix."""
     given = list(names)
     matrices = {name for name in given if ".lora_" in name and LORA_MATRIX.match(name)}
-    return [name for name in given if name in matrices or name.startswith(PEFT_PREFIX)] if matrices else []
+    prefixes = (PEFT_PREFIX, *KOHYA_PREFIXES)
+    return [name for name in given if name in matrices or name.startswith(prefixes)] if matrices else []
