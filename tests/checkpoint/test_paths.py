@@ -209,6 +209,12 @@ def test_one_shard_is_loaded_where_the_rest_may_be_missing(shards: Path) -> None
     assert all(torch.equal(model.state_dict()[name], ms.open(shards).tensor(name)) for name in names)
 
 
+def test_a_converted_shard_is_noted(shards: Path) -> None:
+    (note,) = ms.convert_checkpoint(shards / SHARDS[0], "part.safetensors").notes
+    assert all(name in note for name in (*SHARDS, "model.safetensors.index.json"))
+    assert ms.convert_checkpoint(shards, "whole.safetensors").notes == ()
+
+
 def test_the_command_proposes_the_index(shards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Path("layers_of_one_shard.py").write_text(
         "from torch import nn\ndef build():\n"

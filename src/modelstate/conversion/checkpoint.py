@@ -25,6 +25,7 @@ from modelstate.checkpoint.write import (
 )
 from modelstate.errors import CodecError, OptionError
 from modelstate.formats.block_writer import storages_of, whole
+from modelstate.formats.sharded import other_shards
 from modelstate.formats.writing import check_both
 from modelstate.io.atomic import LOCK_TIMEOUT_SECONDS
 from modelstate.planning.matching import ModelSchemaView, check_model, entries_of, renamed_versions
@@ -121,6 +122,10 @@ def convert_checkpoint(
         _check_scales(checkpoint, checkpoint.source, has_rules=False)
     if isinstance(rules, Schema):
         state.schema = rules.version
+    if lone := other_shards(checkpoint.files):
+        shard, index, others = lone
+        note = f"{shard} is one shard of several; the result lacks the tensors of {listed(others, 8)}"
+        state.notes = (*state.notes, note + (f", which {index} names" if index else ""))
     return write_state(state, path, begin, options)
 
 

@@ -95,7 +95,7 @@ def local_path(path: str) -> str:
         scheme = url[1].lower()
         right = redacted_url(f"{scheme}://{'/' if scheme == 'file' else ''}{path[url.end() :]}")
         raise SourceTypeError(
-            f"this is a misspelt URL: {right} has two slashes",
+            f"this is a misspelt URL, perhaps of {right}",
             remedy="write the URL as a str: pathlib.Path makes one slash of two. A path like this needs ./ before it",
         )
     given, path = path, os.path.expanduser(path)
