@@ -61,7 +61,7 @@ class Problem:
         return {"problem": type(self).__name__, **asdict(self), "remedy": self.remedy_for([self])}
 
 
-_MOST_NAMES = 8
+MOST_NAMES = 8
 """The names of more tensors than this are not written out in a remedy."""
 
 
@@ -71,10 +71,10 @@ def glob_patterns(names: Iterable[str]) -> list[str]:
     Where the names still differ, the patterns are the beginnings that several names have.
     """
     patterns = list(dict.fromkeys(re.sub(r"([*?[])", r"[\1]", name) for name in names))
-    if len(patterns) > _MOST_NAMES:
+    if len(patterns) > MOST_NAMES:
         patterns = folded(patterns)
     depth = max((pattern.count(".") for pattern in patterns), default=0)
-    while len(patterns) > _MOST_NAMES and depth:
+    while len(patterns) > MOST_NAMES and depth:
         parts = [pattern.split(".") for pattern in patterns]
         patterns = list(dict.fromkeys(".".join([*part[:depth], "*"] if len(part) > depth else part) for part in parts))
         depth -= 1
@@ -91,7 +91,7 @@ def ignoring(problems: Sequence[Problem]) -> str:
 
     A pattern could match a tensor that fits, which would then be left out, too.
     """
-    if len(problems) > _MOST_NAMES:
+    if len(problems) > MOST_NAMES:
         return "rules=[ms.rules.Ignore(name) for name in names], with all of these names"
     names = dict.fromkeys(problem.seen_by_rules for problem in problems)
     return f"rules=[{', '.join(f'ms.rules.Ignore({name!r})' for name in names)}]"
@@ -221,7 +221,7 @@ class WrongShape(Problem):
 
     @classmethod
     def remedy_for(cls, problems: Sequence[Problem]) -> str:
-        if len(problems) > _MOST_NAMES:
+        if len(problems) > MOST_NAMES:
             return cls.remedy
         return (
             f"{cls.remedy}; or, to keep the model's own values for them: {ignoring(problems)}, "
@@ -245,7 +245,7 @@ class OtherDimensions(WrongShape):
     @classmethod
     def remedy_for(cls, problems: Sequence[Problem]) -> str:
         rules = [problem.rule for problem in problems if isinstance(problem, OtherDimensions)]
-        return f"{cls.remedy}: rules=[{', '.join(rules)}]" if len(rules) <= _MOST_NAMES else cls.remedy
+        return f"{cls.remedy}: rules=[{', '.join(rules)}]" if len(rules) <= MOST_NAMES else cls.remedy
 
     def line(self) -> str:
         return f"{WrongShape.line(self)}: rules=[{self.rule}]"
@@ -287,7 +287,7 @@ class WrongDtype(Problem):
     @classmethod
     def casting(cls, members: Sequence["WrongDtype"]) -> str:
         """Returns how to cast these tensors, as code; empty text for many."""
-        if len(members) > _MOST_NAMES:
+        if len(members) > MOST_NAMES:
             return ""
         names = {member.seen_by_rules: member.expected for member in members}
         rules = ", ".join(f"ms.rules.Cast({name!r}, {dtype!r})" for name, dtype in names.items())

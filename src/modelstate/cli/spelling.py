@@ -13,10 +13,8 @@ import click
 
 from modelstate import errors
 from modelstate import problems as causes
-from modelstate.problems import SUGGEST, Problem, grouped
+from modelstate.problems import MOST_NAMES, SUGGEST, Problem, glob_patterns, grouped
 
-_MISSING = "--allow-missing PATTERN, which may be repeated"
-_UNEXPECTED = "--allow-unexpected PATTERN, which may be repeated"
 _LORA_IN_PYTHON = (
     "an adapter is merged in Python: "
     "modelstate.load(model, modelstate.open([BASE, ADAPTER], combine=modelstate.merge.LoRA()))"
@@ -125,6 +123,18 @@ def option(name: str, value: str) -> str:
     return f"{name}={shlex.quote(value)}" if value.startswith("-") else f"{name} {shlex.quote(value)}"
 
 
+def _options(name: str, members: Sequence[Problem]) -> str:
+    """Returns the options that allow the names of problems."""
+    return " ".join(option(name, pattern) for pattern in glob_patterns(member.name for member in members))
+
+
+def _misshapen(members: Sequence[causes.WrongShape]) -> list[str]:
+    if len(members) > MOST_NAMES:
+        return []
+    ignored = " ".join(option("--ignore", member.seen_by_rules) for member in members)
+    return [f"{ignored} {_options('--allow-missing', members)}, to keep the model's own values for them"]
+
+
 def _rules(members: Sequence[causes.OtherNames]) -> list[str]:
     options = [rule_as_options(problem.rule) for problem in members]
     return [" ".join(filter(None, options))] if all(options) else []
@@ -145,7 +155,7 @@ def _dequantized(members: Sequence[causes.QuantizedWeight]) -> list[str]:
 
 
 def _untied(members: Sequence[causes.TieConflict]) -> list[str]:
-    names = [members[0].name, *members[0].others]
+    names = members[0].names_for_rules or (members[0].name, *members[0].others)
     return [f"{' or '.join(option('--ignore', name) for name in names)}, for the value that is not needed"]
 
 
@@ -155,17 +165,18 @@ def _initialised(members: Sequence[causes.Missing | causes.Uninitialised]) -> li
 
 
 _PROBLEMS: dict[type[Problem], Callable[[Sequence[Any]], list[str]]] = {
-    causes.Missing: lambda members: [_MISSING, *_initialised(members)],
-    causes.Unexpected: lambda _: [_UNEXPECTED],
+    causes.Missing: lambda members: [
+        *([_options("--allow-missing", kept)] if (kept := [member for member in members if member.has_values]) else []),
+        *_initialised(members),
+    ],
+    causes.Unexpected: lambda members: [_options("--allow-unexpected", members)],
     causes.OneShard: lambda members: [f"SOURCE {shlex.quote(member.index)}" for member in members if member.index],
     causes.UnmergedAdapter: lambda _: [_LORA_IN_PYTHON],
-    causes.BufferConflict: lambda _: [_UNEXPECTED],
+    causes.BufferConflict: lambda members: [_options("--allow-unexpected", members)],
     causes.NothingFits: lambda _: ["narrower patterns for --allow-missing and --allow-unexpected"],
     causes.OtherNames: _rules,
     causes.NameClash: lambda _: ["a narrower --strip-prefix, --add-prefix or --rename"],
-    causes.WrongShape: lambda _: [
-        "--ignore PATTERN with --allow-missing PATTERN, to keep the model's own values for them"
-    ],
+    causes.WrongShape: _misshapen,
     causes.WrongDtype: _casts,
     causes.QuantizedCast: lambda _: ["leave out --dtype"],
     causes.QuantizedIntoPlain: lambda _: ["leave out --no-skeleton, and name a function that builds the model"],
