@@ -176,6 +176,39 @@ def test_state_that_is_the_memory_of_a_parameter_is_refused(tmp_path: Path) -> N
             ms.Store(tmp_path).check(of)
 
 
+def test_views_of_one_memory_are_refused_where_they_overlap(tmp_path: Path) -> None:
+    def overlapping(param: torch.Tensor) -> dict[str, Any]:
+        flat = torch.zeros(6)
+        return {"flat": flat, "views": [flat[:3], flat[3:]]}
+
+    def apart(param: torch.Tensor) -> dict[str, Any]:
+        flat = torch.zeros(6)
+        return {"views": [flat[:3], flat[3:]]}
+
+    with pytest.raises(OptimizerStateError, match=r"views\.0 shares memory with fc\.weight\.flat"):
+        through_state(tmp_path, step(built(keeps=overlapping)), built())
+    through_store(tmp_path, step(built(keeps=apart)), built())
+
+
+def test_a_container_that_holds_itself_is_refused(tmp_path: Path) -> None:
+    endless: list[Any] = []
+    endless.append(endless)
+    with pytest.raises(ModelStateError, match=r"kept.*holds itself"):
+        ms.Store(tmp_path).check(step(built(keeps=lambda param: {"kept": endless})))
+
+
+def test_a_state_that_is_given_to_several_parameters_is_copied_for_each() -> None:
+    saved = step(built(torch.optim.Adam))
+    state = ms.optimizer_state(saved["model"], saved["optimizer"])
+    model = nn.ModuleDict({"a": nn.Linear(3, 2), "b": nn.Linear(3, 2)})
+    optimizer = torch.optim.Adam(model.parameters())
+    values = {f"{name}.{kind}": state["state"][f"fc.{kind}"] for name in "ab" for kind in ("weight", "bias")}
+    groups = [{**state["param_groups"][0], "params": [*values]}]
+    ms.load_optimizer_state(model, optimizer, {"state": values, "param_groups": groups, "class": state["class"]})
+    first, second = (optimizer.state[model[name].weight]["step"] for name in "ab")
+    assert first is not second
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_a_tensor_that_parameters_share_stays_one(way: str, tmp_path: Path) -> None:
     shared = torch.zeros(())

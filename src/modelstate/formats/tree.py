@@ -21,6 +21,8 @@ EXTRA_STATE = "_extra_state"
 """The key under which torch stores the result of `Module.get_extra_state`."""
 
 _MAX_DEPTH = 500
+_MAX_LEVELS = 100
+"""The levels of containers that `map_leaves` goes down."""
 _MAX_NODES = 5_000_000
 
 
@@ -98,8 +100,12 @@ def map_leaves(node: Any, function: Callable[[tuple[object, ...], Any], Any], pa
     Containers are the dicts, lists, tuples, namedtuples and deques of Python, whose classes stay. The path of a leaf
     has the keys and positions that lead to it. Raises `CodecError` for containers that are nested too deeply.
     """
-    if len(path) > _MAX_DEPTH:
-        raise CodecError("a value that holds itself, or is nested too deeply", expected=f"at most {_MAX_DEPTH} levels")
+    if len(path) > _MAX_LEVELS:
+        raise CodecError(
+            "a value that holds itself, or is nested too deeply",
+            where=".".join(map(str, path[:4])),
+            expected=f"at most {_MAX_LEVELS} levels",
+        )
     if type(node) in (dict, OrderedDict, defaultdict):
         new = copy(node)
         for key, child in node.items():

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -516,6 +517,7 @@ def _check_values(
     places = {_address(param) for param in names} - {0}
     problems: list[str] = []
     orders: list[list[object]] = []
+    by_storage: dict[int, list[tuple[torch.Tensor, Path]]] = {}
 
     def check(path: Path, leaf: object) -> None:
         name = path[0]
@@ -525,6 +527,8 @@ def _check_values(
             why = "shares the memory of a parameter, which a restore would not share"
         else:
             why, param = "", params.get(name)
+            if type(leaf) is torch.Tensor and leaf.layout is torch.strided:
+                by_storage.setdefault(leaf.untyped_storage().data_ptr(), []).append((leaf, path))
             if param is not None and (dims := memory_order(leaf, param)) is not None:
                 orders.append([list(path), dims])
         if why:
@@ -538,6 +542,9 @@ def _check_values(
             else:
                 map_leaves(value, check, (name, key))
     map_leaves(dict(other), check, (_OTHER,))
+    for address, sharing in by_storage.items():
+        if address and len(sharing) > 1:
+            problems += _overlaps(sharing)
     if problems:
         raise OptimizerStateError(
             "the optimizer keeps values that could not be restored",
@@ -553,6 +560,23 @@ def _address(tensor: torch.Tensor) -> int:
     """Returns the address of the memory of a plain tensor; 0 for one without memory of its own."""
     is_plain = type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout is torch.strided
     return tensor.data_ptr() if is_plain else 0
+
+
+def _overlaps(sharing: Iterable[tuple[torch.Tensor, Path]]) -> list[str]:
+    """Returns a line for each tensor of one storage that overlaps another one and is not the same as that one."""
+    views: dict[tuple[Any, ...], tuple[int, int, Path]] = {}
+    for tensor, path in sharing:
+        steps = zip(tensor.shape, tensor.stride(), strict=True)
+        count = 1 + sum((size - 1) * stride for size, stride in steps) if tensor.numel() else 0
+        begin = tensor.data_ptr()
+        key = begin, tensor.shape, tensor.stride(), tensor.dtype
+        views.setdefault(key, (begin, begin + count * tensor.itemsize, path))
+    ordered = sorted(views.values(), key=lambda view: (view[0], -view[1]))
+    return [
+        f"{path[0]}: {place(path[1:])} shares memory with {place(before)}, which a restore would not share"
+        for (_, end, before), (begin, _, path) in pairwise(ordered)
+        if begin < end
+    ]
 
 
 def _state_and_groups(state: object) -> tuple[dict[str, Any], list[dict[str, Any]]]:

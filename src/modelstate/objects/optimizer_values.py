@@ -44,6 +44,7 @@ class StateLayout:
         self, optimizer: torch.optim.Optimizer, matched: Iterable[tuple[dict[str, object], dict[str, object]]]
     ) -> None:
         self.group_of = {param: group for group in optimizer.param_groups for param in group["params"]}
+        self.is_of_torch = is_torchs(type(optimizer))
         self._optimizer = optimizer
         self._new_options = {id(group): options for group, options in matched}
         """The options that each group is going to have, by the id of the group."""
@@ -280,7 +281,8 @@ def placed_state(
 ) -> dict[torch.Tensor, dict[str, object]]:
     """Returns copies of the state of each parameter on the device, and in the dtype, that the optimizer needs.
 
-    A tensor that several parameters share stays one tensor.
+    A tensor that several parameters share stays one tensor. Optimizers of torch share none: there it is a tensor that
+    the state has been given for several parameters.
 
     Args:
         by_param: The saved state.
@@ -308,7 +310,8 @@ def _placed(
         had_it = leaf.is_floating_point() if casts else str(leaf.dtype) == saved_dtype
         follows = had_it and follows_dtype(path, leaf, param, leaf.dtype)
         dtype = param.dtype if follows and param.is_complex() == leaf.is_complex() else leaf.dtype
-        key = id(leaf), dtype, param.device, path[-1] == "step" and step_on_device
+        of_param = param if layout.is_of_torch else None
+        key = _identity(leaf), dtype, param.device, path == ("step",), of_param
         if key not in copies:
             copies[key] = _copied(path, leaf, param, dtype, step_on_device)
         return copies[key]
@@ -333,6 +336,13 @@ def placed_options(options: Mapping[str, object], group: Group) -> dict[str, obj
         if isinstance(value, torch.Tensor) and isinstance(live, torch.Tensor):
             placed[key] = value.to(live.device)
     return placed
+
+
+def _identity(tensor: torch.Tensor) -> object:
+    """Returns what is the same for two tensors that are one in memory."""
+    if type(tensor) is torch.Tensor and tensor.layout is torch.strided and (address := tensor.data_ptr()):
+        return address, tensor.device, tensor.shape, tensor.stride(), tensor.dtype
+    return id(tensor)
 
 
 def _copied(
