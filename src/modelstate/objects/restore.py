@@ -380,7 +380,9 @@ def restore_objects(
         options = replace(options, rules=_rules(rules, checkpoints))
         for path, part in whole.items():
             keeps = partial(_keeps, kept_options, path)
-            wrapper = WholeOptimizer(targets[path].obj, parameter_names(modules), options.rules, keeps)
+            wrapper = WholeOptimizer(
+                targets[path].obj, parameter_names(modules), options.rules, keeps, _start_anew(path)
+            )
             targets[path], saved[path] = Target(Kind.STATEFUL, wrapper), replace(part, kind=Kind.STATEFUL)
         restoring = _Restoring(targets, saved, checkpoints, options.rules, may_miss, may_exceed, kept_options)
         restoring.note_used_patterns()
@@ -667,15 +669,13 @@ def _refused(plans: Mapping[str, OptimizerPlan]) -> tuple[list[str], list[str]]:
 
 def _own_remedies(plans: Mapping[str, OptimizerPlan]) -> list[str]:
     """Returns the remedies for the states of optimizers, without those for the names of parameters."""
-    return [
-        remedy
-        for path, plan in plans.items()
-        for remedy in plan.own_remedies(
-            f"[{path!r}]",
-            f"call it {path + '_new'!r} among the objects, with allow_missing=[{path + '_new'!r}], "
-            f"allow_unexpected=[{path!r}]",
-        )
-    ]
+    return [remedy for path, plan in plans.items() for remedy in plan.own_remedies(f"[{path!r}]", _start_anew(path))]
+
+
+def _start_anew(path: str) -> str:
+    """Returns how to restore all but the optimizer at a path."""
+    new = f"{path}_new"
+    return f"call it {new!r} among the objects, with allow_missing=[{new!r}], allow_unexpected=[{path!r}]"
 
 
 def _suggest_code(path: str, checkpoint: Checkpoint, source_name: str) -> str:

@@ -66,6 +66,7 @@ class WholeOptimizer:
         names: all names of each parameter; the first one is saved.
         rules: the rules of the names.
         keeps: whether the optimizer keeps its own value of the option of this name.
+        start_anew: how to begin without the saved state, for errors.
     """
 
     def __init__(
@@ -74,8 +75,10 @@ class WholeOptimizer:
         names: Mapping[torch.Tensor, Sequence[str]],
         rules: Sequence[Rule] = (),
         keeps: Callable[[str], bool] = lambda _: False,
+        start_anew: str = "",
     ) -> None:
         self.optimizer, self._names, self._rules, self._keeps = optimizer, names, rules, keeps
+        self._start_anew = start_anew
 
     def state_dict(self) -> dict[str, object]:
         """Returns the optimizer's own state with the names and dtypes of its parameters."""
@@ -111,7 +114,8 @@ class WholeOptimizer:
                 where=type(optimizer).__name__,
                 expected="the same class over the same parameters in the same order, since the state goes by positions",
                 found=listed(problems, 8, "\n    "),
-                remedy="build the optimizer as the one that was saved",
+                remedy="build the optimizer as the one that was saved; or to begin without its state: "
+                + self._start_anew,
             )
         kept = [
             (each, [{key: group[key] for key in group if self._keeps(str(key))} for group in each.param_groups])
