@@ -3,12 +3,12 @@
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from modelstate.planning.differences import prefixes, without_wrappers
 from modelstate.suggestion.certainty import guesses
 from modelstate.suggestion.pairing import Orientation, Pairing, Unit, buckets, match, order_is_clear, orientation, units
-from modelstate.suggestion.skeletons import Leaf, Level, Skeleton, by_convention, in_context
+from modelstate.suggestion.skeletons import Leaf, Level, Shape, Skeleton, by_convention, in_context
 from modelstate.suggestion.words import INTERLEAVED, PARTS, contradict, of_path, shared
 from modelstate.text_format import folded
 from modelstate.transaction.slots import Slots
@@ -75,6 +75,8 @@ class Findings:
     """Tensors of the model that are joined from tensors of the checkpoint."""
     transposed: set[str] = field(default_factory=set)
     """Names of the checkpoint that certainly are transposed."""
+    reshaped: dict[tuple[Shape, Shape], list[str]] = field(default_factory=dict)
+    """Names of the checkpoint of 1x1 convolutions that are linear layers in the model, or the other way, by shapes."""
     inferred: set[str] = field(default_factory=set)
     """Names of square tensors that are transposed because their neighbours are."""
     guesses: set[str] = field(default_factory=set)
@@ -111,6 +113,8 @@ def find(sources: Sequence[Leaf], targets: Sequence[Leaf], slots: Slots) -> Find
     _find_fusions(findings, straight_sources, straight_targets, pairing, (first, second), named=True)
     match(straight_sources, straight_targets, pairing, first.transposed_layers, second.transposed_layers)
     _find_fusions(findings, straight_sources, straight_targets, pairing, (first, second), named=False)
+    if pairing.open_sources(sources) and pairing.open_targets(targets):  # a convolution with a kernel of 1 is linear
+        match(_without_kernels(straight_sources), _without_kernels(straight_targets), pairing)
     findings.pairs = {leaf.name: pairing.pairs[leaf.name] for leaf in findings.sources if leaf.name in pairing.pairs}
     findings.ambiguous = _take_shifted(findings)
     findings.by_shape = pairing.by_shape
@@ -130,6 +134,14 @@ def find(sources: Sequence[Leaf], targets: Sequence[Leaf], slots: Slots) -> Find
     findings.guesses |= {target for name, target in matches if (name in sure) != (target in conventional)}
     findings.guesses |= guesses(straight_sources, straight_targets, matches, is_whole=is_whole)
     return findings
+
+
+def _without_kernels(leaves: Iterable[Leaf]) -> list[Leaf]:
+    """Returns the tensors, with the weights of convolutions with a kernel of 1 as those of linear layers."""
+    return [
+        replace(leaf, shape=leaf.shape[:2]) if len(leaf.shape) > 2 and set(leaf.shape[2:]) == {1} else leaf
+        for leaf in leaves
+    ]
 
 
 # Names.
@@ -243,7 +255,12 @@ def _find_transposed(findings: Findings, first: Orientation, second: Orientation
     """Finds the pairs in which one tensor is the transpose of the other."""
     sources, targets = ({leaf.name: leaf for leaf in side} for side in (findings.sources, findings.targets))
     doubtful = []
-    findings.transposed |= {name for name, goal in findings.pairs.items() if sources[name].shape != targets[goal].shape}
+    for name, goal in findings.pairs.items():
+        before, after = sources[name].shape, targets[goal].shape
+        if len(before) != len(after):
+            findings.reshaped.setdefault((before, after), []).append(name)
+        elif before != after:
+            findings.transposed.add(name)
     is_mixed = bool(findings.transposed or first.transposed or second.transposed)
     for name, goal in findings.pairs.items():
         source = sources[name]

@@ -22,11 +22,12 @@ from modelstate.html.page import Page, Shown
 from modelstate.planning.matching import matching_part
 from modelstate.process import gc_paused
 from modelstate.rules.names import Rename
-from modelstate.rules.rule import Entry, Guess, Rule, Template, Value, as_code
+from modelstate.rules.rule import Entries, Entry, Guess, Rule, Template, Value, as_code
 from modelstate.rules.schema import Applied, apply_rules
-from modelstate.rules.tensors import Concat, Split, Transpose
+from modelstate.rules.tensors import Concat, Reshape, Split, Transpose
 from modelstate.spec import Stored
 from modelstate.suggestion.find import LONGEST_NAME, Ambiguous, Findings, find
+from modelstate.suggestion.folding import fold_rules
 from modelstate.suggestion.generalise import covering, families, rename_rules
 from modelstate.suggestion.skeletons import Leaf, kind_of
 from modelstate.text_format import folded, listed, printable
@@ -231,11 +232,22 @@ def suggest(
     targets = [
         Leaf(name, tuple(slot.tensor.shape), kind_of(slot.tensor.dtype)) for slot in wanted for name in slot.names
     ]
-    return _verified(find(_leaves(checkpoint), targets, slots), checkpoint, slots)
-
-
-def _leaves(checkpoint: Checkpoint) -> list[Leaf]:
-    return [Leaf(name, spec.shape, kind_of(spec.dtype)) for name, spec in checkpoint.items()]
+    named = {leaf.name for leaf in targets}
+    entries = {
+        name: Entry(checkpoint.stored(name) if name in checkpoint else Value(None), (name,))  # values are not needed
+        for name in (*checkpoint, *checkpoint.extra)
+        if len(name) <= LONGEST_NAME or name in named
+    }
+    folds, notes = fold_rules({name: spec.shape for name, spec in checkpoint.items() if name in entries}, named)
+    folded_entries = apply_rules(folds, entries, _unread).entries if folds else entries
+    leaves = [
+        Leaf(name, tuple(entry.tensor.shape), kind_of(entry.tensor.dtype))
+        for name, entry in folded_entries.items()
+        if entry.tensor is not None
+    ]
+    findings = find(leaves, targets, slots)
+    findings.notes += notes
+    return _verified(findings, folds, folded_entries, checkpoint, slots)
 
 
 def _part(checkpoint: Checkpoint, slots: Slots) -> Checkpoint:
@@ -274,14 +286,11 @@ class _CommentedRule:
     comment: str = ""
 
 
-def _verified(findings: Findings, checkpoint: Checkpoint, slots: Slots) -> Suggestion:
+def _verified(
+    findings: Findings, folds: Sequence[Rule], folded_entries: Entries, checkpoint: Checkpoint, slots: Slots
+) -> Suggestion:
     """Turns findings into rules, applies these to names and shapes, and drops rules that lead to wrong results."""
-    targets = {leaf.name for leaf in findings.targets}
-    entries = {
-        name: Entry(checkpoint.stored(name) if name in checkpoint else Value(None), (name,))  # values are not needed
-        for name in (*checkpoint, *checkpoint.extra)
-        if len(name) <= LONGEST_NAME or name in targets
-    }
+    entries = {name: Entry(entry.content, (name,)) for name, entry in folded_entries.items()}
     for general in (True, False):
         rules = _rules(findings, entries, general=general)
         applied = apply_rules([commented.rule for commented in rules], entries, _unread)
@@ -300,7 +309,10 @@ def _verified(findings: Findings, checkpoint: Checkpoint, slots: Slots) -> Sugge
         applied = apply_rules([commented.rule for commented in rules], entries, _unread)
         # A name without a value is only missing; a wrong value, or one that was right without rules, is an error.
         wrong = [name for name in _wrong(findings, applied) if name in applied.entries or name in fitted]
-    return _reported(findings, rules, applied, checkpoint, slots)
+    used = {name for target in _right(findings, applied) for name in findings.expected[target]}
+    needed = {rule for name in used for rule in folded_entries[name].rules}
+    rules = [*(_CommentedRule(rule) for rule in folds if repr(rule) in needed), *rules]
+    return _reported(findings, rules, applied, folded_entries, checkpoint, slots)
 
 
 def _unread(stored: Stored) -> torch.Tensor:
@@ -333,11 +345,16 @@ def _wrong(findings: Findings, applied: Applied) -> list[str]:
 
 
 def _rules(findings: Findings, entries: Collection[str], *, general: bool) -> list[_CommentedRule]:
-    """Returns the rules that transpose, then those that split and join, then those that rename.
+    """Returns the rules that reshape and transpose, then those that split and join, then those that rename.
 
     With `general`, few renames; otherwise one for each kind of name, in case general ones interfere with each other.
     """
-    rules = [_CommentedRule(Transpose(pattern)) for pattern in _patterns(findings.transposed, entries)]
+    rules = [
+        _CommentedRule(Reshape(pattern, after, before))
+        for (before, after), names in findings.reshaped.items()
+        for pattern in _patterns(names, entries)
+    ]
+    rules += [_CommentedRule(Transpose(pattern)) for pattern in _patterns(findings.transposed, entries)]
     rules += [_CommentedRule(Transpose(pattern), _INFERRED) for pattern in _patterns(findings.inferred, entries)]
     rules += _fusion_rules(findings, entries)
     if general:
@@ -411,10 +428,16 @@ def _fitting(pattern: str, entries: Collection[str]) -> set[str]:
 
 
 def _reported(
-    findings: Findings, rules: Sequence[_CommentedRule], applied: Applied, checkpoint: Checkpoint, slots: Slots
+    findings: Findings,
+    rules: Sequence[_CommentedRule],
+    applied: Applied,
+    folded_entries: Entries,
+    checkpoint: Checkpoint,
+    slots: Slots,
 ) -> Suggestion:
     right = _right(findings, applied)
     counts = Counter(rule for name in right for rule in applied.entries[name].rules)
+    counts.update(rule for name in right for source in findings.expected[name] for rule in folded_entries[source].rules)
     guesses = [name for name in findings.expected if name in right & findings.guesses]
     guessed = {rule for name in guesses for rule in applied.entries[name].rules}
     filled = {id(slots.by_name[name].tensor) for name in right}
@@ -422,7 +445,12 @@ def _reported(
     extra = {name for name in slots.extra if name in applied.entries}
     open_names = [slot.name for slot in wanted if id(slot.tensor) not in filled]
     open_names += [name for name in slots.extra if name not in extra]
-    used = {source for name in {*right, *extra} for source in applied.entries[name].sources}
+    used = {
+        origin
+        for name in {*right, *extra}
+        for source in applied.entries[name].sources
+        for origin in folded_entries[source].sources
+    }
     hidden = {name for slot in slots.tensors if slot.kind == HIDDEN for name in slot.names}
     lazy = {slot.name for slot in wanted if torch.nn.parameter.is_lazy(slot.tensor)} & applied.entries.keys()
     unused = [name for name in (*checkpoint, *checkpoint.extra) if name not in used and name not in hidden | lazy]
