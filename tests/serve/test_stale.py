@@ -72,6 +72,19 @@ def test_values_in_containers_closures_and_unregistered_modules_are_listed() -> 
     assert set(live.fixed) == {"call: weight", "kept[0]['x']", "kept[1].weight", "kept[1].bias"}
 
 
+def test_constants_of_an_exported_program_are_listed() -> None:
+    program = torch.export.export(Computed(1, copied).eval(), (X,))
+    live = ms.Live(program)
+    assert live.fixed == ("kept",)
+    assert any("kept" in note for note in live.swap(Pair(2).state_dict()).notes)
+    module = torch.export.export(Pair(1).eval(), (X,)).module()
+    with pytest.raises(LiveTargetError, match=r"to do: serve the ExportedProgram itself; training=True"):
+        ms.Live(module)
+    live = ms.Live(module, training=True)
+    live.swap(Pair(2).state_dict())
+    assert torch.allclose(live(X), Pair(2)(X))
+
+
 def test_a_module_whose_values_are_all_state_has_no_note() -> None:
     live = ms.Live(Pair(1).eval())
     assert live.fixed == ()

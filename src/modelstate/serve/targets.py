@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 import xxhash
 from torch import nn
+from torch.fx import GraphModule
 
 from modelstate.errors import LiveTargetError
 from modelstate.problems import REAL
@@ -456,9 +457,10 @@ def check_mode(module: nn.Module, training: object) -> None:
         if submodule.training and not _is_mode_free(submodule)
     ]
     if found:
-        raise _mode_error(
-            type(module).__name__, found, "call module.eval() first; training=True takes the module as it is"
-        )
+        # The module of an exported program has this mode always, and an `eval` that raises.
+        is_exported = isinstance(module, GraphModule) and "eval" in vars(module)
+        remedy = "serve the ExportedProgram itself" if is_exported else "call module.eval() first"
+        raise _mode_error(type(module).__name__, found, f"{remedy}; training=True takes the module as it is")
 
 
 def check_graph_mode(program: "ExportedProgram", training: object, where: str) -> None:
