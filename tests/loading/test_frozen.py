@@ -19,6 +19,7 @@ def freezing() -> Iterator[None]:
     with config.patch(freezing=True):
         yield
     torch._dynamo.reset()
+    sys.modules.pop("torch._inductor.freezing", None)  # every later commit would drop what is compiled
 
 
 CHANGES: dict[str, Callable[[nn.Module, dict[str, torch.Tensor]], Any]] = {

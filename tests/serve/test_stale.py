@@ -1,6 +1,7 @@
 """Values that do not follow the weights of a swap: they are refused, or the `Live` and its reports list them."""
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch._inductor import config as inductor
 import modelstate as ms
 from modelstate.errors import CanaryError, LiveTargetError
 from tests.serve.models import linear
+from tests.serve.packages import needs_a_compiler
 
 X = torch.randn(3, 4, generator=torch.Generator().manual_seed(1))
 
@@ -160,26 +162,29 @@ def test_a_canary_with_carried_buffers_leaves_them_as_they_were() -> None:
 
 
 @pytest.fixture
-def freezing() -> Any:
+def freezing() -> Iterator[None]:
     with inductor.patch(freezing=True):
         yield
-
-
-@pytest.mark.usefixtures("freezing")
-def test_a_compiled_module_is_refused_while_weights_become_constants() -> None:
-    with pytest.raises(LiveTargetError, match=r"(?s)makes constants of the weights.*freezing = False"):
-        ms.Live(torch.compile(Pair(1).eval(), backend="aot_eager"))
-    ms.Live(Pair(1).eval())
+    torch._dynamo.reset()
+    sys.modules.pop("torch._inductor.freezing", None)  # every later commit would drop what is compiled
 
 
 @pytest.mark.slow
-def test_a_swap_is_refused_where_weights_become_constants_since() -> None:
-    live = ms.Live(torch.compile(Pair(1).eval(), backend="aot_eager"))
-    with inductor.patch(freezing=True), pytest.raises(LiveTargetError, match="makes constants of the weights"):
-        live.swap(Pair(2).state_dict())
-    assert live.version == 1
-    live.swap(Pair(2).state_dict())
-    assert torch.allclose(live(X), Pair(2)(X))
+@pytest.mark.parametrize("mode", ["available", "in_place"])
+@pytest.mark.usefixtures("freezing")
+def test_constants_in_compiled_code_follow_a_swap(mode: Any) -> None:
+    needs_a_compiler()
+    with torch.no_grad():
+        compiled = torch.compile(Pair(1).eval(), fullgraph=True)
+        compiled(X)
+        live = ms.Live(compiled)
+        for k in range(2, 6):
+            report = live.swap(Pair(k).state_dict(), mode=mode)
+            assert torch.allclose(live(X), Pair(k)(X))
+            assert any("frozen weights" in note for note in report.notes)
+        if mode == "available":
+            live.rollback()
+            assert torch.allclose(live(X), Pair(4)(X))
 
 
 def test_a_frozen_torchscript_module_is_refused() -> None:

@@ -34,7 +34,7 @@ from modelstate.torch_compat.modules import (
     unwrapped,
 )
 from modelstate.torch_compat.plain import in_a_row, is_fake, is_plain, is_sharded
-from modelstate.torch_compat.private import arguments_of_node, folds_weights
+from modelstate.torch_compat.private import arguments_of_node
 
 if TYPE_CHECKING:
     from torch.export import ExportedProgram
@@ -188,8 +188,6 @@ class ModuleTarget(Target):
                 )
         _check_tensors(original, name)
         _check_weights_are_read(original, name)
-        if compiled is not None:
-            _check_compiler(name)
         skeleton = meta_clone(original)
         self.fixed = check_captured_references(original, skeleton)
         check_mode(original, training)  # last, since `eval()` alone corrects it
@@ -201,10 +199,7 @@ class ModuleTarget(Target):
         self._first = ModuleProgram(original, module)
 
     def program(self, filled: nn.Module) -> "ModuleProgram":
-        if self._compiled is None:
-            return ModuleProgram(filled, filled)
-        _check_compiler(self.name)
-        return ModuleProgram(filled, compiled_like(self._compiled, filled))
+        return ModuleProgram(filled, filled if self._compiled is None else compiled_like(self._compiled, filled))
 
 
 class ModuleProgram(Program):
@@ -238,17 +233,6 @@ def _check_tensors(module: nn.Module, name: str) -> None:
             raise LiveTargetError(
                 "a module with fake tensors cannot be served", where=f"{name}.{path}", found="a FakeTensor", remedy=REAL
             )
-
-
-def _check_compiler(name: str) -> None:
-    """Raises `LiveTargetError` while `torch.compile` makes constants of weights."""
-    if folds_weights():
-        raise LiveTargetError(
-            "torch.compile makes constants of the weights, so code that is compiled answers with old ones",
-            where=name,
-            found="torch._inductor.config.freezing = True",
-            remedy="torch._inductor.config.freezing = False; torch._dynamo.reset(), which drops what is compiled",
-        )
 
 
 def _check_weights_are_read(module: nn.Module, name: str) -> None:

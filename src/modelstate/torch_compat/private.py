@@ -551,10 +551,3 @@ def require_aoti(error: type[ModelStateError], where: str, remedy: str) -> None:
             found=f"torch {torch.__version__}",
             remedy=f"install {needed} or later; or {remedy}",
         )
-
-
-def folds_weights() -> bool:
-    """Whether `torch.compile` makes constants of the weights of a module that it compiles now."""
-    from torch._inductor import config
-
-    return bool(config.freezing)
