@@ -15,8 +15,10 @@ import shutil
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from importlib.machinery import ModuleSpec, PathFinder
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
@@ -167,17 +169,27 @@ def _working_directory() -> str:
         return ""
 
 
+class _LastFolder(NamedTuple):
+    """Finds modules in a folder, where no other finder has them, except those of Python, as for other systems."""
+
+    folder: str
+
+    def find_spec(self, name: str, path: object = None, target: ModuleType | None = None) -> ModuleSpec | None:
+        is_candidate = path is None and name not in sys.stdlib_module_names
+        return PathFinder.find_spec(name, [self.folder], target) if is_candidate else None
+
+
 def search_working_directory() -> None:
     """Finds modules in the working directory too, behind all others.
 
     A command calls this only where its arguments name a module: a folder with checkpoints may have files of any name.
-    torch is imported before, which tries to import modules of other systems and packages.
+    torch is imported before, which tries to import modules of other packages.
     """
     import torch  # noqa: F401
 
-    here = _working_directory()
-    if here and here not in sys.path:
-        sys.path.append(here)
+    finder = _LastFolder(_working_directory())
+    if finder.folder and finder not in sys.meta_path:
+        sys.meta_path.append(finder)
 
 
 def user_code() -> contextlib.AbstractContextManager[object]:
