@@ -179,6 +179,22 @@ def test_names_are_compared_by_position(place: str, builder: str, tmp_path: Path
     restore(of, allow_missing=["optimizer_new"], allow_unexpected=["optimizer"])
 
 
+@pytest.mark.parametrize("builder", ["lookahead", "counting"])
+def test_rules_that_change_more_than_names_are_refused(builder: str, tmp_path: Path) -> None:
+    def square(name: str) -> Any:
+        model = nn.ModuleDict({name: nn.Linear(2, 2)})
+        return {"model": model, "optimizer": BUILDERS[builder](model.parameters())}
+
+    restore = store_of(tmp_path, step(square("fc")))
+    of = step(square("head"), 1)
+    before = everything(of)
+    rules = [ms.rules.Rename("fc.*", "head.*"), ms.rules.Transpose("head.weight")]
+    with pytest.raises(OptimizerStateError, match=r"fc\.weight: Transpose.* changes the parameter"):
+        restore(of, rules={"model": rules})
+    assert everything(of) == before
+    restore(of, rules={"model": rules[:1]})
+
+
 class Failing:
     def state_dict(self) -> dict[str, Any]:
         return {}

@@ -52,7 +52,7 @@ from modelstate.planning.differences import without_wrappers, wrapper_rule
 from modelstate.planning.matching import Patterns, check_model
 from modelstate.problems import OptimizerMisfit
 from modelstate.process import deferred_signals
-from modelstate.rules.optimizer import apply_to_optimizer
+from modelstate.rules.optimizer import apply_to_optimizer, changed_values
 from modelstate.rules.rule import Rule
 from modelstate.rules.schema import Schema, check_rules, renaming, way_back
 from modelstate.text_format import listed, short_repr
@@ -426,6 +426,8 @@ def plan_by_name(
     cls = computing_class(optimizer)
     is_same_class = state.get(CLASS) == class_name(cls)
     may_add = not is_torchs(cls) and is_same_class
+    if elsewhere:
+        unfit_values += changed_values(checked, grouped)
     if elsewhere and not is_same_class:
         unfit_values.append(f"{cls.__name__} has no state under {listed(map(repr, elsewhere), 8)}")
     group_problems += [line for group, options in matched for line in _option_problems(options, group, may_add)]

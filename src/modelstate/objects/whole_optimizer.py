@@ -15,6 +15,7 @@ from modelstate.errors import OptimizerStateError
 from modelstate.formats.tree import map_leaves, same_value
 from modelstate.objects.optimizer_class import CLASS, class_name, group_options
 from modelstate.objects.optimizer_values import in_memory_orders, memory_orders
+from modelstate.rules.optimizer import changed_values
 from modelstate.rules.rule import Rule
 from modelstate.rules.schema import renaming
 from modelstate.text_format import listed
@@ -141,6 +142,7 @@ class WholeOptimizer:
         cls = class_name(type(self.optimizer))
         if str(state[CLASS]).rpartition(".")[2] != cls.rpartition(".")[2]:
             yield f"the state is of {state[CLASS]}, the optimizer is {cls}"
+        yield from changed_values(self._rules, (name for names in state[_NAMES] for name in names))
         renamed = renaming(self._rules)
         groups = [[self._names[param] for param in group["params"]] for group in self.optimizer.param_groups]
         saved = [[renamed(name) for name in names] for names in state[_NAMES]]

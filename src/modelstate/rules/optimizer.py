@@ -9,7 +9,7 @@ from modelstate.formats.tree import map_leaves, same_value
 from modelstate.problems import BadRule, Problem, explain
 from modelstate.rules.expression import values_of
 from modelstate.rules.names import Fill
-from modelstate.rules.rule import Entries, Entry, Rule, Value, unscoped
+from modelstate.rules.rule import Entries, Entry, Rule, Value, new_name, unscoped
 from modelstate.rules.schema import apply_rules, in_memory
 from modelstate.rules.tensors import Apply, Cast
 
@@ -55,7 +55,7 @@ def apply_to_optimizer(
     several = _several_shapes(state)
     for path, entries in _elementwise_entries(state).items():
         for name, entry in apply(entries).items():
-            if several and not all(rule.startswith(_NAMES_ONLY) for rule in entry.rules):
+            if several and not all(map(_is_of_names, entry.rules)):
                 source = next((source for source in entry.sources if source in several), next(iter(several)))
                 why = f"the optimizer has several shapes for {source}: {several[source]}"
                 problems.append(BadRule(name, entry.rules[-1], why))
@@ -77,6 +77,24 @@ def apply_to_optimizer(
     if problems:
         raise RuleError(f"the rules cannot be applied to the optimizer; nothing has been changed\n{explain(problems)}")
     return result, sources
+
+
+def changed_values(rules: Iterable[Rule], names: Iterable[str]) -> list[str]:
+    """Returns a line for each name whose tensor a rule changes, beside its name. A `Cast` is left to the optimizer.
+
+    State that is not by parameter cannot follow such a rule.
+    """
+    lines = []
+    for name in names:
+        current = name
+        for rule in rules:
+            renamed = new_name(rule, current)
+            if renamed is not None:
+                inner = unscoped(rule)
+                if hasattr(inner, "apply") and not isinstance(inner, Fill | Cast) and not _is_of_names(repr(rule)):
+                    lines.append(f"{name}: {rule!r} changes the parameter, and not only its name")
+                current = renamed
+    return lines
 
 
 Path = tuple[object, ...]
@@ -138,6 +156,11 @@ def _several_shapes(state: State) -> dict[str, list[tuple[int, ...]]]:
         for name, values in state.items()
     }
     return {name: sorted(of_param) for name, of_param in shapes.items() if len(of_param) > 1}
+
+
+def _is_of_names(rule: str) -> bool:
+    """Whether the text of a rule is that of one that changes names only."""
+    return rule.startswith(_NAMES_ONLY)
 
 
 _NAMES_ONLY = ("Rename(", "Prefix(", "Reached(", "Rewrapped(")
