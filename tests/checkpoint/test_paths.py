@@ -124,6 +124,7 @@ def test_a_directory_with_the_name_of_a_scheme() -> None:
         ("Model.safetensors", "model.safetensors"),
         ("my-model.pt", "my_model.pt"),
         ("net.pt", "net.safetensors"),
+        ("net.pt", "net.safetensors.index.json"),
         ("model.safetensor", "model.safetensors"),
         ("exprots/net.pt", "exports"),
         ("step-100-modle.pt", "step-100-model.pt"),
@@ -152,6 +153,7 @@ def test_a_misspelt_name(given: str, there: str) -> None:
         ("netG.pt", "netD.pt"),
         ("encoder.pt", "decoder.pt"),
         ("training.pt", "training.py"),
+        ("config.pt", "config.json"),
         ("-.pt", "_.pt"),
     ],
 )

@@ -149,7 +149,7 @@ def not_found(path: str, given: str) -> SourceNotFoundError:
     return SourceNotFoundError("there is no such file or directory", where=path, found=found, remedy=remedy)
 
 
-_SUFFIXES = re.compile(r"(\.(safetensors|bin|pt|pth|ckpt|tar|json|index))+$", re.IGNORECASE)
+_SUFFIXES = re.compile(r"(\.(safetensors|bin|pt|pth|ckpt|tar))+(\.index\.json)?$", re.IGNORECASE)
 _ANY_SUFFIX = re.compile(rf"{_SUFFIXES.pattern}|\.[a-z]+$", re.IGNORECASE)
 _LEAST_LETTERS = 5
 
