@@ -25,6 +25,7 @@ from modelstate.store import store as store_module
 from modelstate.store.saving import NewStep
 from tests.distributed import models
 from tests.distributed.ranks import Ranks
+from tests.objects.test_whole_optimizers import Lookahead
 from tests.sweeps import EXHAUSTIVE
 
 pytestmark = pytest.mark.slow
@@ -460,6 +461,39 @@ def test_ranks_go_on_from_a_run_of_one_process(ranks: Ranks, tmp_path: Path) -> 
     for step in range(3, 5):
         train(expected, step)
     check_same(ranks.values(resumed_on, tmp_path, 2)[:2], bits(expected["model"], expected["optimizer"]))
+
+
+def whole_objects(seed: int) -> dict[str, Any]:
+    """A model that is whole on all ranks, and an optimizer with a layout of its own that has made some steps."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 2)
+    optimizer = Lookahead(torch.optim.AdamW(model.parameters()))
+    torch.manual_seed(seed)
+    for _ in range(3):
+        for param in model.parameters():
+            param.grad = torch.randn(param.shape)
+        optimizer.step()
+    return {"model": model, "optimizer": optimizer}
+
+
+def whole_optimizer_bits(folder: Path, differs: bool) -> bool:
+    objects = whole_objects(seed=dist.get_rank() * differs)
+    for param in objects["model"].parameters():
+        param.data.zero_()  # the same on all ranks
+    store = ms.Store(folder / f"store{differs}", process_group=dist.group.WORLD)
+    store.save(1, objects)
+    again = whole_objects(seed=99)
+    store.restore(again)
+    store.close()
+    first, second = (of["optimizer"].inner.state[of["model"].weight]["exp_avg"] for of in (objects, again))
+    return torch.equal(first, second)
+
+
+@pytest.mark.parametrize("differs", [False, True])
+def test_an_optimizer_that_is_saved_whole_has_the_state_of_its_rank(
+    ranks: Ranks, tmp_path: Path, differs: bool
+) -> None:
+    assert ranks.values(whole_optimizer_bits, tmp_path, differs) == [True] * 4
 
 
 # Faults.
