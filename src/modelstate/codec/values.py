@@ -153,7 +153,7 @@ def _datetime(tree: Tree, decoder: Decoder) -> datetime:
 
 # NumPy.
 
-_DTYPE_KINDS = "biufcSU"
+_DTYPE_KINDS = "biufcSUMm"
 Array = np.ndarray[tuple[int, ...], np.dtype[np.generic]]
 _BIT_GENERATORS: dict[str, type[np.random.BitGenerator]] = {
     cls.__name__: cls
@@ -578,6 +578,11 @@ KINDS: dict[type, Kind] = {
         lambda value, encoder: encoder.value("".join(value)),
         lambda tree, decoder: np.str_(decoder.expect(decoder.value(tree), str)),
     ),
+    np.bytes_: Kind(
+        "numpy.bytes",
+        lambda value, encoder: encoder.value(bytes(value)),
+        lambda tree, decoder: np.bytes_(decoder.expect(decoder.value(tree), bytes)),
+    ),
     np.random.Generator: Kind("numpy.random.Generator", _encode_generator, _generator),
     np.random.RandomState: Kind(
         "numpy.random.RandomState",
@@ -616,7 +621,7 @@ KINDS: dict[type, Kind] = {
 """By exact class."""
 
 RULES: tuple[tuple[Callable[[type], bool], Kind], ...] = (
-    (lambda cls: issubclass(cls, np.number | np.bool_), Kind("numpy.scalar", _encode_scalar, _scalar)),
+    (lambda cls: issubclass(cls, np.generic), Kind("numpy.scalar", _encode_scalar, _scalar)),
     (lambda cls: issubclass(cls, np.dtype), Kind("numpy.dtype", _encode_dtype, _dtype)),
     (_is_enum, Kind("enum", _encode_enum, _enum)),
     (_is_namedtuple, Kind("namedtuple", _encode_namedtuple, _namedtuple)),

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 
 from modelstate.errors import DamagedFileError, ForbiddenGlobalError, ModelStateError, OpenError, UnsupportedTensorError
@@ -14,6 +15,7 @@ from modelstate.formats.unpickle import (
     Allowed,
     DeferredCall,
     DeferredTensor,
+    Keys,
     SafeGlobal,
     Storage,
     invalid,
@@ -305,6 +307,7 @@ class _Constructor:
         self.path = path
         self.values: dict[int, Any] = {}
         self.open: set[int] = set()
+        self.keys = Keys()
 
     def make(self, node: object, path: Path) -> Any:
         """The finished value of a node; containers keep their identity where possible."""
@@ -361,6 +364,8 @@ class _Constructor:
             target = self.values[id(node)] = _created(node, args, kwargs)
             pieces = [self.make(piece, path) for piece in (node.states, node.appended, node.inserted)]
             return _with_refused(node, pieces) or _filled(target, *pieces)
+        except UnsupportedTensorError as error:
+            return invalid(error)
         except ModelStateError:
             raise
         except Exception as error:  # an allowed class may raise anything for damaged values
@@ -402,6 +407,10 @@ class _Constructor:
         if type(key) is Refused:
             return key
         value = self.make(key, path)
+        items = value if type(value) is tuple else (value,)
+        if any(isinstance(item, np.generic) for item in items):  # they have the hashes of Python's numbers
+            plain = tuple(item.item() if isinstance(item, np.generic) else item for item in items)
+            self.keys.check(plain if type(value) is tuple else plain[0])
         try:
             hash(value)
         except Exception as error:
@@ -537,7 +546,7 @@ def _executed(call: DeferredCall, pieces: Sequence[Any]) -> Any:
 
 def _created(call: DeferredCall, args: Any, kwargs: Any) -> Any:
     cls: Any = call.make
-    return cls.__new__(cls, *args, **kwargs) if call.new else cls(*args)
+    return cls.__new__(cls, *args, **kwargs) if call.new else cls(*args, **kwargs)
 
 
 def _filled(target: Any, states: Any, appended: Any, inserted: Any) -> Any:

@@ -25,6 +25,7 @@ from modelstate.errors import (
     SourceTypeError,
     UnsupportedTensorError,
 )
+from modelstate.formats.numpy_values import NUMPY
 from modelstate.formats.unpickle import (
     MAX_ARGUMENTS,
     Allowed,
@@ -115,6 +116,8 @@ class TorchGlobals:
     def find(self, name: str) -> object:
         """Returns what a name stands for; a `Refused` if it is not allowed."""
         known = _builtin().get(name)
+        if known is None and not {name, *_moved(name)} & (self.by_name.keys() | self.to_import):
+            known = NUMPY.get(name)  # what the caller allows by name is called as it is
         if known is not None:
             return known
         if name == "builtins.getattr":
@@ -124,8 +127,7 @@ class TorchGlobals:
             return StorageType(name, STORAGE_DTYPES[last])
         if not is_never(name):
             # NumPy has moved the functions that every array refers to.
-            moved = [new + name.removeprefix(old) for old, new in _MOVED if name.startswith(old)]
-            for alias in (name, *moved):
+            for alias in (name, *_moved(name)):
                 if alias in self.by_name:
                     return Allowed(name, self.by_name[alias])
                 if alias in self.to_import:
@@ -149,6 +151,12 @@ class TorchGlobals:
 
 
 _MOVED = (("numpy.core.", "numpy._core."), ("numpy._core.", "numpy.core."))
+
+
+def _moved(name: str) -> list[str]:
+    return [new + name.removeprefix(old) for old, new in _MOVED if name.startswith(old)]
+
+
 _DEVICE_MODULES = frozenset(f"torch.{device}" for device in ("cuda", "xpu", "hpu", "mps", "npu", "mtia"))
 
 

@@ -317,10 +317,15 @@ def rebuild(
         return decoded(node, tensor)
     if isinstance(node, set | bytearray):
         return copy(node)
-    if not is_container(node):
+    is_array = isinstance(node, getattr(sys.modules.get("numpy"), "ndarray", ()))
+    if not is_container(node) and not is_array:
         return node
     copies = {} if copies is None else copies
     if id(node) in copies:
+        return copies[id(node)][1]
+    if is_array:
+        array: Any = node
+        copies[id(node)] = node, array.copy(order="K")
         return copies[id(node)][1]
     if isinstance(node, Mapping):
         mapping = empty_like(node)

@@ -97,6 +97,8 @@ class DeferredCall:
     kwargs: dict[str, object] = field(default_factory=dict)
     new: bool = False
     """Whether `make.__new__` is called instead of `make`."""
+    takes_state: bool = False
+    """Whether `make` takes the state as an argument."""
     states: list[object] = field(default_factory=list)
     appended: list[object] = field(default_factory=list)
     inserted: list[tuple[object, object]] = field(default_factory=list)
@@ -528,6 +530,10 @@ class _Machine:
         self.check_budget()
         self.name(module, name)
 
+    def spend(self, copied: tuple[object, ...]) -> None:
+        self.budget -= sum(len(value) for value in copied if hasattr(value, "__len__"))
+        self.check_budget()
+
     def check_budget(self) -> None:
         if self.budget < 0:
             raise damaged("it copies more than it holds")
@@ -542,8 +548,7 @@ class _Machine:
                 inert = next(arg for arg in args if type(arg) is Refused)
                 return Refused(inert.name, args, error=inert.error)
             if args and function.copies:
-                self.budget -= sum(len(arg) for arg in args if hasattr(arg, "__len__"))
-                self.check_budget()
+                self.spend(args)
             return function.call(*args)
         if type(function) is Refused:
             return Refused(function.name, *([function] if function.held else []), args)
@@ -600,7 +605,10 @@ class _Machine:
 
     def build(self, state: object) -> None:
         target, kind = self.stack[-1], type(self.stack[-1])
-        if kind is DeferredCall:
+        if kind is DeferredCall and target.takes_state:
+            self.spend(state if type(state) is tuple else ())
+            target.kwargs["state"] = state
+        elif kind is DeferredCall:
             target.states.append(state)
         elif kind is Refused:
             target.held.append(state)
