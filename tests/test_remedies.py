@@ -20,6 +20,7 @@ from click.testing import CliRunner
 from torch import nn
 
 import modelstate as ms
+from modelstate.cli.error_pages import pages
 from modelstate.cli.main import app
 from modelstate.errors import ModelStateError, PlanError
 
@@ -28,7 +29,7 @@ SOURCE = Path(ms.__file__).parent
 # What an error advises.
 
 ARGUMENT = re.compile(r"(?<![\w.(])([a-z_]+)=(?=\S)")
-CALL = re.compile(r"(?<![\w.'\"`=(])(?:ms|modelstate|torch)(?:\.\w+)+\(")
+CALL = re.compile(r"(?<![\w.'\"`=])(?:ms|modelstate|torch)(?:\.\w+)+\(")
 COMMAND = re.compile(r"\b(modelstate (?:inspect|verify|store) [^;`\n]+?)(?= shows| says|[;`\n]|$)")
 
 
@@ -652,6 +653,46 @@ def adapter_without_its_base(tmp_path: Path) -> Scenario:
     return Scenario(call, names=names, takes=("ms.open([base, adapter], combine=ms.merge.LoRA())",))
 
 
+@scenario("loading/load.py::_check_optimizers")
+def transform_of_optimized_parameters(_: Path) -> Scenario:
+    class Halves(ms.loading.ModuleTransform):
+        def applies_to(self, name: str, module: nn.Module) -> bool:
+            return True
+
+        def __call__(self, name: str, tensor: torch.Tensor, module: nn.Module) -> torch.Tensor:
+            return nn.Parameter(tensor.half())
+
+    def call(**given: Any) -> object:
+        model = net()
+        return ms.load(model, state(), optimizers=torch.optim.SGD(model[0].parameters()), **given)
+
+    return Scenario(call, {"transform": Halves()})
+
+
+@scenario("objects/restore.py::_part")
+def restore_of_no_optimizer(tmp_path: Path) -> Scenario:
+    ms.save({"optimizer": 3}, tmp_path / "x.safetensors")
+    optimizer = torch.optim.SGD(net().parameters())
+    return Scenario(partial(ms.restore, {"optimizer": optimizer}, tmp_path / "x.safetensors"))
+
+
+@scenario("remote/cache.py::check_cache")
+def no_cache(tmp_path: Path) -> Scenario:
+    return Scenario(partial(ms.open, saved(tmp_path)), {"cache": True}, {"directory": tmp_path / "cache"})
+
+
+@scenario("formats/tree.py::subtree")
+def nothing_under_a_path(tmp_path: Path) -> Scenario:
+    return Scenario(partial(ms.open(saved(tmp_path)).value, "nothing"), names={"source": tmp_path / "x.safetensors"})
+
+
+@scenario("codec/walk.py::Encoder._container")
+def save_of_a_description(tmp_path: Path) -> Scenario:
+    checkpoint, path = ms.open(saved(tmp_path)), tmp_path / "y.safetensors"
+    spec = checkpoint["0.weight"]
+    return Scenario(partial(ms.save, {"w": spec}, path), names={"checkpoint": checkpoint, "path": path})
+
+
 def command(*arguments: str) -> None:
     result = CliRunner().invoke(app, [*arguments])
     if result.exit_code:
@@ -702,6 +743,9 @@ def test_what_an_error_advises_works(name: str, tmp_path: Path, monkeypatch: pyt
         command(*shlex.split(line)[1:])
     assert advice.calls or advice.arguments or advice.commands, f"no code was found in: {text_of(caught.value)}"
     assert all(taken in str(advice) for taken in made.takes)
+    shown = re.findall(r"more: modelstate explain ([\w-]+)", str(caught.value))
+    assert shown
+    assert set(shown) <= set(pages())
 
 
 PASSED = {"ms.merge.": "combine", "torch.empty(": "out", "ms.suggest(": "rules", "ms.open([base": "source"}
@@ -763,12 +807,10 @@ NOT_FOLLOWED = {
     "background.py::BackgroundTask.start": "needs a limit of threads",
     "cli/store.py::_no_store": _PROSE,
     "cli/store.py::restore": "needs a store whose steps are all damaged",
-    "codec/walk.py::Encoder._container": _PROSE,
     "distributed/agreement.py::Agreement.check_equal": _RANKS,
     "formats/dcp.py::_forbidden": "needs a hostile checkpoint",
     "formats/manifest.py::_allowed": "needs a package that is not imported",
     "formats/torch_legacy.py::read": _OTHER,
-    "formats/tree.py::subtree": _PROSE,
     "formats/unpickle.py::check_protocol": _OTHER,
     "integrations/dcp.py::Reader.prepare_global_plan": _RANKS,
     "integrations/dcp.py::Writer.prepare_global_plan": _RANKS,
@@ -781,7 +823,6 @@ NOT_FOLLOWED = {
     "loading/commit.py::overwrite": "needs a read that fails",
     "loading/commit.py::commit_values": "needs a read that fails",
     "loading/load.py::_check_background": _PROSE,
-    "loading/load.py::_check_optimizers": _PLACEHOLDERS,
     "loading/quantize.py::Quantize.__post_init__": _PLACEHOLDERS,
     "merge/lora.py::LoRA.merge": "tests/merge/test_lora.py follows them",
     "merge/lora.py::config_beside": _PLACEHOLDERS,
@@ -794,7 +835,6 @@ NOT_FOLLOWED = {
     "objects/optimizer_state.py::_check_is_by_name": _PLACEHOLDERS,
     "objects/optimizer_state.py::_state_and_groups": _PLACEHOLDERS,
     "objects/per_rank.py::of_this_rank": _RANKS,
-    "objects/restore.py::_part": _PROSE,
     "objects/restore.py::restore_objects": _PROSE,
     "objects/restore.py::_own_remedies": _ELSEWHERE,
     "objects/schedulers.py::_refusal": "tests/objects/test_schedulers.py follows it",
@@ -807,7 +847,6 @@ NOT_FOLLOWED = {
     "problems.py::FakeTensors": "tests/loading/test_sharded.py follows it",
     "problems.py::UnloadableLayout": _OTHER,
     "problems.py::OptimizerMisfit": _PROSE,
-    "remote/cache.py::check_cache": _PLACEHOLDERS,
     "remote/location.py::store_of": _OTHER,
     "remote/upload.py::new_object": "needs a server",
     "serve/aoti.py::AotiTarget._fixed_error": _EXPORT,

@@ -63,10 +63,12 @@ from modelstate.planning.plain_table import PlainTable, Planned, stage_unleased
 from modelstate.planning.plan import LoadPlan
 from modelstate.planning.preparation import Preparation
 from modelstate.planning.record import bind, record
+from modelstate.problems import glob_patterns
 from modelstate.process import deferred_signals, gc_paused, progress_bar
 from modelstate.remote.cache import Cache
 from modelstate.rules.rule import Rule
 from modelstate.rules.schema import Schema
+from modelstate.text_format import listed
 from modelstate.torch_compat.plain import is_plain
 from modelstate.torch_compat.sharding import refresh_shards, reshard
 from modelstate.transaction.optimizers import check_optimizers, following_state, placed
@@ -632,14 +634,20 @@ def _check_optimizers(assignments: Iterable[Assignment], optimizers: tuple[torch
     optimized_parameters = {
         param for optimizer in optimizers for group in optimizer.param_groups for param in group["params"]
     }
-    for assignment in assignments:
-        if assignment.remake is not None and assignment.slot_tensor in optimized_parameters:
-            raise OptionError(
-                "the state of an optimizer cannot follow a parameter that the transform replaces",
-                where=assignment.name,
-                found=assignment.placement.why,
-                remedy="build the optimizer after the load, or leave the parameter alone: transform={name: None, ...}",
-            )
+    replaced = [
+        assignment
+        for assignment in assignments
+        if assignment.remake is not None and assignment.slot_tensor in optimized_parameters
+    ]
+    if replaced:
+        alone = ", ".join(f"{pattern!r}: None" for pattern in glob_patterns(item.name for item in replaced))
+        raise OptionError(
+            "the state of an optimizer cannot follow a parameter that the transform replaces",
+            where=listed([assignment.name for assignment in replaced], 3),
+            found=replaced[0].placement.why,
+            remedy=f"build the optimizer after the load, or leave these alone: transform={{{alone}, '*': transform}}; "
+            "where transform= is a mapping, its patterns follow these names",
+        )
 
 
 def _final_values(planned: Iterable[Planned]) -> dict[torch.Tensor, torch.Tensor]:

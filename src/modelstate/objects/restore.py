@@ -249,7 +249,7 @@ def _part(checkpoint: Checkpoint, path: str, target: Target) -> Part | None:
             where=f"{checkpoint.source}: {path}",
             expected="a mapping with state and param_groups",
             found=type(value).__name__,
-            remedy="look at what the file has there: modelstate.open(path).value(name)",
+            remedy=f"look at what the file has there: modelstate.open({checkpoint.source!r}).value({path!r})",
         )
     return Part(target.kind, value)
 
