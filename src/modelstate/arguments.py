@@ -10,6 +10,9 @@ from typing import TypeGuard
 from modelstate.errors import OptionError
 from modelstate.text_format import short_repr
 
+TIMEOUT_SECONDS = 1800.0
+"""How long a rank waits for the others by default: as long as the collectives of torch."""
+
 
 def is_number(value: object) -> TypeGuard[float]:
     """Whether a value is a real number, also of NumPy, and not a bool."""

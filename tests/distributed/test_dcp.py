@@ -141,7 +141,7 @@ def read_here(path: str) -> list[int]:
     """The bytes of the local tensors, and those that the rank reads for them."""
     net = models.sharded("fsdp")
     local = sum(t.to_local().nbytes if isinstance(t, DTensor) else t.nbytes for t in net.state_dict().values())
-    from modelstate.integrations import dcp as storage
+    from modelstate.integrations import dcp_reader as storage
 
     counted, read_ranges = [0], storage.read_ranges
 

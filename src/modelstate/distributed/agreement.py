@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from modelstate.arguments import TIMEOUT_SECONDS as TIMEOUT_SECONDS
 from modelstate.arguments import seconds_of
 from modelstate.distributed.connections import (
     ANY_CALL,
@@ -55,8 +56,6 @@ from modelstate.torch_compat.plain import byte_tensor, is_sharded
 from modelstate.torch_compat.sharding import ranks_of_meshes
 
 _R = TypeVar("_R")
-TIMEOUT_SECONDS = 1800.0
-"""How long a rank waits for the others by default: as long as the collectives of torch."""
 _NUMBERS = 3 + 2 * 4
 """The numbers of a vote: whether it failed, the lengths of the report and of a text, and two for each of up to four
 digests."""
