@@ -503,7 +503,7 @@ def suggestion_for_several_parts(_: Path) -> Scenario:
     return Scenario(partial(ms.suggest, net(), source))
 
 
-@scenario("integrations/dcp.py::Reader.read_data")
+@scenario("integrations/dcp_reader.py::Reader.read_data")
 def lossy_cast_of_dcp(tmp_path: Path) -> Scenario:
     import torch.distributed.checkpoint as dcp
 
@@ -813,7 +813,7 @@ NOT_FOLLOWED = {
     "formats/numpy_values.py::_plain": "the text of a placeholder for the value; the file opens",
     "formats/torch_legacy.py::read": _OTHER,
     "formats/unpickle.py::check_protocol": _OTHER,
-    "integrations/dcp.py::Reader.prepare_global_plan": _RANKS,
+    "integrations/dcp_reader.py::Reader.prepare_global_plan": _RANKS,
     "integrations/dcp.py::Writer.prepare_global_plan": _RANKS,
     "integrations/dcp.py::Writer._file": _PLACEHOLDERS,
     "integrations/lightning.py::": _OTHER,
@@ -838,6 +838,7 @@ NOT_FOLLOWED = {
     "objects/per_rank.py::of_this_rank": _RANKS,
     "objects/restore.py::restore_objects": _PROSE,
     "objects/restore.py::_own_remedies": _ELSEWHERE,
+    "objects/schedulers.py::_check_momentum": "tests/objects/test_schedulers.py follows it",
     "objects/schedulers.py::_refusal": "tests/objects/test_schedulers.py follows it",
     "planning/matching.py::_check_transform": "tests/loading/test_quantize.py follows it",
     "problems.py::": "tests/suggestion has what ms.suggest finds",
