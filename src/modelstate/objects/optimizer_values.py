@@ -94,12 +94,12 @@ def _trial(
     arguments = {key: options[key] for key in inspect.signature(build).parameters if key in options and key != "params"}
     if "capturable" in arguments:
         arguments["capturable"] = False  # the trial runs on the CPU
-    param = nn.Parameter(torch.zeros([2] * dims, dtype=dtype, device="cpu"))
-    param.grad = torch.ones_like(param)
     try:
+        param = nn.Parameter(torch.zeros([2] * dims, dtype=dtype, device="cpu"))
+        param.grad = torch.ones_like(param)
         trial: torch.optim.Optimizer = build([param], **arguments)
         trial.step()
-    except Exception:  # it needs a closure, sparse gradients, or another device
+    except Exception:  # it needs a closure, sparse gradients, another device or dtype
         return None
     return trial, param
 
