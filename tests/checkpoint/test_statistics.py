@@ -272,3 +272,19 @@ def test_an_average_is_read_region_by_region(tmp_path: Path) -> None:
     mean = torch.stack(tensors).mean(0)
     assert (found.min, found.max) == (mean.min().item(), mean.max().item())
     assert sum(request.nbytes for request in clean.requests if request.call == "preadv") == 2 * mean.nbytes
+
+
+def test_an_expanded_tensor_is_refused_before_its_elements_are_counted(tmp_path: Path) -> None:
+    torch.save({"w": torch.ones(1).expand(2**40), "v": torch.ones(3)}, tmp_path / "x.pt")
+    torch.save({"w": torch.ones(2)[:1].expand(2**40), "v": torch.ones(3)}, tmp_path / "y.pt")
+    for call in (
+        lambda **options: ms.inspect(tmp_path / "x.pt").stats(**options),
+        lambda **options: ms.diff(tmp_path / "x.pt", tmp_path / "y.pt", **options),
+    ):
+        with pytest.raises(ms.errors.UnsupportedTensorError, match=r"w: expanded views") as caught:
+            call()
+        assert "only=" in caught.value.remedy
+        call(only=["v"])
+    checkpoint = ms.open(tmp_path / "x.pt")
+    assert checkpoint.tensor("w").shape == checkpoint.value("w").shape == (2**40,)
+    assert "x.pt" in checkpoint._repr_html_()

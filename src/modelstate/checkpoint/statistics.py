@@ -34,7 +34,8 @@ from modelstate.checkpoint.reduction import (
     reduce,
     scratch,
 )
-from modelstate.errors import MissingValuesError, OptionError
+from modelstate.errors import MissingValuesError, OptionError, UnsupportedTensorError
+from modelstate.formats.block_writer import check_expanded
 from modelstate.html.page import Kind, Page, Shown, area_chart
 from modelstate.io.engine import read_ranges
 from modelstate.io.tensors import read_tensor
@@ -356,6 +357,11 @@ def _check_values(checkpoint: Checkpoint, specs: Iterable[TensorSpec]) -> None:
             remedy="; ".join(remedies_for(lacking.values())) or "inspect without statistics, or load the model first",
             names=tuple(lacking),
         )
+    expanded = UnsupportedTensorError(
+        "expanded views have far more elements than are stored, and would take too long to count",
+        remedy="leave the tensor out with only=[pattern, ...]",
+    )
+    check_expanded({spec.name: spec.stored for spec in specs}, expanded, checkpoint.source)
 
 
 # Adding up.

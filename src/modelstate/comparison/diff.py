@@ -29,7 +29,9 @@ from modelstate.errors import (
     NothingInCommonError,
     OptionError,
     ReadFailedError,
+    UnsupportedTensorError,
 )
+from modelstate.formats.block_writer import check_expanded
 from modelstate.formats.manifest import ALGORITHM
 from modelstate.formats.tree import same_value
 from modelstate.io.engine import read_ranges
@@ -273,6 +275,15 @@ class _Comparison:
                 remedy="; ".join(remedies),
                 names=tuple(lacking),
             )
+        for checkpoint, sides in (
+            (self.first, [(pair.name, pair.a) for pair in self.pairs]),
+            (self.second, [(pair.name, pair.b) for pair in self.pairs]),
+        ):
+            expanded = UnsupportedTensorError(
+                "expanded views have far more elements than are stored, and would take too long to compare",
+                remedy="leave the tensor out with only=[pattern, ...]; or values=False compares names and shapes",
+            )
+            check_expanded({name: leaf for name, side in sides for leaf in leaves(side)}, expanded, checkpoint.source)
 
 
 def _applied(checkpoint: Checkpoint, rules: Iterable[Rule]) -> Entries:

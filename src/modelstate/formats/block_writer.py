@@ -20,7 +20,7 @@ from itertools import accumulate
 import torch
 import xxhash
 
-from modelstate.errors import MemoryBudgetError, UnsavableError
+from modelstate.errors import MemoryBudgetError, ModelStateError, UnsavableError
 from modelstate.formats.manifest import BLOCK_BYTES
 from modelstate.io import system
 from modelstate.io.atomic import Output
@@ -31,7 +31,7 @@ from modelstate.io.memory import empty_cpu
 from modelstate.io.tensors import ReadAll, elements, read_tensor, runs
 from modelstate.io.uncached import ALIGN_BYTES, UNSUPPORTED, Buffer
 from modelstate.remote.upload import ObjectWriter
-from modelstate.spec import Assemble, Stored, StoredComposite, StoredTensor, is_run, own_bytes, pieces
+from modelstate.spec import Assemble, Stored, StoredComposite, StoredTensor, elements_bytes, is_run, own_bytes, pieces
 from modelstate.text_format import size
 from modelstate.torch_compat.plain import in_a_row, is_plain_memory
 
@@ -211,7 +211,20 @@ def check_repeated(tensors: Mapping[str, torch.Tensor | LazyTensor], where: str)
 
     A small file can describe tensors of any size: with strides of 0, or with many views of one storage.
     """
-    total = sum(tensor.numel() * tensor.itemsize for tensor in tensors.values())
+    error = UnsavableError(
+        "expanded views would make the file far larger than the memory of the tensors",
+        remedy="leave the tensor out, or save what it was expanded from",
+    )
+    check_expanded(tensors, error, where)
+
+
+def check_expanded(tensors: Mapping[str, Stored | LazyTensor], error: ModelStateError, where: str) -> None:
+    """Raises the error, with its place and numbers, where the elements are far more bytes than the storages have."""
+    sizes = {
+        name: tensor.nbytes if isinstance(tensor, LazyTensor) else elements_bytes(tensor)
+        for name, tensor in tensors.items()
+    }
+    total = sum(sizes.values())
     if total <= REPEATED_BYTES:
         return
     storages: dict[object, int] = {}
@@ -219,17 +232,12 @@ def check_repeated(tensors: Mapping[str, torch.Tensor | LazyTensor], where: str)
         storages |= storages_of(tensor)
     stored = sum(storages.values())
     if total > (most := REPEATED_TIMES * stored + REPEATED_BYTES):
-        times = {
-            name: tensor.numel() * tensor.itemsize / max(sum(storages_of(tensor).values()), 1)
-            for name, tensor in tensors.items()
-        }
-        raise UnsavableError(
-            "expanded views would make the file far larger than the memory of the tensors",
-            where=f"{where}: {max(times, key=lambda name: times[name])}",
-            expected=f"at most {size(most)}: {REPEATED_TIMES} times what is stored, and {size(REPEATED_BYTES)}",
-            found=f"{size(total)} of elements, and {size(stored)} stored",
-            remedy="leave the tensor out, or save what it was expanded from",
-        )
+        times = {name: nbytes / max(sum(storages_of(tensors[name]).values()), 1) for name, nbytes in sizes.items()}
+        name = max(times, key=lambda name: times[name])
+        error.where, error.names = f"{where}: {name}", (name,)
+        error.expected = f"at most {size(most)}: {REPEATED_TIMES} times what is stored, and {size(REPEATED_BYTES)}"
+        error.found = f"{size(total)} of elements, and {size(stored)} stored"
+        raise error
 
 
 def _piece_of_chunks(stored: StoredComposite, row: int, read_all: ReadAll, first: int, end: int) -> torch.Tensor:
