@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.parallel import DistributedDataParallel
 
 import modelstate as ms
@@ -152,6 +152,23 @@ def save_beside_shards(folder: Path) -> list[bool]:
 
 def test_whole_values_beside_shards(ranks: Ranks, tmp_path: Path) -> None:
     assert ranks.values(save_beside_shards, tmp_path) == [[True] * 5] * 4
+
+
+def save_replicated(folder: Path) -> list[str]:
+    """A DTensor that is replicated on all ranks, and differs."""
+    model, mesh = nn.Module(), init_device_mesh("cpu", (4,))
+    value = torch.full((2, 2), float(dist.get_rank()))
+    model.weight = nn.Parameter(DTensor.from_local(value, mesh, [Replicate()]))
+    with ms.Store(folder / "store") as store:
+        calls: list[Callable[[], object]] = [
+            lambda: store.save(1, {"model": model}),
+            lambda: ms.save(model, folder / "x.safetensors"),
+        ]
+        return [refused(call) for call in calls]
+
+
+def test_replicated_dtensors_are_compared(ranks: Ranks, tmp_path: Path) -> None:
+    assert all("found: weight: 1 of" in text for texts in ranks.values(save_replicated, tmp_path) for text in texts)
 
 
 # What may differ.

@@ -218,7 +218,8 @@ class CollectiveWriter:
         with agreement.phase(PLANNING, lambda: self._digests(layouts, compared)):
             meshes = self._meshes(layouts)
             every = enumerate(item for planned in layouts for item in planned.tensors)
-            plain = [(number, name, tensor) for number, (name, tensor) in every if isinstance(tensor, torch.Tensor)]
+            whole = [(number, name, self._whole(tensor)) for number, (name, tensor) in every]
+            plain = [(number, name, tensor) for number, name, tensor in whole if tensor is not None]
             hashes = write_blocks(None, 0, [tensor for _, _, tensor in plain])
             values = {
                 name: value for of in compared().values() if isinstance(of, Mapping) for name, value in of.items()
@@ -233,6 +234,13 @@ class CollectiveWriter:
         if any({*ranks} != {*self._ranks} for _, ranks in of_first.values()):
             self._check_replicas(layouts, of_first)
         return of_first, found
+
+    def _whole(self, tensor: torch.Tensor | LazyTensor) -> torch.Tensor | None:
+        """Returns a tensor that all ranks have as a whole: no DTensor, or one that is replicated on all of them."""
+        if isinstance(tensor, ShardedTensor):
+            is_replicated = all(placement.is_replicate() for placement in tensor.placements)
+            return tensor.local if is_replicated and {*tensor.mesh[1]} == {*self._ranks} else None
+        return tensor if isinstance(tensor, torch.Tensor) else None
 
     def _check_replicas(self, layouts: Sequence[Layout], of_first: Mapping[Mesh, Mesh]) -> None:
         """Raises `RanksDifferError` where ranks of different meshes have other values under the same names."""
