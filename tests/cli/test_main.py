@@ -172,6 +172,19 @@ class TestSuggest:
         assert found["complete"]
         assert found["explained"] == found["total"] == 7
 
+    def test_a_guess_is_marked(self) -> None:
+        state = {name.replace("0.", "alpha."): tensor for name, tensor in tiny().state_dict().items()}
+        save_file(state | {"beta": torch.ones(3)}, "guessed.safetensors")
+        done = run("suggest", "ZOO:tiny", "guessed.safetensors", "--json")
+        assert done.exit_code == 1
+        found = json.loads(done.stdout)
+        assert not found["complete"]
+        assert found["guesses"]
+        assert all(rule["guess"] is True for rule in found["rules"])
+        assert "ms.rules.Guess(" in run("suggest", "ZOO:tiny", "guessed.safetensors").stdout
+        done = run("plan", "ZOO:tiny", "guessed.safetensors", "--suggest", "--allow-unexpected", "beta")
+        assert done.exit_code == 0, done.output
+
     def test_a_plan_with_the_rules_that_it_works_out(self) -> None:
         assert run("plan", "ZOO:tiny", "renamed.safetensors").exit_code == 1
         done = run("plan", "ZOO:tiny", "renamed.safetensors", "--suggest")

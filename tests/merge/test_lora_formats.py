@@ -209,3 +209,11 @@ def test_other_methods_are_refused_by_name(names: list[str], method: str, with_l
 def test_a_load_of_a_file_of_kohyas_tools_alone_says_what_it_is() -> None:
     with pytest.raises(PlanError, match=r"ms\.merge\.LoRA\(\)"):
         ms.load(torch.nn.ModuleDict({"x": torch.nn.Linear(4, 4, bias=False)}), pair("lora_unet_x"))
+
+
+def test_old_names_of_diffusers_are_not_answered_with_an_average() -> None:
+    adapter = {"unet.attn1.processor.to_q_lora.down.weight": torch.ones(2, 4)}
+    with pytest.raises(CombineError) as caught:
+        ms.open([{"unet.attn1.to_q.weight": torch.ones(4, 4)}, adapter], combine=ms.merge.LoRA())
+    assert "Average" not in str(caught.value)
+    assert "save it with such names" in str(caught.value)

@@ -13,6 +13,7 @@ from torch import nn
 import modelstate as ms
 from modelstate.errors import ModelStateError, PlanError, RuleError
 from tests.suggestion.made_up import MadeUp, made_up
+from tests.suggestion.test_suggest import Tree
 
 
 def checked(made: MadeUp) -> ms.suggestion.Suggestion:
@@ -114,3 +115,10 @@ def test_the_copies_of_two_prefixes_are_guesses() -> None:
     model = nn.ModuleDict({"net": nn.Linear(3, 3)})
     state = {f"{part}.{name}": value for part in ("online", "average") for name, value in model.state_dict().items()}
     assert not any(rule for rule in ms.suggest(model, state) if not isinstance(rule, ms.rules.Guess))
+
+
+@pytest.mark.parametrize("names", [("conv2", "conv1"), ("h.1.mixer", "blocks.0.mixer")])
+def test_another_number_is_a_guess_where_something_lacks_a_match(names: tuple[str, str]) -> None:
+    source, target = ({f"{name}.weight": torch.ones(4, 4), "a": torch.ones(3)} for name in names)
+    found = checked(MadeUp(Tree(target | {"grown": torch.ones(5)}), source, {"a": (("a",), False)}))
+    assert f"{names[1]}.weight" in (*found.guesses, *found.missing)

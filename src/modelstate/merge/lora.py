@@ -154,7 +154,10 @@ class LoRA(Combination):
                     where=label(sources, index),
                     expected="names such as layer.lora_A.weight and layer.lora_B.weight",
                     found=listed(list(adapter), most=2),
-                    remedy="open it by itself, or average several models with combine=ms.merge.Average()",
+                    remedy="load it with the library that made it, and save it with such names; of old diffusers: "
+                    "pipeline.load_lora_weights(path), then pipeline.save_lora_weights(...)"
+                    if any("lora" in name.lower() for name in adapter)
+                    else "open it by itself, or average several models with combine=ms.merge.Average()",
                 )
         problems: list[str] = []
         deltas: dict[str, list[_Delta]] = {}

@@ -5,6 +5,7 @@ no other open name of a tensor of this size, or all other tensors of this size h
 guess, however high its score is.
 """
 
+import re
 from collections import defaultdict
 from collections.abc import Collection, Hashable, Iterable, Sequence
 from typing import NamedTuple
@@ -12,6 +13,7 @@ from typing import NamedTuple
 from modelstate.suggestion.skeletons import Leaf, Level, skeletons
 from modelstate.suggestion.words import GENERIC, PARTS, role_of
 
+_NUMBER = re.compile(r"\d+")
 Match = tuple[str, str]
 """A name of the checkpoint, and a name of the model that gets its values or a part of them."""
 
@@ -85,11 +87,9 @@ class _Side:
         self._members[self._group[name]] &= ~self._bit[name]
         self.fused.discard(name)
 
-    def numbers(self, name: str, *, as_ranks: bool) -> list[int]:
-        """Returns the numbers of layers in a name, or the rank of each among those in its place where it has others."""
+    def ranks(self, name: str) -> list[int]:
+        """Returns the rank of each number of a layer among those in its place, where there are others."""
         places = [(self._numbers[place], number) for place, number in self._places[name]]
-        if not as_ranks:
-            return [number for _, number in places]
         return [sum(other < number for other in numbers) for numbers, number in places if len(numbers) > 1]
 
     def is_unique(self, name: str) -> bool:
@@ -164,9 +164,9 @@ def guesses(
         if source not in first or target not in second:
             return False
         common = first.tokens[source] & second.tokens[target]
-        # Layers that begin with another number are the same ones only where no layer lacks a match.
-        numbers = [side.numbers(name, as_ranks=is_whole) for side, name in ((first, source), (second, target))]
-        if numbers[0] != numbers[1] and len(numbers[0]) == len(numbers[1]):
+        # Numbers that differ may stand for the same layers only where no layer lacks a match.
+        of_source, of_target = (first.ranks(source), second.ranks(target)) if is_whole else map(_NUMBER.findall, match)
+        if of_source != of_target and len(of_source) == len(of_target):
             return False
         words = first.own[source] & second.own[target] & common
         is_part = any(words & {*parts} for parts in PARTS.values()) and not (
