@@ -5,6 +5,7 @@ import os
 import shutil
 import signal
 import struct
+import subprocess
 import time
 import warnings
 import zipfile
@@ -333,6 +334,49 @@ def test_missing_pickle(small: Path) -> None:
 def test_compressed(small: Path) -> None:
     with pytest.raises(errors.DamagedFileError, match="zip -0"):
         tree(rewrite(small, packed=zipfile.ZIP_DEFLATED))
+
+
+@pytest.fixture
+def archive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return Path(saved(tmp_path / "a state.pt", {"w": torch.arange(3.0), "v": [1]}))
+
+
+def run_remedy(remedy: str, directory: Path) -> None:
+    """Runs the command of a remedy."""
+    if shutil.which("zip") is None or shutil.which("unzip") is None:
+        pytest.skip("zip and unzip are not installed")
+    command = remedy.partition(": ")[2].partition("; or")[0]
+    subprocess.run(["sh", "-ec", f"{command} >&2"], cwd=directory, check=True)
+
+
+def test_an_archive_that_was_unpacked(archive: Path, tmp_path: Path) -> None:
+    zipfile.ZipFile(archive).extractall(tmp_path / "un packed")
+    (top,) = (tmp_path / "un packed").iterdir()
+    archive.unlink()
+    for path in (top, top / "data", top / "data.pkl"):
+        with pytest.raises(errors.UnknownFormatError, match="was unpacked") as caught:
+            ms.open(path)
+    run_remedy(caught.value.remedy, tmp_path)
+    assert_same(ms.open(top.with_name(f"{top.name}.pt")).value(), {"w": torch.arange(3.0), "v": [1]})
+
+
+def test_an_archive_that_was_packed_without_its_directory(archive: Path, tmp_path: Path) -> None:
+    with zipfile.ZipFile(archive) as old, zipfile.ZipFile(tmp_path / "new.pt", "w") as new:
+        for name in old.namelist():
+            new.writestr(name.partition("/")[2], old.read(name))
+    assert_same(ms.open(tmp_path / "new.pt").value(), {"w": torch.arange(3.0), "v": [1]})
+    assert ms.open(tmp_path / "new.pt").verify() == 12
+
+
+def test_an_archive_that_was_compressed(archive: Path, tmp_path: Path) -> None:
+    with zipfile.ZipFile(archive) as old, zipfile.ZipFile(tmp_path / "new.pt", "w", zipfile.ZIP_DEFLATED) as new:
+        for name in old.namelist():
+            new.writestr(name, old.read(name))
+    with pytest.raises(errors.DamagedFileError, match="compressed") as caught:
+        ms.open(tmp_path / "new.pt")
+    run_remedy(caught.value.remedy, tmp_path)
+    assert_same(ms.open(tmp_path / "stored.pt").value(), {"w": torch.arange(3.0), "v": [1]})
 
 
 def test_a_bomb_is_not_unpacked(tmp_path: Path) -> None:

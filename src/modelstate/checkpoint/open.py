@@ -24,7 +24,7 @@ from modelstate.errors import (
     TruncatedFileError,
 )
 from modelstate.formats import safetensors, sharded
-from modelstate.formats.recognise import Format, no_checkpoint, recognise, tensorflow_prefix
+from modelstate.formats.recognise import Format, no_checkpoint, recognise, tensorflow_prefix, unpacked
 from modelstate.formats.tree import Contents
 from modelstate.io import system
 from modelstate.io.files import NOT_FOUND, SourceFile, local_path, no_access, not_found, remedy_for_limit
@@ -336,7 +336,7 @@ def _read_file(path: str, *, allow: Sequence[object], skip_forbidden: bool, is_s
             case Format.INDEX:
                 raise DamagedFileError("an index names another index as a shard", where=path, remedy="open that index")
     if file.head:
-        raise no_checkpoint(path, file.head)
+        raise unpacked(path) or no_checkpoint(path, file.head)
     raise TruncatedFileError(
         "the file is empty",
         where=path,
@@ -363,6 +363,8 @@ def _at_no_file(path: str, given: str) -> str:
             "the file cannot be opened", where=path, found=error, remedy=remedy_for_limit(error)
         ) from error
     try:
+        if stat.S_ISDIR(mode) and (of_archive := unpacked(path)):
+            raise of_archive
         return find_in(path) if stat.S_ISDIR(mode) else path
     except PermissionError as error:
         raise no_access(path, error) from error

@@ -200,6 +200,22 @@ def _by_its_end(path: str) -> UnknownFormatError | None:
     )
 
 
+def unpacked(path: str) -> UnknownFormatError | None:
+    """The error for a path in an archive of torch.save that was unpacked, as browsers and macOS do; None elsewhere."""
+    for directory in (path, os.path.dirname(path)):
+        if all(os.path.isfile(os.path.join(directory, name)) for name in ("data.pkl", "version")):
+            parent, name = os.path.split(os.path.abspath(directory))
+            return UnknownFormatError(
+                "this is a file of torch.save that was unpacked",
+                where=directory,
+                expected="the file itself, a zip archive without compression",
+                found="a directory with data.pkl in it",
+                remedy=f"pack it again: cd {shlex.quote(parent)} && zip -0 -r {shlex.quote(f'{name}.pt')} "
+                f"{shlex.quote(name)}",
+            )
+    return None
+
+
 def tensorflow_prefix(path: str) -> UnknownFormatError | None:
     """The error for a path without a file that is the prefix of a TensorFlow checkpoint, or None."""
     parts = [name for name in (f"{path}.index", f"{path}.meta") if os.path.isfile(name)]

@@ -113,7 +113,7 @@ def read_archive(file: SourceFile, names: TorchGlobals) -> Archive:
     directory = ZipDirectory(file)
     prefix = _prefix(directory)
     _check_byteorder(directory, prefix)
-    data = directory.read(f"{prefix}/data.pkl")
+    data = directory.read(f"{prefix}data.pkl")
     check_protocol(data)
     storages = _Storages(directory, prefix)
     value, _ = unpickle(data, 0, storages.find, names.find)
@@ -121,7 +121,10 @@ def read_archive(file: SourceFile, names: TorchGlobals) -> Archive:
 
 
 def _prefix(directory: ZipDirectory) -> str:
-    """The directory that contains all records: that of the first record, as in torch."""
+    """What the names of all records begin with: the directory of the first record, as in torch, and a slash.
+
+    Empty for an archive that was packed again without its directory.
+    """
     records = directory.records
     first = next(iter(records), "")
     prefix = first.partition("/")[0]
@@ -132,7 +135,9 @@ def _prefix(directory: ZipDirectory) -> str:
             remedy='torch.save(torch.jit.load(path).state_dict(), "state.pt"), and open that',
         )
     if "/" in first and f"{prefix}/data.pkl" in records:
-        return prefix
+        return f"{prefix}/"
+    if {"data.pkl", "version"} <= records.keys() and "constants.pkl" not in records:
+        return ""
     has_tensors = any(name.startswith(f"{prefix}/data/") for name in records)
     if has_tensors and not {f"{prefix}/archive_format", f"{prefix}/.data/extern_modules"} & records.keys():
         raise DamagedFileError(
@@ -171,7 +176,7 @@ def _kind(records: Mapping[str, object], prefix: str) -> tuple[str, str]:
 
 
 def _check_byteorder(directory: ZipDirectory, prefix: str) -> None:
-    name = f"{prefix}/byteorder"
+    name = f"{prefix}byteorder"
     record = directory.records.get(name)
     if record is None:
         return
@@ -213,7 +218,7 @@ class _Storages:
         short = (kind.dtype, name, numel)
         storage = self.storages.get(short)
         if storage is None:
-            record = f"{self.prefix}/data/{name}"
+            record = f"{self.prefix}data/{name}"
             region = self.directory.region(record)
             nbytes = numel * kind.dtype.itemsize
             if not 0 <= nbytes <= region.nbytes:

@@ -5,6 +5,7 @@ not tell where the data of a record begins.
 """
 
 import re
+import shlex
 import struct
 import zlib
 from collections import Counter
@@ -78,7 +79,8 @@ class ZipDirectory:
             raise DamagedFileError(
                 "a record of the archive is compressed or encrypted, so it cannot be mapped",
                 where=f"{self.file.path}: {name}",
-                remedy="unpack the archive and pack it again without compression (zip -0), or save it anew",
+                remedy=f"pack it again without compression: unzip -q {shlex.quote(self._path)} -d unpacked && "
+                "(cd unpacked && zip -0 -r ../stored.pt .); or save it anew",
             )
         # The constructor of a named tuple takes twice as long.
         return tuple.__new__(ByteRange, (self._path, self._start + self.starts[name], record.nbytes))
