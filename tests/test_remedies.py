@@ -805,6 +805,7 @@ _OTHER = "code of another library"
 _PROSE = "names an argument or a command in a sentence"
 NOT_FOLLOWED = {
     "background.py::BackgroundTask.start": "needs a limit of threads",
+    "checkpoint/statistics.py::_check_values": _PLACEHOLDERS,
     "cli/store.py::_no_store": _PROSE,
     "cli/store.py::restore": "needs a store whose steps are all damaged",
     "distributed/agreement.py::Agreement.check_equal": _RANKS,
