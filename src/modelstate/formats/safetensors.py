@@ -409,9 +409,11 @@ def _sizes(
         raise _unknown_dtype(names[row], kinds[row], path)
     if max(map(len, shapes), default=0) <= MAX_DIMENSIONS:  # the product of a million numbers would take minutes
         nbytes = list(map(mul, map(prod, shapes), [_ITEMSIZES[kind] for kind in kinds]))
+        # The library multiplies all sizes, even those of an empty tensor.
+        empty = {shape for shape, size in zip(shapes, nbytes, strict=True) if not size} if 0 in nbytes else ()
         if (
             list(map(sub, lasts, firsts)) == nbytes
-            and min(nbytes, default=1) > 0
+            and all(prod(filter(None, shape)) < 2**56 for shape in empty)
             and max(lasts, default=0) < 2**63
             and min(chain.from_iterable(shapes), default=0) >= 0
         ):
