@@ -28,11 +28,11 @@ class Overriding(nn.Linear):
         super()._load_from_state_dict(*args, **named)
 
 
-def test_load_asks_hooks_and_the_protocol_but_no_override_of_load_state_dict() -> None:
+def test_load_calls_hooks_and_overrides_as_torch_does() -> None:
     model = Overriding()
     state = nn.Linear(2, 2).state_dict()
     ms.load(model, state)
-    assert model.called == ["_load_from_state_dict", "pre-hook", "post-hook"]
+    assert model.called == ["load_state_dict", "_load_from_state_dict", "pre-hook", "post-hook"]
     assert torch.equal(model.weight, state["weight"])
 
 

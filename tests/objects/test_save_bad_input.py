@@ -33,6 +33,9 @@ class Odd(nn.Module):
     def get_extra_state(self) -> Any:
         return {"cfg": [object()]}
 
+    def set_extra_state(self, state: Any) -> None:
+        raise NotImplementedError
+
 
 def emptied() -> torch.Tensor:
     made = torch.ones(3)

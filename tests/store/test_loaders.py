@@ -131,18 +131,6 @@ def test_a_loader_that_is_iterated_over_several_steps_is_no_warning(tmp_path: Pa
             assert batch.tolist() == [2 * step, 2 * step + 1]
 
 
-def test_a_loop_within_a_loop_leaves_the_classes_as_they_were(tmp_path: Path) -> None:
-    loader = StatefulDataLoader(DATA, batch_size=2)  # type: ignore[arg-type,var-annotated]
-    objects = {"loader": loader, "rng": ms.RNG()}
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", ResumeWarning)
-        for epoch in ms.resumable(tmp_path / "epochs", objects, steps=2, save_every=1):
-            steps = ms.resumable(tmp_path / "steps", {"rng": objects["rng"]}, steps=epoch + 1, save_every=1)
-            for _ in steps:
-                assert len(list(loader)) == 4
-            assert DataLoader.__iter__ is not ITERS[0]
-
-
 def test_a_wrapper_that_another_package_adds_meanwhile_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     loader = DataLoader(DATA, batch_size=2)  # type: ignore[arg-type,var-annotated]
     monkeypatch.setattr(DataLoader, "__iter__", ITERS[0])  # which puts it back at the end
