@@ -125,7 +125,7 @@ def test_the_commands_of_their_page_run(tmp_path: Path) -> None:
     page = ROOT / "docs" / "cli.md"
     run_in_order(tmp_path, blocks(page, "python"))
     lines = "".join(blocks(page, "sh")).splitlines()
-    assert len(lines) == 12
+    assert len(lines) == 13
     run_commands(tmp_path, [shlex.split(line, comments=True) for line in lines])
 
 

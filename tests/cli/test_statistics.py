@@ -1,4 +1,4 @@
-"""`modelstate inspect --stats`."""
+"""`modelstate inspect`, with `--stats` and `--all`."""
 
 import json
 from pathlib import Path
@@ -8,6 +8,7 @@ import torch
 from click.testing import CliRunner, Result
 from safetensors.torch import save_file
 
+import modelstate as ms
 from modelstate.cli.main import app
 
 STATE = {
@@ -57,6 +58,17 @@ def test_statistics() -> None:
 @pytest.mark.parametrize("option", [["--no-fold"], ["--depth", "2"], ["--filter", "*"], ["--sort", "size"]])
 def test_options_of_statistics_alone_are_a_wrong_command_line(option: list[str]) -> None:
     assert run("inspect", "m.safetensors", *option).exit_code == 2
+
+
+def test_every_tensor_is_listed_without_reading_it() -> None:
+    folded = run("inspect", "m.safetensors")
+    assert "layer.1.weight" not in folded.stdout
+    done = run("inspect", "m.safetensors", "--all")
+    assert done.exit_code == 0
+    rows = done.stdout.split("\n\n")[1].splitlines()
+    assert [row.split()[0] for row in rows] == ["name", *ms.open("m.safetensors")]
+    assert "layer.1.weight  [2, 3]  float32" in done.stdout
+    assert run("inspect", "m.safetensors", "--all", "--stats").exit_code == 2
 
 
 def test_an_unknown_order_is_a_wrong_command_line() -> None:

@@ -176,7 +176,18 @@ class Inspection(Shown):
         return f"<Inspection of {self.source!r}: {count(len(self.tensors), 'tensor')}, {size(self.bytes)}>"
 
     def __str__(self) -> str:
-        parts = [_heading(self), _tree(self), _ties(self), _values(self), _metadata(self)]
+        return self.text()
+
+    def text(self, *, fold: bool = True) -> str:
+        """Returns what `print` shows.
+
+        Args:
+            fold: Whether the tensors are a tree in which similar modules share a row; otherwise each has a row.
+
+        Examples:
+            >>> print(modelstate.inspect("model.safetensors").text(fold=False))
+        """
+        parts = [_heading(self), _tensors(self, fold), _ties(self), _values(self), _metadata(self)]
         return "\n\n".join(part for part in parts if part)
 
     def _page(self) -> Page:
@@ -322,12 +333,14 @@ def _heading(inspection: Inspection) -> str:
     return "\n".join([printable(where), ", ".join(totals), *([f"dtypes: {named}"] if named else [])])
 
 
-def _tree(inspection: Inspection) -> str:
+def _tensors(inspection: Inspection, fold: bool) -> str:
     if not inspection.tensors:
         return ""
     tied_to = {name: group[0] for group in inspection.aliases for name in group[1:]}
     lines = [("name", "shape", "dtype", "size", "")]
-    for row in rows(build({spec.name: spec for spec in inspection.tensors}, frozenset(tied_to))):
+    specs = {spec.name: spec for spec in inspection.tensors}
+    each = (Row(0, spec.name, spec, spec.nbytes, 1) for spec in inspection.tensors)
+    for row in rows(build(specs, frozenset(tied_to))) if fold else each:
         label = "  " * row.depth + row.label
         spec = row.spec
         if spec is None:

@@ -104,6 +104,7 @@ def _open(source: str, opening: options.Opening) -> ms.Checkpoint:
     "--sort", metavar="ORDER", default="file", help="With --stats: the order of the rows, file, name or size."
 )
 @click.option("--no-fold", is_flag=True, help="With --stats: a row for each tensor, also where layers repeat.")
+@click.option("--all", "show_all", is_flag=True, help="List every tensor by its name, without reading it.")
 @options.opening
 @options.as_json
 @options.html
@@ -116,6 +117,7 @@ def inspect(
     depth: int | None,
     sort: str,
     no_fold: bool,
+    show_all: bool,
     opening: options.Opening,
     as_json: bool,
     html: str | None,
@@ -129,6 +131,8 @@ def inspect(
     with reported(debug):
         if not stats and (filter or depth is not None or sort != "file" or no_fold):
             raise click.BadParameter("--filter, --depth, --sort and --no-fold are for --stats")
+        if stats and show_all:
+            raise click.BadParameter("--all lists the tensors without their statistics: give --stats --no-fold")
         if sort not in ("file", "name", "size"):
             raise click.BadParameter(f"--sort {sort}: give file, name or size")
         with user_code():
@@ -143,7 +147,7 @@ def inspect(
             )
         else:
             write_page(html, inspection)
-            echo(inspection.to_json() if as_json else inspection)
+            echo(inspection.to_json() if as_json else inspection.text(fold=not show_all))
         if not inspection.tensors and (names := inspection.left_out):
             echo(f"error: no tensor was found; objects of these classes were left out: {listed(names, 8)}", err=True)
             raise click.exceptions.Exit(PROBLEMS)
