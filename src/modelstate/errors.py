@@ -75,6 +75,8 @@ ModelStateError
     └── SkippedCheckpointError    (ValueError)
 """
 
+import inspect
+import sys
 from collections.abc import Sequence
 from typing import Any, ClassVar, TypedDict, Unpack
 
@@ -82,6 +84,37 @@ from modelstate.text_format import as_given, printable, printable_lines
 
 CUT_SHORT = "the file is damaged or cut short: compare its size with the original, and copy it again"
 """The remedy for a damaged file."""
+
+
+_OWN_PACKAGE = __name__.partition(".")[0]
+
+
+def keep_interrupt(error: BaseException) -> None:
+    """Raises an exception again if a signal handler has raised it, such as the `TimeoutError` of an alarm.
+
+    Such an exception says nothing about a file or a model, at whatever call it arrives. `ModelStateError` calls this
+    for the exception that is being handled. Code that catches any `Exception`, and raises no such error, calls it too.
+    """
+    if is_interrupt(error):
+        raise error
+
+
+def is_interrupt(error: BaseException) -> bool:
+    """Whether a signal handler has raised an exception.
+
+    Python calls a handler in the frame that the signal interrupts, and passes this frame.
+    """
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        interrupted, trace = trace.tb_frame, trace.tb_next
+        code = trace.tb_frame.f_code
+        count = code.co_argcount + bool(code.co_flags & inspect.CO_VARARGS)
+        if count:
+            variables = trace.tb_frame.f_locals
+            for value in [variables.get(name) for name in code.co_varnames[: count + code.co_kwonlyargcount]]:
+                if any(item is interrupted for item in (value if type(value) is tuple else (value,))):
+                    return True
+    return False
 
 
 class ErrorFields(TypedDict, total=False):
@@ -110,6 +143,9 @@ class ModelStateError(Exception):
         names: the names of the tensors, attributes or values that are wrong.
         page: the page about the error; empty for the page of the class.
 
+    Raises:
+        BaseException: The exception of a signal handler, where the error would take its place.
+
     Examples:
         >>> try:
         ...     ms.load(model, "missing.pt")
@@ -137,6 +173,11 @@ class ModelStateError(Exception):
         names: Sequence[str] = (),
         page: str = "",
     ) -> None:
+        caught = sys.exc_info()[1]
+        if caught is not None and caught.__traceback__ is not None:
+            catcher: str = caught.__traceback__.tb_frame.f_globals.get("__name__", "")
+            if catcher.partition(".")[0] == _OWN_PACKAGE:  # otherwise code of a user handles it
+                keep_interrupt(caught)
         super().__init__(what)
         self.what = what
         """What is wrong, in one sentence."""

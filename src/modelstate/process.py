@@ -5,6 +5,7 @@ more, also when an interrupt arrives, since that memory may be freed afterwards.
 for: it ends when it leaves the block. `run_detached` is the exception.
 """
 
+import _signal  # type: ignore[import-not-found]
 import _thread
 import gc
 import mmap
@@ -20,6 +21,8 @@ from itertools import takewhile
 from queue import Empty, SimpleQueue
 from types import FrameType
 from typing import Any, Generic, TypeVar
+
+from modelstate.errors import is_interrupt, keep_interrupt
 
 _Item = TypeVar("_Item")
 
@@ -90,7 +93,8 @@ def _has_memory_for_a_thread() -> bool:
         stack_bytes = _USUAL_STACK_BYTES
     try:
         mmap.mmap(-1, stack_bytes + _START_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS).close()
-    except OSError:
+    except OSError as error:
+        keep_interrupt(error)
         return False
     return True
 
@@ -304,10 +308,15 @@ def prefetch_one(
         is_fetched: Whether an item has to be fetched.
     """
     pool, is_started = ThreadPoolExecutor(1, "modelstate-ahead"), False
-    with suppress(RuntimeError):  # no more threads can be started, or the program ends, when no pool accepts work
+    try:
         if _has_memory_for_a_thread():
             pool.submit(lambda: None)  # starts its thread
             is_started = True
+    except BaseException as error:
+        # No more threads can be started, or the program ends, when no pool accepts work.
+        if not isinstance(error, RuntimeError) or is_interrupt(error):
+            pool.shutdown(wait=False)  # the end of the program waits for a thread that goes on
+            raise
     if not is_started:
         for item in items:
             if is_fetched(item):
@@ -586,7 +595,9 @@ def deferred_signals() -> Iterator[Callable[[], None]]:
 
     Yields a function. It calls the handlers of the signals that have arrived so far, and raises what a handler raises.
 
-    Python runs the handlers in the main thread only, so in other threads there is nothing to defer.
+    Python runs the handlers in the main thread only, so in other threads there is nothing to defer. `_signal` is the
+    part of `signal` without the lookup of enum members. That takes twenty times as long, and drops a `ValueError` of a
+    handler.
     """
     arrived: list[int] = []
     handlers: dict[int, Callable[[int, FrameType | None], object]] = {}
@@ -596,17 +607,17 @@ def deferred_signals() -> Iterator[Callable[[], None]]:
             number = arrived.pop(0)
             handlers[number](number, sys._getframe())
 
-    if threading.current_thread() is not threading.main_thread():
+    if threading.get_ident() != threading.main_thread().ident:  # `current_thread` may catch what a handler raises
         yield deliver
         return
 
     def record(number: int, _: FrameType | None) -> None:
         arrived.append(number)
 
-    handlers = {number: handler for number in _HANDLED if callable(handler := _handler_of(number))}
+    handlers = {number: handler for number in _HANDLED if callable(handler := _signal.getsignal(number))}
     try:
         for number in handlers:
-            signal.signal(number, record)
+            _signal.signal(number, record)
         yield deliver
     finally:
         try:
@@ -636,11 +647,9 @@ def _handle(number: int) -> None:
 
 def _install(handlers: Mapping[int, Callable[[int, FrameType | None], object]]) -> None:
     for number, handler in handlers.items():
-        signal.signal(number, handler)
+        _signal.signal(number, handler)
 
 
-_handler_of = getattr(signal.getsignal, "__wrapped__", signal.getsignal)
-"""Skips the lookup of the enum member, which takes twenty times as long, for each of about 60 signals."""
 _HANDLED: list[int] = sorted({int(number) for number in signal.valid_signals()} - {signal.SIGKILL, signal.SIGSTOP})
 
 
@@ -710,9 +719,11 @@ def _begun_bar(total_bytes: int, what: str) -> Any:
 
 def is_terminal(stream: Any) -> bool:
     """Whether a standard stream is a terminal. A program may have closed it, or replaced it by another object."""
-    with suppress(AttributeError, ValueError, OSError):
+    try:
         return bool(stream.isatty())
-    return False
+    except (AttributeError, ValueError, OSError) as error:
+        keep_interrupt(error)
+        return False
 
 
 def reference_count(value: object) -> int:

@@ -22,12 +22,13 @@ from modelstate.errors import (
     SourceNotFoundError,
     SourceTypeError,
     TruncatedFileError,
+    keep_interrupt,
 )
 from modelstate.formats import safetensors, sharded
 from modelstate.formats.recognise import Format, no_checkpoint, recognise, tensorflow_prefix, unpacked
 from modelstate.formats.tree import Contents
 from modelstate.io import system
-from modelstate.io.files import NOT_FOUND, SourceFile, local_path, no_access, not_found, remedy_for_limit
+from modelstate.io.files import NOT_FOUND, SourceFile, local_path, mode_of, no_access, not_found, remedy_for_limit
 from modelstate.process import gc_paused
 from modelstate.remote import hub
 from modelstate.remote.cache import Cache, check_cache
@@ -112,8 +113,8 @@ def checked_call(
             except OptionError:
                 with within(*args, **kwargs):
                     raise
-            except TypeError:
-                pass
+            except TypeError as error:
+                keep_interrupt(error)
             else:
                 return function(*args, **kwargs)
             with within(*args, **kwargs):
@@ -284,7 +285,7 @@ def open_source(
             contents = read(_remote_file(given))
     else:
         path = local_path(given)
-        contents = read(path if os.path.isfile(path) else _at_no_file(path, given))
+        contents = read(path if stat.S_ISREG(mode_of(path)) else _at_no_file(path, given))
     if repository:
         commit = os.path.basename(repository).rpartition("@")[2]
         name = f"hf://{asked.partition('@')[0]}@{commit}"

@@ -10,7 +10,7 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from modelstate.codec.codec import encode
-from modelstate.errors import CodecError, UnsavableError
+from modelstate.errors import CodecError, UnsavableError, keep_interrupt
 from modelstate.formats.block_writer import LazyTensor, check_repeated
 from modelstate.formats.manifest import (
     ALGORITHM,
@@ -272,6 +272,7 @@ class _Serializer:
             attributes, context = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
             within = {key: getattr(tensor, key) for key in attributes}
         except Exception as error:
+            keep_interrupt(error)
             self._wrong[name] = f"its class {cls.__qualname__} raised {type(error).__name__} in __tensor_flatten__"
             return name
         self.state.subclasses[name] = {}

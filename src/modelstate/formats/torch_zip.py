@@ -21,6 +21,7 @@ from modelstate.errors import (
     UnknownFormatError,
     UnsavableError,
     UnsupportedTensorError,
+    keep_interrupt,
 )
 from modelstate.formats.block_writer import LazyTensor, check_repeated, threads_within, write_blocks
 from modelstate.formats.construct import MAX_DEPTH, construct, refusal
@@ -341,6 +342,7 @@ def _load_error(source: str | io.BytesIO) -> Exception | None:
     try:
         torch.load(source, map_location="cpu", mmap=isinstance(source, str), weights_only=True)
     except Exception as error:
+        keep_interrupt(error)
         return error
     return None
 

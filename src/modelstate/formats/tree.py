@@ -9,7 +9,7 @@ from copy import copy
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
-from modelstate.errors import AmbiguousCheckpointError, CodecError, KeyNotFoundError, SourceTypeError
+from modelstate.errors import AmbiguousCheckpointError, CodecError, KeyNotFoundError, SourceTypeError, keep_interrupt
 from modelstate.io.files import FileFingerprint
 from modelstate.spec import ByteRange, Checksum, Described, Encoded, Refused, Stored, StoredTensor, StoredTensors
 from modelstate.torch_compat.values import is_size, is_tensor, is_uninitialised, set_version_metadata, version_metadata
@@ -397,8 +397,8 @@ def same_value(first: Any, second: Any, depth: int = 0) -> bool:
         equal = first == second
         if bool(equal.all() if hasattr(equal, "all") else equal) or bool(first != first and second != second):
             return True
-    except Exception:  # the comparison of a foreign class may raise anything: what would be saved decides
-        pass
+    except Exception as error:  # the comparison of a foreign class may raise anything: what would be saved decides
+        keep_interrupt(error)
     return type(first) is type(second) and type(first) not in _COMPARED and _same_encoding(first, second, depth)
 
 
@@ -412,5 +412,6 @@ def _same_encoding(first: object, second: object, depth: int) -> bool:
 
     try:
         return same_value(encode(first), encode(second), depth + 1)
-    except Exception:  # a value that cannot be saved
+    except Exception as error:  # a value that cannot be saved
+        keep_interrupt(error)
         return False

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from modelstate.errors import DamagedFileError, OpenError, TruncatedFileError, UnknownFormatError
+from modelstate.errors import DamagedFileError, OpenError, TruncatedFileError, UnknownFormatError, keep_interrupt
 from modelstate.process import gc_paused
 from modelstate.spec import ByteRange, Refused, StoredTensor, contiguous_stride
 from modelstate.text_format import excerpt
@@ -423,8 +423,9 @@ class _Machine:
                 rows.append((stack[-1], name, persistent_id, sizes, steps, storage))
                 stack += name, StoredTensor.whole(storage.dtype, sizes, storage.region)
                 pos = match.end()
-        except Exception:
-            pass  # `run` reads the same opcodes one by one next, and raises the error with its place in the stream
+        except Exception as error:
+            keep_interrupt(error)
+            # `run` reads the same opcodes one by one next, and raises the error with its place in the stream
         if not indices:
             return pos
         last = first + len(indices)

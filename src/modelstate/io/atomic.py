@@ -29,9 +29,10 @@ from modelstate.errors import (
     SaveTargetError,
     TargetExistsError,
     WriteFailedError,
+    is_interrupt,
 )
 from modelstate.io import linux, system
-from modelstate.io.files import Descriptor
+from modelstate.io.files import Descriptor, mode_of
 from modelstate.io.lock import descriptors_to_close
 from modelstate.text_format import printable
 
@@ -200,8 +201,9 @@ def _set_mode(output: Output, mode: int) -> None:
 
 def check_target(path: str, *, overwrite: bool) -> None:
     """Raises `SaveTargetError` or `TargetExistsError` where no file can be put at the path."""
-    is_dir = os.path.isdir(path)
-    if is_dir or (os.path.exists(path) and not os.path.isfile(path)):
+    mode = mode_of(path)
+    is_dir = stat.S_ISDIR(mode)
+    if mode and not stat.S_ISREG(mode):
         kind = "a directory" if is_dir else "no ordinary file"
         remedy = "give the path of a file" + (f", such as {os.path.join(path, 'model.safetensors')}" if is_dir else "")
         raise SaveTargetError("a file cannot be put here", where=path, found=kind, remedy=remedy)
@@ -343,11 +345,10 @@ def remove_all(paths: Iterable[str]) -> None:
         for _ in range(2):
             try:
                 system.unlink(path)
-            except OSError:
-                pass
             except BaseException as error:
-                interrupt = error
-                continue
+                if not isinstance(error, OSError) or is_interrupt(error):
+                    interrupt = error
+                    continue
             break
     if interrupt is not None:
         raise interrupt

@@ -24,6 +24,7 @@ from modelstate.errors import (
     SourceNotFoundError,
     SourceTypeError,
     TruncatedFileError,
+    keep_interrupt,
 )
 from modelstate.io import system
 from modelstate.remote.cache import Cache
@@ -198,6 +199,18 @@ class ClosedDescriptor(int):
 
     def close(self, call: Callable[[int], object] = os.close) -> None:
         """Does nothing."""
+
+
+def mode_of(path: str) -> int:
+    """Returns the type and the permissions of what is at a path; 0 where nothing can be found there.
+
+    `os.path.isfile` drops an `OSError` or `ValueError` of a signal handler.
+    """
+    try:
+        return os.stat(path).st_mode
+    except (OSError, ValueError) as error:
+        keep_interrupt(error)
+        return 0
 
 
 class Descriptor(ClosedDescriptor):

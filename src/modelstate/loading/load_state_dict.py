@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from modelstate.checkpoint.open import checked_call, is_module, is_source
+from modelstate.errors import keep_interrupt
 from modelstate.formats.construct import refusal
 from modelstate.formats.tree import refused_in
 from modelstate.planning.assignment import copy_cannot_fail
@@ -153,6 +154,7 @@ class _TorchSink:
             with torch.no_grad():
                 self._write(param, value, owner)
         except Exception as error:
+            keep_interrupt(error)
             action = "swapping" if self._swaps else "copying"
             errors.append(
                 f'While {action} the parameter named "{key}", '

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from modelstate.errors import OptionError, PackageError, TransformError
+from modelstate.errors import OptionError, PackageError, TransformError, keep_interrupt
 from modelstate.planning.transforms import ModuleTransform, RowsWriter
 
 _HIGHEST, _LOWEST = 127, -128
@@ -64,7 +64,8 @@ def int8_rows(quantize: Callable[[torch.Tensor], torch.Tensor], columns: int) ->
     sample = _sample(columns)
     try:
         expected: Any = quantize(sample.clone())
-    except Exception:  # a shape that torchao refuses, for example; torchao raises again for the weight itself
+    except Exception as error:  # a shape that torchao refuses, for example; torchao raises again for the weight itself
+        keep_interrupt(error)
         return None
     flatten = getattr(expected, "__tensor_flatten__", None)
     if flatten is None or not _PARTS <= set(flatten()[0]) <= {*_PARTS, _CONSTANT}:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from modelstate.errors import ExtraStateError
+from modelstate.errors import ExtraStateError, keep_interrupt
 from modelstate.planning.recorder import device_after
 from modelstate.torch_compat.modules import non_persistent_buffers, own_buffers, own_modules, own_parameters
 from modelstate.transaction.transaction import Transaction
@@ -84,7 +84,8 @@ def place(module: nn.Module, name: str) -> str:
 def _set(module: nn.Module, name: str, value: object, transaction: Transaction) -> None:
     try:
         current = getattr(module, name, None)
-    except Exception:  # a property that raises
+    except Exception as error:  # a property that raises
+        keep_interrupt(error)
         current = None
     if undo_stream := _continue_stream(current, value):
         transaction.register_undo(undo_stream)

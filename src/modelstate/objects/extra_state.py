@@ -26,6 +26,7 @@ from modelstate.errors import (
     ExtraStateError,
     ModelStateError,
     OptionError,
+    keep_interrupt,
 )
 from modelstate.formats.tree import EXTRA_STATE
 from modelstate.objects import attributes
@@ -512,7 +513,8 @@ def _equal(a: object, b: object) -> bool:
         return a.dtype == b.dtype and torch.equal(a, b)
     try:
         return type(a) is type(b) and bool(a == b)
-    except Exception:  # arrays, whose comparison is not one truth value
+    except Exception as error:  # arrays, whose comparison is not one truth value
+        keep_interrupt(error)
         return False
 
 

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from modelstate.errors import keep_interrupt
+
 CLASS = "class"
 """The key of the class in a saved state."""
 SCHEDULER_OPTIONS = {"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr"}
@@ -152,7 +154,8 @@ def _likely_classes(
         cls: Any = getattr(torch.optim, name)
         try:
             (group,) = cls([nn.Parameter(torch.zeros(1, 1, device="cpu"))]).param_groups
-        except Exception:  # not an optimizer, or one that needs other arguments
+        except Exception as error:  # not an optimizer, or one that needs other arguments
+            keep_interrupt(error)
             continue
         own = group_options(group)
         fixed = _fixed_options(cls, names)

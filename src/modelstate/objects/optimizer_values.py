@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from modelstate.codec.codec import encode
+from modelstate.errors import keep_interrupt
 from modelstate.formats.tree import map_leaves, same_value
 from modelstate.objects.optimizer_class import Group
 from modelstate.planning.sharded import ShardedSlot, sharded_slot
@@ -99,7 +100,8 @@ def _trial(
         param.grad = torch.ones_like(param)
         trial: torch.optim.Optimizer = build([param], **arguments)
         trial.step()
-    except Exception:  # it needs a closure, sparse gradients, another device or dtype
+    except Exception as error:  # it needs a closure, sparse gradients, another device or dtype
+        keep_interrupt(error)
         return None
     return trial, param
 

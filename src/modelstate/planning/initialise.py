@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from modelstate.errors import ModelCodeError
+from modelstate.errors import ModelCodeError, keep_interrupt
 from modelstate.torch_compat.modules import own_buffers, own_modules, own_parameters
 from modelstate.torch_compat.plain import is_plain, is_sharded
 from modelstate.torch_compat.private import recorded_fills, storage_id
@@ -119,7 +119,8 @@ class _Copies:
                     for storage, count in written.items():
                         filled[storage] = filled.get(storage, 0) + count
                         writers.setdefault(storage, []).append(label)
-        except Exception:  # code that reads values or cannot be copied; its writes are unknown
+        except Exception as error:  # code that reads values or cannot be copied; its writes are unknown
+            keep_interrupt(error)
             return {}
         methods: dict[str, str] = {}
         for attribute, (tensor, storage) in before.items():
@@ -255,6 +256,7 @@ def _can_be_called(method: Any, *arguments: object) -> bool:
         return False
     try:
         inspect.signature(method).bind(*arguments)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError) as error:
+        keep_interrupt(error)
         return False
     return True

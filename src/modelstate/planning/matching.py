@@ -17,7 +17,14 @@ from torch.nn.parameter import is_lazy
 
 from modelstate.checkpoint.checkpoint import Checkpoint
 from modelstate.checkpoint.open import patterns_of
-from modelstate.errors import AmbiguousCheckpointError, CodecError, ModelStateError, OptionError, PlacementError
+from modelstate.errors import (
+    AmbiguousCheckpointError,
+    CodecError,
+    ModelStateError,
+    OptionError,
+    PlacementError,
+    keep_interrupt,
+)
 from modelstate.formats.construct import refusal
 from modelstate.formats.tree import refused_in
 from modelstate.planning.differences import Rewrapped, prefixes, without_wrappers, wrapper_rule
@@ -432,6 +439,7 @@ def _applied_mapping(
         rules = from_transformers(view.model)
         mapped = apply_rules(rules, own.entries, part.read)
     except Exception as error:  # the mapping differs between versions of transformers
+        keep_interrupt(error)
         return own, options, f"transformers' conversion mapping cannot be used: {describe(error)}", False
     names = slots.by_name.keys()
     if mapped.problems or len(mapped.entries.keys() & names) <= len(own.entries.keys() & names):

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from modelstate.checkpoint.checkpoint import Checkpoint
-from modelstate.errors import ModelStateError, StalePlanError
+from modelstate.errors import ModelStateError, StalePlanError, keep_interrupt
 from modelstate.formats.sharded import other_shards
 from modelstate.formats.tree import leaves
 from modelstate.planning.assignment import Assignment
@@ -248,7 +248,8 @@ def _becomes_plain(checkpoint: Checkpoint, assignment: Assignment) -> bool:
             target.module_load(value, assign=False)  # type: ignore[no-untyped-call]
     except ModelStateError:
         raise
-    except Exception:
+    except Exception as error:
+        keep_interrupt(error)
         return False
     return True
 

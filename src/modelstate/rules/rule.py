@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 
-from modelstate.errors import ModelStateError, RuleError
+from modelstate.errors import ModelStateError, RuleError, keep_interrupt
 from modelstate.problems import BadRule, CyclicRules, GuessedRule, NameClash, NeedsModel, Problem
 from modelstate.rules.expression import Read, Source, values_of, why_not_plain
 from modelstate.spec import StoredTensor
@@ -204,6 +204,7 @@ class RuleContext:
         try:
             result = change(entry.tensor)
         except Exception as error:  # torch raises for shapes that do not fit
+            keep_interrupt(error)
             return self.fail(old, describe(error))
         return self.make(name, result, [of])
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from modelstate.errors import RuleError, TransformError
+from modelstate.errors import RuleError, TransformError, keep_interrupt
 from modelstate.io.memory import empty_cpu
 from modelstate.problems import one_line
 from modelstate.rules.expression import (
@@ -218,13 +218,15 @@ class Apply(_TensorRule):
             else:
                 result = self._derive(entry.content, context)
         except Exception as error:  # a user's function may raise anything
+            keep_interrupt(error)
             return context.fail(name, describe(error))
         return context.make(name, result, [(name, entry)])
 
     def _derive(self, source: Source, context: RuleContext) -> Source:
         try:
             example = self._call(meta_like(source))
-        except Exception:  # the function may need values
+        except Exception as error:  # the function may need values
+            keep_interrupt(error)
             example = self._call(_own_copy(context.values(source)))
         dtype, shape = example.dtype, tuple(example.shape)
         return Derived(dtype, shape, (source,), partial(self._compute, dtype, shape), is_certain=False)

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
+from modelstate.errors import keep_interrupt
 from modelstate.problems import GATHER, REAL
 from modelstate.spec import span
 from modelstate.torch_compat.dtypes import UNSAVED
@@ -192,7 +193,8 @@ def has_its_memory(tensor: torch.Tensor) -> bool:
         end_bytes = extent(tensor)[1] * tensor.itemsize
     try:
         return tensor.untyped_storage().nbytes() >= end_bytes
-    except (NotImplementedError, RuntimeError):
+    except (NotImplementedError, RuntimeError) as error:
+        keep_interrupt(error)
         return True
 
 

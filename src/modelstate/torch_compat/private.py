@@ -16,7 +16,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 import torch
 
-from modelstate.errors import ModelStateError
+from modelstate.errors import ModelStateError, keep_interrupt
 
 if TYPE_CHECKING:
     from torch.export import ExportedProgram
@@ -102,7 +102,8 @@ def storage_id(tensor: torch.Tensor) -> int:
         storage.data_ptr()  # raises for the storage of a wrapper, which is there in name only
         identity: int = storage._cdata
         return identity
-    except (NotImplementedError, RuntimeError):
+    except (NotImplementedError, RuntimeError) as error:
+        keep_interrupt(error)
         return 0
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from modelstate.errors import keep_interrupt
 from modelstate.torch_compat.plain import has_dispatch, same_place
 from modelstate.torch_compat.private import can_set_data, save_hooks, slots_of_class, swap_impl, without_subclasses
 
@@ -54,7 +55,8 @@ class ObjectSnapshot:
             self._seen[id(value)] = value
             try:
                 referents = list(self._visit(value))
-            except Exception:
+            except Exception as error:
+                keep_interrupt(error)
                 self.unreadable.append(f"{type(value).__module__}.{type(value).__qualname__}")
                 continue
             for referent in referents:
@@ -135,7 +137,8 @@ class ObjectSnapshot:
         for name in slots_of_class(type(value)):
             try:
                 saved = getattr(value, name, _UNSET)
-            except Exception:  # the other attributes are restored all the same
+            except Exception as error:  # the other attributes are restored all the same
+                keep_interrupt(error)
                 self.unreadable.append(f"{type(value).__module__}.{type(value).__qualname__}")
                 continue
             referents.append(saved)

@@ -1,0 +1,174 @@
+"""Exceptions of the user's signal handlers, such as the `TimeoutError` of an alarm: they come out as themselves."""
+
+import random
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import modelstate as ms
+from modelstate.errors import ModelCodeError, OptionError
+
+
+class Alarm(TimeoutError):
+    pass
+
+
+class Lack(MemoryError):
+    pass
+
+
+class Missing(KeyError):
+    pass
+
+
+class Broken(ValueError):
+    pass
+
+
+class Stop(KeyboardInterrupt):
+    pass
+
+
+KINDS = [Alarm, Lack, Missing, Broken, Stop]
+
+
+class Handler:
+    """Raises an exception of a class when a signal arrives, and keeps it."""
+
+    kind: type[BaseException] = Alarm
+    raised: BaseException | None = None
+
+    def __call__(self, number: int, frame: object) -> None:
+        self.raised = self.kind("of the user")
+        raise self.raised
+
+
+@pytest.fixture(params=["object", "function", "lambda"])
+def handler(request: pytest.FixtureRequest) -> Iterator[Handler]:
+    handler = Handler()
+
+    def function(number: int, frame: object) -> None:
+        handler.raised = handler.kind("of the user")
+        raise handler.raised
+
+    installed: dict[str, Any] = {
+        "object": handler,
+        "function": function,
+        "lambda": lambda *arguments: handler(*arguments),
+    }
+    before = {number: signal.signal(number, installed[request.param]) for number in (signal.SIGUSR1, signal.SIGALRM)}
+    yield handler
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    for number, old in before.items():
+        signal.signal(number, old)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8).half())
+        self.extra = torch.randn(3)
+        self.signals, self.error = False, False
+
+    def get_extra_state(self) -> Any:
+        return self.extra.clone()
+
+    def set_extra_state(self, state: Any) -> None:
+        self.extra.copy_(state)
+        if self.signals:
+            signal.raise_signal(signal.SIGUSR1)
+        if self.error:
+            raise Alarm
+
+
+def state(model: Net) -> list[torch.Tensor]:
+    return [tensor.detach().clone() for tensor in (*model.parameters(), *model.buffers(), model.extra)]
+
+
+def is_equal(before: list[torch.Tensor], now: list[torch.Tensor]) -> bool:
+    return all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(before, now, strict=True))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_in_code_of_the_model(handler: Handler, kind: type[BaseException], tmp_path: Path) -> None:
+    model, path, handler.kind = Net(), tmp_path / "net.safetensors", kind
+    ms.save(Net(), path)
+    before, model.signals = state(model), True
+    with pytest.raises(kind) as raised:
+        ms.load(model, path)
+    assert raised.value is handler.raised
+    assert is_equal(before, state(model))
+
+    def transform(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        signal.raise_signal(signal.SIGUSR1)
+        return tensor
+
+    for call in (ms.load, lambda model, _, transform: ms.convert(model, transform=transform)):
+        with pytest.raises(kind) as raised:
+            call(model, path, transform=transform)
+        assert raised.value is handler.raised
+    assert is_equal(before, state(model))
+
+
+def test_errors_of_the_models_own_code_stay_what_they_are(handler: Handler, tmp_path: Path) -> None:
+    model, path = Net(), tmp_path / "net.safetensors"
+    ms.save(Net(), path)
+    model.error = True
+    with pytest.raises(ModelCodeError) as raised:
+        ms.load(model, path)
+    assert isinstance(raised.value.__cause__, Alarm)
+    try:
+        signal.raise_signal(signal.SIGUSR1)
+    except Alarm:
+        with pytest.raises(OptionError):  # while the program handles the exception of its handler
+            ms.load(model, path, dtype="no such")
+
+
+OPERATIONS: dict[str, Callable[[Any, Path], object]] = {
+    "load": lambda model, path: ms.load(model, path / "net.safetensors"),
+    "load a torch file": lambda model, path: ms.load(model, path / "net.pt", in_place=False),
+    "plan": lambda model, path: ms.plan(model, path / "net.safetensors"),
+    "save": lambda model, path: ms.save(model, path / "saved.safetensors"),
+    "restore": lambda model, path: ms.restore({"net": model}, path / "objects.safetensors"),
+    "convert": lambda model, _: ms.convert(model, torch.bfloat16),
+    "open": lambda _, path: ms.open(path / "net.pt"),
+    "initialise": lambda model, _: ms.load(
+        model, {"layers.0.weight": torch.ones(8, 8)}, init_missing=True, allow_missing=["_extra_state", "layers.1.*"]
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("handler", ["object"], indirect=True)
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_at_any_moment(name: str, handler: Handler, tmp_path: Path) -> None:
+    operation, right = OPERATIONS[name], Net()
+    ms.save(right, tmp_path / "net.safetensors")
+    ms.save(right, tmp_path / "net.pt")
+    ms.save({"net": right}, tmp_path / "objects.safetensors")
+    operation(Net(), tmp_path)
+    started = time.perf_counter()
+    operation(Net(), tmp_path)
+    seconds, moments = time.perf_counter() - started, random.Random(0)
+    for _ in range(60):
+        # The standard library takes a `KeyError` of a handler for its own.
+        model, handler.raised, handler.kind = Net(), None, moments.choice([Alarm, Lack, Broken, Stop])
+        before, raised = state(model), None
+        try:
+            signal.setitimer(signal.ITIMER_REAL, max(seconds * moments.random(), 1e-5))
+            try:
+                operation(model, tmp_path)
+            finally:
+                signal.setitimer(signal.ITIMER_REAL, 0)
+        except BaseException as error:
+            raised = error
+        if raised is not None:
+            assert raised is handler.raised
+            if name in ("load", "load a torch file", "restore"):  # the model is as before, or the commit was over
+                assert is_equal(before, state(model)) or is_equal(state(right), state(model))
