@@ -379,6 +379,26 @@ def test_a_buffer_that_is_written_keeps_what_the_constructor_has_written() -> No
         assert torch.equal(buffer.nan_to_num(7), getattr(model, name).nan_to_num(7)), name
 
 
+def test_code_that_initialises_other_modules_computes_with_parameters_on_meta() -> None:
+    """As models of transformers do in `_init_weights`."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(2, 2)
+            self.initialise(self.layer)
+
+        @torch.no_grad()
+        def initialise(self, module: nn.Linear) -> None:
+            steps = torch.arange(2.0, device=module.weight.device)
+            module.weight.copy_(module.weight * 0 + steps)
+
+    with ms.skeleton():
+        model = Model()
+    ms.load(model, Model().state_dict())
+    assert torch.equal(model.layer.weight, torch.tensor([[0.0, 1.0], [0.0, 1.0]]))
+
+
 def test_attributes_without_values_are_noted() -> None:
     class Module(nn.Module):
         def __init__(self) -> None:

@@ -122,14 +122,17 @@ def _device(stock: Any, param: nn.Parameter) -> torch.device:
 def _is_concealed(param: nn.Parameter, caller: FrameType) -> bool:
     """Whether methods of a new module see a parameter on the device where the constructor has created it.
 
-    Constructors fill buffers only `if not self.weight.is_meta`, and compute buffers on `self.weight.device`.
+    Constructors fill buffers only `if not self.weight.is_meta`, and compute buffers on `self.weight.device`. A method
+    that gets another module as an argument initialises the parameters of that one, and computes with them.
     """
     created, modules, code = _created.value, _modules.value, caller.f_code
     if created is None or modules is None or id(param) not in created or id(param) not in _devices.value:
         return False
     if code.co_varnames[:1] != ("self",) or caller.f_globals.get("__name__", "").partition(".")[0] == "torch":
         return False
-    return id(caller.f_locals.get("self")) in modules
+    own, *arguments = (caller.f_locals.get(name) for name in code.co_varnames[: code.co_argcount])
+    others = [argument for argument in arguments if isinstance(argument, nn.Module)]
+    return id(own) in modules and not any(param is each for other in others for each in other._parameters.values())
 
 
 def _fill(stock: Any, tensor: torch.Tensor, *args: Any, **named: Any) -> torch.Tensor:
