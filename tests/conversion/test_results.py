@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -262,3 +263,23 @@ def test_common_memory_and_a_result_of_another_class() -> None:
     with ms.reference_keeping():
         module._apply(lambda t: TwoTensor(t.double(), t.double()))
     assert (module.whole.a.tolist(), module.part.b.tolist()) == ([4, 5, 6, 7], [5, 6])
+
+
+@pytest.mark.parametrize("source", [np.float64, np.float32, np.float16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e5m2])
+def test_buffers_over_one_numpy_array_share_memory_or_the_report_says_that_they_do_not(
+    source: Any, dtype: torch.dtype
+) -> None:
+    array = np.arange(12).astype(source)
+    for first, second in ((array, array), (array, array[3:9]), (array, array.reshape(3, 4).T), (array[:8], array[6:])):
+        model = nn.Module()
+        model.register_buffer("first", torch.from_numpy(first))
+        model.register_buffer("second", torch.from_numpy(second))
+        expected = model.second.to(dtype)
+        report = ms.convert(model, dtype)
+        assert torch.equal(model.second.double(), expected.double())
+        begin = model.first.data_ptr()
+        is_shared = begin <= model.second.data_ptr() < begin + model.first.nbytes
+        assert is_shared == (len(first) == len(array))  # one of them has all of the memory
+        lost = () if is_shared else ("first and second no longer share memory",)
+        assert report.references_lost == lost

@@ -30,6 +30,7 @@ from modelstate.errors import MemoryBudgetError, ModelStateError, PlacementError
 from modelstate.planning.assignment import Placement
 from modelstate.planning.plan import Step
 from modelstate.process import ONE_VARIABLE, ThreadValue, cached_attribute, deferred_signals, reference_count
+from modelstate.spec import span
 from modelstate.text_format import listed
 from modelstate.torch_compat.dtypes import Overflows, nonfinite, short
 from modelstate.torch_compat.modules import (
@@ -40,7 +41,7 @@ from modelstate.torch_compat.modules import (
     own_buffers,
     own_parameters,
 )
-from modelstate.torch_compat.plain import extent, has_its_memory, is_dense, is_fake, is_plain
+from modelstate.torch_compat.plain import has_its_memory, is_dense, is_fake, is_plain
 from modelstate.torch_compat.private import (
     can_set_data,
     is_faking,
@@ -48,6 +49,7 @@ from modelstate.torch_compat.private import (
     shards_in_use,
     stock_apply,
     storage_id,
+    storage_of,
     storage_owners,
     use_count,
 )
@@ -363,12 +365,15 @@ class Conversion:
                 found=", ".join(short(tensor.dtype) for tensor in tensors),
                 remedy="give each memory of its own first",
             )
-        if len({storage_id(tensor) for tensor in tensors}) > 1:  # such as two that wrap one NumPy array
+        # By addresses, since tensors with storages of their own share memory where they wrap one NumPy array.
+        itemsize, start = tensors[0].itemsize, min(tensor.data_ptr() for tensor in tensors)
+        end = max(tensor.data_ptr() + span(tensor.size(), tensor.stride()) * itemsize for tensor in tensors)
+        covering = next((tensor for tensor in tensors if _covers(tensor, start, end)), None)
+        if covering is None or any((tensor.data_ptr() - start) % itemsize for tensor in tensors):
             self._make_apart(group)
             return
-        extents = [extent(tensor) for tensor in tensors]
-        start, end = min(begin for begin, _ in extents), max(stop for _, stop in extents)
-        flat = tensors[0].detach().as_strided((end - start,), (1,), start)
+        first = (start - storage_of(covering).data_ptr()) // itemsize
+        flat = covering.detach().as_strided(((end - start) // itemsize,), (1,), first)
         new = self.target.make(group[0].name, flat)
         if new is flat:
             for slot in group:
@@ -377,10 +382,10 @@ class Conversion:
         if not is_plain(new) or new.shape != flat.shape or not new.is_contiguous():
             self._make_apart(group)
             return
-        start -= int(new.storage_offset())
         for slot in group:
             tensor = slot.tensor
-            value = new.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset() - start).detach()
+            offset = (tensor.data_ptr() - start) // itemsize + int(new.storage_offset())
+            value = new.as_strided(tensor.size(), tensor.stride(), offset).detach()
             old_grad, grad = self._new_grad(slot, value, None)
             self._add_made(Change(slot, value, placement_of(tensor, value), old_grad, grad))
 
@@ -500,6 +505,13 @@ class Conversion:
             if any(id(slot.tensor) in changed for slot in group)
         )
         return unshared + (() if same else lost_references(self.slots, self.root))
+
+
+def _covers(tensor: torch.Tensor, start: int, end: int) -> bool:
+    """Whether the storage of a tensor has all elements between two addresses, at multiples of their size."""
+    storage = storage_of(tensor)
+    begin = storage.data_ptr()
+    return begin <= start and end <= begin + storage.nbytes() and not (start - begin) % tensor.itemsize
 
 
 def _sharded(module: nn.Module, changes: Sequence[Change]) -> SwapError:
