@@ -326,6 +326,8 @@ def allocations() -> dict[str, Any]:
         "LongTensor": lambda: torch.LongTensor(8),
         "a view": lambda: torch.empty(4, 4).t()[:2],
         "a copy": lambda: torch.empty(4, 4).clone(),
+        "a copy in another dtype": lambda: torch.empty(4, 4).half(),
+        "a copy as integers": lambda: torch.empty(64, 64).to(torch.long),
         "channels last": lambda: torch.empty(2, 3, 4, 4, memory_format=torch.channels_last),
         "half of it written": lambda: partly(100),
         "half of a large one written": lambda: partly(100_000),
@@ -405,6 +407,7 @@ def test_attributes_without_values_are_noted() -> None:
             super().__init__()
             self.weight = nn.Parameter(torch.ones(2))
             self.table, self.tables = torch.empty(3), [torch.empty(3), torch.ones(3)]
+            self.cache = {"angles": torch.empty(3)}
             self.scale = self.weight.sum()
 
     with ms.skeleton():
@@ -412,8 +415,8 @@ def test_attributes_without_values_are_noted() -> None:
     assert [model.table.is_meta, *(table.is_meta for table in model.tables)] == [True, True, False]
     report = ms.load(model, Module().state_dict())
     (note,) = report.notes
-    assert note.startswith("3 attributes are tensors on meta")
-    assert all(name in note for name in ("table", "tables", "scale"))
+    assert note.startswith("4 attributes are tensors on meta")
+    assert all(name in note for name in ("table", "tables", "cache", "scale"))
 
 
 def test_memory_of_parameters_is_not_written() -> None:

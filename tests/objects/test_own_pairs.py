@@ -84,6 +84,26 @@ class Packs(Part):
             own[name].copy_(value)
 
 
+class PacksBeside(Part):
+    """Saves a nested value beside its layers, and takes it from a copy of the state dict."""
+
+    def state_dict(self, *args: Any, **named: Any) -> Any:
+        return {**super().state_dict(*args, **named), "ema": {"a": [self.a.weight, 1]}}
+
+    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
+        own = dict(state_dict)
+        (weight, _) = own.pop("ema")["a"]
+        assert torch.equal(weight, own["a.weight"])
+        return super().load_state_dict(own, strict)
+
+
+class ListsItems(Packs):
+    """Goes through the items of the state dict."""
+
+    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
+        super().load_state_dict({name: value for name, value in state_dict.items() if name in ("packed", "format")})
+
+
 class Delegates(Part):
     """Has its layers saved and loaded one by one."""
 
@@ -132,7 +152,7 @@ class Within(nn.Module):
 
 PAIRS = [
     *(KeepsTrained, OnlySavesTrained, KeepsTrainedWithin, SavesByHook),
-    *(Renames, RenamesWithin, Packs, Delegates, Derives),
+    *(Renames, RenamesWithin, Packs, PacksBeside, ListsItems, Delegates, Derives),
 ]
 
 

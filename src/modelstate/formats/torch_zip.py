@@ -15,6 +15,7 @@ from typing import IO, Any, NamedTuple, cast
 import torch
 
 from modelstate.errors import (
+    AmbiguousCheckpointError,
     DamagedFileError,
     ModelStateError,
     OpenError,
@@ -27,7 +28,7 @@ from modelstate.formats.block_writer import LazyTensor, check_repeated, threads_
 from modelstate.formats.construct import MAX_DEPTH, construct, refusal
 from modelstate.formats.safetensors import listed_problems
 from modelstate.formats.torch_globals import StorageType, TorchGlobals
-from modelstate.formats.tree import Contents, items_of, leaves, refused_in
+from modelstate.formats.tree import Contents, flatten, items_of, leaves, refused_in
 from modelstate.formats.unpickle import (
     MAX_KEY_INT,
     Storage,
@@ -276,7 +277,7 @@ _CONVERT = (
 
 
 def _check_tensors(state: Mapping[object, object], path: str) -> None:
-    """Raises `UnsavableError` for tensors that pickle accepts, although `modelstate.open` would not read them."""
+    """Raises `UnsavableError` for tensors and names that pickle accepts, and `modelstate.open` would not read."""
     tensors = {name: value for name, value in leaves(state) if isinstance(value, torch.Tensor)}
     refused = {name: why for name, tensor in tensors.items() if (why := why_not_saved(tensor))}
     if refused:
@@ -286,6 +287,15 @@ def _check_tensors(state: Mapping[object, object], path: str) -> None:
             found=listed_problems(refused),
             remedy="; ".join(remedies_for(tensors[name] for name in refused)) or _CONVERT,
         )
+    try:
+        flatten(state, path)
+    except OpenError as error:
+        raise UnsavableError(
+            f"modelstate.open would not read the file: {error.what}",
+            where=path,
+            found=error.found,
+            remedy="give them other names" if isinstance(error, AmbiguousCheckpointError) else error.remedy,
+        ) from error
 
 
 def _save(state: Mapping[object, object], output: Output, path: str) -> None:

@@ -523,12 +523,11 @@ def _check_values(
 
     def check(path: Path, leaf: object) -> None:
         name = path[0]
-        if not isinstance(leaf, torch.Tensor):
-            why = why_not_restored(leaf)
-        elif leaf in names or _address(leaf) in places:
+        why = why_not_restored(leaf)
+        if isinstance(leaf, torch.Tensor) and (leaf in names or _address(leaf) in places):
             why = "shares the memory of a parameter, which a restore would not share"
-        else:
-            why, param = "", params.get(name)
+        elif isinstance(leaf, torch.Tensor):
+            param = params.get(name)
             if type(leaf) is torch.Tensor and leaf.layout is torch.strided:
                 by_storage.setdefault(leaf.untyped_storage().data_ptr(), []).append((leaf, path))
             if param is not None and (dims := memory_order(leaf, param)) is not None:

@@ -165,10 +165,12 @@ def place(path: Path) -> str:
 def why_not_restored(leaf: object) -> str:
     """Returns why a value in nested containers of an optimizer's state cannot be restored; empty where it can.
 
-    Tensors can, and values that are encoded without a tensor. Of other objects that hold tensors, such as arrays and
-    generators, a restore would make other objects than the ones that the optimizer uses.
+    Strided tensors can, and values that are encoded without a tensor. Of other objects that hold tensors, such as
+    arrays and generators, a restore would make other objects than the ones that the optimizer uses.
     """
-    if leaf is None or isinstance(leaf, torch.Tensor) or type(leaf) in (bool, int, float, complex, str):
+    if isinstance(leaf, torch.Tensor):
+        return "" if leaf.layout is torch.strided else f"has no values that could be copied: {leaf.layout}"
+    if leaf is None or type(leaf) in (bool, int, float, complex, str):
         return ""
     try:
         encode(leaf, leaf=_refuse_tensor)
@@ -229,8 +231,8 @@ def _unfit_for_param(
     """Returns why a tensor cannot be state of a parameter; empty where it can."""
     if is_sharded(value) or (is_sharded(param) and value.dim()):
         return _unfit_for_shard(value, param)
-    if value.layout is not torch.strided or value.is_meta:
-        return f"has no values that could be copied: {value.layout} on {value.device}"
+    if value.is_meta:
+        return "has no values that could be copied: it is on meta"
     if not is_torchs(type(optimizer)):
         return ""  # a foreign optimizer may keep state of any shape and dtype
     if value.is_complex() and not param.is_complex():

@@ -109,7 +109,9 @@ def _notes_of_attributes(slots: Slots) -> list[str]:
         prefix + name
         for prefix, module in slots.modules.items()
         for name, value in vars(module).items()
-        for tensor in (value if isinstance(value, list | tuple) else (value,))
+        for tensor in (
+            value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else [value]
+        )
         if isinstance(tensor, torch.Tensor) and tensor.is_meta and id(tensor) not in known
     ]
     if not names:

@@ -116,6 +116,15 @@ class _StateDict(OrderedDict[str, Any]):
         for name in names or (key,):
             super().__delitem__(name)
 
+    def with_values(self, keys: Iterable[str]) -> "_StateDict":
+        """Returns a copy with the nested values of these names in place of what is in them, as a plain dict has it."""
+        copied = self.copy()
+        for key in keys:
+            if not OrderedDict.__contains__(copied, key) and copied._names(key):
+                value = copied.pop(key)
+                copied[key] = value
+        return copied
+
     def get(self, key: str, default: Any = None) -> Any:
         try:
             return self[key]
@@ -310,16 +319,18 @@ def _call_own(recording: _Recording, module: nn.Module, state_dict: dict[str, An
     """
     own, outcome = _OwnLoad(recording, module), recording.outcome
     versions = version_metadata(state_dict)
+    own_state: Mapping[str, object] = {}
 
     def given() -> dict[str, Any]:
-        state = state_dict.copy()
+        copied = state_dict.with_values(own_state) if isinstance(state_dict, _StateDict) else state_dict.copy()
         if versions is not None:
-            set_version_metadata(state, versions)
-        return state
+            set_version_metadata(copied, versions)
+        return copied
 
     load: Callable[..., object] = module.load_state_dict
     with recording.transaction.model_code(), _own_load.replaced(own), _base_loads.used():
-        names = own_names(module)
+        own_state = _own_state(module)
+        names = [name for name, _ in leaves(own_state) if name]
         try:
             load(given())
         except RuntimeError as error:
@@ -332,11 +343,11 @@ def _call_own(recording: _Recording, module: nn.Module, state_dict: dict[str, An
     for prefix, of_module in own.outcomes.values():
         has_base = has_base or not prefix
         outcome.missing += [prefix + name for name in of_module.missing]
-        outcome.unexpected += [name for name in of_module.unexpected if prefix + name not in names]
+        outcome.unexpected += [name for name in of_module.unexpected if prefix + name not in {*names, *own_state}]
         outcome.errors += of_module.errors
     if not has_base or outcome.missing:
         known = {name for name, _ in (*module.named_parameters(), *module.named_buffers())} if has_base else set()
-        outcome.missing += [name for name in names if name not in given() and name not in known]
+        outcome.missing += [name for name in names if name not in state_dict and name not in known]
 
 
 def outermost(model: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
@@ -350,11 +361,16 @@ def outermost(model: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Modu
 
 def own_names(module: nn.Module) -> list[str]:
     """Returns the names that the module's own `state_dict` gives; none where it cannot tell, as on the meta device."""
+    return [name for name, _ in leaves(_own_state(module)) if name]
+
+
+def _own_state(module: nn.Module) -> Mapping[str, object]:
     try:
         state = module.state_dict()
-        return [name for name, _ in leaves(state) if name] if isinstance(state, Mapping) else []
+        list(leaves(state))
     except Exception:
-        return []
+        return {}
+    return state if isinstance(state, Mapping) else {}
 
 
 @dataclass(frozen=True, slots=True)

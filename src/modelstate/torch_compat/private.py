@@ -241,6 +241,8 @@ integer or float of 64 bits.
 def marked_empties() -> Iterator[None]:
     """Marks the memory that this thread allocates without writing to it, so that `is_unwritten` recognises it.
 
+    A copy of such memory in another dtype is marked too. Of memory that is written in part, the whole copy is marked.
+
     Larger memory is only marked at some places, since pages that are not written to cost nothing.
     """
     from torch.utils._python_dispatch import TorchDispatchMode
@@ -252,15 +254,18 @@ def marked_empties() -> Iterator[None]:
     class Marker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             result = func(*args, **kwargs) if kwargs else func(*args)
-            if func not in creators:
-                return result
-            is_strided = type(result) is torch.Tensor and result.layout is torch.strided
-            if is_strided and not (result.is_meta or result.is_quantized):
+            is_cast = func is torch.ops.aten._to_copy.default and _has_memory(args[0])
+            if (func in creators or (is_cast and is_unwritten(args[0]))) and _has_memory(result):
                 _mark(result)
             return result
 
     with Marker():  # type: ignore[no-untyped-call]
         yield
+
+
+def _has_memory(tensor: torch.Tensor) -> bool:
+    is_strided = type(tensor) is torch.Tensor and tensor.layout is torch.strided
+    return is_strided and not (tensor.is_meta or tensor.is_quantized)
 
 
 def _mark(tensor: torch.Tensor) -> None:
