@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from modelstate.process import ThreadValue
-from modelstate.torch_compat.modules import MethodOverride, Overrides, modules_of
+from modelstate.torch_compat.modules import MethodOverride, Overrides, modules_of, own_parameters
 from modelstate.torch_compat.plain import is_plain
 from modelstate.torch_compat.private import is_unwritten, marked_empties
 from modelstate.transaction.swap_tensors import give_memory
@@ -132,7 +132,7 @@ def _is_concealed(param: nn.Parameter, caller: FrameType) -> bool:
         return False
     own, *arguments = (caller.f_locals.get(name) for name in code.co_varnames[: code.co_argcount])
     others = [argument for argument in arguments if isinstance(argument, nn.Module)]
-    return id(own) in modules and not any(param is each for other in others for each in other._parameters.values())
+    return id(own) in modules and not any(param is each for other in others for each in own_parameters(other).values())
 
 
 def _fill(stock: Any, tensor: torch.Tensor, *args: Any, **named: Any) -> torch.Tensor:

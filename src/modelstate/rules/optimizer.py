@@ -32,11 +32,12 @@ def apply_to_optimizer(
     Raises `RuleError` with every problem.
     """
     kept = [rule for rule in rules if not isinstance(unscoped(rule), Fill | Cast)]
+    why = "it computes with values"
     problems: list[Problem] = [
         BadRule(
             name,
             repr(rule),
-            "it computes with values" + isinstance(inner, Apply) * ": moves=True says that it only moves elements",
+            f"{why}: moves=True says that it only moves elements" if isinstance(inner, Apply) else why,
         )
         for rule in kept
         if not getattr(inner := unscoped(rule), "moves", True)
