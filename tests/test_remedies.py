@@ -322,6 +322,14 @@ def conversion_of_numbers_alone(tmp_path: Path) -> Scenario:
     return Scenario(partial(ms.convert_checkpoint, source, tmp_path / "x.safetensors", dtype="bf16"))
 
 
+@scenario("checkpoint/write.py::LazyStateBuilder.notes")
+def converting_a_value_that_holds_itself(tmp_path: Path) -> Scenario:
+    config: dict[str, Any] = {"a": 1}
+    config["whole"] = config
+    torch.save({"model": state(), "config": config, "more": [1, config]}, tmp_path / "x.pt")
+    return Scenario(partial(ms.convert_checkpoint, tmp_path / "x.pt", tmp_path / "y.safetensors"))
+
+
 @scenario("planning/matching.py::matching_part")
 def several_parts(_: Path) -> Scenario:
     source = {"model": state(), "ema": state()}

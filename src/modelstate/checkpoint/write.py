@@ -29,6 +29,7 @@ from modelstate.html.page import Kind, Page, Shown
 from modelstate.io.atomic import LOCK_TIMEOUT_SECONDS
 from modelstate.io.engine import read_ranges
 from modelstate.io.files import local_path
+from modelstate.problems import glob_patterns
 from modelstate.process import progress_bar
 from modelstate.remote.location import is_remote, locate, redacted_url
 from modelstate.remote.upload import check_writable
@@ -180,7 +181,13 @@ class LazyStateBuilder:
         """
         if flawed := {path: value for path, value in self._left_out.items() if value.error is not None}:
             error = refusal(flawed, self._checkpoint.source)
-            error.remedy = f"name another part with key=, or leave it out with ms.rules.Drop; or {error.remedy}"
+            values = self._checkpoint.flat.values
+            names = [name for name in values if any(f"{path}.".startswith(f"{name}.") for path in flawed)]
+            rules = ", ".join(f"ms.rules.Ignore({name!r})" for name in glob_patterns(names))
+            error.remedy = (
+                f"name another part with key=, or leave it out: in ms.convert_checkpoint, rules=[{rules}]; or "
+                f"{error.remedy}"
+            )
             raise error
         skipped = [f"{path} ({value.name})" for path, value in self._left_out.items()]
         return [f"left out, as classes of them are not allowed: {listed(skipped, 10)}"] * bool(skipped) + [
