@@ -75,9 +75,9 @@ ModelStateError
     └── SkippedCheckpointError    (ValueError)
 """
 
-import inspect
 import sys
 from collections.abc import Sequence
+from types import FrameType
 from typing import Any, ClassVar, TypedDict, Unpack
 
 from modelstate.text_format import as_given, printable, printable_lines
@@ -87,6 +87,8 @@ CUT_SHORT = "the file is damaged or cut short: compare its size with the origina
 
 
 _OWN_PACKAGE = __name__.partition(".")[0]
+_CO_OPTIMIZED, _CO_VARARGS = 1, 4
+"""Flags of the code of a function, as `inspect` has them."""
 
 
 def keep_interrupt(error: BaseException) -> None:
@@ -108,13 +110,24 @@ def is_interrupt(error: BaseException) -> bool:
     while trace is not None and trace.tb_next is not None:
         interrupted, trace = trace.tb_frame, trace.tb_next
         code = trace.tb_frame.f_code
-        count = code.co_argcount + bool(code.co_flags & inspect.CO_VARARGS)
-        if count:
-            variables = trace.tb_frame.f_locals
-            for value in [variables.get(name) for name in code.co_varnames[: count + code.co_kwonlyargcount]]:
-                if any(item is interrupted for item in (value if type(value) is tuple else (value,))):
-                    return True
+        count = code.co_argcount + code.co_kwonlyargcount + bool(code.co_flags & _CO_VARARGS)
+        arguments = code.co_varnames[:count]
+        for name, value in variables_of(trace.tb_frame) if arguments else ():
+            if name in arguments and any(item is interrupted for item in (value if type(value) is tuple else (value,))):
+                return True
     return False
+
+
+def variables_of(frame: FrameType) -> list[tuple[str, object]]:
+    """Returns the local variables of a frame, and leaves no reference that would keep their values alive."""
+    variables = frame.f_locals
+    found = list(variables.items())
+    # Until Python 3.12 the frame keeps a copy of its variables, which outlives their deletion. This function has the
+    # only references to the copy, unless code of the frame has called locals().
+    is_copy = bool(frame.f_code.co_flags & _CO_OPTIMIZED) and type(variables) is dict
+    if is_copy and sys.getrefcount(variables) <= 3:
+        variables.clear()
+    return found
 
 
 class ErrorFields(TypedDict, total=False):

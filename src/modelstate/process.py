@@ -82,7 +82,14 @@ def try_start(thread: threading.Thread) -> bool:
         if "new thread" not in str(error):  # a signal handler has raised it
             raise
         return False
+    except KeyError as error:
+        raise _interrupt_of_start(error) from None
     return True
+
+
+def _interrupt_of_start(error: BaseException) -> BaseException:
+    """Returns what interrupted `Thread.start`, which raises a `KeyError` in its place if the thread already runs."""
+    return error.__context__ if isinstance(error, KeyError) and error.__context__ is not None else error
 
 
 def _has_memory_for_a_thread() -> bool:
@@ -316,7 +323,7 @@ def prefetch_one(
         # No more threads can be started, or the program ends, when no pool accepts work.
         if not isinstance(error, RuntimeError) or is_interrupt(error):
             pool.shutdown(wait=False)  # the end of the program waits for a thread that goes on
-            raise
+            raise _interrupt_of_start(error) from None
     if not is_started:
         for item in items:
             if is_fetched(item):

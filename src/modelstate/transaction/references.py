@@ -6,7 +6,6 @@ the count is above one.
 """
 
 import gc
-import inspect
 import sys
 import time
 from collections import OrderedDict, deque
@@ -22,6 +21,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
+from modelstate.errors import variables_of
 from modelstate.text_format import count
 from modelstate.torch_compat.plain import is_plain
 from modelstate.torch_compat.private import (
@@ -361,22 +361,10 @@ def _place(wanted: object, depth: int, seen: set[int], until: float) -> str:
 
 def _name_in_frames(wanted: object) -> str:
     for frame in _frames():
-        for name, value in _variables(frame):
+        for name, value in variables_of(frame):
             if value is wanted:
                 return f"held by `{name}` in frame `{frame.f_code.co_name}`"
     return ""
-
-
-def _variables(frame: FrameType) -> list[tuple[str, object]]:
-    """Returns the local variables of a frame, and leaves no reference that would keep their values alive."""
-    variables = frame.f_locals
-    found = list(variables.items())
-    # Until Python 3.12 the frame keeps a copy of its variables, which outlives their deletion. This function has the
-    # only references to the copy, unless code of the frame has called locals().
-    is_copy = bool(frame.f_code.co_flags & inspect.CO_OPTIMIZED) and type(variables) is dict
-    if is_copy and sys.getrefcount(variables) <= 3:
-        variables.clear()
-    return found
 
 
 def _frames() -> Iterator[FrameType]:
