@@ -312,6 +312,36 @@ def test_a_model_on_meta() -> None:
         ms.load(frozen, filled(KeepsTrained(), 1).state_dict())
 
 
+class KeepsToItself(nn.Module):
+    """Its `state_dict` takes no notice of `destination` and `prefix`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = nn.Linear(2, 2)
+
+    def state_dict(self, *args: Any, **options: Any) -> dict[str, Any]:
+        return {"generator": self.generator.state_dict()}
+
+    def load_state_dict(self, state: Any, strict: bool = True, assign: bool = False) -> Any:
+        return self.generator.load_state_dict(state["generator"])
+
+
+def test_a_module_within_whose_state_does_not_reach_the_model_is_not_saved(tmp_path: Path) -> None:
+    model = nn.ModuleDict({"inner": KeepsToItself(), "other": nn.Linear(1, 1)})
+    store = ms.Store(tmp_path / "run")
+    for call in (
+        lambda: store.check({"m": model}),
+        lambda: store.save(1, {"m": model}),
+        lambda: ms.save(model, tmp_path / "x.safetensors"),
+        lambda: ms.save(model, tmp_path / "x.pt"),
+    ):
+        with pytest.raises(ms.errors.ObjectStateError, match="inner: a module within the model"):
+            call()
+    assert store.steps() == ()
+    store.save(1, {"m": KeepsToItself()})
+    store.restore({"m": KeepsToItself()})
+
+
 def test_a_model_whose_names_nothing_takes_back_is_not_saved(tmp_path: Path) -> None:
     class OnlySaves(Part):
         def state_dict(self, *args: Any, **named: Any) -> Any:

@@ -23,7 +23,7 @@ from modelstate.formats.construct import refusal
 from modelstate.formats.serialize import serialize
 from modelstate.formats.sharded import INDEX_SUFFIX
 from modelstate.formats.torch_zip import write_torch_file
-from modelstate.formats.tree import empty_like, is_container, leaves, rebuild, subtree
+from modelstate.formats.tree import EXTRA_STATE, empty_like, is_container, leaves, rebuild, refused_in, subtree
 from modelstate.formats.writing import Files, LocalWriter, Writer, write_checkpoint
 from modelstate.html.page import Kind, Page, Shown
 from modelstate.io.atomic import LOCK_TIMEOUT_SECONDS
@@ -93,6 +93,8 @@ class LazyStateBuilder:
 
     def node(self, node: Any, path: str) -> Any:
         """The lazy copy of a node of the tree; `path` is its dotted path."""
+        if (refused := self._refused_extra_state(node, path)) is not None:
+            return refused
         if path in self._values:
             return self.value(rebuild(node, self._checkpoint.read), path)
         if not is_container(node):
@@ -116,6 +118,8 @@ class LazyStateBuilder:
 
         A list or a tuple with an item that is not read is left out as a whole.
         """
+        if (refused := self._refused_extra_state(value, path)) is not None:
+            return refused
         if isinstance(value, Refused):
             self._left_out[path] = value
             return value
@@ -129,6 +133,12 @@ class LazyStateBuilder:
             kept = [self.value(item, f"{path}.{index}") for index, item in enumerate(value)]
             return next((item for item in kept if isinstance(item, Refused)), type(value)(kept))
         return value
+
+    def _refused_extra_state(self, node: Any, path: str) -> Refused | None:
+        """A value of an extra state that is not read. The extra state is left out whole, so that a load misses it."""
+        found = refused_in(node, path) if path.rpartition(".")[2] == EXTRA_STATE else {}
+        self._left_out |= found
+        return next(iter(found.values()), None)
 
     def tensor(self, stored: Stored, path: str) -> object:
         """The lazy tensor for a stored one. A tensor that consists of several parts is read at once."""

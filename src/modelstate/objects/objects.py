@@ -24,7 +24,13 @@ from modelstate.objects.parts import Kind, Part
 from modelstate.objects.whole_optimizer import WholeOptimizer, is_saved_whole, is_whole, optimizers_within
 from modelstate.planning.recorder import ModuleContainer
 from modelstate.text_format import listed, short_repr
-from modelstate.torch_compat.modules import broadcast_buffers, names_not_loaded, tensors_of, unwrapped
+from modelstate.torch_compat.modules import (
+    broadcast_buffers,
+    has_own_state_dict,
+    names_not_loaded,
+    tensors_of,
+    unwrapped,
+)
 from modelstate.torch_compat.modules import modules_of as modules_within
 from modelstate.torch_compat.sharding import reshard
 from modelstate.torch_compat.values import set_version_metadata
@@ -111,7 +117,10 @@ def _state_of(path: str, target: Target, modules: nn.Module | None) -> object:
 
 
 def check_loadable(path: str, module: nn.Module, state: object) -> None:
-    """Raises `ObjectStateError` where the `state_dict()` of a module has names that nothing of it would load."""
+    """Raises `ObjectStateError` where a restore would miss some of a module's state.
+
+    Its `state_dict()` has names that nothing of it would load, or lacks the state of a module within.
+    """
     names = names_not_loaded(module, state) if isinstance(state, Mapping) else []
     if names:
         raise ObjectStateError(
@@ -121,6 +130,19 @@ def check_loadable(path: str, module: nn.Module, state: object) -> None:
             remedy="override load_state_dict, too, so that it takes them; of an extra state, set_extra_state. Or save "
             "the state dict, which a restore returns as a value: model.state_dict() in place of the model",
         )
+    if not isinstance(state, Mapping) or has_own_state_dict(module):
+        return
+    for name, inner in module.named_modules():
+        is_lost = name and has_own_state_dict(inner) and not any(str(key).startswith(f"{name}.") for key in state)
+        if is_lost and (names := list(inner.state_dict())):
+            raise ObjectStateError(
+                "a module within the model has a state_dict of its own that does not reach the state dict of the model",
+                where=f"{path}.{name}" if path else name,
+                expected=f"names that begin with {name!r} in the state dict of the model",
+                found=f"none of {listed(names, 4)}",
+                remedy="have state_dict(self, *args, destination=None, prefix='', keep_vars=False) write into "
+                "destination, under names that begin with prefix",
+            )
 
 
 def targets_of(objects: Mapping[str, object]) -> dict[str, Target]:
