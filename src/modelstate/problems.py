@@ -338,6 +338,8 @@ class QuantizedWeight(Problem):
     """The rules that multiply the weight by its scales, as code that can be pasted; empty without such rules."""
     tool: str = ""
     """What reads the layout; empty if rules do."""
+    is_guess: bool = False
+    """Whether the scales are a guess by their name and shape."""
 
     title: ClassVar = "weights that the checkpoint stores quantized, for plain weights of the model"
     remedy: ClassVar = "multiply them by their scales"
@@ -345,7 +347,8 @@ class QuantizedWeight(Problem):
 
     def line(self) -> str:
         beside = [name.rpartition(".")[2] for name in self.beside]
-        return f"{self.name}: {self.layout}" + (f": {listed(beside, 2)}" if beside else "")
+        guess = ", a guess by name and shape" if self.is_guess else ""
+        return f"{self.name}: {self.layout}" + (f": {listed(beside, 2)}{guess}" if beside else "")
 
     @classmethod
     def remedy_for(cls, problems: Sequence[Problem]) -> str:
@@ -355,6 +358,8 @@ class QuantizedWeight(Problem):
             dict.fromkeys(rule for member in members for rule in member.rules), key=lambda rule: rule.startswith("*")
         )
         remedies = [f"{cls.remedy}: rules=[{', '.join(rules)}]"] if rules else []
+        if rules and any(member.is_guess for member in members):
+            remedies.append("which scales are meant is a guess; a Cast of a weight says that its numbers are meant")
         if any("block=" in rule for rule in rules):
             remedies.append("the block is the one that fits the shapes; the config of the checkpoint gives it, too")
         if unclear := [member for member in members if not (member.rules or member.tool)]:

@@ -134,6 +134,22 @@ def test_leaving_out_the_scales_is_refused(options: dict[str, Any]) -> None:
     }
 
 
+@pytest.mark.parametrize(
+    "name", ["wscale", "weight.scale", "dequant_scale", "weight_scaling_factor", "qscale", "weight_s"]
+)
+@pytest.mark.parametrize("per_row", [False, True])
+def test_scales_under_other_names_are_a_guess(name: str, per_row: bool) -> None:
+    source = scaled(torch.float8_e4m3fn, None, name, per_row=per_row)
+    model = plain()
+    for options in ({}, {"allow_unexpected": [f"*.{name}"]}):
+        error = refusal(model, source, **options)
+        assert f"with scales: {name.rpartition('.')[2]}, a guess by name and shape" in str(error)
+        assert "allow_unexpected" not in str(error)
+        ms.load(model, source, rules=advised(error))
+        expected = (source["0.weight"].float() * source[f"0.{name}"]).bfloat16()
+        assert torch.equal(model[0].weight, expected)
+
+
 def test_a_cast_of_the_weight_takes_the_numbers_as_they_are() -> None:
     model, state = plain(), LAYOUTS["tensor"]
     ms.load(model, state, rules=[ms.rules.Cast("*.weight", "bf16"), ms.rules.Ignore("*.weight_scale")])

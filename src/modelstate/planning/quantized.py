@@ -78,6 +78,7 @@ def quantized_weights(
         beside.setdefault(name.rpartition(".")[0], set()).add(name)
     problems: list[QuantizedWeight] = []
     scaled: list[tuple[str, str, str]] = []
+    guessed: set[str] = set()
     used: set[str] = set()
     for name, source, has_numbers in candidates:
         module = source.rpartition(".")[0]
@@ -89,6 +90,8 @@ def quantized_weights(
         scales += [prefix + last for last in _SCALES_OF_MODULE] if is_weight else []
         layout = next((layout for other, layout in ends if other in near), None)
         scale = next((other for other in scales if other in near and other in part), "")
+        if layout is None and has_numbers and not scale and (scale := _likely_scale(source, near, part)):
+            guessed.add(name)
         if layout is None and has_numbers and scale:
             if part[scale].dtype.is_floating_point:
                 scaled.append((name, source, scale))
@@ -100,14 +103,32 @@ def quantized_weights(
             used |= own
             problems.append(QuantizedWeight(name, layout[0], tuple(sorted(own)), tool=layout[1]))
     modules = {source.rpartition(".")[0] for _, source, _ in scaled}
-    extra = sorted(name for module in modules for name in beside[module] if name.endswith(_OF_ACTIVATIONS))
+    extra = sorted(name for module in modules for name in beside.get(module, ()) if name.endswith(_OF_ACTIVATIONS))
     extra += [_MARKER] if scaled and _MARKER in left else []
     ignored = [f"ms.rules.Ignore({pattern!r})" for (pattern,) in _patterns([(name,) for name in extra], part)]
     code = _rules([(source, scale) for _, source, scale in scaled], part)
     for name, source, scale in scaled:
         rule, layout_name = code[source, scale], f"{short(part[source].dtype)} with scales"
-        problems.append(QuantizedWeight(name, layout_name, (scale,), (rule, *ignored, *then) if rule else ()))
+        rules = (rule, *ignored, *then) if rule else ()
+        problems.append(QuantizedWeight(name, layout_name, (scale,), rules, is_guess=name in guessed))
     return problems, {*used, *extra, *(scale for *_, scale in scaled)}
+
+
+def _likely_scale(source: str, near: Collection[str], part: Mapping[str, TensorSpec]) -> str:
+    """Returns the name beside a float8 weight that may have its scales, by its words and its shape; else ""."""
+    weight = part.get(source)
+    if weight is None or not (weight.dtype.is_floating_point and weight.dtype.itemsize == 1):
+        return ""
+    for name in sorted(near):
+        is_named = "scal" in name.rpartition(".")[2] or name.startswith((f"{source}_", f"{source}."))
+        if not is_named or name.endswith(_OF_ACTIVATIONS) or name not in part:
+            continue
+        scale = part[name]
+        if scale.dtype.is_floating_point and (
+            math.prod(scale.shape) == 1 or _block([(source, name)], part) is not None
+        ):
+            return name
+    return ""
 
 
 def stored_quantized(tensors: Mapping[str, TensorSpec]) -> list[QuantizedWeight]:
