@@ -140,8 +140,8 @@ def check_loadable(path: str, module: nn.Module, state: object) -> None:
                 where=f"{path}.{name}" if path else name,
                 expected=f"names that begin with {name!r} in the state dict of the model",
                 found=f"none of {listed(names, 4)}",
-                remedy="have state_dict(self, *args, destination=None, prefix='', keep_vars=False) write into "
-                "destination, under names that begin with prefix",
+                remedy="let its state_dict write into the argument destination, under names that begin with prefix, as "
+                "torch's own does",
             )
 
 
