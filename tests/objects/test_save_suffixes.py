@@ -225,3 +225,29 @@ def test_sparse_state_of_a_parameter_is_refused_for_a_torch_file(tmp_path: Path)
     with pytest.raises(OptimizerStateError, match="rows has no values"):
         ms.save({"model": model, "optimizer": optimizer}, tmp_path / "x.pt")
     assert list(tmp_path.iterdir()) == []
+
+
+class Holding:
+    """An object with a value as its state."""
+
+    def __init__(self, value: Any = None) -> None:
+        self.value = value
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.value = state["value"]
+
+
+@pytest.mark.filterwarnings("ignore:Sparse")
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr, torch.sparse_csc])
+def test_a_sparse_tensor_in_the_state_of_an_object_comes_back(layout: torch.layout, tmp_path: Path) -> None:
+    value = torch.eye(3).to_sparse(layout=layout)
+    ms.save({"held": Holding([value])}, tmp_path / "x.pt")
+    held = Holding()
+    ms.restore({"held": held}, tmp_path / "x.pt")
+    (restored,) = held.value
+    assert restored.layout is layout
+    assert torch.equal(restored.to_dense(), value.to_dense())
+    ms.restore({"held": held}, tmp_path / "x.pt")

@@ -54,12 +54,20 @@ def test_subclasses_with_memory_are_compared_without_their_code() -> None:
     assert not same_values(first, other)
 
 
-def test_tensors_that_are_more_than_strided_memory_only_equal_themselves() -> None:
-    sparse = torch.eye(2).to_sparse()
+def test_a_quantized_tensor_only_equals_itself() -> None:
     quantized = torch.quantize_per_tensor(torch.ones(2), 0.5, 0, torch.quint8)
-    for tensor in (sparse, quantized):
-        assert same_values(tensor, tensor)
-        assert not same_values(tensor, tensor.clone())
+    assert same_values(quantized, quantized)
+    assert not same_values(quantized, quantized.clone())
+
+
+@pytest.mark.filterwarnings("ignore:Sparse")
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr, torch.sparse_csc])
+def test_sparse_tensors_are_equal_by_their_indices_and_values(layout: torch.layout) -> None:
+    tensor = torch.eye(2).to_sparse(layout=layout)
+    assert same_values(tensor, tensor.clone())
+    assert not same_values(tensor, 2 * torch.eye(2).to_sparse(layout=layout))
+    assert not same_values(tensor, torch.eye(2).flip(0).to_sparse(layout=layout))
+    assert not same_values(tensor, torch.eye(2))
 
 
 def test_any_range_of_elements_is_copied_alone() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from copy import copy
+from copy import copy, deepcopy
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
@@ -92,6 +92,20 @@ def leaves(node: object, path: str = "", depth: int = 0) -> Iterator[tuple[str, 
         )
     for name, child in items_of(node):
         yield from leaves(child, f"{path}.{name}" if path else name, depth + 1)
+
+
+def deep_copy(value: Any) -> Any:
+    """Returns what `copy.deepcopy` does, also for tensors in compressed sparse layouts, for which that raises."""
+    copies: dict[int, Any] = {}
+    waiting, seen = [value], set[int]()
+    while waiting:
+        node = waiting.pop()
+        if is_tensor(node) and "sparse_" in str(node.layout):
+            copies[id(node)] = node.clone()
+        elif is_container(node) and id(node) not in seen:
+            seen.add(id(node))
+            waiting += (child for _, child in items_of(node))
+    return deepcopy(value, copies)
 
 
 def map_leaves(node: Any, function: Callable[[tuple[object, ...], Any], Any], path: tuple[object, ...] = ()) -> Any:

@@ -7,7 +7,6 @@ value. Its path is the keys that lead to it, joined with dots.
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from copy import deepcopy
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -17,7 +16,7 @@ from torch.utils.data import DataLoader
 
 from modelstate.checkpoint.checkpoint import Checkpoint, join
 from modelstate.errors import KeyNotFoundError, ModelStateError, ObjectStateError, OptimizerStateError, OptionError
-from modelstate.formats.tree import is_container, items_of, same_value, subtree
+from modelstate.formats.tree import deep_copy, is_container, items_of, same_value, subtree
 from modelstate.objects.loaders import load_state, own_generator, state_of
 from modelstate.objects.optimizer_state import optimizer_state
 from modelstate.objects.parts import Kind, Part
@@ -404,7 +403,7 @@ def _undo_of_stateful(path: str, obj: object) -> Undo:
     with object_code(
         path, "its state cannot be copied, so that a restore could not be undone; nothing has been changed"
     ):
-        before = deepcopy(state_of(obj))
+        before = deep_copy(state_of(obj))
     attributes = getattr(obj, "__dict__", None)
     bindings = dict(attributes) if isinstance(attributes, dict) else None
 

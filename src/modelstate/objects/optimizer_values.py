@@ -10,7 +10,7 @@ from torch import nn
 
 from modelstate.codec.codec import encode
 from modelstate.errors import keep_interrupt
-from modelstate.formats.tree import map_leaves, same_value
+from modelstate.formats.tree import deep_copy, map_leaves, same_value
 from modelstate.objects.optimizer_class import Group
 from modelstate.planning.sharded import ShardedSlot, sharded_slot
 from modelstate.rules.expression import Read, values_of
@@ -334,7 +334,7 @@ def placed_options(options: Mapping[str, object], group: Group) -> dict[str, obj
     A tensor gets the device of the one that it replaces; without one, that of the first parameter, since files have no
     devices.
     """
-    placed = deepcopy(dict(options))
+    placed: dict[str, object] = deep_copy(dict(options))
     for key, value in placed.items():
         live = next(iter(group.get("params", ())), None) if key not in group else group[key]
         if isinstance(value, torch.Tensor) and isinstance(live, torch.Tensor):

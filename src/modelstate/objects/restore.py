@@ -8,7 +8,6 @@ transaction undoes all of it on any error.
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from contextlib import suppress
-from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import partial
@@ -29,6 +28,7 @@ from modelstate.errors import (
     OptionError,
     PlanError,
 )
+from modelstate.formats.tree import deep_copy
 from modelstate.html.page import Page, Shown
 from modelstate.loading.collective import PLANNING
 from modelstate.loading.load import load_then
@@ -121,7 +121,7 @@ class Restored(Mapping[str, Any], Shown):
                 if target.kind is Kind.GENERATOR:
                     target.obj.set_state(tree)
                 elif target.is_restored_last:
-                    target.obj.load_state_dict(deepcopy(tree))
+                    target.obj.load_state_dict(deep_copy(tree))
                 else:
                     rewind(target.obj, tree)
 
@@ -562,7 +562,7 @@ class _Restoring:
                     transaction.model_code(),
                 ):
                     # A copy, since the object may keep the state that it is given.
-                    load_state(target.obj, deepcopy(self._saved[path].tree), generators)
+                    load_state(target.obj, deep_copy(self._saved[path].tree), generators)
                 if isinstance(target.obj, WholeOptimizer):
                     self.notes.append(f"{path}: {target.obj.note}")
             elif target.kind is Kind.GENERATOR:

@@ -6,13 +6,12 @@ other parameters, or with the same ones in another order, is refused.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from copy import deepcopy
 from typing import Any
 
 import torch
 
 from modelstate.errors import OptimizerStateError
-from modelstate.formats.tree import map_leaves, same_value
+from modelstate.formats.tree import deep_copy, map_leaves, same_value
 from modelstate.objects.optimizer_class import CLASS, class_name, group_options
 from modelstate.objects.optimizer_values import in_memory_orders, memory_orders
 from modelstate.rules.optimizer import changed_values
@@ -123,7 +122,7 @@ class WholeOptimizer:
             for each in optimizers_within(optimizer)
         ]
         saved = in_memory_orders(state[_STATE], state[ORDERS])
-        optimizer.load_state_dict(deepcopy(saved))
+        optimizer.load_state_dict(deep_copy(saved))
         if [*state[DTYPES].values()] == [str(param.dtype) for param in _params(optimizer)]:
             _put_back(optimizer.state_dict(), saved)
             if (place := _difference(optimizer.state_dict(), saved)) is not None:
@@ -224,7 +223,7 @@ def _put_back(live: Any, saved: Any) -> Any:
         if isinstance(live, torch.Tensor) and live.shape == saved.shape and live.dtype != saved.dtype:
             return saved.detach().to(live.device, copy=True)
     else:
-        return deepcopy(saved)
+        return deep_copy(saved)
     return live
 
 

@@ -206,12 +206,16 @@ def has_dispatch(tensor: torch.Tensor) -> bool:
 def same_values(first: torch.Tensor, second: torch.Tensor) -> bool:
     """Whether two tensors are equal bit for bit. Two equal views of one storage are not compared.
 
-    A tensor that is not strided memory of one dtype (sparse, quantized, of a wrapper subclass) only equals itself.
+    Sparse tensors are equal if their indices and values are. A quantized tensor, or one of a wrapper subclass, only
+    equals itself.
     """
     with without_subclasses(), torch.no_grad():
         if first.dtype != second.dtype or first.shape != second.shape:
             return False
         tensors = first, second
+        if first.layout == second.layout != torch.strided and not any(map(has_dispatch, tensors)):
+            parts = _sparse_parts(first), _sparse_parts(second)
+            return first is second or (bool(parts[0]) and all(map(same_values, *parts)))
         if any(has_dispatch(tensor) or tensor.layout is not torch.strided or tensor.is_quantized for tensor in tensors):
             return first is second
         if same_place(first, second):
@@ -223,6 +227,17 @@ def same_values(first: torch.Tensor, second: torch.Tensor) -> bool:
             a, b = torch.view_as_real(a), torch.view_as_real(b)
         bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[a.itemsize]
         return torch.equal(a.view(bits), b.view(bits))
+
+
+def _sparse_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Returns the indices and the values of a sparse tensor; an empty list for another layout."""
+    if tensor.layout is torch.sparse_coo:
+        return [tensor._indices(), tensor._values()]
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+    return []
 
 
 def in_a_row(tensor: torch.Tensor, first: int = 0, end: int | None = None) -> torch.Tensor:
