@@ -1,8 +1,8 @@
 """Saves and restores an optimizer whose class has a `state_dict` in a layout of its own: whole, by its own methods.
 
 Such an optimizer wraps another one, as Lookahead does, or keeps attributes beside the state of the parameters. Its
-state goes by the positions of the parameters. The names of the parameters are saved beside it, so that a model with
-other parameters, or with the same ones in another order, is refused.
+state is in the order of the parameters. The names of the parameters are saved beside it, so that a model with other
+parameters, or with another order, is refused.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -112,7 +112,7 @@ class WholeOptimizer:
             raise OptimizerStateError(
                 "the state does not fit the optimizer; nothing has been changed",
                 where=type(optimizer).__name__,
-                expected="the same class over the same parameters in the same order, since the state goes by positions",
+                expected="the same class over the same parameters in the same order, since the state is in their order",
                 found=listed(problems, 8, "\n    "),
                 remedy="build the optimizer as the one that was saved; or to begin without its state: "
                 + self._start_anew,

@@ -25,7 +25,7 @@ def fold_rules(shapes: Mapping[str, Shape], wanted: Collection[str]) -> tuple[li
 
     Args:
         shapes: the shapes of the tensors of the checkpoint.
-        wanted: the names of the model. Tensors of which the model has both parts too are not folded.
+        wanted: the names of the model. Two parts that the model has too are not folded.
     """
     rows: dict[_Fold, list[tuple[str, str, str]]] = {WeightNorm: [], Multiply: []}
     spectral = []

@@ -77,7 +77,7 @@ class Suggestion(list[Rule], Shown):
         self.total = total
         """The number of names of the model that need a value. A tied tensor needs one under one of its names."""
         self.guesses = tuple(guesses)
-        """Names of the model whose match is a guess, or of which it is a guess whether they are transposed."""
+        """Names of the model whose match, or whose transposition, is a guess."""
         self.missing = tuple(missing)
         """Names of the model without a match."""
         self.unused = tuple(unused)
