@@ -16,8 +16,8 @@ audio video text image fusion adapter encoder decoder attention mlp gate norm1 n
 conv conv1 conv2 shortcut pooler final
 """
 WORDS = TEXT.split()
-"""Words with different meanings. Of two words with one meaning, the checkpoint may have only one, and the model only the
-other."""
+"""Words with different meanings. Of two words with one meaning, the checkpoint may have only one, and the model only
+the other."""
 SYNONYMS = [
     *({"q", "query", "q_proj", "wq"}, {"k", "key", "k_proj", "wk"}, {"v", "value", "v_proj", "wv"}),
     *({"attention", "attn", "att", "mha"}, {"mlp", "ffn", "feedforward"}, {"out_proj", "o_proj", "wo", "c_proj"}),
