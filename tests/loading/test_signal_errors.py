@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._C import _len_torch_dispatch_stack
 
 import modelstate as ms
 from modelstate.errors import ModelCodeError, OptionError
@@ -170,5 +171,7 @@ def test_at_any_moment(name: str, handler: Handler, tmp_path: Path) -> None:
             raised = error
         if raised is not None:
             assert raised is handler.raised
+            raised = handler.raised = None
+            assert _len_torch_dispatch_stack() == 0, "a mode of the library is still active"
             if name in ("load", "load a torch file", "restore"):  # the model is as before, or the commit was over
                 assert is_equal(before, state(model)) or is_equal(state(right), state(model))

@@ -17,6 +17,7 @@ from typing import IO, TYPE_CHECKING, Any
 import torch
 
 from modelstate.errors import ModelStateError, keep_interrupt
+from modelstate.process import deferred_signals
 
 if TYPE_CHECKING:
     from torch.export import ExportedProgram
@@ -208,8 +209,37 @@ def recorded_fills() -> Iterator[dict[int, int]]:
                 found[storage_id(target)] = found.get(storage_id(target), 0) + target.numel()
             return result
 
-    with Recorder():  # type: ignore[no-untyped-call]
+    with _dispatch_mode(Recorder()):  # type: ignore[no-untyped-call]
         yield found
+
+
+@contextmanager
+def _dispatch_mode(mode: Any) -> Iterator[None]:
+    """A context within a dispatch mode.
+
+    Signals wait while the mode is entered and left. An interrupt in the middle would leave the mode, or a part of what
+    torch notes about it, active for the rest of the program: nothing would be compiled any more.
+    """
+    is_active = False
+
+    def leave() -> None:
+        nonlocal is_active
+        with deferred_signals():
+            if is_active:
+                is_active = False
+                mode.__exit__(None, None, None)
+
+    try:
+        with deferred_signals():
+            mode.__enter__()
+            is_active = True
+        yield
+    finally:
+        try:
+            leave()
+        except BaseException:  # an interrupt that came before signals waited
+            leave()
+            raise
 
 
 def drop_frozen_code() -> list[str]:
@@ -259,7 +289,7 @@ def marked_empties() -> Iterator[None]:
                 _mark(result)
             return result
 
-    with Marker():  # type: ignore[no-untyped-call]
+    with _dispatch_mode(Marker()):  # type: ignore[no-untyped-call]
         yield
 
 
