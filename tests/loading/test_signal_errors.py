@@ -1,5 +1,6 @@
 """Exceptions of the user's signal handlers, such as the `TimeoutError` of an alarm: they come out as themselves."""
 
+import gc
 import random
 import signal
 import time
@@ -170,8 +171,11 @@ def test_at_any_moment(name: str, handler: Handler, tmp_path: Path) -> None:
         except BaseException as error:
             raised = error
         if raised is not None:
-            assert raised is handler.raised
+            # Python itself may raise another exception in its place, within the import system or `threading`.
+            assert raised is handler.raised or not isinstance(raised, ms.ModelStateError)
             raised = handler.raised = None
+            if _len_torch_dispatch_stack():
+                gc.collect()  # of frames that the exception has kept
             assert _len_torch_dispatch_stack() == 0, "a mode of the library is still active"
             if name in ("load", "load a torch file", "restore"):  # the model is as before, or the commit was over
                 assert is_equal(before, state(model)) or is_equal(state(right), state(model))
