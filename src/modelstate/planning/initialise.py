@@ -7,6 +7,7 @@ changed and no large copy is allocated.
 """
 
 import inspect
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -254,9 +255,12 @@ def _initialises_children(module: nn.Module) -> bool:
 def _can_be_called(method: Any, *arguments: object) -> bool:
     if not callable(method):
         return False
+    handled = sys.exc_info()[1]
     try:
         inspect.signature(method).bind(*arguments)
     except (TypeError, ValueError) as error:
         keep_interrupt(error)
+        if error.__context__ is not None and error.__context__ is not handled:
+            keep_interrupt(error.__context__)  # `inspect` raises a `ValueError` of its own in place of one
         return False
     return True
