@@ -42,7 +42,7 @@ def phases(do: Callable[[int], object] | None = None, digests: Sequence[int] = (
     names = ("the model", "the source", "the rules")
     parts = [Digest(name, f"{name} {number}", number) for name, number in zip(names, digests, strict=True)]
     ranks = agreement()
-    with ranks.held():
+    with ranks.collective():
         with ranks.phase("planning", lambda: parts):
             if do is not None:
                 do(dist.get_rank())
@@ -137,7 +137,7 @@ def interrupted_vote(decides: bool) -> str:
     before = signal.signal(signal.SIGALRM, interrupt)
     ranks, ends = agreement(), list[str]()
     try:
-        with mock.patch.object(sharding, "CHECK_SECONDS", 0.1), ranks.held():
+        with mock.patch.object(sharding, "CHECK_SECONDS", 0.1), ranks.collective():
             with ranks.phase("reading", decides=decides):
                 if dist.get_rank() == 1:
                     signal.setitimer(signal.ITIMER_REAL, 0.05)
@@ -181,7 +181,7 @@ def other_calls(kind: str, other: str) -> str:
 
 
 def phases_of(ranks: Agreement, digests: Callable[[], Sequence[Digest]]) -> None:
-    with ranks.held(), ranks.phase("planning", digests):
+    with ranks.collective(), ranks.phase("planning", digests):
         pass
 
 
@@ -248,7 +248,7 @@ def test_a_rank_that_is_killed(ranks: Ranks, phase: str) -> None:
 def killed_after_the_commit() -> list[str]:
     """Rank 2 dies when the others exchange reports of a call. The next one begins later on one of them."""
     ranks = agreement(60)
-    with ranks.held():
+    with ranks.collective():
         with ranks.phase("planning"):
             pass
         if dist.get_rank() == 2:
@@ -258,7 +258,7 @@ def killed_after_the_commit() -> list[str]:
     begun = agreement_of((), dist.group.WORLD, 60)
 
     def next_call() -> None:
-        with begun.held(), begun.phase("planning"):
+        with begun.collective(), begun.phase("planning"):
             pass
 
     return [str(reported), end_of(next_call)]
@@ -268,39 +268,6 @@ def test_a_rank_that_is_killed_between_two_calls(ranks: Ranks) -> None:
     outcomes = ranks.run(killed_after_the_commit, timeout=30)
     for rank in (0, 1, 3):
         assert outcomes[rank].value == [f"[{rank}]", "RankLostError"]
-
-
-def lost_in_the_last_vote() -> list[str]:
-    """The ends of calls. Rank 0 loses the connections in the last vote of one, which the others have seen succeed."""
-    ranks = Agreement(range(4), 60, channel="last vote")
-
-    def call() -> None:
-        with ranks.held():
-            with ranks.phase("planning"):
-                pass
-            connections = connections_module.connections_of(dist.group.WORLD, ranks.ranks, 60, "last vote")
-            maximum: Any = connections.maximum
-
-            def broken(*arguments: Any) -> None:
-                maximum(*arguments)
-                raise RuntimeError("connection closed by peer")
-
-            is_broken = len(ends) == 0 and dist.get_rank() == 0
-            losing = mock.patch.object(connections, "maximum", broken) if is_broken else nullcontext()
-            with losing, ranks.phase("the last checks"):
-                pass
-
-    ends: list[str] = []
-    for without in (None, 0, None):
-        if dist.get_rank() != without:
-            ends.append(end_of(call))
-        dist.barrier()
-    return ends
-
-
-def test_a_rank_that_is_lost_in_the_last_vote_ends_the_next_call_of_the_others(ranks: Ranks) -> None:
-    others = ["committed", "RankLostError", "committed"]
-    assert ranks.values(lost_in_the_last_vote, timeout=30) == [["RankLostError", "committed"], others, others, others]
 
 
 def lost_before_the_first_vote(connecting: bool) -> list[str]:
@@ -502,7 +469,7 @@ def interrupted_on_a_channel() -> list[str]:
     is_in_phase, is_next_begun = threading.Event(), threading.Event()
 
     def call() -> None:
-        with ranks.held():
+        with ranks.collective():
             with ranks.phase("planning"):
                 pass
             if dist.get_rank() == 1:
@@ -554,7 +521,7 @@ dist.destroy_process_group()
 def abandoned_without_a_sign() -> str:
     """Rank 2 abandons the connections and keeps them open, as gloo does where it misses that a rank has died."""
     ranks = agreement(timeout_seconds=60)
-    with mock.patch.object(sharding, "CHECK_SECONDS", 0.2), ranks.held():
+    with mock.patch.object(sharding, "CHECK_SECONDS", 0.2), ranks.collective():
         with ranks.phase("planning"):
             pass
         if dist.get_rank() == 2:

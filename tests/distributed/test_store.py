@@ -700,39 +700,3 @@ def test_tensors_that_have_not_changed_are_linked(ranks: Ranks, tmp_path: Path) 
     for found in of_ranks:
         assert [step ^ other for step, other in zip(found, expected, strict=True)] == [set()] * 6
     assert set(ms.Store(tmp_path / "store").verify().values()) == {""}
-
-
-def saves_after_starts(folder: Path, layouts: list[str]) -> list[set[str]]:
-    """The tensors of the model that each save links, in a store that is opened for it. One is changed in step 2."""
-    linked, before, expected = [], set[int](), dict[str, torch.Tensor]()
-
-    def restored(layout: str, meta: bool) -> dict[str, Any]:
-        objects = sharded_objects(layout, seed=2, meta=meta)
-        store.restore(objects)
-        found = models.gathered(objects["model"])
-        assert all(torch.equal(found[name], value) for name, value in expected.items())
-        return objects
-
-    for step, layout in enumerate(layouts):
-        with ms.Store(folder / "store") as store:
-            objects = restored(layout, meta=True) if step else sharded_objects(layout, seed=1)
-            if step == 2 and dist.get_rank() == 3:
-                with torch.no_grad():
-                    objects["model"].blocks[0].up.weight.to_local().view(-1)[-1].add_(1)
-            expected = models.gathered(objects["model"])
-            saved = store.save(step, objects, background=step == 3)
-            saved = saved.result() if isinstance(saved, PendingSave) else saved
-            assert saved is not None
-            files = {path.stat().st_ino: path for path in Path(saved.path).glob("model-*.safetensors")}
-            linked.append({name for inode in before & files.keys() for name in ms.open(files[inode])})
-            before = set(files)
-            if step == len(layouts) - 1:
-                restored(layout, meta=False)
-    return linked
-
-
-def test_tensors_are_linked_after_a_start(ranks: Ranks, tmp_path: Path) -> None:
-    names = set(models.plain("shard1").state_dict())
-    for found in ranks.values(saves_after_starts, tmp_path, ["shard1", "shard1", "shard1", "shard1", "hsdp"]):
-        assert found[:4] == [set(), names, set(), names]
-    assert set(ms.Store(tmp_path / "store").verify().values()) == {""}

@@ -16,10 +16,6 @@ import modelstate as ms
 from modelstate.objects import save as save_module
 
 
-class Marked(torch.Tensor):
-    """A tensor of a class."""
-
-
 def state_of(value: float) -> dict[str, Any]:
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), nn.BatchNorm1d(3))
     model[1].weight = model[0].weight
@@ -60,15 +56,6 @@ def test_changes_after_the_call_are_not_saved(tmp_path: Path) -> None:
     assert (
         "model.1.weight" in ms.open(path).aliases or path.stat().st_size == (tmp_path / "y.safetensors").stat().st_size
     )
-
-
-@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
-def test_tensors_that_are_not_plain_are_staged_by_torch(tmp_path: Path) -> None:
-    marked = torch.eye(3).as_subclass(Marked)
-    staged = ms.dcp.Writer(tmp_path / "x.safetensors").stage({"marked": marked, "plain": torch.ones(2)})
-    marked.fill_(7)
-    assert torch.equal(staged["marked"].as_subclass(torch.Tensor), torch.eye(3))
-    assert torch.equal(staged["plain"], torch.ones(2))
 
 
 def test_a_writer_imports_what_writes_when_it_writes() -> None:

@@ -31,7 +31,6 @@ from torch import nn
 from modelstate.arguments import TIMEOUT_SECONDS as TIMEOUT_SECONDS
 from modelstate.arguments import seconds_of
 from modelstate.distributed.connections import (
-    ANY_CALL,
     AbandonedError,
     Connections,
     connections_of,
@@ -71,20 +70,21 @@ _TAKES_RANKS = {
 
 
 @dataclass(slots=True)
-class _Turn:
-    """The call that this process is in, over the same ranks and channel. A call within it is part of it."""
+class _Order:
+    """The order of the calls of this process over the same ranks and channel. A call within a call is part of it."""
 
     lock: Any = field(default_factory=RLock)
-    """Held by the thread of the call: votes of two calls that overlap would be taken for one call."""
-    votes_before: int | None = None
-    """The votes of the connections before the call; None where there is no call."""
+    """Held by the thread of the call: collectives of two calls that overlap would be taken for one call."""
+    calls: int = 0
+    """The calls that have begun, which are as many on all ranks."""
+    is_in_call: bool = False
+    has_voted: bool = False
+    """Whether the ranks have compared in this call that they are in the same one."""
     has_failed: bool = False
     """Whether all ranks raise since the last phase began: a vote has failed, or the connections are lost."""
-    interrupt: str = ""
-    """Why the next call of this rank has ended before its turn; empty where it has not."""
 
 
-_turns: dict[tuple[tuple[int, ...], str], _Turn] = {}
+_orders: dict[tuple[tuple[int, ...], str], _Order] = {}
 """By ranks and channel."""
 
 
@@ -125,7 +125,7 @@ class Agreement:
         self.rank = dist.get_rank() if is_initialized else 0
         """The global rank of this process; 0 where there is no process group."""
         self._world: Callable[[], Any] = ref(dist.group.WORLD) if is_initialized else lambda: None
-        self._turn = _turns.setdefault((self.ranks, channel), _Turn())
+        self._order = _orders.setdefault((self.ranks, channel), _Order())
         self.seconds: dict[str, float] = {}
         """The time of each phase on this rank, without the time that it waited for others."""
 
@@ -154,7 +154,7 @@ class Agreement:
         return Agreement(self.ranks, self.timeout_seconds, call=self.call, channel=channel)
 
     @contextmanager
-    def held(self) -> Iterator[None]:
+    def collective(self) -> Iterator[None]:
         """The block of a call: all its phases. Calls in other threads, over the same ranks, wait for its end.
 
         The calls of several threads run in the same order on all ranks, or their digests differ. A phase outside of
@@ -167,14 +167,14 @@ class Agreement:
         if not self.is_collective:
             yield
             return
-        turn = self._turn
-        with self._own_turn():
-            is_outermost = turn.votes_before is None
+        order = self._order
+        with order.lock:
+            is_outermost = not order.is_in_call
             try:
                 if is_outermost:
-                    drop_abandoned(self._world(), self.ranks, self._channel)
-                    connections = self._connections
-                    turn.votes_before, turn.has_failed = 0 if connections is None else connections.votes, False
+                    order.calls += 1
+                    drop_abandoned(self._world(), self.ranks, self._channel, order.calls)
+                    order.is_in_call, order.has_voted, order.has_failed = True, False, False
                 yield
             except BaseException as error:
                 if not isinstance(error, ModelStateError) or isinstance(error, ModelBusyError):
@@ -182,40 +182,10 @@ class Agreement:
                 raise
             finally:
                 if is_outermost:
-                    turn.votes_before = None
+                    order.is_in_call = False
 
     @contextmanager
-    def _own_turn(self) -> Iterator[None]:
-        """The block in which no other thread of this process is in a call over the same ranks and channel."""
-        turn = self._turn
-        try:
-            turn.lock.acquire()
-        except BaseException as error:  # an interrupt in the wait for another thread
-            turn.interrupt = json.dumps([self.rank, report_of(error)])
-            self._end_interrupted_call()
-            raise
-        try:
-            yield
-        finally:
-            turn.lock.release()
-            self._end_interrupted_call()
-
-    def _end_interrupted_call(self) -> None:
-        """Ends the call of a thread that was interrupted before its turn: the other ranks wait for it no longer.
-
-        Where another thread has its turn, it does so at the end of its call.
-        """
-        turn = self._turn
-        if turn.interrupt and turn.lock.acquire(blocking=False):
-            try:
-                if turn.votes_before is None:
-                    reason, turn.interrupt = turn.interrupt, ""
-                    self._close(reason)
-            finally:
-                turn.lock.release()
-
-    @contextmanager
-    def meeting(self) -> Iterator[None]:
+    def barrier(self) -> Iterator[None]:
         """The part of a phase in which ranks wait for each other: where it raises, they wait for this one no longer."""
         try:
             yield
@@ -250,8 +220,8 @@ class Agreement:
     def _vote(self, phase: _Phase, digests: Callable[[], Sequence[Digest]] | None) -> Iterator[None]:
         own: Sequence[Digest] = ()
         started = time.perf_counter()
-        with self.held():
-            self._turn.has_failed = False
+        with self.collective():
+            self._order.has_failed = False
             try:
                 # Before the block, so that the death of a rank within the block shows at once.
                 connections_of(self._world(), self.ranks, self.timeout_seconds, self._channel)
@@ -277,7 +247,7 @@ class Agreement:
     @contextmanager
     def before(self, name: str) -> Iterator[None]:
         """A block before the phase of this name, where the other ranks wait: an error is an error on all of them."""
-        with self.held():
+        with self.collective():
             try:
                 yield
             except Exception:  # also one of torch, such as for a lack of memory
@@ -413,10 +383,10 @@ class Agreement:
             return function()
 
         def compare(connections: Connections) -> None:
-            if connections.votes == self._turn.votes_before and self._phase is not None:
+            if not self._order.has_voted and self._phase is not None:
                 self._compare(connections, self._phase)
 
-        with self.meeting():
+        with self.barrier():
             self._use_connections(self.ranks, compare)
         data, error = b"null", None
         if self.is_first:
@@ -424,7 +394,7 @@ class Agreement:
                 data = json.dumps(function()).encode()
             except Exception as raised:  # the other ranks wait
                 error = raised
-        with self.meeting():
+        with self.barrier():
             length = torch.tensor([len(data)], device="cpu")
             self.broadcast(length, self.ranks, self.ranks[0])
             text = byte_tensor(data if self.is_first else bytes(int(length)))
@@ -460,7 +430,7 @@ class Agreement:
 
     def _use_connections(self, ranks: tuple[int, ...], use: Callable[[Connections], _R], name: str = "") -> _R:
         """Returns what `use` returns for the connections. `name` is for an error, where this rank is in no phase."""
-        with self.held():
+        with self.collective():
             try:
                 of_all = connections_of(self._world(), self.ranks, self.timeout_seconds, self._channel)
                 return use(of_all.of(ranks, self.timeout_seconds))
@@ -476,23 +446,19 @@ class Agreement:
 
         Does nothing where they raise already, and where there are none.
         """
-        if self.is_collective and not self._turn.has_failed:
-            self._close(json.dumps([self.rank, report_of(error)]), self._turn.votes_before)
+        if self.is_collective and not self._order.has_failed:
+            self._close(json.dumps([self.rank, report_of(error)]))
 
-    def _close(self, reason: str = "", votes: int | None = None) -> None:
-        """Closes the connections, and has the next call make new ones. Ranks that come later find the reason."""
+    def _close(self, reason: str = "") -> None:
+        """Closes the connections, and has the next call make new ones. The other ranks find the reason."""
         connections = made_connections(self._world()).pop((self.ranks, self._channel), None)
-        if connections is None and reason and not self._is_destroyed:
-            with suppress(Exception):  # another rank has ended the call already
-                connections = Connections(self.ranks, self._channel)
         if connections is not None:
-            connections.abandon(reason, connections.votes if votes is None else votes)
-        turn = self._turn
-        turn.has_failed, turn.votes_before = True, None if turn.votes_before is None else 0  # of the next connections
+            connections.abandon(f"{self._order.calls} {reason}" if reason else "")
+        self._order.has_failed = True
 
     def _end(self, phase: "_Phase", error: BaseException | None, own: Sequence[Digest]) -> None:
         """Votes. Returns where all ranks have ended the phase, and where `error` says it all."""
-        if error is not None and self._turn.has_failed:
+        if error is not None and self._order.has_failed:
             return  # it says why all ranks raise already
         reports: list[Report] = []
         lost: Exception | None = None
@@ -520,7 +486,7 @@ class Agreement:
                 raise lost_rank from lost
             error.add_note(f"{lost_rank.what}: {lost_rank.found}")
         elif reports:
-            self._turn.has_failed = True
+            self._order.has_failed = True
             self._raise(phase, error, dict(zip(self.ranks, reports, strict=True)))
 
     def _reports(
@@ -538,6 +504,7 @@ class Agreement:
         numbers += (sign * digest.number for digest in digests if error is None for sign in (1, -1))
         numbers += [0] * (_NUMBERS - len(numbers))
         failed, longest_report, longest, *pairs = connections.maximum(numbers, self.timeout_seconds)
+        self._order.has_voted = True
         reports: list[Report] = []
         if failed or any(high != -low for high, low in zip(pairs[::2], pairs[1::2], strict=True)):
             gathered = connections.gathered(report, longest_report, self.timeout_seconds)
@@ -552,7 +519,7 @@ class Agreement:
         """
         reports, longest = self._reports(connections, phase, None, (), length)
         if reports:
-            self._turn.has_failed = True
+            self._order.has_failed = True
             self._raise(phase, None, dict(zip(self.ranks, reports, strict=True)))
         return longest
 
@@ -594,10 +561,8 @@ class Agreement:
                 remedy="see the log of the rank that is missing"
                 + (f"; if it needs more time: {takes_ranks}(timeout_seconds=)" if takes_ranks else ""),
             )
-        if connections is None or isinstance(cause, AbandonedError | TimeoutError):
-            self._close()
-        else:
-            self._close(json.dumps([self.rank, report_of(error)]), ANY_CALL)  # a rank is gone for all calls
+        is_reported = connections is None or isinstance(cause, AbandonedError | TimeoutError)
+        self._close("" if is_reported else json.dumps([self.rank, report_of(error)]))
         return error
 
     def _raise(self, phase: "_Phase", error: BaseException | None, reports: Mapping[int, Report]) -> None:

@@ -13,7 +13,6 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from functools import lru_cache
 from hashlib import blake2b
-from itertools import takewhile
 from typing import Any
 from uuid import uuid4
 from weakref import WeakKeyDictionary, ref
@@ -32,8 +31,6 @@ from modelstate.torch_compat.sharding import (
     gloo_group,
 )
 
-ANY_CALL = -1
-"""In the place of the votes before a call: whichever a rank begins."""
 CONNECT_SECONDS = 60.0
 """How long ranks that have met may take to connect, and a second more for each of them."""
 
@@ -58,9 +55,6 @@ class Connections:
         ranks: The ranks.
         channel: The name of the connections. Two threads need different ones.
         of_all: The connections of all ranks of a call, for those of some of them, which end with them.
-
-    Raises:
-        AbandonedError: Another rank has ended the call before this one began it.
     """
 
     def __init__(self, ranks: tuple[int, ...], channel: str, of_all: "Connections | None" = None) -> None:
@@ -72,8 +66,6 @@ class Connections:
         self._of_some: dict[tuple[int, ...], Connections] = {}
         self._group: Any = None
         self._decisions = 0
-        self.votes = 0
-        """The calls of `maximum` that have succeeded, which are as many on all ranks."""
         self._generation = self._enter()
 
     def connect(self, timeout_seconds: float) -> None:
@@ -92,13 +84,9 @@ class Connections:
         timeout_seconds = min(timeout_seconds, CONNECT_SECONDS + size)
         self._group = gloo_group(store, self._ranks.index(dist.get_rank()), size, timeout_seconds)
         self.maximum([0], timeout_seconds)  # all ranks are connected to each other when it returns
-        self.votes = 0
 
     def _enter(self) -> int:
         """Returns the number of connections that these ranks have abandoned, which the store keeps for late ranks.
-
-        A call that another rank has ended before this one has come is the one that this rank begins now; of several
-        such calls, it is the first.
 
         A store can be older than the process group: a mesh of an earlier group keeps it alive. Connections that this
         rank has entered before are those of an earlier group, and are abandoned.
@@ -106,14 +94,6 @@ class Connections:
         own, here = uuid4().hex, f"here/{dist.get_rank()}"
         while True:
             generation = int(self._compare_set("generation", "", "0"))
-            without = takewhile(
-                lambda earlier: not self._store.check([f"{self._key}/{earlier}/{here}"]), range(generation - 1, -1, -1)
-            )
-            ended = [(earlier, found[1]) for earlier in without if (found := self._reason_of(earlier)) is not None]
-            if ended:
-                first, reason = ended[-1]
-                self._compare_set(f"{first}/{here}", "", own)
-                raise AbandonedError("another rank has ended the call before this one began it", reason)
             if self._compare_set(f"{generation}/{here}", "", own) == own:
                 return generation
             self._compare_set("generation", str(generation), str(generation + 1))
@@ -154,7 +134,6 @@ class Connections:
         """Returns the largest of the numbers of all ranks, for each place. Raises what torch raises."""
         tensor = torch.tensor(numbers, dtype=torch.int64, device="cpu")
         all_reduce_maximum(self._group, tensor, timeout_seconds, self.is_abandoned)
-        self.votes += 1
         return [int(number) for number in tensor.tolist()]
 
     def gathered(self, text: bytes, longest: int, timeout_seconds: float) -> list[bytes]:
@@ -190,17 +169,16 @@ class Connections:
             return self._compare_set(key, "", proposal) == "commit"
         return commit
 
-    def abandon(self, reason: str = "", votes: int = ANY_CALL) -> None:
-        """Closes the connections, so that ranks which wait for this one end, and has the next load make new ones.
+    def abandon(self, reason: str = "") -> None:
+        """Closes the connections, and has the next call make new ones.
 
-        The other ranks find the reason of the first rank that gives one, with the votes before the call that it ends:
-        `ANY_CALL` where the reason ends the next call, too, of a rank that has ended this one.
+        Ranks that wait for this one find the reason, which begins with the number of the call.
         """
         generation = str(self._generation)
         with suppress(Exception):  # the rank that has the store may be gone
             # A rank that only waited for too long has abandoned them first: then the ranks that it missed may come yet.
             if reason and self._compare_set("generation", "", "0") == generation:
-                self._compare_set(f"{generation}/reason", "", f"{votes} {reason}")
+                self._compare_set(f"{generation}/reason", "", reason)
             self._compare_set("generation", generation, str(self._generation + 1))
         for connections in self._of_some.values():
             connections.abandon()
@@ -209,10 +187,22 @@ class Connections:
 
     def reason(self) -> str:
         """Returns why another rank has abandoned the connections of all ranks; empty if it does not say."""
+        return self._reason()[1]
+
+    def ends_call(self, call: int) -> bool:
+        """Whether another rank has abandoned the connections in the call of this number, and has said why."""
+        return self._reason()[0] == str(call)
+
+    def _reason(self) -> tuple[str, str]:
+        """Returns the number of the call in which a rank has abandoned the connections, and why."""
         if self._of_all is not None:
-            return self._of_all.reason()
-        found = self._reason_of(self._generation)
-        return "" if found is None else found[1]
+            return self._of_all._reason()
+        key = f"{self._key}/{self._generation}/reason"
+        with suppress(Exception):
+            if self._store.check([key]):
+                call, _, reason = self._store.get(key).decode().partition(" ")
+                return call, reason
+        return "", ""
 
     def is_abandoned(self) -> bool:
         """Whether another rank has abandoned these connections, or those of all ranks. Asks the store.
@@ -224,23 +214,6 @@ class Connections:
         if self._compare_set("generation", "", "0") != str(self._generation):
             return True
         return self._of_all is not None and self._of_all.is_abandoned()
-
-    def ends_next_call(self) -> bool:
-        """Whether another rank has abandoned the connections for a reason that ends the call that this one begins.
-
-        Where this rank has voted in the call that the other one has ended, it has ended that call, too.
-        """
-        reason = self._reason_of(self._generation)
-        return reason is not None and reason[0] in (self.votes, ANY_CALL)
-
-    def _reason_of(self, generation: int) -> tuple[int, str] | None:
-        """Returns the votes before the call that a rank has ended, and why; None if no rank has said so."""
-        key = f"{self._key}/{generation}/reason"
-        with suppress(Exception):
-            if self._store.check([key]):
-                votes, _, reason = self._store.get(key).decode().partition(" ")
-                return int(votes), reason
-        return None
 
     def _compare_set(self, key: str, expected: str, desired: str) -> str:
         found: bytes = self._store.compare_set(f"{self._key}/{key}", expected, desired)
@@ -291,15 +264,15 @@ def connections_of(world: Any, ranks: tuple[int, ...], timeout_seconds: float, c
     return connections
 
 
-def drop_abandoned(world: Any, ranks: tuple[int, ...], channel: str) -> None:
+def drop_abandoned(world: Any, ranks: tuple[int, ...], channel: str, call: int) -> None:
     """Forgets the connections that another rank has abandoned when this one did not take part, before a call.
 
-    They are kept where it has said why, and that ends the call that this rank begins now: its first vote raises it.
+    They are kept where it has abandoned them in the call of this number: the first vote raises its error.
     """
     made = made_connections(world)
     connections = made.get((ranks, channel))
     with suppress(Exception):  # the rank that has the store may be gone: the first vote raises it
-        if connections is not None and connections.is_abandoned() and not connections.ends_next_call():
+        if connections is not None and connections.is_abandoned() and not connections.ends_call(call):
             del made[ranks, channel]
 
 

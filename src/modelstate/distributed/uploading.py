@@ -20,7 +20,6 @@ import xxhash
 from modelstate.distributed.agreement import Agreement
 from modelstate.distributed.parts import Mesh, Part, replicated
 from modelstate.distributed.writing import (
-    COMPARING,
     CREATING,
     FINISHING,
     ROUND_BYTES,
@@ -33,7 +32,7 @@ from modelstate.distributed.writing import (
 from modelstate.errors import ModelStateError
 from modelstate.formats.block_writer import LazyTensor
 from modelstate.formats.manifest import BLOCK_BYTES, HEX
-from modelstate.formats.safetensors import Layout, Tensors, Written, finished_header
+from modelstate.formats.safetensors import Layout, Written, finished_header
 from modelstate.formats.sharded import Kind, balanced
 from modelstate.formats.uploading import upload_object
 from modelstate.io.atomic import write_errors
@@ -94,27 +93,12 @@ class CollectiveUploader(CollectiveWriter):
             uploads.discard()
             raise
         with agreement.phase(FINISHING, decides=True), write_errors(self._path):
-            with agreement.meeting():
+            with agreement.barrier():
                 hashes = self._collected(layouts, owned, uploads)
             return [finished_header(*of_object)[1] for of_object in zip(layouts, hashes, strict=False)]
 
     def upload_object(self, location: Location, planned: Layout, *, overwrite: bool) -> Written:
         return upload_object(location, planned, overwrite=overwrite)
-
-    def digests(
-        self, tensors: Mapping[str, Tensors], compared: Callable[[], Mapping[str, object]]
-    ) -> dict[str, list[str]]:
-        layouts = [Layout([item], lambda _: {}, 0) for of_object in tensors.values() for item in of_object]
-        meshes, _ = self._planned(layouts, compared, COMPARING, list)
-        owned = self._owned([planned.nbytes for planned in layouts])
-        hashed = _Objects({number: layouts[number] for number in owned[self._agreement.rank]})
-        with self._agreement.phase(COMPARING):
-            self._transfer(layouts, owned, meshes, hashed)
-        with self._agreement.phase(COMPARING), self._agreement.meeting():
-            found = chain.from_iterable(self._collected(layouts, owned, hashed))
-            if not self._agreement.is_first:
-                return {}
-            return {path: [next(found) for _ in of_object] for path, of_object in tensors.items()}
 
     def _owned(self, sizes: Sequence[int]) -> dict[int, list[int]]:
         """Returns for each rank the numbers of the objects that it uploads: of the largest ones first, one each."""
@@ -141,7 +125,7 @@ class CollectiveUploader(CollectiveWriter):
         try:
             rounds = self._rounds_of_all(layouts, owned, meshes)
             while True:
-                with self._agreement.meeting():
+                with self._agreement.barrier():
                     pieces = next(rounds, None)
                     if pieces is None:
                         break
@@ -235,10 +219,10 @@ class _Objects:
 
     Args:
         layouts: What each of them holds, by its number.
-        urls: The URLs by these numbers. Without any, nothing is uploaded, and only the digests are computed.
+        urls: The URLs by these numbers.
     """
 
-    def __init__(self, layouts: Mapping[int, Layout], urls: Sequence[str] = ()) -> None:
+    def __init__(self, layouts: Mapping[int, Layout], urls: Sequence[str]) -> None:
         self.hashes = {number: [""] * len(planned.tensors) for number, planned in layouts.items()}
         """The digests of the tensors of each object."""
         self._layouts, self._urls = layouts, urls
@@ -256,8 +240,8 @@ class _Objects:
             self._next(next(self._remaining))
         values = in_a_row(values if isinstance(values, torch.Tensor) else values.make(0, values.numel()))
         data = memory_at(values.data_ptr(), piece.nbytes)
-        if self._output is not None:
-            self._output.append(data)
+        assert self._output is not None
+        self._output.append(data)
         while data:
             block = data[: BLOCK_BYTES - self._hashed_bytes]
             self._hash.update(block)
@@ -279,12 +263,11 @@ class _Objects:
         """Ends the object, and begins another one."""
         self._end()
         self._number = number
-        if self._urls:
-            planned, url = self._layouts[number], self._urls[number]
-            self._begun.append(url)
-            self._object = new_object(locate(url), planned.nbytes, overwrite=True)
-            self._output = self._object.__enter__()
-            self._output.append(finished_header(planned, [""] * len(planned.tensors))[0])
+        planned, url = self._layouts[number], self._urls[number]
+        self._begun.append(url)
+        self._object = new_object(locate(url), planned.nbytes, overwrite=True)
+        self._output = self._object.__enter__()
+        self._output.append(finished_header(planned, [""] * len(planned.tensors))[0])
 
     def _end(self) -> None:
         ended, self._object, self._output = self._object, None, None

@@ -27,7 +27,7 @@ from modelstate.distributed.shards import shard_of
 from modelstate.errors import RanksDifferError
 from modelstate.formats.block_writer import LazyTensor, Uncached, past_page_cache, write_blocks
 from modelstate.formats.manifest import BLOCK_BYTES, HEX
-from modelstate.formats.safetensors import Layout, Tensors, Written, write_header
+from modelstate.formats.safetensors import Layout, Written, write_header
 from modelstate.formats.writing import Files, Outputs
 from modelstate.io import system
 from modelstate.io.atomic import Output, write_errors
@@ -51,7 +51,6 @@ ROUND_BYTES = 16 << 20
 
 PLANNING, CREATING, OPENING = "planning", "creating the files", "opening the files"
 WRITING, FINISHING, COMMIT = "writing", "writing the headers", "the commit"
-COMPARING = "comparing tensors with the last checkpoint"
 """The phases of a save. Each ends with a vote of all ranks."""
 
 _SHOWN = 40
@@ -173,29 +172,6 @@ class CollectiveWriter:
             hashes = self._write(layouts, paths, files)
         with agreement.phase(FINISHING, decides=True), write_errors(self._path):
             return self._finish(layouts, paths, files, hashes)
-
-    def digests(
-        self, tensors: Mapping[str, Tensors], compared: Callable[[], Mapping[str, object]]
-    ) -> dict[str, list[str]]:
-        """Computes the digests that `write` would compute, and writes nothing.
-
-        Args:
-            tensors: The tensors of each object.
-            compared: As in `write`.
-
-        Returns:
-            The digests of the tensors of each object; in the other processes than the first one nothing.
-
-        Raises:
-            RanksDifferError: The ranks have different states or arguments.
-            RankLostError: A rank did not take part in time.
-        """
-        layouts = [Layout(of_object, lambda _: {}, 0) for of_object in tensors.values()]
-        files = self._pieces(layouts, self._planned(layouts, compared, COMPARING, list)[0])
-        with self._agreement.phase(COMPARING):
-            hashes = self._write(layouts, [""] * len(layouts), files)
-        with self._agreement.phase(COMPARING), self._agreement.meeting():
-            return dict(zip(tensors, self._gathered(layouts, files, hashes), strict=False))
 
     def commit(self, put: Callable[[], Files]) -> Files:
         """Returns on all ranks what `put` returns, which the first rank calls."""
@@ -341,13 +317,13 @@ class CollectiveWriter:
         return names
 
     def _write(self, layouts: Sequence[Layout], paths: Sequence[str], files: list[list[Piece]]) -> list[str]:
-        """Writes the pieces of this rank; with empty paths only computes their digests, which it returns.
+        """Writes the pieces of this rank, and returns their digests.
 
         Takes part in all exchanges, also after an error.
         """
         hashes: list[str] = []
         failed: BaseException | None = None
-        with self._agreement.meeting():
+        with self._agreement.barrier():
             for planned, path, pieces in zip(layouts, paths, files, strict=True):
                 own = [piece for piece in pieces if piece.rank == self._agreement.rank]
                 file = _RankFile(path, planned.nbytes)
@@ -417,7 +393,7 @@ class CollectiveWriter:
     ) -> Sequence[Written]:
         """Sends the digests to the first rank, which writes the headers."""
         written = []
-        with self._agreement.meeting():
+        with self._agreement.barrier():
             of_files = self._gathered(layouts, files, hashes)
         for planned, path, of_tensors in zip(layouts, paths, of_files, strict=False):
             with _opened(path) as output:
@@ -460,10 +436,7 @@ class CollectiveWriter:
 
 
 class _RankFile:
-    """A file that this rank writes a part of. It is opened when there is something to write.
-
-    Without a path nothing is written, and only the digests are computed.
-    """
+    """A file that this rank writes a part of. It is opened when there is something to write."""
 
     def __init__(self, path: str, nbytes: int) -> None:
         self._path, self._nbytes = path, nbytes
@@ -475,7 +448,7 @@ class _RankFile:
         """Writes tensors, each at an offset. Returns their digests."""
         if not chunk:
             return []
-        if self._path and self._output is None:
+        if self._output is None:
             self._output = self._opened.enter_context(_opened(self._path))
             self._file = self._opened.enter_context(past_page_cache(self._output, self._nbytes))
         return write_blocks(self._file, [at for at, _ in chunk], [tensor for _, tensor in chunk])

@@ -10,22 +10,17 @@ A step of training waits for what is imported here: `Writer` imports what writes
 """
 
 import os
-from collections.abc import Mapping
-from copy import deepcopy
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
-from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
 from modelstate.arguments import TIMEOUT_SECONDS
 from modelstate.errors import OptionError, ProcessGroupError
-from modelstate.io.staging import StagingBuffer
 
 if TYPE_CHECKING:
     from modelstate.integrations.dcp_reader import Reader as Reader
@@ -121,7 +116,7 @@ class Writer(StorageWriter):
         agreement = agreement_of((), group, self._timeout_seconds, "dcp.save")
         if agreement.is_collective:  # the thread of dcp.async_save votes while the program may save or load
             agreement = agreement.on_channel("dcp.save")
-        with agreement.held():
+        with agreement.collective():
             with agreement.phase("planning"):
                 state = state_of(planner)
             if group is not None:
@@ -133,56 +128,6 @@ class Writer(StorageWriter):
         done: Future[list[WriteResult]] = Future()
         done.set_result([])
         return done
-
-    # The methods of an `AsyncStager`, for `dcp.async_save`.
-
-    _synchronize_after_execute = False
-
-    @property
-    def should_synchronize_after_execute(self) -> bool:
-        """Always false: `stage` has copied everything when it returns."""
-        return False
-
-    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Returns a copy of a state dict in CPU memory, made by several threads. Tied tensors stay tied."""
-        found: dict[int, torch.Tensor] = {}
-        stack: list[object] = [state_dict]
-        while stack:
-            value = stack.pop()
-            if isinstance(value, torch.Tensor):
-                found[id(value)] = value
-            elif isinstance(value, Mapping):
-                stack += value.values()
-            elif isinstance(value, list | tuple):
-                stack += value
-        if not all(map(_is_plain, found.values())):
-            staged: dict[str, Any] = _staged_by_torch(state_dict)
-            return staged
-        views: dict[object, torch.Tensor] = {}
-        keys: dict[int, object] = {}
-        for number, tensor in found.items():
-            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-            storage = local.untyped_storage()
-            view = storage.data_ptr(), local.storage_offset(), local.shape, local.stride(), local.dtype, local.device
-            keys[number] = view if local.numel() else number
-            views.setdefault(keys[number], local.detach())
-        copies = dict(zip(views, StagingBuffer().copies(views.values()), strict=True))
-        memo: dict[int, Any] = {}
-        for number, tensor in found.items():
-            copy = copies[keys[number]]
-            if isinstance(tensor, DTensor):
-                mesh, placements = tensor.device_mesh, tensor.placements
-                layout: Any = {"run_check": False, "shape": tensor.shape, "stride": tensor.stride()}
-                memo[number] = DTensor.from_local(copy, mesh, placements, **layout)
-            else:
-                memo[number] = copy
-        return deepcopy(state_dict, memo)
-
-    def synchronize_staging(self) -> None:
-        """Does nothing: `stage` has copied everything when it returns."""
-
-    def close(self) -> None:
-        """Does nothing: the copy is released when it has been written."""
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Does nothing: `write_data` has committed."""
@@ -203,21 +148,3 @@ class Writer(StorageWriter):
         with write_errors(path):
             make_directory(path)
         return os.path.join(path, "model.safetensors")
-
-
-def _is_plain(tensor: torch.Tensor) -> bool:
-    """Whether a tensor, or the local tensor of a DTensor, is an array of elements."""
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    is_array = local.layout is torch.strided and not (local.is_meta or local.is_quantized or local.is_nested)
-    return type(local) in (torch.Tensor, torch.nn.Parameter) and is_array and not (local.is_conj() or local.is_neg())
-
-
-def _staged_by_torch(state_dict: dict[str, Any]) -> Any:
-    """Returns the copy that `dcp.async_save` makes for other writers."""
-    from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
-
-    stager = DefaultStager(StagingOptions(False, False, False, False))
-    try:
-        return stager.stage(state_dict)
-    finally:
-        stager.close()

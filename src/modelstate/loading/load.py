@@ -338,7 +338,7 @@ def load(
     # A transform is the user's code. It may create reference cycles of tensors, which must be collected in time.
     paused_gc = gc_paused if chosen.transform is None else nullcontext[None]
     if not background:
-        votes = nullcontext() if agreement is None else agreement.held()
+        votes = nullcontext() if agreement is None else agreement.collective()
         # The votes first, as in every call: two threads that took these locks in two orders would wait for each other.
         with votes, exclusive(model), paused_gc(), Transaction(model) as transaction:
             return _execute(transaction, source, options, load_options)
@@ -427,7 +427,7 @@ def load_then(
     load_options = _LoadOptions(
         *(tuple(optimizers), verify, progress, max_memory_bytes, None, agreement), time.perf_counter()
     )
-    with nullcontext() if agreement is None else agreement.held(), gc_paused():
+    with nullcontext() if agreement is None else agreement.collective(), gc_paused():
         return _execute(
             *(transaction, checkpoint, options, load_options),
             then=then,
@@ -518,7 +518,7 @@ def _execute(
                 notes += staged.hand_over(staging, assignments)
             stage(staging, to_stage, advance)
         if agreement is not None and staging.shared:
-            with phase(SHARING), agreement.meeting():
+            with phase(SHARING), agreement.barrier():
                 broadcast(staging.shared, agreement)
         effect = "values that are read in place are overwritten" if staging.options.in_place else NOTHING_CHANGED
         with phase(LAST_CHECKS, decides=True, effect=effect):

@@ -186,7 +186,7 @@ def load_optimizer_state(
     given_model = model if isinstance(model, nn.Module) else ()
     agreement = agreement_of(given_model, process_group, timeout_seconds, "modelstate.load_optimizer_state")
     text = f"state of {type(optimizer).__name__}"
-    with agreement.held():
+    with agreement.collective():
         with agreement.phase("planning", lambda: [Digest.of("the states and options", text, described(given))]):
             model = check_model(model)
             patterns = patterns_of("keep_options", keep_options)

@@ -388,7 +388,7 @@ def restore_objects(
         restoring.note_used_patterns()
     models = ModuleContainer({path: targets[path].obj for path in checkpoints})
     try:
-        with agreement.held(), exclusive(models), Transaction(models) as transaction:
+        with agreement.collective(), exclusive(models), Transaction(models) as transaction:
             register_undo(restoring.targets, transaction)
             report = load_then(
                 transaction,

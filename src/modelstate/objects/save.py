@@ -139,7 +139,7 @@ def save_with(
         to_write = streamed(state) if isinstance(state, Checkpoint) else StateToWrite(_tree_of(state))
     if not agreement.ranks:
         return write_state(to_write, where, begin, options)
-    with agreement.held():
+    with agreement.collective():
         return write_state(to_write, where, begin, replace(options, progress=False), writer_of(agreement, where))
 
 

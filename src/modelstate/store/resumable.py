@@ -419,7 +419,7 @@ def resumable(
             earlier._saver.collect()
             earlier.store.close()
     options = steps, save_every, background, deadline is not None
-    with agreement.held():
+    with agreement.collective():
         with agreement.phase("beginning", lambda: [Digest.of("the arguments", f"{steps=}, {save_every=}", options)]):
             pass
         has_steps = agreement.decided("looking for the latest step", lambda: bool(store.infos()))

@@ -355,7 +355,7 @@ class NewStep:
             return path, written_bytes, sum(of_object.linked_bytes for of_object in of_objects), seconds, pruned
 
         try:
-            with agreement.held():
+            with agreement.collective():
                 with agreement.phase(f"writing step {record.step}"):
                     if agreement.is_first:
                         self._write(check)
@@ -409,14 +409,6 @@ class NewStep:
         """The files that are being written, on the first rank."""
         assert self._new is not None
         return self._new
-
-    def linkable(self) -> "dict[str, Linkable]":
-        """Returns what can be linked of the last checkpoint, for the objects that several ranks write."""
-        found = {}
-        for path, encoded in self._objects.items():
-            if encoded.is_spread and (linkable := _linkable(self._before.get(path), self._files_before, self._index)):
-                found[path] = linkable
-        return found
 
     def link(self, file: SpreadFile) -> bool:
         """Links a file of the last checkpoint, where it is there as it was written. Returns whether it did."""

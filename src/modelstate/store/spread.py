@@ -1,14 +1,14 @@
 """Writes the tensors of a checkpoint that are spread over several ranks, or finds them in the last one."""
 
 import os
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from modelstate.distributed.agreement import Agreement
 from modelstate.distributed.connections import number_of
 from modelstate.distributed.uploading import CollectiveUploader
-from modelstate.distributed.writing import COMPARING, CollectiveWriter, ShardedTensor
+from modelstate.distributed.writing import CollectiveWriter, ShardedTensor
 from modelstate.formats.block_writer import write_blocks
 from modelstate.formats.manifest import digest
 from modelstate.formats.safetensors import Layout, layout, parts_of
@@ -17,7 +17,6 @@ from modelstate.io.atomic import Output, new_file
 from modelstate.store.saving import (
     EncodedObject,
     Key,
-    Linkable,
     NewStep,
     Split,
     SpreadFile,
@@ -34,10 +33,8 @@ class SpreadWriter:
     A file is not written again where no rank's part of its tensors has changed since the last checkpoint: the first
     rank links it. Other tensors that have not changed go into files of their own.
 
-    Each rank knows the digests of what it held in the last save of this process. In the first save the first rank has
-    those of the last checkpoint, by the parts that ranks have written. The ranks compute the digests of the same parts,
-    for which short rows are exchanged. On another number of ranks or in another layout the parts are other ones, and
-    the tensors are written.
+    Each rank knows the digests of what it held in the last save of this process. The first save of a process writes all
+    tensors.
     """
 
     def __init__(self) -> None:
@@ -84,22 +81,14 @@ class SpreadWriter:
 
         with writer.planning():
             parts = {key: part for path, encoded in objects.items() for key, part in _parts(path, encoded)}
-        last, unchanged = self._files, self._unchanged(parts, agreement, new)
-        if unchanged is None:
-            last, unchanged = _compared_with_the_disk(objects, agreement, writer, new, compared)
-        linked = [replace(file, is_new=False) for file in last if file.keys <= unchanged]
+        unchanged = self._unchanged(parts, agreement, new)
+        linked = [replace(file, is_new=False) for file in self._files if file.keys <= unchanged]
         in_links = {key for file in linked for key in file.keys}
-        saved = {file.key for file in last}
         with writer.planning():
             for path, encoded in objects.items():
                 tensors = encoded.state.tensors
                 rest = {name: tensor for name, tensor in tensors.items() if (path, name) not in in_links}
-                constant = encoded.frozen
-                if path in saved:
-                    same = {name for name in rest if (path, name) in unchanged}
-                    # Nothing is the same as in a checkpoint of another layout. What is frozen still gets files of its
-                    # own, which the next save links.
-                    constant = same if last is self._files else same | constant
+                constant = {name for name in rest if (path, name) in unchanged} if unchanged else encoded.frozen
                 for group in groups(rest, constant, split):
                     with size_errors(path):
                         layouts.append(layout(group, lambda _: SHARD_METADATA))
@@ -135,81 +124,16 @@ class SpreadWriter:
         self._save = os.path.basename(directory)
         return of_all
 
-    def _unchanged(self, parts: Mapping[Key, object], agreement: Agreement, new: NewStep | None) -> Set[Key] | None:
-        """Returns the tensors that no rank has changed; None where the ranks have no last save in common."""
+    def _unchanged(self, parts: Mapping[Key, object], agreement: Agreement, new: NewStep | None) -> set[Key]:
+        """Returns the tensors that no rank has changed; none where the ranks have no last save in common."""
         same = {key for key, part in parts.items() if self._parts.get(key) == part}
-        same -= _not_linked(self._files, same, new)
-        save = number_of([self._save])
-        numbers = [save, -save, *(key not in same for key in parts)]
-        reduced = agreement.maximum(COMPARING, numbers)
-        if not self._save or not reduced or reduced[0] != -reduced[1]:
-            return None
-        return {key for key, is_changed in zip(parts, reduced[2:], strict=True) if not is_changed}
-
-
-def _not_linked(files: Iterable[SpreadFile], same: Set[Key], new: NewStep | None) -> set[Key]:
-    """Links the files whose tensors are all the same, on the first rank. Returns the tensors for which it could not."""
-    return {key for file in files if new is not None and file.keys <= same and not new.link(file) for key in file.keys}
-
-
-def _compared_with_the_disk(
-    objects: Mapping[str, EncodedObject],
-    agreement: Agreement,
-    writer: CollectiveWriter,
-    new: NewStep | None,
-    compared: Callable[[], Mapping[str, object]],
-) -> tuple[Sequence[SpreadFile], Set[Key]]:
-    """Returns the files of the last checkpoint, and tensors of them that are the same now: a call of all ranks.
-
-    First the smallest tensor of each file is compared: where training has changed all of them, the others need not be.
-    """
-    linkable: dict[str, Linkable] = {}
-    files: list[SpreadFile] = []
-
-    def smallest(file: SpreadFile) -> str:
-        tensors = objects[file.key].state.tensors
-        return min(file.tensors, key=lambda name: tensors[name].nbytes)
-
-    def look() -> list[Key]:
         if new is not None:
-            linkable.update(new.linkable())
-        for key, before in linkable.items():
-            tensors = objects[key].state.tensors
-            for path, names in before.files.items():
-                if all(name in tensors and before.is_alike(name, tensors[name]) for name in names):
-                    digests = {name: before.digests.get(name, "") for name in names}
-                    nbytes = before.records[path].nbytes
-                    files.append(SpreadFile(key, names, nbytes, name=os.path.basename(path), digests=digests))
-        return [(file.key, smallest(file)) for file in files]
-
-    def same(keys: Sequence[Sequence[str]]) -> set[Key]:
-        """Returns the tensors among `keys` that are the same; on the first rank only."""
-        chosen = {(path, name) for path, name in keys}
-        with writer.planning():
-            tensors = {
-                path: [item for item in encoded.state.tensors.items() if (path, item[0]) in chosen]
-                for path, encoded in objects.items()
-            }
-        found = set[Key]()
-        for path, hashes in writer.digests(tensors, compared).items() if chosen else ():
-            digests = {name: value for (name, _), value in zip(tensors[path], hashes, strict=True)}
-            if path in linkable:
-                found |= {(path, name) for name in linkable[path].unchanged(digests)}
-        return found
-
-    probes = same(agreement.decided(COMPARING, look))
-    keys = agreement.decided(
-        COMPARING, lambda: [key for file in files if (file.key, smallest(file)) in probes for key in file.keys]
-    )
-    unchanged = same(keys)
-
-    def link() -> tuple[list[tuple[str, tuple[str, ...], int]], list[Key]]:
-        left = unchanged - _not_linked(files, unchanged, new)
-        return [(file.key, file.tensors, file.nbytes) for file in files], [*left]
-
-    of_all, of_first = agreement.decided(COMPARING, link)
-    files = files or [SpreadFile(key, tuple(names), nbytes) for key, names, nbytes in of_all]
-    return files, {(path, name) for path, name in of_first}
+            same -= {key for file in self._files if file.keys <= same and not new.link(file) for key in file.keys}
+        save = number_of([self._save])
+        reduced = agreement.maximum("comparing tensors", [save, -save, *(key not in same for key in parts)])
+        if not self._save or not reduced or reduced[0] != -reduced[1]:
+            return set()
+        return {key for key, is_changed in zip(parts, reduced[2:], strict=True) if not is_changed}
 
 
 def _parts(path: str, encoded: EncodedObject) -> Iterator[tuple[Key, object]]:

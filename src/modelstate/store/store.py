@@ -240,7 +240,7 @@ class Store(Shown):
             return _same(f"{place}, {step=}, {background=}, {pin=}, {overwrite=}, {when_busy=}")
 
         # An error ends the call on the other ranks before it ends the wait of their threads, after which they go on.
-        with ExitStack() as waiting, agreement.held():
+        with ExitStack() as waiting, agreement.collective():
             with agreement.phase("beginning", arguments):
                 targets = targets_of(objects)
                 checked_metrics = _check_save(step, metrics, when_busy)
@@ -262,7 +262,7 @@ class Store(Shown):
                 if background:
                     with writing.phase("connecting"):
                         pass
-                    waiting.enter_context(writing.meeting())  # the threads of the other ranks wait for that of this one
+                    waiting.enter_context(writing.barrier())  # the threads of the other ranks wait for that of this one
                 directory = os.path.join(self.directory, name)
                 writer = _writer(writing, directory)
                 encoded = encode_objects(targets, agreement, writer)
@@ -311,7 +311,7 @@ class Store(Shown):
             >>> store.check({"model": model, "optimizer": optimizer})
         """
         agreement = self._agreement(objects, "Store.check")
-        with agreement.held(), self._access.exclusive():
+        with agreement.collective(), self._access.exclusive():
             with agreement.phase("waiting for the earlier save"):
                 self.wait()
             nbytes = self._check_state(objects, agreement)
@@ -335,7 +335,7 @@ class Store(Shown):
 
         Random generators are left as they are. Raises the error that `save` would raise for the objects.
         """
-        with agreement.held():
+        with agreement.collective():
             with agreement.phase("beginning"):
                 targets = targets_of(objects)
             generators = [target.obj for target in targets.values() if target.is_restored_last]
@@ -453,7 +453,7 @@ class Store(Shown):
                 agreement=agreement,
             )
 
-        with agreement.held():
+        with agreement.collective():
             with agreement.phase("beginning", lambda: _same(f"step {step!r}")):
                 self.wait()
                 targets = targets_of(objects)
