@@ -9,9 +9,12 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterator, KeysView, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import product
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, TypeGuard, TypeVar
+
+import msgspec
+from msgspec.structs import replace
 
 from modelstate.errors import DamagedFileError, OpenError
 from modelstate.process import cached_attribute
@@ -221,8 +224,7 @@ class StoredTensor:
         return Runs(self.extent, run * itemsize, tuple(reversed(outer)), tuple(stride))
 
 
-@dataclass(frozen=True, slots=True)
-class Runs:
+class Runs(msgspec.Struct, frozen=True):
     """The reads of a strided tensor: runs of bytes of equal length, which are put into memory without gaps."""
 
     extent: ByteRange
@@ -259,8 +261,7 @@ DTYPES: dict[str, torch.dtype] = {}
 """The dtypes of torch by their names, as far as they have been looked up."""
 
 
-@dataclass(frozen=True, slots=True)
-class Assemble:
+class Assemble(msgspec.Struct, frozen=True):
     """Builds a tensor from chunks. Each chunk is a region of the tensor."""
 
     shape: tuple[int, ...]
@@ -340,8 +341,7 @@ class Fill(Protocol):
         """
 
 
-@dataclass(frozen=True, slots=True)
-class Blocks:
+class Blocks(msgspec.Struct, frozen=True):
     """How a combined tensor is computed block by block, into existing memory, by several threads.
 
     The computation cannot fail once the parts have been read.
@@ -357,8 +357,7 @@ class Blocks:
     """What `begin` and its function allocate in each thread."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Combined:
+class Combined(msgspec.Struct, frozen=True, eq=False):
     """A strided tensor that is computed from tensors of several checkpoints, at each read."""
 
     kind: str
@@ -422,8 +421,7 @@ else:
     Stored = Described  # for annotations only: `Described` tells the two apart
 
 
-@dataclass(frozen=True, slots=True)
-class TensorColumns:
+class TensorColumns(msgspec.Struct, frozen=True):
     """Contiguous tensors in files, as the columns of a table. The reader of the files has checked them."""
 
     dtype_names: Sequence[str]
@@ -447,7 +445,7 @@ class TensorColumns:
         """Returns some rows, in this order; this object itself for all rows in their order."""
         if len(rows) == len(self.nbytes) and [*rows] == [*range(len(rows))]:
             return self
-        columns = (getattr(self, name) for name in TensorColumns.__slots__)
+        columns = (getattr(self, name) for name in TensorColumns.__struct_fields__)
         return TensorColumns(*([column[row] for row in rows] for column in columns))
 
 
@@ -506,7 +504,7 @@ class StoredTensors(Mapping[str, StoredTensor]):
             rows_before += len(table.columns.starts)
         columns = (
             [value for table in tables for value in getattr(table.columns, column)]
-            for column in TensorColumns.__slots__
+            for column in TensorColumns.__struct_fields__
         )
         return cls(rows, TensorColumns(*columns))
 
@@ -637,8 +635,7 @@ def pieces(stored: Stored) -> Iterator[StoredTensor | torch.Tensor]:
         yield stored
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Encoded:
+class Encoded(msgspec.Struct, frozen=True, eq=False):
     """A value other than a tensor, as `modelstate.codec` has encoded it. It is decoded when it is first accessed."""
 
     tree: object

@@ -243,5 +243,5 @@ def test_both_are_values() -> None:
     keep, info = ms.Keep(last=3), ms.store.CheckpointInfo(1, 2.0, {"loss": 3.0}, path="a")
     assert pickle.loads(pickle.dumps((keep, info))) == (keep, info)
     assert len({keep, ms.Keep(last=3)}) == len({info, dataclasses.replace(info)}) == 1
-    with pytest.raises(dataclasses.FrozenInstanceError):
+    with pytest.raises(AttributeError):
         keep.last = 1  # type: ignore[misc]

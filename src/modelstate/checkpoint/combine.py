@@ -4,8 +4,9 @@ from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
+import msgspec
 import torch
 
 from modelstate.checkpoint.checkpoint import Checkpoint, join
@@ -23,12 +24,11 @@ Versions = dict[str, dict[str, object]]
 """torch's versions of modules by module path, as one container stores them."""
 
 
-@dataclass(slots=True)
-class Merged:
+class Merged(msgspec.Struct):
     """Several checkpoints merged into one tree."""
 
     flat: FlatTree
-    versions: dict[str, Versions] = field(default_factory=dict)
+    versions: dict[str, Versions] = msgspec.field(default_factory=dict)
     """The versions by the paths of the containers that have them."""
 
 

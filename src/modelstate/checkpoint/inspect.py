@@ -6,10 +6,13 @@ import json
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from time import perf_counter
 from typing import TYPE_CHECKING
+
+import msgspec
+from msgspec.structs import replace
 
 from modelstate.checkpoint.checkpoint import Checkpoint
 from modelstate.checkpoint.open import Source, checked_call
@@ -37,8 +40,7 @@ _MOST_BITS = 4096
 """A larger int is shown in hexadecimal: Python refuses to write one of over 4,300 decimal digits."""
 
 
-@dataclass(frozen=True, slots=True)
-class Verification(Shown):
+class Verification(Shown, msgspec.Struct, frozen=True):
     """A checkpoint whose tensors have the digests that its files state. Returned by `modelstate.verify`."""
 
     source: str
@@ -65,7 +67,7 @@ class Verification(Shown):
 
     def to_json(self) -> str:
         """All fields as JSON."""
-        return json.dumps({name: getattr(self, name) for name in self.__slots__}, indent=2)
+        return json.dumps(msgspec.structs.asdict(self), indent=2)
 
 
 @checked_call("ms.verify")
@@ -116,8 +118,7 @@ def verify(
         )
 
 
-@dataclass(frozen=True, slots=True)
-class InspectedValue:
+class InspectedValue(msgspec.Struct, frozen=True):
     """A value of a checkpoint that is not a tensor."""
 
     path: str
@@ -434,12 +435,11 @@ _MAX_RUNS = 8
 are folded into one row: the state of an optimizer, whose numbers are those of parameters, or layers of two kinds."""
 
 
-@dataclass(slots=True)
-class Node:
+class Node(msgspec.Struct):
     """A module, a tensor, or (where a name is also a prefix) both."""
 
     name: str
-    children: dict[str, Node] = field(default_factory=dict)
+    children: dict[str, Node] = msgspec.field(default_factory=dict)
     spec: TensorSpec | None = None
     nbytes: int = 0
     """Bytes of everything below, without tied tensors, which count elsewhere."""
@@ -447,8 +447,7 @@ class Node:
     """Equal for similar nodes: the same names, shapes, dtypes and kinds below."""
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
+class Row(msgspec.Struct, frozen=True):
     """A row of the tree."""
 
     depth: int

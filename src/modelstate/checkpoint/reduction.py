@@ -17,11 +17,12 @@ Invariants:
 import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from itertools import product
 from typing import NamedTuple
 
+import msgspec
 import torch
+from msgspec.structs import replace
 
 from modelstate.errors import MemoryBudgetError
 from modelstate.formats.torch_globals import SPARSE_PARTS
@@ -71,8 +72,7 @@ class Region(NamedTuple):
     values: Callable[[], torch.Tensor]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Operand:
+class Operand(msgspec.Struct, frozen=True, eq=False):
     """A tensor whose elements are read in pieces."""
 
     dtype: torch.dtype
@@ -178,8 +178,7 @@ class Chunk(NamedTuple):
     """The elements of each operand, at the same places: contiguous CPU tensors of one dimension."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Piece:
+class _Piece(msgspec.Struct, frozen=True):
     item: int
     first: int
     """The first element."""
@@ -190,8 +189,7 @@ class _Piece:
     """The regions of the operands, where these are read by region."""
 
 
-@dataclass(frozen=True, slots=True)
-class _PieceBlock(Block):
+class _PieceBlock(Block, frozen=True):
     """A block, with the pieces of items whose bytes are in it."""
 
     pieces: tuple[_Piece, ...]

@@ -10,13 +10,14 @@ import math
 import threading
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from enum import Enum
 from fnmatch import fnmatchcase
 from functools import partial
 from time import perf_counter
 
+import msgspec
 import torch
+from msgspec.structs import replace
 
 from modelstate.arguments import check_integer
 from modelstate.checkpoint.checkpoint import Checkpoint
@@ -49,8 +50,7 @@ _TINY = 1e-20
 """A smaller sum of squared deviations is computed in float64."""
 
 
-@dataclass(frozen=True, slots=True)
-class Statistics:
+class Statistics(msgspec.Struct, frozen=True):
     """The statistics of some elements.
 
     A measure that does not apply is None, and so is one whose computation leaves the range of float64.
@@ -75,8 +75,7 @@ class Statistics:
 _UNKNOWN = (None,) * 8
 
 
-@dataclass(frozen=True, slots=True)
-class TensorStatistics:
+class TensorStatistics(msgspec.Struct, frozen=True):
     """A tensor with its statistics."""
 
     name: str
@@ -91,8 +90,7 @@ class TensorStatistics:
     """The plain tensors that a sparse or quantized one consists of, such as the payload and the scales."""
 
 
-@dataclass(frozen=True, slots=True)
-class ModuleStatistics:
+class ModuleStatistics(msgspec.Struct, frozen=True):
     """The tensors under a common prefix."""
 
     name: str
@@ -115,8 +113,7 @@ class Sort(Enum):
     """The largest first."""
 
 
-@dataclass(frozen=True, slots=True, repr=False)
-class CheckpointStatistics(Shown):
+class CheckpointStatistics(Shown, msgspec.Struct, frozen=True):
     """The statistics of the tensors of a checkpoint. Returned by `Inspection.stats`.
 
     `print` shows a row for each tensor, folded where layers repeat, and one for the whole.
@@ -559,4 +556,4 @@ def _tensor_json(tensor: TensorStatistics) -> dict[str, object]:
 
 
 def _json(statistics: Statistics) -> dict[str, object]:
-    return {name: getattr(statistics, name) for name in statistics.__slots__}
+    return {name: getattr(statistics, name) for name in statistics.__struct_fields__}

@@ -5,8 +5,8 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 
+import msgspec
 import xxhash
 
 from modelstate.errors import ChecksumError
@@ -22,8 +22,7 @@ _REMOTE_CHUNK_BYTES = 4 << 20
 """The same, where each read is a request."""
 
 
-@dataclass(frozen=True)
-class DigestCheck:
+class DigestCheck(msgspec.Struct, frozen=True):
     """What there is to compare of a checkpoint. Created by `Checkpoint.verification`."""
 
     source: str

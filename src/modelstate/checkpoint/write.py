@@ -6,12 +6,13 @@ import tempfile
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass, field, replace
 from functools import partial
 from time import perf_counter
 from typing import Any
 
+import msgspec
 import torch
+from msgspec.structs import asdict, replace
 from torch.nn.parameter import is_lazy
 
 from modelstate.arguments import check_integer, seconds_of
@@ -41,16 +42,15 @@ from modelstate.torch_compat.private import sparse_values
 from modelstate.torch_compat.values import set_version_metadata, version_metadata
 
 
-@dataclass(slots=True)
-class StateToWrite:
+class StateToWrite(msgspec.Struct):
     """A state to be written, whose tensors may be lazy, and its metadata."""
 
     state: Mapping[Any, object]
-    metadata: Mapping[str, str] = field(default_factory=dict)
+    metadata: Mapping[str, str] = msgspec.field(default_factory=dict)
     """The text metadata of the file that the state was read from."""
     attached: Mapping[str, object] | None = None
     schema: str | None = None
-    overflows: Overflows = field(default_factory=Overflows)
+    overflows: Overflows = msgspec.field(default_factory=Overflows)
     """Counts the values that a cast makes infinite or NaN while they are written."""
     notes: Sequence[str] = ()
     """Further notes for the report."""
@@ -256,8 +256,7 @@ SUFFIXES = {
 _LISTED = "no suffix or .safetensors for safetensors; .pt, .pth, .bin or .ckpt for a file that torch.load reads"
 
 
-@dataclass(frozen=True, slots=True, repr=False)
-class SaveReport(Shown):
+class SaveReport(Shown, msgspec.Struct, frozen=True):
     """Describes what a save has written. Returned by `modelstate.save`."""
 
     path: str
@@ -287,7 +286,7 @@ class SaveReport(Shown):
 
     def to_json(self) -> str:
         """All fields as JSON."""
-        return json.dumps({name: getattr(self, name) for name in self.__slots__}, indent=2)
+        return json.dumps(asdict(self), indent=2)
 
     def _line(self) -> str:
         shards = f", {len(self.files) - 1} shards" if len(self.files) > 1 else ""
@@ -295,8 +294,7 @@ class SaveReport(Shown):
         return f"{as_given(self.path)}: {written} in {self.seconds:.3f} s"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SaveOptions:
+class SaveOptions(msgspec.Struct, frozen=True, kw_only=True):
     """The options of a save, as `modelstate.save` and `convert_checkpoint` describe them."""
 
     format: str | None = None

@@ -3,10 +3,11 @@
 import difflib
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from types import ModuleType
+
+import msgspec
 
 from modelstate import errors, problems
 from modelstate.errors import ModelStateError
@@ -15,8 +16,7 @@ from modelstate.problems import Problem
 _LINK = re.compile(r"\[([^\]]*)\]\([\w./-]+\.md(?:#[\w-]+)?\)")
 
 
-@dataclass(frozen=True, slots=True)
-class Page:
+class Page(msgspec.Struct, frozen=True):
     """A page about one cause."""
 
     name: str
@@ -28,8 +28,7 @@ class Page:
     """The errors and problems that name the page."""
 
 
-@dataclass(frozen=True, slots=True)
-class Match:
+class Match(msgspec.Struct, frozen=True):
     """The pages for a name or a text."""
 
     pages: tuple[Page, ...]

@@ -6,11 +6,12 @@ import io
 import json
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
 from functools import wraps
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
+import msgspec
+from msgspec.structs import asdict
 
 import modelstate as ms
 from modelstate.cli import options
@@ -156,8 +157,7 @@ def inspect(
 _Result = TypeVar("_Result")
 
 
-@dataclass(frozen=True, slots=True)
-class Request:
+class Request(msgspec.Struct, frozen=True):
     """The parsed options of `plan`, `load` and `suggest`.
 
     They are parsed before a file is opened or a model is built, so that a wrong command line fails first.

@@ -1,8 +1,9 @@
 """`encode`, `decode` and `register_codec`: convert plain values to JSON and tensors, and back."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, TypeVar
+
+import msgspec
 
 from modelstate.codec import values
 from modelstate.codec.walk import FIELD, Decoder, Encoder, Kind, Kinds, Leaf, Tree
@@ -15,8 +16,7 @@ from modelstate.errors import (
 from modelstate.text_format import short_repr
 
 
-@dataclass(frozen=True, slots=True)
-class Codec:
+class Codec(msgspec.Struct, frozen=True):
     """The encoding that was registered for a class."""
 
     cls: type

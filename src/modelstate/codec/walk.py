@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from modelstate.errors import CodecError, ModelStateError
 from modelstate.spec import Refused
 from modelstate.tensor_spec import TensorSpec
@@ -93,8 +95,7 @@ REGISTER = "give its class an encoding with ms.register_codec, or save something
 STATEFUL = "save its state_dict() in its place; ms.save does so itself for the values of dicts, not for items of lists"
 
 
-@dataclass(frozen=True, slots=True)
-class Kind:
+class Kind(msgspec.Struct, frozen=True):
     """A kind of value: its tag, and the functions that convert the value to the content of the tag and back."""
 
     tag: str

@@ -7,12 +7,12 @@ are not read.
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import partial
 from time import perf_counter
 from typing import Any
 
+import msgspec
 import torch
 from torch import nn
 
@@ -155,8 +155,7 @@ def _label(source: object, checkpoint: Checkpoint) -> str:
 # Matching.
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Pair:
+class _Pair(msgspec.Struct, frozen=True, eq=False):
     """Two tensors that are matched."""
 
     name: str
@@ -166,20 +165,19 @@ class _Pair:
     b: TensorSource
 
 
-@dataclass(slots=True, eq=False)
-class _Comparison:
+class _Comparison(msgspec.Struct, eq=False):
     """The names of two checkpoints, matched."""
 
     first: Checkpoint
     second: Checkpoint
     given_rules: Rule | Iterable[Rule] | Schema
     patterns: tuple[str, ...]
-    pairs: list[_Pair] = field(default_factory=list)
-    removed: list[TensorSpec] = field(default_factory=list)
-    added: list[TensorSpec] = field(default_factory=list)
-    entries: Entries = field(default_factory=dict)
+    pairs: list[_Pair] = msgspec.field(default_factory=list)
+    removed: list[TensorSpec] = msgspec.field(default_factory=list)
+    added: list[TensorSpec] = msgspec.field(default_factory=list)
+    entries: Entries = msgspec.field(default_factory=dict)
     """What the first checkpoint holds, by the names of the second one."""
-    others: Entries = field(default_factory=dict)
+    others: Entries = msgspec.field(default_factory=dict)
     """What the second checkpoint holds."""
 
     def __post_init__(self) -> None:
@@ -302,8 +300,7 @@ def _shown(value: Value) -> object:
 # Parts: plain tensors that are read.
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Part:
+class _Part(msgspec.Struct, frozen=True, eq=False):
     """Two plain tensors that are compared, or what cannot be compared."""
 
     pair: _Pair
@@ -344,15 +341,14 @@ def _parts(pair: _Pair) -> list[_Part]:
     return [_Part(pair, "", pair.a, pair.b, kinds)]
 
 
-@dataclass(slots=True, eq=False)
-class _Reads:
+class _Reads(msgspec.Struct, eq=False):
     """The pairs of tensors that are read, each once, also where it has several names."""
 
     first: Checkpoint
     second: Checkpoint
-    items: list[tuple[Operand, Operand]] = field(default_factory=list)
-    accumulators: list[Accumulator] = field(default_factory=list)
-    known: dict[object, int] = field(default_factory=dict)
+    items: list[tuple[Operand, Operand]] = msgspec.field(default_factory=list)
+    accumulators: list[Accumulator] = msgspec.field(default_factory=list)
+    known: dict[object, int] = msgspec.field(default_factory=dict)
     read_bytes: int = 0
 
     def add(self, part: _Part) -> int | None:

@@ -10,9 +10,9 @@ float64. Differences of 64-bit integers are computed exactly and rounded once.
 import ctypes
 import math
 import threading
-from dataclasses import dataclass
 from enum import Enum
 
+import msgspec
 import torch
 
 from modelstate.checkpoint.reduction import CONVERTIBLE, exact_sum, if_finite, scratch
@@ -25,8 +25,7 @@ _TINY, _SMALL = 1e-20, 1e-15
 """A sum of squares below the first, and a difference below the second, are computed in float64."""
 
 
-@dataclass(frozen=True, slots=True)
-class Difference:
+class Difference(msgspec.Struct, frozen=True):
     """How the values of two tensors of one shape differ.
 
     A measure that does not apply is None, and so is one whose computation leaves the range of float64.

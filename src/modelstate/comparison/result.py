@@ -4,10 +4,10 @@ import json
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from enum import Enum
 from typing import TypeVar
 
+import msgspec
 import torch
 
 from modelstate.comparison.difference import Difference
@@ -59,8 +59,7 @@ class Status(Enum):
     """Shapes and dtypes are equal, and `values=False` was given."""
 
 
-@dataclass(frozen=True, slots=True)
-class TensorDiff:
+class TensorDiff(msgspec.Struct, frozen=True):
     """Two tensors that were matched, or the same part of each: of quantized tensors, the payload and the scales."""
 
     name: str
@@ -99,8 +98,7 @@ class TensorDiff:
         return max(found.relative_l2, 1e-30 * (found.changed or 0.0))
 
 
-@dataclass(frozen=True, slots=True)
-class ValueDiff:
+class ValueDiff(msgspec.Struct, frozen=True):
     """A value other than a tensor that differs. Values are given with JSON types, or as text."""
 
     path: str
@@ -110,8 +108,7 @@ class ValueDiff:
     values: tuple[object, object]
 
 
-@dataclass(frozen=True, slots=True, repr=False)
-class Diff(Shown):
+class Diff(Shown, msgspec.Struct, frozen=True):
     """The differences of two checkpoints. Returned by `modelstate.diff`.
 
     `print` shows a summary, and the tensors that differ, the largest change first.
@@ -373,7 +370,7 @@ def _remarks(group: Sequence[TensorDiff], found: Sequence[Difference]) -> list[s
 
 def _tensor_json(tensor: TensorDiff) -> dict[str, object]:
     found = tensor.difference
-    measures = {} if found is None else {name: getattr(found, name) for name in found.__slots__}
+    measures = {} if found is None else {name: getattr(found, name) for name in found.__struct_fields__}
     return {
         "name": tensor.name,
         "source_names": list(tensor.source_names),

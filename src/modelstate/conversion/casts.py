@@ -7,8 +7,8 @@ A module may have tens of thousands of small tensors. They are cast in batches, 
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
 
+import msgspec
 import torch
 
 from modelstate.conversion.tensors import DATA, Target
@@ -114,8 +114,7 @@ class Casts:
         return make
 
 
-@dataclass(slots=True)
-class _Kind:
+class _Kind(msgspec.Struct):
     """The tensors of a dtype that get the same new one."""
 
     dtype: torch.dtype
@@ -125,7 +124,7 @@ class _Kind:
     """Whether the new dtype is another one."""
     overflows: Overflows | None
     """Counts values that become infinite or NaN; None where the new dtype can hold all values."""
-    slots: list[Slot] = field(default_factory=list)
+    slots: list[Slot] = msgspec.field(default_factory=list)
     """Those of tensors without a gradient."""
 
     def batches(self) -> "Iterator[_Batch]":
@@ -144,8 +143,7 @@ class _Kind:
             yield _Batch(batch, total, self)
 
 
-@dataclass(slots=True)
-class _Batch:
+class _Batch(msgspec.Struct):
     """Tensors that are cast together."""
 
     slots: list[Slot]

@@ -19,11 +19,11 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field
 from threading import RLock
 from typing import Any, TypeVar
 from weakref import ref
 
+import msgspec
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -69,11 +69,10 @@ _TAKES_RANKS = {
 """What takes the `process_group=` and the `timeout_seconds=` of a call, where it is not the call; empty for nothing."""
 
 
-@dataclass(slots=True)
-class _Order:
+class _Order(msgspec.Struct):
     """The order of the calls of this process over the same ranks and channel. A call within a call is part of it."""
 
-    lock: Any = field(default_factory=RLock)
+    lock: Any = msgspec.field(default_factory=RLock)
     """Held by the thread of the call: collectives of two calls that overlap would be taken for one call."""
     calls: int = 0
     """The calls that have begun, which are as many on all ranks."""
@@ -88,8 +87,7 @@ _orders: dict[tuple[tuple[int, ...], str], _Order] = {}
 """By ranks and channel."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Phase:
+class _Phase(msgspec.Struct, frozen=True):
     name: str
     effect: str
     """What an error leaves, on all ranks."""

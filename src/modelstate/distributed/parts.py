@@ -10,11 +10,12 @@ What is the same on several ranks is one region, and one of them writes it, or e
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, product
 from math import prod
 from typing import Any
+
+import msgspec
 
 from modelstate.distributed.shards import local_shard
 from modelstate.formats.manifest import BLOCK_BYTES
@@ -24,8 +25,7 @@ Mesh = tuple[tuple[int, ...], tuple[int, ...]]
 """The shape of a mesh, and its ranks in the order of their coordinates."""
 
 
-@dataclass(frozen=True, slots=True)
-class Region:
+class Region(msgspec.Struct, frozen=True):
     """What some ranks hold of a tensor, which is seen as a matrix."""
 
     ranks: tuple[int, ...]
@@ -49,8 +49,7 @@ class Region:
                 )
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
+class Part(msgspec.Struct, frozen=True):
     """A range of elements of a tensor that one rank writes."""
 
     start: int
@@ -67,8 +66,7 @@ class Part:
         return rows, range(row_elements) if len(rows) > 1 else range(column, column + self.end - self.start)
 
 
-@dataclass(frozen=True, slots=True)
-class Parts:
+class Parts(msgspec.Struct, frozen=True):
     """The parts of a tensor, in the order of its bytes."""
 
     row_elements: int

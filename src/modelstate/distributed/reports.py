@@ -7,8 +7,10 @@ the error that all of them raise.
 import json
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
+
+import msgspec
 
 from modelstate import errors, problems
 from modelstate.distributed.connections import number_of, ranks_text
@@ -30,8 +32,7 @@ _FIELDS = ("expected", "found", "remedy")
 """The fields of an error that stay where they are equal on all ranks."""
 
 
-@dataclass(frozen=True, slots=True)
-class Digest:
+class Digest(msgspec.Struct, frozen=True):
     """A part of a load that must be equal on all ranks."""
 
     what: str

@@ -5,11 +5,11 @@ Pure arithmetic, without a process group: what a rank of any mesh holds can be c
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, pairwise, product
 from typing import Any
 
+import msgspec
 import torch
 
 from modelstate.errors import ShardingError
@@ -19,8 +19,7 @@ from modelstate.text_format import short_repr
 from modelstate.torch_compat.sharding import Split, is_split, local_tensor, split_indices
 
 
-@dataclass(frozen=True, slots=True)
-class LocalShard:
+class LocalShard(msgspec.Struct, frozen=True):
     """The part of a tensor that one rank of a mesh holds."""
 
     global_shape: tuple[int, ...]

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from itertools import accumulate, starmap
 from typing import Any
 
+import msgspec
 import torch
 
 from modelstate.distributed.agreement import Agreement
@@ -81,8 +82,7 @@ class ShardedTensor(LazyTensor):
         return parts_of(self.shape, self.placements, mesh, self.itemsize, self.writer.least_bytes, ROUND_BYTES)
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(msgspec.Struct, frozen=True):
     """A part of a tensor that one rank writes to a place in a file."""
 
     tensor: torch.Tensor | LazyTensor

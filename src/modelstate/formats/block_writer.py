@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate
 
+import msgspec
 import torch
 import xxhash
 
@@ -132,8 +133,7 @@ class LazyTensor:
         return ()
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Run:
+class Run(msgspec.Struct, frozen=True, eq=False):
     """The elements of a lazy tensor that is contiguous in a file."""
 
     stored: StoredTensor
@@ -274,19 +274,17 @@ def _converted(tensor: torch.Tensor, dtype: torch.dtype, on_cast: OnCast) -> tor
     return cast
 
 
-@dataclass(slots=True)
-class _Job:
+class _Job(msgspec.Struct):
     """Blocks that one thread writes at once; they are contiguous in the file."""
 
     start: int
     """Bytes from the beginning of the file."""
-    blocks: list[tuple[int, int, int, int]] = field(default_factory=list)
+    blocks: list[tuple[int, int, int, int]] = msgspec.field(default_factory=list)
     """Index of the tensor, index of the block in it, and the block's address and size in memory."""
     nbytes: int = 0
 
 
-@dataclass(slots=True)
-class _LazyJob:
+class _LazyJob(msgspec.Struct):
     """Values that one thread computes and then writes: a whole tensor, one block of it, or several small tensors."""
 
     start: int

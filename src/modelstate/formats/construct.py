@@ -2,10 +2,11 @@
 
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 
@@ -284,8 +285,7 @@ def _refused_in(node: object) -> Iterator[Refused]:
         waiting += reversed([child for _, child in _children(node, bare=True)])
 
 
-@dataclass(frozen=True, slots=True)
-class _Slot:
+class _Slot(msgspec.Struct, frozen=True):
     """The place of a tensor in the template of a composite."""
 
     index: int
@@ -293,8 +293,7 @@ class _Slot:
     requires_grad: bool
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Call:
+class _Call(msgspec.Struct, frozen=True, eq=False):
     """A call that is made when the tensors exist."""
 
     make: Callable[[object], object]

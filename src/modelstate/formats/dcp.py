@@ -13,10 +13,10 @@ import math
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import pairwise, product
 from typing import Any, TypeVar
 
+import msgspec
 import torch
 
 from modelstate.errors import (
@@ -54,8 +54,7 @@ Index = tuple[str, tuple[int, ...] | None]
 """A name, and the offsets of a chunk if the item is a tensor."""
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
+class Place(msgspec.Struct, frozen=True):
     """The place of a written item."""
 
     file: str
@@ -65,16 +64,14 @@ class Place:
     nbytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
+class Chunk(msgspec.Struct, frozen=True):
     """A box of a tensor's elements that was saved as one item."""
 
     offsets: tuple[int, ...]
     shape: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class ChunkedTensor:
+class ChunkedTensor(msgspec.Struct, frozen=True):
     """A tensor that consists of chunks, which cover it exactly."""
 
     dtype: torch.dtype
@@ -82,8 +79,7 @@ class ChunkedTensor:
     chunks: tuple[Chunk, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Metadata:
+class Metadata(msgspec.Struct, frozen=True):
     """The content of a `.metadata` file, checked for contradictions."""
 
     items: dict[str, ChunkedTensor | None]

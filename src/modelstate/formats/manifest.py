@@ -26,10 +26,10 @@ from __future__ import annotations
 import json
 from collections import ChainMap, OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, cast
 
+import msgspec
 import xxhash
 
 from modelstate.codec.walk import Collisions
@@ -84,8 +84,7 @@ _FIELDS: dict[str, type | tuple[type, ...]] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class ManifestState:
+class ManifestState(msgspec.Struct, frozen=True):
     """The state that a manifest describes, over the tensors of its file."""
 
     tree: object

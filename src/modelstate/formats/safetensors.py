@@ -25,7 +25,6 @@ import struct
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from itertools import chain
 from math import prod
 from operator import mul, sub
@@ -539,8 +538,7 @@ def why_not(name: object, tensor: torch.Tensor | LazyTensor) -> str:
     return ""
 
 
-@dataclass(frozen=True, slots=True)
-class Layout:
+class Layout(msgspec.Struct, frozen=True):
     """A file that is about to be written."""
 
     tensors: Tensors
@@ -569,8 +567,7 @@ def blank_digests(tensors: Mapping[str, torch.Tensor | LazyTensor]) -> dict[str,
     }
 
 
-@dataclass(frozen=True, slots=True)
-class Written:
+class Written(msgspec.Struct, frozen=True):
     """The digests of a file that was written."""
 
     digests: dict[str, str]

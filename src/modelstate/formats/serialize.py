@@ -3,9 +3,9 @@
 import json
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
 from typing import Any, TypeGuard
 
+import msgspec
 import torch
 from torch.nn.parameter import is_lazy
 
@@ -36,19 +36,18 @@ _MAX_NODES = 5_000_000
 """The limit of values: a few shared lists can stand for more values than any memory holds."""
 
 
-@dataclass(slots=True)
-class SerializedState:
+class SerializedState(msgspec.Struct):
     """The plain tensors of a state, and the fields of its manifest."""
 
-    tensors: dict[str, torch.Tensor | LazyTensor] = field(default_factory=dict)
+    tensors: dict[str, torch.Tensor | LazyTensor] = msgspec.field(default_factory=dict)
     """Of tied tensors only the first. Includes the parts of subclasses and the tensors within other values."""
     names: int = 0
     """The number of tensor names in the state."""
-    aliases: dict[str, str] = field(default_factory=dict)
-    subclasses: dict[str, object] = field(default_factory=dict)
+    aliases: dict[str, str] = msgspec.field(default_factory=dict)
+    subclasses: dict[str, object] = msgspec.field(default_factory=dict)
     versions: object = None
-    extra: dict[str, object] = field(default_factory=dict)
-    extra_tensors: list[str] = field(default_factory=list)
+    extra: dict[str, object] = msgspec.field(default_factory=dict)
+    extra_tensors: list[str] = msgspec.field(default_factory=list)
     tree: Any = None
     attached: object = None
 

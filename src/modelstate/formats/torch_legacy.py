@@ -2,7 +2,8 @@
 
 import struct
 from collections.abc import Sequence
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from modelstate.errors import (
     CUT_SHORT,

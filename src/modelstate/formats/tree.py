@@ -6,8 +6,9 @@ import sys
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from copy import copy, deepcopy
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
+
+import msgspec
 
 from modelstate.errors import AmbiguousCheckpointError, CodecError, KeyNotFoundError, SourceTypeError, keep_interrupt
 from modelstate.io.files import FileFingerprint
@@ -26,8 +27,7 @@ _MAX_LEVELS = 100
 _MAX_NODES = 5_000_000
 
 
-@dataclass(frozen=True, slots=True)
-class Contents:
+class Contents(msgspec.Struct, frozen=True):
     """What the reader of a format returns for a file: the table of contents, without any tensor data."""
 
     format: str
@@ -35,25 +35,24 @@ class Contents:
     tree: object
     """Dicts, lists and tuples, with `Stored`, `Encoded` and plain values as leaves. An `OrderedDict` may have torch's
     `_metadata` as an attribute."""
-    files: Mapping[str, FileFingerprint] = field(default_factory=dict)
+    files: Mapping[str, FileFingerprint] = msgspec.field(default_factory=dict)
     """Every file that was read, or that holds tensors, as it was before it was read."""
-    metadata: Mapping[str, Any] = field(default_factory=dict)
+    metadata: Mapping[str, Any] = msgspec.field(default_factory=dict)
     """What the file stores about itself: text (the `__metadata__` of safetensors), or an `Encoded`."""
-    checksums: Mapping[ByteRange, Checksum] = field(default_factory=dict)
+    checksums: Mapping[ByteRange, Checksum] = msgspec.field(default_factory=dict)
     """The checksums of whole storages, as far as the format stores them."""
     is_sealed: bool = False
     """Whether everything that the files state about their tensors has been verified with a checksum."""
 
 
-@dataclass(slots=True)
-class FlatTree:
+class FlatTree(msgspec.Struct):
     """The flat view of a tree."""
 
-    tensors: Mapping[str, Stored] = field(default_factory=dict)
+    tensors: Mapping[str, Stored] = msgspec.field(default_factory=dict)
     """The tensors by dotted path, in the order of the tree."""
-    values: dict[str, object] = field(default_factory=dict)
+    values: dict[str, object] = msgspec.field(default_factory=dict)
     """The largest parts of the tree without tensors, and every `_extra_state`, by dotted path."""
-    containers: list[str] = field(default_factory=list)
+    containers: list[str] = msgspec.field(default_factory=list)
     """The paths of the mappings that contain tensors at any depth; the root is the empty path."""
 
 

@@ -17,10 +17,11 @@ from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
 from bisect import bisect_right
 from collections import Counter, OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import prod
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 
@@ -64,8 +65,7 @@ def invalid(error: OpenError) -> Refused:
     return Refused(error.what, error=error)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class SafeGlobal:
+class SafeGlobal(msgspec.Struct, frozen=True, eq=False):
     """A function of modelstate that replaces the one that the pickle names."""
 
     name: str
@@ -79,29 +79,27 @@ class SafeGlobal:
     """Whether it may be called with placeholders among its arguments."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Allowed:
+class Allowed(msgspec.Struct, frozen=True, eq=False):
     """A class or function that torch's safe-globals list or the caller allows."""
 
     name: str
     real: Any
 
 
-@dataclass(slots=True, eq=False)
-class DeferredCall:
+class DeferredCall(msgspec.Struct, eq=False):
     """The description of an allowed object, which is created after the whole pickle has been read and checked."""
 
     name: str
     make: Callable[..., object]
     args: tuple[object, ...]
-    kwargs: dict[str, object] = field(default_factory=dict)
+    kwargs: dict[str, object] = msgspec.field(default_factory=dict)
     new: bool = False
     """Whether `make.__new__` is called instead of `make`."""
     takes_state: bool = False
     """Whether `make` takes the state as an argument."""
-    states: list[object] = field(default_factory=list)
-    appended: list[object] = field(default_factory=list)
-    inserted: list[tuple[object, object]] = field(default_factory=list)
+    states: list[object] = msgspec.field(default_factory=list)
+    appended: list[object] = msgspec.field(default_factory=list)
+    inserted: list[tuple[object, object]] = msgspec.field(default_factory=list)
 
     @property
     def pieces(self) -> tuple[object, ...]:
@@ -124,8 +122,7 @@ class DeferredTensor:
     is_parameter: bool = False
 
 
-@dataclass(slots=True)
-class Storage:
+class Storage(msgspec.Struct):
     """A storage that a pickle refers to. (Not frozen: there are very many of them, and freezing triples their time.)"""
 
     dtype: torch.dtype

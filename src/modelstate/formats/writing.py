@@ -10,9 +10,10 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext, suppress
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
+
+import msgspec
 
 from modelstate.errors import UnsavableError
 from modelstate.formats.manifest import KEY, check_size
@@ -75,8 +76,7 @@ class Writer(Protocol):
         """Returns what `put` returns, which only the first process calls: it puts the files in their places."""
 
 
-@dataclass(frozen=True, slots=True)
-class LocalWriter:
+class LocalWriter(msgspec.Struct, frozen=True):
     """Writes the files of a checkpoint in this process, with a number of threads."""
 
     threads: int | None = None

@@ -9,13 +9,15 @@ import json
 import math
 from base64 import b64encode
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cache
 from hashlib import sha256
 from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+import msgspec
+from msgspec.structs import replace
 
 from modelstate.errors import PackageError
 from modelstate.text_format import printable, printable_lines, shorten, size
@@ -61,8 +63,7 @@ class Kind(Enum):
     """A float that says nothing about a module, such as a mean."""
 
 
-@dataclass(frozen=True, slots=True)
-class Box:
+class Box(msgspec.Struct, frozen=True):
     """A rectangle of a chart, in units of the chart; `css` is its class in page.css."""
 
     x: float
@@ -79,8 +80,7 @@ class Box:
     """Whether the label ends at `text_x`."""
 
 
-@dataclass(frozen=True, slots=True)
-class Chart:
+class Chart(msgspec.Struct, frozen=True):
     """A drawing with a title, in pixels."""
 
     title: str
@@ -91,8 +91,7 @@ class Chart:
     """Whether the drawing is as wide as the page, and not as wide as it says."""
 
 
-@dataclass(frozen=True, slots=True)
-class Page:
+class Page(msgspec.Struct, frozen=True):
     """The content of a page.
 
     Args:

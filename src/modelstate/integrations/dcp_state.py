@@ -1,9 +1,9 @@
 """What `ms.dcp.Writer` saves: the state of a planner of `torch.distributed.checkpoint`, of all ranks."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
@@ -40,8 +40,7 @@ def state_of(planner: SavePlanner) -> dict[_Path, object]:
     return {planner.mappings.get(name, (name,)): value for name, value in planner.state_dict.items()}
 
 
-@dataclass(frozen=True, slots=True)
-class _Layout:
+class _Layout(msgspec.Struct, frozen=True):
     """A tensor of one rank, for ranks that lack it."""
 
     dtype: torch.dtype

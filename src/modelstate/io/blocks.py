@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
+
+import msgspec
 
 from modelstate.io.engine import (
     RangeFile,
@@ -47,8 +48,7 @@ class Part(NamedTuple):
     """Bytes from the beginning of the buffer."""
 
 
-@dataclass(frozen=True, slots=True)
-class Block:
+class Block(msgspec.Struct, frozen=True):
     """The parts that are read into a buffer at once."""
 
     parts: tuple[Part, ...]

@@ -19,8 +19,10 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol, TypeVar
+
+import msgspec
+from msgspec.structs import replace
 
 from modelstate.errors import ReadFailedError
 from modelstate.io import linux, system
@@ -90,8 +92,7 @@ def common_align_bytes(paths: Iterable[str], fingerprints: Mapping[str, FileFing
     return BLOCK_BYTES if any(each is not None and each.cache is not None for each in known) else 1
 
 
-@dataclass(frozen=True, slots=True)
-class ReadStrategy:
+class ReadStrategy(msgspec.Struct, frozen=True):
     """The threads and the memory of the reads of one load."""
 
     threads: int
@@ -398,8 +399,7 @@ class Request(NamedTuple):
     """The caller keeps the memory alive until the read has ended."""
 
 
-@dataclass(frozen=True, slots=True)
-class Rows:
+class Rows(msgspec.Struct, frozen=True):
     """Runs of equal length at equal distances in a file, and in memory: a part of the columns of a matrix."""
 
     source: ByteRange
@@ -430,8 +430,7 @@ class Rows:
             yield Rows(source, address, min(most, self.count - first), self.file_step, self.memory_step)
 
 
-@dataclass(frozen=True, slots=True)
-class Batch:
+class Batch(msgspec.Struct, frozen=True):
     """One read call: a contiguous run of a file that is scattered to several places in memory."""
 
     path: str

@@ -22,6 +22,8 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from modelstate.arguments import check_integer
 from modelstate.errors import MemoryBudgetError
 from modelstate.io import linux, system
@@ -178,8 +180,7 @@ _COUNTS_REFERENCES = getattr(sys, "_is_gil_enabled", lambda: True)()
 """Without the interpreter lock, Python counts only some of the references to an object."""
 
 
-@dataclass(slots=True, weakref_slot=True)
-class _Lender:
+class _Lender(msgspec.Struct, weakref=True):
     pool: MemoryPool
     lent: list[mmap.mmap]
 

@@ -5,11 +5,12 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Set
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, overload
 
+import msgspec
 import torch
+from msgspec.structs import replace
 from torch import nn
 
 from modelstate.checkpoint.checkpoint import Checkpoint
@@ -382,8 +383,7 @@ def _ranks_of(
     return None
 
 
-@dataclass(frozen=True, slots=True)
-class _LoadOptions:
+class _LoadOptions(msgspec.Struct, frozen=True):
     """The options of a load that do not change its plan."""
 
     optimizers: tuple[torch.optim.Optimizer, ...]

@@ -6,9 +6,9 @@ user computes are read by every rank, and so are those for other devices than th
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TypeVar
 
+import msgspec
 import torch
 import torch.distributed as dist
 
@@ -23,8 +23,7 @@ from modelstate.torch_compat.sharding import replicas_of
 _T = TypeVar("_T")
 
 
-@dataclass(frozen=True, slots=True)
-class SharedRead:
+class SharedRead(msgspec.Struct, frozen=True):
     """A value that one rank reads for several."""
 
     assignment: Assignment

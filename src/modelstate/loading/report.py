@@ -2,15 +2,17 @@
 
 import json
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
+
+import msgspec
+from msgspec.structs import asdict
 
 from modelstate.html.page import Page, Shown
 from modelstate.planning.plan import LazySteps, Step, placements, steps_page
 from modelstate.text_format import count, listed, printable, seconds, size
 
 
-@dataclass(frozen=True, slots=True)
-class RankReport:
+class RankReport(msgspec.Struct, frozen=True):
     """What one rank of a load into a sharded model did."""
 
     rank: int

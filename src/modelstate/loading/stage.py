@@ -4,13 +4,13 @@ import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
 from functools import partial
 from itertools import cycle
 from operator import itemgetter
 from typing import TypeVar
 
 import torch
+from msgspec.structs import replace
 from torch.autograd.graph import increment_version
 
 from modelstate.errors import MemoryBudgetError, ModelStateError, PlacementError

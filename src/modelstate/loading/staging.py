@@ -1,8 +1,8 @@
 """`Staging`: how the values of a load are read, and the memory that it takes."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 
+import msgspec
 import torch
 from torch import nn
 
@@ -24,8 +24,7 @@ SMALL_BYTES = 1 << 16
 """A value with fewer bytes is not inspected by itself: the call takes longer than a later look at many such values."""
 
 
-@dataclass(eq=False)
-class Staging:
+class Staging(msgspec.Struct, eq=False, dict=True):
     """How the values of a load are read: from where, with which threads and buffers, and the memory that they take."""
 
     checkpoint: Checkpoint
@@ -33,12 +32,12 @@ class Staging:
     model: nn.Module
     max_memory_bytes: int | None = None
     """The most memory that the load may need beyond the final tensors."""
-    strategy: ReadStrategy = field(default_factory=ReadStrategy.fastest)
+    strategy: ReadStrategy = msgspec.field(default_factory=ReadStrategy.fastest)
     """The threads, buffers and files of the reads."""
-    overflows: Overflows = field(default_factory=Overflows)
+    overflows: Overflows = msgspec.field(default_factory=Overflows)
     """Counts values that casts make infinite or NaN."""
-    held: MemoryTracker = field(default_factory=MemoryTracker)
-    shared: list[SharedRead] = field(default_factory=list)
+    held: MemoryTracker = msgspec.field(default_factory=MemoryTracker)
+    shared: list[SharedRead] = msgspec.field(default_factory=list)
     """The values that one rank reads for several."""
     inspect: Inspect | None = None
     """Called with the values that are read from a file, or copied from a tensor, to where they stay, by the threads

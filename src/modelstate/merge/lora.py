@@ -9,11 +9,12 @@ import math
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import TypeGuard, TypeVar
 
+import msgspec
 import torch
 
 from modelstate.checkpoint.checkpoint import Checkpoint
@@ -191,8 +192,7 @@ class LoRA(Combination):
         return Merged(FlatTree(tensors, dict(base.flat.values), base.flat.containers), versions_of([base]))
 
 
-@dataclass(frozen=True, slots=True)
-class _Delta:
+class _Delta(msgspec.Struct, frozen=True):
     """What an adapter adds to one tensor of the base."""
 
     name: str
@@ -623,14 +623,13 @@ _CHANGE_THE_BASE = ("pissa", "olora", "corda", "lora_ga", "loftq")
 the adapter; peft computes it again when it loads one."""
 
 
-@dataclass(frozen=True, slots=True)
-class AdapterConfig:
+class AdapterConfig(msgspec.Struct, frozen=True):
     """The scaling of an adapter. The patterns are regular expressions that match the ends of module paths."""
 
     alpha: float | None = None
     rank: int | None = None
-    alphas: Mapping[re.Pattern[str], float] = field(default_factory=dict)
-    ranks: Mapping[re.Pattern[str], int] = field(default_factory=dict)
+    alphas: Mapping[re.Pattern[str], float] = msgspec.field(default_factory=dict)
+    ranks: Mapping[re.Pattern[str], int] = msgspec.field(default_factory=dict)
     by_root: bool = False
     """Whether alpha is divided by the square root of the rank (rsLoRA, arXiv:2312.03732)."""
     fan_in_fan_out: bool | None = None

@@ -14,10 +14,10 @@ import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NoReturn, TypeVar
 
+import msgspec
 import torch
 from torch import nn
 
@@ -182,8 +182,7 @@ def _methods(layer: "Layer") -> tuple[Any, ...]:
     return get_extra_state, set_extra_state, _load_from_state_dict, check_extra_state
 
 
-@dataclass(frozen=True, eq=False)
-class Declaration:
+class Declaration(msgspec.Struct, frozen=True, eq=False):
     """The extra state that a class declares, without that of its bases."""
 
     names: tuple[str, ...]
@@ -191,7 +190,7 @@ class Declaration:
     optional: bool = False
     """Whether a checkpoint may lack all of them."""
     version: int = 1
-    defaults: Mapping[str, object] = field(default_factory=dict)
+    defaults: Mapping[str, object] = msgspec.field(default_factory=dict)
     """Values for names that a checkpoint lacks."""
     upgrade: Upgrade | str | None = None
     """The function, or the name of a static or class method."""
@@ -208,7 +207,7 @@ class Declaration:
             _refuse("a default is for a name that is declared", unknown, f"the names are {_quoted(self.names)}")
         # A copy, so that a later change of the argument does not change the declaration.
         try:
-            object.__setattr__(self, "defaults", deepcopy(dict(self.defaults)))
+            msgspec.structs.force_setattr(self, "defaults", deepcopy(dict(self.defaults)))
         except Exception as error:
             _refuse("a default cannot be copied", error)
         if self.upgrade is not None and not isinstance(self.upgrade, str):
@@ -254,11 +253,10 @@ class Declaration:
         )
 
 
-@dataclass(slots=True)
-class Prepared:
+class Prepared(msgspec.Struct):
     """Extra state that has been checked and can be set."""
 
-    values: list[tuple[str, object]] = field(default_factory=list)
+    values: list[tuple[str, object]] = msgspec.field(default_factory=list)
     """Attributes and their values, those of base classes first."""
     first: Callable[[], None] | None = None
     """The call of a hand-written `set_extra_state` with its value."""

@@ -7,9 +7,9 @@ classes. What `modelstate.optimizer_state` returns names the class; of other sta
 import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import torch
 from torch import nn
 
@@ -27,8 +27,7 @@ Group = Mapping[str, Any]
 """A parameter group: "params", and options by name."""
 
 
-@dataclass(frozen=True, slots=True)
-class OtherClass:
+class OtherClass(msgspec.Struct, frozen=True):
     """The saved state is of another class of optimizer than the live one, and cannot be loaded for that reason."""
 
     saved: str

@@ -6,11 +6,11 @@ the state goes to the wrong parameters, without an error where the shapes allow 
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, cast
 
+import msgspec
 import torch
 from torch import nn
 
@@ -263,8 +263,7 @@ def misfit(where: str, problems: Sequence[str], remedy: str) -> OptimizerStateEr
     )
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class OptimizerPlan:
+class OptimizerPlan(msgspec.Struct, frozen=True, eq=False):
     """The plan of loading the state of an optimizer. Made by `plan_by_name`."""
 
     problems: list[str]

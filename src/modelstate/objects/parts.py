@@ -1,8 +1,9 @@
 """The kinds of objects whose state is saved, and the saved state of one. Records of checkpoints need no more."""
 
-from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Final
+
+import msgspec
 
 KEPT: Final = object()
 """The tree of a `Part` whose object stays as it is."""
@@ -19,8 +20,7 @@ class Kind(StrEnum):
     GENERATOR = "generator"
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
+class Part(msgspec.Struct, frozen=True):
     """The state of one object."""
 
     kind: Kind

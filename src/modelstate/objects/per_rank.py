@@ -13,9 +13,9 @@ the states of all ranks are saved, in the order of the ranks:
 import json
 from base64 import b64decode, b64encode
 from collections.abc import Mapping
-from dataclasses import replace
 
 import torch
+from msgspec.structs import replace
 
 from modelstate.codec.codec import decode, encode
 from modelstate.distributed.agreement import Agreement

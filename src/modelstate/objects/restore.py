@@ -5,16 +5,18 @@ follow, by the names of their parameters, then objects with `load_state_dict`, a
 transaction undoes all of it on any error.
 """
 
+import dataclasses
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import partial
 from keyword import iskeyword
 from typing import Any, Literal
 
 import torch
+from msgspec.structs import replace
 
 from modelstate.checkpoint.checkpoint import Checkpoint
 from modelstate.checkpoint.open import check_budget_option, checked_call, is_objects, is_source, patterns_of
@@ -404,7 +406,7 @@ def restore_objects(
     except PlanError as error:
         raise restoring.plan_error(error, checkpoints, source_name, init_missing) from error.__cause__
     plain = {path: saved[path].tree for path, target in restoring.targets if target.kind is Kind.VALUE}
-    report = replace(report, notes=(*report.notes, *restoring.notes))
+    report = dataclasses.replace(report, notes=(*report.notes, *restoring.notes))
     return Restored(plain, report, missing, unexpected, restoring.drawn_from)
 
 

@@ -2,11 +2,11 @@
 
 import random
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from types import NoneType
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 from torch import nn
@@ -23,8 +23,7 @@ _FIELDS = ("version", *_GLOBAL, "cuda", "generators")
 _KINDS = "torch.Generator, numpy.random.Generator, BitGenerator or RandomState, or random.Random"
 
 
-@dataclass(frozen=True, slots=True)
-class _Generator:
+class _Generator(msgspec.Struct, frozen=True):
     """One interface to the generators of all libraries."""
 
     get: Callable[[], object]

@@ -2,12 +2,12 @@
 
 import os
 from collections.abc import Mapping
-from dataclasses import replace
 from time import perf_counter
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from msgspec.structs import replace
 from torch import nn
 
 from modelstate.checkpoint.checkpoint import Checkpoint

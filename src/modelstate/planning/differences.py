@@ -8,9 +8,9 @@ compares more than names and reports its confidence.
 
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from difflib import get_close_matches
 
+import msgspec
 from torch import nn
 
 from modelstate.planning.recorder import loads_names_itself
@@ -50,8 +50,7 @@ def without_wrappers(name: str) -> str:
     return ".".join([*(part for part in path if part not in WRAPPERS), last])
 
 
-@dataclass(frozen=True, repr=False)
-class Rewrapped:
+class Rewrapped(msgspec.Struct, frozen=True):
     """Removes or adds the names of wrappers at certain modules."""
 
     modules: Mapping[str, str]

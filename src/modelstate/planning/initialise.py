@@ -9,10 +9,10 @@ changed and no large copy is allocated.
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import msgspec
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
@@ -28,8 +28,7 @@ _INITIALISES_CHILDREN = "_init_weights"
 _CAN_BE_NAN = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex128)
 
 
-@dataclass(frozen=True, slots=True)
-class Initialiser:
+class Initialiser(msgspec.Struct, frozen=True):
     """Computes the initial value of a tensor."""
 
     how: str

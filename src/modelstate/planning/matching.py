@@ -6,12 +6,14 @@ both sides differ.
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, KeysView, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
+from msgspec.structs import replace
 from torch import nn
 from torch.nn.parameter import is_lazy
 
@@ -49,8 +51,7 @@ AnyTransform = Transform | ModuleTransform
 _CPU = torch.device("cpu")
 
 
-@dataclass(frozen=True, slots=True)
-class Options:
+class Options(msgspec.Struct, frozen=True):
     """The arguments of `modelstate.load` that decide about the plan."""
 
     key: str | None = None
@@ -216,8 +217,7 @@ def _transforms(given: Any) -> AnyTransform | Pairs | None:
     return transform_function
 
 
-@dataclass(eq=False)
-class ModelSchemaView:
+class ModelSchemaView(msgspec.Struct, eq=False, dict=True):
     """The slots of a model, what initialises them, and both as rules see them."""
 
     model: nn.Module
@@ -264,8 +264,7 @@ class _Before:
         return None if initialiser is None else initialiser.make
 
 
-@dataclass(frozen=True, slots=True)
-class DecodeFailure:
+class DecodeFailure(msgspec.Struct, frozen=True):
     """Stands in a state dict for a value that cannot be decoded, or that is not read as a whole."""
 
     error: ModelStateError
@@ -317,8 +316,7 @@ def entries_of(checkpoint: Checkpoint) -> Entries:
     return entries
 
 
-@dataclass(frozen=True, slots=True)
-class MatchedCheckpoint:
+class MatchedCheckpoint(msgspec.Struct, frozen=True):
     """The part of a checkpoint that is loaded, by the names of the model. Created by `match`."""
 
     asked: Options

@@ -1,8 +1,9 @@
 """Predicts the memory that a load needs beyond the final tensors, and chooses a strategy that fits a budget."""
 
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import replace
 from operator import attrgetter
+
+from msgspec.structs import replace
 
 from modelstate.io.engine import ReadStrategy, read_threads, uncached_threads
 from modelstate.io.memory import aligned

@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import msgspec
 import numpy as np
 import torch
 
@@ -161,13 +162,12 @@ def stage_unleased(planned: Iterable[Planned], fingerprints: Mapping[str, FileFi
         item.stage_instead(reason)
 
 
-@dataclass(slots=True)
-class _Rows:
+class _Rows(msgspec.Struct):
     """Slots with the rows of their values."""
 
-    slots: list[Slot] = field(default_factory=list)
-    rows: list[int] = field(default_factory=list)
-    dtypes: list[torch.dtype] = field(default_factory=list)
+    slots: list[Slot] = msgspec.field(default_factory=list)
+    rows: list[int] = msgspec.field(default_factory=list)
+    dtypes: list[torch.dtype] = msgspec.field(default_factory=list)
     """After the load."""
 
     def selected(self, indices: Iterable[int]) -> "_Rows":

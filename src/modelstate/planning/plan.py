@@ -3,10 +3,12 @@
 import json
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import msgspec
 import torch
+from msgspec.structs import replace
 
 from modelstate.html.page import Kind, Page, Shown, area_chart
 from modelstate.planning.assignment import Placement, ReadRoute
@@ -117,8 +119,7 @@ class Step(NamedTuple):
 _COMPARED = Step._fields.index("expression")
 
 
-@dataclass(frozen=True, slots=True)
-class StepTable:
+class StepTable(msgspec.Struct, frozen=True):
     """Steps of plain values that get into their slots in the same way, as rows. It holds no tensor."""
 
     slots: list[tuple[str, str]]
@@ -169,8 +170,7 @@ class LazySteps:
         return object.__getattribute__(self, "steps")
 
 
-@dataclass(frozen=True, slots=True)
-class Binding:
+class Binding(msgspec.Struct, frozen=True):
     """Binds a plan to models: the decisions that are not repeated, and the slots that a model must have."""
 
     matched: MatchedCheckpoint

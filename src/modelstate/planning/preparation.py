@@ -2,10 +2,10 @@
 
 from bisect import bisect_left, insort
 from collections.abc import Callable, Collection, Hashable
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
+from msgspec.structs import replace
 from torch import nn
 from torch.nn.parameter import is_lazy
 

@@ -13,10 +13,11 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from copy import copy, deepcopy
-from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
 
+import msgspec
 import torch
+from msgspec.structs import replace
 from torch import nn
 
 from modelstate.formats.tree import EXTRA_STATE, leaves
@@ -57,14 +58,13 @@ class LoadSink(Protocol):
         """Returns the device of a tensor of the model after all writes."""
 
 
-@dataclass(slots=True)
-class IncompatibleKeys:
+class IncompatibleKeys(msgspec.Struct):
     """The missing keys, unexpected keys and errors of a walk, with torch's texts."""
 
-    missing: list[str] = field(default_factory=list)
-    unexpected: list[str] = field(default_factory=list)
-    errors: list[str] = field(default_factory=list)
-    called: list[nn.Module] = field(default_factory=list)
+    missing: list[str] = msgspec.field(default_factory=list)
+    unexpected: list[str] = msgspec.field(default_factory=list)
+    errors: list[str] = msgspec.field(default_factory=list)
+    called: list[nn.Module] = msgspec.field(default_factory=list)
     """The modules whose own `load_state_dict` was called."""
 
 
@@ -177,8 +177,7 @@ def walk(
         _visit(recording, root, ordered, "", versions, assign, is_root=True)
 
 
-@dataclass(slots=True, weakref_slot=True, eq=False)
-class _Recording:
+class _Recording(msgspec.Struct, eq=False, weakref=True):
     transaction: Transaction
     sink: LoadSink
     outcome: IncompatibleKeys
@@ -373,8 +372,7 @@ def _own_state(module: nn.Module) -> Mapping[str, object]:
     return state if isinstance(state, Mapping) else {}
 
 
-@dataclass(frozen=True, slots=True)
-class _PrefixingSink:
+class _PrefixingSink(msgspec.Struct, frozen=True):
     """Passes values on under the names that they have in a container."""
 
     sink: LoadSink

@@ -4,10 +4,10 @@ For the rest of a load such a slot is the local tensor, and its source is the re
 all routes of plain tensors apply. The DTensor itself gets other memory only where the local tensor cannot keep its own.
 """
 
-from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
+import msgspec
 import torch
 
 from modelstate.distributed.shards import LocalShard, shard_of
@@ -20,8 +20,7 @@ from modelstate.torch_compat.plain import is_plain, is_sharded
 from modelstate.torch_compat.sharding import local_tensor, mesh_device_type, same_layout
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class ShardedSlot:
+class ShardedSlot(msgspec.Struct, frozen=True, eq=False):
     """A DTensor of the model, and the value of the whole tensor."""
 
     tensor: torch.Tensor

@@ -3,10 +3,10 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import ClassVar, NamedTuple
 
+import msgspec
 import torch
 from torch import nn
 
@@ -277,8 +277,7 @@ def _method_errors(name: str, method: str) -> Iterator[None]:
         ) from error
 
 
-@dataclass(frozen=True, slots=True)
-class Bound:
+class Bound(msgspec.Struct, frozen=True):
     """A module's transform as a function of name and tensor."""
 
     transform: ModuleTransform

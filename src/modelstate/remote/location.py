@@ -22,12 +22,13 @@ import os
 import re
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from datetime import datetime, timedelta
 from enum import Enum
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import quote, unquote, urlsplit
+
+import msgspec
 
 from modelstate.errors import PackageError, ReadFailedError, SourceAccessError, SourceTypeError
 from modelstate.process import call_apart
@@ -61,8 +62,7 @@ def is_remote(path: object) -> bool:
     return isinstance(path, str) and _REMOTE.match(path) is not None
 
 
-@dataclass(frozen=True, slots=True)
-class Location:
+class Location(msgspec.Struct, frozen=True):
     """A place outside this machine."""
 
     scheme: str
@@ -187,8 +187,7 @@ def store_of(location: Location, *, repeats: bool = True) -> tuple[ObjectStore, 
     return _store(location.scheme, location.root, "", settings, repeats), location.key
 
 
-@dataclass(frozen=True, slots=True)
-class ObjectInfo:
+class ObjectInfo(msgspec.Struct, frozen=True):
     """An object in a listing."""
 
     name: str

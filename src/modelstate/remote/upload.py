@@ -17,8 +17,9 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
+
+import msgspec
 
 from modelstate.errors import SaveTargetError, ServerError, TargetExistsError, WriteFailedError
 from modelstate.remote.location import Cause, Location, ObjectInfo, failure_of, listed_below, store_of
@@ -232,8 +233,7 @@ class _Buffer(bytearray):
     """Memory to which weak references can be made."""
 
 
-@dataclass(slots=True)
-class ObjectWriter:
+class ObjectWriter(msgspec.Struct):
     """An object that is being uploaded, from its first byte to its last one."""
 
     location: Location
@@ -242,7 +242,7 @@ class ObjectWriter:
     _last_part: int = 0
     """Where the last part begins."""
     _done_bytes: int = 0
-    _buffers: list[weakref.ref[_Buffer]] = field(default_factory=list)
+    _buffers: list[weakref.ref[_Buffer]] = msgspec.field(default_factory=list)
     """What was given to the client before the last part. The client refers to the memory until it has been sent."""
 
     def append(self, data: bytes | memoryview) -> None:

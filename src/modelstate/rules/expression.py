@@ -9,12 +9,11 @@ A reshape passes a slice on as far as the slice covers consecutive elements; a f
 """
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from itertools import accumulate, product
 
+import msgspec
 import torch
 
 from modelstate.io.engine import ROWS_BYTES, Request, Rows
@@ -45,8 +44,7 @@ Change = Callable[..., torch.Tensor]
 """Computes a tensor from others. The result may share their memory."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Derived:
+class Derived(msgspec.Struct, frozen=True, eq=False):
     """A tensor that is computed from other tensors when its values are needed."""
 
     dtype: torch.dtype
@@ -60,7 +58,7 @@ class Derived:
 
     def __post_init__(self) -> None:
         if not all(part.is_certain for part in self.parts if isinstance(part, Derived)):
-            object.__setattr__(self, "is_certain", False)
+            msgspec.structs.force_setattr(self, "is_certain", False)
 
     @property
     def nbytes(self) -> int:
@@ -198,20 +196,19 @@ def memory_bytes(source: Source) -> int:
 # Operations.
 
 
-class Operation(ABC):
+class Operation(msgspec.Struct, frozen=True):
     """A computation that knows which regions of its parts a region of its result needs."""
 
-    @abstractmethod
     def __call__(self, *values: torch.Tensor) -> torch.Tensor:
         """Computes the result from the values of the parts."""
+        raise NotImplementedError
 
-    @abstractmethod
     def region(self, parts: tuple[Source, ...], box: Box) -> Source:
         """Returns a region of the result of this operation on `parts`."""
+        raise NotImplementedError
 
 
-@dataclass(frozen=True, slots=True)
-class Unchanged(Operation):
+class Unchanged(Operation, frozen=True):
     """The values of a tensor as they are, computed late."""
 
     def __call__(self, *values: torch.Tensor) -> torch.Tensor:
@@ -236,8 +233,7 @@ def to_be_computed(stored: Stored, computed: dict[Stored, Derived]) -> Source:
     return computed[stored]
 
 
-@dataclass(frozen=True, slots=True)
-class Crop(Operation):
+class Crop(Operation, frozen=True):
     """A region of a tensor that has to be computed whole, or a smaller region of it."""
 
     box: Box
@@ -260,8 +256,7 @@ def _cropped(source: Source, box: Box) -> Source:
     return Derived(source.dtype, shape, (source,), Crop(box))
 
 
-@dataclass(frozen=True, slots=True)
-class Conversion(Operation):
+class Conversion(Operation, frozen=True):
     """A cast to another dtype."""
 
     dtype: torch.dtype
@@ -280,8 +275,7 @@ def cast(source: Source, dtype: torch.dtype) -> Source:
     return Derived(dtype, tuple(source.shape), (source,), Conversion(dtype))
 
 
-@dataclass(frozen=True, slots=True)
-class Transposition(Operation):
+class Transposition(Operation, frozen=True):
     """An exchange of two dimensions."""
 
     dim0: int
@@ -306,8 +300,7 @@ def transposed(source: Source, dim0: int, dim1: int) -> Source:
     return Derived(source.dtype, tuple(view.shape), (source,), Transposition(dim0, dim1))
 
 
-@dataclass(frozen=True, slots=True)
-class Reshape(Operation):
+class Reshape(Operation, frozen=True):
     """Another shape for the elements in their order, in which each dimension is split, or several are merged."""
 
     shape: tuple[int, ...]
@@ -399,8 +392,7 @@ def _position(sizes: Sequence[int], box: Box) -> int:
     return sum(indices.start * step for indices, step in zip(box, contiguous_stride(sizes), strict=True))
 
 
-@dataclass(frozen=True, slots=True)
-class Concatenation(Operation):
+class Concatenation(Operation, frozen=True):
     """Tensors joined along one dimension, which is not negative."""
 
     dim: int
@@ -433,8 +425,7 @@ def concatenated(sources: Sequence[Source], dim: int) -> Source:
     return Derived(sources[0].dtype, tuple(shape), tuple(sources), Concatenation(dim % len(shape)))
 
 
-@dataclass(frozen=True, slots=True)
-class Product(Operation):
+class Product(Operation, frozen=True):
     """The product of two tensors of one shape, element by element, in the dtype of the first."""
 
     def __call__(self, *values: torch.Tensor) -> torch.Tensor:
@@ -451,8 +442,7 @@ def multiplied(first: Source, second: Source) -> Source:
     return Derived(first.dtype, tuple(first.shape), (first, second), Product())
 
 
-@dataclass(frozen=True, slots=True)
-class Constant(Operation):
+class Constant(Operation, frozen=True):
     """A tensor whose elements are all equal."""
 
     dtype: torch.dtype
@@ -471,8 +461,7 @@ def constant(dtype: torch.dtype, shape: tuple[int, ...], value: float | complex)
     return Derived(dtype, shape, (), Constant(dtype, shape, value))
 
 
-@dataclass(frozen=True, slots=True)
-class Scaling(Operation):
+class Scaling(Operation, frozen=True):
     """The product of a float32 tensor, which is overwritten, and a scale for each block of its elements."""
 
     block: tuple[int, ...]
@@ -529,8 +518,7 @@ _LONG_RUN_BYTES = 256 << 10
 """Runs that are requested one by one, so that several threads share a run."""
 
 
-@dataclass(frozen=True, slots=True)
-class PlacedTensor:
+class PlacedTensor(msgspec.Struct, frozen=True):
     """A stored tensor whose bytes are read into a region of a contiguous result."""
 
     stored: StoredTensor

@@ -2,8 +2,8 @@
 
 import cmath
 import re
-from dataclasses import dataclass, field
 
+import msgspec
 import torch
 
 from modelstate.errors import RuleError
@@ -24,8 +24,7 @@ from modelstate.text_format import short_repr
 from modelstate.torch_compat.dtypes import short
 
 
-@dataclass(frozen=True, repr=False)
-class Prefix(CodeRepr):
+class Prefix(CodeRepr, msgspec.Struct, frozen=True):
     """Removes a prefix from the names of a checkpoint, adds one, or both.
 
     Args:
@@ -57,8 +56,7 @@ class Prefix(CodeRepr):
         return Prefix(self.add, self.strip)
 
 
-@dataclass(frozen=True, repr=False)
-class Rename(PatternRule):
+class Rename(PatternRule, msgspec.Struct, frozen=True):
     """Renames what matches `pattern` to `replacement`.
 
     Args:
@@ -114,8 +112,7 @@ def _check_expression(pattern: re.Pattern[str], replacement: object, where: obje
         raise RuleError("not the replacement of this regular expression", where=where, found=error) from error
 
 
-@dataclass(frozen=True, repr=False)
-class Ignore(PatternRule):
+class Ignore(PatternRule, msgspec.Struct, frozen=True):
     """Leaves out the entries of the checkpoint whose names match `pattern`.
 
     Args:
@@ -147,8 +144,7 @@ class Ignore(PatternRule):
         raise irreversible(self, "the entries that it leaves out are lost")
 
 
-@dataclass(frozen=True, repr=False)
-class Copy(PatternRule):
+class Copy(PatternRule, msgspec.Struct, frozen=True):
     """Gives the entries that match `pattern` a second name: the weight of an embedding that a head was tied to.
 
     Args:
@@ -181,8 +177,7 @@ class Copy(PatternRule):
         return Same(self.pattern, self.to)
 
 
-@dataclass(frozen=True, repr=False)
-class Same(PatternRule):
+class Same(PatternRule, msgspec.Struct, frozen=True):
     """Leaves out the entries that match `other`, which must be equal to those that match `pattern`, bit for bit.
 
     Args:
@@ -226,8 +221,7 @@ class Same(PatternRule):
         return Copy(self.pattern, self.other)
 
 
-@dataclass(frozen=True, repr=False, eq=False)
-class Fill(PatternRule):
+class Fill(PatternRule, msgspec.Struct, frozen=True, eq=False):
     """Gives a value to what the model has and the checkpoint lacks.
 
     Args:
@@ -248,7 +242,7 @@ class Fill(PatternRule):
     """
 
     pattern: str
-    value: float | torch.Tensor | None = field(default=None)
+    value: float | torch.Tensor | None = msgspec.field(default=None)
 
     def __post_init__(self) -> None:
         Template(self.pattern)

@@ -2,8 +2,8 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
+import msgspec
 import torch
 
 from modelstate.rules.expression import Derived, Scaling, Source, cast, reshaped
@@ -24,8 +24,7 @@ SCALABLE = (*FLOAT8, torch.int8)
 """The dtypes of weights that `Dequantize` multiplies by scales."""
 
 
-@dataclass(frozen=True, repr=False)
-class Dequantize(PatternRule):
+class Dequantize(PatternRule, msgspec.Struct, frozen=True):
     """Multiplies quantized weights by their scales: float8, or int8 without zero points.
 
     The result is float32, computed in float32. A load casts it to the dtype of the model.
@@ -56,7 +55,7 @@ class Dequantize(PatternRule):
     def __post_init__(self) -> None:
         same_stars(self.pattern, self.scale)
         if self.block is not None:
-            object.__setattr__(self, "block", check_sizes(self, "block", self.block, least=1))
+            msgspec.structs.force_setattr(self, "block", check_sizes(self, "block", self.block, least=1))
 
     def _read_patterns(self) -> tuple[str, ...]:
         return (self.pattern, self.scale)

@@ -7,10 +7,11 @@ it keeps or makes into the `RuleContext`. An entry that `apply` does not put the
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import MISSING, dataclass, field, fields, replace
+from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple, Protocol, runtime_checkable
 
+import msgspec
 import torch
 
 from modelstate.errors import ModelStateError, RuleError, keep_interrupt
@@ -47,8 +48,7 @@ class Rule(Protocol):
         """
 
 
-@dataclass(frozen=True, slots=True)
-class Value:
+class Value(msgspec.Struct, frozen=True):
     """The content of an entry that is not a tensor."""
 
     value: object
@@ -279,8 +279,7 @@ def rename_all(rule: Rule, context: RuleContext) -> None:
             context.make(renamed, entry.content, [(name, entry)])
 
 
-@dataclass(frozen=True)
-class Scoped:
+class Scoped(msgspec.Struct, frozen=True):
     """A rule for the names that begin with a prefix. The rule does not see the prefix, nor any other name."""
 
     prefix: str
@@ -305,8 +304,7 @@ class Scoped:
         return Scoped(self.prefix, self.rule.reverse())
 
 
-@dataclass(frozen=True)
-class Guess:
+class Guess(msgspec.Struct, frozen=True):
     """A rule that `modelstate.suggest` cannot be sure of. Nothing is loaded with it until its rule is taken out of it.
 
     Args:
@@ -334,8 +332,7 @@ class Guess:
             rename_all(self, context)
 
 
-@dataclass(frozen=True)
-class _WantedBelow:
+class _WantedBelow(msgspec.Struct, frozen=True):
     """The tensors of the model below a prefix, without that prefix."""
 
     wanted: Wanted
@@ -361,28 +358,25 @@ def unscoped(rule: Rule) -> Rule:
     return unscoped(rule.rule) if isinstance(rule, Scoped) else rule
 
 
-@dataclass(frozen=True, slots=True)
 class Template:
     """A name in which each `*` matches any run of characters, dots included, and each as short a run as possible."""
 
-    text: str
-    stars: int = field(init=False)
-    _expression: re.Pattern[str] | None = field(init=False, repr=False, compare=False)
-    """None for a name without `*`, which matches itself."""
+    __slots__ = ("_expression", "stars", "text")
 
-    def __post_init__(self) -> None:
-        if not isinstance(self.text, str) or not self.text:
+    def __init__(self, text: str) -> None:
+        if not isinstance(text, str) or not text:
             raise RuleError(
-                "a rule applies to names", expected="a name, with * for any part of it", found=short_repr(self.text)
+                "a rule applies to names", expected="a name, with * for any part of it", found=short_repr(text)
             )
-        first, *others = map(re.escape, self.text.split("*"))
+        self.text = text
+        first, *others = map(re.escape, text.split("*"))
         # Atomic groups, (?>...), keep the first place of each piece: where the others do not fit behind it, they fit
         # behind no later place. So a name is read once, not once for each combination of places.
         middle = "".join(f"(?>(.*?){piece})" for piece in others[:-1])
         last = f"(.*){others[-1]}" if others else ""
-        object.__setattr__(self, "stars", len(others))
-        expression = re.compile(first + middle + last, re.DOTALL) if others else None
-        object.__setattr__(self, "_expression", expression)
+        self.stars = len(others)
+        self._expression = re.compile(first + middle + last, re.DOTALL) if others else None
+        """None for a name without `*`, which matches itself."""
 
     def match(self, name: str) -> tuple[str, ...] | None:
         """Returns what the wildcards match in this name; None if the name does not match."""
@@ -424,18 +418,19 @@ def matching(pattern: str, entries: Entries) -> Iterator[tuple[str, Entry, tuple
 
 
 class CodeRepr:
-    """A dataclass whose `repr` is the code that makes it."""
+    """A `msgspec.Struct` whose `repr` is the code that makes it."""
 
     __slots__ = ()
 
     def __repr__(self) -> str:
         arguments = []
-        for argument in fields(self):  # type: ignore[arg-type]
-            value = getattr(self, argument.name)
-            if argument.init and argument.default is MISSING:
+        names, defaults = self.__struct_fields__, self.__struct_defaults__  # type: ignore[attr-defined]
+        for name, default in zip(names, (msgspec.NODEFAULT,) * (len(names) - len(defaults)) + defaults, strict=True):
+            value = getattr(self, name)
+            if default is msgspec.NODEFAULT:
                 arguments.append(_value_as_code(value))
-            elif argument.init and value is not argument.default and value != argument.default:
-                arguments.append(f"{argument.name}={_value_as_code(value)}")
+            elif value is not default and value != default:
+                arguments.append(f"{name}={_value_as_code(value)}")
         return f"{type(self).__name__}({', '.join(arguments)})"
 
 

@@ -3,11 +3,11 @@
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import cache, partial
 from itertools import groupby
 from typing import Any, NoReturn, cast
 
+import msgspec
 import torch
 
 from modelstate.checkpoint.checkpoint import Checkpoint
@@ -121,8 +121,7 @@ def in_memory(stored: Stored) -> torch.Tensor:
     return stored.detach()
 
 
-@dataclass(frozen=True, slots=True)
-class Applied:
+class Applied(msgspec.Struct, frozen=True):
     """The result of rules on a checkpoint."""
 
     entries: Entries
@@ -251,8 +250,7 @@ Recognise = Callable[[Mapping[str, TensorSpec]], bool]
 """Tells from the names and specs of a checkpoint whether it is of a version."""
 
 
-@dataclass(frozen=True, repr=False)
-class Migration(CodeRepr):
+class Migration(CodeRepr, msgspec.Struct, frozen=True):
     """The rules from the previous version to `version`.
 
     Args:
@@ -272,11 +270,10 @@ class Migration(CodeRepr):
 
     def __post_init__(self) -> None:
         _check_version(self.version)
-        object.__setattr__(self, "rules", Rules(self.rules))
+        msgspec.structs.force_setattr(self, "rules", Rules(self.rules))
 
 
-@dataclass(frozen=True, repr=False)
-class Reached(CodeRepr):
+class Reached(CodeRepr, msgspec.Struct, frozen=True):
     """Marks the place in a chain of rules where a checkpoint of this version begins."""
 
     version: str

@@ -2,10 +2,10 @@
 
 from collections.abc import Callable, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import msgspec
 import torch
 
 from modelstate.errors import RuleError, TransformError, keep_interrupt
@@ -71,8 +71,7 @@ class _TensorRule(PatternRule):
         raise NotImplementedError
 
 
-@dataclass(frozen=True, repr=False)
-class Transpose(_TensorRule):
+class Transpose(_TensorRule, msgspec.Struct, frozen=True):
     """Exchanges two dimensions: the weight of a Conv1D becomes that of a Linear.
 
     Args:
@@ -95,8 +94,7 @@ class Transpose(_TensorRule):
         return self
 
 
-@dataclass(frozen=True, repr=False)
-class Reshape(_TensorRule):
+class Reshape(_TensorRule, msgspec.Struct, frozen=True):
     """Gives tensors another shape, with their elements in the same order.
 
     Args:
@@ -120,7 +118,7 @@ class Reshape(_TensorRule):
         for name in ("shape", "before"):
             sizes = getattr(self, name)
             if sizes is not None:
-                object.__setattr__(self, name, check_sizes(self, name, sizes, least=-1))
+                msgspec.structs.force_setattr(self, name, check_sizes(self, name, sizes, least=-1))
 
     def change(self, source: Source) -> Source:
         if self.before is not None and meta_like(source).reshape(self.before).shape != source.shape:
@@ -133,8 +131,7 @@ class Reshape(_TensorRule):
         return Reshape(self.pattern, self.before, self.shape)
 
 
-@dataclass(frozen=True, repr=False)
-class Cast(_TensorRule):
+class Cast(_TensorRule, msgspec.Struct, frozen=True):
     """Casts tensors to a dtype, including one that loses values.
 
     Args:
@@ -158,7 +155,7 @@ class Cast(_TensorRule):
         for name in ("dtype", "before"):
             dtype: object = getattr(self, name)
             if isinstance(dtype, str):
-                object.__setattr__(self, name, dtype_named(dtype) or dtype)
+                msgspec.structs.force_setattr(self, name, dtype_named(dtype) or dtype)
             if not isinstance(getattr(self, name), torch.dtype) and (dtype is not None or name == "dtype"):
                 raise RuleError("a Cast takes dtypes", where=self, found=short_repr(dtype))
 
@@ -175,8 +172,7 @@ class Cast(_TensorRule):
         return Cast(self.pattern, self.before, self.dtype)
 
 
-@dataclass(frozen=True, repr=False)
-class Apply(_TensorRule):
+class Apply(_TensorRule, msgspec.Struct, frozen=True):
     """Replaces what matches `pattern` by the result of a function, for changes that no other rule makes.
 
     Args:
@@ -261,8 +257,7 @@ def _own_copy(values: torch.Tensor) -> torch.Tensor:
     return values.clone()
 
 
-@dataclass(frozen=True, repr=False)
-class Split(PatternRule):
+class Split(PatternRule, msgspec.Struct, frozen=True):
     """Cuts a tensor into several along one dimension: a fused QKV into three. Reads only the parts that are used.
 
     Args:
@@ -323,7 +318,7 @@ class Split(PatternRule):
         return Concat(self.into, self.pattern, self.dim, self.sizes)
 
 
-class _JoiningRule(PatternRule):
+class _JoiningRule(PatternRule, msgspec.Struct, frozen=True):
     """A rule that makes one tensor of several, whose names its patterns match. A subclass defines `join`."""
 
     patterns: tuple[str, ...]
@@ -388,8 +383,7 @@ class _JoiningRule(PatternRule):
         raise NotImplementedError
 
 
-@dataclass(frozen=True, repr=False)
-class Concat(_JoiningRule):
+class Concat(_JoiningRule, frozen=True):
     """Joins several tensors into one along one dimension: separate Q, K and V into a fused QKV.
 
     Args:
@@ -433,7 +427,7 @@ class Concat(_JoiningRule):
         return Split(self.into, self.patterns, self.dim, self.sizes)
 
 
-class _FoldingRule(_JoiningRule):
+class _FoldingRule(_JoiningRule, frozen=True):
     """A rule that computes one tensor from the values of two."""
 
     moves = False
@@ -448,8 +442,7 @@ class _FoldingRule(_JoiningRule):
         raise irreversible(self, "the two tensors cannot be computed from the result")
 
 
-@dataclass(frozen=True, repr=False)
-class Multiply(_FoldingRule):
+class Multiply(_FoldingRule, frozen=True):
     """Multiplies two tensors of one shape, element by element, in the dtype of the first: a weight and its mask.
 
     The result is that of `torch.nn.utils.prune.remove`, bit for bit.
@@ -476,8 +469,7 @@ class Multiply(_FoldingRule):
         return multiplied(tensor, factor)
 
 
-@dataclass(frozen=True, repr=False)
-class WeightNorm(_FoldingRule):
+class WeightNorm(_FoldingRule, frozen=True):
     """Computes the weight of a module with weight norm from its magnitude and its direction.
 
     The result is that of `torch.nn.utils.remove_weight_norm`, bit for bit. The shape of the magnitude says which
@@ -523,7 +515,7 @@ def _set_names(rule: Split | _JoiningRule, argument: str, names: object) -> None
         raise RuleError(f"{argument}= takes several names", where=type(rule).__name__, found=short_repr(names))
     if len(set(names)) != len(names):
         raise RuleError(f"{argument}= has a name twice", where=type(rule).__name__, found=short_repr(names))
-    object.__setattr__(rule, argument, tuple(names))
+    msgspec.structs.force_setattr(rule, argument, tuple(names))
 
 
 def _set_sizes(rule: Split | Concat, count: int) -> None:
@@ -534,4 +526,4 @@ def _set_sizes(rule: Split | Concat, count: int) -> None:
     sizes = check_sizes(rule, "sizes", rule.sizes, least=0)
     if len(sizes) != count:
         raise RuleError("sizes= takes one size for each part", where=type(rule).__name__, expected=count, found=sizes)
-    object.__setattr__(rule, "sizes", sizes)
+    msgspec.structs.force_setattr(rule, "sizes", sizes)

@@ -9,9 +9,9 @@ that a load of another model imports nothing of transformers.
 import copy
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
+import msgspec
 from torch import nn
 
 from modelstate.errors import OptionError, PackageError
@@ -134,8 +134,7 @@ class _Target(NamedTuple):
     """The pattern of the converter that it matches."""
 
 
-@dataclass(frozen=True, eq=False, repr=False)
-class TransformersMapping:
+class TransformersMapping(msgspec.Struct, frozen=True, eq=False):
     """The conversion mapping of one model. Made by `from_transformers`."""
 
     model: str
@@ -228,8 +227,7 @@ class TransformersMapping:
             context.rule = rule
 
 
-@dataclass(frozen=True, repr=False)
-class _ConversionLabel(CodeRepr):
+class _ConversionLabel(CodeRepr, msgspec.Struct, frozen=True):
     """What reports show as the rule that made a tensor."""
 
     mapping: TransformersMapping
@@ -250,8 +248,7 @@ def _natural_order(name: str) -> list[tuple[str, int, str]]:
     return key
 
 
-@dataclass(frozen=True, slots=True)
-class _Conversion:
+class _Conversion(msgspec.Struct, frozen=True):
     """Applies the operations of one converter to the tensors that go to one name. Reads no values."""
 
     target: str

@@ -1,10 +1,11 @@
 """Canaries: requests and checks that try a new version before it serves."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar, cast
 
+import msgspec
 import torch
+from msgspec.structs import replace
 
 from modelstate.errors import CanaryError, OptionError
 from modelstate.serve.targets import Program, buffer_restorer, carry_over
@@ -15,8 +16,7 @@ _T = TypeVar("_T")
 Calls = Callable[..., Any]
 
 
-@dataclass(frozen=True, slots=True)
-class Canary:
+class Canary(msgspec.Struct, frozen=True):
     """A request that a new version has to answer correctly before it serves.
 
     The new version must not raise. Its answer must have the structure, shapes and dtypes of a reference, and no NaN
@@ -43,7 +43,7 @@ class Canary:
     """
 
     args: tuple[object, ...] = ()
-    kwargs: Mapping[str, object] = field(default_factory=dict)
+    kwargs: Mapping[str, object] = msgspec.field(default_factory=dict)
     check: Callable[..., object] | None = None
     expected: object = None
     atol: float | None = None

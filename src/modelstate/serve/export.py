@@ -4,9 +4,9 @@ import ast
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
+import msgspec
 import torch
 from torch import nn
 
@@ -324,8 +324,7 @@ _REMEDIES = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class ExportVerification:
+class ExportVerification(msgspec.Struct, frozen=True):
     """Properties of the tensors, which the verification finds out."""
 
     mutable: frozenset[str]
@@ -334,8 +333,7 @@ class ExportVerification:
     """Weights whose change does not change any answer."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Answer:
+class _Answer(msgspec.Struct, frozen=True):
     """The outputs of a call, and the buffers after it."""
 
     values: dict[str, object]

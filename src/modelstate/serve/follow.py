@@ -9,8 +9,9 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol, Self, TypeVar
+
+import msgspec
 
 from modelstate.arguments import check_keywords, seconds_of
 from modelstate.background import AtExit, BackgroundTask
@@ -459,8 +460,7 @@ class Candidate(NamedTuple):
         return self.rank > taken.rank
 
 
-@dataclass(frozen=True, slots=True)
-class Selection:
+class Selection(msgspec.Struct, frozen=True):
     """The parsed value of `select=`."""
 
     metric: str | None = None

@@ -8,10 +8,10 @@ import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from mmap import mmap
 from typing import Any, Literal, NamedTuple, TypedDict, Unpack, overload
 
+import msgspec
 import torch
 from torch import nn
 
@@ -111,8 +111,7 @@ class Clock(defaultdict[str, float]):
             self[name] += time.perf_counter() - began
 
 
-@dataclass(slots=True)
-class _Swap:
+class _Swap(msgspec.Struct):
     """A swap in progress."""
 
     source: Source
@@ -120,7 +119,7 @@ class _Swap:
     canary: AnyCanary | None
     buffers: Buffers
     deadline: float | None
-    clock: Clock = field(default_factory=Clock)
+    clock: Clock = msgspec.field(default_factory=Clock)
     new: Version | None = None
     """Set immediately before the flip."""
 

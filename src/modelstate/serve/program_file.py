@@ -16,10 +16,11 @@ import tempfile
 import zipfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
+import msgspec
 import torch
+from msgspec.structs import asdict
 
 from modelstate.checkpoint.verification import DigestCheck
 from modelstate.errors import DamagedFileError, LiveTargetError, NameMapError, NewerManifestError, OpenError
@@ -42,8 +43,7 @@ _VERSION = 1
 Kind = Literal["exported", "aoti"]
 
 
-@dataclass(frozen=True, slots=True)
-class ProgramTensor:
+class ProgramTensor(msgspec.Struct, frozen=True):
     """A tensor of a program, as the manifest describes it."""
 
     name: str
@@ -71,8 +71,7 @@ class ProgramTensor:
         return torch.Size(self.shape).numel() * self.torch_dtype.itemsize
 
 
-@dataclass(frozen=True, slots=True)
-class Manifest:
+class Manifest(msgspec.Struct, frozen=True):
     """The description of a program that `modelstate.export` writes and returns. Each weight in it can be swapped.
 
     Examples:
@@ -230,8 +229,7 @@ _LIBRARIES = "data/aotinductor/"
 _CHUNK_BYTES = 16 << 20
 
 
-@dataclass(frozen=True, slots=True)
-class ProgramFile:
+class ProgramFile(msgspec.Struct, frozen=True):
     """A `.pt2` whose directory and manifest have been read."""
 
     path: str

@@ -5,14 +5,16 @@ A `SwapSource` reads no tensor bytes when it is made. `stage` fills a new progra
 """
 
 import copy
+import dataclasses
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
+import msgspec
 import torch
+from msgspec.structs import replace
 from torch import nn
 from torch.fx import GraphModule
 
@@ -73,8 +75,7 @@ Kind = tuple[torch.layout, type] | None
 """The layout and class of a tensor; None for plain strided tensors."""
 
 
-@dataclass(frozen=True, slots=True)
-class SwapOptions:
+class SwapOptions(msgspec.Struct, frozen=True):
     """Options of `Live.swap` that concern the weights."""
 
     key: str | None = None
@@ -86,8 +87,7 @@ class SwapOptions:
     verify: bool = False
 
 
-@dataclass(frozen=True, slots=True, repr=False)
-class SwapReport:
+class SwapReport(msgspec.Struct, frozen=True):
     """The result of `Live.swap`. Printing it shows the versions, sizes and times.
 
     Examples:
@@ -362,7 +362,8 @@ class SwapSource:
             yield
         except PlanError as error:
             problems = [
-                replace(problem, name_for_rules=self._name_for_rules(problem.name)) for problem in error.problems
+                dataclasses.replace(problem, name_for_rules=self._name_for_rules(problem.name))
+                for problem in error.problems
             ]
             options = {"rules": self._has_rules, "allow_missing": self._selection.allow_missing}
             options["allow_unexpected"] = self._selection.allow_unexpected

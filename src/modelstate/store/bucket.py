@@ -29,9 +29,10 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, suppress
-from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any
+
+import msgspec
 
 from modelstate.errors import LockedError, ReadFailedError, SaveTargetError, TargetExistsError, WriteFailedError
 from modelstate.formats.manifest import digest
@@ -59,8 +60,7 @@ _LEASE = re.compile(r"lease-(\d{12})\.([0-9a-f]{12})")
 _PIN = re.compile(r"pin-(\d{12})")
 
 
-@dataclass(frozen=True, slots=True)
-class _Listing:
+class _Listing(msgspec.Struct, frozen=True):
     """What is in the bucket at one moment."""
 
     claims: Mapping[int, datetime]

@@ -3,9 +3,10 @@
 import json
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
+
+import msgspec
 
 from modelstate.checkpoint.checkpoint import Checkpoint, join
 from modelstate.checkpoint.open import open as open_checkpoint
@@ -44,8 +45,7 @@ _MAX_HEAD_BYTES = max(8 + MAX_HEADER_BYTES, MAX_INDEX_BYTES)
 """The most bytes of a header with its length, and of an index."""
 
 
-@dataclass(frozen=True, slots=True)
-class FileRecord:
+class FileRecord(msgspec.Struct, frozen=True):
     """A file of a checkpoint as it was written."""
 
     nbytes: int
@@ -65,14 +65,13 @@ class FileRecord:
         return head if digest(head) == self.head else None
 
 
-@dataclass(frozen=True, slots=True)
-class ObjectEntry:
+class ObjectEntry(msgspec.Struct, frozen=True):
     """An object of a checkpoint."""
 
     kind: Kind
     index: str = ""
     """The name of the index of the files with its tensors; empty for an object without tensors."""
-    files: Mapping[str, FileRecord] = field(default_factory=dict)
+    files: Mapping[str, FileRecord] = msgspec.field(default_factory=dict)
     """All its files by name, with the index."""
     value: object = None
     """The encoded state of an object without tensors."""
@@ -145,8 +144,7 @@ class ObjectEntry:
             raise damaged(directory, short(error)) from error
 
 
-@dataclass(frozen=True, slots=True)
-class Record:
+class Record(msgspec.Struct, frozen=True):
     """The record of a checkpoint."""
 
     store: str

@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Literal, TypeVar
 
+import msgspec
+
 from modelstate.arguments import check_choice, check_integer, is_number
 from modelstate.errors import OptionError
 from modelstate.html.page import Kind, Page, bar_chart
@@ -119,8 +121,7 @@ def saved_at(info: CheckpointInfo) -> str:
     return datetime.fromtimestamp(info.time, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
 
 
-@dataclass(frozen=True, slots=True)
-class Keep:
+class Keep(msgspec.Struct, frozen=True):
     """The rules for which checkpoints of a store are kept: each one that at least one rule keeps.
 
     Pinned checkpoints are always kept. So is the newest intact one: the one of the highest step, and the one that was

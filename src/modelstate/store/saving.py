@@ -5,16 +5,18 @@ checkpoint before is not written again where none of its tensors has changed: th
 it, and stays complete when the old one is removed. Tensors that change and tensors that do not go into different files.
 """
 
+import dataclasses
 import json
 import logging
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
+import msgspec
 import torch
+from msgspec.structs import replace
 
 from modelstate.background import AtExit, BackgroundTask
 from modelstate.distributed.agreement import Agreement
@@ -53,8 +55,7 @@ _NAME_BYTES = 45
 """What the name of a file has at the most in addition to the path of its object."""
 
 
-@dataclass(frozen=True, slots=True)
-class SavedStep:
+class SavedStep(msgspec.Struct, frozen=True):
     """A checkpoint that is complete and durable: the result of `Store.save`.
 
     Examples:
@@ -113,8 +114,7 @@ class PendingSave(BackgroundTask[SavedStep]):
         self.step, self.staging_bytes = step, staging_bytes
 
 
-@dataclass(frozen=True, slots=True)
-class EncodedObject:
+class EncodedObject(msgspec.Struct, frozen=True):
     """An object of a checkpoint that is about to be written."""
 
     kind: Kind
@@ -211,8 +211,7 @@ Key = tuple[str, str]
 """The path of an object, and the name of a tensor."""
 
 
-@dataclass(frozen=True, slots=True)
-class SpreadFile:
+class SpreadFile(msgspec.Struct, frozen=True):
     """A file that several ranks have written."""
 
     key: str
@@ -224,7 +223,7 @@ class SpreadFile:
     """The path of the file while it is written; empty on other ranks than the first one."""
     name: str = ""
     """The name of the file; empty on other ranks than the first one."""
-    digests: Mapping[str, str] = field(default_factory=dict)
+    digests: Mapping[str, str] = msgspec.field(default_factory=dict)
     """Those of the tensors; none on other ranks than the first one."""
     header: bytes = b""
     """The header of a file that the first rank has written."""
@@ -459,15 +458,14 @@ class NewStep:
 _Tensor = TypeVar("_Tensor", torch.Tensor, torch.Tensor | LazyTensor)
 
 
-@dataclass(slots=True)
-class _Files:
+class _Files(msgspec.Struct):
     """The files of an object that is being written."""
 
-    tensors: dict[str, Sequence[str]] = field(default_factory=dict)
+    tensors: dict[str, Sequence[str]] = msgspec.field(default_factory=dict)
     """The names of the tensors in each file, by the file's name."""
-    digests: dict[str, str] = field(default_factory=dict)
+    digests: dict[str, str] = msgspec.field(default_factory=dict)
     """The digest of each tensor."""
-    records: dict[str, FileRecord] = field(default_factory=dict)
+    records: dict[str, FileRecord] = msgspec.field(default_factory=dict)
     written_bytes: int = 0
     linked_bytes: int = 0
 
@@ -528,8 +526,7 @@ def _finish_object(new: NewFiles, path: str, encoded: EncodedObject, files: _Fil
     return ObjectEntry(encoded.kind, index, files.records)
 
 
-@dataclass(frozen=True, slots=True)
-class Linkable:
+class Linkable(msgspec.Struct, frozen=True):
     """The files of an object in the checkpoint before, which the new one may link to."""
 
     files: Mapping[str, tuple[str, ...]]
@@ -615,7 +612,9 @@ class Staging(StagingBuffer):
         copies = iter(self.copies(local_part(tensor) for state in states for tensor in state.tensors.values()))
         for state in states:
             state.tensors = {
-                name: replace(tensor, local=next(copies)) if isinstance(tensor, ShardedTensor) else next(copies)
+                name: dataclasses.replace(tensor, local=next(copies))
+                if isinstance(tensor, ShardedTensor)
+                else next(copies)
                 for name, tensor in state.tensors.items()
             }
 

@@ -2,8 +2,9 @@
 
 import os
 from collections.abc import Generator, Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
+
+from msgspec.structs import replace
 
 from modelstate.distributed.agreement import Agreement
 from modelstate.distributed.connections import number_of

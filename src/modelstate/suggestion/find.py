@@ -3,7 +3,9 @@
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
+
+import msgspec
 
 from modelstate.planning.differences import prefixes, without_wrappers
 from modelstate.suggestion.certainty import guesses
@@ -25,8 +27,7 @@ _NUMBER = re.compile(r"(\d+)")
 _LONGEST_ROW = 10_000
 
 
-@dataclass(frozen=True, slots=True)
-class Ambiguous:
+class Ambiguous(msgspec.Struct, frozen=True):
     """Tensors of the same shape and dtype that their names do not tell apart."""
 
     names: tuple[str, ...]
@@ -35,8 +36,7 @@ class Ambiguous:
     """Names of the checkpoint."""
 
 
-@dataclass(frozen=True, slots=True)
-class Fusion:
+class Fusion(msgspec.Struct, frozen=True):
     """A tensor and its parts, in order, for each combination of the numbers in the names."""
 
     whole: Skeleton
@@ -58,31 +58,30 @@ class Fusion:
         ]
 
 
-@dataclass(slots=True)
-class Findings:
+class Findings(msgspec.Struct):
     """The matches between the tensors of a checkpoint and those of a model."""
 
     sources: Sequence[Leaf]
     targets: Sequence[Leaf]
-    pairs: dict[str, str] = field(default_factory=dict)
-    by_shape: set[str] = field(default_factory=set)
+    pairs: dict[str, str] = msgspec.field(default_factory=dict)
+    by_shape: set[str] = msgspec.field(default_factory=set)
     """Names of the model that were matched by shape alone."""
-    conventional: tuple[set[str], set[str]] = field(default_factory=lambda: (set(), set()))
+    conventional: tuple[set[str], set[str]] = msgspec.field(default_factory=lambda: (set(), set()))
     """Names of the checkpoint and of the model whose meaning only a convention determines."""
-    splits: list[Fusion] = field(default_factory=list)
+    splits: list[Fusion] = msgspec.field(default_factory=list)
     """Tensors of the checkpoint that are split."""
-    joins: list[Fusion] = field(default_factory=list)
+    joins: list[Fusion] = msgspec.field(default_factory=list)
     """Tensors of the model that are joined from tensors of the checkpoint."""
-    transposed: set[str] = field(default_factory=set)
+    transposed: set[str] = msgspec.field(default_factory=set)
     """Names of the checkpoint that certainly are transposed."""
-    reshaped: dict[tuple[Shape, Shape], list[str]] = field(default_factory=dict)
+    reshaped: dict[tuple[Shape, Shape], list[str]] = msgspec.field(default_factory=dict)
     """Names of the checkpoint of 1x1 convolutions that are linear layers in the model, or the other way, by shapes."""
-    inferred: set[str] = field(default_factory=set)
+    inferred: set[str] = msgspec.field(default_factory=set)
     """Names of square tensors that are transposed because their neighbours are."""
-    guesses: set[str] = field(default_factory=set)
+    guesses: set[str] = msgspec.field(default_factory=set)
     """Names of the model whose match, or whose transposition, is a guess."""
-    ambiguous: list[Ambiguous] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
+    ambiguous: list[Ambiguous] = msgspec.field(default_factory=list)
+    notes: list[str] = msgspec.field(default_factory=list)
 
     @property
     def expected(self) -> dict[str, tuple[str, ...]]:
@@ -278,8 +277,7 @@ def _find_transposed(findings: Findings, first: Orientation, second: Orientation
         findings.notes.append(f"square, and nothing shows whether to transpose: {names}; left as they are")
 
 
-@dataclass(frozen=True, slots=True)
-class _Parts:
+class _Parts(msgspec.Struct, frozen=True):
     """Siblings that could be the parts of one tensor, in order."""
 
     kind: str

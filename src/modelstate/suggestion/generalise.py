@@ -6,9 +6,10 @@ are right. A budget bounds the search.
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from difflib import SequenceMatcher
 from functools import lru_cache
+
+import msgspec
 
 from modelstate.rules.names import Prefix, Rename
 from modelstate.rules.rule import Rule, template
@@ -24,13 +25,12 @@ _FEW = 8
 """With so few rules, shorter lists are not searched for."""
 
 
-@dataclass(slots=True)
-class Family:
+class Family(msgspec.Struct):
     """Names that differ only in numbers, with what they become: patterns with * for these numbers."""
 
     patterns: Names
     """The pattern of the name, followed by those of the names that are made of it."""
-    members: list[Names] = field(default_factory=list)
+    members: list[Names] = msgspec.field(default_factory=list)
 
 
 def families(rows: Iterable[Names]) -> list[Family]:
@@ -123,8 +123,7 @@ Row = tuple[str, str]
 """A name, as the rules so far have changed it, and its goal."""
 
 
-@dataclass(slots=True)
-class _Search:
+class _Search(msgspec.Struct):
     """What rules must not do, and the remaining budget of the search."""
 
     fixed: Collection[str]

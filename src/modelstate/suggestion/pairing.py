@@ -2,8 +2,10 @@
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import combinations
+
+import msgspec
 
 from modelstate.suggestion.skeletons import Leaf, Level, Profile, Skeleton, skeletons
 from modelstate.suggestion.words import (
@@ -17,8 +19,7 @@ from modelstate.suggestion.words import (
 from modelstate.text_format import without_numbers
 
 
-@dataclass(frozen=True, slots=True)
-class Orientation:
+class Orientation(msgspec.Struct, frozen=True):
     """The orientation of the weights of one side."""
 
     transposed: frozenset[str]
@@ -147,8 +148,7 @@ _MOST_CANDIDATES = 20_000
 Signature = tuple[tuple[str, Profile], ...]
 
 
-@dataclass(slots=True)
-class Unit:
+class Unit(msgspec.Struct):
     """What is matched together: the tensors of an owner, such as weight and bias, or a single tensor."""
 
     roles: dict[str, Skeleton]
@@ -171,24 +171,23 @@ class Unit:
         return tuple(sorted((role, skeleton.profile(flipped)) for role, skeleton in self.roles.items()))
 
 
-@dataclass(slots=True)
-class Pairing:
+class Pairing(msgspec.Struct):
     """The matches so far."""
 
-    pairs: dict[str, str] = field(default_factory=dict)
+    pairs: dict[str, str] = msgspec.field(default_factory=dict)
     """From names of the checkpoint to names of the model."""
-    by_shape: set[str] = field(default_factory=set)
+    by_shape: set[str] = msgspec.field(default_factory=set)
     """Names of the model that were matched by shape alone."""
-    sources: set[str] = field(default_factory=set)
+    sources: set[str] = msgspec.field(default_factory=set)
     """Names of the checkpoint that are settled: matched, or part of a fusion."""
-    targets: set[str] = field(default_factory=set)
+    targets: set[str] = msgspec.field(default_factory=set)
     """Names of the model that are settled."""
-    crossed: set[tuple[str, str]] = field(default_factory=set)
+    crossed: set[tuple[str, str]] = msgspec.field(default_factory=set)
     """Pairs of names without digits whose numbers cannot be told apart."""
-    _owners: dict[str, str] = field(default_factory=dict)
-    _parents: set[tuple[str, str]] = field(default_factory=set)
-    _layers: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
-    _layers_back: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
+    _owners: dict[str, str] = msgspec.field(default_factory=dict)
+    _parents: set[tuple[str, str]] = msgspec.field(default_factory=set)
+    _layers: dict[str, set[str]] = msgspec.field(default_factory=lambda: defaultdict(set))
+    _layers_back: dict[str, set[str]] = msgspec.field(default_factory=lambda: defaultdict(set))
 
     def add(self, source: str, target: str, by_shape: bool = False) -> None:
         """Records that two tensors match."""

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 
+import msgspec
 import torch
 
 from modelstate.suggestion.words import concepts, of_path, role_of, without_digits
@@ -66,8 +67,7 @@ def kind_of(dtype: torch.dtype) -> str:
     return "complex" if dtype.is_complex else "bool" if dtype is torch.bool else "int"
 
 
-@dataclass(slots=True)
-class Skeleton:
+class Skeleton(msgspec.Struct):
     """Tensors whose names differ only in numbers."""
 
     text: str
@@ -93,15 +93,14 @@ class Skeleton:
         )
 
 
-@dataclass(slots=True)
-class _Name:
+class _Name(msgspec.Struct):
     leaf: Leaf
     texts: list[str]
     numbers: list[str]
     text: str = ""
-    taken: list[tuple[str, str]] = field(default_factory=list)
+    taken: list[tuple[str, str]] = msgspec.field(default_factory=list)
     """Replaced numbers, each with the text before it."""
-    ordinals: list[tuple[str, str]] = field(default_factory=list)
+    ordinals: list[tuple[str, str]] = msgspec.field(default_factory=list)
     """Other numbers, each with the text before it."""
 
 

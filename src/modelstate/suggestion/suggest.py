@@ -9,8 +9,8 @@ import json
 import os
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 
+import msgspec
 import torch
 from torch import nn
 
@@ -278,8 +278,7 @@ def _part(checkpoint: Checkpoint, slots: Slots) -> Checkpoint:
     return checkpoint.select(best) if best else checkpoint
 
 
-@dataclass(frozen=True, slots=True)
-class _CommentedRule:
+class _CommentedRule(msgspec.Struct, frozen=True):
     """A rule, with what the user should know about it."""
 
     rule: Rule

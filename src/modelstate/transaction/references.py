@@ -11,12 +11,12 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
 from functools import cache
 from itertools import compress
 from types import FrameType, ModuleType
 from typing import Any
 
+import msgspec
 import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
@@ -34,8 +34,7 @@ from modelstate.torch_compat.private import (
 from modelstate.transaction.slots import Slots, overlapping, sharing, slots_of
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Identity:
+class Identity(msgspec.Struct, frozen=True, eq=False):
     """The references of a module, to compare with those at another time. Made by `modelstate.identity`.
 
     It refers to the tensors, so it keeps tensors alive that the module has dropped. It does not copy their values.
@@ -132,17 +131,16 @@ _SEARCH_SECONDS = 0.2
 the process, which are millions where large libraries are imported."""
 
 
-@dataclass(slots=True)
-class Holders:
+class Holders(msgspec.Struct):
     """What holds a tensor in torch's core, besides its Python object."""
 
-    views: list[torch.Tensor] = field(default_factory=list)
+    views: list[torch.Tensor] = msgspec.field(default_factory=list)
     """Views of the tensor."""
-    waiting: list[torch.Tensor] = field(default_factory=list)
+    waiting: list[torch.Tensor] = msgspec.field(default_factory=list)
     """Results of autograd graphs that use the tensor and whose backward pass can still run."""
-    reducers: list[torch.nn.Module] = field(default_factory=list)
+    reducers: list[torch.nn.Module] = msgspec.field(default_factory=list)
     """DistributedDataParallel modules that have the tensor as a parameter."""
-    nodes: list[object] = field(default_factory=list)
+    nodes: list[object] = msgspec.field(default_factory=list)
     """The AccumulateGrad node of the tensor, where Python refers to it."""
     spent: bool = False
     """Whether the tensor is part of a graph whose backward pass has run and cannot run again."""
@@ -273,8 +271,7 @@ def _order(root: torch.Tensor) -> int:
     return int(number()) if callable(number) else 0
 
 
-@dataclass(slots=True)
-class _Node:
+class _Node(msgspec.Struct):
     """A node of an autograd graph."""
 
     function: Any

@@ -2,11 +2,11 @@
 
 from bisect import bisect_right
 from collections.abc import Collection, Hashable, Iterable, KeysView, Sequence
-from dataclasses import dataclass
 from itertools import compress
 from operator import itemgetter
 from typing import Any, NamedTuple, TypeVar
 
+import msgspec
 import numpy as np
 import torch
 from torch import nn
@@ -44,8 +44,7 @@ class Slot(NamedTuple):
         return self.names[0]
 
 
-@dataclass(frozen=True, slots=True)
-class Slots:
+class Slots(msgspec.Struct, frozen=True):
     """All slots of a module, and its modules."""
 
     tensors: tuple[Slot, ...]
@@ -179,8 +178,7 @@ class SlotSignature(NamedTuple):
         return ", ".join([what, *self.properties])
 
 
-@dataclass(frozen=True, slots=True)
-class SlotSignatures:
+class SlotSignatures(msgspec.Struct, frozen=True):
     """The signatures of all slots of a model: a column for each field. Executing a plan compares them.
 
     A model may have tens of thousands of slots, whose signatures take longer to create than the values take to load.
