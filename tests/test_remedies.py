@@ -338,12 +338,12 @@ def several_parts(_: Path) -> Scenario:
     return made
 
 
-@scenario("planning/matching.py::options_of")
+@scenario("planning/options.py::_device")
 def load_onto_meta(_: Path) -> Scenario:
     return loading(state(), device="meta")
 
 
-@scenario("planning/matching.py::device_of")
+@scenario("planning/options.py::device_of")
 def load_onto_no_device(_: Path) -> Scenario:
     return loading(state(), device="cuda:99")
 
@@ -539,7 +539,7 @@ def average_of_other_integers(tmp_path: Path) -> Scenario:
     return Scenario(call, takes=("ms.merge.Average",))
 
 
-@scenario("planning/matching.py::check_model")
+@scenario("planning/options.py::check_model")
 def a_class_as_a_model(_: Path) -> Scenario:
     return Scenario(partial(ms.load, Tied, {}))
 
@@ -849,7 +849,7 @@ NOT_FOLLOWED = {
     "objects/restore.py::_own_remedies": _ELSEWHERE,
     "objects/schedulers.py::_check_momentum": "tests/objects/test_schedulers.py follows it",
     "objects/schedulers.py::_refusal": "tests/objects/test_schedulers.py follows it",
-    "planning/matching.py::_check_transform": "tests/loading/test_quantize.py follows it",
+    "planning/options.py::_check_transform": "tests/loading/test_quantize.py follows it",
     "problems.py::": "tests/suggestion has what ms.suggest finds",
     "problems.py::QuantizedIntoPlain": "tests/loading/test_quantize.py follows it",
     "problems.py::GuessedRule": "tests/suggestion follows it",

@@ -12,7 +12,8 @@ import modelstate as ms
 from modelstate import errors, problems
 from modelstate.loading.place import Place
 from modelstate.loading.staging import Staging
-from modelstate.planning.matching import ModelSchemaView, Options, match
+from modelstate.planning.matching import ModelSchemaView, match
+from modelstate.planning.options import LoadOptions
 from modelstate.planning.preparation import Preparation
 from modelstate.planning.record import record
 from modelstate.transaction.slots import slots_of
@@ -89,7 +90,7 @@ def test_what_is_only_moved_to_a_device_is_not_counted_as_loaded() -> None:
     """The plan alone, so that the device need not be there."""
     module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     state = {name: value for name, value in module.state_dict().items() if name.startswith("0.")}
-    options = Options(allow_missing=("1.*",), device=torch.device("cuda:0"))
+    options = LoadOptions(allow_missing=("1.*",), device=torch.device("cuda:0"))
     view = ModelSchemaView(module, slots_of(module))
     matched = match(ms.open(state), options, view)
     staging = Staging(matched.part, options, module)

@@ -13,7 +13,7 @@ from torch import nn
 import modelstate as ms
 from modelstate.checkpoint.mapped import Maps
 from modelstate.checkpoint.open import open as open_checkpoint
-from modelstate.planning.matching import Options
+from modelstate.planning.options import LoadOptions
 from modelstate.planning.plain_table import PlainTable, plain_tables
 from modelstate.spec import StoredTensors
 from modelstate.transaction.slots import slots_of
@@ -49,12 +49,12 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "mixed.safetensors"
 
 
-def tables_of(model: nn.Module, path: Path, options: Options | None = None) -> list[PlainTable]:
+def tables_of(model: nn.Module, path: Path, options: LoadOptions | None = None) -> list[PlainTable]:
     checkpoint = open_checkpoint(path)
     tensors = checkpoint.flat.tensors
     assert isinstance(tensors, StoredTensors)
     return plain_tables(
-        slots_of(model).tensors, tensors, options or Options(in_place=False), lambda: Maps(checkpoint.fingerprints)
+        slots_of(model).tensors, tensors, options or LoadOptions(in_place=False), lambda: Maps(checkpoint.fingerprints)
     )
 
 
@@ -118,7 +118,7 @@ def test_slots_on_meta_are_maps_or_get_memory(path: Path) -> None:
         model = Mixed()
     for may_map in (None, False):
         copied, cast, on_meta = sorted(
-            tables_of(model, path, Options(map=may_map)), key=lambda table: (table.placement.name, table.casts)
+            tables_of(model, path, LoadOptions(map=may_map)), key=lambda table: (table.placement.name, table.casts)
         )
         assert cast.casts
         assert [slot.name for slot in copied.slots] == ["first_half", "plain_buffer", "second_half"]  # have values

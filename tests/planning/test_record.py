@@ -15,7 +15,8 @@ from torch import nn
 import modelstate as ms
 from modelstate import problems
 from modelstate.planning import record
-from modelstate.planning.matching import ModelSchemaView, Options, match
+from modelstate.planning.matching import ModelSchemaView, match
+from modelstate.planning.options import LoadOptions
 from modelstate.planning.preparation import Preparation
 from modelstate.torch_compat.dtypes import Overflows
 from modelstate.transaction.slots import slots_of
@@ -40,7 +41,7 @@ class Net(nn.Module):
 def preparation_of(model: nn.Module, source: Any, **options: Any) -> Preparation:
     """The recorded preparation of a load, outside of a lock."""
     view = ModelSchemaView(model, slots_of(model))
-    matched = match(ms.open(source), Options(**options), view)
+    matched = match(ms.open(source), LoadOptions(**options), view)
 
     def write(assignment: Any) -> Write:
         return Write(assignment.param, assignment.value)
@@ -109,7 +110,7 @@ def test_a_load_whose_names_are_equal_is_not_accounted_for(tmp_path: Path, monke
 def test_a_preparation_is_empty_until_it_is_recorded() -> None:
     model = nn.Linear(2, 2)
     view = ModelSchemaView(model, slots_of(model))
-    matched = match(ms.open(nn.Linear(2, 2).state_dict()), Options(), view)
+    matched = match(ms.open(nn.Linear(2, 2).state_dict()), LoadOptions(), view)
     make = partial(Write, model.weight)
     preparation = Preparation(Transaction(model), view, matched, Overflows(), make, call_extra_state=False)
     assert (preparation.assignments, preparation.problems, preparation.steps()) == ([], [], ())

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial, wraps
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, Unpack, get_args, get_origin
 
 from modelstate.arguments import check_flag, check_integer, check_keywords
 from modelstate.checkpoint.checkpoint import Checkpoint
@@ -59,6 +59,7 @@ def checked_call(
     call_for_paths: str = "",
     is_method: bool = False,
     within: Callable[..., AbstractContextManager[object]] = lambda *_, **__: nullcontext(),
+    defaults: object = None,
 ) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
     """Decorates a function so that a wrong call raises an `OptionError` with the right one.
 
@@ -74,10 +75,11 @@ def checked_call(
         is_method: Whether `self` comes before the two arguments.
         within: Returns the block that raises the error, such as a phase of all ranks, for the arguments of the call. A
             call that the signature does not allow raises its `TypeError` there, too.
+        defaults: An object with the default of each option, for a function that takes `**options: Unpack[TypedDict]`.
     """
 
     def decorate(function: Callable[_P, _R]) -> Callable[_P, _R]:
-        signature = inspect.signature(function)
+        signature = _expanded(inspect.signature(function), defaults)
         flags = {}
         parameters = signature.parameters.values()
         keywords = [each.name for each in parameters if each.kind in (each.KEYWORD_ONLY, each.POSITIONAL_OR_KEYWORD)]
@@ -122,9 +124,25 @@ def checked_call(
                     check_keywords(call, kwargs, keywords, foreign)
                 return function(*args, **kwargs)  # raises the `TypeError`
 
+        vars(checked)["__signature__"] = signature
         return checked
 
     return decorate
+
+
+def _expanded(signature: inspect.Signature, defaults: object) -> inspect.Signature:
+    """Returns a signature with a keyword for each option in place of `**options: Unpack[...]`."""
+    parameters = []
+    for parameter in signature.parameters.values():
+        if get_origin(parameter.annotation) is Unpack:
+            (arguments,) = get_args(parameter.annotation)
+            parameters += [
+                inspect.Parameter(name, parameter.KEYWORD_ONLY, default=getattr(defaults, name), annotation=annotation)
+                for name, annotation in arguments.__annotations__.items()
+            ]
+        else:
+            parameters.append(parameter)
+    return signature.replace(parameters=parameters)
 
 
 def _argument_text(name: str, value: object) -> str:

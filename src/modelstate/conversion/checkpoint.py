@@ -28,7 +28,8 @@ from modelstate.formats.block_writer import storages_of, whole
 from modelstate.formats.sharded import other_shards
 from modelstate.formats.writing import check_both
 from modelstate.io.atomic import LOCK_TIMEOUT_SECONDS
-from modelstate.planning.matching import ModelSchemaView, check_model, entries_of, renamed_versions
+from modelstate.planning.matching import ModelSchemaView, entries_of, renamed_versions
+from modelstate.planning.options import check_model
 from modelstate.problems import QuantizedWeight
 from modelstate.remote.cache import Cache
 from modelstate.rules.expression import Derived, values_of

@@ -14,7 +14,7 @@ from modelstate.conversion.reference_keeping import replaced_apply
 from modelstate.conversion.tensors import ByFunction, CastAndMove, Target
 from modelstate.errors import MemoryBudgetError, OptionError
 from modelstate.loading.report import LoadReport
-from modelstate.planning.matching import device_of, is_device
+from modelstate.planning.options import device_of, is_device
 from modelstate.problems import model_errors
 from modelstate.process import gc_paused
 from modelstate.text_format import short_repr

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from modelstate.loading.quantize import Quantize as Quantize
     from modelstate.loading.report import RankReport as RankReport
     from modelstate.planning.assignment import ReadRoute as ReadRoute
+    from modelstate.planning.options import LoadOptions as LoadOptions
     from modelstate.planning.transforms import ModuleTransform as ModuleTransform
     from modelstate.planning.transforms import RowsWriter as RowsWriter
 else:
@@ -17,6 +18,7 @@ else:
         __name__,
         {
             "LoadHandle": "modelstate.loading.background",
+            "LoadOptions": "modelstate.planning.options",
             "ModuleTransform": "modelstate.planning.transforms",
             "Quantize": "modelstate.loading.quantize",
             "RankReport": "modelstate.loading.report",
@@ -28,6 +30,7 @@ else:
 
 __all__ = [
     "LoadHandle",
+    "LoadOptions",
     "ModuleTransform",
     "Quantize",
     "RankReport",

@@ -15,7 +15,7 @@ from modelstate.io.engine import Request, read_ranges
 from modelstate.loading.replicas import to_read_here
 from modelstate.loading.report import RankReport
 from modelstate.loading.staging import Staging
-from modelstate.planning.matching import MatchedCheckpoint, Options
+from modelstate.planning.matching import MatchedCheckpoint
 from modelstate.planning.preparation import Preparation
 from modelstate.rules.expression import leaves, read_bytes
 from modelstate.spec import ByteRange, StoredTensor, pieces
@@ -45,7 +45,7 @@ def digests_of(preparation: Preparation) -> list[Digest]:
             "the models", f"{model} with {count(len(slots), 'tensor')} on {', '.join(devices)}", _slots(preparation)
         ),
         digest_of_source(checkpoint),
-        Digest.of("the rules and options", _text(matched.asked), _options(matched)),
+        Digest.of("the rules and options", _text(matched), _options(matched)),
     ]
 
 
@@ -184,8 +184,8 @@ def _has_bytes(tensor: torch.Tensor) -> bool:
 
 
 def _options(matched: MatchedCheckpoint) -> Iterator[object]:
-    yield _text(matched.asked)
-    yield from map(text_of, matched.options.rules)
+    yield _text(matched)
+    yield from map(text_of, matched.rules)
 
 
 def text_of(value: object) -> str:
@@ -193,12 +193,10 @@ def text_of(value: object) -> str:
     return _ADDRESS.sub("", repr(value))
 
 
-def _text(options: Options) -> str:
+def _text(matched: MatchedCheckpoint) -> str:
     """Returns the options that are not the default, without addresses and without indices of devices."""
-    default = Options()
-    given = {
-        name: value.type if isinstance(value, torch.device) else value
-        for name in Options.__dataclass_fields__
-        if (value := getattr(options, name)) != getattr(default, name)
-    }
-    return ", ".join(f"{name}={text_of(value)}" for name, value in given.items()) or "no options"
+    texts = [
+        f"{name}={text_of(value.type if isinstance(value, torch.device) else value)}"
+        for name, value in matched.options.of_plan().items()
+    ]
+    return ", ".join(texts) or "no options"

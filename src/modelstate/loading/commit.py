@@ -10,7 +10,7 @@ from modelstate.io.held import HeldFiles, held_files
 from modelstate.loading.place import Place
 from modelstate.loading.stage import Progress, limit_memory, read_in_place, stage
 from modelstate.loading.staging import Staging
-from modelstate.planning.matching import Options
+from modelstate.planning.matching import MatchedCheckpoint
 from modelstate.planning.plain_table import PlainTable, Planned
 from modelstate.text_format import listed
 from modelstate.torch_compat.plain import is_dense, is_plain
@@ -50,7 +50,7 @@ def overwrite(staging: Staging, planned: Iterable[Planned], advance: Progress) -
         ) from error
 
 
-def place_fallible(transaction: Transaction, options: Options, planned: Iterable[Planned]) -> None:
+def place_fallible(transaction: Transaction, matched: MatchedCheckpoint, planned: Iterable[Planned]) -> None:
     """Gives memory to slots on meta, and places values that may run code of a tensor subclass: all can be undone."""
     for item in planned:
         if isinstance(item, PlainTable) and item.final is not None and item.placement.name == "swap":
@@ -62,7 +62,7 @@ def place_fallible(transaction: Transaction, options: Options, planned: Iterable
                 slot, value = next((slot, value) for slot, value in rows if not value.is_meta)
                 raise _placement_error(slot.name, slot.tensor, value, error) from error
     # What planning has checked holds as long as no code of a user has run.
-    is_as_planned = not (transaction.armed or options.transform or options.rules)
+    is_as_planned = not (transaction.armed or matched.options.transform or matched.rules)
     for write in transaction.writes:
         if not isinstance(write, Place) or write.done or write.assignment.placement.direct:
             continue
@@ -121,8 +121,7 @@ def held_for_commit(
             return
     for item in waiting:
         item.stage_instead(files.refusal)
-    if staging.max_memory_bytes is not None:
-        limit_memory(staging, planned, staging.max_memory_bytes)
+    limit_memory(staging, planned)
     stage(staging, planned, advance)
     yield None
 

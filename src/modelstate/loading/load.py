@@ -6,9 +6,8 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Set
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, overload
+from typing import Any, Literal, Unpack, overload
 
-import msgspec
 import torch
 from msgspec.structs import replace
 from torch import nn
@@ -16,7 +15,6 @@ from torch import nn
 from modelstate.checkpoint.checkpoint import Checkpoint
 from modelstate.checkpoint.open import (
     NO_PICKLE,
-    check_budget_option,
     checked_call,
     is_module,
     is_source,
@@ -59,16 +57,14 @@ from modelstate.loading.stage import (
 )
 from modelstate.loading.staging import Inspect, Staging
 from modelstate.planning.assignment import DEVICES_READ_INTO, Assignment
-from modelstate.planning.matching import AnyTransform, ModelSchemaView, Options, check_model, match, options_of
+from modelstate.planning.matching import ModelSchemaView, match
+from modelstate.planning.options import LoadArguments, LoadOptions, PlanArguments, check_model, checked_options
 from modelstate.planning.plain_table import PlainTable, Planned, stage_unleased
 from modelstate.planning.plan import LoadPlan
 from modelstate.planning.preparation import Preparation
 from modelstate.planning.record import bind, record
 from modelstate.problems import glob_patterns
 from modelstate.process import deferred_signals, gc_paused, progress_bar
-from modelstate.remote.cache import Cache
-from modelstate.rules.rule import Rule
-from modelstate.rules.schema import Schema
 from modelstate.text_format import listed
 from modelstate.torch_compat.plain import is_plain
 from modelstate.torch_compat.sharding import refresh_shards, reshard
@@ -76,9 +72,6 @@ from modelstate.transaction.optimizers import check_optimizers, following_state,
 from modelstate.transaction.references import lost_references
 from modelstate.transaction.slots import slots_of
 from modelstate.transaction.transaction import Transaction, exclusive
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup  # which torch may have been built without
 
 Source = str | os.PathLike[str] | Mapping[str, Any] | Checkpoint
 OF_TORCH = {
@@ -89,24 +82,8 @@ OF_TORCH = {
 """Arguments of `torch.load` and `load_state_dict`, each with the argument that replaces it."""
 
 
-@checked_call("ms.plan", is_module, is_source, foreign=OF_TORCH)
-def plan(
-    model: nn.Module,
-    source: Source,
-    *,
-    key: str | None = None,
-    rules: Rule | Iterable[Rule] | Schema = (),
-    allow_missing: Iterable[str] = (),
-    allow_unexpected: Iterable[str] = (),
-    dtype: torch.dtype | str | None = None,
-    device: torch.device | str | None = None,
-    transform: AnyTransform | Mapping[str, AnyTransform | None] | None = None,
-    map: bool | None = None,
-    in_place: bool | None = None,
-    init_missing: bool = False,
-    read_once: bool = False,
-    cache: Cache | None = None,
-) -> LoadPlan:
+@checked_call("ms.plan", is_module, is_source, foreign=OF_TORCH, defaults=LoadOptions())
+def plan(model: nn.Module, source: Source, **options: Unpack[PlanArguments]) -> LoadPlan:
     """Plans a load: returns what `load` with the same arguments would do, and every problem.
 
     The model is not changed. The model's own loading code runs (hooks and `_load_from_state_dict` overrides, but not
@@ -117,18 +94,7 @@ def plan(
     Args:
         model: The module to load into.
         source: The checkpoint, as for `load`.
-        key: As for `load`, like all further arguments.
-        rules: Changes of the checkpoint's names and tensors.
-        allow_missing: Glob patterns of names that may be missing from the checkpoint.
-        allow_unexpected: Glob patterns of names that may be missing from the model.
-        dtype: The dtype of floating-point tensors after the load.
-        device: The device of all tensors after the load.
-        transform: A function of name and tensor, or a mapping from glob patterns to such functions.
-        map: Whether tensors on meta may be maps of the file.
-        in_place: Whether to read into existing memory without a second copy. None does so where no read can fail.
-        init_missing: Whether the model's own code initialises tensors that the checkpoint lacks.
-        read_once: Whether one rank reads a value for all ranks that hold it.
-        cache: Where what is read of remote files is kept, a `Cache`.
+        **options: Options of `modelstate.loading.LoadOptions`: those up to `cache`, which decide about the plan.
 
     Returns:
         The plan. Problems do not raise: see `LoadPlan.ok` and `LoadPlan.problems`.
@@ -146,38 +112,12 @@ def plan(
         True
         >>> report = modelstate.load(model, plan)
     """
-    options = options_of(
-        key, rules, allow_missing, allow_unexpected, dtype, device, transform, map, in_place, init_missing, read_once
-    )
+    checked = checked_options(**options)
     model = check_model(model)
-    checkpoint = open_checkpoint(source, cache=cache)
+    checkpoint = open_checkpoint(source, cache=checked.cache)
     with exclusive(model), Transaction(model) as transaction, gc_paused(), torch.random.fork_rng(devices=[]):
-        preparation, _ = prepare(transaction, checkpoint, options, call_extra_state=False)
+        preparation, _ = prepare(transaction, checkpoint, checked, call_extra_state=False)
         return preparation.plan()
-
-
-class LoadArguments(TypedDict, total=False):
-    """The keyword arguments of `load`, but for `background`, which decides what it returns."""
-
-    key: str | None
-    rules: Rule | Iterable[Rule] | Schema
-    allow_missing: Iterable[str]
-    allow_unexpected: Iterable[str]
-    dtype: torch.dtype | str | None
-    device: torch.device | str | None
-    transform: AnyTransform | Mapping[str, AnyTransform | None] | None
-    map: bool | None
-    in_place: bool | None
-    init_missing: bool
-    read_once: bool
-    verify: bool
-    optimizers: Iterable[torch.optim.Optimizer]
-    progress: bool | None
-    max_memory_bytes: int | None
-    prefault: bool | None
-    process_group: "ProcessGroup | None"
-    timeout_seconds: float
-    cache: Cache | None
 
 
 @overload
@@ -186,15 +126,15 @@ def load(
     source: Source | LoadPlan,
     *,
     background: Literal[False] = False,
-    **arguments: Unpack[LoadArguments],
+    **options: Unpack[LoadArguments],
 ) -> LoadReport: ...
 @overload
 def load(
-    model: nn.Module, source: Source | LoadPlan, *, background: Literal[True], **arguments: Unpack[LoadArguments]
+    model: nn.Module, source: Source | LoadPlan, *, background: Literal[True], **options: Unpack[LoadArguments]
 ) -> LoadHandle: ...
 @overload
 def load(
-    model: nn.Module, source: Source | LoadPlan, *, background: bool, **arguments: Unpack[LoadArguments]
+    model: nn.Module, source: Source | LoadPlan, *, background: bool, **options: Unpack[LoadArguments]
 ) -> LoadReport | LoadHandle: ...
 @checked_call(
     "ms.load",
@@ -202,31 +142,10 @@ def load(
     lambda value: is_source(value) or isinstance(value, LoadPlan),
     foreign=OF_TORCH,
     within=before_call("modelstate.load"),
+    defaults=LoadOptions(),
 )
 def load(
-    model: nn.Module,
-    source: Source | LoadPlan,
-    *,
-    key: str | None = None,
-    rules: Rule | Iterable[Rule] | Schema = (),
-    allow_missing: Iterable[str] = (),
-    allow_unexpected: Iterable[str] = (),
-    dtype: torch.dtype | str | None = None,
-    device: torch.device | str | None = None,
-    transform: AnyTransform | Mapping[str, AnyTransform | None] | None = None,
-    map: bool | None = None,
-    in_place: bool | None = None,
-    init_missing: bool = False,
-    read_once: bool = False,
-    verify: bool = False,
-    optimizers: Iterable[torch.optim.Optimizer] = (),
-    progress: bool | None = None,
-    max_memory_bytes: int | None = None,
-    prefault: bool | None = None,
-    process_group: "ProcessGroup | None" = None,
-    timeout_seconds: float = TIMEOUT_SECONDS,
-    cache: Cache | None = None,
-    background: bool = False,
+    model: nn.Module, source: Source | LoadPlan, *, background: bool = False, **options: Unpack[LoadArguments]
 ) -> LoadReport | LoadHandle:
     """Loads a checkpoint into a model, all or nothing, and keeps every reference.
 
@@ -241,52 +160,9 @@ def load(
         model: A module on the meta device (see `modelstate.skeleton`), materialised, or mixed.
         source: A path, a directory, a mapping from names to tensors, a `Checkpoint`, or a `LoadPlan`. A plan is
             executed as it is: the arguments that `modelstate.plan` takes must be left out.
-        key: The dotted path of the part of the checkpoint to load. None selects the part that has the model's names.
-        rules: Changes of the checkpoint's names and tensors, applied in order; or a `Schema`, which gives the rules
-            that lead from the checkpoint's version to the current version.
-        allow_missing: Glob patterns of names that may be missing from the checkpoint.
-        allow_unexpected: Glob patterns of names that may be missing from the model.
-        dtype: The dtype of floating-point tensors after the load: a `torch.dtype`, or a name such as "bfloat16" or
-            "bf16". None casts to the dtype of the model, and only where the cast is lossless.
-        device: The device of all tensors after the load. None keeps each tensor on its device, and puts tensors on
-            meta on the CPU.
-        transform: A function that is called once for each tensor, in the order of the file, with the name in the model
-            and the tensor as it is in the file. It returns the tensor to load, of the same shape; a tensor subclass is
-            possible. A mapping from glob patterns, of names or of paths of modules, gives each tensor the function of
-            the first pattern that matches; None as a function leaves the tensor alone. See also
-            `modelstate.loading.Quantize`.
-        map: Whether tensors on meta may be copy-on-write maps of the file, so that nothing is copied. None maps a file
-            only where that is safe: the file cannot be protected from other processes on every file system, and
-            `torch.save` overwrites in place a torch file that this process may write to. True maps such files too, and
-            the notes of the report say what is not protected; overwriting such a file in place changes the model, or
-            ends the process. False reads into new memory. Tensors that have memory are never mapped.
-        in_place: Whether existing memory is read into directly, without a second copy of the values. None does so
-            where the read cannot fail: for plain tensors on the CPU or a CUDA device, from files that a read lease can
-            hold, when all their bytes are in the page cache; other values are read before the first one is put in
-            place. What can still happen is that the kernel evicts bytes within that moment and the disk then fails to
-            return them: the error names the tensors that have not been loaded. False reads all values into memory of
-            their own first. True never does; an I/O error or an interrupt during that read, on any rank, leaves a
-            partly overwritten model. The report says for each tensor what was done.
-        init_missing: Initialises tensors that the checkpoint lacks with the model's own code, as the constructor does:
-            `reset_parameters` of the module that owns the tensor, and `_init_weights` of a Hugging Face model. The
-            methods run on a copy, so they change no tensor of the checkpoint. The plan and the report name the methods
-            for each tensor. A tensor that has values and matches `allow_missing` keeps its values.
-        read_once: Has one rank read a value that several ranks hold (replicas of HSDP, norms of tensor parallelism),
-            and send it to the others. It pays where storage is slower than the network. By default each rank reads all
-            that it holds. The plan and the report say how many values are read in this way.
-        verify: Compares the file with its checksums before any value is put in place.
-        optimizers: Optimizers whose state follows a parameter that changes its dtype or device, or gets its first
-            memory.
-        progress: Whether to show a progress bar. None shows one on a terminal after half a second.
-        max_memory_bytes: The most memory that the load may use in addition to the final tensors.
-        prefault: True reads the pages of mapped files with several threads before any value is put in place. None reads
-            them in the background. False leaves them to the first use.
-        process_group: The ranks that load together, where the model has DTensors. None stands for the ranks of their
-            mesh.
-        timeout_seconds: How long a rank waits for the others, at the end of planning, of reading, and of the commit.
-        cache: Where what is read of remote files is kept for later loads on this machine, a `Cache`.
         background: Plans and checks now, and returns a `LoadHandle` while a thread reads, casts and transforms. The
             model is unchanged until `LoadHandle.result`. The report's `seconds` last until that call returns.
+        **options: Options of `modelstate.loading.LoadOptions`.
 
     Returns:
         The report of the load; with `background=True`, the handle.
@@ -314,46 +190,42 @@ def load(
         1.0
     """
     started = time.perf_counter()
+    process_group, timeout_seconds = options.get("process_group"), options.get("timeout_seconds", TIMEOUT_SECONDS)
     # A module that is passed as the source is an error, of all its ranks.
     given = next((value for value in (model, source) if isinstance(value, nn.Module)), ())
     agreement = _ranks_of(given, process_group, timeout_seconds)
     with nullcontext() if agreement is None else agreement.before(PLANNING):
         model = check_model(model)
-        checked_optimizers = () if optimizers == () else check_optimizers(optimizers, model)
-        if max_memory_bytes is not None:
-            check_budget_option(max_memory_bytes)
-        load_options = _LoadOptions(
-            checked_optimizers, verify, progress, max_memory_bytes, prefault, agreement, started
-        )
-        options = options_of(
-            *(key, rules, allow_missing, allow_unexpected, dtype, device, transform, map, in_place, init_missing),
-            read_once,
-        )
-        if cache is not None:
-            if isinstance(source, LoadPlan):
-                raise OptionError("a plan has its own arguments", found="cache=", remedy="pass it to modelstate.plan")
-            source = open_checkpoint(source, cache=cache)
-        chosen = source.options if isinstance(source, LoadPlan) else options
+        checked = checked_options(**options)
+        checked = replace(checked, optimizers=check_optimizers(checked.optimizers, model))
+        if isinstance(source, LoadPlan):
+            own = [*checked.of_plan(), *(["cache"] if checked.cache is not None else [])]
+            if own:
+                found = ", ".join(f"{name}=" for name in own)
+                raise OptionError("a plan has its own arguments", found=found, remedy="pass them to modelstate.plan")
+            checked = replace(checked, **source.options.of_plan())
+        elif checked.cache is not None:
+            source = open_checkpoint(source, cache=checked.cache)
         if background:
-            _check_background(chosen, agreement)
+            _check_background(checked, agreement)
     # A transform is the user's code. It may create reference cycles of tensors, which must be collected in time.
-    paused_gc = gc_paused if chosen.transform is None else nullcontext[None]
+    paused_gc = gc_paused if checked.transform is None else nullcontext[None]
     if not background:
         votes = nullcontext() if agreement is None else agreement.collective()
         # The votes first, as in every call: two threads that took these locks in two orders would wait for each other.
         with votes, exclusive(model), paused_gc(), Transaction(model) as transaction:
-            return _execute(transaction, source, options, load_options)
+            return _execute(transaction, source, checked, agreement, started)
     with exclusive(model), paused_gc():
-        staged = _stage_in_background(model, source, options, load_options)
+        staged = _stage_in_background(model, source, checked)
 
     def commit() -> LoadReport:
         with exclusive(model), paused_gc(), Transaction(model) as transaction:
-            return _execute(transaction, staged.plan, Options(), replace(load_options, progress=False), staged)
+            return _execute(transaction, staged.plan, replace(checked, progress=False), None, started, staged)
 
-    return LoadHandle(staged, progress, commit)
+    return LoadHandle(staged, checked.progress, commit)
 
 
-def _check_background(options: Options, agreement: Agreement | None) -> None:
+def _check_background(options: LoadOptions, agreement: Agreement | None) -> None:
     """Raises `OptionError` for a load that cannot go on in the background."""
     if options.in_place:
         raise OptionError(
@@ -372,7 +244,7 @@ def _check_background(options: Options, agreement: Agreement | None) -> None:
 
 def _ranks_of(
     tensors: nn.Module | tuple[()],
-    process_group: "ProcessGroup | None" = None,
+    process_group: Any = None,
     timeout_seconds: float = TIMEOUT_SECONDS,
 ) -> Agreement | None:
     """Returns the ranks that load these tensors together; None for a load on one rank."""
@@ -383,29 +255,12 @@ def _ranks_of(
     return None
 
 
-class _LoadOptions(msgspec.Struct, frozen=True):
-    """The options of a load that do not change its plan."""
-
-    optimizers: tuple[torch.optim.Optimizer, ...]
-    verify: bool
-    progress: bool | None
-    max_memory_bytes: int | None
-    prefault: bool | None
-    agreement: Agreement | None
-    """The ranks that load together; None for a load on one rank."""
-    started: float
-
-
 def load_then(
     transaction: Transaction,
     checkpoint: Checkpoint,
-    options: Options,
+    options: LoadOptions,
     then: Callable[[Set[str]], None] | None = None,
     *,
-    optimizers: Iterable[torch.optim.Optimizer] = (),
-    verify: bool = False,
-    progress: bool | None = None,
-    max_memory_bytes: int | None = None,
     agreement: Agreement | None = None,
     check: Callable[[Preparation], None] | None = None,
     inspect: Inspect | None = None,
@@ -424,12 +279,9 @@ def load_then(
         agreement = _ranks_of(transaction.root)
     elif not agreement.is_collective:
         agreement = None
-    load_options = _LoadOptions(
-        *(tuple(optimizers), verify, progress, max_memory_bytes, None, agreement), time.perf_counter()
-    )
     with nullcontext() if agreement is None else agreement.collective(), gc_paused():
         return _execute(
-            *(transaction, checkpoint, options, load_options),
+            *(transaction, checkpoint, options, agreement, time.perf_counter()),
             then=then,
             check=check,
             inspect=inspect,
@@ -437,34 +289,27 @@ def load_then(
         )
 
 
-def _stage_in_background(
-    model: nn.Module, source: Source | LoadPlan, options: Options, load_options: _LoadOptions
-) -> StagedLoad:
+def _stage_in_background(model: nn.Module, source: Source | LoadPlan, options: LoadOptions) -> StagedLoad:
     """Plans and checks a load, and returns the object that reads its values while the model is in use."""
     with Transaction(model) as transaction:
         with torch.random.fork_rng(devices=[]):
             preparation, staging = prepare(
-                transaction,
-                source,
-                options,
-                load_options,
-                call_extra_state=False,
-                in_use="the model is in use until then",
+                transaction, source, options, call_extra_state=False, in_use="the model is in use until then"
             )
         if preparation.problems:
             raise preparation.error()
-        if load_options.max_memory_bytes is not None:
-            limit_memory(staging, preparation.planned, load_options.max_memory_bytes)
-        _check_optimizers(preparation.assignments, load_options.optimizers)
+        limit_memory(staging, preparation.planned)
+        _check_optimizers(preparation.assignments, options.optimizers)
         notes = [preparation.note_on_mapping()] if preparation.not_mapped else []
-        return StagedLoad(preparation.plan(), staging, preparation.planned, load_options.verify, notes)
+        return StagedLoad(preparation.plan(), staging, preparation.planned, options.verify, notes)
 
 
 def _execute(
     transaction: Transaction,
     source: Source | LoadPlan,
-    options: Options,
-    load_options: _LoadOptions,
+    options: LoadOptions,
+    agreement: Agreement | None,
+    started: float,
     staged: StagedLoad | None = None,
     then: Callable[[Set[str]], None] | None = None,
     check: Callable[[Preparation], None] | None = None,
@@ -475,7 +320,7 @@ def _execute(
 
     All references to the preparation are gone when the function returns.
     """
-    optimizers, agreement = load_options.optimizers, load_options.agreement
+    optimizers = options.optimizers
     before = placed(optimizers) if optimizers else {}
     preparation: Preparation
     phase: Callable[..., AbstractContextManager[None]]
@@ -485,8 +330,9 @@ def _execute(
             transaction,
             source,
             options,
-            load_options,
+            agreement,
             call_extra_state=True,
+            reads=True,
             staged=staged,
             with_tables=with_tables and staged is None,
         )
@@ -499,17 +345,17 @@ def _execute(
         if optimizers:
             _check_optimizers(assignments, optimizers)
         planned = preparation.planned
-        if staged is None and load_options.max_memory_bytes is not None:
-            limit_memory(staging, planned, load_options.max_memory_bytes)
+        if staged is None:
+            limit_memory(staging, planned)
     to_stage = [*preparation.moves, *(to_read_here(planned, staging.shared) if staging.shared else planned)]
     nbytes = sum(item.nbytes for item in to_stage)
-    with progress_bar(load_options.progress, nbytes, "loading") as advance, ExitStack() as held:
+    with progress_bar(options.progress, nbytes, "loading") as advance, ExitStack() as held:
         with phase(READING), ExitStack() as random:
             if agreement is not None:  # first of all, because the other ranks wait here for this one
                 connect(staging.shared, agreement)
                 random.enter_context(shared_generator(preparation, agreement))
             if staged is None:
-                verified = staging.checkpoint.verify() if load_options.verify else 0
+                verified = staging.checkpoint.verify() if options.verify else 0
                 if preparation.not_mapped:  # staged values are not read again
                     notes.append(preparation.note_on_mapping())
                 notes += prefetch_range(staging, to_stage)
@@ -523,11 +369,11 @@ def _execute(
         effect = "values that are read in place are overwritten" if staging.options.in_place else NOTHING_CHANGED
         with phase(LAST_CHECKS, decides=True, effect=effect):
             new_state = following_state(optimizers, _final_values(planned), before) if optimizers else []
-            place_fallible(transaction, staging.options, planned)
+            place_fallible(transaction, preparation.matched, planned)
             if any(assignment.sharded is not None for assignment in assignments):
                 transaction.register_undo(refresh_shards(preparation.slots.modules.values()))
             is_mapped = any(item.placement.mapped for item in planned)
-            if load_options.prefault and staged is None:
+            if options.prefault and staged is None:
                 notes += bring_in(planned, lambda _: None)
             if is_mapped:
                 # Mapped values are not read, so no read notices a change.
@@ -546,7 +392,7 @@ def _execute(
             last = [partial(state.__setitem__, *item) for state, *item in new_state]
             commit_values(transaction, waiting, planned, files, read, last)
         ranks, reread_bytes = ((), 0) if agreement is None else rank_reports(preparation, staging, agreement)
-    if is_mapped and load_options.prefault is None and staged is None:
+    if is_mapped and options.prefault is None and staged is None:
         notes += prefault_async(staging, planned)
     facts = preparation.facts(with_sources=False)
     return LoadReport(
@@ -554,7 +400,7 @@ def _execute(
         source=facts.source,
         notes=(*notes, *transaction.notes, *(staging.overflows.notes() if staging.overflows.counts else ())),
         slots=facts.slots,
-        seconds=time.perf_counter() - load_options.started,
+        seconds=time.perf_counter() - started,
         peak_memory_bytes=staging.held.peak_bytes,
         verified_bytes=verified,
         # The writes of this library keep every object. Code of the model may replace objects.
@@ -568,17 +414,19 @@ def _execute(
 def prepare(
     transaction: Transaction,
     source: Source | LoadPlan,
-    options: Options,
-    load_options: _LoadOptions | None = None,
+    options: LoadOptions,
+    agreement: Agreement | None = None,
     *,
     call_extra_state: bool,
+    reads: bool = False,
     staged: StagedLoad | None = None,
     in_use: str = "",
     with_tables: bool = True,
 ) -> tuple[Preparation, Staging]:
     """Plans a load, or binds a plan that was made before, and returns with it how its values are read.
 
-    `in_use` is why no value can be read at the commit. `with_tables` is whether plain values may be planned together.
+    `reads` is whether the load is executed at once. `in_use` is why no value can be read at the commit. `with_tables`
+    is whether plain values may be planned together.
     """
     if "torch.distributed.fsdp" in sys.modules:
         reshard(transaction.root)
@@ -588,16 +436,13 @@ def prepare(
         with nullcontext() if options.transform is None else gc_paused():
             checkpoint = open_source(source)
         matched = match(checkpoint, options, view)
-    elif options == Options():
-        matched = source.binding.matched
     else:
-        raise OptionError("a plan has its own arguments", remedy="pass them to modelstate.plan")
+        matched = source.binding.matched
     if staged is None:
-        budget = None if load_options is None else load_options.max_memory_bytes
-        staging = Staging(matched.part, matched.options, transaction.root, budget)
+        staging = Staging(matched.part, options, transaction.root)
         if in_use:
             staging.temporary = fresh_tensors
-        elif load_options is not None and matched.options.in_place is None:
+        elif reads and options.in_place is None:
             param = next(transaction.root.parameters(), None)
             nbytes = sum(fingerprint.nbytes for fingerprint in matched.part.fingerprints.values())
             # A parameter with memory may be read into at the commit, and a small file is not worth a thread.
@@ -618,8 +463,7 @@ def prepare(
         bind(preparation, source, "make the plan again")
     else:
         bind(preparation, source, LOAD_AGAIN, staged.tables)
-    if matched.asked.read_once:
-        agreement = None if load_options is None else load_options.agreement
+    if options.read_once:
         staging.shared = shared_reads(preparation.assignments, agreement or agreement_of(transaction.root))
         preparation.notes += notes_on_shared(staging.shared)
     stage_unleased(preparation.planned, matched.part.fingerprints, in_use)

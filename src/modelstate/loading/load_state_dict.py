@@ -14,7 +14,7 @@ from modelstate.errors import keep_interrupt
 from modelstate.formats.construct import refusal
 from modelstate.formats.tree import refused_in
 from modelstate.planning.assignment import copy_cannot_fail
-from modelstate.planning.matching import check_model
+from modelstate.planning.options import check_model
 from modelstate.planning.recorder import IncompatibleKeys, Owner, walk
 from modelstate.process import gc_paused
 from modelstate.torch_compat.modules import IncompatibleKeys as ReturnedKeys

@@ -58,8 +58,11 @@ _T = TypeVar("_T")
 _NOT_IN_A_FILE = ByteRange("", 0, 0)
 
 
-def limit_memory(staging: Staging, planned: Sequence[Planned], most_bytes: int) -> None:
+def limit_memory(staging: Staging, planned: Sequence[Planned]) -> None:
     """Chooses a read strategy that keeps to the memory budget. Raises `MemoryBudgetError` if there is none."""
+    most_bytes = staging.options.max_memory_bytes
+    if most_bytes is None:
+        return
     usual = ReadStrategy.fastest()
     if any(file.is_remote for file in staging.checkpoint.fingerprints.values()):
         usual = replace(usual, threads=CONNECTIONS, remote=True)
@@ -84,7 +87,7 @@ def prefetch_range(staging: Staging, planned: Sequence[Planned]) -> list[str]:
     """
     checkpoint = staging.checkpoint
     if any(file.is_remote for file in checkpoint.fingerprints.values()):
-        if staging.max_memory_bytes is None:
+        if staging.options.max_memory_bytes is None:
             staging.strategy = replace(staging.strategy, threads=CONNECTIONS)
         return []
     if sum(fingerprint.nbytes for fingerprint in checkpoint.fingerprints.values()) < LEAST_BYTES:
@@ -104,7 +107,7 @@ def prefetch_range(staging: Staging, planned: Sequence[Planned]) -> list[str]:
             is_run = item.is_run_of_bytes and item.is_read_together
             (runs if is_run and not item.placement.leased else others).extend(item.extents)
     if files := files_to_read_uncached(runs, checkpoint.fingerprints):
-        strategy, budget = staging.strategy, staging.max_memory_bytes
+        strategy, budget = staging.strategy, staging.options.max_memory_bytes
         staging.strategy = uncached_strategy(planned, strategy, budget, files)
     uncached = staging.strategy.uncached
     if past := sum(extent.nbytes for extent in runs if extent.path in uncached):

@@ -11,7 +11,7 @@ from modelstate.io.engine import ReadStrategy
 from modelstate.io.memory import Layout, MemoryTracker, spare_tensors
 from modelstate.io.prefetch import CacheLook
 from modelstate.loading.replicas import SharedRead
-from modelstate.planning.matching import Options
+from modelstate.planning.options import LoadOptions
 from modelstate.process import cached_attribute
 from modelstate.torch_compat.dtypes import Overflows
 from modelstate.transaction.slots import Addresses, slots_of
@@ -28,10 +28,8 @@ class Staging(msgspec.Struct, eq=False, dict=True):
     """How the values of a load are read: from where, with which threads and buffers, and the memory that they take."""
 
     checkpoint: Checkpoint
-    options: Options
+    options: LoadOptions
     model: nn.Module
-    max_memory_bytes: int | None = None
-    """The most memory that the load may need beyond the final tensors."""
     strategy: ReadStrategy = msgspec.field(default_factory=ReadStrategy.fastest)
     """The threads, buffers and files of the reads."""
     overflows: Overflows = msgspec.field(default_factory=Overflows)

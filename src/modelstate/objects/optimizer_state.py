@@ -49,7 +49,8 @@ from modelstate.objects.optimizer_values import (
 from modelstate.objects.recorded_memory import Recorded, into_recorded_memory, recorded_by_graphs
 from modelstate.objects.whole_optimizer import DTYPES, ORDERS, hidden_attributes, is_saved_whole, is_whole
 from modelstate.planning.differences import without_wrappers, wrapper_rule
-from modelstate.planning.matching import Patterns, check_model
+from modelstate.planning.matching import Patterns
+from modelstate.planning.options import check_model
 from modelstate.problems import OptimizerMisfit
 from modelstate.process import deferred_signals
 from modelstate.rules.optimizer import apply_to_optimizer, changed_values

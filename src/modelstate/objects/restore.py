@@ -13,13 +13,13 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import partial
 from keyword import iskeyword
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict, Unpack
 
 import torch
 from msgspec.structs import replace
 
 from modelstate.checkpoint.checkpoint import Checkpoint
-from modelstate.checkpoint.open import check_budget_option, checked_call, is_objects, is_source, patterns_of
+from modelstate.checkpoint.open import checked_call, is_objects, is_source, patterns_of
 from modelstate.checkpoint.open import open as open_checkpoint
 from modelstate.distributed.agreement import Agreement, agreement_of
 from modelstate.errors import (
@@ -61,7 +61,8 @@ from modelstate.objects.parts import KEPT, Kind, Part
 from modelstate.objects.recorded_memory import Recorded, into_recorded_memory
 from modelstate.objects.schedulers import go_on_from_kept_rates
 from modelstate.objects.whole_optimizer import DTYPES, WholeOptimizer, is_whole
-from modelstate.planning.matching import Patterns, options_of
+from modelstate.planning.matching import Patterns
+from modelstate.planning.options import LoadOptions, checked_options
 from modelstate.planning.recorder import ModuleContainer
 from modelstate.problems import (
     RULES_FROM_SUGGEST,
@@ -152,23 +153,40 @@ class Restored(Mapping[str, Any], Shown):
         return len(self.plain)
 
 
-@checked_call("ms.restore", is_objects, is_source)
+class ModuleArguments(TypedDict, total=False):
+    """The keyword arguments of `restore` that are options of the load of the modules."""
+
+    allow_missing: Iterable[str]
+    allow_unexpected: Iterable[str]
+    device: torch.device | str | None
+    map: bool | None
+    in_place: Literal[False] | None
+    init_missing: bool
+    progress: bool | None
+    max_memory_bytes: int | None
+
+
+class RestoreArguments(ModuleArguments, total=False):
+    """The keyword arguments of `restore` and of `Store.restore`, but for `verify` and `cache`."""
+
+    rules: RulesOf
+    keep_options: Iterable[str]
+
+
+class RestoreOptions(LoadOptions, frozen=True, kw_only=True):
+    """The options of a restore: those of a load, and those of optimizers."""
+
+    keep_options: tuple[str, ...] = ()
+
+
+@checked_call("ms.restore", is_objects, is_source, defaults=RestoreOptions())
 def restore(
     objects: Mapping[str, object],
     source: Source,
     *,
-    rules: RulesOf = (),
-    allow_missing: Iterable[str] = (),
-    allow_unexpected: Iterable[str] = (),
-    keep_options: Iterable[str] = (),
-    device: torch.device | str | None = None,
-    map: bool | None = None,
-    in_place: Literal[False] | None = None,
     verify: bool = False,
-    progress: bool | None = None,
-    max_memory_bytes: int | None = None,
-    init_missing: bool = False,
     cache: Cache | None = None,
+    **options: Unpack[RestoreArguments],
 ) -> Restored:
     """Restores several objects from one file that `modelstate.save` has written: all of them, or none.
 
@@ -184,7 +202,7 @@ def restore(
         allow_unexpected: glob patterns of what was saved and need not be among the objects.
         keep_options: glob patterns of optimizers that keep their own options: all options ("optimizer"), or some
             ("optimizer.lr"). The schedule of a scheduler of torch that is restored too goes on from a kept rate.
-        device, map, verify, progress, max_memory_bytes, cache: as in `modelstate.load`.
+        device, map, verify, progress, max_memory_bytes, cache: as in `modelstate.loading.LoadOptions`.
         in_place: None reads tensors directly into the memory of the modules where the read cannot fail, as
             `modelstate.load` does; False reads all values before the first one changes. True, which `modelstate.load`
             also takes, is refused: another object may still fail when the modules have been overwritten.
@@ -223,17 +241,8 @@ def restore(
     return restore_objects(
         objects,
         saved,
-        rules=rules,
-        allow_missing=allow_missing,
-        allow_unexpected=allow_unexpected,
-        keep_options=keep_options,
-        device=device,
-        map=map,
-        in_place=in_place,
-        progress=progress,
-        max_memory_bytes=max_memory_bytes,
         source_name="" if isinstance(source, str | os.PathLike) else "source",
-        init_missing=init_missing,
+        **options,
     )
 
 
@@ -298,18 +307,11 @@ def restore_objects(
     objects: Mapping[str, object],
     saved: Mapping[str, Part],
     *,
-    rules: RulesOf = (),
-    allow_missing: Iterable[str] = (),
-    allow_unexpected: Iterable[str] = (),
-    keep_options: Iterable[str] = (),
-    device: torch.device | str | None = None,
-    map: bool | None = None,
-    in_place: Literal[False] | None = None,
-    progress: bool | None = None,
-    max_memory_bytes: int | None = None,
     source_name: str = "",
-    init_missing: bool = False,
     agreement: Agreement | None = None,
+    rules: RulesOf = (),
+    keep_options: Iterable[str] = (),
+    **arguments: Unpack[ModuleArguments],
 ) -> Restored:
     """Restores objects from captured or opened parts, all or nothing: the core of `restore` and `Store.restore`.
 
@@ -319,15 +321,13 @@ def restore_objects(
     Args:
         objects: as `capture` takes them. A plain value asks for the value that was saved under its name.
         saved: a `Part` for each path; of a module a `Checkpoint`, or a state dict.
-        rules, allow_missing, allow_unexpected, init_missing: as in `restore`.
-        keep_options: glob patterns of optimizers that keep their own options: all options ("optimizer"), or some
-            ("optimizer.lr"). With all of them, an optimizer takes the state of the parameters from another class of
-            optimizer, where it fits; without, such a state is refused if the optimizer would compute otherwise.
-        in_place: as in `restore`.
-        device, map, progress, max_memory_bytes: as in `modelstate.load`, for the modules.
         source_name: the variable that stands for the source in code that an error proposes; empty for the path of the
             checkpoint.
         agreement: the ranks that restore together; None for those of the modules' meshes.
+        rules, arguments: as in `restore`.
+        keep_options: as in `restore`. With all options kept, an optimizer takes the state of the parameters from
+            another class of optimizer, where it fits; without, such a state is refused if the optimizer would compute
+            otherwise.
 
     Raises what `restore` raises.
     """
@@ -344,6 +344,7 @@ def restore_objects(
             if target.kind is Kind.OPTIMIZER and path in saved and is_whole(saved[path].tree)
         }
         saved = {**saved, **{path: replace(part, kind=Kind.OPTIMIZER) for path, part in whole.items()}}
+        in_place: object = arguments.get("in_place")
         if not (in_place is None or in_place is False):
             raise OptionError(
                 "in_place= of a restore says whether all values are read before the first one changes",
@@ -352,15 +353,7 @@ def restore_objects(
                 remedy="leave it out: values whose read cannot fail are read in place; in_place=True is an option of "
                 "modelstate.load",
             )
-        options = options_of(
-            "",
-            allow_missing=allow_missing,
-            allow_unexpected=allow_unexpected,
-            device=device,
-            map=map,
-            in_place=in_place,
-            init_missing=init_missing,
-        )
+        options = checked_options(key="", **arguments)
         kept_options = patterns_of("keep_options", keep_options)
         names: list[str] = []
         for path, target in targets.items():
@@ -368,7 +361,6 @@ def restore_objects(
                 options_of_groups = {str(key) for group in target.obj.param_groups for key in group}
                 names += [path, *(f"{path}.{name}" for name in sorted(options_of_groups - {"params", "param_names"}))]
         check_keep_options(kept_options, names)
-        check_budget_option(max_memory_bytes)
         may_miss = Patterns("allow_missing", options.allow_missing)
         may_exceed = Patterns("allow_unexpected", options.allow_unexpected)
         missing = tuple(path for path in targets if path not in saved and may_miss.allow(path))
@@ -379,14 +371,12 @@ def restore_objects(
             if target.kind is Kind.MODULE and path in saved:
                 with object_code(path, "its state cannot be opened"):
                     checkpoints[path] = open_checkpoint(saved[path].tree)
-        options = replace(options, rules=_rules(rules, checkpoints))
+        own_rules = _rules(rules, checkpoints)
         for path, part in whole.items():
             keeps = partial(_keeps, kept_options, path)
-            wrapper = WholeOptimizer(
-                targets[path].obj, parameter_names(modules), options.rules, keeps, _start_anew(path)
-            )
+            wrapper = WholeOptimizer(targets[path].obj, parameter_names(modules), own_rules, keeps, _start_anew(path))
             targets[path], saved[path] = Target(Kind.STATEFUL, wrapper), replace(part, kind=Kind.STATEFUL)
-        restoring = _Restoring(targets, saved, checkpoints, options.rules, may_miss, may_exceed, kept_options)
+        restoring = _Restoring(targets, saved, checkpoints, own_rules, may_miss, may_exceed, kept_options)
         restoring.note_used_patterns()
     models = ModuleContainer({path: targets[path].obj for path in checkpoints})
     try:
@@ -395,16 +385,18 @@ def restore_objects(
             report = load_then(
                 transaction,
                 combined_checkpoint(checkpoints),
-                replace(options, of_use=frozenset(may_miss.used | may_exceed.used)),
+                replace(
+                    options,
+                    rules=own_rules,
+                    optimizers=tuple(targets[path].obj for path in missing if targets[path].kind is Kind.OPTIMIZER),
+                    used_patterns=frozenset(may_miss.used | may_exceed.used),
+                ),
                 partial(restoring.restore_others, transaction),
-                optimizers=[targets[path].obj for path in missing if targets[path].kind is Kind.OPTIMIZER],
-                progress=progress,
-                max_memory_bytes=max_memory_bytes,
                 agreement=agreement,
                 runs_code=any(target.kind is Kind.STATEFUL for _, target in restoring.targets),
             )
     except PlanError as error:
-        raise restoring.plan_error(error, checkpoints, source_name, init_missing) from error.__cause__
+        raise restoring.plan_error(error, checkpoints, source_name, options.init_missing) from error.__cause__
     plain = {path: saved[path].tree for path, target in restoring.targets if target.kind is Kind.VALUE}
     report = dataclasses.replace(report, notes=(*report.notes, *restoring.notes))
     return Restored(plain, report, missing, unexpected, restoring.drawn_from)

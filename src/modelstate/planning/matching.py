@@ -1,7 +1,6 @@
-"""`match`: what a load takes of a checkpoint. `Options`: the checked arguments of a load that decide about its plan.
+"""`match`: selects the part of a checkpoint that is loaded, by the names of the model, and applies the rules.
 
-The part of the checkpoint that is loaded is selected by the names of the model. `differences.py` says how the names of
-both sides differ.
+`differences.py` says how the names of both sides differ.
 """
 
 from collections import Counter
@@ -18,203 +17,23 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from modelstate.checkpoint.checkpoint import Checkpoint
-from modelstate.checkpoint.open import patterns_of
-from modelstate.errors import (
-    AmbiguousCheckpointError,
-    CodecError,
-    ModelStateError,
-    OptionError,
-    PlacementError,
-    keep_interrupt,
-)
+from modelstate.errors import AmbiguousCheckpointError, CodecError, ModelStateError, keep_interrupt
 from modelstate.formats.construct import refusal
 from modelstate.formats.tree import refused_in
 from modelstate.planning.differences import Rewrapped, prefixes, without_wrappers, wrapper_rule
 from modelstate.planning.initialise import Initialisers
+from modelstate.planning.options import LoadOptions
 from modelstate.planning.recorder import outermost, own_names
-from modelstate.planning.transforms import ModuleTransform, Pairs, Transform
 from modelstate.problems import IdlePattern, Problem
 from modelstate.process import cached_attribute
 from modelstate.rules.expression import Derived, to_be_computed
 from modelstate.rules.rule import Entries, Entry, Rule, Value, Wanted, describe
-from modelstate.rules.schema import Applied, Schema, apply_rules, check_rules, renaming, way_back
+from modelstate.rules.schema import Applied, Schema, apply_rules, renaming, way_back
 from modelstate.rules.transformers_mapping import from_transformers, is_transformers_model, notes_of
 from modelstate.spec import Stored, StoredTensor, StoredTensors
-from modelstate.text_format import count, short_repr
-from modelstate.torch_compat.dtypes import floating_dtype
-from modelstate.torch_compat.modules import has_own_load, has_own_state_dict, unwrapped
-from modelstate.torch_compat.plain import is_fake
-from modelstate.torch_compat.private import is_faking, is_transforming
+from modelstate.text_format import count
+from modelstate.torch_compat.modules import has_own_load, has_own_state_dict
 from modelstate.transaction.slots import HIDDEN, Slots
-
-AnyTransform = Transform | ModuleTransform
-_CPU = torch.device("cpu")
-
-
-class Options(msgspec.Struct, frozen=True):
-    """The arguments of `modelstate.load` that decide about the plan."""
-
-    key: str | None = None
-    rules: tuple[Rule, ...] = ()
-    schema: Schema | None = None
-    """The schema that gives the rules when the checkpoint is known."""
-    allow_missing: tuple[str, ...] = ()
-    allow_unexpected: tuple[str, ...] = ()
-    dtype: torch.dtype | None = None
-    device: torch.device | None = None
-    device_of_meta: Callable[[torch.Tensor], torch.device] | None = None
-    """Gives the device of each tensor on meta, after a load without `device`; without it that is the CPU."""
-    transform: AnyTransform | Pairs | None = None
-    map: bool | None = None
-    in_place: bool | None = None
-    init_missing: bool = False
-    read_once: bool = False
-    of_use: frozenset[str] = frozenset()
-    """Patterns of `allow_missing` and `allow_unexpected` that match elsewhere, and may match nothing in this load."""
-
-    def device_after(self, tensor: torch.Tensor) -> torch.device:
-        """Returns the device of a tensor of the model after the load."""
-        if self.device is not None or not tensor.is_meta:
-            return self.device or tensor.device
-        return _CPU if self.device_of_meta is None else self.device_of_meta(tensor)
-
-
-def device_of(device: Any) -> torch.device | None:
-    """Returns the device with its index. Raises `OptionError` for an invalid device, or a device that is missing."""
-    try:
-        # An empty tensor resolves "cuda" to the current device, and fails where there is none.
-        return None if device is None else torch.empty(0, device=device).device
-    except (RuntimeError, AssertionError, TypeError, ValueError) as error:
-        raise OptionError(
-            "this machine has no such device",
-            found=f"{short_repr(device)}: {error}",
-            remedy="device='cpu', or leave it out",
-        ) from error
-
-
-def is_device(text: str) -> bool:
-    """Whether a text names a kind of device that torch knows, such as "cuda:0", whether or not this machine has it."""
-    try:
-        torch.device(text)
-    except RuntimeError:
-        return False
-    return True
-
-
-def check_model(model: object) -> nn.Module:
-    """Returns the model without wrappers of `torch.compile` and data parallelism.
-
-    Raises `OptionError` for another object, and `PlacementError` where torch gives new tensors no values.
-    """
-    if isinstance(model, nn.Module):
-        if is_transforming() or (is_faking() and not any(map(is_fake, model.parameters()))):
-            raise PlacementError(
-                "tensors stand for others within FakeTensorMode and torch.func; nothing has been changed",
-                where=type(model).__name__,
-                expected="a call outside of them",
-                remedy="load before the mode or the transform begins, or after it ends",
-            )
-        return unwrapped(model)
-    if isinstance(model, type) and issubclass(model, nn.Module):
-        raise OptionError(
-            "this is a class, not a model",
-            expected=f"an instance: {model.__name__}(...)",
-            found=f"the class {model.__qualname__}",
-            remedy=f"with ms.skeleton(): model = {model.__name__}(...), with its arguments; then pass the model",
-        )
-    raise OptionError("not a model", expected="torch.nn.Module", found=type(model).__name__)
-
-
-_NOTHING_GIVEN = (None, (), (), (), None, None, None, None, None, False, False)
-"""The defaults of the arguments of `options_of`, in their order."""
-
-
-def options_of(
-    key: str | None = None,
-    rules: Rule | Iterable[Rule] | Schema = (),
-    allow_missing: Iterable[str] = (),
-    allow_unexpected: Iterable[str] = (),
-    dtype: torch.dtype | str | None = None,
-    device: torch.device | str | None = None,
-    transform: AnyTransform | Mapping[str, AnyTransform | None] | None = None,
-    map: bool | None = None,
-    in_place: bool | None = None,
-    init_missing: bool = False,
-    read_once: bool = False,
-) -> Options:
-    """Returns the checked options of a load. Raises `OptionError`."""
-    names = key, rules, allow_missing, allow_unexpected
-    given = (*names, dtype, device, transform, map, in_place, init_missing, read_once)
-    if all(value is default for value, default in zip(given, _NOTHING_GIVEN, strict=True)):
-        return Options()
-    if not (key is None or isinstance(key, str)):
-        raise OptionError("key= must be a path", expected="a string such as 'model.encoder'", found=short_repr(key))
-    target = device_of(device)
-    if target is not None and target.type == "meta":
-        raise OptionError("a load cannot put tensors on the meta device", remedy="device='cpu', or leave it out")
-    return Options(
-        key=key,
-        rules=() if isinstance(rules, Schema) else check_rules(rules),
-        schema=rules if isinstance(rules, Schema) else None,
-        allow_missing=patterns_of("allow_missing", allow_missing),
-        allow_unexpected=patterns_of("allow_unexpected", allow_unexpected),
-        dtype=floating_dtype(dtype),
-        device=target,
-        transform=_transforms(transform),
-        map=map,
-        in_place=in_place,
-        init_missing=init_missing,
-        read_once=read_once,
-    )
-
-
-def _check_transform(transform: object) -> None:
-    """Raises `OptionError` for a class of transforms, and for a config of torchao."""
-    cls = transform if isinstance(transform, type) else type(transform)
-    if cls.__module__.partition(".")[0] == "torchao":
-        raise OptionError(
-            "transform= takes no config of torchao by itself",
-            expected="Quantize with an instance of the config",
-            found=short_repr(transform),
-            remedy=f"transform=ms.loading.Quantize({cls.__name__}()), with the arguments of the config",
-        )
-    if isinstance(transform, type) and issubclass(transform, ModuleTransform):
-        arguments = "config" if cls.__name__ == "Quantize" else "..."
-        raise OptionError(
-            "transform= takes an instance, not a class",
-            expected=f"an instance: {cls.__name__}({arguments})",
-            found=f"the class {cls.__qualname__}",
-            remedy="transform=ms.loading.Quantize(torchao.quantization.Int8WeightOnlyConfig()), for example"
-            if cls.__name__ == "Quantize"
-            else "",
-        )
-
-
-def _transforms(given: Any) -> AnyTransform | Pairs | None:
-    if isinstance(given, Mapping):
-        pairs = tuple(given.items())
-        for pattern, transform in pairs:
-            if not isinstance(pattern, str):
-                raise OptionError(
-                    "the keys of transform= must be glob patterns",
-                    expected="a string such as '*.mlp.*'",
-                    found=short_repr(pattern),
-                )
-            _check_transform(transform)
-            if transform is not None and not callable(transform):
-                raise OptionError(
-                    "the values of transform= must be functions",
-                    where=repr(pattern),
-                    expected="a function of name and tensor, or None",
-                    found=short_repr(transform),
-                )
-        return pairs or None
-    _check_transform(given)
-    if given is not None and not callable(given):
-        expected = "a function of name and tensor, or a mapping from patterns to such functions"
-        raise OptionError("transform= must be a function", expected=expected, found=short_repr(given))
-    transform_function: AnyTransform | None = given
-    return transform_function
 
 
 class ModelSchemaView(msgspec.Struct, eq=False, dict=True):
@@ -319,11 +138,10 @@ def entries_of(checkpoint: Checkpoint) -> Entries:
 class MatchedCheckpoint(msgspec.Struct, frozen=True):
     """The part of a checkpoint that is loaded, by the names of the model. Created by `match`."""
 
-    asked: Options
-    """The options of the load, as they were given."""
+    options: LoadOptions
     part: Checkpoint
-    options: Options
-    """The options of the load, with the rules that a schema or the model gives."""
+    rules: tuple[Rule, ...]
+    """The rules that were applied: those of the options, of their schema, or of transformers' mapping for the model."""
     applied: Applied
     """The entries after all rules, including the rule for wrappers."""
     before_wrappers: Mapping[str, str]
@@ -337,12 +155,12 @@ class MatchedCheckpoint(msgspec.Struct, frozen=True):
     @property
     def given(self) -> dict[str, str]:
         """The lists among the arguments, by their names, as the code by which a longer list begins."""
-        asked = self.asked
-        lists = (("allow_missing", asked.allow_missing), ("allow_unexpected", asked.allow_unexpected))
+        options = self.options
+        lists = (("allow_missing", options.allow_missing), ("allow_unexpected", options.allow_unexpected))
         given = {option: f"*{option}" for option, patterns in lists if patterns}
-        if asked.rules or asked.schema is not None:
+        if options.rules:
             given["rules"] = "*rules"
-        elif self.options.rules:
+        elif self.rules:
             given["rules"] = "*ms.rules.from_transformers(model)"
         return given
 
@@ -370,43 +188,44 @@ def renamed_versions(
 
 
 def select_part(
-    checkpoint: Checkpoint, asked: Options, wanted: Callable[[], Collection[str]]
-) -> tuple[Checkpoint, Options]:
-    """Selects the part of a checkpoint that has these names after the rules, and the rules of its schema.
+    checkpoint: Checkpoint, options: LoadOptions, names: Callable[[], Collection[str]]
+) -> tuple[Checkpoint, tuple[Rule, ...]]:
+    """Selects the part of a checkpoint that has these names after the rules. Returns the part and its rules.
 
     Raises `AmbiguousCheckpointError`, `KeyNotFoundError` and the errors of schemas.
     """
-    part, schema = checkpoint, asked.schema
-    if asked.key is not None:
-        part = checkpoint.select(asked.key)
+    part, rules = checkpoint, options.rules
+    if options.key is not None:
+        part = checkpoint.select(options.key)
     elif checkpoint.flat.containers != [""] or (checkpoint.flat.values and not checkpoint.flat.tensors):
-        renamings = [renaming(asked.rules)] if schema is None else schema.renamings(checkpoint)
-        part = matching_part(checkpoint, wanted(), renamings)
+        renamings = rules.renamings(checkpoint) if isinstance(rules, Schema) else [renaming(rules)]
+        part = matching_part(checkpoint, names(), renamings)
     # The rules follow from the version of the selected part, not from other parts of the file.
-    return part, asked if schema is None else replace(asked, rules=schema.rules_for(part), schema=None)
+    return part, rules.rules_for(part) if isinstance(rules, Schema) else rules
 
 
-def match(checkpoint: Checkpoint, asked: Options, view: ModelSchemaView) -> MatchedCheckpoint:
+def match(checkpoint: Checkpoint, options: LoadOptions, view: ModelSchemaView) -> MatchedCheckpoint:
     """Selects the part of a checkpoint, and applies rules to it that lead to the names of the model.
 
     Reads no tensor bytes but for rules that look at values. Raises `AmbiguousCheckpointError`, `KeyNotFoundError` and
     the errors of rules.
     """
     slots = view.slots
-    part, options = select_part(checkpoint, asked, view.names)
+    part, rules = select_part(checkpoint, options, view.names)
     rest = 0 if part is checkpoint or options.key is not None else len(checkpoint) - len(part)
     notes = [f"not loaded: {count(rest, 'tensor')} of other parts of the checkpoint"] if rest else []
     applied, names, fits_in_part = Applied(entries_of(part)), slots.by_name.keys(), False
-    if options.rules:
-        applied = apply_rules(options.rules, applied.entries, part.read, view.before)
+    if rules:
+        applied = apply_rules(rules, applied.entries, part.read, view.before)
     elif applied.entries.keys() == names:
-        return MatchedCheckpoint(asked, part, options, applied, {}, part.versions, tuple(notes), fits_in_part)
+        return MatchedCheckpoint(options, part, (), applied, {}, part.versions, tuple(notes), fits_in_part)
     elif is_transformers_model(view.model):
-        applied, options, note, fits_in_part = _applied_mapping(part, applied, options, view)
+        applied, rules, note, fits_in_part = _applied_mapping(part, applied, options, view)
         notes += [note] if note else []
-    if options.rules:
-        notes += notes_of(options.rules, applied)
-    rules, before_wrappers = options.rules, dict[str, str]()
+    if rules:
+        notes += notes_of(rules, applied)
+    all_rules: tuple[Rule, ...] = rules
+    before_wrappers: dict[str, str] = {}
     if not applied.entries.keys() <= names:
         given = [name for name, entry in applied.entries.items() if entry.sources]
         kept = applied.entries.keys() - given
@@ -415,37 +234,37 @@ def match(checkpoint: Checkpoint, asked: Options, view: ModelSchemaView) -> Matc
             wrappers = wrapper_rule(given, {*names, *slots.extra, *slots.lazy}, view.model, kept_names=kept)
         if wrappers is not None:
             applied, before_wrappers = _rewrapped(applied, wrappers)
-            rules = (*rules, wrappers)
+            all_rules = (*rules, wrappers)
             notes.append(wrappers.note(len(before_wrappers)))
     versions = part.versions
-    if versions is not None and rules:
-        versions = renamed_versions(versions, applied, rules)
-    return MatchedCheckpoint(asked, part, options, applied, before_wrappers, versions, tuple(notes), fits_in_part)
+    if versions is not None and all_rules:
+        versions = renamed_versions(versions, applied, all_rules)
+    return MatchedCheckpoint(options, part, rules, applied, before_wrappers, versions, tuple(notes), fits_in_part)
 
 
 def _applied_mapping(
-    part: Checkpoint, own: Applied, options: Options, view: ModelSchemaView
-) -> tuple[Applied, Options, str, bool]:
+    part: Checkpoint, own: Applied, options: LoadOptions, view: ModelSchemaView
+) -> tuple[Applied, tuple[Rule, ...], str, bool]:
     """Applies transformers' conversion mapping where more names of the model then match.
 
-    Returns the entries, the options with the rules of the entries, a note, and whether the names fit only in part.
+    Returns the entries, their rules, a note, and whether the names fit only in part.
     """
     slots = view.slots
     if fits(slots, own.entries, options):
-        return own, options, "", False
+        return own, (), "", False
     try:
         rules = from_transformers(view.model)
         mapped = apply_rules(rules, own.entries, part.read)
     except Exception as error:  # the mapping differs between versions of transformers
         keep_interrupt(error)
-        return own, options, f"transformers' conversion mapping cannot be used: {describe(error)}", False
+        return own, (), f"transformers' conversion mapping cannot be used: {describe(error)}", False
     names = slots.by_name.keys()
     if mapped.problems or len(mapped.entries.keys() & names) <= len(own.entries.keys() & names):
-        return own, options, "", False
+        return own, (), "", False
     fits_in_part = not fits(slots, mapped.entries, options)
     if fits_in_part and wrapper_rule(list(own.entries), slots.by_name, view.model) is not None:
-        return own, options, "", False
-    return mapped, replace(options, rules=rules), "", fits_in_part
+        return own, (), "", False
+    return mapped, rules, "", fits_in_part
 
 
 def _rewrapped(applied: Applied, rule: Rewrapped) -> tuple[Applied, dict[str, str]]:
@@ -462,7 +281,7 @@ def _rewrapped(applied: Applied, rule: Rewrapped) -> tuple[Applied, dict[str, st
     return replace(applied, entries=renamed), before
 
 
-def fits(slots: Slots, entries: Entries, options: Options) -> bool:
+def fits(slots: Slots, entries: Entries, options: LoadOptions) -> bool:
     """Whether the names and shapes of a checkpoint are those of a model, except for names that the options allow."""
     may_miss = Patterns("allow_missing", options.allow_missing)
     may_exceed = Patterns("allow_unexpected", options.allow_unexpected)

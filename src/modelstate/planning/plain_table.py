@@ -29,7 +29,7 @@ from modelstate.planning.assignment import (
     ReadRoute,
     staged_because,
 )
-from modelstate.planning.matching import Options
+from modelstate.planning.options import LoadOptions
 from modelstate.planning.plan import StepTable
 from modelstate.process import cached_attribute
 from modelstate.spec import ByteRange, StoredTensors, TensorColumns, overlapping
@@ -176,7 +176,7 @@ class _Rows(msgspec.Struct):
 
 
 def plain_tables(
-    slots: Iterable[Slot], tensors: StoredTensors, options: Options, maps_of_load: Callable[[], Maps]
+    slots: Iterable[Slot], tensors: StoredTensors, options: LoadOptions, maps_of_load: Callable[[], Maps]
 ) -> list[PlainTable]:
     """Returns the tables of the slots that get the tensor of their name in a way that cannot fail.
 
@@ -246,7 +246,7 @@ def plain_tables(
 
 
 def bound_tables(
-    planned: Iterable[StepTable], slots: Mapping[str, Slot], options: Options, maps_of_load: Callable[[], Maps]
+    planned: Iterable[StepTable], slots: Mapping[str, Slot], options: LoadOptions, maps_of_load: Callable[[], Maps]
 ) -> list[PlainTable]:
     """Returns the tables of a plan for slots that have the signatures for which it was made.
 
@@ -279,7 +279,7 @@ def bound_tables(
     return tables
 
 
-def _dtype_after(stored_name: str, dtype: torch.dtype, is_meta: bool, options: Options) -> torch.dtype | None:
+def _dtype_after(stored_name: str, dtype: torch.dtype, is_meta: bool, options: LoadOptions) -> torch.dtype | None:
     """Returns the dtype of a slot after the load; None where a value of the file cannot be copied or cast to it."""
     stored, own_dtype = _DTYPES.get(stored_name), dtype
     if stored is None:

@@ -12,7 +12,8 @@ from msgspec.structs import replace
 
 from modelstate.html.page import Kind, Page, Shown, area_chart
 from modelstate.planning.assignment import Placement, ReadRoute
-from modelstate.planning.matching import MatchedCheckpoint, Options
+from modelstate.planning.matching import MatchedCheckpoint
+from modelstate.planning.options import LoadOptions
 from modelstate.problems import Problem, explain
 from modelstate.rules.expression import Source
 from modelstate.spec import StoredTensor, TensorColumns
@@ -233,9 +234,9 @@ class LoadPlan(LazySteps, Shown):
     """Returns the steps, which are created when they are first used. None afterwards."""
 
     @property
-    def options(self) -> Options:
+    def options(self) -> LoadOptions:
         """The arguments of `modelstate.plan`."""
-        return self.binding.matched.asked
+        return self.binding.matched.options
 
     @property
     def ok(self) -> bool:

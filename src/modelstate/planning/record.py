@@ -133,7 +133,7 @@ def _is_exact(preparation: Preparation, outcome: IncompatibleKeys) -> bool:
     """Whether each name of the checkpoint fills a slot, and no option, rule or code of the model has a say."""
     options, is_filled = preparation.options, len(preparation.filled) == len(preparation.slots.tensors)
     is_silent = not (preparation.problems or preparation.transaction.armed or preparation.changes_dtypes)
-    has_options = options.rules or options.allow_missing or options.allow_unexpected or options.transform is not None
+    has_options = options.allow_missing or options.allow_unexpected or options.transform or preparation.matched.rules
     return is_filled and is_silent and not (has_options or outcome.missing or outcome.unexpected)
 
 
@@ -262,8 +262,8 @@ class _Coverage:
     def __init__(self, preparation: Preparation, outcome: IncompatibleKeys) -> None:
         self.preparation, self.outcome = preparation, outcome
         options = preparation.options
-        self.may_miss = Patterns("allow_missing", options.allow_missing, options.of_use)
-        self.may_exceed = Patterns("allow_unexpected", options.allow_unexpected, options.of_use)
+        self.may_miss = Patterns("allow_missing", options.allow_missing, options.used_patterns)
+        self.may_exceed = Patterns("allow_unexpected", options.allow_unexpected, options.used_patterns)
 
     def settle(self) -> None:
         """Adds the problems and notes of the load."""
@@ -327,7 +327,7 @@ class _Coverage:
         taken to be meant.
         """
         preparation, unexpected = self.preparation, {*self.outcome.unexpected}
-        if not (unexpected or preparation.options.rules):
+        if not (unexpected or preparation.matched.rules):
             return set()
         from modelstate.planning.quantized import Candidate, quantized_weights
         from modelstate.rules.quantized import SCALABLE

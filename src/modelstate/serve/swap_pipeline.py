@@ -32,7 +32,8 @@ from modelstate.loading.load import Source, load_then, prepare
 from modelstate.loading.staging import SMALL_BYTES
 from modelstate.planning.assignment import Assignment
 from modelstate.planning.differences import wrapper_rule
-from modelstate.planning.matching import options_of, select_part
+from modelstate.planning.matching import select_part
+from modelstate.planning.options import checked_options
 from modelstate.planning.plain_table import PlainTable, Planned
 from modelstate.planning.preparation import Preparation
 from modelstate.problems import (
@@ -194,9 +195,16 @@ class SwapSource:
 
     def __init__(self, target: Target, source: Source, options: SwapOptions) -> None:
         self._target, self._options = target, options
-        selection = options_of(options.key, options.rules, options.allow_missing, options.allow_unexpected)
-        self.part, selection = select_part(open_source(source), selection, lambda: target.names)
-        self.source, self._has_rules, rules = self.part.source, bool(selection.rules), selection.rules
+        selection = checked_options(
+            key=options.key,
+            rules=options.rules,
+            allow_missing=options.allow_missing,
+            allow_unexpected=options.allow_unexpected,
+            verify=options.verify,
+            progress=False,
+        )
+        self.part, selected_rules = select_part(open_source(source), selection, lambda: target.names)
+        self.source, self._has_rules, rules = self.part.source, bool(selected_rules), selected_rules
         names = set(map(renaming(rules), self.part) if rules else self.part)
         if not names <= target.names and (wrappers := wrapper_rule(names, target.names)) is not None:
             rules = (*rules, wrappers)
@@ -205,7 +213,7 @@ class SwapSource:
         self._kept_extra: list[str] = []
         """The paths of modules whose extra state the checkpoint may lack."""
         self._selection = replace(selection, key=None, rules=(*rules, *own_rules))
-        self._name_for_rules = renaming(way_back((*rules[len(selection.rules) :], *own_rules)))
+        self._name_for_rules = renaming(way_back((*rules[len(selected_rules) :], *own_rules)))
         self._without_hooks: Callable[[nn.Module], AbstractContextManager[None]] = (
             without_state_dict_hooks if without_hooks else lambda module: nullcontext()
         )
@@ -311,8 +319,6 @@ class SwapSource:
                 transaction,
                 self.part,
                 options,
-                verify=self._options.verify,
-                progress=False,
                 check=check_planned,
                 inspect=check,
             )

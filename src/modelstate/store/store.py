@@ -7,9 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, fields
 from functools import partial
-from typing import TYPE_CHECKING, Literal, Self, overload
-
-import torch
+from typing import TYPE_CHECKING, Literal, Self, Unpack, overload
 
 from modelstate.arguments import check_choice, check_integer, seconds_of
 from modelstate.checkpoint.checkpoint import Checkpoint
@@ -33,7 +31,7 @@ from modelstate.io.files import local_path
 from modelstate.objects.loaders import preserved_generators
 from modelstate.objects.objects import targets_of, tensors_within
 from modelstate.objects.per_rank import of_this_rank
-from modelstate.objects.restore import Restored, RulesOf, restore_objects
+from modelstate.objects.restore import RestoreArguments, Restored, RestoreOptions, restore_objects
 from modelstate.remote.cache import Cache, check_cache
 from modelstate.remote.location import is_remote, locate
 from modelstate.remote.upload import check_writable
@@ -383,23 +381,15 @@ class Store(Shown):
         lambda value: isinstance(value, int | str),
         is_method=True,
         within=lambda store, *args, **options: store._agreement((args, options), "Store.restore").phase("beginning"),
+        defaults=RestoreOptions(),
     )
     def restore(
         self,
         objects: Mapping[str, object],
         step: Step = "latest",
         *,
-        rules: RulesOf = (),
-        allow_missing: Iterable[str] = (),
-        allow_unexpected: Iterable[str] = (),
-        keep_options: Iterable[str] = (),
-        device: torch.device | str | None = None,
-        map: bool | None = None,
-        in_place: Literal[False] | None = None,
         verify: bool = True,
-        progress: bool | None = None,
-        max_memory_bytes: int | None = None,
-        init_missing: bool = False,
+        **options: Unpack[RestoreArguments],
     ) -> RestoredStep:
         """Restores the objects from a checkpoint: all of them, or none.
 
@@ -412,8 +402,8 @@ class Store(Shown):
             rules, allow_missing, allow_unexpected, keep_options, in_place: as in `modelstate.restore`; names begin with
                 the path of an object.
             verify: compares everything with its digest before it is used.
-            device, map, progress, max_memory_bytes: as in `modelstate.load`.
             init_missing: initialises the parameters that the checkpoint lacks. Optimizers have no state for them then.
+            device, map, progress, max_memory_bytes: as in `modelstate.loading.LoadOptions`.
 
         Returns:
             The plain values by path, the step with its time and metrics, and the report of the load.
@@ -436,31 +426,21 @@ class Store(Shown):
         agreement = self._agreement((step, objects), "Store.restore")
 
         def attempt(entry: StepEntry) -> tuple[Record, Restored]:
-            record, parts = self.index.opened(entry, verify, agreement, progress)
+            record, parts = self.index.opened(entry, verify, agreement, options.get("progress"))
             return record, restore_objects(
                 objects,
                 of_this_rank(parts, targets, agreement),
-                rules=rules,
-                allow_missing=may_miss,
-                allow_unexpected=may_exceed,
-                keep_options=kept_options,
-                device=device,
-                map=map,
-                in_place=in_place,
-                progress=progress,
-                max_memory_bytes=max_memory_bytes,
-                init_missing=init_missing,
                 agreement=agreement,
+                **options,
             )
 
         with agreement.collective():
             with agreement.phase("beginning", lambda: _same(f"step {step!r}")):
                 self.wait()
                 targets = targets_of(objects)
-                may_miss = patterns_of("allow_missing", allow_missing)
-                may_exceed = patterns_of("allow_unexpected", allow_unexpected)
-                kept_options = patterns_of("keep_options", keep_options)
-                check_budget_option(max_memory_bytes)
+                for name in ("allow_missing", "allow_unexpected", "keep_options"):  # may be used for several steps
+                    options[name] = patterns_of(name, options.get(name, ()))
+                check_budget_option(options.get("max_memory_bytes"))
             (record, restored), skipped = self.index.first_usable(step, attempt, agreement)
         self._access.note_in_use()
         inherited = {field.name: getattr(restored, field.name) for field in fields(restored)}
