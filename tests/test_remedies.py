@@ -449,7 +449,7 @@ def forbidden_module(tmp_path: Path) -> Scenario:
     return Scenario(partial(ms.load, net(), tmp_path / "x.pt"), takes=("ms.open",))
 
 
-@scenario("comparison/diff.py::_Comparison._check_values")
+@scenario("comparison/diff.py::_compared")
 def comparison_without_values(_: Path) -> Scenario:
     with torch.device("meta"):
         empty = net()
@@ -813,7 +813,7 @@ _OTHER = "code of another library"
 _PROSE = "names an argument or a command in a sentence"
 NOT_FOLLOWED = {
     "background.py::BackgroundTask.start": "needs a limit of threads",
-    "checkpoint/statistics.py::_check_values": _PLACEHOLDERS,
+    "checkpoint/reduction.py::check_readable": _PLACEHOLDERS,
     "cli/store.py::_no_store": _PROSE,
     "cli/store.py::restore": "needs a store whose steps are all damaged",
     "distributed/agreement.py::Agreement.check_equal": _RANKS,

@@ -1,8 +1,9 @@
-"""Statistics of tensors and modules against NumPy."""
+"""Statistics of tensors against NumPy."""
 
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +14,6 @@ from safetensors.torch import save_file
 from torch import nn
 
 import modelstate as ms
-from modelstate.checkpoint.statistics import Statistics, _Accumulator, merged
 from modelstate.errors import MissingValuesError, OptionError, ReadFailedError
 from tests.faults import faulty_reads
 
@@ -23,11 +23,9 @@ DTYPES = (
 )
 
 
-def added(values: torch.Tensor, chunk: int = 5) -> Statistics:
-    accumulator = _Accumulator(values.dtype)
-    for first in range(0, len(values), chunk):
-        accumulator.add(values[first : first + chunk])
-    return accumulator.result()
+def added(values: torch.Tensor) -> Any:
+    (tensor,) = ms.inspect({"w": values}).stats().tensors
+    return tensor.statistics
 
 
 def cast(values: list[float], dtype: torch.dtype) -> torch.Tensor:
@@ -60,8 +58,8 @@ def test_statistics_are_those_of_numpy(values: list[float], dtype: torch.dtype) 
 
 
 def test_a_small_deviation_beside_a_large_mean() -> None:
-    tensor = 1000 + 0.001 * torch.arange(4000, dtype=torch.float64).sin()
-    found = added(tensor.float(), chunk=333)
+    tensor = 1000 + 0.001 * torch.arange(600_000, dtype=torch.float64).sin()
+    found = added(tensor.float())
     assert found.std == pytest.approx(float(tensor.float().double().std(unbiased=False)), rel=1e-3)
 
 
@@ -78,25 +76,10 @@ def test_complex_numbers_have_no_order() -> None:
     assert (found.nan, found.zeros, found.finite) == (1, 1 / 3, 2)
 
 
-@pytest.mark.slow
-@settings(deadline=None)
-@given(st.lists(st.lists(st.floats(-100, 100, width=32), max_size=9), min_size=1, max_size=5))
-def test_merged_statistics_are_those_of_all_elements(parts: list[list[float]]) -> None:
-    tensors = [torch.tensor(part, dtype=torch.float64) for part in parts]
-    found, whole = merged(map(added, tensors)), added(torch.cat(tensors))
-    assert (found.elements, found.min, found.max) == (whole.elements, whole.min, whole.max)
-    if whole.mean is not None:
-        assert found.mean == pytest.approx(whole.mean, abs=1e-9)
-        assert found.std == pytest.approx(whole.std, abs=1e-6)
-        assert found.zeros == pytest.approx(whole.zeros)
-
-
 def test_values_whose_squares_leave_the_range_of_float64() -> None:
     huge, largest = (torch.tensor([value] * 5 + [-value] * 5, dtype=torch.float64) for value in (1e200, 1.7e308))
     assert (added(huge).min, added(huge).max, added(huge).mean, added(huge).std) == (-1e200, 1e200, 0.0, None)
     assert (added(largest).max, added(largest).mean, added(largest).std) == (1.7e308, None, None)
-    whole = merged([added(largest), added(torch.ones(3))])
-    assert (whole.min, whole.max, whole.mean, whole.std) == (-1.7e308, 1.7e308, None, None)
 
 
 @pytest.fixture
@@ -107,35 +90,24 @@ def state() -> dict[str, torch.Tensor]:
     return {"embed": shared, **layers, "head": shared, "count": torch.tensor([3, 4]), "half": torch.ones(3).half()}
 
 
-def test_modules(state: dict[str, torch.Tensor]) -> None:
-    stats = ms.inspect(state).stats()
-    layer = stats.module("layer.1")
-    values = torch.cat([state["layer.1.q"], state["layer.1.k"]])
-    assert layer.tensors == 2
-    assert layer.bytes == values.nbytes
-    assert layer.statistics.mean == pytest.approx(float(values.mean()), abs=1e-6)
-    assert layer.statistics.std == pytest.approx(float(values.std(unbiased=False)), rel=1e-5)
-    whole = stats.module()
-    assert whole.dtypes == {torch.float32: 8, torch.int64: 1, torch.float16: 1}
-    assert whole.statistics.elements == 40 + 6 * 16 + 2 + 3  # a tied tensor counts once
-    assert [module.name for module in stats.modules(1)] == ["embed", "layer", "head", "count", "half"]
-    with pytest.raises(OptionError, match="no tensor is below this path"):
-        stats.module("blocks")
-
-
 def test_text(state: dict[str, torch.Tensor]) -> None:
     stats = ms.inspect(state).stats()
     lines = str(stats).splitlines()
     assert lines[0].startswith("mapping: 10 tensors, ")
     assert lines[1] == "dtypes: float32 (8), int64 (1), float16 (1)"
     assert any(line.startswith("layer.*.q (3 ×)") for line in lines)
-    by_size = stats.text(sort="size", fold=False).splitlines()
-    assert by_size[4].startswith("embed")
-    assert sum(line.startswith("layer.") for line in by_size) == 6
-    assert any(line.startswith("layer ") for line in stats.text(depth=1).splitlines())
-    with pytest.raises(OptionError, match="sort= is no order"):
-        stats.text(sort="weight")
+    assert sum(line.startswith("layer.") for line in stats.text(fold=False).splitlines()) == 6
     assert "\x1b" not in str(ms.inspect({"a\x1b[1m": torch.ones(2)}).stats())
+
+
+def test_a_folded_row_has_the_limits_of_all_and_counts_ties_once() -> None:
+    zeros, ones = torch.zeros(10), torch.ones(10)
+    row = ms.inspect({"l.0.w": zeros, "l.1.w": zeros, "l.2.w": ones}).stats().text().splitlines()[-1].split()
+    assert row[0] == "l.*.w"
+    assert " ".join(row[-6:]) == "float32 80 B 0 1 66.7%"
+    sparse = [torch.sparse_coo_tensor([[0]], [torch.nan], (4,)) for _ in range(2)]
+    text = ms.inspect({f"l.{i}.w": tensor for i, tensor in enumerate(sparse)}).stats().text()
+    assert text.splitlines()[-1].endswith(" 2")
 
 
 def test_json(state: dict[str, torch.Tensor]) -> None:
@@ -204,14 +176,14 @@ def test_the_payloads_of_quantized_tensors(writer: str, bits: int | str, tmp_pat
 
 
 @pytest.mark.slow
-def test_a_scale_that_is_not_finite_counts_in_its_module() -> None:
+def test_a_scale_that_is_not_finite_is_counted() -> None:
     values = torch.sparse_coo_tensor(torch.tensor([[0, 1]]), torch.tensor([math.nan, math.inf]), (3,))
     stats = ms.inspect({"a.s": values, "a.w": torch.ones(2)}).stats()
-    assert (stats.module("a").statistics.nan, stats.module("a").statistics.infinite) == (1, 1)
-    assert stats.module("a").statistics.mean == 1.0
     assert "a.s, values" in str(stats)
-    assert json.loads(stats.to_json())["tensors"][0]["parts"][1]["nan"] == 1
-    assert stats.to_frame()["Bytes"].sum() == stats.module().bytes  # the bytes of parts count once
+    found = json.loads(stats.to_json())
+    assert found["tensors"][0]["parts"][1]["nan"] == 1
+    assert (found["totals"]["nan"], found["totals"]["infinite"]) == (1, 1)
+    assert stats.to_frame()["Bytes"].sum() == found["totals"]["bytes"]  # the bytes of parts count once
 
 
 def test_a_quantized_tensor_of_torch_is_dequantized() -> None:
@@ -235,7 +207,7 @@ def test_a_negative_view_has_values_of_its_own() -> None:
 
 
 def test_tensors_without_values() -> None:
-    with pytest.raises(MissingValuesError, match="2 tensors cannot be counted"):
+    with pytest.raises(MissingValuesError, match="2 tensors cannot be read"):
         ms.inspect(nn.Linear(2, 2, device="meta").state_dict()).stats()
 
 
@@ -245,20 +217,6 @@ def test_a_file_that_has_changed(tmp_path: Path) -> None:
     save_file({"w": torch.zeros(4)}, tmp_path / "m.safetensors")
     with pytest.raises(ReadFailedError):
         inspection.stats()
-
-
-def test_statistics_of_folded_rows_count_ties_once_and_nan_of_parts() -> None:
-    zeros, ones = torch.zeros(10), torch.ones(10)
-    text = ms.inspect({"l.0.w": zeros, "l.1.w": zeros, "l.2.w": ones}).stats().text()
-    assert " 0.5  " in text.splitlines()[-1]
-    sparse = [torch.sparse_coo_tensor([[0]], [torch.nan], (4,)) for _ in range(2)]
-    text = ms.inspect({f"l.{i}.w": tensor for i, tensor in enumerate(sparse)}).stats().text(depth=2)
-    assert text.splitlines()[-1].endswith(" 2")
-
-
-def test_a_negative_depth_is_refused() -> None:
-    with pytest.raises(OptionError, match="depth="):
-        ms.inspect({"w": torch.ones(2)}).stats().text(depth=-1)
 
 
 def test_an_average_is_read_region_by_region(tmp_path: Path) -> None:

@@ -65,7 +65,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("inspect other.safetensors --nosuch", "UsageError"),
         ("nosuch", "UsageError"),
         ("store nosuch", "UsageError"),
-        ("inspect other.safetensors --sort weight --stats", "UsageError"),
+        ("inspect other.safetensors --filter weight", "UsageError"),
         ("convert other.safetensors new.xyz", "UsageError"),
         ("convert other.safetensors new.pt --shard-size 0", "UsageError"),
         ("plan no_such_module:f other.safetensors", "UsageError"),

@@ -48,16 +48,10 @@ def test_statistics() -> None:
     done = run("inspect", "m.safetensors", "--stats")
     assert done.exit_code == 0
     assert "layer.*.weight (2 ×)" in done.stdout
-    assert len(run("inspect", "m.safetensors", "--stats", "--no-fold").stdout.splitlines()) == 9
-    rows = run("inspect", "m.safetensors", "--stats", "--depth", "1", "--sort", "size").stdout.splitlines()
-    assert rows[4].startswith("layer ")
+    assert "layer.1.weight" in run("inspect", "m.safetensors", "--stats", "--all").stdout
     found = json.loads(run("inspect", "m.safetensors", "--stats", "--filter", "*.weight", "--json").stdout)
     assert [tensor["max"] for tensor in found["tensors"]] == [5.0, 10.0]
-
-
-@pytest.mark.parametrize("option", [["--no-fold"], ["--depth", "2"], ["--filter", "*"], ["--sort", "size"]])
-def test_options_of_statistics_alone_are_a_wrong_command_line(option: list[str]) -> None:
-    assert run("inspect", "m.safetensors", *option).exit_code == 2
+    assert run("inspect", "m.safetensors", "--filter", "*").exit_code == 2
 
 
 def test_every_tensor_is_listed_without_reading_it() -> None:
@@ -68,8 +62,3 @@ def test_every_tensor_is_listed_without_reading_it() -> None:
     rows = done.stdout.split("\n\n")[1].splitlines()
     assert [row.split()[0] for row in rows] == ["name", *ms.open("m.safetensors")]
     assert "layer.1.weight  [2, 3]  float32" in done.stdout
-    assert run("inspect", "m.safetensors", "--all", "--stats").exit_code == 2
-
-
-def test_an_unknown_order_is_a_wrong_command_line() -> None:
-    assert run("inspect", "m.safetensors", "--stats", "--sort", "weight").exit_code == 2

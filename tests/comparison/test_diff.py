@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import modelstate as ms
-from modelstate.comparison import Match, Status
+from modelstate.comparison import Status
 from modelstate.errors import (
     MemoryBudgetError,
     MissingValuesError,
@@ -104,7 +104,6 @@ class TestNames:
         b = {name.replace("layer", "blocks"): tensor for name, tensor in a.items()}
         diff = ms.diff(a, b, rules=[ms.rules.Rename("layer.*", "blocks.*")])
         assert diff.is_equal
-        assert {tensor.match for tensor in diff.tensors} == {Match.NAME, Match.RULE}
         assert diff.tensors[1].source_names == ("layer.0.mlp.weight",)
 
     def test_tensors_that_rules_compute(self, tmp_path: Path) -> None:
@@ -399,7 +398,6 @@ class TestText:
         assert found["tensors"][0] == {
             "name": "w",
             "source_names": ["w"],
-            "match": "name",
             "part": "",
             "status": "changed",
             "shapes": [[2], [2]],

@@ -9,7 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from modelstate.comparison.difference import Accumulator, Difference, equal_unread, is_comparable
+import modelstate as ms
+from modelstate.comparison import Difference, Status, TensorDiff
 from tests.sweeps import examples
 
 FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
@@ -17,15 +18,15 @@ INTEGERS = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64, torc
 COMPLEX = (torch.complex64, torch.complex128)
 
 
-def measured(a: torch.Tensor, b: torch.Tensor, chunk: int = 7) -> Difference:
-    return accumulated(a, b, chunk).result()
+def compared(a: torch.Tensor, b: torch.Tensor) -> TensorDiff:
+    (tensor,) = ms.diff({"w": a}, {"w": b}).tensors
+    return tensor
 
 
-def accumulated(a: torch.Tensor, b: torch.Tensor, chunk: int = 7) -> Accumulator:
-    accumulator = Accumulator(a.dtype, b.dtype)
-    for first in range(0, len(a), chunk):
-        accumulator.add(a[first : first + chunk].contiguous(), b[first : first + chunk].contiguous())
-    return accumulator
+def measured(a: torch.Tensor, b: torch.Tensor) -> Difference:
+    found = compared(a, b).difference
+    assert found is not None
+    return found
 
 
 def wide(tensor: torch.Tensor) -> Any:
@@ -101,7 +102,7 @@ def test_nan_infinity_and_the_share_of_changes(values: list[tuple[float, float, 
     bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
     differing = int((a.view(bits) != b.view(bits)).sum())
     assert found.changed == differing / len(a)
-    assert accumulated(a, b).is_equal == (not differing)
+    assert (compared(a, b).status is Status.EQUAL) == (not differing)
 
 
 def test_minus_zero_is_a_change_of_bits_and_no_difference_of_values() -> None:
@@ -128,10 +129,15 @@ def test_values_beyond_the_range_of_float32_sums() -> None:
     assert measured(b, a).relative_l2 == pytest.approx(1e30)
 
 
-def test_an_equal_part_counts_in_the_norm() -> None:
-    a = torch.tensor([1e-12] * 7 + [3.0] * 7)
-    b = torch.tensor([1e-12] * 7 + [3.0] * 6 + [4.0])
+@pytest.mark.parametrize("small", [1e-12, 1.0, math.nan])
+def test_each_chunk_of_a_large_tensor_counts(small: float) -> None:
+    a = torch.full((600_000,), small)
+    a[300_000:] = torch.linspace(1, 3, 300_000)
+    b = a.clone()
+    b[-1] = 4.0
     assert_right(a, b)
+    assert measured(a, b).changed == 1 / 600_000
+    assert measured(a, b).nan == ((300_000,) * 2 if math.isnan(small) else (0, 0))
 
 
 def test_wide_integers_are_subtracted_exactly() -> None:
@@ -147,9 +153,8 @@ def test_booleans_have_a_share_of_changes_alone() -> None:
     assert found == Difference(1 / 3, None, None, None, None)
 
 
-def test_what_no_elements_differ_by() -> None:
-    empty = Difference(None, None, None, None, None)
-    assert measured(torch.ones(0), torch.ones(0)) == equal_unread(0, torch.float32) == empty
+def test_tensors_without_elements() -> None:
+    assert measured(torch.ones(0), torch.ones(0)) == Difference(None, None, None, None, None)
 
 
 def test_all_zero_tensors() -> None:
@@ -166,20 +171,22 @@ def test_tensors_without_a_finite_element() -> None:
 
 
 def test_which_dtypes_can_be_compared() -> None:
-    assert is_comparable(torch.float32, torch.float8_e4m3fn)
-    assert is_comparable(torch.uint8, torch.int64)
-    assert not is_comparable(torch.float32, torch.int32)
-    assert not is_comparable(torch.bool, torch.uint8)
-    assert not is_comparable(torch.complex64, torch.float32)
+    values = torch.tensor([1.0, 0.0])
+    pairs = [(torch.float32, torch.float8_e4m3fn), (torch.uint8, torch.int64)]
+    others = [(torch.float32, torch.int32), (torch.bool, torch.uint8), (torch.complex64, torch.float32)]
+    for a, b in (*pairs, *others):
+        tensor = compared(values.to(a), values.to(b))
+        assert tensor.status is Status.OTHER_DTYPE
+        assert (tensor.difference is not None) == ((a, b) in pairs)
 
 
 def test_packed_values_are_compared_bit_by_bit_alone() -> None:
     a = torch.tensor([1, 2], dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
     b = torch.tensor([1, 3], dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
-    assert not accumulated(a, b).is_equal
+    assert compared(a, b).status is Status.CHANGED
     assert measured(a, b) == Difference(None, None, None, None, None)
     same = a.view(torch.uint8).clone().view(a.dtype)  # some versions of torch cannot copy this dtype
-    assert accumulated(a, same).is_equal
+    assert compared(a, same).status is Status.EQUAL
     assert measured(a, same).changed == 0.0
 
 

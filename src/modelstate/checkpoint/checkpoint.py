@@ -32,7 +32,7 @@ from modelstate.formats.tree import (
     refused_in,
     subtree,
 )
-from modelstate.html.page import Kind, Page, Shown, area_chart, bar_chart
+from modelstate.html.page import ColumnKind, Page, Shown
 from modelstate.io.engine import (
     Request,
     read_ranges,
@@ -195,20 +195,17 @@ class Checkpoint(Mapping[str, TensorSpec], Shown):
     def _page(self) -> Page:
         tied = {name: group[0] for group in self.aliases for name in group[1:]}
         sizes = [(name, 0 if name in tied else spec.nbytes) for name, spec in self.items()]
-        dtypes: Counter[str] = Counter()
-        for (_, nbytes), spec in zip(sizes, self.values(), strict=True):
-            dtypes[spec.dtype_name] += nbytes
         return Page(
             self.source + (f", key {self.key!r}" if self.key else ""),
             (("Format", self.format), ("Tensors", f"{len(self):,}"), ("Bytes", size(self.nbytes))),
             (
-                ("Name", Kind.TEXT),
-                ("Shape", Kind.TEXT),
-                ("Dtype", Kind.TEXT),
-                ("Bytes", Kind.BYTES),
-                ("Kind", Kind.TEXT),
-                ("Same bytes as", Kind.TEXT),
-                *([("File", Kind.TEXT)] if len(self.files) > 1 else []),
+                ("Name", ColumnKind.TEXT),
+                ("Shape", ColumnKind.TEXT),
+                ("Dtype", ColumnKind.TEXT),
+                ("Bytes", ColumnKind.BYTES),
+                ("Kind", ColumnKind.TEXT),
+                ("Same bytes as", ColumnKind.TEXT),
+                *([("File", ColumnKind.TEXT)] if len(self.files) > 1 else []),
             ),
             [
                 [
@@ -222,10 +219,6 @@ class Checkpoint(Mapping[str, TensorSpec], Shown):
                 ]
                 for (name, nbytes), spec in zip(sizes, self.values(), strict=True)
             ],
-            charts=(
-                area_chart(sizes),
-                bar_chart("Bytes by dtype", [(name, nbytes, size(nbytes)) for name, nbytes in dtypes.most_common()]),
-            ),
         )
 
     # Properties of the file.
@@ -602,6 +595,19 @@ def join(
 
     Raises `ReadFailedError` where a file changed between the opening of two of them.
     """
+    contents = Contents(
+        format,
+        tree,
+        merged_fingerprints(checkpoints),
+        metadata or {},
+        {extent: checksum for checkpoint in checkpoints for extent, checksum in checkpoint.checksums.items()},
+        is_sealed,
+    )
+    return Checkpoint(contents, source=source)
+
+
+def merged_fingerprints(checkpoints: Iterable[Checkpoint]) -> dict[str, FileFingerprint]:
+    """Returns the fingerprints of all files. Raises `ReadFailedError` where one changed between two openings."""
     fingerprints: dict[str, FileFingerprint] = {}
     for checkpoint in checkpoints:
         for path, fingerprint in checkpoint.fingerprints.items():
@@ -611,15 +617,7 @@ def join(
                     where=path,
                     remedy="open them again, when nothing writes to it any more",
                 )
-    contents = Contents(
-        format,
-        tree,
-        fingerprints,
-        metadata or {},
-        {extent: checksum for checkpoint in checkpoints for extent, checksum in checkpoint.checksums.items()},
-        is_sealed,
-    )
-    return Checkpoint(contents, source=source)
+    return fingerprints
 
 
 class _Specs(ValuesView[TensorSpec]):

@@ -12,7 +12,6 @@ from time import perf_counter
 from typing import TYPE_CHECKING
 
 import msgspec
-from msgspec.structs import replace
 
 from modelstate.checkpoint.checkpoint import Checkpoint
 from modelstate.checkpoint.open import Source, checked_call
@@ -195,7 +194,8 @@ class Inspection(Shown):
         page = self.checkpoint._page()
         details = "\n\n".join(part for part in (_ties(self), _values(self), _metadata(self)) if part)
         elements = ("Elements", f"{self.elements:,}")
-        return replace(page, facts=(*page.facts, elements, ("Files", f"{len(self.files):,}")), text=details)
+        facts = (*page.facts, elements, ("Files", f"{len(self.files):,}"))
+        return msgspec.structs.replace(page, facts=facts, text=details)
 
     def stats(
         self, *, only: Iterable[str] = (), max_memory_bytes: int | None = None, progress: bool | None = None

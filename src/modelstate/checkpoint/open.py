@@ -8,6 +8,7 @@ import stat
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
+from fnmatch import fnmatchcase
 from functools import partial, wraps
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, Unpack, get_args, get_origin
@@ -198,6 +199,21 @@ def patterns_of(option: str, patterns: object) -> tuple[str, ...]:
         expected="a list of strings",
         found=short_repr(patterns),
         remedy=remedy,
+    )
+
+
+def is_selected(name: str, patterns: Sequence[str]) -> bool:
+    """Whether a name matches one of the patterns of an option, or there are none."""
+    return not patterns or any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def nothing_selected(patterns: Iterable[str], names: Iterable[str], where: str) -> OptionError:
+    """Returns the error for patterns that none of the names matches."""
+    return OptionError(
+        "no name matches the patterns",
+        where=where,
+        found=", ".join(patterns),
+        remedy=f"patterns are those of whole names, such as {next(iter(names), '*')!r}",
     )
 
 

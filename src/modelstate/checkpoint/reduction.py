@@ -17,6 +17,7 @@ Invariants:
 import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import product
 from typing import NamedTuple
 
@@ -24,13 +25,16 @@ import msgspec
 import torch
 from msgspec.structs import replace
 
-from modelstate.errors import MemoryBudgetError
+from modelstate.checkpoint.checkpoint import Checkpoint
+from modelstate.errors import MemoryBudgetError, MissingValuesError, UnsupportedTensorError
+from modelstate.formats.block_writer import check_expanded
 from modelstate.formats.torch_globals import SPARSE_PARTS
 from modelstate.io.blocks import Block, Part, Wanted, stream
-from modelstate.io.engine import ReadStrategy, read_threads, uncached_threads
+from modelstate.io.engine import ReadStrategy, read_ranges, read_threads, uncached_threads
 from modelstate.io.files import FileFingerprint
 from modelstate.io.memory import aligned
 from modelstate.io.prefetch import files_to_read_uncached
+from modelstate.io.tensors import read_tensor
 from modelstate.io.uncached import BUFFER_BYTES
 from modelstate.process import progress_bar
 from modelstate.spec import (
@@ -43,10 +47,12 @@ from modelstate.spec import (
     box_of,
     is_run,
     own_bytes,
+    pieces,
     slices_of,
 )
+from modelstate.text_format import count, listed, printable
 from modelstate.torch_compat.dtypes import QUANTIZED
-from modelstate.torch_compat.plain import is_plain, is_plain_memory
+from modelstate.torch_compat.plain import has_its_memory, is_plain, is_plain_memory, remedies_for
 
 _BLOCK_BYTES = 4 << 20
 """What a thread reads at once, of all operands together."""
@@ -114,6 +120,46 @@ def operand_of(stored: Stored, read: Callable[[Stored], torch.Tensor]) -> Operan
     return Operand(stored.dtype, tuple(stored.shape), region, extent, memory)
 
 
+def reader_of(checkpoint: Checkpoint) -> Callable[[Stored], torch.Tensor]:
+    """Returns the function that reads the values of a stored tensor on one thread."""
+    return partial(read_tensor, read_all=partial(read_ranges, fingerprints=checkpoint.fingerprints, threads=1))
+
+
+def check_readable(tensors: Iterable[tuple[str, Stored]], *, where: str, remedy: str) -> None:
+    """Checks that there are values to read, and that they are not far more than are stored.
+
+    Args:
+        tensors: The names and the tensors that are read.
+        where: The source, for messages.
+        remedy: What to do where tensors have no values.
+
+    Raises:
+        MissingValuesError: Tensors have no values.
+        UnsupportedTensorError: A tensor is an expanded view that has very many elements.
+    """
+    tensors = list(tensors)
+    lacking = {
+        name: piece
+        for name, stored in tensors
+        for piece in pieces(stored)
+        if isinstance(piece, torch.Tensor)
+        and (piece.is_meta or remedies_for([piece]) or (is_plain(piece) and not has_its_memory(piece)))
+    }
+    if lacking:
+        raise MissingValuesError(
+            f"{count(len(lacking), 'tensor')} cannot be read, since there are no values",
+            where=where,
+            found=listed(map(printable, lacking), 4),
+            remedy="; ".join(remedies_for(lacking.values())) or remedy,
+            names=tuple(lacking),
+        )
+    expanded = UnsupportedTensorError(
+        "expanded views have far more elements than are stored, and would take too long to read",
+        remedy="leave the tensor out with only=[pattern, ...]",
+    )
+    check_expanded(dict(tensors), expanded, where)
+
+
 def kind_of(stored: object) -> str:
     """Returns "strided" for a plain tensor, also one that is computed or stored in chunks; or its layout or class."""
     if isinstance(stored, StoredComposite):
@@ -125,11 +171,13 @@ def kind_of(stored: object) -> str:
     return "strided"
 
 
-def plain_parts(stored: object) -> dict[str, Stored]:
+def parts_of(stored: Stored) -> dict[str, Stored]:
     """Returns the plain tensors that a sparse tensor or a subclass consists of, by what they are: "qdata", "scale".
 
-    The names are numbers where a file does not say what the parts are.
+    The names are numbers where a file does not say what the parts are. A plain tensor is its only part, without a name.
     """
+    if kind_of(stored) == "strided":
+        return {"": stored}
     if isinstance(stored, StoredComposite):
         sparse = {str(layout).removeprefix("torch."): names for layout, names in SPARSE_PARTS.items()}
         names = stored.part_names or sparse.get(stored.kind, ())
@@ -146,8 +194,7 @@ def plain_parts(stored: object) -> dict[str, Stored]:
     parts: dict[str, Stored] = {}
     for name in stored.__tensor_flatten__()[0]:
         inner = getattr(stored, name)
-        below = {"": inner} if is_plain(inner) else plain_parts(inner)
-        parts |= {f"{name}.{part}".rstrip("."): tensor for part, tensor in below.items()}
+        parts |= {f"{name}.{part}".rstrip("."): tensor for part, tensor in parts_of(inner).items()}
     return parts
 
 

@@ -95,17 +95,7 @@ def _open(source: str, opening: options.Opening) -> ms.Checkpoint:
     multiple=True,
     help="With --stats: these names only, such as '*.bias'; may be repeated.",
 )
-@click.option(
-    "--depth",
-    metavar="N",
-    type=click.IntRange(min=0),
-    help="With --stats: a row for each module with N parts in its name.",
-)
-@click.option(
-    "--sort", metavar="ORDER", default="file", help="With --stats: the order of the rows, file, name or size."
-)
-@click.option("--no-fold", is_flag=True, help="With --stats: a row for each tensor, also where layers repeat.")
-@click.option("--all", "show_all", is_flag=True, help="List every tensor by its name, without reading it.")
+@click.option("--all", "show_all", is_flag=True, help="A row for each tensor, also where layers repeat.")
 @options.opening
 @options.as_json
 @options.html
@@ -115,9 +105,6 @@ def inspect(
     key: str | None,
     stats: bool,
     filter: tuple[str, ...],
-    depth: int | None,
-    sort: str,
-    no_fold: bool,
     show_all: bool,
     opening: options.Opening,
     as_json: bool,
@@ -130,22 +117,14 @@ def inspect(
     Exit code 1 if --skip-forbidden has left out objects and no tensor is found in the rest.
     """
     with reported(debug):
-        if not stats and (filter or depth is not None or sort != "file" or no_fold):
-            raise click.BadParameter("--filter, --depth, --sort and --no-fold are for --stats")
-        if stats and show_all:
-            raise click.BadParameter("--all lists the tensors without their statistics: give --stats --no-fold")
-        if sort not in ("file", "name", "size"):
-            raise click.BadParameter(f"--sort {sort}: give file, name or size")
+        if filter and not stats:
+            raise click.BadParameter("--filter is for --stats")
         with user_code():
             inspection = ms.inspect(source, key=key, **opening)
         if stats and (inspection.tensors or not inspection.left_out):
             found = inspection.stats(only=filter)
             write_page(html, found)
-            echo(
-                found.to_json()
-                if as_json
-                else found.text(depth=depth, sort=sort, fold=not no_fold, width=terminal_width())
-            )
+            echo(found.to_json() if as_json else found.text(fold=not show_all, width=terminal_width()))
         else:
             write_page(html, inspection)
             echo(inspection.to_json() if as_json else inspection.text(fold=not show_all))

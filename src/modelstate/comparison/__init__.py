@@ -7,7 +7,6 @@ from modelstate.lazy import attach
 if TYPE_CHECKING:
     from modelstate.comparison.difference import Difference as Difference
     from modelstate.comparison.result import Diff as Diff
-    from modelstate.comparison.result import Match as Match
     from modelstate.comparison.result import Status as Status
     from modelstate.comparison.result import TensorDiff as TensorDiff
     from modelstate.comparison.result import ValueDiff as ValueDiff
@@ -17,11 +16,10 @@ else:
         {
             "Diff": "modelstate.comparison.result",
             "Difference": "modelstate.comparison.difference",
-            "Match": "modelstate.comparison.result",
             "Status": "modelstate.comparison.result",
             "TensorDiff": "modelstate.comparison.result",
             "ValueDiff": "modelstate.comparison.result",
         },
     )
 
-__all__ = ["Diff", "Difference", "Match", "Status", "TensorDiff", "ValueDiff"]
+__all__ = ["Diff", "Difference", "Status", "TensorDiff", "ValueDiff"]

@@ -3,29 +3,18 @@
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
 from typing import TypeVar
 
 import msgspec
 import torch
 
+from modelstate.arguments import check_integer
 from modelstate.comparison.difference import Difference
-from modelstate.errors import OptionError
-from modelstate.html.page import Kind, Page, Shown
+from modelstate.html.page import ColumnKind, Page, Shown
 from modelstate.tensor_spec import TensorSpec
-from modelstate.text_format import (
-    as_given,
-    columns,
-    count,
-    folded,
-    listed,
-    printable,
-    seconds,
-    short_repr,
-    shorten,
-    size,
-)
+from modelstate.text_format import as_given, columns, count, folded, listed, printable, seconds, shorten, size
 from modelstate.torch_compat.dtypes import short
 
 _TEXT_WIDTH = 72
@@ -33,15 +22,6 @@ _LISTED = 12
 """The number of names of a list that are printed."""
 _TOP = 30
 """The number of rows of the table that are printed."""
-
-
-class Match(Enum):
-    """How two tensors were matched."""
-
-    NAME = "name"
-    """Their names are equal."""
-    RULE = "rule"
-    """A rule that was given leads from one name to the other."""
 
 
 class Status(Enum):
@@ -65,8 +45,7 @@ class TensorDiff(msgspec.Struct, frozen=True):
     name: str
     """The name in the second checkpoint."""
     source_names: tuple[str, ...]
-    """The names in the first checkpoint. Several where a rule joins tensors."""
-    match: Match
+    """The names in the first checkpoint, before the rules. Several where a rule joins tensors."""
     part: str
     """Which part of a tensor that consists of several; empty for a plain tensor."""
     status: Status
@@ -96,6 +75,13 @@ class TensorDiff(msgspec.Struct, frozen=True):
         if found.relative_l2 is None:
             return found.changed or 0.0 if not found.max_abs else math.inf
         return max(found.relative_l2, 1e-30 * (found.changed or 0.0))
+
+    @property
+    def _is_listed(self) -> bool:
+        """Whether the tensors differ, or have elements that are not finite."""
+        found = self.difference
+        has_nonfinite = found is not None and any((*(found.nan or ()), *(found.infinite or ())))
+        return self.status not in (Status.EQUAL, Status.NOT_COMPARED) or has_nonfinite
 
 
 class ValueDiff(msgspec.Struct, frozen=True):
@@ -144,8 +130,7 @@ class Diff(Shown, msgspec.Struct, frozen=True):
         return matched and not (self.removed or self.added or self.values)
 
     def __repr__(self) -> str:
-        found = "equal" if self.is_equal else ", ".join(self._counts())
-        return f"<{type(self).__name__} of {self.a!r} and {self.b!r}: {found}>"
+        return f"<{type(self).__name__} of {self.a!r} and {self.b!r}: {self._outcome()}>"
 
     def __str__(self) -> str:
         return self.text()
@@ -165,15 +150,17 @@ class Diff(Shown, msgspec.Struct, frozen=True):
             >>> print(modelstate.diff({"w": torch.ones(2)}, {"w": torch.ones(2)}).text(top=5).splitlines()[0])
             mapping and mapping: equal
         """
-        if top is not None and top < 0:
-            raise OptionError(
-                "top= must be a number of rows", expected="an integer >= 0, or None", found=short_repr(top)
-            )
-        found = "equal" if self.is_equal else ", ".join(self._counts())
-        parts = ["\n".join([printable(f"{as_given(self.a)} and {as_given(self.b)}: {found}"), self._cost()])]
-        for what, specs in (("only in the first", self.removed), ("only in the second", self.added)):
-            parts += [_names(what, specs)] if specs else []
-        parts += [_table(self.tensors, top, fold, width), _values(self.values)]
+        check_integer("top", top, least=0, accepts_none=True)
+        skipped = f", {size(self.skipped_bytes)} not read, since it is known to be equal" if self.skipped_bytes else ""
+        parts = [
+            printable(f"{as_given(self.a)} and {as_given(self.b)}: {self._outcome()}")
+            + f"\n{count(len(self.tensors), 'tensor')} compared, {size(self.read_bytes)} read{skipped}, "
+            + seconds(self.seconds),
+            _names("only in the first", self.removed),
+            _names("only in the second", self.added),
+            _table([tensor for tensor in self.tensors if tensor._is_listed], top, fold, width),
+            _values(self.values),
+        ]
         return "\n\n".join(part for part in parts if part)
 
     def to_json(self) -> str:
@@ -183,25 +170,26 @@ class Diff(Shown, msgspec.Struct, frozen=True):
             >>> json.loads(modelstate.diff({"w": torch.ones(2)}, {"w": torch.ones(2)}).to_json())["equal"]
             True
         """
+        statuses = Counter(tensor.status.value for tensor in self.tensors)
+        removed, added = (
+            [{"name": spec.name, "shape": list(spec.shape), "dtype": short(spec.dtype)} for spec in specs]
+            for specs in (self.removed, self.added)
+        )
         return json.dumps(
             {
                 "a": as_given(self.a),
                 "b": as_given(self.b),
                 "equal": self.is_equal,
                 "tensors": [_tensor_json(tensor) for tensor in self.tensors],
-                "removed": [_spec_json(spec) for spec in self.removed],
-                "added": [_spec_json(spec) for spec in self.added],
+                "removed": removed,
+                "added": added,
                 "values": [
                     {"path": value.path, "in_a": value.is_in[0], "in_b": value.is_in[1]}
                     | {"a": value.values[0], "b": value.values[1]}
                     for value in self.values
                 ],
                 "totals": {
-                    "statuses": {
-                        status.value: number
-                        for status in Status
-                        if (number := sum(tensor.status is status for tensor in self.tensors))
-                    },
+                    "statuses": statuses,
                     "read_bytes": self.read_bytes,
                     "skipped_bytes": self.skipped_bytes,
                     "seconds": self.seconds,
@@ -211,133 +199,110 @@ class Diff(Shown, msgspec.Struct, frozen=True):
         )
 
     def _page(self) -> Page:
-        measures = ("changed", "max_abs", "relative_l2")
         rows: list[list[str | int | float | None]] = []
         for tensor in sorted(self.tensors, key=lambda tensor: -tensor.change):
-            a, b = tensor.shapes
-            matched = "" if tensor.match is Match.NAME else f"{listed(tensor.source_names)} ({tensor.match.value})"
+            found = tensor.difference or Difference()
             rows.append(
                 [
                     f"{tensor.name}.{tensor.part}".rstrip("."),
                     tensor.status.value,
-                    str(list(b)) if a == b else f"{list(a)} -> {list(b)}",
-                    " -> ".join(dict.fromkeys(short(dtype) for dtype in tensor.dtypes)),
+                    _both(tensor.shapes, lambda shape: str(list(shape))),
+                    _both(tensor.dtypes, short),
                     tensor.bytes,
-                    *[getattr(tensor.difference, measure, None) for measure in measures],
-                    matched,
+                    *(found.changed, found.max_abs, found.relative_l2),
+                    listed(tensor.source_names) if tensor.source_names != (tensor.name,) else "",
                 ]
             )
         for status, specs in (("removed", self.removed), ("added", self.added)):
             rows += [[spec.name, status, str(list(spec.shape)), spec.dtype_name, spec.nbytes] for spec in specs]
         return Page(
             f"{as_given(self.a)} and {as_given(self.b)}",
+            (("Result", self._outcome()), ("Read", size(self.read_bytes)), ("Time", seconds(self.seconds))),
             (
-                ("Result", "equal" if self.is_equal else ", ".join(self._counts())),
-                ("Read", size(self.read_bytes)),
-                ("Time", seconds(self.seconds)),
-            ),
-            (
-                ("Name", Kind.TEXT),
-                ("Status", Kind.TEXT),
-                ("Shape", Kind.TEXT),
-                ("Dtype", Kind.TEXT),
-                ("Bytes", Kind.BYTES),
-                ("Changed", Kind.SHARE),
-                *[(name, Kind.MEASURE) for name in ("Max abs", "Rel. L2")],
-                ("Matched with", Kind.TEXT),
+                ("Name", ColumnKind.TEXT),
+                ("Status", ColumnKind.TEXT),
+                ("Shape", ColumnKind.TEXT),
+                ("Dtype", ColumnKind.TEXT),
+                ("Bytes", ColumnKind.BYTES),
+                ("Changed", ColumnKind.SHARE),
+                ("Max abs", ColumnKind.MEASURE),
+                ("Rel. L2", ColumnKind.MEASURE),
+                ("Matched with", ColumnKind.TEXT),
             ),
             rows,
             text=_values(self.values),
         )
 
-    def _counts(self) -> list[str]:
+    def _outcome(self) -> str:
+        if self.is_equal:
+            return "equal"
         numbers = Counter(tensor.status for tensor in self.tensors)
         counts = [f"{numbers[status]:,} {status.value}" for status in Status if numbers[status]]
         counts += [f"{len(self.removed):,} removed"] if self.removed else []
         counts += [f"{len(self.added):,} added"] if self.added else []
-        return counts + ([f"{count(len(self.values), 'other value')} changed"] if self.values else [])
-
-    def _cost(self) -> str:
-        skipped = f", {size(self.skipped_bytes)} not read, since it is known to be equal" if self.skipped_bytes else ""
-        return f"{count(len(self.tensors), 'tensor')} compared, {size(self.read_bytes)} read{skipped}, " + seconds(
-            self.seconds
-        )
+        return ", ".join(counts + ([f"{count(len(self.values), 'other value')} changed"] if self.values else []))
 
 
 def _names(what: str, specs: Sequence[TensorSpec]) -> str:
-    groups: dict[tuple[str, tuple[int, ...], torch.dtype], list[TensorSpec]] = {}
+    groups: dict[tuple[str, str, str], list[str]] = {}
     for spec in specs:
-        groups.setdefault((folded([spec.name])[0], spec.shape, spec.dtype), []).append(spec)
-    rows = [
-        (f"  {_times(pattern, [spec.name for spec in group])}", str(list(shape)), short(dtype))
-        for (pattern, shape, dtype), group in groups.items()
-    ]
-    more = [f"  and {len(rows) - _LISTED:,} more"] if len(rows) > _LISTED else []
-    return "\n".join([f"{what} ({len(specs):,}):", columns(rows[:_LISTED]), *more])
+        groups.setdefault((folded([spec.name])[0], str(list(spec.shape)), short(spec.dtype)), []).append(spec.name)
+    rows = [(f"  {_times(names)}", shape, dtype) for (_, shape, dtype), names in groups.items()]
+    return _section(f"{what} ({len(specs):,}):", rows) if rows else ""
 
 
-def _times(pattern: str, names: Sequence[str]) -> str:
-    return names[0] if len(names) == 1 else f"{pattern} ({len(names)} ×)"
+def _times(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else f"{folded(names[:1])[0]} ({len(names)} ×)"
 
 
 def _values(values: Sequence[ValueDiff]) -> str:
-    if not values:
-        return ""
     rows = []
-    for value in values[:_LISTED]:
-        sides = [
+    for value in values:
+        a, b = (
             shorten(repr(side), _TEXT_WIDTH) if is_in else "none"
             for side, is_in in zip(value.values, value.is_in, strict=True)
-        ]
-        rows.append((f"  {value.path}", sides[0], "->", sides[1]))
-    more = [f"  and {len(values) - _LISTED:,} more"] if len(values) > _LISTED else []
-    return "\n".join([f"values that are not tensors ({len(values):,}):", columns(rows), *more])
+        )
+        rows.append((f"  {value.path}", a, "->", b))
+    return _section(f"values that are not tensors ({len(values):,}):", rows) if rows else ""
+
+
+def _section(heading: str, rows: Sequence[tuple[str, ...]]) -> str:
+    more = [f"  and {len(rows) - _LISTED:,} more"] if len(rows) > _LISTED else []
+    return "\n".join([heading, columns(rows[:_LISTED]), *more])
 
 
 _HEADS = ("name", "shape", "dtype", "changed", "max abs", "rel. L2", "")
 
 
 def _table(tensors: Sequence[TensorDiff], top: int | None, fold: bool, width: int | None) -> str:
-    """The tensors that differ, those with the largest change first."""
-    differing = []
-    for tensor in tensors:
-        found = tensor.difference
-        has_nonfinite = found is not None and any((*(found.nan or ()), *(found.infinite or ())))
-        if tensor.status not in (Status.EQUAL, Status.NOT_COMPARED) or has_nonfinite:
-            differing.append(tensor)
+    """Returns the table of the tensors that differ, those with the largest change first."""
     groups: dict[object, list[TensorDiff]] = {}
-    for tensor in differing:
+    for tensor in tensors:
         pattern = folded([tensor.name])[0] if fold else tensor.name
         sides = (tensor.shapes, tensor.dtypes, tensor.kinds)
-        groups.setdefault((pattern, tensor.part, tensor.status, tensor.match, sides), []).append(tensor)
+        groups.setdefault((pattern, tensor.part, tensor.status, sides), []).append(tensor)
     if not groups:
         return ""
     ordered = sorted(groups.values(), key=lambda group: -max(tensor.change for tensor in group))
-    shown = ordered if top is None else ordered[:top]
-    more = [f"and {len(ordered) - len(shown):,} more rows"] if len(ordered) > len(shown) else []
-    worst = "; of folded tensors, the largest difference" if any(len(group) > 1 for group in shown) else ""
-    heading = f"tensors that differ, the largest change first{worst}:"
-    table = columns([_HEADS, *map(_row, shown)], right=range(3, 6), width=width, optional=(1, 2, 6))
-    return "\n".join([heading, table, *more])
+    listed_groups = ordered[:top]
+    more = [f"and {len(ordered) - len(listed_groups):,} more rows"] if len(ordered) > len(listed_groups) else []
+    worst = "; of folded tensors, the largest difference" if any(len(group) > 1 for group in listed_groups) else ""
+    table = columns([_HEADS, *map(_row, listed_groups)], right=range(3, 6), width=width, optional=(1, 2, 6))
+    return "\n".join([f"tensors that differ, the largest change first{worst}:", table, *more])
 
 
 def _row(group: Sequence[TensorDiff]) -> tuple[str, ...]:
     first = group[0]
-    pattern = folded([first.name])[0]
-    name = _times(pattern, [tensor.name for tensor in group])
-    if first.part:
-        name += f", {first.part}"
     found = [tensor.difference for tensor in group if tensor.difference is not None]
     shares = [difference.changed for difference in found if difference.changed is not None]
-    changed = f"{100 * math.fsum(shares) / len(shares):.3g}%" if shares else ""
     return (
-        name,
+        _times([tensor.name for tensor in group]) + (f", {first.part}" if first.part else ""),
         _both(first.shapes, lambda shape: str(list(shape))),
         _both(first.dtypes, short),
-        changed,
-        _most(found, "max_abs"),
-        _most(found, "relative_l2"),
-        "; ".join(_remarks(group, found)),
+        f"{100 * math.fsum(shares) / len(shares):.3g}%" if shares else "",
+        _largest(difference.max_abs for difference in found),
+        _largest(difference.relative_l2 for difference in found),
+        "; ".join(_remarks(first, found)),
     )
 
 
@@ -348,21 +313,19 @@ def _both(sides: tuple[_Side, _Side], text: Callable[[_Side], str]) -> str:
     return text(sides[0]) if sides[0] == sides[1] else f"{text(sides[0])} -> {text(sides[1])}"
 
 
-def _most(found: Sequence[Difference], name: str) -> str:
-    values = [value for difference in found if (value := getattr(difference, name)) is not None]
-    return f"{max(values):.3g}" if values else ""
+def _largest(measures: Iterable[float | None]) -> str:
+    known = [measure for measure in measures if measure is not None]
+    return f"{max(known):.3g}" if known else ""
 
 
-def _remarks(group: Sequence[TensorDiff], found: Sequence[Difference]) -> list[str]:
-    first = group[0]
+def _remarks(first: TensorDiff, found: Sequence[Difference]) -> list[str]:
     remarks = [first.status.value] if first.status is not Status.CHANGED else []
     if first.kinds[0] != first.kinds[1]:
         remarks.append(f"{first.kinds[0]} -> {first.kinds[1]}")
     if first.source_names != (first.name,):
         remarks.append(f"from {listed(first.source_names, 3)}")
-    for what, name in (("NaN", "nan"), ("infinite", "infinite")):
-        counts = [getattr(difference, name) or (0, 0) for difference in found]
-        a, b = (sum(side) for side in zip(*counts, strict=True)) if counts else (0, 0)
+    for what, counts in (("NaN", [each.nan for each in found]), ("infinite", [each.infinite for each in found])):
+        a, b = (sum(sides[index] for sides in counts if sides is not None) for index in (0, 1))
         if a or b:
             remarks.append(f"{what}: {a:,} -> {b:,}")
     return remarks
@@ -370,11 +333,9 @@ def _remarks(group: Sequence[TensorDiff], found: Sequence[Difference]) -> list[s
 
 def _tensor_json(tensor: TensorDiff) -> dict[str, object]:
     found = tensor.difference
-    measures = {} if found is None else {name: getattr(found, name) for name in found.__struct_fields__}
     return {
         "name": tensor.name,
         "source_names": list(tensor.source_names),
-        "match": tensor.match.value,
         "part": tensor.part,
         "status": tensor.status.value,
         "shapes": [list(shape) for shape in tensor.shapes],
@@ -382,9 +343,5 @@ def _tensor_json(tensor: TensorDiff) -> dict[str, object]:
         "kinds": list(tensor.kinds),
         "bytes": tensor.bytes,
         "read": tensor.is_read,
-        "difference": measures or None,
+        "difference": None if found is None else msgspec.structs.asdict(found),
     }
-
-
-def _spec_json(spec: TensorSpec) -> dict[str, object]:
-    return {"name": spec.name, "shape": list(spec.shape), "dtype": short(spec.dtype)}

@@ -8,9 +8,8 @@ from typing import Any, NamedTuple
 
 import msgspec
 import torch
-from msgspec.structs import replace
 
-from modelstate.html.page import Kind, Page, Shown, area_chart
+from modelstate.html.page import ColumnKind, Page, Shown
 from modelstate.planning.assignment import Placement, ReadRoute
 from modelstate.planning.matching import MatchedCheckpoint
 from modelstate.planning.options import LoadOptions
@@ -281,8 +280,8 @@ class LoadPlan(LazySteps, Shown):
             ("To read", size(self.bytes)),
             ("Memory beyond the final tensors", size(self.peak_memory_bytes)),
         )
-        page = steps_page(f"{self.source} into {self.target}", facts, self.steps, self.notes)
-        return replace(page, text=self._explanation) if self.problems else page
+        text = self._explanation if self.problems else ""
+        return steps_page(f"{self.source} into {self.target}", facts, self.steps, self.notes, text)
 
     def to_json(self) -> str:
         """Returns the whole plan as JSON."""
@@ -303,15 +302,21 @@ class LoadPlan(LazySteps, Shown):
         )
 
 
-def steps_page(title: str, facts: tuple[tuple[str, str], ...], steps: tuple[Step, ...], notes: tuple[str, ...]) -> Page:
+def steps_page(
+    title: str,
+    facts: tuple[tuple[str, str], ...],
+    steps: tuple[Step, ...],
+    notes: tuple[str, ...],
+    text: str = "",
+) -> Page:
     """Returns the page of a plan or a report."""
     columns = ("Name", "Kind", "From", "Shape", "Dtype", "Cast", "Bytes", "Placement", "Reason", "Route", "Time in ms")
-    kinds = {"Bytes": Kind.BYTES, "Time in ms": Kind.MEASURE}
+    kinds = {"Bytes": ColumnKind.BYTES, "Time in ms": ColumnKind.MEASURE}
     is_timed = any(step.seconds for step in steps)
     return Page(
         title,
         facts,
-        tuple((name, kinds.get(name, Kind.TEXT)) for name in columns[: None if is_timed else -1]),
+        tuple((name, kinds.get(name, ColumnKind.TEXT)) for name in columns[: None if is_timed else -1]),
         [
             (step.name, step.kind, step.source, str(list(step.shape)), short(step.dtype) if step.dtype else "")
             + (step.cast, step.nbytes, step.placement, step.why, step.route or "")
@@ -319,8 +324,8 @@ def steps_page(title: str, facts: tuple[tuple[str, str], ...], steps: tuple[Step
             for step in steps
         ],
         table="Steps",
+        text=text,
         notes=(*placements(steps), *notes),
-        charts=(area_chart([(step.name, step.nbytes) for step in steps]),),
     )
 
 

@@ -10,7 +10,7 @@ import msgspec
 
 from modelstate.arguments import check_choice, check_integer, is_number
 from modelstate.errors import OptionError
-from modelstate.html.page import Kind, Page, bar_chart
+from modelstate.html.page import ColumnKind, Page
 from modelstate.text_format import as_given, short_repr, size
 
 
@@ -99,20 +99,17 @@ def infos_page(directory: str, infos: Sequence[CheckpointInfo]) -> Page:
         as_given(directory),
         (("Checkpoints", f"{len(infos):,}"), ("Bytes", size(sum(info.nbytes for info in infos)))),
         (
-            ("Step", Kind.TEXT),
-            ("Saved", Kind.TEXT),
-            ("Bytes", Kind.BYTES),
-            ("State", Kind.TEXT),
-            *[(name, Kind.MEASURE) for name in metrics],
+            ("Step", ColumnKind.TEXT),
+            ("Saved", ColumnKind.TEXT),
+            ("Bytes", ColumnKind.BYTES),
+            ("State", ColumnKind.TEXT),
+            *[(name, ColumnKind.MEASURE) for name in metrics],
         ),
         [
             (str(info.step), saved_at(info), info.nbytes, info.state, *[info.metrics.get(name) for name in metrics])
             for info in infos
         ],
         table="Checkpoints",
-        charts=(
-            bar_chart("Bytes by step", [(str(info.step), info.nbytes, size(info.nbytes)) for info in infos[-40:]]),
-        ),
     )
 
 
