@@ -839,7 +839,7 @@ NOT_FOLLOWED = {
     "objects/attributes.py::check": "changes a class",
     "objects/extra_state.py::Layer._values": "changes a class",
     "objects/objects.py::_walk": _PLACEHOLDERS,
-    "objects/optimizer_class.py::OtherClass.remedy": _ELSEWHERE,
+    "objects/optimizer_state.py::OtherClass.remedy": _ELSEWHERE,
     "objects/optimizer_state.py::remedies_for_names": _ELSEWHERE,
     "objects/optimizer_state.py::OptimizerPlan.own_remedies": _ELSEWHERE,
     "objects/optimizer_state.py::_check_is_by_name": _PLACEHOLDERS,

@@ -4,6 +4,8 @@ torch keeps the state by the positions of the parameters. After a parameter has 
 the state goes to the wrong parameters, without an error where the shapes allow it. Names do not move.
 """
 
+import inspect
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from fnmatch import fnmatchcase
@@ -21,37 +23,33 @@ from modelstate.errors import OptimizerStateError, OptionError
 from modelstate.formats.construct import refusal
 from modelstate.formats.tree import map_leaves, refused_in
 from modelstate.loading.collective import before_call, described, text_of
-from modelstate.objects.optimizer_class import (
-    CLASS,
-    SCHEDULER_OPTIONS,
-    Group,
-    OtherClass,
-    class_name,
-    computing_class,
-    group_options,
-    other_class,
-)
 from modelstate.objects.optimizer_values import (
+    CLASS,
+    Group,
     Path,
+    Recorded,
     StateLayout,
     Values,
+    class_name,
+    group_options,
     in_memory_orders,
+    into_recorded_memory,
     is_number,
     is_torchs,
     memory_order,
     place,
     placed_options,
     placed_state,
+    recorded_by_graphs,
     same_state,
     value_problems,
     why_not_restored,
 )
-from modelstate.objects.recorded_memory import Recorded, into_recorded_memory, recorded_by_graphs
 from modelstate.objects.whole_optimizer import DTYPES, ORDERS, hidden_attributes, is_saved_whole, is_whole
 from modelstate.planning.differences import without_wrappers, wrapper_rule
 from modelstate.planning.matching import Patterns
 from modelstate.planning.options import check_model
-from modelstate.problems import OptimizerMisfit
+from modelstate.problems import OptimizerMisfit, glob_patterns
 from modelstate.process import deferred_signals
 from modelstate.rules.optimizer import apply_to_optimizer, changed_values
 from modelstate.rules.rule import Rule
@@ -67,6 +65,10 @@ _GROUPS = "param_groups"
 _OTHER = "other"
 """The key of the state under other keys than parameters."""
 _MAX_SHOWN = 12
+SCHEDULER_OPTIONS = {"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr"}
+"""Options that schedulers put into groups."""
+_IMPLEMENTATION_OPTIONS = {"foreach", "fused", "capturable", "differentiable"}
+"""Options that do not change what is computed."""
 
 
 def _is_optimizer(value: object) -> bool:
@@ -119,7 +121,7 @@ def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[
     other = {key: value for key, value in optimizer.state.items() if key not in names}
     orders = _check_values(state, other, names, optimizer)
     dtypes = {name: str(param.dtype) for param, name in names.items()}
-    saved = {"state": state, _GROUPS: groups, CLASS: class_name(computing_class(optimizer)), DTYPES: dtypes}
+    saved = {"state": state, _GROUPS: groups, CLASS: class_name(_computing_class(optimizer)), DTYPES: dtypes}
     return {**saved, **({_OTHER: other} if other else {}), **({ORDERS: orders} if orders else {})}
 
 
@@ -236,22 +238,10 @@ def remedies_for_names(missing: Sequence[str], unexpected: Sequence[str], gone: 
         return []
     remedies = [OptimizerMisfit.remedy]
     if missing:
-        remedies.append(f"for parameters that are new: allow_missing={name_patterns(missing)!r}")
+        remedies.append(f"for parameters that are new: allow_missing={glob_patterns(missing)!r}")
     if unexpected:
         remedies.append(f"for those that are gone or frozen: {gone}")
     return remedies
-
-
-def name_patterns(names: Sequence[str]) -> list[str]:
-    """Returns glob patterns for names: one for several names under the same parent, else the name."""
-    siblings: dict[str, set[str]] = {}
-    for name in names:
-        siblings.setdefault(name.rpartition(".")[0], set()).add(name)
-    return [
-        pattern
-        for parent, group in siblings.items()
-        for pattern in ([f"{parent}.*"] if parent and len(group) > 1 else sorted(group))
-    ]
 
 
 def misfit(where: str, problems: Sequence[str], remedy: str) -> OptimizerStateError:
@@ -264,23 +254,35 @@ def misfit(where: str, problems: Sequence[str], remedy: str) -> OptimizerStateEr
     )
 
 
+class OtherClass(msgspec.Struct, frozen=True):
+    """The saved state is of another class of optimizer than the live one, and cannot be loaded for that reason."""
+
+    saved: str
+    """The qualified name of the class; empty where the file does not have it."""
+    live: str
+    takes_moments: bool
+    """Whether the live optimizer could take the state of the parameters, with its own options kept."""
+    changed: tuple[str, ...]
+    """The saved options that would make the live optimizer compute as the saved one."""
+
+    @property
+    def text(self) -> str:
+        changed = f"the saved options would change what it computes ({', '.join(self.changed)})"
+        if not self.saved:
+            return f"{self.live}: {changed}"
+        return f"the state is of {self.saved}, the optimizer is {self.live}" + (f"; {changed}" if self.changed else "")
+
+    def remedy(self, keep_options: str, start_anew: str) -> str:
+        """Returns the remedy. `keep_options` is the value it proposes, `start_anew` how to begin without the state."""
+        keep = f"load the state of the parameters alone, with this optimizer's own options: keep_options={keep_options}"
+        remedies = [f"build the optimizer that was saved{': ' if self.saved else ''}{self.saved}"]
+        remedies += [keep] if self.takes_moments else []
+        return "; or ".join([*remedies, f"to begin with a new {self.live}: {start_anew}"])
+
+
 class OptimizerPlan(msgspec.Struct, frozen=True, eq=False):
     """The plan of loading the state of an optimizer. Made by `plan_by_name`."""
 
-    problems: list[str]
-    """A line of text for each thing that does not fit."""
-    missing: list[str]
-    """Names of parameters that lack saved state, and may not."""
-    unexpected: list[str]
-    """Saved names that the optimizer does not have, and may not be there."""
-    other_class: OtherClass | None
-    """Set where the class of the saved state is one of the problems."""
-    has_unfit_values: bool
-    """Whether something but names, groups and options is a problem."""
-    has_other_options: bool
-    """Whether groups or options are a problem."""
-    note: str
-    """Set where the state is of another class and is loaded all the same."""
     optimizer: torch.optim.Optimizer
     values: Mapping[torch.Tensor, Values]
     """The saved state of each parameter that has some."""
@@ -288,9 +290,25 @@ class OptimizerPlan(msgspec.Struct, frozen=True, eq=False):
     """The saved state under other keys than parameters."""
     dtypes: Mapping[torch.Tensor, str]
     """The dtypes that the parameters had when their state was saved, as far as they are known."""
-    options: Sequence[tuple[dict[str, Any], dict[str, Any]]]
-    """Groups of the optimizer, each with the saved options that it gets."""
     layout: StateLayout
+    """Has the saved options that each group gets."""
+    missing: list[str]
+    """Names of parameters that lack saved state, and may not."""
+    unexpected: list[str]
+    """Saved names that the optimizer does not have, and may not be there."""
+    name_problems: list[str]
+    """A line of text for each name that does not fit; so are the following ones for other things."""
+    option_problems: list[str]
+    value_problems: list[str]
+    other_class: OtherClass | None
+    """Set where the class of the saved state is one of the problems."""
+    note: str
+    """Set where the state is of another class and is loaded all the same."""
+
+    @property
+    def problems(self) -> list[str]:
+        of_class = [self.other_class.text] if self.other_class else []
+        return list(dict.fromkeys([*of_class, *self.name_problems, *self.option_problems, *self.value_problems]))
 
     def own_remedies(self, keep_options: str, start_anew: str) -> list[str]:
         """Returns the remedies for all but the names of parameters.
@@ -301,11 +319,11 @@ class OptimizerPlan(msgspec.Struct, frozen=True, eq=False):
         """
         if self.other_class is not None:
             return [self.other_class.remedy(keep_options, start_anew)]
-        if not (self.has_unfit_values or self.has_other_options):
-            return []
-        is_kept = self.has_other_options and not (self.has_unfit_values or self.missing or self.unexpected)
-        keep = [f"to keep this optimizer's own options: keep_options={keep_options}"] if is_kept else []
-        return [*keep, f"to begin without the saved state: {start_anew}"]
+        remedies = [f"to begin without the saved state: {start_anew}"]
+        if self.value_problems or not self.option_problems:
+            return remedies if self.value_problems else []
+        keep = f"to keep this optimizer's own options: keep_options={keep_options}"
+        return remedies if self.missing or self.unexpected else [keep, *remedies]
 
     def load(self, copying: AbstractContextManager[None] | None = None) -> list[Recorded]:
         """Loads the state, all or nothing. Call it only where there are no problems.
@@ -325,7 +343,7 @@ class OptimizerPlan(msgspec.Struct, frozen=True, eq=False):
                 try:
                     new_state = placed_state(self.values, self.dtypes, self.layout)
                     other = placed_options(self.other, cast(Group, optimizer.state))
-                    new_options = [(group, placed_options(options, group)) for group, options in self.options]
+                    new_options = [(group, placed_options(options, group)) for group, options in self.layout.matched]
                 except Exception as error:
                     raise OptimizerStateError(
                         "a value of the state cannot be copied; nothing has been changed",
@@ -396,51 +414,42 @@ def plan_by_name(
     known = set().union(*sources.values())
     foreign = [name for name in by_name if name not in params] + sorted(in_groups - known)
     unexpected = [name for name in dict.fromkeys(foreign) if not may_exceed(name)]
-    problems = [f"{name}: the optimizer has no such parameter" for name in unexpected]
     new = {param: name for param, name in names.items() if sources[param].isdisjoint(in_groups)}
     missing = [name for name in new.values() if not may_miss(name)]
-    problems += [f"{name}: nothing was saved for it" for name in missing]
-    group_problems: list[str] = []
-    matched = _matched_groups(groups, optimizer, sources, group_problems, keeps)
-    unfit_values: list[str] = []
-    elsewhere = cast(Mapping[str, object], state.get(_OTHER, {}))
-    if isinstance(optimizer, torch.optim.LBFGS) or elsewhere:
-        live = [param for group in optimizer.param_groups for param in group["params"]]
-        if len(grouped) != len(live) or any(
-            name not in sources[param] for name, param in zip(grouped, live, strict=True)
-        ):
-            what = f"has state under {listed(map(repr, elsewhere), 8)}" if elsewhere else "has one vector"
-            unfit_values.append(f"{type(optimizer).__name__} {what} for all parameters: it fits the same ones in order")
-    if is_saved_whole(optimizer):
-        unfit_values.append(f"the state is by name, and {type(optimizer).__name__} has one in a layout of its own")
+    name_problems = [f"{name}: the optimizer has no such parameter" for name in unexpected]
+    name_problems += [f"{name}: nothing was saved for it" for name in missing]
     if any(by_name.values()):
         present = {params[name] for name in by_name if name in params}
         lost = [name for param, name in names.items() if not (param in present or param in new or may_miss(name))]
-        problems += [f"{name}: its state is not there" for name in lost]
+        name_problems += [f"{name}: its state is not there" for name in lost]
         missing += lost
     by_param: dict[torch.Tensor, Values] = {}
+    unfit: list[str] = []
     for name, values in by_name.items():
         if name in params and values and not same_state(by_param.setdefault(params[name], values), values):
-            unfit_values.append(f"{name}: its state differs from that of another name of {names[params[name]]}")
-    layout = StateLayout(optimizer, matched)
-    cls = computing_class(optimizer)
+            unfit.append(f"{name}: its state differs from that of another name of {names[params[name]]}")
+    cls = _computing_class(optimizer)
     is_same_class = state.get(CLASS) == class_name(cls)
-    may_add = not is_torchs(cls) and is_same_class
+    may_add = is_same_class and not is_torchs(cls)
+    option_problems: list[str] = []
+    layout = StateLayout(optimizer, _matched_groups(groups, optimizer, sources, option_problems, keeps))
+    option_problems += [line for group, own in layout.matched for line in _option_problems(own, group, may_add)]
+    elsewhere = cast(Mapping[str, object], state.get(_OTHER, {}))
+    keys = listed(map(repr, elsewhere), 8)
+    if isinstance(optimizer, torch.optim.LBFGS) or elsewhere:
+        live = [param for group in optimizer.param_groups for param in group["params"]]
+        if len(grouped) != len(live) or any(name not in sources[at] for name, at in zip(grouped, live, strict=True)):
+            what = f"has state under {keys}" if elsewhere else "has one vector"
+            unfit.append(f"{type(optimizer).__name__} {what} for all parameters: it fits the same ones in order")
+    if is_saved_whole(optimizer):
+        unfit.append(f"the state is by name, and {type(optimizer).__name__} has one in a layout of its own")
     if elsewhere:
-        unfit_values += changed_values(checked, grouped)
-    if elsewhere and not is_same_class:
-        unfit_values.append(f"{cls.__name__} has no state under {listed(map(repr, elsewhere), 8)}")
-    group_problems += [line for group, options in matched for line in _option_problems(options, group, may_add)]
-    unfit_values += [
-        line
-        for param, values in by_param.items()
-        for line in value_problems(
-            names[param], values, param, optimizer, None if may_add else layout.values_of(param), is_same_class
-        )
-    ]
-    other, note = other_class(state, groups, optimizer, keeps, bool(group_problems), bool(unfit_values))
-    problems = [*([other.text] if other else []), *problems, *group_problems, *unfit_values]
-    problems = list(dict.fromkeys(problems))
+        unfit += changed_values(checked, grouped)
+        unfit += [] if is_same_class else [f"{cls.__name__} has no state under {keys}"]
+    for param, values in by_param.items():
+        expected = None if may_add else layout.values_of(param)
+        unfit += value_problems(names[param], values, param, optimizer, expected, is_same_class)
+    other, note = _other_class(state, groups, optimizer, keeps, bool(option_problems or unfit), not unfit)
     dtypes: dict[torch.Tensor, str] = {}
     if isinstance(saved_dtypes, Mapping):
         for param in by_param:
@@ -448,20 +457,85 @@ def plan_by_name(
             if len(of_sources) == 1:
                 dtypes[param] = of_sources.pop()
     return OptimizerPlan(
-        problems,
-        missing,
-        unexpected,
-        other,
-        bool(unfit_values),
-        bool(group_problems),
-        note,
-        optimizer,
-        by_param,
-        elsewhere,
-        dtypes,
-        matched,
-        layout,
+        optimizer=optimizer,
+        values=by_param,
+        other=elsewhere,
+        dtypes=dtypes,
+        layout=layout,
+        missing=missing,
+        unexpected=unexpected,
+        name_problems=name_problems,
+        option_problems=option_problems,
+        value_problems=unfit,
+        other_class=other,
+        note=note,
     )
+
+
+# The class of the optimizer.
+
+
+def _computing_class(optimizer: torch.optim.Optimizer) -> type[torch.optim.Optimizer]:
+    """Returns the class of an optimizer; of a wrapper that shares its groups, as accelerate's, the inner class."""
+    inner = getattr(optimizer, "optimizer", None)
+    if isinstance(inner, torch.optim.Optimizer) and inner.param_groups is optimizer.param_groups:
+        return type(inner)
+    return type(optimizer)
+
+
+def _other_class(
+    state: Mapping[str, object],
+    groups: Sequence[Group],
+    optimizer: torch.optim.Optimizer,
+    keeps: Callable[[str], bool],
+    has_problems: bool,
+    takes_moments: bool,
+) -> tuple[OtherClass | None, str]:
+    """Returns the class of the saved state where it is another one that cannot be loaded; else None and a note.
+
+    A class and one that is derived from it may take each other's state, unless an option differs that one of the two
+    sets by itself. Any other class needs `keep_options` for all options: the same names may mean something else in it.
+    Of a file that does not name the class, only options that the live class sets by itself are compared.
+    """
+    live, saved = _computing_class(optimizer), state.get(CLASS)
+    module, _, attribute = saved.rpartition(".") if isinstance(saved, str) else ("", "", "")
+    if attribute == live.__name__:
+        return None, ""  # the same class, or one that has moved to another module
+    imported = getattr(sys.modules.get(module), attribute, None) if attribute else None
+    is_optimizer = isinstance(imported, type) and issubclass(imported, torch.optim.Optimizer)
+    classes = [live, imported] if imported is not None and is_optimizer else [live]
+    options = [group_options(group) for group in groups]
+    names = {str(key) for group in options for key in group} - SCHEDULER_OPTIONS
+    fixed = {name for cls in classes for name in _fixed_options(cls, names)}
+    changed = {
+        f"{key} {group[key]!r} -> {saved_group[key]!r}": None
+        for key in sorted(fixed)
+        for saved_group in options
+        for group in optimizer.param_groups
+        if key in saved_group
+        and isinstance(group.get(key), bool | str)
+        and saved_group[key] != group[key]
+        and not keeps(key)
+    }
+    if not isinstance(saved, str):
+        other = OtherClass("", class_name(live), takes_moments, tuple(changed))
+        return other if changed else None, ""
+    is_related = any(issubclass(cls, live) for cls in classes[1:]) or saved in {class_name(cls) for cls in live.__mro__}
+    may_load = not changed if is_related else all(keeps(str(key)) for group in options for key in group)
+    if may_load and (is_related or not has_problems):
+        return None, f"the state of {saved} is loaded into {class_name(live)}"
+    return OtherClass(saved, class_name(live), takes_moments, tuple(changed)), ""
+
+
+def _fixed_options(cls: type[torch.optim.Optimizer], names: set[str]) -> set[str]:
+    """Returns the options that change what is computed and that the constructor does not take: the class sets them."""
+    fixed: set[str] = set()
+    for base in cls.__mro__[: cls.__mro__.index(torch.optim.Optimizer)]:
+        if "__init__" in vars(base):
+            params = inspect.signature(base.__init__).parameters  # type: ignore[misc]
+            if not any(param.kind is param.VAR_KEYWORD for param in params.values()):
+                fixed |= names - params.keys()
+    return fixed - _IMPLEMENTATION_OPTIONS
 
 
 # Names, state and groups.
@@ -628,9 +702,7 @@ def names_with_paths(
     params = {name: param for name, param in model.named_parameters(remove_duplicate=False) if param in owned}
     by_name, groups = _state_and_groups(state)
     path_of = _paths_of_names(by_name, params, renaming(rules), paths, isinstance(state, Mapping) and CLASS in state)
-    return [
-        path_of(name) for name in dict.fromkeys([*by_name, *(name for group in groups for name in group["params"])])
-    ]
+    return [path_of(name) for name in dict.fromkeys([*by_name, *(at for group in groups for at in group["params"])])]
 
 
 def _paths_of_names(

@@ -1,7 +1,8 @@
 """The values in the state of an optimizer: which of them can be restored, and copies of them for live parameters."""
 
 import inspect
-from collections.abc import Iterable, Mapping
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
 from copy import deepcopy
 from typing import Any, cast
 
@@ -11,17 +12,36 @@ from torch import nn
 from modelstate.codec.codec import encode
 from modelstate.errors import keep_interrupt
 from modelstate.formats.tree import deep_copy, map_leaves, same_value
-from modelstate.objects.optimizer_class import Group
 from modelstate.planning.sharded import ShardedSlot, sharded_slot
 from modelstate.rules.expression import Read, values_of
 from modelstate.torch_compat.plain import is_sharded
 from modelstate.torch_compat.sharding import dtensor_like, local_tensor
 from modelstate.transaction.optimizers import follows_dtype
 
+CLASS = "class"
+"""The key of the class in a saved state."""
+Group = Mapping[str, Any]
+"""A parameter group: "params", and options by name."""
+Matched = list[tuple[dict[str, Any], dict[str, Any]]]
+"""Groups of an optimizer, each with the saved options that it gets."""
 Values = Mapping[str, object]
 """The state of one parameter, such as "exp_avg" and "step"; values can be nested in containers."""
 Path = tuple[object, ...]
 """The keys and positions that lead to a value in it."""
+Recorded = tuple[dict[str, Any], str, torch.Tensor, torch.Tensor]
+"""Values of an optimizer, a name among them, the new tensor of this name, and the one that was there."""
+
+
+def class_name(cls: type) -> str:
+    """Returns the qualified name of a class; of torch's own the public one, which every version of torch has."""
+    if getattr(torch.optim, cls.__qualname__, None) is cls:
+        return f"torch.optim.{cls.__qualname__}"
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+def group_options(group: Group) -> dict[str, Any]:
+    """Returns the options of a parameter group."""
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
 
 def same_state(first: Values, second: Values) -> bool:
@@ -41,69 +61,63 @@ def is_torchs(cls: type) -> bool:
 class StateLayout:
     """The state that an optimizer keeps, or would keep, for each of its parameters."""
 
-    def __init__(
-        self, optimizer: torch.optim.Optimizer, matched: Iterable[tuple[dict[str, object], dict[str, object]]]
-    ) -> None:
-        self.group_of = {param: group for group in optimizer.param_groups for param in group["params"]}
-        self.is_of_torch = is_torchs(type(optimizer))
-        self._optimizer = optimizer
+    def __init__(self, optimizer: torch.optim.Optimizer, matched: Matched) -> None:
+        self.matched, self._optimizer = matched, optimizer
+        self._group_of = {param: group for group in optimizer.param_groups for param in group["params"]}
         self._new_options = {id(group): options for group, options in matched}
-        """The options that each group is going to have, by the id of the group."""
-        self._trials: dict[tuple[int, int], Values | None] = {}
-        self._steps: dict[tuple[object, ...], bool] = {}
+        self._trials: dict[object, tuple[torch.optim.Optimizer, nn.Parameter] | None] = {}
+        self._steps: dict[object, bool] = {}
+
+    @property
+    def is_of_torch(self) -> bool:
+        return is_torchs(type(self._optimizer))
 
     def values_of(self, param: torch.Tensor) -> Values | None:
         """Returns what the state of a parameter would be with the new options, else what it is; None for unknown."""
         if isinstance(self._optimizer, torch.optim.LBFGS):
             return None  # its names depend on the steps that were taken: `al` is added by the second direction
-        group = self.group_of[param]
-        key = id(group), param.dim()
+        key = id(self._group_of[param]), param.dim()
         if key not in self._trials:
-            self._trials[key] = _trial_state(self._optimizer, self.options_of(param), param.dim())
+            self._trials[key] = self._trial(param, torch.float32)
         trial = self._trials[key]
-        return (self._optimizer.state.get(param) or None) if trial is None else trial
+        return (self._optimizer.state.get(param) or None) if trial is None else trial[0].state.get(trial[1], {})
 
     def steps_with(self, values: Values, param: torch.Tensor) -> bool:
         """Whether an optimizer of torch's takes a step with tensors in the dtypes of the values; true for others."""
         dtypes = {key: value.dtype for key, value in values.items() if isinstance(value, torch.Tensor) and value.dim()}
-        group = self.group_of[param]
+        group = self._group_of[param]
         key = id(group), param.dim(), param.dtype, *sorted((name, str(dtype)) for name, dtype in dtypes.items())
         if key not in self._steps:
-            trial = _trial(self._optimizer, self.options_of(param), param.dim(), param.dtype)
+            trial = self._trial(param, param.dtype)
             self._steps[key] = trial is None or _steps_with(*trial, dtypes)
         return self._steps[key]
 
+    def _trial(self, param: torch.Tensor, dtype: torch.dtype) -> tuple[torch.optim.Optimizer, nn.Parameter] | None:
+        """Returns an optimizer of torch's with the new options, after a step, and its small parameter.
+
+        None where it cannot step, or is not of torch.
+        """
+        build: Any = type(self._optimizer)
+        if not is_torchs(build):
+            return None
+        options = {**self.options_of(param), "capturable": False}  # the trial runs on the CPU
+        arguments = {
+            key: options[key] for key in inspect.signature(build).parameters if key in options.keys() - {"params"}
+        }
+        try:
+            small = nn.Parameter(torch.zeros([2] * param.dim(), dtype=dtype, device="cpu"))
+            small.grad = torch.ones_like(small)
+            trial: torch.optim.Optimizer = build([small], **arguments)
+            trial.step()
+        except Exception as error:  # it needs a closure, sparse gradients, another device or dtype
+            keep_interrupt(error)
+            return None
+        return trial, small
+
     def options_of(self, param: torch.Tensor) -> dict[str, object]:
         """Returns the options that the group of a parameter is going to have."""
-        group = self.group_of[param]
+        group = self._group_of[param]
         return {**group, **self._new_options.get(id(group), {})}
-
-
-def _trial_state(optimizer: torch.optim.Optimizer, options: Mapping[str, object], dims: int) -> Values | None:
-    """Returns the state of a small parameter after a step of an optimizer of torch's; None where it cannot step."""
-    trial = _trial(optimizer, options, dims, torch.float32)
-    return None if trial is None else dict(trial[0].state.get(trial[1], {}))
-
-
-def _trial(
-    optimizer: torch.optim.Optimizer, options: Mapping[str, object], dims: int, dtype: torch.dtype
-) -> tuple[torch.optim.Optimizer, nn.Parameter] | None:
-    """Returns an optimizer of the same class of torch's, after a step, and its parameter; None where it cannot step."""
-    build: Any = type(optimizer)
-    if not is_torchs(build):
-        return None
-    arguments = {key: options[key] for key in inspect.signature(build).parameters if key in options and key != "params"}
-    if "capturable" in arguments:
-        arguments["capturable"] = False  # the trial runs on the CPU
-    try:
-        param = nn.Parameter(torch.zeros([2] * dims, dtype=dtype, device="cpu"))
-        param.grad = torch.ones_like(param)
-        trial: torch.optim.Optimizer = build([param], **arguments)
-        trial.step()
-    except Exception as error:  # it needs a closure, sparse gradients, another device or dtype
-        keep_interrupt(error)
-        return None
-    return trial, param
 
 
 def _steps_with(trial: torch.optim.Optimizer, param: nn.Parameter, dtypes: Mapping[str, torch.dtype]) -> bool:
@@ -135,26 +149,20 @@ def value_problems(
     problems = [f"{name}: the optimizer does not keep the saved {', '.join(unknown)}"] if unknown else []
     problems += [f"{name}: {key} is lacking" for key in known if key not in values]
     for key, value in values.items():
-        reasons = _unfit(key, value, param, optimizer)
+        reasons: list[str] = []
+
+        def check(path: Path, leaf: object, reasons: list[str] = reasons) -> None:
+            why = why_not_restored(leaf)
+            if not why and isinstance(leaf, torch.Tensor):
+                why = _unfit_for_param(leaf, param, optimizer, is_nested=len(path) > 1)
+            if why:
+                reasons.append(f"{place(path)} {why}")
+
+        map_leaves(value, check, (key,))
         if not reasons and key in known and (unlike := _unlike(value, known[key])):
             reasons = [f"{key} {unlike}"]
         problems += [f"{name}: {reason}" for reason in reasons[:1]]
     return problems
-
-
-def _unfit(key: str, value: object, param: torch.Tensor, optimizer: torch.optim.Optimizer) -> list[str]:
-    """Returns a line for each tensor or other value, in nested containers, that cannot be state of a parameter."""
-    reasons: list[str] = []
-
-    def check(path: Path, leaf: object) -> None:
-        why = why_not_restored(leaf) or (
-            _unfit_for_param(leaf, param, optimizer, is_nested=len(path) > 1) if isinstance(leaf, torch.Tensor) else ""
-        )
-        if why:
-            reasons.append(f"{place(path)} {why}")
-
-    map_leaves(value, check, (key,))
-    return reasons
 
 
 def place(path: Path) -> str:
@@ -173,7 +181,7 @@ def why_not_restored(leaf: object) -> str:
     if leaf is None or type(leaf) in (bool, int, float, complex, str):
         return ""
     try:
-        encode(leaf, leaf=_refuse_tensor)
+        encode(leaf, leaf={}.__getitem__)  # raises for a tensor
     except Exception:  # `encode` may also run the code of a user's class
         return (
             f"is {type(leaf).__name__}, which is not restored into an optimizer: only tensors and plain values are, in "
@@ -221,10 +229,6 @@ def in_memory_orders(tree: Any, orders: object) -> Any:
     return map_leaves(tree, order) if dims_of else tree
 
 
-def _refuse_tensor(_: torch.Tensor) -> str:
-    raise TypeError("a tensor in a value that is copied as a whole")
-
-
 def _unfit_for_param(
     value: torch.Tensor, param: torch.Tensor, optimizer: torch.optim.Optimizer, is_nested: bool
 ) -> str:
@@ -251,9 +255,8 @@ def _unfit_for_shard(value: torch.Tensor, param: torch.Tensor) -> str:
         return "is a DTensor, and the parameter is not"
     if value.shape != param.shape:
         text = f"has the shape {list(value.shape)}, the parameter {list(param.shape)}"
-        if _is_reduced(value, param):
-            text += ": one value for each row or column, which is not split over the ranks of a DTensor"
-        return text
+        rows = ": one value for each row or column, which is not split over the ranks of a DTensor"
+        return text + (rows if _is_reduced(value, param) else "")
     slot = sharded_slot("", param, value, None)
     return "" if isinstance(slot, ShardedSlot) else f"cannot be split over the ranks: {slot.title}"
 
@@ -372,3 +375,44 @@ def _copied(
 def is_number(value: object) -> bool:
     """Whether a value is a number, or a tensor of one element."""
     return isinstance(value, int | float) or (isinstance(value, torch.Tensor) and value.numel() == 1)
+
+
+# The tensors of optimizers on a GPU, whose addresses a CUDA graph of a training step may have recorded. A restore makes
+# new tensors, so that it can be undone. When nothing can fail any more, their values go to the tensors before.
+
+
+def recorded_by_graphs(
+    before: Mapping[str, object], new: Mapping[str, object], values: dict[str, Any]
+) -> Iterator[Recorded]:
+    """Yields the tensors on a GPU that new ones take the place of: a CUDA graph may have recorded their addresses."""
+    for key, value in new.items():
+        old = before.get(key)
+        if (
+            type(value) is torch.Tensor
+            and type(old) is torch.Tensor
+            and old.is_cuda
+            and not old.is_inference()
+            and (old.shape, old.stride(), old.dtype, old.device)
+            == (value.shape, value.stride(), value.dtype, value.device)
+        ):
+            yield values, key, value, old
+
+
+def into_recorded_memory(recorded: Iterable[Recorded]) -> None:
+    """Copies new values to the tensors that were there before, and puts these in their place again.
+
+    A tensor that was there under several names, as the learning rate of several groups, is left out if it cannot have
+    the new values of all of them.
+    """
+    by_memory = defaultdict[tuple[torch.device, int], list[Recorded]](list)
+    for entry in recorded:
+        values, key, new, old = entry
+        if values.get(key) is new:
+            by_memory[old.device, old.data_ptr()].append(entry)
+    with torch.inference_mode(False), torch.no_grad():
+        for entries in by_memory.values():
+            _, _, first, old = entries[0]
+            if all(new.dtype == first.dtype and torch.equal(new, first) for _, _, new, _ in entries[1:]):
+                old.copy_(first)
+                for values, key, _, before in entries:
+                    values[key] = before

@@ -52,13 +52,12 @@ from modelstate.objects.optimizer_state import (
     OptimizerPlan,
     check_keep_options,
     misfit,
-    name_patterns,
     names_with_paths,
     plan_by_name,
     remedies_for_names,
 )
+from modelstate.objects.optimizer_values import Recorded, into_recorded_memory
 from modelstate.objects.parts import KEPT, Kind, Part
-from modelstate.objects.recorded_memory import Recorded, into_recorded_memory
 from modelstate.objects.schedulers import go_on_from_kept_rates
 from modelstate.objects.whole_optimizer import DTYPES, WholeOptimizer, is_whole
 from modelstate.planning.matching import Patterns
@@ -71,6 +70,7 @@ from modelstate.problems import (
     OtherNames,
     Unexpected,
     WrongShape,
+    glob_patterns,
     plan_error,
 )
 from modelstate.remote.cache import Cache
@@ -619,7 +619,7 @@ class _Restoring:
         if any(isinstance(problem, OtherNames) for problem in error.problems):
             remedies.append("pass the rule above: optimizers follow rules")
         else:
-            remedies += remedies_for_names(missing, unexpected, f"allow_unexpected={name_patterns(unexpected)!r}")
+            remedies += remedies_for_names(missing, unexpected, f"allow_unexpected={glob_patterns(unexpected)!r}")
         sources = list(dict.fromkeys(checkpoint.source for checkpoint in checkpoints.values()))
         renamed = [
             path
@@ -649,7 +649,7 @@ def _misfits(plans: Mapping[str, OptimizerPlan]) -> OptimizerStateError:
             is_about_class = plan.other_class is not None and plan.other_class.text == line
             lines = class_lines if is_about_class else other_lines
             lines.append(f"{path}: {line}" if len(plans) > 1 else line)
-    names = remedies_for_names(missing, unexpected, f"allow_unexpected={name_patterns(unexpected)!r}")
+    names = remedies_for_names(missing, unexpected, f"allow_unexpected={glob_patterns(unexpected)!r}")
     remedy = "; ".join([*_own_remedies(plans), *names])
     where = ", ".join(f"{path}: {type(plan.optimizer).__name__}" for path, plan in plans.items())
     return misfit(where, class_lines + other_lines, remedy)

@@ -12,8 +12,7 @@ import torch
 
 from modelstate.errors import OptimizerStateError
 from modelstate.formats.tree import deep_copy, map_leaves, same_value
-from modelstate.objects.optimizer_class import CLASS, class_name, group_options
-from modelstate.objects.optimizer_values import in_memory_orders, memory_orders
+from modelstate.objects.optimizer_values import CLASS, class_name, group_options, in_memory_orders, memory_orders
 from modelstate.rules.optimizer import changed_values
 from modelstate.rules.rule import Rule
 from modelstate.rules.schema import renaming
