@@ -2,7 +2,6 @@
 
 import errno
 import json
-import math
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,7 +13,6 @@ from transformers.pytorch_utils import Conv1D
 
 import modelstate as ms
 from modelstate import spec
-from modelstate.merge.lora import _Delta
 from tests.faults import Request, faulty_reads
 from tests.formats.files import same
 from tests.io.test_lease import can_lease
@@ -194,14 +192,3 @@ def test_an_error_before_the_commit_changes_nothing(make: Make, how: ms.merge.Lo
     with faulty_reads(before=fail), pytest.raises(ms.errors.ReadFailedError):
         ms.load(net, checkpoint, in_place=False)
     assert wrong(net, before) == []
-
-
-def test_the_scaling_of_a_power_of_two_gives_the_same_bits() -> None:
-    """B is scaled once there, and the product of each block otherwise."""
-    a, b = torch.randn(8, 96), torch.randn(200, 8)
-    for scaling in (0.25, -2.0, 1.0, 3.0):
-        delta = _Delta("w", "linear", (200, 96), (a, b), scaling)
-        rows = delta.begin([a, b], 96, torch.float32, lambda shape, dtype: torch.empty(tuple(shape), dtype=dtype))
-        found = rows(range(200))
-        assert same(found.clone(), torch.mm(b, a) * scaling)
-        assert math.prod(found.shape) == 200 * 96

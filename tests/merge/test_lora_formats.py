@@ -127,8 +127,10 @@ def test_the_metadata_of_diffusers_has_alpha(tmp_path: Path) -> None:
         save_file(adapter, path, metadata={"lora_adapter_metadata": damaged})
         with pytest.raises(CombineError, match="damaged"):
             ms.open([base, path], combine=ms.merge.LoRA())
-    save_file(adapter, path, metadata={"lora_adapter_metadata": json.dumps({"lora_alpha": 1, "use_dora": True})})
-    with pytest.raises(CombineError, match="use_dora"):
+    save_file(
+        adapter, path, metadata={"lora_adapter_metadata": json.dumps({"lora_alpha": 1, "kasa_config": {"beta": 1}})}
+    )
+    with pytest.raises(CombineError, match="kasa_config"):
         ms.open([base, path], combine=ms.merge.LoRA())
 
 
@@ -189,8 +191,7 @@ def test_what_is_not_clear_is_refused(base: list[str], adapter: State, says: str
 @pytest.mark.parametrize(
     ("names", "method"),
     [
-        (["lora_unet_x.dora_scale"], "DoRA"),
-        (["base_model.model.x.lora_magnitude_vector.weight"], "DoRA"),
+        (["lora_unet_x.dora_scale"], "DoRA of LyCORIS"),
         (["lora_unet_x.lora_mid.weight"], "LoCon"),
         (["lora_unet_x.hada_w1_a", "lora_unet_x.hada_w1_b", "lora_unet_x.hada_w2_a", "lora_unet_x.hada_w2_b"], "LoHa"),
         (["lycoris_x.lokr_w1", "lycoris_x.lokr_w2"], "LoKr"),
